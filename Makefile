@@ -1,0 +1,18 @@
+# `make check` is exactly what CI runs.
+.PHONY: check lint typecheck test
+
+export OMP_NUM_THREADS ?= 1
+
+check: lint typecheck test
+
+lint:
+	python -m ruff check .
+
+# The root is the package `trilith`, whatever the checkout is called: mypy finds it under that name through a link.
+typecheck:
+	mkdir -p build/typecheck
+	ln -sfn ../.. build/typecheck/trilith
+	python -m mypy
+
+test:
+	python -m pytest

@@ -1,0 +1,1 @@
+"""Megatron-style training for PyTorch: one model, any layout. Each room's door says what it offers."""
