@@ -1,0 +1,65 @@
+"""Floor 2: parallel layers. Each works with ``state=None`` on one device as its ``torch.nn`` counterpart does."""
+
+from .attention import SharedHeads, causal_attention, merge_heads, split_heads
+from .collectives import (
+    copy_to_tensor,
+    enter_tensor,
+    gather_from_tensor,
+    gather_sequence,
+    leave_tensor,
+    reduce_from_tensor,
+    scatter_sequence,
+    split_to_tensor,
+)
+from .embedding import (
+    PositionEmbedding,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    default_positions,
+    gather_logits,
+    padded_vocabulary,
+)
+from .linear import ColumnParallelLinear, RowParallelLinear, linears
+from .loss import IGNORE, valid_tokens, vocab_parallel_cross_entropy
+from .mlp import ACTIVATIONS, MLP, GatedMLP, activation
+from .norm import LayerNorm, RMSNorm
+from .rotary import Rope, RotaryEmbedding, inverse_frequencies
+from .stage import Stage, split_blocks
+
+__all__ = [
+    "ACTIVATIONS",
+    "IGNORE",
+    "MLP",
+    "ColumnParallelLinear",
+    "GatedMLP",
+    "LayerNorm",
+    "PositionEmbedding",
+    "RMSNorm",
+    "Rope",
+    "RotaryEmbedding",
+    "RowParallelLinear",
+    "SharedHeads",
+    "Stage",
+    "VocabParallelEmbedding",
+    "VocabParallelHead",
+    "activation",
+    "causal_attention",
+    "copy_to_tensor",
+    "default_positions",
+    "enter_tensor",
+    "gather_from_tensor",
+    "gather_logits",
+    "gather_sequence",
+    "inverse_frequencies",
+    "leave_tensor",
+    "linears",
+    "merge_heads",
+    "padded_vocabulary",
+    "reduce_from_tensor",
+    "scatter_sequence",
+    "split_blocks",
+    "split_heads",
+    "split_to_tensor",
+    "valid_tokens",
+    "vocab_parallel_cross_entropy",
+]

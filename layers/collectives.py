@@ -1,0 +1,159 @@
+"""Collective pairs: what carries an activation between whole, split and partial along the tensor axis.
+
+Each pair names a forward and the backward that is its transpose:
+
+=====================  ==========================  ==========================  ==============================
+pair                   forward                     backward                    Megatron's name
+=====================  ==========================  ==========================  ==============================
+copy_to_tensor         identity                    all-reduce                  f, copy_to_region
+reduce_from_tensor     all-reduce                  identity                    g, reduce_from_region
+split_to_tensor        keep own piece              all-gather                  scatter_to_region
+gather_from_tensor     all-gather                  keep own piece              gather_from_region
+gather_sequence        all-gather                  reduce-scatter              gather_from_sequence_region
+scatter_sequence       reduce-scatter              all-gather                  reduce_scatter_to_sequence_region
+=====================  ==========================  ==========================  ==============================
+
+"Whole" is the same on every rank and so is its gradient; "partial" sums to the value over the ranks. On one tensor rank
+each is the identity and launches nothing. Source: Shoeybi et al. 2019 (section 3), Korthikanti et al. 2022 (section 4).
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ..parallel_state import BadInput, ParallelState, engine
+
+
+class _CopyToTensor(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, state: ParallelState) -> Tensor:
+        ctx.state = state
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return engine.all_reduce(grads[0], ctx.state.tensor_group), None
+
+
+class _ReduceFromTensor(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, state: ParallelState) -> Tensor:
+        return engine.all_reduce(x, state.tensor_group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, state: ParallelState) -> Tensor:
+        ctx.dim, ctx.state = dim, state
+        return own_piece(x, dim, state)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return engine.all_gather(grads[0], ctx.dim, ctx.state.tensor_group), None, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, state: ParallelState) -> Tensor:
+        ctx.dim, ctx.state = dim, state
+        return engine.all_gather(x, dim, state.tensor_group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return own_piece(grads[0], ctx.dim, ctx.state), None, None
+
+
+class _GatherPartialGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, state: ParallelState) -> Tensor:
+        ctx.dim, ctx.state = dim, state
+        return engine.all_gather(x, dim, state.tensor_group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return engine.reduce_scatter(grads[0], ctx.dim, ctx.state.tensor_group), None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, state: ParallelState) -> Tensor:
+        ctx.dim, ctx.state = dim, state
+        return engine.reduce_scatter(x, dim, state.tensor_group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return engine.all_gather(grads[0], ctx.dim, ctx.state.tensor_group), None, None
+
+
+def copy_to_tensor(x: Tensor, state: ParallelState) -> Tensor:
+    """Whole in, whole out; the ranks' gradients, each a part, are summed."""
+    return x if state.tensor_size == 1 else cast(Tensor, _CopyToTensor.apply(x, state))
+
+
+def reduce_from_tensor(x: Tensor, state: ParallelState) -> Tensor:
+    """Partial in, whole out."""
+    return x if state.tensor_size == 1 else cast(Tensor, _ReduceFromTensor.apply(x, state))
+
+
+def split_to_tensor(x: Tensor, state: ParallelState, *, dim: int = -1) -> Tensor:
+    """Whole in, this rank's equal piece of ``dim`` out."""
+    if state.tensor_size == 1:
+        return x
+    return cast(Tensor, _Split.apply(x, _positive(x, dim), state))
+
+
+def gather_from_tensor(x: Tensor, state: ParallelState, *, dim: int = -1) -> Tensor:
+    """Split along ``dim`` in, whole out, used alike on every rank afterwards."""
+    if state.tensor_size == 1:
+        return x
+    return cast(Tensor, _Gather.apply(x, _positive(x, dim), state))
+
+
+def gather_sequence(x: Tensor, state: ParallelState, *, dim: int = 1) -> Tensor:
+    """Split along the sequence in, whole out; every rank then uses it differently, so gradients are summed."""
+    if state.tensor_size == 1:
+        return x
+    return cast(Tensor, _GatherPartialGrad.apply(x, _positive(x, dim), state))
+
+
+def scatter_sequence(x: Tensor, state: ParallelState, *, dim: int = 1) -> Tensor:
+    """Partial in, the sum's piece of the sequence out."""
+    if state.tensor_size == 1:
+        return x
+    return cast(Tensor, _ReduceScatter.apply(x, _positive(x, dim), state))
+
+
+def enter_tensor(x: Tensor, state: ParallelState) -> Tensor:
+    """From between the blocks into a column-parallel product: one collective for all products that share the input."""
+    return gather_sequence(x, state) if state.sequence else copy_to_tensor(x, state)
+
+
+def leave_tensor(x: Tensor, state: ParallelState) -> Tensor:
+    """From a row-parallel product's partial sums back to between the blocks."""
+    return scatter_sequence(x, state) if state.sequence else reduce_from_tensor(x, state)
+
+
+def own_piece(x: Tensor, dim: int, state: ParallelState) -> Tensor:
+    """This tensor rank's equal piece of ``dim``, contiguous. No gradient rule of its own: autograd's."""
+    size = state.tensor_size
+    if x.shape[dim] % size:
+        raise BadInput(
+            "input",
+            f"dim {dim} of shape {tuple(x.shape)}",
+            expected=f"a length that tensor={size} divides",
+            found=x.shape[dim],
+            todo="Change the sequence length or the tensor axis",
+        )
+    length = x.shape[dim] // size
+    return x.narrow(dim, state.tensor_index * length, length).contiguous()
+
+
+def _positive(x: Tensor, dim: int) -> int:
+    return dim % x.ndim

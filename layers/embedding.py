@@ -1,0 +1,140 @@
+"""The vocabulary, cut over the tensor axis: embedding at one end of the model, logits at the other."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..parallel_state import Cut, Declaration, Initial, Normal, ParallelState, declare_parameter, local
+from .collectives import enter_tensor, gather_from_tensor, leave_tensor
+
+#: Vocabularies are padded in memory to a multiple of this, whatever the layout; checkpoints never hold the padding.
+VOCABULARY_MULTIPLE = 128
+
+
+def padded_vocabulary(vocab_size: int) -> int:
+    """Rows in memory for a vocabulary of this size."""
+    return -(-vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+
+
+class VocabParallelEmbedding(nn.Module):
+    """``nn.Embedding`` with its rows cut over the tensor axis.
+
+    Input: token ids (B, S). Output: (B, S, D) whole, or (B, S / tensor, D) under sequence parallelism. ``project`` uses
+    the same weight as the output layer (tied embeddings); ``ends`` says that both ends of a pipeline hold it.
+    Source: Shoeybi et al. 2019, section 3.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        ends: bool = False,
+        initial: Initial | None = None,
+        state: ParallelState | None = None,
+    ) -> None:
+        super().__init__()
+        self.state = state or ParallelState.alone()
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        declaration = _vocabulary(num_embeddings, embedding_dim, ends, initial or Normal(1.0))
+        declare_parameter(self, "weight", declaration, self.state)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        weight = local(self.weight)
+        if self.state.tensor_size == 1:
+            return F.embedding(tokens, weight)
+        rows = weight.shape[0]
+        ids = tokens - self.state.tensor_index * rows
+        elsewhere = (ids < 0) | (ids >= rows)
+        found = F.embedding(ids.masked_fill(elsewhere, 0), weight)
+        return leave_tensor(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.state)
+
+    def project(self, x: Tensor) -> Tensor:
+        """Logits (B, S, padded / tensor) from hidden states, with the embedding's own weight."""
+        return F.linear(enter_tensor(x, self.state), local(self.weight))
+
+    def extra_repr(self) -> str:
+        return _repr(self.num_embeddings, self.embedding_dim, self.state)
+
+
+class VocabParallelHead(nn.Module):
+    """The output layer: logits (B, S, padded / tensor), this rank's columns of the vocabulary, never gathered.
+
+    Columns past the vocabulary are padding; ``vocab_parallel_cross_entropy`` and ``gather_logits`` leave them out.
+    """
+
+    def __init__(
+        self,
+        embedding_dim: int,
+        num_embeddings: int,
+        *,
+        initial: Initial | None = None,
+        state: ParallelState | None = None,
+    ) -> None:
+        super().__init__()
+        self.state = state or ParallelState.alone()
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        declaration = _vocabulary(num_embeddings, embedding_dim, False, initial or Normal(0.02))
+        declare_parameter(self, "weight", declaration, self.state)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(enter_tensor(x, self.state), local(self.weight))
+
+    def extra_repr(self) -> str:
+        return _repr(self.num_embeddings, self.embedding_dim, self.state)
+
+
+class PositionEmbedding(nn.Module):
+    """Learned positions (GPT-2), whole on every rank.
+
+    Input: hidden states (B, S, D), or (B, S / tensor, D) under sequence parallelism, and positions (S,) or (B, S) of the
+    whole sequence. Output: their sum, of the first's shape.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        initial: Initial | None = None,
+        state: ParallelState | None = None,
+    ) -> None:
+        super().__init__()
+        self.state = state or ParallelState.alone()
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        partial = ("tensor",) if self.state.sequence else ()
+        declaration = Declaration(
+            (num_embeddings, embedding_dim), partial=partial, initial=initial or Normal(0.02)
+        )
+        declare_parameter(self, "weight", declaration, self.state)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        if self.state.sequence:
+            length = x.shape[1]
+            positions = positions.narrow(-1, self.state.tensor_index * length, length)
+        return x + F.embedding(positions, local(self.weight))
+
+
+def gather_logits(logits: Tensor, vocab_size: int, *, state: ParallelState | None = None) -> Tensor:
+    """Whole logits (..., vocab_size) from each rank's columns; for looking at, not for the loss."""
+    return gather_from_tensor(logits, state or ParallelState.alone())[..., :vocab_size]
+
+
+def _vocabulary(rows: int, dim: int, ends: bool, initial: Initial) -> Declaration:
+    return Declaration((padded_vocabulary(rows), dim), cut=Cut(0), rows=rows, ends=ends, initial=initial)
+
+
+def _repr(rows: int, dim: int, state: ParallelState) -> str:
+    padded = padded_vocabulary(rows)
+    return f"{rows}, {dim}, padded={padded}, here=({padded // state.tensor_size}, {dim})"
+
+
+def default_positions(x: Tensor, state: ParallelState, *, embedded: bool) -> Tensor:
+    """Positions 0 to S-1 of the whole sequence, for token ids (B, S) or, ``embedded``, hidden states.
+
+    Hidden states under sequence parallelism are this rank's piece (B, S / tensor, D).
+    """
+    length = x.shape[1] * (state.tensor_size if embedded and state.sequence else 1)
+    return torch.arange(length, device=x.device)

@@ -1,0 +1,189 @@
+"""Linear layers cut over the tensor axis: by columns of the product (rows of the weight) and by rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import sqrt
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..parallel_state import (
+    BadInput,
+    Constant,
+    Cut,
+    Declaration,
+    Initial,
+    ParallelState,
+    Uniform,
+    declare_parameter,
+    local,
+)
+from .collectives import enter_tensor, gather_from_tensor, leave_tensor, split_to_tensor
+
+
+class ColumnParallelLinear(nn.Module):
+    """``y = x W^T + b`` with the rows of ``W`` (the columns of ``y``) cut over the tensor axis.
+
+    With one ``out_features`` the parameters are ``weight`` (out, in) and ``bias`` (out), as in ``nn.Linear``. With a
+    mapping, several products share the input and pay one collective together: ``{"q": 64, "k": 16}`` has parameters
+    ``q.weight``, ``k.weight`` and returns a tuple in the mapping's order.
+
+    ``unit`` rows stay together (a head). Outputs named in ``shared`` (key and value heads) may have fewer units than
+    ranks, or a number that does not divide: every rank then stores all of them, computes those that its share of the
+    other outputs needs, and the gradients are summed.
+
+    Input: (..., in), or (B, S / tensor, in) under sequence parallelism. Output: (..., out / tensor), or whole with
+    ``gather_output``. On one device it is ``nn.Linear``. Raises ``BadInput`` for a cut that is not even.
+    Source: Shoeybi et al. 2019, section 3.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int | Mapping[str, int],
+        bias: bool = True,
+        *,
+        unit: int = 1,
+        shared: Sequence[str] = (),
+        gather_output: bool = False,
+        initial: Initial | None = None,
+        state: ParallelState | None = None,
+    ) -> None:
+        super().__init__()
+        self.state = state or ParallelState.alone()
+        self.in_features, self.out_features = in_features, out_features
+        self.gather_output = gather_output
+        initial = initial or Uniform(1 / sqrt(in_features))
+        self.parts: list[_Rows] = []
+        outputs = {"": out_features} if isinstance(out_features, int) else dict(out_features)
+        for name, features in outputs.items():
+            holder = self if not name else nn.Module()
+            if name:
+                self.add_module(name, holder)
+            rows = _Rows(holder, in_features, features, bias, unit, name in shared, initial, self.state)
+            self.parts.append(rows)
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
+        x = enter_tensor(x, self.state)
+        if isinstance(self.out_features, int):
+            return self._finish(self.parts[0](x))
+        return tuple(self._finish(part(x)) for part in self.parts)
+
+    def _finish(self, y: Tensor) -> Tensor:
+        return gather_from_tensor(y, self.state) if self.gather_output else y
+
+    def extra_repr(self) -> str:
+        here = ", ".join(f"({part.here}, {self.in_features})" for part in self.parts)
+        return f"in_features={self.in_features}, out_features={self.out_features}, here={here}"
+
+
+class _Rows:
+    """The weight and bias of one output of a column-parallel linear, and the rows of it that this rank computes."""
+
+    def __init__(
+        self,
+        holder: nn.Module,
+        in_features: int,
+        features: int,
+        bias: bool,
+        unit: int,
+        may_share: bool,
+        initial: Initial,
+        state: ParallelState,
+    ) -> None:
+        if features % unit:
+            raise BadInput("linear", "out_features", expected=f"a multiple of unit={unit}", found=features)
+        units, size = features // unit, state.tensor_size
+        self.holder = holder
+        self.slice: slice | None = None
+        cut: Cut | None = Cut(0, unit=unit)
+        partial: tuple[str, ...] = ()
+        self.here = features // size
+        if may_share and units % size:
+            first, last = units * state.tensor_index // size, -(-units * (state.tensor_index + 1) // size)
+            self.slice = slice(first * unit, last * unit)
+            self.here = (last - first) * unit
+            cut, partial = None, ("tensor",)
+        declare_parameter(
+            holder,
+            "weight",
+            Declaration((features, in_features), cut=cut, partial=partial, initial=initial),
+            state,
+        )
+        if bias:
+            start = Constant(0.0) if not isinstance(initial, Uniform) else initial
+            declare_parameter(
+                holder, "bias", Declaration((features,), cut=cut, partial=partial, initial=start), state
+            )
+        else:
+            holder.register_parameter("bias", None)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weight, bias = local(self.holder.weight), self.holder.bias
+        bias = None if bias is None else local(bias)
+        if self.slice is not None:
+            weight, bias = weight[self.slice], None if bias is None else bias[self.slice]
+        return F.linear(x, weight, bias)
+
+
+class RowParallelLinear(nn.Module):
+    """``y = x W^T + b`` with the columns of ``W`` (the features of ``x``) cut over the tensor axis.
+
+    Input: (..., in / tensor), as a column-parallel layer leaves it; with ``scatter_input`` it arrives whole and is split
+    here. Output: (..., out) whole, or (B, S / tensor, out) under sequence parallelism. The bias is added once, after the
+    sum. On one device it is ``nn.Linear``. Raises ``BadInput`` for a cut that is not even.
+    Source: Shoeybi et al. 2019, section 3.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        unit: int = 1,
+        scatter_input: bool = False,
+        initial: Initial | None = None,
+        state: ParallelState | None = None,
+    ) -> None:
+        super().__init__()
+        self.state = state or ParallelState.alone()
+        self.in_features, self.out_features = in_features, out_features
+        self.scatter_input = scatter_input
+        initial = initial or Uniform(1 / sqrt(in_features))
+        declare_parameter(
+            self,
+            "weight",
+            Declaration((out_features, in_features), cut=Cut(1, unit=unit), initial=initial),
+            self.state,
+        )
+        if bias:
+            # Under sequence parallelism each rank adds it to its own tokens, so its gradient is a part.
+            partial = ("tensor",) if self.state.sequence else ()
+            start = Constant(0.0) if not isinstance(initial, Uniform) else initial
+            declare_parameter(
+                self, "bias", Declaration((out_features,), partial=partial, initial=start), self.state
+            )
+        else:
+            self.register_parameter("bias", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.scatter_input:
+            x = split_to_tensor(x, self.state)
+        weight, bias = local(self.weight), None if self.bias is None else local(self.bias)
+        if self.state.tensor_size == 1:
+            return F.linear(x, weight, bias)
+        y = leave_tensor(F.linear(x, weight), self.state)
+        return y if bias is None else y + bias
+
+    def extra_repr(self) -> str:
+        here = (self.out_features, self.in_features // self.state.tensor_size)
+        return f"in_features={self.in_features}, out_features={self.out_features}, here={here}"
+
+
+def linears(model: nn.Module) -> Iterator[tuple[str, ColumnParallelLinear | RowParallelLinear]]:
+    """Every parallel linear of a model, with its name."""
+    for name, module in model.named_modules():
+        if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+            yield name, module

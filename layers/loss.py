@@ -1,0 +1,86 @@
+"""Cross entropy over logits whose vocabulary is cut over the tensor axis; the logits are never gathered."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ..parallel_state import ParallelState, engine
+
+IGNORE = -100
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Saves the local softmax (in the loss' dtype) and nothing else of the logits' size."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, vocab_size: int, smoothing: float, state: ParallelState
+    ) -> Tensor:
+        columns = logits.shape[-1]
+        first = state.tensor_index * columns
+        true_columns = min(max(vocab_size - first, 0), columns)
+        # "fp32 inside", so that fp64 stays fp64; always a copy, since it becomes the softmax in place.
+        x = logits.detach().to(torch.promote_types(logits.dtype, torch.float32), copy=True)
+        x[..., true_columns:] = float("-inf")
+        top = x.amax(dim=-1)
+        if state.tensor_size > 1:
+            top = engine.all_reduce(top, state.tensor_group, "max")
+        x -= top.unsqueeze(-1)
+
+        target = labels - first
+        elsewhere = (target < 0) | (target >= true_columns)
+        target = target.masked_fill(elsewhere, 0)
+        picked = x.gather(-1, target.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0.0)
+        # The sum of the (shifted) logits is taken before they turn into probabilities; label smoothing needs it.
+        spread = x[..., :true_columns].sum(-1) if smoothing else torch.zeros_like(picked)
+        x.exp_()
+        sums = torch.stack([x.sum(-1), picked, spread])
+        if state.tensor_size > 1:
+            sums = engine.all_reduce(sums, state.tensor_group)
+        total, picked, spread = sums.unbind(0)
+        log_total = total.log()
+        loss = (1 - smoothing) * (log_total - picked) + smoothing * (log_total - spread / vocab_size)
+        valid = labels != IGNORE
+        x /= total.unsqueeze(-1)
+        ctx.save_for_backward(x, target, elsewhere, valid)
+        ctx.smoothing, ctx.vocab_size, ctx.true_columns = smoothing, vocab_size, true_columns
+        ctx.dtype = logits.dtype
+        return loss.masked_fill(~valid, 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        softmax, target, elsewhere, valid = ctx.saved_tensors
+        grad = softmax.clone()
+        if ctx.smoothing:
+            grad[..., : ctx.true_columns] -= ctx.smoothing / ctx.vocab_size
+        hit = (elsewhere.logical_not().to(grad.dtype) * (1 - ctx.smoothing)).unsqueeze(-1)
+        grad.scatter_add_(-1, target.unsqueeze(-1), -hit)
+        grad *= (grads[0] * valid).unsqueeze(-1)
+        return grad.to(ctx.dtype), None, None, None, None
+
+
+def vocab_parallel_cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    vocab_size: int,
+    *,
+    label_smoothing: float = 0.0,
+    state: ParallelState | None = None,
+) -> Tensor:
+    """Loss of each token, (B, S), at least fp32; zero where the label is ``IGNORE`` (-100).
+
+    ``logits``: (B, S, padded / tensor), this rank's columns. ``labels``: (B, S), already shifted. ``label_smoothing`` as
+    in ``F.cross_entropy``, spread over the true ``vocab_size``. Two small all-reduces: the maximum, and three sums.
+    Sum it and divide by the number of valid tokens *of the whole step* (see ``valid_tokens``).
+    """
+    state = state or ParallelState.alone()
+    loss = _CrossEntropy.apply(logits, labels, vocab_size, label_smoothing, state)
+    return cast(Tensor, loss)
+
+
+def valid_tokens(labels: Tensor) -> Tensor:
+    """How many labels count, as a scalar int64 tensor."""
+    return (labels != IGNORE).sum()

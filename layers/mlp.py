@@ -1,0 +1,86 @@
+"""The two feed-forward nets of the zoo: gated (Llama) and plain (GPT-2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..parallel_state import BadInput, Initial, ParallelState
+from .linear import ColumnParallelLinear, RowParallelLinear
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+#: Hugging Face's ``hidden_act`` names.
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_new": _gelu_tanh,
+    "gelu_pytorch_tanh": _gelu_tanh,
+    "relu": F.relu,
+}
+
+
+def activation(name: str) -> Callable[[Tensor], Tensor]:
+    """The activation with this Hugging Face name, or ``BadInput``."""
+    if name not in ACTIVATIONS:
+        raise BadInput("mlp", "hidden_act", expected=f"one of {', '.join(ACTIVATIONS)}", found=repr(name))
+    return ACTIVATIONS[name]
+
+
+class GatedMLP(nn.Module):
+    """``down(act(gate(x)) * up(x))``: one collective in, one out. Source: Shazeer 2020."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        act: str = "silu",
+        bias: bool = False,
+        initial: Initial | None = None,
+        out_initial: Initial | None = None,
+        state: ParallelState | None = None,
+    ) -> None:
+        super().__init__()
+        self.act = activation(act)
+        outputs = {"gate": intermediate_size, "up": intermediate_size}
+        self.gate_up = ColumnParallelLinear(hidden_size, outputs, bias, initial=initial, state=state)
+        self.down = RowParallelLinear(
+            intermediate_size, hidden_size, bias, initial=out_initial or initial, state=state
+        )
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        gate_BSF, up_BSF = self.gate_up(x_BSD)
+        down: Tensor = self.down(self.act(gate_BSF) * up_BSF)
+        return down
+
+
+class MLP(nn.Module):
+    """``down(act(up(x)))``: one collective in, one out."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        act: str = "gelu",
+        bias: bool = True,
+        initial: Initial | None = None,
+        out_initial: Initial | None = None,
+        state: ParallelState | None = None,
+    ) -> None:
+        super().__init__()
+        self.act = activation(act)
+        self.up = ColumnParallelLinear(hidden_size, intermediate_size, bias, initial=initial, state=state)
+        self.down = RowParallelLinear(
+            intermediate_size, hidden_size, bias, initial=out_initial or initial, state=state
+        )
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        down: Tensor = self.down(self.act(self.up(x_BSD)))
+        return down

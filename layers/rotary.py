@@ -1,0 +1,82 @@
+"""Rotary position embedding, in Hugging Face's half-split convention, with its linear and llama3 scalings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import pi
+
+import torch
+from torch import Tensor, nn
+
+from ..parallel_state import BadInput
+
+SCALINGS = ("default", "linear", "llama3")
+
+
+def inverse_frequencies(head_dim: int, theta: float, scaling: Mapping[str, object] | None = None) -> Tensor:
+    """Angle per position of each pair of dims: fp32 (head_dim / 2).
+
+    ``scaling`` bears HF's keys: ``rope_type`` with ``factor`` (linear), and for llama3 also ``low_freq_factor``,
+    ``high_freq_factor``, ``original_max_position_embeddings``. Sources: Su et al. 2021; Chen et al. 2023 (linear);
+    Llama 3.1's release (llama3). Raises ``BadInput`` for another type.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
+    inverse = 1.0 / (theta**exponents)
+    kind = str(scaling.get("rope_type", "default")) if scaling else "default"
+    if kind == "default" or scaling is None:
+        return inverse
+    if kind not in SCALINGS:
+        raise BadInput("rope", "rope_type", expected=f"one of {', '.join(SCALINGS)}", found=kind)
+    factor = _number(scaling, "factor")
+    if kind == "linear":
+        return inverse / factor
+    low, high = _number(scaling, "low_freq_factor"), _number(scaling, "high_freq_factor")
+    original = _number(scaling, "original_max_position_embeddings")
+    wavelength = 2 * pi / inverse
+    # Long waves are stretched by the factor, short ones kept, those between blended.
+    blend = (original / wavelength - low) / (high - low)
+    blended = (1 - blend) * inverse / factor + blend * inverse
+    scaled = torch.where(wavelength > original / low, inverse / factor, inverse)
+    between = (wavelength <= original / low) & (wavelength >= original / high)
+    return torch.where(between, blended, scaled)
+
+
+def _number(scaling: Mapping[str, object], key: str) -> float:
+    value = scaling.get(key)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise BadInput("rope", key, expected="a number", found=repr(value))
+    return float(value)
+
+
+class Rope:
+    """The rotation for one batch's positions, made once a forward and given to every block."""
+
+    def __init__(self, cos: Tensor, sin: Tensor) -> None:
+        self.cos, self.sin = cos, sin
+
+    def __call__(self, x_BHSE: Tensor) -> Tensor:
+        first, second = x_BHSE.chunk(2, dim=-1)
+        return x_BHSE * self.cos + torch.cat((-second, first), dim=-1) * self.sin
+
+
+class RotaryEmbedding(nn.Module):
+    """Makes a ``Rope`` from positions. It has no parameters and stores nothing: checkpoints do not know it."""
+
+    def __init__(self, head_dim: int, theta: float, scaling: Mapping[str, object] | None = None) -> None:
+        super().__init__()
+        self.head_dim, self.theta, self.scaling = head_dim, theta, scaling
+        self._inverse = inverse_frequencies(head_dim, theta, self.scaling)  # no buffer: never on meta, never saved
+
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> Rope:
+        """``positions``: (S,) or (B, S). The angles are at least fp32, the rope has the activations' ``dtype``."""
+        inner = torch.promote_types(dtype, torch.float32)
+        if self._inverse.device != positions.device:
+            self._inverse = self._inverse.to(positions.device)
+        angles = positions.to(inner).unsqueeze(-1) * self._inverse.to(inner)
+        angles = torch.cat((angles, angles), dim=-1)
+        if angles.ndim == 3:
+            angles = angles.unsqueeze(1)  # (B, 1, S, E) meets (B, H, S, E)
+        return Rope(angles.cos().to(dtype), angles.sin().to(dtype))
+
+    def extra_repr(self) -> str:
+        return f"{self.head_dim}, theta={self.theta}, scaling={self.scaling}"

@@ -1,0 +1,9 @@
+"""Floor 3: the zoo. One file a family: config, names, attention, block, model."""
+
+from .config import ModelConfig
+from .family import CausalLM, Family
+from .links import Link
+from .llama import LLAMA, Llama, LlamaConfig
+from .zoo import FAMILIES, family_of
+
+__all__ = ["FAMILIES", "LLAMA", "CausalLM", "Family", "Link", "Llama", "LlamaConfig", "ModelConfig", "family_of"]

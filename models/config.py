@@ -1,0 +1,110 @@
+"""What every family's config shares: Hugging Face's field names, strict types, and a refusal of what is not modelled."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from ..parallel_state import BadInput
+
+#: Keys of a config.json that do not change the forward pass of a causal language model.
+INERT = frozenset(
+    "_attn_implementation _attn_implementation_autoset _name_or_path _commit_hash architectures add_cross_attention "
+    "auto_map bad_words_ids begin_suppress_tokens bos_token_id chunk_size_feed_forward classifier_dropout "
+    "decoder_start_token_id diversity_penalty do_sample dtype early_stopping encoder_no_repeat_ngram_size eos_token_id "
+    "exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id gradient_checkpointing "
+    "id2label is_decoder is_encoder_decoder keys_to_ignore_at_inference label2id length_penalty max_length min_length "
+    "model_type no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions "
+    "output_hidden_states output_scores pad_token_id prefix pretraining_tp problem_type remove_invalid_values "
+    "repetition_penalty return_dict return_dict_in_generate sep_token_id suppress_tokens task_specific_params "
+    "temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript "
+    "transformers_version transformers.js_config typical_p unsloth_fixed use_bfloat16 use_cache".split()
+)
+
+#: Keys that change the forward pass in ways no family here computes, unless the family says so: null or false passes.
+DENIED = frozenset(
+    "quantization_config sliding_window attn_logit_softcapping final_logit_softcapping logits_scaling logit_scale "
+    "embedding_multiplier residual_multiplier attention_multiplier partial_rotary_factor num_local_experts num_experts "
+    "n_routed_experts use_qk_norm qk_layernorm query_pre_attn_scalar rope_interleaved alibi layer_types "
+    "use_sliding_window no_rope_layers attention_chunk_size scale_embedding scale_depth pruned_heads".split()
+)
+
+
+class ModelConfig(BaseModel):
+    """The fields of a config.json that a family computes with, under Hugging Face's names; frozen and strict."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", protected_namespaces=())
+
+    #: Values at which keys that the family does not model change nothing.
+    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    initializer_range: float
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any], where: str = "config.json") -> Self:
+        """From the dict of a config.json. Raises ``BadInput`` naming the key, what is expected and what was found.
+
+        A key that is unknown only warns, unless it is known to change the forward pass.
+        """
+        fields = cls.read(raw, where)
+        unknown = set(raw) - set(cls.model_fields) - INERT - cls.read_keys()
+        for key in sorted(unknown):
+            _judge(key, raw[key], cls.HARMLESS, where)
+        if raw.get("auto_map"):
+            warnings.warn(f"{where}: auto_map is ignored; no code from a checkpoint is run", stacklevel=2)
+        for key, value in fields.items():
+            if isinstance(value, int | float) and not math.isfinite(value):
+                raise BadInput(where, key, expected="a finite number", found=value)
+        try:
+            config = cls(**fields)
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join(map(str, first["loc"])) or "config"
+            found = "nothing" if first["type"] == "missing" else repr(first["input"])
+            raise BadInput(where, key, expected=first["msg"].removeprefix("Input should be "), found=found) from None
+        config.check(where)
+        return config
+
+    @classmethod
+    def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
+        """The fields of this class out of HF's dict; a family overrides it where names or forms differ."""
+        return {key: raw[key] for key in cls.model_fields if key in raw and raw[key] is not None}
+
+    @classmethod
+    def read_keys(cls) -> set[str]:
+        """Keys that ``read`` uses besides the fields' own names."""
+        return set()
+
+    def check(self, where: str) -> None:
+        """Refuse numbers that do not fit each other."""
+
+    def to_hf(self) -> dict[str, Any]:
+        """A config.json's dict, for a model that did not come from Hugging Face."""
+        return self.model_dump()
+
+
+def _judge(key: str, value: object, harmless: Mapping[str, tuple[object, ...]], where: str) -> None:
+    if key in harmless:
+        if value not in harmless[key]:
+            expected = " or ".join(map(repr, harmless[key]))
+            raise BadInput(where, key, expected=f"{expected} (nothing else is supported here)", found=repr(value))
+    elif key in DENIED:
+        if value not in (None, False, [], {}):
+            raise BadInput(
+                where,
+                key,
+                expected="absent: it changes the model and is not supported",
+                found=repr(value)[:80],
+            )
+    else:
+        warnings.warn(f"{where}: {key}={value!r} is unknown and ignored", stacklevel=3)

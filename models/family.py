@@ -1,0 +1,95 @@
+"""What a family offers to the rooms above: its config, its model, its table of names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..layers import Stage
+from ..parallel_state import Declaration, Layout, ParallelState, declarations
+from .config import ModelConfig
+from .links import Link, Rule, expand
+
+
+class CausalLM(nn.Module):
+    """A decoder-only language model, or the stage of it that lives on this pipeline rank.
+
+    ``forward(x)``: token ids (B, S) on the first stage, hidden states from the stage before on the others; gives hidden
+    states, or on the last stage logits (B, S, padded vocabulary / tensor).
+    """
+
+    config: ModelConfig
+    stage: Stage
+    state: ParallelState
+    layers: nn.ModuleDict
+
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        raise AssertionError("each family has its own")
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture. ``model_type`` and ``architecture`` are Hugging Face's names."""
+
+    model_type: str
+    architecture: str
+    config: type[ModelConfig]
+    model: type[CausalLM]
+    rules: Sequence[Rule]
+    #: HF tensors that may be there and are not parameters (buffers of old versions): pattern with ``{i}``.
+    ignorable: tuple[str, ...] = ()
+    #: Where HF also stores a tied output layer, if a checkpoint repeats it.
+    tied_head: str = "lm_head.weight"
+
+    def build(
+        self,
+        config: ModelConfig,
+        *,
+        split: Sequence[int] | None = None,
+        state: ParallelState | None = None,
+        device: str | torch.device = "meta",
+        dtype: torch.dtype = torch.float32,
+    ) -> CausalLM:
+        """The model, or this rank's stage of it, on ``device`` (meta: no memory)."""
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            with torch.device(device):
+                return self.model(config, split=split, state=state)  # type: ignore[call-arg]  # the families' signature
+        finally:
+            torch.set_default_dtype(before)
+
+    def declarations(
+        self, config: ModelConfig, layout: Layout | None = None, *, split: Sequence[int] | None = None
+    ) -> list[dict[str, Declaration]]:
+        """The declarations of each pipeline stage, from models on the meta device; no process group."""
+        return _declarations(self, config, layout or Layout(), None if split is None else tuple(split))
+
+    def links(self, config: ModelConfig) -> tuple[list[Link], dict[str, tuple[int, ...]]]:
+        """Ties between our tensors and HF's, and the shapes of HF's tensors."""
+        (stated,) = self.declarations(config)
+        shapes = {name: declaration.true_shape for name, declaration in stated.items()}
+        return expand(self.rules, shapes, config.num_hidden_layers)
+
+    def to_hf(self, config: ModelConfig) -> dict[str, Any]:
+        """A config.json for a model that was born here."""
+        return {"model_type": self.model_type, "architectures": [self.architecture], **config.to_hf()}
+
+    def from_hf(self, raw: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
+        return self.config.from_hf(raw, where)
+
+
+@cache
+def _declarations(
+    family: Family, config: ModelConfig, layout: Layout, split: tuple[int, ...] | None
+) -> list[dict[str, Declaration]]:
+    step = layout.world // layout.pipeline
+    return [
+        declarations(family.build(config, split=split, state=ParallelState.stand_in(layout, stage * step)))
+        for stage in range(layout.pipeline)
+    ]

@@ -1,0 +1,212 @@
+"""Llama 2, 3, 3.1 and 3.2.    B batch  S sequence  D hidden  E head dim  H query heads here  K key/value heads here"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import Field
+from torch import Tensor, nn
+
+from ..layers import (
+    ACTIVATIONS,
+    ColumnParallelLinear,
+    GatedMLP,
+    RMSNorm,
+    Rope,
+    RotaryEmbedding,
+    RowParallelLinear,
+    SharedHeads,
+    Stage,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    causal_attention,
+    default_positions,
+    merge_heads,
+    split_heads,
+)
+from ..parallel_state import BadInput, Normal, ParallelState
+from .config import ModelConfig
+from .family import CausalLM, Family
+from .links import Rename
+from .rope_config import ROPE_KEYS, RopeScaling, read_rope, write_rope
+
+
+class LlamaConfig(ModelConfig):
+    """The fields of a Llama config.json that the model computes with."""
+
+    vocab_size: int = Field(gt=0, le=2**24)
+    hidden_size: int = Field(gt=0)
+    intermediate_size: int = Field(gt=0)
+    num_hidden_layers: int = Field(gt=0)
+    num_attention_heads: int = Field(gt=0)
+    num_key_value_heads: int = Field(gt=0)
+    head_dim: int = Field(gt=0, multiple_of=2)
+    hidden_act: str = "silu"
+    max_position_embeddings: int = Field(default=2048, gt=0)
+    initializer_range: float = Field(default=0.02, ge=0, le=10)
+    rms_norm_eps: float = Field(default=1e-6, gt=0, lt=0.1)
+    rope_theta: float = Field(default=10000.0, gt=0)
+    rope_scaling: RopeScaling | None = None
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    attention_dropout: float = Field(default=0.0, ge=0, lt=1)
+
+    @classmethod
+    def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
+        fields = super().read(raw, where) | read_rope(raw, where)
+        heads, hidden = fields.get("num_attention_heads"), fields.get("hidden_size")
+        # Hugging Face's default; a checkpoint with fewer key/value heads is then refused by its tensors' shapes.
+        fields.setdefault("num_key_value_heads", heads)
+        if "head_dim" not in fields and isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
+            if hidden % heads:
+                raise BadInput(
+                    where, "hidden_size", expected=f"a multiple of {heads} heads, or head_dim", found=hidden
+                )
+            fields["head_dim"] = hidden // heads
+        return fields
+
+    @classmethod
+    def read_keys(cls) -> set[str]:
+        return set(ROPE_KEYS)
+
+    def check(self, where: str) -> None:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise BadInput(
+                where,
+                "num_key_value_heads",
+                expected=f"a divisor of num_attention_heads={self.num_attention_heads}",
+                found=self.num_key_value_heads,
+            )
+        if self.hidden_act not in ACTIVATIONS:
+            raise BadInput(
+                where, "hidden_act", expected=f"one of {', '.join(ACTIVATIONS)}", found=repr(self.hidden_act)
+            )
+
+    @property
+    def scaling(self) -> dict[str, Any] | None:
+        return self.rope_scaling.model_dump() if self.rope_scaling else None
+
+    def to_hf(self) -> dict[str, Any]:
+        return write_rope(self.model_dump(exclude={"rope_scaling"}), self.rope_scaling)
+
+
+#: Ours -> Hugging Face's. A rule whose tensor the config leaves out (biases, an untied head) does nothing.
+NAMES = (
+    Rename("embed.weight", "model.embed_tokens.weight"),
+    *(
+        Rename(f"layers.{{i}}.attention.qkv.{ours}.{kind}", f"model.layers.{{i}}.self_attn.{ours}_proj.{kind}")
+        for ours in ("q", "k", "v")
+        for kind in ("weight", "bias")
+    ),
+    *(
+        Rename(f"layers.{{i}}.{ours}.{kind}", f"model.layers.{{i}}.{hf}.{kind}")
+        for ours, hf in (
+            ("attention.out", "self_attn.o_proj"),
+            ("mlp.gate_up.gate", "mlp.gate_proj"),
+            ("mlp.gate_up.up", "mlp.up_proj"),
+            ("mlp.down", "mlp.down_proj"),
+        )
+        for kind in ("weight", "bias")
+    ),
+    Rename("layers.{i}.attention_norm.weight", "model.layers.{i}.input_layernorm.weight"),
+    Rename("layers.{i}.mlp_norm.weight", "model.layers.{i}.post_attention_layernorm.weight"),
+    Rename("norm.weight", "model.norm.weight"),
+    Rename("head.weight", "lm_head.weight"),
+)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions. A rank holds whole heads: the cut never runs through one."""
+
+    def __init__(self, cfg: LlamaConfig, *, state: ParallelState | None = None) -> None:
+        super().__init__()
+        self.head_dim, self.dropout = cfg.head_dim, cfg.attention_dropout
+        q, kv = cfg.num_attention_heads * cfg.head_dim, cfg.num_key_value_heads * cfg.head_dim
+        init = Normal(cfg.initializer_range)
+        self.qkv = ColumnParallelLinear(
+            cfg.hidden_size,
+            {"q": q, "k": kv, "v": kv},
+            cfg.attention_bias,
+            unit=cfg.head_dim,
+            shared=("k", "v"),
+            initial=init,
+            state=state,
+        )
+        self.shared = SharedHeads(cfg.num_attention_heads, cfg.num_key_value_heads, state=state)
+        self.out = RowParallelLinear(
+            q, cfg.hidden_size, cfg.attention_bias, unit=cfg.head_dim, initial=init, state=state
+        )
+
+    def forward(self, x_BSD: Tensor, rope: Rope) -> Tensor:
+        q_BHSE, k_BKSE, v_BKSE = (split_heads(t, self.head_dim) for t in self.qkv(x_BSD))
+        k_BKSE, v_BKSE = self.shared(rope(k_BKSE)), self.shared(v_BKSE)
+        dropout = self.dropout if self.training else 0.0
+        out: Tensor = self.out(merge_heads(causal_attention(rope(q_BHSE), k_BKSE, v_BKSE, dropout=dropout)))
+        return out
+
+
+class Block(nn.Module):
+    def __init__(self, cfg: LlamaConfig, *, state: ParallelState | None = None) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, state=state)
+        self.attention = Attention(cfg, state=state)
+        self.mlp_norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, state=state)
+        self.mlp = GatedMLP(
+            cfg.hidden_size,
+            cfg.intermediate_size,
+            act=cfg.hidden_act,
+            bias=cfg.mlp_bias,
+            initial=Normal(cfg.initializer_range),
+            state=state,
+        )
+
+    def forward(self, x_BSD: Tensor, rope: Rope) -> Tensor:
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), rope)
+        return x_BSD + self.mlp(self.mlp_norm(x_BSD))
+
+
+class Llama(CausalLM):
+    def __init__(
+        self, cfg: LlamaConfig, *, split: Sequence[int] | None = None, state: ParallelState | None = None
+    ) -> None:
+        super().__init__()
+        self.config, self.state = cfg, state or ParallelState.alone()
+        self.stage = Stage.of(cfg.num_hidden_layers, split=split, state=state)
+        init = Normal(cfg.initializer_range)
+        tied_here = self.stage.last and cfg.tie_word_embeddings
+        if self.stage.first or tied_here:
+            ends = cfg.tie_word_embeddings and not (self.stage.first and self.stage.last)
+            self.embed = VocabParallelEmbedding(
+                cfg.vocab_size, cfg.hidden_size, ends=ends, initial=init, state=state
+            )
+        self.rotary = RotaryEmbedding(cfg.head_dim, cfg.rope_theta, cfg.scaling)
+        self.layers = nn.ModuleDict({str(i): Block(cfg, state=state) for i in self.stage.blocks})
+        if self.stage.last:
+            self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, state=state)
+            if not cfg.tie_word_embeddings:
+                self.head = VocabParallelHead(cfg.hidden_size, cfg.vocab_size, initial=init, state=state)
+
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        if positions is None:
+            positions = default_positions(x, self.state, embedded=not self.stage.first)
+        x_BSD = self.embed(x) if self.stage.first else x
+        rope = self.rotary(positions, x_BSD.dtype)
+        for block in self.layers.values():
+            x_BSD = block(x_BSD, rope)
+        if not self.stage.last:
+            return x_BSD
+        x_BSD = self.norm(x_BSD)
+        logits: Tensor = self.embed.project(x_BSD) if self.config.tie_word_embeddings else self.head(x_BSD)
+        return logits
+
+
+LLAMA = Family(
+    "llama",
+    "LlamaForCausalLM",
+    LlamaConfig,
+    Llama,
+    NAMES,
+    ignorable=("model.layers.{i}.self_attn.rotary_emb.inv_freq",),
+)

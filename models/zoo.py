@@ -1,0 +1,24 @@
+"""The table of families, by Hugging Face's ``model_type``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..parallel_state import BadInput
+from .family import Family
+from .llama import LLAMA
+
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA,)}
+
+
+def family_of(raw: Mapping[str, Any], where: str = "config.json") -> Family:
+    """The family of a config.json's dict. Raises ``BadInput`` for an unknown type or a contradiction in it."""
+    kind = raw.get("model_type")
+    if kind not in FAMILIES:
+        raise BadInput(where, "model_type", expected=f"one of {', '.join(sorted(FAMILIES))}", found=repr(kind))
+    family = FAMILIES[str(kind)]
+    architectures = raw.get("architectures")
+    if architectures and list(architectures) != [family.architecture]:
+        raise BadInput(where, "architectures", expected=[family.architecture], found=architectures)
+    return family

@@ -1,0 +1,36 @@
+"""Floor 1: the layout, the state of one rank, and parameters that state once how they are cut."""
+
+from .boxes import Box
+from .declaration import Cut, Declaration, declarations
+from .errors import BadCheckpoint, BadInput, PeerFailed
+from .gradients import clip_gradients, finalize_gradients, gradient_norm
+from .initial import Constant, Initial, Normal, Uniform, seed_of
+from .layout import AXES, Coordinates, Layout
+from .parameters import declare_parameter, initialize, local, stored_box
+from .state import ParallelState
+
+__all__ = [
+    "AXES",
+    "BadCheckpoint",
+    "BadInput",
+    "Box",
+    "Constant",
+    "Coordinates",
+    "Cut",
+    "Declaration",
+    "Initial",
+    "Layout",
+    "Normal",
+    "ParallelState",
+    "PeerFailed",
+    "Uniform",
+    "clip_gradients",
+    "declarations",
+    "declare_parameter",
+    "finalize_gradients",
+    "gradient_norm",
+    "initialize",
+    "local",
+    "seed_of",
+    "stored_box",
+]

@@ -1,0 +1,67 @@
+"""A box: the rectangular part of a whole tensor that somebody holds, wants, or stored in a file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """The elements ``start <= index < stop`` of a tensor, one pair of bounds a dim. A scalar's box has no dims.
+
+    >>> Box((0, 4), (2, 8)).shape
+    (2, 4)
+    """
+
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.start) == len(self.stop), (self.start, self.stop)
+        assert all(0 <= a <= b for a, b in zip(self.start, self.stop, strict=True)), (self.start, self.stop)
+
+    @staticmethod
+    def whole(shape: tuple[int, ...]) -> Box:
+        """All of a tensor of this shape."""
+        return Box((0,) * len(shape), tuple(shape))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+
+    @property
+    def size(self) -> int:
+        """How many elements it holds; 1 for a scalar, 0 for an empty box."""
+        return prod(self.shape)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
+
+    def intersect(self, other: Box) -> Box | None:
+        """What both hold, or ``None`` where that is nothing."""
+        start = tuple(map(max, self.start, other.start))
+        stop = tuple(map(min, self.stop, other.stop))
+        return Box(start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
+
+    def shift(self, by: tuple[int, ...]) -> Box:
+        """The same box moved; ``box.shift(tuple(-s for s in origin.start))`` is its place inside ``origin``."""
+        return Box(
+            tuple(a + d for a, d in zip(self.start, by, strict=True)),
+            tuple(b + d for b, d in zip(self.stop, by, strict=True)),
+        )
+
+    def within(self, outer: Box) -> Box:
+        """This box in the coordinates of ``outer``, which contains it."""
+        return self.shift(tuple(-a for a in outer.start))
+
+    def transposed(self) -> Box:
+        """The box of a matrix's transpose."""
+        return Box(self.start[::-1], self.stop[::-1])
+
+    def narrow(self, dim: int, start: int, stop: int) -> Box:
+        """The part between ``start`` and ``stop`` of ``dim``, counted from this box's own start."""
+        a, b = list(self.start), list(self.stop)
+        a[dim], b[dim] = self.start[dim] + start, self.start[dim] + stop
+        return Box(tuple(a), tuple(b))

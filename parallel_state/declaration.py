@@ -1,0 +1,111 @@
+"""The one statement of how a parameter is cut, from which everything else follows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from .boxes import Box
+from .errors import BadInput
+from .initial import Initial, Uniform
+from .layout import Coordinates, Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Dim ``dim`` lies in equal pieces along a mesh axis, each a whole number of units of ``unit`` rows."""
+
+    dim: int
+    axis: str = "tensor"
+    unit: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Declaration:
+    """How one parameter lies over the ranks.
+
+    ``shape`` is the whole shape in memory. ``rows`` are the true rows of dim 0 where it is padded: memory holds
+    ``shape[0]``, checkpoints and exports hold ``rows``. ``partial`` names the axes over which each rank's gradient is
+    only a part, to be summed (a norm's weight under sequence parallelism, a shared key/value head). ``ends`` marks a
+    parameter that both ends of a pipeline hold (a tied embedding). ``initial`` fills it.
+    """
+
+    shape: tuple[int, ...]
+    cut: Cut | None = None
+    rows: int | None = None
+    partial: tuple[str, ...] = ()
+    ends: bool = False
+    initial: Initial = Uniform(0.0)
+
+    @property
+    def true_shape(self) -> tuple[int, ...]:
+        """The whole shape without padding: what Hugging Face has and checkpoints hold."""
+        return self.shape if self.rows is None else (self.rows, *self.shape[1:])
+
+    def check(self, layout: Layout, name: str) -> None:
+        """Refuse a layout that cannot cut this parameter into equal pieces of whole units."""
+        if self.cut is None:
+            return
+        size, dim = getattr(layout, self.cut.axis), self.shape[self.cut.dim]
+        if dim % (size * self.cut.unit):
+            units = dim // self.cut.unit
+            legal = [n for n in range(1, units + 1) if units % n == 0]
+            near = sorted(sorted(legal, key=lambda n: abs(n - size))[:2])
+            raise BadInput(
+                name,
+                f"{units} units of {self.cut.unit} on dim {self.cut.dim}",
+                expected=f"a number that {self.cut.axis}={size} divides",
+                found=units,
+                todo=f"Nearest legal {self.cut.axis}: {' or '.join(map(str, near))}",
+            )
+
+    def box(self, layout: Layout, at: Coordinates) -> Box:
+        """What the rank at these coordinates holds in memory, before its data axes shard it (padding included)."""
+        whole = Box.whole(self.shape)
+        if self.cut is None:
+            return whole
+        size, index = getattr(layout, self.cut.axis), getattr(at, self.cut.axis)
+        length = self.shape[self.cut.dim] // size
+        return whole.narrow(self.cut.dim, index * length, (index + 1) * length)
+
+    def shard_box(self, layout: Layout, at: Coordinates) -> Box:
+        """What the rank holds between steps: its box, cut on dim 0 over (data_shard, context) as FSDP does.
+
+        ``torch.chunk``: pieces of ``ceil(rows / ranks)`` rows, the last ones shorter or empty.
+        """
+        box = self.box(layout, at)
+        ranks, index = layout.data_shard * layout.context, at.data_shard * layout.context + at.context
+        rows = box.shape[0]
+        piece = -(-rows // ranks)
+        return box.narrow(0, min(index * piece, rows), min((index + 1) * piece, rows))
+
+    def true_part(self, box: Box) -> Box:
+        """The part of a box that is no padding; empty (zero rows) where all of it is."""
+        if self.rows is None:
+            return box
+        start, stop = (min(bound, self.rows) for bound in (box.start[0], box.stop[0]))
+        return Box((start, *box.start[1:]), (stop, *box.stop[1:]))
+
+    def owner(self, layout: Layout, at: Coordinates) -> bool:
+        """Whether, of the ranks that hold the same box, this is the one that counts and writes it."""
+        cut_over = () if self.cut is None else (self.cut.axis,)
+        return (
+            at.data_replicate == 0
+            and ("tensor" in cut_over or at.tensor == 0)
+            and not (self.ends and at.pipeline != 0)
+        )
+
+
+def declarations(model: nn.Module) -> dict[str, Declaration]:
+    """The declaration of every parameter of the model, by its name; an undeclared parameter lies whole on all ranks.
+
+    A parameter that two modules share is listed once, as ``named_parameters`` does.
+    """
+    modules = dict(model.named_modules())
+    found = {}
+    for name, parameter in model.named_parameters():
+        path, _, leaf = name.rpartition(".")
+        stated = modules[path].__dict__.get("declared", {})
+        found[name] = stated.get(leaf) or Declaration(tuple(parameter.shape))
+    return found

@@ -1,0 +1,79 @@
+"""The only file that names what torch keeps private, and the self-check that says so when torch moves it.
+
+Collectives here are torch's functional ones: they return new tensors, wait for the result, and are traced by
+``torch.compile``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+#: What we use of torch beyond its public names: (module, attribute) pairs that ``self_check`` looks for.
+PRIVATE = (
+    ("torch.ops._c10d_functional", "all_reduce"),
+    ("torch.ops._c10d_functional", "all_gather_into_tensor"),
+    ("torch.ops._c10d_functional", "reduce_scatter_tensor"),
+    ("torch.ops._c10d_functional", "wait_tensor"),
+    ("torch.distributed.tensor.DTensor", "_local_tensor"),
+)
+
+
+def self_check() -> list[str]:
+    """The private names that this torch lacks; empty on every version that we support (2.11 to 2.13)."""
+    importlib.import_module("torch.distributed._functional_collectives")  # registers the operators
+    missing = []
+    for path, name in PRIVATE:
+        owner: Any = torch
+        for part in path.split(".")[1:]:
+            owner = getattr(owner, part, None)
+        if name == "_local_tensor":
+            found = name in getattr(owner, "__slots__", ()) or name in getattr(owner, "__annotations__", {})
+        else:
+            found = hasattr(owner, name)
+        if not found:
+            missing.append(f"{path}.{name}")
+    return missing
+
+
+_missing = self_check()
+if _missing:
+    raise ImportError(
+        f"torch {torch.__version__} lacks {', '.join(_missing)}, which trilith needs. Install torch 2.11 to 2.13."
+    )
+
+_ops = torch.ops._c10d_functional
+
+
+def all_reduce(x: Tensor, group: dist.ProcessGroup, op: str = "sum") -> Tensor:
+    """A new tensor: ``x`` reduced (``sum`` or ``max``) over the ranks of ``group``."""
+    out = _ops.all_reduce(x.contiguous(), op, group.group_name)
+    return cast(Tensor, _ops.wait_tensor(out))
+
+
+def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """The ranks' tensors, of one shape, laid one after the other along ``dim``."""
+    size = group.size()
+    out = _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), size, group.group_name))
+    if dim == 0 or x.ndim == 0:
+        return cast(Tensor, out)
+    return torch.cat(out.chunk(size, dim=0), dim=dim)
+
+
+def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """The sum over the ranks, of which each keeps its equal piece of ``dim``."""
+    size = group.size()
+    if dim != 0:
+        x = torch.cat(x.chunk(size, dim=dim), dim=0)
+    out = _ops.reduce_scatter_tensor(x.contiguous(), "sum", size, group.group_name)
+    return cast(Tensor, _ops.wait_tensor(out))
+
+
+def local_data(x: Tensor) -> Tensor:
+    """What this rank stores of ``x``, sharing memory and outside autograd."""
+    return x._local_tensor.detach() if isinstance(x, DTensor) else x.detach()

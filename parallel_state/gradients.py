@@ -1,0 +1,78 @@
+"""What is left to do with gradients after backward: sum the partial ones, measure the global norm, clip."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .declaration import Declaration, declarations
+from .engine import local_data
+from .state import ParallelState
+
+
+def finalize_gradients(model: nn.Module, *, state: ParallelState | None = None) -> None:
+    """Sum, once a step, the gradients of which each rank holds only a part. In place.
+
+    Norm weights and row biases under sequence parallelism and shared key/value heads are summed over the tensor axis;
+    a tied embedding over the two ends of the pipeline. The data axes are FSDP's work and done by now.
+    """
+    if state is None or state.layout.world == 1:
+        return
+    found = list(_gradients(model))
+    if state.tensor_size > 1:
+        partial = [grad for _, declaration, grad in found if "tensor" in declaration.partial]
+        _sum_together(partial, state.tensor_group)
+    if state.layout.pipeline > 1 and any(declaration.ends for _, declaration, _ in found):
+        _sum_together([grad for _, declaration, grad in found if declaration.ends], state.ends_group)
+
+
+def gradient_norm(model: nn.Module, *, state: ParallelState | None = None) -> Tensor:
+    """The 2-norm over the gradients of the whole model, every element counted once; the same on every rank.
+
+    A scalar tensor in at least fp32. Collective over all ranks.
+    """
+    state = state or ParallelState.alone()
+    squares = [
+        torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32)) ** 2
+        for _, declaration, grad in _gradients(model)
+        if declaration.owner(state.layout, state.at) and grad.numel()
+    ]
+    dtype = squares[0].dtype if squares else _norm_dtype(model)
+    total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=dtype, device=state.device)
+    if state.layout.world > 1:
+        dist.all_reduce(total)
+    return total.sqrt()
+
+
+def clip_gradients(model: nn.Module, max_norm: float, *, state: ParallelState | None = None) -> Tensor:
+    """Scale all gradients so that their global norm is at most ``max_norm``; returns the norm before."""
+    norm = gradient_norm(model, state=state)
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for _, _, grad in _gradients(model):
+        grad.mul_(scale.to(grad.dtype))
+    return norm
+
+
+def _norm_dtype(model: nn.Module) -> torch.dtype:
+    dtypes = {torch.promote_types(p.dtype, torch.float32) for p in model.parameters()}
+    return dtypes.pop() if len(dtypes) == 1 else torch.float32
+
+
+def _gradients(model: nn.Module) -> Iterable[tuple[str, Declaration, Tensor]]:
+    stated = declarations(model)
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            yield name, stated[name], local_data(parameter.grad)
+
+
+def _sum_together(grads: list[Tensor], group: dist.ProcessGroup) -> None:
+    """All-reduce many small tensors as one, a dtype."""
+    for dtype in sorted({grad.dtype for grad in grads}, key=str):
+        same = [grad for grad in grads if grad.dtype == dtype]
+        flat = torch.cat([grad.reshape(-1) for grad in same])
+        dist.all_reduce(flat, group=group)
+        for grad, part in zip(same, flat.split([grad.numel() for grad in same]), strict=True):
+            grad.copy_(part.view_as(grad))

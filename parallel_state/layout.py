@@ -1,0 +1,167 @@
+"""The layout: how many ranks along each axis, and which rank stands where. Pure Python, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+
+from .errors import BadInput
+
+#: Mesh axes from the slowest to the fastest (Megatron's order: neighbours in rank are neighbours in tensor).
+AXES = ("pipeline", "data_replicate", "data_shard", "context", "tensor")
+
+
+@dataclass(frozen=True, slots=True)
+class Coordinates:
+    """Where a rank stands on each axis."""
+
+    pipeline: int = 0
+    data_replicate: int = 0
+    data_shard: int = 0
+    context: int = 0
+    tensor: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The numbers that say how one model lies on many ranks.
+
+    ``world = tensor * context * data_shard * data_replicate * pipeline``. ``expert`` divides
+    ``context * data_shard`` and is a second view of the same ranks. ``zero`` is the ZeRO stage of the data axes:
+    0 keeps every rank whole (all data ranks in ``data_replicate``), 1 to 3 shard over ``data_shard``.
+    ``sequence`` turns on Megatron's sequence parallelism along the tensor axis.
+    """
+
+    tensor: int = 1
+    context: int = 1
+    data_shard: int = 1
+    data_replicate: int = 1
+    pipeline: int = 1
+    expert: int = 1
+    zero: int = 0
+    sequence: bool = False
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name == "sequence":
+                if not isinstance(value, bool):
+                    raise BadInput("layout", f.name, expected="true or false", found=repr(value))
+            elif not isinstance(value, int) or isinstance(value, bool) or value < (f.name != "zero"):
+                least = 0 if f.name == "zero" else 1
+                raise BadInput("layout", f.name, expected=f"a whole number from {least} up", found=repr(value))
+        if self.zero > 3:
+            raise BadInput("layout", "zero", expected="0, 1, 2 or 3", found=self.zero)
+        if self.zero == 0 and self.data_shard > 1:
+            raise BadInput(
+                "layout",
+                "zero",
+                expected=f"a stage from 1 to 3 with data_shard={self.data_shard}",
+                found=0,
+                todo="Set zero, or move the data ranks to data_replicate",
+            )
+        if (self.context * self.data_shard) % self.expert:
+            raise BadInput(
+                "layout",
+                "expert",
+                expected=f"a divisor of context * data_shard = {self.context * self.data_shard}",
+                found=self.expert,
+            )
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        tensor: int = 1,
+        pipeline: int = 1,
+        data: int = 1,
+        context: int = 1,
+        zero: int = 0,
+        data_replicate: int = 1,
+        expert: int = 1,
+        sequence: bool = False,
+    ) -> Layout:
+        """A layout from one number of data ranks: replicas at ``zero=0``, shards from ``zero=1`` on.
+
+        ``data_replicate`` (with ``zero >= 1``) says how many replicas of the shards there are (HSDP).
+        """
+        if zero == 0:
+            shard, replicate = 1, data
+            if data_replicate not in (1, data):
+                raise BadInput("layout", "data_replicate", expected=f"{data}, the data ranks", found=data_replicate)
+        else:
+            if data_replicate < 1 or data % data_replicate:
+                raise BadInput("layout", "data_replicate", expected=f"a divisor of {data}", found=data_replicate)
+            shard, replicate = data // data_replicate, data_replicate
+        return cls(
+            tensor=tensor,
+            context=context,
+            data_shard=shard,
+            data_replicate=replicate,
+            pipeline=pipeline,
+            expert=expert,
+            zero=zero,
+            sequence=sequence,
+        )
+
+    @property
+    def world(self) -> int:
+        """How many ranks it takes."""
+        return self.tensor * self.context * self.data_shard * self.data_replicate * self.pipeline
+
+    @property
+    def data(self) -> int:
+        """How many ranks see different samples."""
+        return self.data_shard * self.data_replicate
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Ranks along each of ``AXES``."""
+        return tuple(getattr(self, axis) for axis in AXES)
+
+    def check_world(self, world: int) -> None:
+        """Refuse a launch whose number of ranks is not the product of the axes."""
+        if world != self.world:
+            product = " x ".join(f"{axis} {getattr(self, axis)}" for axis in reversed(AXES))
+            raise BadInput(
+                "layout",
+                "world size",
+                expected=f"{self.world} = {product}",
+                found=world,
+                todo=f"Start {self.world} ranks (torchrun --nproc-per-node {self.world}) or change an axis",
+            )
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Where ``rank`` stands."""
+        if not 0 <= rank < self.world:
+            raise BadInput("layout", "rank", expected=f"0 to {self.world - 1}", found=rank)
+        place = {}
+        for axis in reversed(AXES):
+            rank, place[axis] = divmod(rank, getattr(self, axis))
+        return Coordinates(**place)
+
+    def rank(self, at: Coordinates) -> int:
+        """The rank that stands at these coordinates."""
+        rank = 0
+        for axis in AXES:
+            size, index = getattr(self, axis), getattr(at, axis)
+            assert 0 <= index < size, (axis, index, size)
+            rank = rank * size + index
+        return rank
+
+    def ranks_along(self, axes: tuple[str, ...], rank: int) -> list[int]:
+        """All ranks that share every coordinate with ``rank`` but those on ``axes``, in rank order."""
+        here = asdict(self.coordinates(rank))
+        return [r for r in range(self.world) if _same(here, asdict(self.coordinates(r)), but=axes)]
+
+    def places(self) -> Iterator[Coordinates]:
+        """The coordinates of every rank, in rank order."""
+        return (self.coordinates(rank) for rank in range(self.world))
+
+    def __str__(self) -> str:
+        named = [f"{f.name} {getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default]
+        return ", ".join(named) or "one rank"
+
+
+def _same(a: dict[str, int], b: dict[str, int], *, but: tuple[str, ...]) -> bool:
+    return all(a[axis] == b[axis] for axis in AXES if axis not in but)

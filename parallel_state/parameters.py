@@ -1,0 +1,78 @@
+"""Parameters that know how they are cut: making them, finding the local part, filling a whole model."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from .boxes import Box
+from .declaration import Declaration, declarations
+from .engine import local_data
+from .initial import fill, seed_of
+from .state import ParallelState
+
+
+def declare_parameter(module: nn.Module, name: str, declaration: Declaration, state: ParallelState) -> nn.Parameter:
+    """Register ``module.<name>``, this rank's part of the declared parameter, and remember the declaration.
+
+    Device and dtype are torch's defaults (``with torch.device("meta")`` builds without memory). On a real device it is
+    filled at once from torch's global seed: ranks that called ``torch.manual_seed`` alike hold parts of one tensor.
+
+    Raises ``BadInput`` where the layout cannot cut it evenly.
+    """
+    declaration.check(state.layout, name)
+    box = declaration.box(state.layout, state.at)
+    local = torch.empty(box.shape)
+    if not local.is_meta:
+        seed = int(torch.randint(2**62, (), device="cpu"))
+        _fill(local, box, declaration, seed)
+    mesh = state.tensor_mesh
+    if mesh is not None:
+        cut = declaration.cut is not None and declaration.cut.axis == "tensor"
+        placement = Shard(declaration.cut.dim) if cut and declaration.cut else Replicate()
+        whole = torch.empty(declaration.shape, device="meta")
+        local = DTensor.from_local(
+            local, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+    parameter = nn.Parameter(local)
+    module.register_parameter(name, parameter)
+    module.__dict__.setdefault("declared", {})[name] = declaration
+    return parameter
+
+
+def local(parameter: Tensor) -> Tensor:
+    """The part to compute with; its gradient flows back to the parameter as this rank's own, not summed."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def stored_box(parameter: Tensor, declaration: Declaration, state: ParallelState) -> Box:
+    """Which box of the whole tensor this rank's storage holds: sharded over the data axes or not yet."""
+    box = declaration.box(state.layout, state.at)
+    if tuple(local_data(parameter).shape) != box.shape:
+        box = declaration.shard_box(state.layout, state.at)
+    assert tuple(local_data(parameter).shape) == box.shape, (local_data(parameter).shape, box)
+    return box
+
+
+def initialize(model: nn.Module, seed: int, *, state: ParallelState | None = None) -> None:
+    """Fill every declared parameter as a function of (seed, its name) alone; padding becomes zero.
+
+    The bits do not depend on the layout, on FSDP, or on which stage of a pipeline asks.
+    """
+    state = state or ParallelState.alone()
+    stated = declarations(model)
+    for name, parameter in model.named_parameters():
+        declaration = stated[name]
+        box = stored_box(parameter, declaration, state)
+        _fill(local_data(parameter), box, declaration, seed_of(seed, name))
+
+
+def _fill(local: Tensor, box: Box, declaration: Declaration, seed: int) -> None:
+    """Fill the true part and zero the padding."""
+    true = declaration.true_part(box)
+    if true != box:
+        local.zero_()
+        local = local[: true.shape[0]]
+    if true.size:
+        fill(local, true, declaration.true_shape, declaration.initial, seed)

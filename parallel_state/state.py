@@ -1,0 +1,133 @@
+"""A layout seen from one rank: its coordinates, its device mesh, its process groups."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from .layout import Coordinates, Layout
+
+# The mesh has no axis of its own for context: FSDP shards over data_shard and context as one.
+_MESH_AXES = ("pipeline", "data_replicate", "fsdp", "tensor")
+
+
+class ParallelState:
+    """What a parallel layer is told, as its last, keyword-only argument, about the ranks around it.
+
+    ``ParallelState.start(layout)`` joins the running process group; ``ParallelState.stand_in(layout, rank)`` stands
+    for any rank of any world without processes, for planning and for building on the meta device;
+    ``ParallelState.alone()`` is one device, and what ``state=None`` means.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        rank: int,
+        *,
+        device: torch.device | None = None,
+        mesh: DeviceMesh | None = None,
+        ends: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.layout = layout
+        self.rank = rank
+        self.at: Coordinates = layout.coordinates(rank)
+        self.device = device or torch.device("cpu")
+        self.mesh = mesh
+        self._ends = ends
+
+    @classmethod
+    def start(cls, layout: Layout, *, device: str | torch.device = "cpu") -> ParallelState:
+        """This rank's state in the running process group, whose world size must be the layout's.
+
+        Collective: every rank calls it, with the same layout.
+        """
+        assert dist.is_initialized(), "init_process_group comes first; `torchrun` or `trilith train` do it"
+        layout.check_world(dist.get_world_size())
+        device = torch.device(device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        sizes = (layout.pipeline, layout.data_replicate, layout.data_shard * layout.context, layout.tensor)
+        mesh = init_device_mesh(device.type, sizes, mesh_dim_names=_MESH_AXES)
+        rank = dist.get_rank()
+        return cls(layout, rank, device=device, mesh=mesh, ends=_group_of_ends(layout, rank))
+
+    @classmethod
+    def stand_in(cls, layout: Layout, rank: int = 0) -> ParallelState:
+        """The state of any rank of any layout, without processes: it has coordinates but no groups."""
+        return cls(layout, rank)
+
+    @staticmethod
+    def alone() -> ParallelState:
+        """One device: every collective is the identity."""
+        return _alone()
+
+    @property
+    def tensor_size(self) -> int:
+        return self.layout.tensor
+
+    @property
+    def tensor_index(self) -> int:
+        return self.at.tensor
+
+    @property
+    def sequence(self) -> bool:
+        """Whether activations between the blocks are split along the sequence over the tensor axis."""
+        return self.layout.sequence and self.layout.tensor > 1
+
+    @property
+    def tensor_group(self) -> dist.ProcessGroup:
+        return self._submesh("tensor").get_group()
+
+    @property
+    def pipeline_group(self) -> dist.ProcessGroup:
+        return self._submesh("pipeline").get_group()
+
+    @property
+    def ends_group(self) -> dist.ProcessGroup:
+        """This rank's counterpart at the other end of the pipeline, and itself (for tied embeddings)."""
+        assert self._ends is not None, "only the first and the last pipeline rank have it"
+        return self._ends
+
+    @property
+    def tensor_mesh(self) -> DeviceMesh | None:
+        """The mesh on which tensor-parallel parameters are DTensors; ``None`` for one rank and for a stand-in."""
+        return None if self.mesh is None or self.tensor_size == 1 else self.mesh["tensor"]
+
+    @property
+    def data_mesh(self) -> DeviceMesh:
+        """The mesh over which FSDP replicates (first axis) and shards (second axis)."""
+        return self._submesh("data_replicate", "fsdp")
+
+    @property
+    def data_index(self) -> int:
+        """Which piece of the global batch this rank reads, of ``layout.data``."""
+        return self.at.data_replicate * self.layout.data_shard + self.at.data_shard
+
+    def _submesh(self, *axes: str) -> DeviceMesh:
+        assert self.mesh is not None, "a stand-in has no process groups"
+        return self.mesh[axes]
+
+    def __repr__(self) -> str:
+        return f"ParallelState({self.layout}; rank {self.rank} of {self.layout.world})"
+
+
+@cache
+def _alone() -> ParallelState:
+    return ParallelState(Layout(), 0)
+
+
+def _group_of_ends(layout: Layout, rank: int) -> dist.ProcessGroup | None:
+    """One group a pipeline, of its first and last rank. Every rank makes every group: torch asks for that."""
+    if layout.pipeline == 1:
+        return None
+    step = layout.world // layout.pipeline
+    mine = None
+    for first in range(step):
+        pair = [first, first + layout.world - step]
+        group = dist.new_group(pair)
+        if rank in pair:
+            mine = group
+    return mine
