@@ -1,0 +1,102 @@
+"""Opening files that somebody else named: regular ones only, inside the directory given, never blocking."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..parallel_state import BadInput
+from .strict_json import shown
+
+_KINDS = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+def stat_regular(path: Path, *, kind: type[BadInput] = BadInput) -> os.stat_result:
+    """The status of a regular file; anything else is refused without opening it (opening a pipe blocks)."""
+    try:
+        status = os.stat(path)
+    except FileNotFoundError:
+        dangling = f"a link to {os.readlink(path)}, which is absent" if path.is_symlink() else "nothing there"
+        raise kind(path, expected="a file", found=dangling) from None
+    except (OSError, ValueError) as error:  # ValueError: an embedded NUL
+        raise kind(path, expected="a file", found=_reason(error)) from None
+    if not stat.S_ISREG(status.st_mode):
+        raise kind(path, expected="a file", found=_KINDS.get(stat.S_IFMT(status.st_mode), "something else"))
+    return status
+
+
+@contextmanager
+def open_regular(path: Path, *, kind: type[BadInput] = BadInput) -> Iterator[tuple[int, os.stat_result]]:
+    """A read-only descriptor of a regular file and its status, closed at the end of the block."""
+    stat_regular(path, kind=kind)
+    try:
+        # O_NONBLOCK: whoever swaps the file for a pipe between the two calls cannot make us wait.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise kind(path, expected="a readable file", found=_reason(error)) from None
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise kind(path, expected="a file", found="something that changed while it was opened")
+        yield fd, status
+    finally:
+        os.close(fd)
+
+
+def read_small(path: Path, limit: int, *, kind: type[BadInput] = BadInput) -> bytes:
+    """All bytes of a regular file of at most ``limit`` bytes."""
+    with open_regular(path, kind=kind) as (fd, status):
+        if status.st_size > limit:
+            raise kind(path, expected=f"at most {limit:,} bytes", found=f"{status.st_size:,}")
+        parts = []
+        while part := os.read(fd, limit + 1):
+            parts.append(part)
+        return b"".join(parts)
+
+
+def check_plain_name(name: object, where: object, key: object, *, kind: type[BadInput] = BadInput) -> str:
+    """A file name that stays in its directory: no separator, no ``..``, no control character."""
+    if not isinstance(name, str):
+        raise kind(where, key, expected="the name of a file", found=f"a {type(name).__name__}")
+    bad = not name or name in (".", "..") or "/" in name or "\\" in name or not name.isprintable()
+    if bad or len(os.fsencode(name)) > 255:
+        raise kind(where, key, expected="a plain file name in the same directory", found=shown(name))
+    return name
+
+
+def contained(
+    root: Path, name: str, *, allow_symlinks: bool = False, kind: type[BadInput] = BadInput
+) -> Path:
+    """The path of ``name`` in ``root``, refused where a link leads out of it.
+
+    The Hugging Face cache keeps ``snapshots/<revision>/<name>`` as links into ``blobs/`` two levels up;
+    those, and nothing else outside, are followed. ``allow_symlinks`` follows any.
+    """
+    path = root / name
+    if allow_symlinks or not path.is_symlink():
+        return path
+    real, home = Path(os.path.realpath(path)), Path(os.path.realpath(root))
+    allowed = [home]
+    if home.parent.name == "snapshots":
+        allowed.append(home.parent.parent / "blobs")
+    if not any(real.is_relative_to(directory) for directory in allowed):
+        raise kind(
+            path,
+            expected="a file inside the directory",
+            found=f"a link to {real}",
+            todo="Copy the file here, or pass --allow-symlinks if you trust the link",
+        )
+    return path
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)

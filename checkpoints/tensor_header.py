@@ -1,0 +1,178 @@
+"""The header of a safetensors file: an 8-byte length, then JSON naming each tensor's dtype, shape and bytes.
+
+https://huggingface.co/docs/safetensors describes the format; its reader leaves some doubtful files in (a key
+said twice, hundreds of thousands of empty tensors), which are refused here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import NoReturn
+
+from ..parallel_state import BadInput
+from .dtypes import BITS
+from .strict_json import parse_object, shown, what_it_looks_like
+
+MAX_HEADER = 16 << 20
+MAX_TENSORS = 100_000
+MAX_DIMS = 64
+_LENGTH = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a file: the format's name of its dtype, its shape, and where its bytes begin and end."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.begin
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A checked header: every byte of the file belongs to exactly one tensor or to the header itself."""
+
+    tensors: dict[str, Entry]
+    metadata: dict[str, str]
+    data_begin: int
+
+
+def header_length(first: bytes, size: int, where: object) -> int:
+    """How many bytes of JSON follow the first 8, checked before anything of that length is read."""
+    if hint := what_it_looks_like(first):
+        raise BadInput(where, expected="a safetensors file", found=shown(first[:24]), todo=hint)
+    if size < _LENGTH:
+        raise BadInput(where, expected="a safetensors file", found=f"a file of {size} bytes")
+    length = int.from_bytes(first[:_LENGTH], "little")
+    if length < 2:
+        raise BadInput(where, "header length", expected="at least 2", found=length)
+    if length > MAX_HEADER and length > size - _LENGTH:
+        found = f"{length:,} in a file of {size:,} bytes"
+        raise BadInput(where, "header length", expected="a safetensors file", found=found)
+    if length > size - _LENGTH:
+        expected = f"{length + _LENGTH:,} bytes of header"
+        raise BadInput(where, expected=expected, found=f"{size:,} bytes in all", todo="The file is cut short")
+    if length > MAX_HEADER:
+        raise BadInput(where, "header length", expected=f"at most {MAX_HEADER:,}", found=f"{length:,}")
+    return length
+
+
+def parse_header(raw: bytes, size: int, where: object, *, expected: Container[str] = ()) -> Header:
+    """The header from its JSON bytes and the size of the whole file.
+
+    Names that look like paths are refused unless they are in ``expected``: a name must never become a path.
+    """
+    if not raw.startswith(b"{"):
+        raise BadInput(where, "header", expected="a JSON object", found=shown(raw[:24]))
+    if raw.count(b'"data_offsets"') > MAX_TENSORS:  # before a parse that would take seconds
+        raise BadInput(where, "header", expected=f"at most {MAX_TENSORS:,} tensors", found="more")
+    fields = parse_object(raw, f"{where}: header")
+    metadata = _metadata(fields.pop("__metadata__", {}), where)
+    if len(fields) > MAX_TENSORS:
+        raise BadInput(where, "header", expected=f"at most {MAX_TENSORS:,} tensors", found=f"{len(fields):,}")
+    data_begin = _LENGTH + len(raw)
+    tensors = {}
+    for name, value in fields.items():
+        if name not in expected:
+            _check_name(name, where)
+        tensors[name] = _entry(name, value, data_begin, where)
+    _check_tiling(tensors, data_begin, size, where)
+    return Header(tensors, metadata, data_begin)
+
+
+def build_header(
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> tuple[bytes, dict[str, Entry]]:
+    """The first bytes of a file that holds these ``{name: (dtype, shape)}``, and where each will lie.
+
+    Tensors keep their order, but those of wider elements come first, as the format's own writer does: every
+    tensor is then aligned to its element. The header is padded with spaces to 8 bytes.
+    """
+    order = sorted(tensors, key=lambda name: -BITS[tensors[name][0]])
+    fields: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    spans, at = {}, 0
+    for name in order:
+        dtype, shape = tensors[name]
+        spans[name] = (at, at + prod(shape) * BITS[dtype] // 8)
+        at = spans[name][1]
+        fields[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": list(spans[name])}
+    text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    data = _LENGTH + len(text)
+    entries = {name: Entry(*tensors[name], data + begin, data + end) for name, (begin, end) in spans.items()}
+    return len(text).to_bytes(_LENGTH, "little") + text, entries
+
+
+def _metadata(value: object, where: object) -> dict[str, str]:
+    if not isinstance(value, dict):
+        raise BadInput(where, "__metadata__", expected="an object", found=shown(value))
+    for key, text in value.items():
+        if not isinstance(text, str):
+            raise BadInput(where, f"__metadata__ {shown(key)}", expected="a string", found=shown(text))
+    return value
+
+
+def _check_name(name: str, where: object) -> None:
+    if not name or name in (".", "..") or "/" in name or "\\" in name or not name.isprintable():
+        raise BadInput(where, "tensor", expected="a name of printable letters, not a path", found=shown(name))
+
+
+def _entry(name: str, value: object, data_begin: int, where: object) -> Entry:
+    def refuse(expected: str, found: object) -> NoReturn:
+        raise BadInput(where, f"tensor {shown(name)}", expected=expected, found=shown(found))
+
+    if not isinstance(value, dict):
+        refuse("an object", value)
+    dtype, shape, offsets = value.get("dtype"), value.get("shape"), value.get("data_offsets")
+    if not isinstance(dtype, str) or dtype not in BITS:
+        refuse("a dtype of the format", dtype)
+    if not isinstance(shape, list) or len(shape) > MAX_DIMS or not all(_is_size(n) for n in shape):
+        refuse(f"a shape of at most {MAX_DIMS} whole numbers", shape)
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_size(n) for n in offsets):
+        refuse("data_offsets of two whole numbers", offsets)
+    begin, end = offsets
+    if begin > end:
+        refuse("data_offsets in order", offsets)
+    # Dims of 0 are left out of this product: [0, 2**62, 2**62] is no shape that anybody can hold either.
+    if prod(n for n in shape if n) >= 1 << 63:
+        refuse("a shape of fewer than 2^63 elements", shape)
+    bits = prod(shape) * BITS[dtype]
+    if bits != (end - begin) * 8:
+        refuse(f"{bits / 8:,.10g} bytes for {dtype} {shape}", f"{end - begin:,} bytes in data_offsets")
+    return Entry(dtype, tuple(shape), data_begin + begin, data_begin + end)
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+def _check_tiling(tensors: dict[str, Entry], data_begin: int, size: int, where: object) -> None:
+    """The data is the tensors one after another: no hole, no overlap, nothing behind the last."""
+    at, before = data_begin, "the header"
+    for name, entry in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if entry.begin != at:
+            flaw = "an overlap with" if entry.begin < at else "a hole after"
+            place = f"byte {entry.begin - data_begin:,}, {flaw} {before}"
+            raise BadInput(
+                where, f"tensor {shown(name)}", expected=f"data from {at - data_begin:,}", found=place
+            )
+        if entry.end > size:
+            found, todo = f"{size:,}", "The file is cut short: copy or download it again"
+            raise BadInput(
+                where,
+                f"tensor {shown(name)}",
+                expected=f"{entry.end:,} bytes in the file",
+                found=found,
+                todo=todo,
+            )
+        at, before = entry.end, f"tensor {shown(name)}"
+    if at != size:
+        raise BadInput(where, expected=f"{at:,} bytes, the end of {before}", found=f"{size:,}")
