@@ -11,6 +11,7 @@ from .collectives import (
     scatter_sequence,
     split_to_tensor,
 )
+from .dropout import Dropout, own_random
 from .embedding import (
     PositionEmbedding,
     VocabParallelEmbedding,
@@ -31,6 +32,7 @@ __all__ = [
     "IGNORE",
     "MLP",
     "ColumnParallelLinear",
+    "Dropout",
     "GatedMLP",
     "LayerNorm",
     "PositionEmbedding",
@@ -54,6 +56,7 @@ __all__ = [
     "leave_tensor",
     "linears",
     "merge_heads",
+    "own_random",
     "padded_vocabulary",
     "reduce_from_tensor",
     "scatter_sequence",

@@ -2,8 +2,9 @@
 
 from .config import ModelConfig
 from .family import CausalLM, Family
+from .gpt2 import GPT2, GPT2Config
 from .links import Link
 from .llama import LLAMA, Llama, LlamaConfig
 from .zoo import FAMILIES, family_of
 
-__all__ = ["FAMILIES", "LLAMA", "CausalLM", "Family", "Link", "Llama", "LlamaConfig", "ModelConfig", "family_of"]
+__all__ = ["FAMILIES", "GPT2", "GPT2Config", "LLAMA", "CausalLM", "Family", "Link", "Llama", "LlamaConfig", "ModelConfig", "family_of"]

@@ -45,6 +45,8 @@ class Family:
     ignorable: tuple[str, ...] = ()
     #: Where HF also stores a tied output layer, if a checkpoint repeats it.
     tied_head: str = "lm_head.weight"
+    #: Checkpoints of the bare model lack it (the first GPT-2's do); what we write has it.
+    optional_prefix: str = ""
 
     def build(
         self,

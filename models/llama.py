@@ -23,6 +23,7 @@ from ..layers import (
     causal_attention,
     default_positions,
     merge_heads,
+    own_random,
     split_heads,
 )
 from ..parallel_state import BadInput, Normal, ParallelState
@@ -123,6 +124,7 @@ class Attention(nn.Module):
     def __init__(self, cfg: LlamaConfig, *, state: ParallelState | None = None) -> None:
         super().__init__()
         self.head_dim, self.dropout = cfg.head_dim, cfg.attention_dropout
+        self.state = state or ParallelState.alone()
         q, kv = cfg.num_attention_heads * cfg.head_dim, cfg.num_key_value_heads * cfg.head_dim
         init = Normal(cfg.initializer_range)
         self.qkv = ColumnParallelLinear(
@@ -143,7 +145,9 @@ class Attention(nn.Module):
         q_BHSE, k_BKSE, v_BKSE = (split_heads(t, self.head_dim) for t in self.qkv(x_BSD))
         k_BKSE, v_BKSE = self.shared(rope(k_BKSE)), self.shared(v_BKSE)
         dropout = self.dropout if self.training else 0.0
-        out: Tensor = self.out(merge_heads(causal_attention(rope(q_BHSE), k_BKSE, v_BKSE, dropout=dropout)))
+        with own_random(self.state, split=dropout > 0):
+            heads_BHSE = causal_attention(rope(q_BHSE), k_BKSE, v_BKSE, dropout=dropout)
+        out: Tensor = self.out(merge_heads(heads_BHSE))
         return out
 
 

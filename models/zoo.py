@@ -7,9 +7,10 @@ from typing import Any
 
 from ..parallel_state import BadInput
 from .family import Family
+from .gpt2 import GPT2_FAMILY
 from .llama import LLAMA
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA,)}
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, GPT2_FAMILY)}
 
 
 def family_of(raw: Mapping[str, Any], where: str = "config.json") -> Family:

@@ -1,0 +1,51 @@
+"""Dropout whose masks agree where activations are the same on all tensor ranks and differ where they are split.
+
+The masks follow torch's global generators. Seed those alike on the ranks of one tensor group, and by (seed, step, data
+rank, stage) across them, as the training loop does: a resumed run then draws the same masks, with no state to save.
+The masks depend on the layout (a rank draws for the part it holds), so runs with dropout are reproducible within one
+layout and only statistically alike across layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..parallel_state import ParallelState
+
+
+class Dropout(nn.Module):
+    """``nn.Dropout`` on activations between the blocks: whole, or under sequence parallelism this rank's tokens."""
+
+    def __init__(self, p: float, *, state: ParallelState | None = None) -> None:
+        super().__init__()
+        self.p, self.state = p, state or ParallelState.alone()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.p == 0.0:
+            return x
+        with own_random(self.state, split=self.state.sequence):
+            return F.dropout(x, self.p, training=True)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}"
+
+
+@contextmanager
+def own_random(state: ParallelState, *, split: bool) -> Iterator[None]:
+    """Inside, each tensor rank draws from a stream of its own if ``split``; afterwards all go on alike.
+
+    The streams' seed is drawn from the common one, so there is nothing to save, and recomputation repeats it.
+    """
+    if not split or state.tensor_size == 1:
+        yield
+        return
+    seed = int(torch.randint(2**62, (), device="cpu"))
+    devices = [state.device] if state.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed + state.tensor_index)
+        yield

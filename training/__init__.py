@@ -1,0 +1,1 @@
+"""Data, optimizer, precision, schedule and the training loop."""

@@ -1,0 +1,62 @@
+"""DDP and ZeRO stages 1 to 3 on FSDP2: when parameters are gathered and when gradients are reduced.
+
+=====  ==========================================  =====================================  =====================
+stage  parameters between steps                    gradients                              gathered again
+=====  ==========================================  =====================================  =====================
+0      whole on every data rank                    whole, reduced at the last micro-batch never
+1      sharded; whole during the step              whole, reduced at the last micro-batch once a step
+2      sharded; whole during the step              reduce-scattered every micro-batch     once a step
+3      sharded; a block whole while it computes    reduce-scattered every micro-batch     forward and backward
+=====  ==========================================  =====================================  =====================
+
+Source: Rajbhandari et al. 2020; FSDP2 is torch's.
+"""
+
+from __future__ import annotations
+
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from ..models import CausalLM
+from ..parallel_state import BadInput, Layout, ParallelState
+from .precision import Precision
+
+
+def check_zero(layout: Layout) -> None:
+    """Refuse ZeRO 2 and 3 with a pipeline: torch's stage keeps whole gradients, so they would save no memory."""
+    if layout.pipeline > 1 and layout.zero > 1:
+        raise BadInput(
+            "layout",
+            "zero",
+            expected=f"0 or 1 with pipeline={layout.pipeline}",
+            found=layout.zero,
+            todo="Use zero=1: a pipeline stage keeps whole gradients until its last micro-batch",
+        )
+
+
+def shard_over_data(model: CausalLM, state: ParallelState, precision: Precision) -> CausalLM:
+    """Hand the model's parameters to FSDP2 over the data axes, a block at a time, in place.
+
+    The model may be on the meta device; ``model.to_empty`` and ``initialize`` or a load come after.
+    """
+    check_zero(state.layout)
+    again = state.layout.zero == 3
+    for block in model.layers.values():
+        fully_shard(block, mesh=state.data_mesh, reshard_after_forward=again, mp_policy=precision.policy)
+    fully_shard(model, mesh=state.data_mesh, reshard_after_forward=again, mp_policy=precision.policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # The loss is already divided by the step's tokens, so ranks' gradients are summed, never averaged.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    return model
+
+
+def before_backward(model: CausalLM, *, last: bool) -> None:
+    """Tell FSDP, before each micro-batch's forward, what its backward does with gradients and weights."""
+    assert isinstance(model, FSDPModule)
+    zero = model.state.layout.zero
+    model.set_requires_gradient_sync(last or zero >= 2)
+    # Weights stay gathered between micro-batches (but for stage 3) and must be dropped after the last one:
+    # otherwise the next step would compute with those from before the update.
+    model.set_reshard_after_backward(last or zero == 3)
+    model.set_is_last_backward(last)

@@ -1,0 +1,193 @@
+"""A run as one TOML file: model, layout, data, optimizer, checkpoints; dotted overrides on the command line."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ..parallel_state import BadInput, Layout
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class ModelSection(_Section):
+    """Where the model comes from: weights of a Hugging Face folder or checkpoint, or a config to start from scratch."""
+
+    init_from: str | None = Field(None, description="a Hugging Face folder or a trilith checkpoint to start from")
+    config: str | dict[str, Any] | None = Field(None, description="a config.json, or its fields, to start from scratch")
+    tokenizer: str | None = Field(None, description="a tokenizer folder to carry along into checkpoints and exports")
+
+
+class LayoutSection(_Section):
+    """How the model lies on the ranks; see `trilith.parallel_state.Layout`."""
+
+    tensor: int = Field(1, ge=1)
+    pipeline: int = Field(1, ge=1)
+    data: int = Field(1, ge=1)
+    data_replicate: int = Field(1, ge=1)
+    zero: int = Field(0, ge=0, le=3)
+    sequence: bool = False
+    split: list[int] | None = Field(None, description="blocks of each pipeline stage, by hand")
+    schedule: str = Field("1f1b", description="gpipe or 1f1b")
+
+    @property
+    def layout(self) -> Layout:
+        return Layout.of(
+            tensor=self.tensor,
+            pipeline=self.pipeline,
+            data=self.data,
+            data_replicate=self.data_replicate,
+            zero=self.zero,
+            sequence=self.sequence,
+        )
+
+
+class DataSection(_Section):
+    """What to train on: token files written by `trilith tokenize`, named without their suffix."""
+
+    tokens: str | list[str]
+    weights: list[float] | None = Field(None, description="how often each token file is drawn from; default: by size")
+    sequence_length: int = Field(ge=1)
+    global_batch: int = Field(ge=1, description="samples a step, over all ranks")
+    micro_batch: int = Field(1, ge=1, description="samples that a rank computes at once")
+
+
+class OptimizerSection(_Section):
+    """AdamW and the learning rate's course."""
+
+    lr: float = Field(3e-4, gt=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.1, ge=0)
+    clip: float = Field(1.0, gt=0, description="largest global gradient norm")
+    schedule: str = Field("cosine", description="cosine or constant")
+    warmup: int = Field(0, ge=0, description="steps")
+    minimum_ratio: float = Field(0.1, ge=0, le=1, description="the last learning rate, as a share of lr")
+    label_smoothing: float = Field(0.0, ge=0, lt=1)
+
+
+class CheckpointSection(_Section):
+    every: int = Field(0, ge=0, description="steps between checkpoints; 0: only at the end")
+    keep: int = Field(2, ge=1, description="how many complete checkpoints stay")
+
+
+class Recipe(_Section):
+    """One run."""
+
+    out: str = Field(description="the run's folder: checkpoints, metrics.jsonl, status")
+    steps: int = Field(ge=1)
+    stop_after: int | None = Field(None, ge=1, description="stop early at this step; the schedule still aims at `steps`")
+    seed: int = Field(0, ge=0)
+    device: Literal["cpu", "cuda"] = "cpu"
+    dtype: str = Field("float32", description="weights and moments")
+    compute: str | None = Field(None, description="forward and backward; bfloat16 with float32 weights is mixed precision")
+    log_every: int = Field(10, ge=1)
+    model: ModelSection
+    layout: LayoutSection = LayoutSection()
+    data: DataSection
+    optimizer: OptimizerSection = OptimizerSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+
+    def check(self, where: str) -> None:
+        """Refuse numbers that do not fit each other, before anything is read or started."""
+        if (self.model.init_from is None) == (self.model.config is None):
+            raise BadInput(where, "model", expected="either init_from or config", found=self.model.model_dump())
+        layout = self.layout.layout
+        if self.data.global_batch % (layout.data * self.data.micro_batch):
+            raise BadInput(
+                where,
+                "data.global_batch",
+                expected=f"a multiple of data={layout.data} x micro_batch={self.data.micro_batch}",
+                found=self.data.global_batch,
+            )
+        micro_batches = self.data.global_batch // (layout.data * self.data.micro_batch)
+        if micro_batches < layout.pipeline:
+            raise BadInput(
+                where,
+                "micro-batches a step",
+                expected=f"at least pipeline={layout.pipeline}",
+                found=micro_batches,
+                todo="Make micro_batch smaller or global_batch larger",
+            )
+        if layout.sequence and self.data.sequence_length % layout.tensor:
+            raise BadInput(
+                where,
+                "data.sequence_length",
+                expected=f"a multiple of tensor={layout.tensor} under sequence parallelism",
+                found=self.data.sequence_length,
+            )
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe and apply ``section.key=value`` overrides, whose values are TOML (bare words are strings).
+
+    Paths inside it are relative to the working directory. Raises ``BadInput`` with the key, expected and found.
+    """
+    path = Path(path)
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadInput(path, expected="a recipe in TOML", found=error.strerror) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise BadInput(path, expected="TOML", found=str(error)) from None
+    for override in overrides:
+        _apply(raw, override)
+    return parse_recipe(raw, str(path))
+
+
+def parse_recipe(raw: dict[str, Any], where: str = "recipe") -> Recipe:
+    """A recipe from plain data, checked."""
+    try:
+        recipe = Recipe.model_validate(raw)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        if first["type"] == "extra_forbidden":
+            raise BadInput(where, key, expected="a key that recipes have", found="an unknown one") from None
+        if first["type"] == "missing":
+            raise BadInput(where, key, expected="a value", found="nothing") from None
+        expected = first["msg"].removeprefix("Input should be ")
+        raise BadInput(where, key, expected=expected, found=repr(first["input"])) from None
+    recipe.check(where)
+    return recipe
+
+
+def _apply(raw: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise BadInput("override", override, expected="key=value, such as data.global_batch=64")
+    *sections, last = key.strip().split(".")
+    here = raw
+    for section in sections:
+        here = here.setdefault(section, {})
+        if not isinstance(here, dict):
+            raise BadInput("override", key, expected="a section", found=f"{section}={here!r}")
+    here[last] = _value(text.strip())
+
+
+def _value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def read_config(section: ModelSection) -> dict[str, Any]:
+    """The config.json's dict of a model that starts from scratch."""
+    if isinstance(section.config, dict):
+        return dict(section.config)
+    assert section.config is not None
+    try:
+        raw = json.loads(Path(section.config).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BadInput(section.config, expected="a config.json", found=str(error)) from None
+    if not isinstance(raw, dict):
+        raise BadInput(section.config, expected="a JSON object", found=type(raw).__name__)
+    return raw

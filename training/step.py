@@ -1,0 +1,129 @@
+"""One training step's forward and backward: micro-batches, with or without a pipeline; gradients ready to clip."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+
+from ..layers import valid_tokens, vocab_parallel_cross_entropy
+from ..models import CausalLM
+from ..parallel_state import BadInput, finalize_gradients
+from .data_parallel import before_backward
+from .pipeline import make_schedule
+
+
+class TrainStep:
+    """Runs ``step(input_ids, labels)`` and leaves in ``.grad`` the gradients of the mean loss over the step's tokens.
+
+    The mean is over the valid labels of the *global* batch, whatever the micro-batches and data ranks, so it is the
+    same number in every layout. ``micro_batch`` is in samples. The model has been through ``shard_over_data``.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        *,
+        micro_batch: int,
+        schedule: str = "1f1b",
+        label_smoothing: float = 0.0,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.model, self.state = model, model.state
+        self.micro_batch, self.schedule_name = micro_batch, schedule
+        self.label_smoothing, self.dtype = label_smoothing, dtype
+        self._schedule: PipelineScheduleSingle | None = None
+        self._shape: tuple[int, int] | None = None
+        self._tokens = torch.ones(())
+
+    def __call__(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        """Both (samples of this data rank, S), int64; labels already shifted, ``IGNORE`` where they do not count.
+
+        Returns the loss, the same scalar on every rank. A step with no valid label has loss 0 and zero gradients.
+        """
+        samples, length = input_ids.shape
+        if samples % self.micro_batch:
+            raise BadInput(
+                "recipe",
+                "micro_batch",
+                expected=f"a divisor of the {samples} samples of a data rank",
+                found=self.micro_batch,
+            )
+        if self.state.sequence and length % self.state.tensor_size:
+            raise BadInput(
+                "recipe",
+                "sequence_length",
+                expected=f"a multiple of tensor={self.state.tensor_size} under sequence parallelism",
+                found=length,
+            )
+        self._tokens = self._global_tokens(labels)
+        if self.state.layout.pipeline > 1:
+            losses = self._pipelined(input_ids, labels)
+        else:
+            losses = self._plain(input_ids, labels)
+        finalize_gradients(self.model, state=self.state)
+        return self._global_loss(losses)
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """A micro-batch's share of the step's mean loss."""
+        per_token = vocab_parallel_cross_entropy(
+            logits,
+            labels,
+            self.model.config.vocab_size,
+            label_smoothing=self.label_smoothing,
+            state=self.state,
+        )
+        return per_token.sum() / self._tokens
+
+    def _plain(self, input_ids: Tensor, labels: Tensor) -> list[Tensor]:
+        losses = []
+        parts = list(
+            zip(input_ids.split(self.micro_batch), labels.split(self.micro_batch), strict=True)
+        )
+        for number, (x, y) in enumerate(parts):
+            before_backward(self.model, last=number == len(parts) - 1)
+            loss = self.loss(self.model(x), y)
+            loss.backward()
+            losses.append(loss.detach())
+        return losses
+
+    def _pipelined(self, input_ids: Tensor, labels: Tensor) -> list[Tensor]:
+        shape = (self.micro_batch, input_ids.shape[1])
+        if self._schedule is None or shape != self._shape:
+            self._schedule = make_schedule(
+                self.model,
+                self.loss,
+                name=self.schedule_name,
+                microbatches=len(input_ids) // self.micro_batch,
+                shape=shape,
+                dtype=self.dtype,
+            )
+            self._shape = shape
+        losses: list[Tensor] = []
+        stage = self.model.stage
+        arguments = (input_ids,) if stage.first else ()
+        if stage.last:
+            self._schedule.step(*arguments, target=labels, losses=losses, return_outputs=False)
+        else:
+            self._schedule.step(*arguments, return_outputs=False)
+        return [loss.detach() for loss in losses]
+
+    def _global_tokens(self, labels: Tensor) -> Tensor:
+        """Valid labels of the whole step, at least 1; every rank of a data piece counts, one of them is summed."""
+        state = self.state
+        mine = state.at.tensor == 0 and state.at.pipeline == 0
+        count = valid_tokens(labels) * int(mine)
+        if state.layout.world > 1:
+            dist.all_reduce(count)
+        return count.clamp(min=1)
+
+    def _global_loss(self, losses: list[Tensor]) -> Tensor:
+        state = self.state
+        inner = torch.promote_types(self.dtype, torch.float32)
+        total = torch.stack(losses).sum() if losses else torch.zeros((), dtype=inner, device=state.device)
+        total = total.to(inner)
+        if state.layout.world > 1:
+            total = total * int(state.at.tensor == 0)
+            dist.all_reduce(total)
+        return total
