@@ -7,6 +7,7 @@ from .gradients import clip_gradients, finalize_gradients, gradient_norm
 from .initial import Constant, Initial, Normal, Uniform, seed_of
 from .layout import AXES, Coordinates, Layout
 from .parameters import declare_parameter, initialize, local, stored_box
+from .reshard import Holding, holdings, parts
 from .state import ParallelState
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "Coordinates",
     "Cut",
     "Declaration",
+    "Holding",
     "Initial",
     "Layout",
     "Normal",
@@ -29,8 +31,10 @@ __all__ = [
     "declare_parameter",
     "finalize_gradients",
     "gradient_norm",
+    "holdings",
     "initialize",
     "local",
+    "parts",
     "seed_of",
     "stored_box",
 ]

@@ -1,0 +1,55 @@
+"""The pure plan of who holds what: computed alike on every rank from declarations and a layout, with no collective."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from .boxes import Box
+from .declaration import Declaration
+from .layout import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """Rank ``rank`` holds ``box`` of a tensor; of the ranks that hold the same elements one is the ``owner``."""
+
+    rank: int
+    box: Box
+    owner: bool
+
+
+def holdings(
+    stages: Sequence[Mapping[str, Declaration]], layout: Layout, *, sharded: bool = True, replicas: bool = False
+) -> dict[str, list[Holding]]:
+    """For every tensor, the boxes that ranks hold of it, without padding and without empty ones.
+
+    ``stages`` are the declarations of each pipeline stage (``Family.declarations``). ``sharded`` cuts over the data axes
+    as between training steps; ``replicas`` also lists the ranks that hold copies. Owners' boxes are disjoint and cover
+    each tensor.
+    """
+    assert len(stages) == layout.pipeline, (len(stages), layout)
+    found: dict[str, list[Holding]] = {name: [] for stage in stages for name in stage}
+    for rank, at in enumerate(layout.places()):
+        for name, declaration in stages[at.pipeline].items():
+            owner = declaration.owner(layout, at)
+            if not sharded and (at.data_shard or at.context):
+                owner = False
+            if not owner and not replicas:
+                continue
+            box = declaration.shard_box(layout, at) if sharded else declaration.box(layout, at)
+            box = declaration.true_part(box)
+            if box.size:
+                found[name].append(Holding(rank, box, owner))
+    return found
+
+
+def parts(wanted: Box, held: Iterable[Holding]) -> list[tuple[Holding, Box]]:
+    """Which owners hold which part of ``wanted``; together all of it, each element once."""
+    found = []
+    for holding in held:
+        overlap = holding.box.intersect(wanted) if holding.owner else None
+        if overlap is not None:
+            found.append((holding, overlap))
+    assert sum(overlap.size for _, overlap in found) == wanted.size, (wanted, found)
+    return found
