@@ -1,0 +1,111 @@
+"""The pure plan of a read, a conversion, a reshard: which box of which file goes where. No file is touched here.
+
+A *catalog* says where each whole tensor lies: one stored box for a Hugging Face folder, several for a sharded checkpoint.
+*Links* tie our tensors to Hugging Face's. ``copies`` joins the two for one wanted box.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from ..models import Link
+from ..parallel_state import BadCheckpoint, Box
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """``box`` of a whole tensor lies in file number ``file`` as the tensor ``key``, which holds nothing else."""
+
+    file: int
+    key: str
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """One whole tensor: its true shape, the format's name of its dtype, and where its parts lie (owners only)."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    parts: tuple[Stored, ...]
+
+
+Catalog = Mapping[str, Whole]
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Box ``source`` of tensor ``key`` in file ``file``, transposed or not, becomes box ``target`` of the wanted whole.
+
+    ``source`` counts from the stored tensor's own corner, ``target`` from the whole tensor's.
+    """
+
+    file: int
+    key: str
+    source: Box
+    target: Box
+    transpose: bool
+
+
+class Tie:
+    """The links of a model, in one direction: from the names that are wanted to the names that are stored."""
+
+    def __init__(self, links: Iterable[Link] | None, *, to_hf: bool = False) -> None:
+        self._to_hf = to_hf
+        self._by_wanted: dict[str, list[Link]] | None = None if links is None else defaultdict(list)
+        for link in links or ():
+            assert self._by_wanted is not None
+            self._by_wanted[link.hf if to_hf else link.ours].append(link)
+
+    def sources(self, name: str, wanted: Box) -> Iterable[tuple[str, Box, Link | None]]:
+        """The stored tensors that hold ``wanted``, with the box of each; the same name where there are no links."""
+        if self._by_wanted is None:
+            yield name, wanted, None
+            return
+        for link in self._by_wanted.get(name, ()):
+            overlap = wanted.intersect(link.hf_box if self._to_hf else link.ours_box)
+            if overlap is not None:
+                yield (link.ours, link.to_ours(overlap), link) if self._to_hf else (
+                    link.hf,
+                    link.to_hf(overlap),
+                    link,
+                )
+
+    def back(self, link: Link | None, stored: Box) -> Box:
+        """A box of the stored tensor in the wanted tensor's coordinates."""
+        if link is None:
+            return stored
+        return link.to_hf(stored) if self._to_hf else link.to_ours(stored)
+
+
+def copies(name: str, wanted: Box, catalog: Catalog, tie: Tie) -> list[Copy]:
+    """What to copy so that every element of ``wanted`` is set exactly once.
+
+    Raises ``BadCheckpoint`` for a tensor that the catalog lacks or holds only in part.
+    """
+    found: list[Copy] = []
+    covered = 0
+    for stored_name, box, link in tie.sources(name, wanted):
+        whole = catalog.get(stored_name)
+        if whole is None:
+            raise BadCheckpoint("checkpoint", stored_name, expected="a tensor", found="none of that name")
+        for part in whole.parts:
+            overlap = box.intersect(part.box)
+            if overlap is None:
+                continue
+            target = tie.back(link, overlap)
+            transpose = link is not None and link.transpose
+            found.append(Copy(part.file, part.key, overlap.within(part.box), target, transpose))
+            covered += overlap.size
+    if covered != wanted.size:
+        raise BadCheckpoint(
+            "checkpoint",
+            name,
+            expected=f"each of {wanted.size:,} elements once",
+            found=f"{covered:,}",
+            todo="The files do not cover this tensor: it is incomplete or overlaps itself",
+        )
+    return found
+
