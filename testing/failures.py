@@ -1,0 +1,65 @@
+"""What the harness raises: which ranks failed, in the order in which they did, and what each of them said."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from signal import Signals
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """One rank that did not return.
+
+    ``kind`` is ``raised``, ``died`` or ``silent`` (it had not answered when the call was given up);
+    ``seconds`` is when, on the machine's monotonic clock. ``cause`` is the exception itself where it could be
+    pickled.
+    """
+
+    rank: int
+    kind: str
+    seconds: float
+    summary: str
+    detail: str = ""
+    output: str = ""
+    cause: BaseException | None = None
+
+    def __str__(self) -> str:
+        parts = [f"--- rank {self.rank} {self.summary}"]
+        parts += [self.detail.rstrip()] if self.detail.strip() else []
+        parts += ["it printed:", self.output.rstrip()] if self.output.strip() else []
+        return "\n".join(parts)
+
+
+class RankError(RuntimeError):
+    """A rank raised, died or did not answer.
+
+    The message names first what failed first and carries every failed rank's traceback and output. A death
+    comes before what was raised: the others' collectives often break before the parent learns of it.
+    ``failures`` holds them in that order, ``rank`` is the first one's number, ``cause`` its exception or
+    ``None``.
+    """
+
+    def __init__(self, failures: Sequence[RankFailure], headline: str = "") -> None:
+        order = {"died": 0, "raised": 1, "silent": 2}
+        self.failures = sorted(failures, key=lambda failure: (order[failure.kind], failure.seconds))
+        first = self.failures[0]
+        self.rank = first.rank
+        self.cause = first.cause
+        title = headline or f"rank {first.rank} {first.summary}"
+        super().__init__("\n".join([title, *(str(failure) for failure in self.failures)]))
+
+
+def describe_exit(code: int) -> str:
+    """``died with exit code 3``, or ``was killed by SIGKILL`` for a negative code."""
+    if code >= 0:
+        return f"died with exit code {code}"
+    try:
+        return f"was killed by {Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """``rank 1`` or ``ranks 0, 2``."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -1,0 +1,145 @@
+"""How functions, arguments and results travel between parent and worker: by name, and by plain pickle."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import pickle
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+#: The parent's script, in a worker: not ``__main__``, or its main block would run there.
+SCRIPT = "__mp_main__"
+
+
+@dataclass(frozen=True)
+class FunctionName:
+    """A function at module level: the module, the file that defines it, and its name there."""
+
+    module: str
+    file: str
+    name: str
+
+    @classmethod
+    def of(cls, fn: Callable[..., Any]) -> FunctionName:
+        """``ValueError`` for what another process cannot find by name: closures, lambdas, bound methods."""
+        advice = "Define it with `def` at the top of a module and pass what it needs as arguments"
+        if not isinstance(fn, FunctionType):
+            raise ValueError(f"{fn!r} is not a plain function. {advice}")
+        name = fn.__qualname__
+        if "<" in name:
+            raise ValueError(f"{name} of {fn.__module__} is a lambda or lives in another function. {advice}")
+        module = sys.modules.get(fn.__module__)
+        file = getattr(module, "__file__", None)
+        if module is None or file is None:
+            raise ValueError(f"{name}: its module {fn.__module__} has no file to load it from. {advice}")
+        found: Any = module
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        if found is not fn:
+            raise ValueError(f"{name} of {file} is something else under that name. {advice}")
+        return cls(
+            SCRIPT if module.__name__ == "__main__" else module.__name__, str(Path(file).resolve()), name
+        )
+
+    def load(self) -> Callable[..., Any]:
+        """The function, in this process. Its file is executed once, under the name it had in the parent.
+
+        Test modules have no importable name (pytest's importlib mode), so the file is loaded by path; under
+        the same name, so that classes it defines can be pickled in both directions. Modules of packages are
+        imported.
+        """
+        found: Any = _load(self.module, self.file)
+        for part in self.name.split("."):
+            found = getattr(found, part)
+        return found  # type: ignore[no-any-return]  # whatever the name led to: `of` made sure that it is callable
+
+
+def _load(name: str, file: str) -> ModuleType:
+    known = sys.modules.get(name)
+    if known is not None and _file_of(known) == file:
+        return known
+    try:
+        spec = importlib.util.find_spec(name) if known is None else None
+    except (ImportError, ValueError):
+        spec = None
+    if spec is not None and spec.origin is not None and str(Path(spec.origin).resolve()) == file:
+        return importlib.import_module(name)
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None, file
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _file_of(module: ModuleType) -> str | None:
+    file = getattr(module, "__file__", None)
+    return None if file is None else str(Path(file).resolve())
+
+
+class _Pickler(pickle.Pickler):
+    """Plain pickle, which copies tensors into the message: no shared memory that outlives it.
+
+    (``torch.multiprocessing`` would send handles.) A view of a larger tensor is sent as what it shows alone.
+    """
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, DTensor):
+            raise TypeError(
+                "a DTensor belongs to its process group: return to_local() or full_tensor() of it"
+            )
+        if type(obj) is torch.Tensor and obj.layout is torch.strided and _shares(obj):
+            alone = obj.detach().clone(memory_format=torch.contiguous_format)
+            return alone.requires_grad_(obj.requires_grad).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return NotImplemented
+
+
+def _shares(x: torch.Tensor) -> bool:
+    """Whether its storage holds more than it shows, or autograd more than it."""
+    return not x.is_leaf or x.untyped_storage().nbytes() != x.numel() * x.element_size()
+
+
+def pack(value: object) -> bytes:
+    """Bytes for another process. A view of a larger tensor, or a result of autograd, arrives as a fresh
+    leaf."""
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    return buffer.getvalue()
+
+
+def unpack(data: bytes) -> Any:
+    """The value that ``pack`` was given. Only for bytes from a process that we started."""
+    return pickle.loads(data)
+
+
+def pack_exception(error: BaseException) -> bytes | None:
+    """The exception where it survives the journey, else ``None``: its traceback travels as text anyhow."""
+    try:
+        data = pack(error)
+        unpack(data)
+    except Exception:
+        return None
+    return data
+
+
+def unpack_exception(data: bytes | None) -> BaseException | None:
+    """What ``pack_exception`` packed, or ``None`` where this process cannot rebuild it."""
+    if data is None:
+        return None
+    try:
+        error = unpack(data)
+    except Exception:
+        return None
+    return error if isinstance(error, BaseException) else None
