@@ -1,0 +1,1 @@
+"""Checkpoints and Hugging Face folders: read, write, convert, verify."""

@@ -1,0 +1,77 @@
+"""CRC-32 of a file whose pieces are seen in any order, by any thread: checksums are combined, not re-read.
+
+The polynomial arithmetic is zlib's ``crc32_combine`` (Mark Adler), which Python's ``zlib`` does not offer.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from functools import cache
+
+_POLYNOMIAL = 0xEDB88320
+
+
+def combine(first: int, second: int, second_length: int) -> int:
+    """The CRC-32 of two stretches of bytes in a row, from that of each and the second's length."""
+    return _multiply(_power(second_length), first) ^ second
+
+
+class Checksum:
+    """Collects the CRC-32 of stretches of one file. Safe to use from several threads at once."""
+
+    def __init__(self) -> None:
+        self._pieces: dict[tuple[int, int], int] = {}
+
+    def add(self, offset: int, data: bytes | memoryview) -> None:
+        """Count in the bytes that lie at ``offset``. The same stretch twice counts once."""
+        self._pieces[offset, len(data)] = zlib.crc32(data)
+
+    def gaps(self, size: int) -> list[tuple[int, int]]:
+        """The ``(offset, length)`` of what was not seen of a file of ``size`` bytes."""
+        missing, at = [], 0
+        for offset, length, _ in self._in_order():
+            if offset > at:
+                missing.append((at, offset - at))
+            at = offset + length
+        return [*missing, (at, size - at)] if at < size else missing
+
+    def value(self, size: int) -> int:
+        """The CRC-32 of all ``size`` bytes; there must be no gaps."""
+        crc, at = 0, 0
+        for offset, length, piece in self._in_order():
+            assert offset == at, (offset, at)
+            crc, at = combine(crc, piece, length), offset + length
+        assert at == size, (at, size)
+        return crc
+
+    def _in_order(self) -> Iterator[tuple[int, int, int]]:
+        """Stretches that do not overlap: of two that do, the later is left out and becomes a gap."""
+        at = 0
+        for (offset, length), crc in sorted(self._pieces.items()):
+            if offset >= at and length:
+                yield offset, length, crc
+                at = offset + length
+
+
+@cache
+def _power(length: int) -> int:
+    """X to the power ``8 * length``, modulo the polynomial."""
+    result, square = 1 << 31, 1 << 23  # 1, and x^8
+    while length:
+        if length & 1:
+            result = _multiply(square, result)
+        square = _multiply(square, square)
+        length >>= 1
+    return result
+
+
+def _multiply(a: int, b: int) -> int:
+    """The product of two polynomials, modulo the polynomial, in zlib's reflected bit order."""
+    product, bit = 0, 1 << 31
+    while bit:
+        if a & bit:
+            product ^= b
+        b = b >> 1 ^ _POLYNOMIAL if b & 1 else b >> 1
+        bit >>= 1
+    return product

@@ -1,0 +1,77 @@
+"""The few system calls through which checkpoints reach the disk.
+
+All of them go through one small object, so that a test can record their order and replay every prefix of it:
+that is how the promise "a crash leaves the old or the new checkpoint" is tested without cutting the power.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+class DiskFailed(RuntimeError):
+    """The disk refused a write: full, over quota, too large a file, or an input/output error."""
+
+    exit_code = 3
+
+
+class Disk:
+    """The real disk."""
+
+    def create(self, path: Path) -> int:
+        """A descriptor of a new file, for reading and writing; an existing file is an error."""
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+    def write(self, fd: int, data: memoryview, offset: int) -> None:
+        """All of ``data`` at ``offset``."""
+        done = 0
+        while done < len(data):
+            done += os.pwrite(fd, data[done:], offset + done)
+
+    def sync(self, fd: int) -> None:
+        """What was written to the file survives a power cut from here on."""
+        os.fsync(fd)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def sync_directory(self, path: Path) -> None:
+        """The names in the directory survive a power cut from here on."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def make_directory(self, path: Path) -> None:
+        os.mkdir(path)
+
+    def rename(self, old: Path, new: Path) -> None:
+        """Atomic; a file, or an empty directory, that has the new name is replaced."""
+        os.rename(old, new)
+
+    def remove_tree(self, path: Path) -> None:
+        shutil.rmtree(path, ignore_errors=True)
+
+    def write_file(self, path: Path, data: bytes) -> None:
+        """A whole new file, on the disk when this returns."""
+        with writing(path):
+            fd = self.create(path)
+            try:
+                self.write(fd, memoryview(data), 0)
+                self.sync(fd)
+            finally:
+                self.close(fd)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns an ``OSError`` of the block into one line that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise DiskFailed(f"{path}: cannot be written: {error.strerror or error}") from error
