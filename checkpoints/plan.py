@@ -1,7 +1,8 @@
-"""The pure plan of a read, a conversion, a reshard: which box of which file goes where. No file is touched here.
+"""The pure plan of a read, a conversion, a reshard: which box of which file goes where. No file is touched
+here.
 
-A *catalog* says where each whole tensor lies: one stored box for a Hugging Face folder, several for a sharded checkpoint.
-*Links* tie our tensors to Hugging Face's. ``copies`` joins the two for one wanted box.
+A *catalog* says where each whole tensor lies: one stored box for a Hugging Face folder, several for a sharded
+checkpoint. *Links* tie our tensors to Hugging Face's. ``copies`` joins the two for one wanted box.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from ..parallel_state import BadCheckpoint, Box
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """``box`` of a whole tensor lies in file number ``file`` as the tensor ``key``, which holds nothing else."""
+    """``box`` of a whole tensor lies in file number ``file``, alone, as the tensor ``key``."""
 
     file: int
     key: str
@@ -25,7 +26,9 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """One whole tensor: its true shape, the format's name of its dtype, and where its parts lie (owners only)."""
+    """One whole tensor: its true shape, the format's name of its dtype, and where its parts lie (owners
+    only).
+    """
 
     shape: tuple[int, ...]
     dtype: str
@@ -37,7 +40,8 @@ Catalog = Mapping[str, Whole]
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Box ``source`` of tensor ``key`` in file ``file``, transposed or not, becomes box ``target`` of the wanted whole.
+    """Box ``source`` of tensor ``key`` in file ``file``, transposed or not, becomes box ``target`` of the
+    wanted whole.
 
     ``source`` counts from the stored tensor's own corner, ``target`` from the whole tensor's.
     """
@@ -60,17 +64,23 @@ class Tie:
             self._by_wanted[link.hf if to_hf else link.ours].append(link)
 
     def sources(self, name: str, wanted: Box) -> Iterable[tuple[str, Box, Link | None]]:
-        """The stored tensors that hold ``wanted``, with the box of each; the same name where there are no links."""
+        """The stored tensors that hold ``wanted``, with the box of each; the same name where there are no
+        links.
+        """
         if self._by_wanted is None:
             yield name, wanted, None
             return
         for link in self._by_wanted.get(name, ()):
             overlap = wanted.intersect(link.hf_box if self._to_hf else link.ours_box)
             if overlap is not None:
-                yield (link.ours, link.to_ours(overlap), link) if self._to_hf else (
-                    link.hf,
-                    link.to_hf(overlap),
-                    link,
+                yield (
+                    (link.ours, link.to_ours(overlap), link)
+                    if self._to_hf
+                    else (
+                        link.hf,
+                        link.to_hf(overlap),
+                        link,
+                    )
                 )
 
     def back(self, link: Link | None, stored: Box) -> Box:
@@ -108,4 +118,3 @@ def copies(name: str, wanted: Box, catalog: Catalog, tie: Tie) -> list[Copy]:
             todo="The files do not cover this tensor: it is incomplete or overlaps itself",
         )
     return found
-

@@ -1,4 +1,6 @@
-"""The pure plan of who holds what: computed alike on every rank from declarations and a layout, with no collective."""
+"""The pure plan of who holds what: computed alike on every rank from declarations and a layout, with no
+collective.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from .layout import Layout
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """Rank ``rank`` holds ``box`` of a tensor; of the ranks that hold the same elements one is the ``owner``."""
+    """Rank ``rank`` holds ``box`` of a tensor; of those that hold the same elements one is the ``owner``."""
 
     rank: int
     box: Box
@@ -20,13 +22,17 @@ class Holding:
 
 
 def holdings(
-    stages: Sequence[Mapping[str, Declaration]], layout: Layout, *, sharded: bool = True, replicas: bool = False
+    stages: Sequence[Mapping[str, Declaration]],
+    layout: Layout,
+    *,
+    sharded: bool = True,
+    replicas: bool = False,
 ) -> dict[str, list[Holding]]:
     """For every tensor, the boxes that ranks hold of it, without padding and without empty ones.
 
-    ``stages`` are the declarations of each pipeline stage (``Family.declarations``). ``sharded`` cuts over the data axes
-    as between training steps; ``replicas`` also lists the ranks that hold copies. Owners' boxes are disjoint and cover
-    each tensor.
+    ``stages`` are the declarations of each pipeline stage (``Family.declarations``). ``sharded`` cuts over
+    the data axes as between training steps; ``replicas`` also lists the ranks that hold copies. Owners' boxes
+    are disjoint and cover each tensor.
     """
     assert len(stages) == layout.pipeline, (len(stages), layout)
     found: dict[str, list[Holding]] = {name: [] for stage in stages for name in stage}

@@ -1,4 +1,4 @@
-"""A run as one TOML file: model, layout, data, optimizer, checkpoints; dotted overrides on the command line."""
+"""A run as one TOML file: model, layout, data, optimizer, checkpoints; overrides on the command line."""
 
 from __future__ import annotations
 
@@ -18,11 +18,19 @@ class _Section(BaseModel):
 
 
 class ModelSection(_Section):
-    """Where the model comes from: weights of a Hugging Face folder or checkpoint, or a config to start from scratch."""
+    """Where the model comes from: weights of a Hugging Face folder or checkpoint, or a config to start from
+    scratch.
+    """
 
-    init_from: str | None = Field(None, description="a Hugging Face folder or a trilith checkpoint to start from")
-    config: str | dict[str, Any] | None = Field(None, description="a config.json, or its fields, to start from scratch")
-    tokenizer: str | None = Field(None, description="a tokenizer folder to carry along into checkpoints and exports")
+    init_from: str | None = Field(
+        None, description="a Hugging Face folder or a trilith checkpoint to start from"
+    )
+    config: str | dict[str, Any] | None = Field(
+        None, description="a config.json, or its fields, to start from scratch"
+    )
+    tokenizer: str | None = Field(
+        None, description="a tokenizer folder to carry along into checkpoints and exports"
+    )
 
 
 class LayoutSection(_Section):
@@ -53,7 +61,9 @@ class DataSection(_Section):
     """What to train on: token files written by `trilith tokenize`, named without their suffix."""
 
     tokens: str | list[str]
-    weights: list[float] | None = Field(None, description="how often each token file is drawn from; default: by size")
+    weights: list[float] | None = Field(
+        None, description="how often each token file is drawn from; default: by size"
+    )
     sequence_length: int = Field(ge=1)
     global_batch: int = Field(ge=1, description="samples a step, over all ranks")
     micro_batch: int = Field(1, ge=1, description="samples that a rank computes at once")
@@ -74,6 +84,8 @@ class OptimizerSection(_Section):
 
 
 class CheckpointSection(_Section):
+    """When checkpoints are written, and how many stay."""
+
     every: int = Field(0, ge=0, description="steps between checkpoints; 0: only at the end")
     keep: int = Field(2, ge=1, description="how many complete checkpoints stay")
 
@@ -83,11 +95,15 @@ class Recipe(_Section):
 
     out: str = Field(description="the run's folder: checkpoints, metrics.jsonl, status")
     steps: int = Field(ge=1)
-    stop_after: int | None = Field(None, ge=1, description="stop early at this step; the schedule still aims at `steps`")
+    stop_after: int | None = Field(
+        None, ge=1, description="stop early at this step; the schedule still aims at `steps`"
+    )
     seed: int = Field(0, ge=0)
     device: Literal["cpu", "cuda"] = "cpu"
     dtype: str = Field("float32", description="weights and moments")
-    compute: str | None = Field(None, description="forward and backward; bfloat16 with float32 weights is mixed precision")
+    compute: str | None = Field(
+        None, description="forward and backward; bfloat16 with float32 weights is mixed precision"
+    )
     log_every: int = Field(10, ge=1)
     model: ModelSection
     layout: LayoutSection = LayoutSection()
@@ -98,7 +114,9 @@ class Recipe(_Section):
     def check(self, where: str) -> None:
         """Refuse numbers that do not fit each other, before anything is read or started."""
         if (self.model.init_from is None) == (self.model.config is None):
-            raise BadInput(where, "model", expected="either init_from or config", found=self.model.model_dump())
+            raise BadInput(
+                where, "model", expected="either init_from or config", found=self.model.model_dump()
+            )
         layout = self.layout.layout
         if self.data.global_batch % (layout.data * self.data.micro_batch):
             raise BadInput(
@@ -126,9 +144,11 @@ class Recipe(_Section):
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe and apply ``section.key=value`` overrides, whose values are TOML (bare words are strings).
+    """Read a recipe and apply ``section.key=value`` overrides, whose values are TOML (bare words are
+    strings).
 
-    Paths inside it are relative to the working directory. Raises ``BadInput`` with the key, expected and found.
+    Paths inside it are relative to the working directory. Raises ``BadInput`` with the key, expected and
+    found.
     """
     path = Path(path)
     try:

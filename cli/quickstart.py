@@ -1,0 +1,37 @@
+"""``trilith quickstart``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def quickstart(
+    out: Annotated[Path, typer.Option(help="a new or empty folder for everything that is made")] = Path(
+        "quickstart"
+    ),
+) -> None:
+    """Tokenizer, pretraining, stop, resume in another layout, export, comparison with transformers: in two
+    minutes.
+
+    Works offline on a laptop's CPU, on the sources of Python's standard library. Prints a table of what was
+    checked and exits with 1 if one check failed.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    from ..training.quickstart import Quickstart
+
+    console = Console(highlight=False)
+    checks = Quickstart(out, lambda text: console.print(text, markup=False)).run()
+    table = Table(title="What was checked", title_justify="left")
+    for column in ("check", "figure", "goal", ""):
+        table.add_column(column)
+    for check in checks:
+        table.add_row(check.what, check.figure, check.goal, "ok" if check.passed else "[red]FAILED[/red]")
+    console.print(table)
+    console.print(f"curves: {out / 'loss.png'}   model: {out / 'hf'}   run: {out / 'run'}", markup=False)
+    if not all(check.passed for check in checks):
+        raise typer.Exit(1)

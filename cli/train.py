@@ -1,0 +1,44 @@
+"""``trilith train RECIPE.toml``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def train(
+    recipe: Annotated[Path, typer.Argument(help="the run, as a TOML file", metavar="RECIPE.toml")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="changes to it, such as layout.tensor=2 data.global_batch=64")
+    ] = None,
+    nproc: Annotated[
+        int | None,
+        typer.Option("--nproc", help="local processes; default: as many as the recipe's layout has ranks"),
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="no progress lines")] = False,
+) -> None:
+    """Train, or resume training, as a recipe says.
+
+    A run that has a complete checkpoint in its folder goes on from it, in whatever layout the recipe now asks
+    for. On several hosts start it with torchrun: torchrun --nnodes 2 --nproc-per-node 8 --no-python trilith
+    train RECIPE.toml
+    """
+    from ..training.launch import launch, process_group, under_torchrun
+    from ..training.recipe import load_recipe
+    from ..training.trainer import Trainer, open_data, plan
+
+    loaded = load_recipe(recipe, overrides or [])
+    layout = loaded.layout.layout
+    if nproc is not None and not under_torchrun():
+        layout.check_world(nproc)
+    if under_torchrun() or layout.world == 1:
+        with process_group(layout, device=loaded.device) as state:
+            Trainer(loaded, state, quiet=quiet).run()
+        return
+    # Bad input is said here, once and at once, before any rank starts.
+    plan(loaded)
+    open_data(loaded)
+    arguments = ["train", str(recipe), *(overrides or []), *(["--quiet"] if quiet else [])]
+    raise typer.Exit(launch(arguments, layout.world, Path(loaded.out) / "status"))
