@@ -1,0 +1,109 @@
+"""The order of samples: a pure function of (seed, epoch), with no list to keep, shuffle or restore.
+
+Each epoch is a permutation of the samples, made by a Feistel network (Luby and Rackoff, 1988) on the smallest
+domain ``2**(2h)`` that holds them. Numbers that fall outside are sent through again until they fall inside
+(cycle walking, Black and Rogaway, 2002). Any position can be asked for alone: the step is the whole state.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ..parallel_state import BadInput
+
+Ids = NDArray[np.int64]
+
+_ROUNDS = 8
+
+
+def permute(indices: ArrayLike, n: int, seed: int, epoch: int, *, stream: int = 0) -> Ids:
+    """Where each of ``indices`` (whole numbers in ``[0, n)``, any shape) goes in this epoch's permutation.
+
+    Returns int64 of the same shape. ``stream`` gives several data sets with one seed an order each. Memory is
+    proportional to ``indices`` and independent of ``n``.
+    """
+    if n < 1:
+        raise BadInput("order", "samples", expected="at least 1", found=n)
+    if seed < 0:
+        raise BadInput("order", "seed", expected="a whole number from 0 up", found=seed)
+    positions = np.asarray(indices, dtype=np.int64)
+    assert positions.size == 0 or (positions.min() >= 0 and positions.max() < n), "an index is outside [0, n)"
+    keys = _round_keys(seed, epoch, stream)
+    half = np.uint64(((n - 1).bit_length() + 1) // 2)
+    values = _feistel(positions.astype(np.uint64).ravel(), half, keys)
+    outside = np.flatnonzero(values >= n)
+    while outside.size:  # fewer than 3 in 4 stay outside each time, and a cycle always comes back inside
+        values[outside] = _feistel(values[outside], half, keys)
+        outside = outside[values[outside] >= n]
+    return values.astype(np.int64).reshape(positions.shape)
+
+
+def ids_at(positions: ArrayLike, n: int, seed: int, *, stream: int = 0) -> Ids:
+    """The sample ids at ``positions`` (from 0 up, any order) of the endless sequence of epochs."""
+    if n < 1:
+        raise BadInput("order", "samples", expected="at least 1", found=n)
+    epochs, indices = np.divmod(np.asarray(positions, dtype=np.int64), n)
+    ids = np.empty_like(indices)
+    for epoch in np.unique(epochs):
+        here = epochs == epoch
+        ids[here] = permute(indices[here], n, seed, int(epoch), stream=stream)
+    return ids
+
+
+def sample_ids(step: int, global_batch: int, n: int, seed: int) -> Ids:
+    """The ids of the global batch at ``step``: int64 of shape ``[global_batch]``, each in ``[0, n)``.
+
+    Steps lie end to end over the epochs: a batch may finish one epoch and begin the next, and one larger than
+    ``n`` spans several. Within an epoch every sample comes exactly once.
+    """
+    return ids_at(positions_of(step, global_batch), n, seed)
+
+
+def positions_of(step: int, global_batch: int, data_index: int = 0, data_size: int = 1) -> Ids:
+    """The positions in the endless sequence that data rank ``data_index`` of ``data_size`` takes at ``step``.
+
+    int64 of shape ``[global_batch / data_size]``; the ranks' pieces, in order, are the global batch.
+    """
+    if step < 0:
+        raise BadInput("order", "step", expected="a whole number from 0 up", found=step)
+    if global_batch < 1:
+        raise BadInput("order", "global_batch", expected="at least 1", found=global_batch)
+    if data_size < 1 or global_batch % data_size:
+        raise BadInput(
+            "order",
+            "global_batch",
+            expected=f"a multiple of the {data_size} data ranks",
+            found=global_batch,
+            todo="Change global_batch or the data axes of the layout",
+        )
+    assert 0 <= data_index < data_size, (data_index, data_size)
+    piece = global_batch // data_size
+    start = step * global_batch + data_index * piece
+    if start + piece > np.iinfo(np.int64).max:
+        raise BadInput("order", "step", expected="a position below 2**63", found=step)
+    return np.arange(start, start + piece, dtype=np.int64)
+
+
+def _round_keys(seed: int, epoch: int, stream: int) -> NDArray[np.uint64]:
+    """One 64-bit key a round, from a hash: the same on every machine and in every version."""
+    text = f"trilith order 1: seed {seed} epoch {epoch} stream {stream}"
+    return np.frombuffer(hashlib.blake2b(text.encode(), digest_size=8 * _ROUNDS).digest(), dtype="<u8")
+
+
+def _feistel(values: NDArray[np.uint64], half: np.uint64, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """A permutation of ``[0, 2**(2 * half))``: a round swaps the halves and mixes one into the other."""
+    low_bits = (np.uint64(1) << half) - np.uint64(1)
+    left, right = values >> half, values & low_bits
+    for key in keys:
+        left, right = right, left ^ (_mix(right ^ key) & low_bits)
+    return (left << half) | right
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """splitmix64's finaliser (Steele, Lea and Flood, 2014): each bit depends on every bit of x."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

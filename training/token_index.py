@@ -1,0 +1,172 @@
+"""The index of a token file: what it says, and the checks that the files beside it agree."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ..parallel_state import BadInput
+
+VERSION = 1
+
+_LARGEST_INDEX = 2**20
+_PROBE_BLOCKS, _PROBE_BYTES = 64, 2**16
+
+
+class TokenIndex(BaseModel):
+    """What ``<name>.json`` says. ``probe`` hashes 64 blocks of the tokens, so that opening reads 4 MiB."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    version: int = Field(ge=1)
+    dtype: Literal["uint16", "uint32"]
+    tokens: int = Field(ge=1)
+    documents: int = Field(ge=1)
+    vocab_size: int = Field(ge=1, le=2**32)
+    eos_id: int | None = Field(ge=0)
+    tokenizer: str
+    sha256: str
+    probe: str
+    documents_sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPaths:
+    """The three files of the token file called ``name``."""
+
+    name: Path
+
+    @property
+    def tokens(self) -> Path:
+        return self.name.with_name(self.name.name + ".bin")
+
+    @property
+    def documents(self) -> Path:
+        return self.name.with_name(self.name.name + ".docs.npy")
+
+    @property
+    def index(self) -> Path:
+        return self.name.with_name(self.name.name + ".json")
+
+    @staticmethod
+    def of(path: str | Path) -> TokenPaths:
+        """From the name, or from any of the three files."""
+        path = Path(path)
+        for suffix in (".docs.npy", ".bin", ".json"):
+            if path.name.endswith(suffix):
+                return TokenPaths(path.with_name(path.name.removesuffix(suffix)))
+        return TokenPaths(path)
+
+
+def little_endian(dtype: str) -> np.dtype[Any]:
+    """The type on disk, whatever the machine."""
+    return np.dtype(dtype).newbyteorder("<")
+
+
+def dtype_for(vocab_size: int) -> Literal["uint16", "uint32"]:
+    """The narrowest type that holds every id of a vocabulary."""
+    return "uint16" if vocab_size <= 2**16 else "uint32"
+
+
+def probe(path: Path) -> str:
+    """SHA-256 of the size and of 64 evenly spaced blocks of 64 KiB: tells other data, fast at any size."""
+    size = path.stat().st_size
+    digest = hashlib.sha256(f"{size}:".encode())
+    last = max(size - _PROBE_BYTES, 0)
+    with path.open("rb") as file:
+        for start in sorted({last * i // (_PROBE_BLOCKS - 1) for i in range(_PROBE_BLOCKS)}):
+            digest.update(os.pread(file.fileno(), _PROBE_BYTES, start))
+    return digest.hexdigest()
+
+
+def read_index(path: Path) -> TokenIndex:
+    """The index, each field of the right type and within bounds."""
+    size = _regular_size(path, todo="Make it with: trilith tokenize")
+    if size > _LARGEST_INDEX:
+        raise BadInput(path, "size", expected=f"at most {_LARGEST_INDEX} bytes", found=size)
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise BadInput(path, expected="the JSON index of a token file", found="something else") from error
+    if isinstance(content, dict) and content.get("version", VERSION) != VERSION:
+        raise BadInput(path, "version", expected=VERSION, found=content["version"])
+    try:
+        index = TokenIndex.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"])) or None
+        raise BadInput(path, key, expected=first["msg"], found=f"{first['input']!r:.80}") from error
+    if index.vocab_size > 2**16 and index.dtype == "uint16":
+        raise BadInput(
+            path, "dtype", expected=f"uint32 for a vocabulary of {index.vocab_size}", found=index.dtype
+        )
+    return index
+
+
+def check_tokens(path: Path, index: TokenIndex) -> None:
+    """The tokens have the size and the probe that the index says."""
+    size, itemsize = _regular_size(path), little_endian(index.dtype).itemsize
+    if size != index.tokens * itemsize:
+        raise BadInput(
+            path,
+            "size",
+            expected=f"{index.tokens * itemsize} bytes: {index.tokens} tokens of {index.dtype}",
+            found=size,
+        )
+    if probe(path) != index.probe:
+        raise BadInput(
+            path, "content", expected=f"the tokens that {path.stem}.json describes", found="others"
+        )
+
+
+def read_documents(path: Path, index: TokenIndex) -> NDArray[np.int64]:
+    """The document offsets, whose hash the index names."""
+    size, longest = _regular_size(path), 8 * (index.documents + 1) + 4096
+    if size > longest:
+        raise BadInput(path, "size", expected=f"at most {longest} bytes", found=size)
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != index.documents_sha256:
+        raise BadInput(path, "sha256", expected=f"{index.documents_sha256}, as the index says", found=digest)
+    try:
+        offsets = np.load(path, allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise BadInput(path, expected="an array of int64", found="something else") from error
+    check_offsets(offsets, index.documents, index.tokens, path)
+    return np.asarray(offsets, dtype=np.int64)
+
+
+def check_offsets(offsets: Any, documents: int, tokens: int, where: object) -> None:
+    """Document offsets rise from 0 to the number of tokens, one more of them than documents."""
+    if not isinstance(offsets, np.ndarray) or offsets.dtype != np.dtype("<i8"):
+        raise BadInput(where, "type", expected="int64", found=getattr(offsets, "dtype", type(offsets)))
+    if offsets.shape != (documents + 1,):
+        raise BadInput(where, "shape", expected=(documents + 1,), found=offsets.shape)
+    if offsets[0] != 0 or offsets[-1] != tokens:
+        raise BadInput(where, "bounds", expected=f"0 to {tokens}", found=f"{offsets[0]} to {offsets[-1]}")
+    falls = np.flatnonzero(np.diff(offsets) <= 0)
+    if falls.size:
+        at = int(falls[0])
+        raise BadInput(where, f"offset {at + 1}", expected=f"more than {offsets[at]}", found=offsets[at + 1])
+
+
+def _regular_size(path: Path, todo: str = "") -> int:
+    """The size of a regular file with content, asked before opening: a pipe would block for ever."""
+    try:
+        state = path.stat()
+    except OSError as error:
+        raise BadInput(path, expected="a file", found=error.strerror, todo=todo) from error
+    if not stat.S_ISREG(state.st_mode):
+        raise BadInput(path, expected="a regular file", found="something else")
+    if state.st_size == 0:
+        raise BadInput(path, expected="content", found="an empty file")
+    return state.st_size

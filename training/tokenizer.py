@@ -1,0 +1,155 @@
+"""A tokenizer: text to ids and back, from a SentencePiece ``.model`` file or a Hugging Face folder."""
+
+from __future__ import annotations
+
+import hashlib
+import stat
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..parallel_state import BadInput
+
+#: No tokenizer file may be larger (the largest public ones are near 35 MB). Unit: bytes.
+LARGEST_FILE = 256 * 2**20
+
+#: The files of a Hugging Face folder that decide its ids, in the order in which the fingerprint reads them.
+_FOLDER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json")
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+class Tokenizer(Protocol):
+    """What a data set needs of a tokenizer. ``fingerprint`` names its files' contents (a SHA-256 in hex)."""
+
+    vocab_size: int  # every id is below it
+    bos_id: int | None
+    eos_id: int | None
+    fingerprint: str
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of ``text``, with no special token added. ``UnicodeEncodeError`` for a lone surrogate."""
+        ...
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of ``ids``, nothing left out and nothing tidied."""
+        ...
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """The tokenizer in ``path``: a SentencePiece ``.model`` file, or a folder for ``AutoTokenizer``.
+
+    Nothing is downloaded and no code from the folder is run. ``BadInput`` where the path is missing, holds no
+    vocabulary, or a file in it is over 256 MiB or unreadable.
+    """
+    path = Path(path)
+    if path.is_dir():
+        return _FolderTokenizer(path)
+    if not path.exists():
+        raise BadInput(
+            path, expected="a SentencePiece .model file or a tokenizer folder", found="nothing there"
+        )
+    if path.suffix != ".model":
+        raise BadInput(
+            path,
+            expected="a SentencePiece .model file or a tokenizer folder",
+            found=f"a file that ends in {path.suffix!r}",
+            todo="Give the folder that holds it" if path.suffix == ".json" else "",
+        )
+    return _SentencePieceTokenizer(path)
+
+
+def check_vocabulary(vocab_size: int, model_vocab_size: int, where: object) -> None:
+    """Refuse a tokenizer or tokens with ids that the model has no rows for. A smaller vocabulary is fine."""
+    if vocab_size > model_vocab_size:
+        raise BadInput(
+            where,
+            "vocab_size",
+            expected=f"at most {model_vocab_size}, the model's",
+            found=vocab_size,
+            todo="Raise the model's vocab_size or use the model's own tokenizer",
+        )
+
+
+class _SentencePieceTokenizer:
+    """A ``.model`` file read by SentencePiece itself."""
+
+    def __init__(self, path: Path) -> None:
+        from sentencepiece import SentencePieceProcessor
+
+        model = _read(path)
+        self._processor = SentencePieceProcessor()
+        try:
+            self._processor.LoadFromSerializedProto(model)
+        except (RuntimeError, OSError) as error:
+            raise BadInput(path, expected="a SentencePiece model", found="bytes it cannot read") from error
+        self.vocab_size: int = self._processor.GetPieceSize()
+        self.bos_id = _id_or_none(self._processor.bos_id())
+        self.eos_id = _id_or_none(self._processor.eos_id())
+        self.fingerprint = hashlib.sha256(model).hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._processor.EncodeAsIds(text)
+        return ids
+
+    def decode(self, ids: list[int]) -> str:
+        text: str = self._processor.DecodeIds(ids)
+        return text
+
+
+class _FolderTokenizer:
+    """A Hugging Face folder read by ``AutoTokenizer``."""
+
+    def __init__(self, path: Path) -> None:
+        if not any((path / name).exists() for name in _VOCABULARIES):
+            raise BadInput(path, expected=f"one of {', '.join(_VOCABULARIES)}", found="none of them")
+        digest = hashlib.sha256()
+        for name in _FOLDER_FILES:
+            if (path / name).exists():
+                content = _read(path / name)
+                digest.update(f"{name}:{len(content)}:".encode() + content)
+        self.fingerprint = digest.hexdigest()
+        self._tokenizer = _auto_tokenizer(path)
+        # Added tokens may leave holes, so the largest id counts and not how many there are.
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab().values(), default=-1)
+        if not self.vocab_size:
+            raise BadInput(path, "vocabulary", expected="at least one token", found="none")
+        self.bos_id = _id_or_none(self._tokenizer.bos_token_id)
+        self.eos_id = _id_or_none(self._tokenizer.eos_token_id)
+
+    def encode(self, text: str) -> list[int]:
+        # The libraries refuse a lone surrogate with a TypeError that does not say so.
+        text.encode()
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
+        return ids
+
+    def decode(self, ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
+
+def _auto_tokenizer(path: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # tokenizers raises a bare Exception for a file it cannot parse
+        reason = " ".join(str(error).split())[:200]
+        raise BadInput(
+            path, expected="a tokenizer that AutoTokenizer loads without a network", found=reason
+        ) from error
+
+
+def _read(path: Path) -> bytes:
+    """A regular file's bytes, refused by size before anything is read."""
+    state = path.stat()
+    if not stat.S_ISREG(state.st_mode):
+        raise BadInput(path, expected="a regular file", found="something else")
+    if state.st_size > LARGEST_FILE:
+        raise BadInput(path, "size", expected=f"at most {LARGEST_FILE} bytes", found=state.st_size)
+    content = path.read_bytes()
+    if content.startswith(b"version https://git-lfs"):
+        raise BadInput(path, expected="a tokenizer file", found="a git-lfs pointer", todo="Run git lfs pull")
+    return content
+
+
+def _id_or_none(token: int | None) -> int | None:
+    return None if token is None or token < 0 else int(token)
