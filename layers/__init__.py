@@ -1,4 +1,4 @@
-"""Floor 2: parallel layers. Each works with ``state=None`` on one device as its ``torch.nn`` counterpart does."""
+"""Floor 2: parallel layers. With ``state=None`` each is its ``torch.nn`` counterpart on one device."""
 
 from .attention import SharedHeads, causal_attention, merge_heads, split_heads
 from .collectives import (

@@ -11,7 +11,7 @@ from ..parallel_state import ParallelState
 
 def split_heads(x: Tensor, head_dim: int) -> Tensor:
     """(B, S, H * E) -> (B, H, S, E)."""
-    return x.unflatten(-1, (-1, head_dim)).transpose(1, 2)
+    return torch.unflatten(x, -1, (-1, head_dim)).transpose(1, 2)
 
 
 def merge_heads(x_BHSE: Tensor) -> Tensor:
@@ -22,9 +22,10 @@ def merge_heads(x_BHSE: Tensor) -> Tensor:
 def causal_attention(
     q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, *, dropout: float = 0.0, scale: float | None = None
 ) -> Tensor:
-    """Scaled dot-product attention, each position seeing itself and what came before; (B, H, S, E) like ``q``.
+    """Scaled dot-product attention: each position sees itself and what came before. (B, H, S, E) like ``q``.
 
-    Query heads may be a multiple of the key/value heads: each of these then serves as many consecutive query heads.
+    Query heads may be a multiple of the key/value heads: each of these then serves as many consecutive query
+    heads.
     """
     grouped = q_BHSE.shape[1] != k_BKSE.shape[1]
     return F.scaled_dot_product_attention(
@@ -33,10 +34,11 @@ def causal_attention(
 
 
 class SharedHeads:
-    """Lines up key/value heads with this rank's query heads where the tensor axis does not divide them evenly.
+    """Lines up key/value heads with this rank's query heads where the tensor axis does not divide them.
 
-    ``ColumnParallelLinear(shared=...)`` gives each rank the key/value heads that its query heads need. Where those do not
-    serve equal runs of query heads, they are repeated one by one here; otherwise this does nothing.
+    ``ColumnParallelLinear(shared=...)`` gives each rank the key/value heads that its query heads need. Where
+    those do not serve equal runs of query heads, they are repeated one by one here; otherwise this does
+    nothing.
     """
 
     def __init__(self, query_heads: int, key_value_heads: int, *, state: ParallelState | None = None) -> None:

@@ -2,24 +2,26 @@
 
 Each pair names a forward and the backward that is its transpose:
 
-=====================  ==========================  ==========================  ==============================
-pair                   forward                     backward                    Megatron's name
-=====================  ==========================  ==========================  ==============================
-copy_to_tensor         identity                    all-reduce                  f, copy_to_region
-reduce_from_tensor     all-reduce                  identity                    g, reduce_from_region
-split_to_tensor        keep own piece              all-gather                  scatter_to_region
-gather_from_tensor     all-gather                  keep own piece              gather_from_region
-gather_sequence        all-gather                  reduce-scatter              gather_from_sequence_region
-scatter_sequence       reduce-scatter              all-gather                  reduce_scatter_to_sequence_region
-=====================  ==========================  ==========================  ==============================
+==================  ==================  ==================  =================================
+pair                forward             backward            Megatron's name
+==================  ==================  ==================  =================================
+copy_to_tensor      identity            all-reduce          f, copy_to_region
+reduce_from_tensor  all-reduce          identity            g, reduce_from_region
+split_to_tensor     keep own piece      all-gather          scatter_to_region
+gather_from_tensor  all-gather          keep own piece      gather_from_region
+gather_sequence     all-gather          reduce-scatter      gather_from_sequence_region
+scatter_sequence    reduce-scatter      all-gather          reduce_scatter_to_sequence_region
+==================  ==================  ==================  =================================
 
-"Whole" is the same on every rank and so is its gradient; "partial" sums to the value over the ranks. On one tensor rank
-each is the identity and launches nothing. Source: Shoeybi et al. 2019 (section 3), Korthikanti et al. 2022 (section 4).
+"Whole" is the same on every rank and so is its gradient; "partial" sums to the value over the ranks. On one
+tensor rank each is the identity and launches nothing. Source: Shoeybi et al. 2019 (section 3), Korthikanti et
+al. 2022 (section 4).
 """
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,46 +94,55 @@ class _ReduceScatter(torch.autograd.Function):
         return engine.all_gather(grads[0], ctx.dim, ctx.state.tensor_group), None, None
 
 
+# torch declares ``apply`` without types.
+_copy: Callable[..., Tensor] = _CopyToTensor.apply
+_reduce: Callable[..., Tensor] = _ReduceFromTensor.apply
+_split: Callable[..., Tensor] = _Split.apply
+_gather: Callable[..., Tensor] = _Gather.apply
+_gather_sequence: Callable[..., Tensor] = _GatherPartialGrad.apply
+_scatter_sequence: Callable[..., Tensor] = _ReduceScatter.apply
+
+
 def copy_to_tensor(x: Tensor, state: ParallelState) -> Tensor:
     """Whole in, whole out; the ranks' gradients, each a part, are summed."""
-    return x if state.tensor_size == 1 else cast(Tensor, _CopyToTensor.apply(x, state))
+    return x if state.tensor_size == 1 else _copy(x, state)
 
 
 def reduce_from_tensor(x: Tensor, state: ParallelState) -> Tensor:
     """Partial in, whole out."""
-    return x if state.tensor_size == 1 else cast(Tensor, _ReduceFromTensor.apply(x, state))
+    return x if state.tensor_size == 1 else _reduce(x, state)
 
 
 def split_to_tensor(x: Tensor, state: ParallelState, *, dim: int = -1) -> Tensor:
     """Whole in, this rank's equal piece of ``dim`` out."""
     if state.tensor_size == 1:
         return x
-    return cast(Tensor, _Split.apply(x, _positive(x, dim), state))
+    return _split(x, _positive(x, dim), state)
 
 
 def gather_from_tensor(x: Tensor, state: ParallelState, *, dim: int = -1) -> Tensor:
     """Split along ``dim`` in, whole out, used alike on every rank afterwards."""
     if state.tensor_size == 1:
         return x
-    return cast(Tensor, _Gather.apply(x, _positive(x, dim), state))
+    return _gather(x, _positive(x, dim), state)
 
 
 def gather_sequence(x: Tensor, state: ParallelState, *, dim: int = 1) -> Tensor:
-    """Split along the sequence in, whole out; every rank then uses it differently, so gradients are summed."""
+    """Split along the sequence in, whole out; ranks then use it differently, so gradients are summed."""
     if state.tensor_size == 1:
         return x
-    return cast(Tensor, _GatherPartialGrad.apply(x, _positive(x, dim), state))
+    return _gather_sequence(x, _positive(x, dim), state)
 
 
 def scatter_sequence(x: Tensor, state: ParallelState, *, dim: int = 1) -> Tensor:
     """Partial in, the sum's piece of the sequence out."""
     if state.tensor_size == 1:
         return x
-    return cast(Tensor, _ReduceScatter.apply(x, _positive(x, dim), state))
+    return _scatter_sequence(x, _positive(x, dim), state)
 
 
 def enter_tensor(x: Tensor, state: ParallelState) -> Tensor:
-    """From between the blocks into a column-parallel product: one collective for all products that share the input."""
+    """From between the blocks into column-parallel products: one collective for all that share the input."""
     return gather_sequence(x, state) if state.sequence else copy_to_tensor(x, state)
 
 

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from ..parallel_state import Cut, Declaration, Initial, Normal, ParallelState, declare_parameter, local
 from .collectives import enter_tensor, gather_from_tensor, leave_tensor
 
-#: Vocabularies are padded in memory to a multiple of this, whatever the layout; checkpoints never hold the padding.
+#: In memory, vocabularies are padded to a multiple of this in every layout; checkpoints hold no padding.
 VOCABULARY_MULTIPLE = 128
 
 
@@ -21,10 +21,12 @@ def padded_vocabulary(vocab_size: int) -> int:
 class VocabParallelEmbedding(nn.Module):
     """``nn.Embedding`` with its rows cut over the tensor axis.
 
-    Input: token ids (B, S). Output: (B, S, D) whole, or (B, S / tensor, D) under sequence parallelism. ``project`` uses
-    the same weight as the output layer (tied embeddings); ``ends`` says that both ends of a pipeline hold it.
-    Source: Shoeybi et al. 2019, section 3.
+    Input: token ids (B, S). Output: (B, S, D) whole, or (B, S / tensor, D) under sequence parallelism.
+    ``project`` uses the same weight as the output layer (tied embeddings); ``ends`` says that both ends of a
+    pipeline hold it. Source: Shoeybi et al. 2019, section 3.
     """
+
+    weight: nn.Parameter
 
     def __init__(
         self,
@@ -60,10 +62,13 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class VocabParallelHead(nn.Module):
-    """The output layer: logits (B, S, padded / tensor), this rank's columns of the vocabulary, never gathered.
+    """The output layer: logits (B, S, padded / tensor), this rank's part of the vocabulary, never gathered.
 
-    Columns past the vocabulary are padding; ``vocab_parallel_cross_entropy`` and ``gather_logits`` leave them out.
+    Columns past the vocabulary are padding; ``vocab_parallel_cross_entropy`` and ``gather_logits`` leave them
+    out.
     """
+
+    weight: nn.Parameter
 
     def __init__(
         self,
@@ -89,9 +94,11 @@ class VocabParallelHead(nn.Module):
 class PositionEmbedding(nn.Module):
     """Learned positions (GPT-2), whole on every rank.
 
-    Input: hidden states (B, S, D), or (B, S / tensor, D) under sequence parallelism, and positions (S,) or (B, S) of the
-    whole sequence. Output: their sum, of the first's shape.
+    Input: hidden states (B, S, D), or (B, S / tensor, D) under sequence parallelism, and positions (S,) or
+    (B, S) of the whole sequence. Output: their sum, of the first's shape.
     """
+
+    weight: nn.Parameter
 
     def __init__(
         self,

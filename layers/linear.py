@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from math import sqrt
+from typing import cast
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -25,16 +26,16 @@ from .collectives import enter_tensor, gather_from_tensor, leave_tensor, split_t
 class ColumnParallelLinear(nn.Module):
     """``y = x W^T + b`` with the rows of ``W`` (the columns of ``y``) cut over the tensor axis.
 
-    With one ``out_features`` the parameters are ``weight`` (out, in) and ``bias`` (out), as in ``nn.Linear``. With a
-    mapping, several products share the input and pay one collective together: ``{"q": 64, "k": 16}`` has parameters
-    ``q.weight``, ``k.weight`` and returns a tuple in the mapping's order.
+    With one ``out_features`` the parameters are ``weight`` (out, in) and ``bias`` (out), as in ``nn.Linear``.
+    With a mapping, several products share the input and pay one collective together: ``{"q": 64, "k": 16}``
+    has parameters ``q.weight``, ``k.weight`` and returns a tuple in the mapping's order.
 
-    ``unit`` rows stay together (a head). Outputs named in ``shared`` (key and value heads) may have fewer units than
-    ranks, or a number that does not divide: every rank then stores all of them, computes those that its share of the
-    other outputs needs, and the gradients are summed.
+    ``unit`` rows stay together (a head). Outputs named in ``shared`` (key and value heads) may have fewer
+    units than ranks, or a number that does not divide: every rank then stores all of them, computes those
+    that its share of the other outputs needs, and the gradients are summed.
 
-    Input: (..., in), or (B, S / tensor, in) under sequence parallelism. Output: (..., out / tensor), or whole with
-    ``gather_output``. On one device it is ``nn.Linear``. Raises ``BadInput`` for a cut that is not even.
+    Input: (..., in), or (B, S / tensor, in) under sequence parallelism. Output: (..., out / tensor), or whole
+    with ``gather_output``. On one device it is ``nn.Linear``. Raises ``BadInput`` for a cut that is not even.
     Source: Shoeybi et al. 2019, section 3.
     """
 
@@ -79,7 +80,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 class _Rows:
-    """The weight and bias of one output of a column-parallel linear, and the rows of it that this rank computes."""
+    """Weight and bias of one output of a column-parallel linear, and the rows that this rank computes."""
 
     def __init__(
         self,
@@ -120,8 +121,8 @@ class _Rows:
             holder.register_parameter("bias", None)
 
     def __call__(self, x: Tensor) -> Tensor:
-        weight, bias = local(self.holder.weight), self.holder.bias
-        bias = None if bias is None else local(bias)
+        weight = local(cast(Tensor, self.holder.weight))
+        bias = None if self.holder.bias is None else local(cast(Tensor, self.holder.bias))
         if self.slice is not None:
             weight, bias = weight[self.slice], None if bias is None else bias[self.slice]
         return F.linear(x, weight, bias)
@@ -130,11 +131,14 @@ class _Rows:
 class RowParallelLinear(nn.Module):
     """``y = x W^T + b`` with the columns of ``W`` (the features of ``x``) cut over the tensor axis.
 
-    Input: (..., in / tensor), as a column-parallel layer leaves it; with ``scatter_input`` it arrives whole and is split
-    here. Output: (..., out) whole, or (B, S / tensor, out) under sequence parallelism. The bias is added once, after the
-    sum. On one device it is ``nn.Linear``. Raises ``BadInput`` for a cut that is not even.
-    Source: Shoeybi et al. 2019, section 3.
+    Input: (..., in / tensor), as a column-parallel layer leaves it; with ``scatter_input`` it arrives whole
+    and is split here. Output: (..., out) whole, or (B, S / tensor, out) under sequence parallelism. The bias
+    is added once, after the sum. On one device it is ``nn.Linear``. Raises ``BadInput`` for a cut that is not
+    even. Source: Shoeybi et al. 2019, section 3.
     """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
 
     def __init__(
         self,

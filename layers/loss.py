@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ class _CrossEntropy(torch.autograd.Function):
         elsewhere = (target < 0) | (target >= true_columns)
         target = target.masked_fill(elsewhere, 0)
         picked = x.gather(-1, target.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0.0)
-        # The sum of the (shifted) logits is taken before they turn into probabilities; label smoothing needs it.
+        # Label smoothing needs the sum of the (shifted) logits, taken before they turn into probabilities.
         spread = x[..., :true_columns].sum(-1) if smoothing else torch.zeros_like(picked)
         x.exp_()
         sums = torch.stack([x.sum(-1), picked, spread])
@@ -62,6 +63,9 @@ class _CrossEntropy(torch.autograd.Function):
         return grad.to(ctx.dtype), None, None, None, None
 
 
+_cross_entropy: Callable[..., Tensor] = _CrossEntropy.apply  # torch declares it without types
+
+
 def vocab_parallel_cross_entropy(
     logits: Tensor,
     labels: Tensor,
@@ -72,13 +76,13 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """Loss of each token, (B, S), at least fp32; zero where the label is ``IGNORE`` (-100).
 
-    ``logits``: (B, S, padded / tensor), this rank's columns. ``labels``: (B, S), already shifted. ``label_smoothing`` as
-    in ``F.cross_entropy``, spread over the true ``vocab_size``. Two small all-reduces: the maximum, and three sums.
-    Sum it and divide by the number of valid tokens *of the whole step* (see ``valid_tokens``).
+    ``logits``: (B, S, padded / tensor), this rank's columns. ``labels``: (B, S), already shifted.
+    ``label_smoothing`` as in ``F.cross_entropy``, spread over the true ``vocab_size``. Two small all-reduces:
+    the maximum, and three sums. Sum it and divide by the number of valid tokens *of the whole step* (see
+    ``valid_tokens``).
     """
     state = state or ParallelState.alone()
-    loss = _CrossEntropy.apply(logits, labels, vocab_size, label_smoothing, state)
-    return cast(Tensor, loss)
+    return _cross_entropy(logits, labels, vocab_size, label_smoothing, state)
 
 
 def valid_tokens(labels: Tensor) -> Tensor:

@@ -11,9 +11,11 @@ from ..parallel_state import Constant, Declaration, ParallelState, declare_param
 class RMSNorm(nn.Module):
     """``x / rms(x) * weight`` over the last dim, fp32 inside. (B, S, D) in and out.
 
-    The weight lies whole on every rank; where the tokens are split over the tensor axis its gradient is a part.
-    Source: Zhang and Sennrich 2019.
+    The weight lies whole on every rank; where the tokens are split over the tensor axis its gradient is a
+    part. Source: Zhang and Sennrich 2019.
     """
+
+    weight: nn.Parameter
 
     def __init__(self, dim: int, eps: float = 1e-6, *, state: ParallelState | None = None) -> None:
         super().__init__()
@@ -29,6 +31,9 @@ class RMSNorm(nn.Module):
 
 class LayerNorm(nn.Module):
     """``nn.LayerNorm`` over the last dim, (B, S, D) in and out; weight and bias whole on every rank."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter
 
     def __init__(self, dim: int, eps: float = 1e-5, *, state: ParallelState | None = None) -> None:
         super().__init__()

@@ -16,9 +16,9 @@ SCALINGS = ("default", "linear", "llama3")
 def inverse_frequencies(head_dim: int, theta: float, scaling: Mapping[str, object] | None = None) -> Tensor:
     """Angle per position of each pair of dims: fp32 (head_dim / 2).
 
-    ``scaling`` bears HF's keys: ``rope_type`` with ``factor`` (linear), and for llama3 also ``low_freq_factor``,
-    ``high_freq_factor``, ``original_max_position_embeddings``. Sources: Su et al. 2021; Chen et al. 2023 (linear);
-    Llama 3.1's release (llama3). Raises ``BadInput`` for another type.
+    ``scaling`` bears HF's keys: ``rope_type`` with ``factor`` (linear), and for llama3 also
+    ``low_freq_factor``, ``high_freq_factor``, ``original_max_position_embeddings``. Sources: Su et al. 2021;
+    Chen et al. 2023 (linear); Llama 3.1's release (llama3). Raises ``BadInput`` for another type.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
     inverse = 1.0 / (theta**exponents)
@@ -60,15 +60,16 @@ class Rope:
 
 
 class RotaryEmbedding(nn.Module):
-    """Makes a ``Rope`` from positions. It has no parameters and stores nothing: checkpoints do not know it."""
+    """Makes a ``Rope`` from positions. It has no parameters and no buffers: checkpoints do not know it."""
 
     def __init__(self, head_dim: int, theta: float, scaling: Mapping[str, object] | None = None) -> None:
         super().__init__()
         self.head_dim, self.theta, self.scaling = head_dim, theta, scaling
-        self._inverse = inverse_frequencies(head_dim, theta, self.scaling)  # no buffer: never on meta, never saved
+        # No buffer: never on the meta device, never saved.
+        self._inverse = inverse_frequencies(head_dim, theta, self.scaling)
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> Rope:
-        """``positions``: (S,) or (B, S). The angles are at least fp32, the rope has the activations' ``dtype``."""
+        """``positions``: (S,) or (B, S). Angles are at least fp32; the rope has the activations' dtype."""
         inner = torch.promote_types(dtype, torch.float32)
         if self._inverse.device != positions.device:
             self._inverse = self._inverse.to(positions.device)

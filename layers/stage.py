@@ -10,7 +10,7 @@ from ..parallel_state import BadInput, ParallelState
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Blocks ``start <= i < stop`` of the model; the first stage also embeds, the last also makes the logits."""
+    """Blocks ``start <= i < stop``; the first stage also embeds, the last also makes the logits."""
 
     start: int
     stop: int
@@ -36,8 +36,8 @@ class Stage:
 def split_blocks(num_layers: int, stages: int, split: Sequence[int] | None = None) -> list[int]:
     """How many blocks each stage has: as even as can be, the odd ones to the middle of the pipeline.
 
-    The first and last stages also hold the embedding and the output layer, so they are the last to get one more.
-    Raises ``BadInput`` where a stage would have no block, or ``split`` does not add up.
+    The first and last stages also hold the embedding and the output layer, so they are the last to get one
+    more. Raises ``BadInput`` where a stage would have no block, or ``split`` does not add up.
     """
     if split is not None:
         counts = list(split)

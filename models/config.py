@@ -1,4 +1,4 @@
-"""What every family's config shares: Hugging Face's field names, strict types, and a refusal of what is not modelled."""
+"""What families' configs share: Hugging Face's names, strict types, a refusal of what is not modelled."""
 
 from __future__ import annotations
 
@@ -11,32 +11,41 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ..parallel_state import BadInput
 
-#: Keys of a config.json that do not change the forward pass of a causal language model.
-INERT = frozenset(
-    "_attn_implementation _attn_implementation_autoset _name_or_path _commit_hash architectures add_cross_attention "
-    "auto_map bad_words_ids begin_suppress_tokens bos_token_id chunk_size_feed_forward classifier_dropout "
-    "decoder_start_token_id diversity_penalty do_sample dtype early_stopping encoder_no_repeat_ngram_size eos_token_id "
-    "exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id gradient_checkpointing "
-    "id2label is_decoder is_encoder_decoder keys_to_ignore_at_inference label2id length_penalty max_length min_length "
-    "model_type n_ctx no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions output_past "
-    "output_hidden_states output_scores pad_token_id prefix pretraining_tp problem_type remove_invalid_values "
-    "repetition_penalty return_dict return_dict_in_generate sep_token_id suppress_tokens task_specific_params "
-    "selective_checkpoint_enabled sequence_parallel_enabled summary_activation summary_first_dropout "
-    "summary_proj_to_labels summary_type summary_use_proj temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript "
-    "transformers_version transformers.js_config typical_p unsloth_fixed use_bfloat16 use_cache".split()
-)
 
-#: Keys that change the forward pass in ways no family here computes, unless the family says so: null or false passes.
-DENIED = frozenset(
-    "quantization_config sliding_window attn_logit_softcapping final_logit_softcapping logits_scaling logit_scale "
-    "embedding_multiplier residual_multiplier attention_multiplier partial_rotary_factor num_local_experts num_experts "
-    "n_routed_experts use_qk_norm qk_layernorm query_pre_attn_scalar rope_interleaved alibi layer_types "
-    "use_sliding_window no_rope_layers attention_chunk_size scale_embedding scale_depth pruned_heads".split()
-)
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+#: Keys of a config.json that do not change the forward pass of a causal language model.
+INERT = _names("""
+    _attn_implementation _attn_implementation_autoset _name_or_path _commit_hash architectures
+    add_cross_attention auto_map bad_words_ids begin_suppress_tokens bos_token_id
+    chunk_size_feed_forward classifier_dropout decoder_start_token_id diversity_penalty do_sample
+    dtype early_stopping encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty
+    finetuning_task forced_bos_token_id forced_eos_token_id gradient_checkpointing id2label
+    is_decoder is_encoder_decoder keys_to_ignore_at_inference label2id length_penalty max_length
+    min_length model_type n_ctx no_repeat_ngram_size num_beam_groups num_beams num_return_sequences
+    output_attentions output_past output_hidden_states output_scores pad_token_id prefix
+    pretraining_tp problem_type remove_invalid_values repetition_penalty return_dict
+    return_dict_in_generate sep_token_id suppress_tokens task_specific_params
+    selective_checkpoint_enabled sequence_parallel_enabled summary_activation summary_first_dropout
+    summary_proj_to_labels summary_type summary_use_proj temperature tf_legacy_loss
+    tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript transformers_version
+    transformers.js_config typical_p unsloth_fixed use_bfloat16 use_cache
+""")
+
+#: Keys that change the forward pass in ways that no family here computes; null or false passes.
+DENIED = _names("""
+    quantization_config sliding_window attn_logit_softcapping final_logit_softcapping logits_scaling
+    logit_scale embedding_multiplier residual_multiplier attention_multiplier partial_rotary_factor
+    num_local_experts num_experts n_routed_experts use_qk_norm qk_layernorm query_pre_attn_scalar
+    rope_interleaved alibi layer_types use_sliding_window no_rope_layers attention_chunk_size
+    scale_embedding scale_depth pruned_heads
+""")
 
 
 class ModelConfig(BaseModel):
-    """The fields of a config.json that a family computes with, under Hugging Face's names; frozen and strict."""
+    """The fields of a config.json that a family computes with, under Hugging Face's names."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", protected_namespaces=())
 
@@ -53,7 +62,7 @@ class ModelConfig(BaseModel):
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], where: str = "config.json") -> Self:
-        """From the dict of a config.json. Raises ``BadInput`` naming the key, what is expected and what was found.
+        """From a config.json's dict. Raises ``BadInput`` naming the key, what is expected and what was found.
 
         A key that is unknown only warns, unless it is known to change the forward pass.
         """
@@ -72,7 +81,8 @@ class ModelConfig(BaseModel):
             first = error.errors()[0]
             key = ".".join(map(str, first["loc"])) or "config"
             found = "nothing" if first["type"] == "missing" else repr(first["input"])
-            raise BadInput(where, key, expected=first["msg"].removeprefix("Input should be "), found=found) from None
+            expected = first["msg"].removeprefix("Input should be ")
+            raise BadInput(where, key, expected=expected, found=found) from None
         config.check(where)
         return config
 
@@ -98,7 +108,9 @@ def _judge(key: str, value: object, harmless: Mapping[str, tuple[object, ...]], 
     if key in harmless:
         if value not in harmless[key]:
             expected = " or ".join(map(repr, harmless[key]))
-            raise BadInput(where, key, expected=f"{expected} (nothing else is supported here)", found=repr(value))
+            raise BadInput(
+                where, key, expected=f"{expected} (nothing else is supported here)", found=repr(value)
+            )
     elif key in DENIED:
         if value not in (None, False, [], {}):
             raise BadInput(

@@ -19,8 +19,8 @@ from .links import Link, Rule, expand
 class CausalLM(nn.Module):
     """A decoder-only language model, or the stage of it that lives on this pipeline rank.
 
-    ``forward(x)``: token ids (B, S) on the first stage, hidden states from the stage before on the others; gives hidden
-    states, or on the last stage logits (B, S, padded vocabulary / tensor).
+    ``forward(x)``: token ids (B, S) on the first stage, hidden states from the stage before on the others;
+    gives hidden states, or on the last stage logits (B, S, padded vocabulary / tensor).
     """
 
     config: ModelConfig
@@ -62,7 +62,7 @@ class Family:
         torch.set_default_dtype(dtype)
         try:
             with torch.device(device):
-                return self.model(config, split=split, state=state)  # type: ignore[call-arg]  # the families' signature
+                return self.model(config, split=split, state=state)
         finally:
             torch.set_default_dtype(before)
 

@@ -29,7 +29,7 @@ from ..layers import (
 from ..parallel_state import BadInput, Normal, ParallelState
 from .config import ModelConfig
 from .family import CausalLM, Family
-from .links import Rename, Split, Transpose
+from .links import Rename, Rule, Split, Transpose
 
 #: GPT-2's config.json has names of its own; ours are those that transformers maps them to.
 OWN_NAMES = {
@@ -86,7 +86,10 @@ class GPT2Config(ModelConfig):
     def check(self, where: str) -> None:
         if self.hidden_size % self.num_attention_heads:
             raise BadInput(
-                where, "n_embd", expected=f"a multiple of n_head={self.num_attention_heads}", found=self.hidden_size
+                where,
+                "n_embd",
+                expected=f"a multiple of n_head={self.num_attention_heads}",
+                found=self.hidden_size,
             )
         if self.hidden_act not in ACTIVATIONS:
             raise BadInput(
@@ -102,7 +105,7 @@ class GPT2Config(ModelConfig):
 
 
 #: Ours -> Hugging Face's. Conv1D stores (in, out), and q, k, v in one.
-NAMES = (
+NAMES: tuple[Rule, ...] = (
     Rename("embed.weight", "transformer.wte.weight"),
     Rename("position.weight", "transformer.wpe.weight"),
     *(
@@ -160,6 +163,8 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
+    """Attention and feed-forward, each on a normalised copy of the residual stream and added to it."""
+
     def __init__(self, cfg: GPT2Config, *, state: ParallelState | None = None) -> None:
         super().__init__()
         self.attention_norm = LayerNorm(cfg.hidden_size, cfg.layer_norm_eps, state=state)
@@ -177,10 +182,13 @@ class Block(nn.Module):
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         x_BSD = x_BSD + self.dropout(self.attention(self.attention_norm(x_BSD)))
-        return x_BSD + self.dropout(self.mlp(self.mlp_norm(x_BSD)))
+        x_BSD = x_BSD + self.dropout(self.mlp(self.mlp_norm(x_BSD)))
+        return x_BSD
 
 
 class GPT2(CausalLM):
+    """GPT-2, or this pipeline rank's stage of it."""
+
     def __init__(
         self, cfg: GPT2Config, *, split: Sequence[int] | None = None, state: ParallelState | None = None
     ) -> None:
@@ -220,7 +228,7 @@ class GPT2(CausalLM):
 
 
 def residual_initial(cfg: GPT2Config) -> Normal:
-    """What is added to the residual stream starts smaller, by the number of additions (Radford et al. 2019, 2.3)."""
+    """What joins the residual stream starts smaller, by the number of joins (Radford et al. 2019, 2.3)."""
     return Normal(cfg.initializer_range / sqrt(2 * cfg.num_hidden_layers))
 
 

@@ -1,7 +1,8 @@
-"""The table of names, ours and Hugging Face's, as data; read in both directions, the inverse derived, never written.
+"""The table of names, ours and Hugging Face's, as data read in both directions; the inverse is derived.
 
-A family lists rules with ``{i}`` for a block's number. ``expand`` turns them into links: element-for-element ties between
-a box of one of our tensors and a box of one of theirs, which together cover every element of both sides exactly once.
+A family lists rules with ``{i}`` for a block's number. ``expand`` turns them into links: element-for-element
+ties between a box of one of our tensors and a box of one of theirs, which together cover every element of
+both sides exactly once.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from ..parallel_state import Box
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The elements of ``ours`` in ``ours_box`` are those of ``hf`` in ``hf_box``, transposed if it says so."""
+    """The elements of ``ours`` in ``ours_box`` are those of ``hf`` in ``hf_box``, perhaps transposed."""
 
     ours: str
     ours_box: Box
@@ -66,8 +67,8 @@ def expand(
 ) -> tuple[list[Link], dict[str, tuple[int, ...]]]:
     """All links of a model whose whole tensors have these ``shapes``, and the shapes of HF's tensors.
 
-    A rule for a tensor that this model does not have (a bias, an untied head) gives nothing. Every tensor of ours must be
-    covered, each HF tensor by one rule.
+    A rule for a tensor that this model does not have (a bias, an untied head) gives nothing. Every tensor of
+    ours must be covered, each HF tensor by one rule.
     """
     links: list[Link] = []
     for rule in rules:

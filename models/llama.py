@@ -1,4 +1,4 @@
-"""Llama 2, 3, 3.1 and 3.2.    B batch  S sequence  D hidden  E head dim  H query heads here  K key/value heads here"""
+"""Llama 2 and 3.    B batch  S sequence  D hidden  E head dim  H query heads here  K key/value heads here"""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class LlamaConfig(ModelConfig):
     def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
         fields = super().read(raw, where) | read_rope(raw, where)
         heads, hidden = fields.get("num_attention_heads"), fields.get("hidden_size")
-        # Hugging Face's default; a checkpoint with fewer key/value heads is then refused by its tensors' shapes.
+        # Hugging Face's default; a checkpoint with fewer key/value heads is refused by its tensors' shapes.
         fields.setdefault("num_key_value_heads", heads)
         if "head_dim" not in fields and isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
             if hidden % heads:
@@ -97,8 +97,8 @@ class LlamaConfig(ModelConfig):
 NAMES = (
     Rename("embed.weight", "model.embed_tokens.weight"),
     *(
-        Rename(f"layers.{{i}}.attention.qkv.{ours}.{kind}", f"model.layers.{{i}}.self_attn.{ours}_proj.{kind}")
-        for ours in ("q", "k", "v")
+        Rename(f"layers.{{i}}.attention.qkv.{one}.{kind}", f"model.layers.{{i}}.self_attn.{one}_proj.{kind}")
+        for one in ("q", "k", "v")
         for kind in ("weight", "bias")
     ),
     *(
@@ -119,7 +119,7 @@ NAMES = (
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions. A rank holds whole heads: the cut never runs through one."""
+    """Grouped-query attention with rotary positions. The cut never runs through a head."""
 
     def __init__(self, cfg: LlamaConfig, *, state: ParallelState | None = None) -> None:
         super().__init__()
@@ -152,6 +152,8 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
+    """Attention and feed-forward, each on a normalised copy of the residual stream and added to it."""
+
     def __init__(self, cfg: LlamaConfig, *, state: ParallelState | None = None) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, state=state)
@@ -168,10 +170,13 @@ class Block(nn.Module):
 
     def forward(self, x_BSD: Tensor, rope: Rope) -> Tensor:
         x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), rope)
-        return x_BSD + self.mlp(self.mlp_norm(x_BSD))
+        x_BSD = x_BSD + self.mlp(self.mlp_norm(x_BSD))
+        return x_BSD
 
 
 class Llama(CausalLM):
+    """Llama, or this pipeline rank's stage of it."""
+
     def __init__(
         self, cfg: LlamaConfig, *, split: Sequence[int] | None = None, state: ParallelState | None = None
     ) -> None:

@@ -1,4 +1,4 @@
-"""Rotary settings in a config.json: transformers 4 wrote rope_theta and rope_scaling, transformers 5 rope_parameters."""
+"""Rotary settings of a config.json: rope_theta and rope_scaling (transformers 4) or rope_parameters (5)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RopeScaling(BaseModel):
 
 
 def read_rope(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """``rope_theta`` and ``rope_scaling`` from either form; refuses two forms that disagree and unknown types."""
+    """``rope_theta`` and ``rope_scaling`` from either form; refuses forms that disagree and unknown types."""
     old, new = raw.get("rope_scaling"), raw.get("rope_parameters")
     for key, value in (("rope_scaling", old), ("rope_parameters", new)):
         if value is not None and not isinstance(value, dict):
@@ -37,9 +37,8 @@ def read_rope(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     if new is not None:
         forms.append((new.get("rope_theta", raw.get("rope_theta")), _scaling(new, where, "rope_parameters")))
     if len(forms) == 2 and _differ(forms[0], forms[1]):
-        raise BadInput(
-            where, "rope_parameters", expected=f"what rope_theta and rope_scaling say: {forms[0]}", found=forms[1]
-        )
+        expected = f"what rope_theta and rope_scaling say: {forms[0]}"
+        raise BadInput(where, "rope_parameters", expected=expected, found=forms[1])
     if not forms:
         return {}
     theta, scaling = forms[-1]

@@ -14,10 +14,11 @@ FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, G
 
 
 def family_of(raw: Mapping[str, Any], where: str = "config.json") -> Family:
-    """The family of a config.json's dict. Raises ``BadInput`` for an unknown type or a contradiction in it."""
+    """The family of a config.json's dict. Raises ``BadInput`` for an unknown type or a contradiction."""
     kind = raw.get("model_type")
     if kind not in FAMILIES:
-        raise BadInput(where, "model_type", expected=f"one of {', '.join(sorted(FAMILIES))}", found=repr(kind))
+        expected = f"one of {', '.join(sorted(FAMILIES))}"
+        raise BadInput(where, "model_type", expected=expected, found=repr(kind))
     family = FAMILIES[str(kind)]
     architectures = raw.get("architectures")
     if architectures and list(architectures) != [family.architecture]:

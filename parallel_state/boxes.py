@@ -8,7 +8,7 @@ from math import prod
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """The elements ``start <= index < stop`` of a tensor, one pair of bounds a dim. A scalar's box has no dims.
+    """The elements ``start <= index < stop`` of a tensor, a pair of bounds a dim. A scalar's box has none.
 
     >>> Box((0, 4), (2, 8)).shape
     (2, 4)
@@ -46,7 +46,7 @@ class Box:
         return Box(start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
 
     def shift(self, by: tuple[int, ...]) -> Box:
-        """The same box moved; ``box.shift(tuple(-s for s in origin.start))`` is its place inside ``origin``."""
+        """The same box moved by so many elements on each dim."""
         return Box(
             tuple(a + d for a, d in zip(self.start, by, strict=True)),
             tuple(b + d for b, d in zip(self.stop, by, strict=True)),

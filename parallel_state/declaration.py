@@ -8,7 +8,7 @@ from torch import nn
 
 from .boxes import Box
 from .errors import BadInput
-from .initial import Initial, Uniform
+from .initial import ZERO, Initial
 from .layout import Coordinates, Layout
 
 
@@ -25,10 +25,11 @@ class Cut:
 class Declaration:
     """How one parameter lies over the ranks.
 
-    ``shape`` is the whole shape in memory. ``rows`` are the true rows of dim 0 where it is padded: memory holds
-    ``shape[0]``, checkpoints and exports hold ``rows``. ``partial`` names the axes over which each rank's gradient is
-    only a part, to be summed (a norm's weight under sequence parallelism, a shared key/value head). ``ends`` marks a
-    parameter that both ends of a pipeline hold (a tied embedding). ``initial`` fills it.
+    ``shape`` is the whole shape in memory. ``rows`` are the true rows of dim 0 where it is padded: memory
+    holds ``shape[0]``, checkpoints and exports hold ``rows``. ``partial`` names the axes over which each
+    rank's gradient is only a part, to be summed (a norm's weight under sequence parallelism, a shared
+    key/value head). ``ends`` marks a parameter that both ends of a pipeline hold (a tied embedding).
+    ``initial`` fills it.
     """
 
     shape: tuple[int, ...]
@@ -36,7 +37,7 @@ class Declaration:
     rows: int | None = None
     partial: tuple[str, ...] = ()
     ends: bool = False
-    initial: Initial = Uniform(0.0)
+    initial: Initial = ZERO
 
     @property
     def true_shape(self) -> tuple[int, ...]:
@@ -61,7 +62,7 @@ class Declaration:
             )
 
     def box(self, layout: Layout, at: Coordinates) -> Box:
-        """What the rank at these coordinates holds in memory, before its data axes shard it (padding included)."""
+        """What the rank at these coordinates holds, padding included, before its data axes shard it."""
         whole = Box.whole(self.shape)
         if self.cut is None:
             return whole
@@ -98,7 +99,7 @@ class Declaration:
 
 
 def declarations(model: nn.Module) -> dict[str, Declaration]:
-    """The declaration of every parameter of the model, by its name; an undeclared parameter lies whole on all ranks.
+    """The declaration of every parameter, by its name; an undeclared parameter lies whole on all ranks.
 
     A parameter that two modules share is listed once, as ``named_parameters`` does.
     """

@@ -44,7 +44,7 @@ def self_check() -> list[str]:
 _missing = self_check()
 if _missing:
     raise ImportError(
-        f"torch {torch.__version__} lacks {', '.join(_missing)}, which trilith needs. Install torch 2.11 to 2.13."
+        f"torch {torch.__version__} lacks {', '.join(_missing)}: trilith needs torch 2.11 to 2.13"
     )
 
 _ops = torch.ops._c10d_functional

@@ -16,8 +16,9 @@ from .state import ParallelState
 def finalize_gradients(model: nn.Module, *, state: ParallelState | None = None) -> None:
     """Sum, once a step, the gradients of which each rank holds only a part. In place.
 
-    Norm weights and row biases under sequence parallelism and shared key/value heads are summed over the tensor axis;
-    a tied embedding over the two ends of the pipeline. The data axes are FSDP's work and done by now.
+    Norm weights and row biases under sequence parallelism and shared key/value heads are summed over the
+    tensor axis; a tied embedding over the two ends of the pipeline. The data axes are FSDP's work and done by
+    now.
     """
     if state is None or state.layout.world == 1:
         return

@@ -1,7 +1,7 @@
 """Initial weights as a function of (seed, parameter name) alone: the same bits in every layout.
 
-A whole matrix is a quilt of tiles, each drawn from a generator of its own; a rank draws the tiles that its box touches
-and keeps its part of them, so no rank makes more than one tile beyond what it holds.
+A whole matrix is a quilt of tiles, each drawn from a generator of its own; a rank draws the tiles that its
+box touches and keeps its part of them, so no rank makes more than one tile beyond what it holds.
 """
 
 from __future__ import annotations
@@ -34,10 +34,14 @@ class Uniform:
 
 @dataclass(frozen=True, slots=True)
 class Constant:
+    """The same everywhere."""
+
     value: float
 
 
 Initial = Normal | Uniform | Constant
+
+ZERO = Constant(0.0)
 
 
 def seed_of(*parts: object) -> int:
@@ -50,7 +54,8 @@ def seed_of(*parts: object) -> int:
 def fill(local: Tensor, box: Box, shape: tuple[int, ...], initial: Initial, seed: int) -> None:
     """Fill ``local``, which holds ``box`` of a whole tensor of ``shape``, in place.
 
-    Numbers are drawn in fp32 on the CPU and cast, so they are the same on every device and, rounding aside, dtype.
+    Numbers are drawn in fp32 on the CPU and cast, so they are the same on every device and, rounding aside,
+    dtype.
     """
     assert tuple(local.shape) == box.shape, (local.shape, box)
     if isinstance(initial, Constant):

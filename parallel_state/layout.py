@@ -26,10 +26,10 @@ class Coordinates:
 class Layout:
     """The numbers that say how one model lies on many ranks.
 
-    ``world = tensor * context * data_shard * data_replicate * pipeline``. ``expert`` divides
-    ``context * data_shard`` and is a second view of the same ranks. ``zero`` is the ZeRO stage of the data axes:
-    0 keeps every rank whole (all data ranks in ``data_replicate``), 1 to 3 shard over ``data_shard``.
-    ``sequence`` turns on Megatron's sequence parallelism along the tensor axis.
+    ``world = tensor * context * data_shard * data_replicate * pipeline``. ``expert`` divides ``context *
+    data_shard`` and is a second view of the same ranks. ``zero`` is the ZeRO stage of the data axes: 0 keeps
+    every rank whole (all data ranks in ``data_replicate``), 1 to 3 shard over ``data_shard``. ``sequence``
+    turns on Megatron's sequence parallelism along the tensor axis.
     """
 
     tensor: int = 1
@@ -49,7 +49,8 @@ class Layout:
                     raise BadInput("layout", f.name, expected="true or false", found=repr(value))
             elif not isinstance(value, int) or isinstance(value, bool) or value < (f.name != "zero"):
                 least = 0 if f.name == "zero" else 1
-                raise BadInput("layout", f.name, expected=f"a whole number from {least} up", found=repr(value))
+                expected = f"a whole number from {least} up"
+                raise BadInput("layout", f.name, expected=expected, found=repr(value))
         if self.zero > 3:
             raise BadInput("layout", "zero", expected="0, 1, 2 or 3", found=self.zero)
         if self.zero == 0 and self.data_shard > 1:
@@ -88,10 +89,12 @@ class Layout:
         if zero == 0:
             shard, replicate = 1, data
             if data_replicate not in (1, data):
-                raise BadInput("layout", "data_replicate", expected=f"{data}, the data ranks", found=data_replicate)
+                expected = f"{data}, the data ranks"
+                raise BadInput("layout", "data_replicate", expected=expected, found=data_replicate)
         else:
             if data_replicate < 1 or data % data_replicate:
-                raise BadInput("layout", "data_replicate", expected=f"a divisor of {data}", found=data_replicate)
+                expected = f"a divisor of {data}"
+                raise BadInput("layout", "data_replicate", expected=expected, found=data_replicate)
             shard, replicate = data // data_replicate, data_replicate
         return cls(
             tensor=tensor,
@@ -159,8 +162,8 @@ class Layout:
         return (self.coordinates(rank) for rank in range(self.world))
 
     def __str__(self) -> str:
-        named = [f"{f.name} {getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default]
-        return ", ".join(named) or "one rank"
+        values = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        return ", ".join(f"{name} {value}" for name, value in values.items()) or "one rank"
 
 
 def _same(a: dict[str, int], b: dict[str, int], *, but: tuple[str, ...]) -> bool:

@@ -13,11 +13,14 @@ from .initial import fill, seed_of
 from .state import ParallelState
 
 
-def declare_parameter(module: nn.Module, name: str, declaration: Declaration, state: ParallelState) -> nn.Parameter:
+def declare_parameter(
+    module: nn.Module, name: str, declaration: Declaration, state: ParallelState
+) -> nn.Parameter:
     """Register ``module.<name>``, this rank's part of the declared parameter, and remember the declaration.
 
-    Device and dtype are torch's defaults (``with torch.device("meta")`` builds without memory). On a real device it is
-    filled at once from torch's global seed: ranks that called ``torch.manual_seed`` alike hold parts of one tensor.
+    Device and dtype are torch's defaults (``with torch.device("meta")`` builds without memory). On a real
+    device it is filled at once from torch's global seed: ranks that called ``torch.manual_seed`` alike hold
+    parts of one tensor.
 
     Raises ``BadInput`` where the layout cannot cut it evenly.
     """

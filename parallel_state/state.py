@@ -17,8 +17,8 @@ _MESH_AXES = ("pipeline", "data_replicate", "fsdp", "tensor")
 class ParallelState:
     """What a parallel layer is told, as its last, keyword-only argument, about the ranks around it.
 
-    ``ParallelState.start(layout)`` joins the running process group; ``ParallelState.stand_in(layout, rank)`` stands
-    for any rank of any world without processes, for planning and for building on the meta device;
+    ``ParallelState.start(layout)`` joins the running process group; ``ParallelState.stand_in(layout, rank)``
+    stands for any rank of any world without processes, for planning and for building on the meta device;
     ``ParallelState.alone()`` is one device, and what ``state=None`` means.
     """
 
@@ -47,7 +47,7 @@ class ParallelState:
         assert dist.is_initialized(), "init_process_group comes first; `torchrun` or `trilith train` do it"
         layout.check_world(dist.get_world_size())
         device = torch.device(device)
-        if device.type == "cuda" and device.index is None:
+        if device == torch.device("cuda"):  # no index: the current one
             device = torch.device("cuda", torch.cuda.current_device())
         sizes = (layout.pipeline, layout.data_replicate, layout.data_shard * layout.context, layout.tensor)
         mesh = init_device_mesh(device.type, sizes, mesh_dim_names=_MESH_AXES)
@@ -93,7 +93,7 @@ class ParallelState:
 
     @property
     def tensor_mesh(self) -> DeviceMesh | None:
-        """The mesh on which tensor-parallel parameters are DTensors; ``None`` for one rank and for a stand-in."""
+        """The mesh on which tensor-parallel parameters are DTensors; ``None`` for one rank or a stand-in."""
         return None if self.mesh is None or self.tensor_size == 1 else self.mesh["tensor"]
 
     @property

@@ -1,13 +1,13 @@
 """DDP and ZeRO stages 1 to 3 on FSDP2: when parameters are gathered and when gradients are reduced.
 
-=====  ==========================================  =====================================  =====================
-stage  parameters between steps                    gradients                              gathered again
-=====  ==========================================  =====================================  =====================
-0      whole on every data rank                    whole, reduced at the last micro-batch never
-1      sharded; whole during the step              whole, reduced at the last micro-batch once a step
-2      sharded; whole during the step              reduce-scattered every micro-batch     once a step
-3      sharded; a block whole while it computes    reduce-scattered every micro-batch     forward and backward
-=====  ==========================================  =====================================  =====================
+=====  =======================================  ======================================  ====================
+stage  parameters between steps                 gradients                               gathered again
+=====  =======================================  ======================================  ====================
+0      whole on every data rank                 whole, reduced at the last micro-batch  never
+1      sharded; whole during the step           whole, reduced at the last micro-batch  once a step
+2      sharded; whole during the step           reduce-scattered every micro-batch      once a step
+3      sharded; a block whole while it computes reduce-scattered every micro-batch      forward and backward
+=====  =======================================  ======================================  ====================
 
 Source: Rajbhandari et al. 2020; FSDP2 is torch's.
 """
@@ -22,7 +22,7 @@ from .precision import Precision
 
 
 def check_zero(layout: Layout) -> None:
-    """Refuse ZeRO 2 and 3 with a pipeline: torch's stage keeps whole gradients, so they would save no memory."""
+    """Refuse ZeRO 2 and 3 with a pipeline: torch's stage keeps whole gradients, so they save no memory."""
     if layout.pipeline > 1 and layout.zero > 1:
         raise BadInput(
             "layout",
@@ -45,7 +45,7 @@ def shard_over_data(model: CausalLM, state: ParallelState, precision: Precision)
     fully_shard(model, mesh=state.data_mesh, reshard_after_forward=again, mp_policy=precision.policy)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # The loss is already divided by the step's tokens, so ranks' gradients are summed, never averaged.
+            # The loss is already divided by the step's tokens, so gradients are summed, never averaged.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     return model

@@ -1,4 +1,4 @@
-"""AdamW over the parameters that this rank stores, with weight decay on matrices only; the learning rate of each step."""
+"""AdamW over what this rank stores, with weight decay on matrices only; the learning rate of each step."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ def make_adamw(
     weight_decay: float = 0.1,
     fused: bool = True,
 ) -> torch.optim.AdamW:
-    """torch's AdamW in two groups: matrices decay; biases, norms and other vectors do not.
+    """PyTorch's AdamW in two groups: matrices decay; biases, norms and other vectors do not.
 
-    Which is which follows from the whole shape, so it is the same in every layout. Source: Loshchilov and Hutter 2019.
+    Which is which follows from the whole shape, so it is the same in every layout. Source: Loshchilov and
+    Hutter 2019.
     """
     stated = declarations(model)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -56,7 +57,7 @@ SCHEDULES: dict[str, Callable[..., float]] = {"cosine": cosine, "constant": cons
 
 
 def learning_rate(name: str, step: int, *, peak: float, warmup: int, total: int, minimum: float) -> float:
-    """The rate of ``step`` under the schedule with this name; a function of the step alone, so resuming needs no state."""
+    """The rate of ``step`` under the schedule with this name: a function of the step alone."""
     if name not in SCHEDULES:
         raise BadInput("recipe", "schedule", expected=f"one of {', '.join(SCHEDULES)}", found=repr(name))
     return SCHEDULES[name](step, peak=peak, warmup=warmup, total=total, minimum=minimum)

@@ -25,10 +25,12 @@ def make_schedule(
     shape: tuple[int, int],
     dtype: torch.dtype,
 ) -> PipelineScheduleSingle:
-    """The schedule that runs one step over this stage. ``shape``: (B, S) of one micro-batch; ``dtype`` of activations.
+    """The schedule that runs one step over this stage.
 
-    Shapes between stages are stated, not found out by a trial run. Raises ``BadInput`` for an unknown name or fewer
-    micro-batches than stages, which no schedule can keep busy.
+    ``shape``: (B, S) of one micro-batch; ``dtype``: of the activations.
+
+    Shapes between stages are stated, not found out by a trial run. Raises ``BadInput`` for an unknown name or
+    fewer micro-batches than stages, which no schedule can keep busy.
     """
     if name not in SCHEDULES:
         raise BadInput("recipe", "schedule", expected=f"one of {', '.join(SCHEDULES)}", found=repr(name))

@@ -26,7 +26,7 @@ def dtype_named(name: str, where: str = "recipe", key: str = "dtype") -> torch.d
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """``master`` holds weights and optimizer moments, ``compute`` runs forward and backward, ``reduce`` sums gradients."""
+    """``master``: weights and moments; ``compute``: forward and backward; ``reduce``: sums of gradients."""
 
     master: torch.dtype = torch.float32
     compute: torch.dtype = torch.float32

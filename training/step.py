@@ -1,4 +1,4 @@
-"""One training step's forward and backward: micro-batches, with or without a pipeline; gradients ready to clip."""
+"""One step's forward and backward: micro-batches, with or without a pipeline; gradients ready to clip."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from .pipeline import make_schedule
 
 
 class TrainStep:
-    """Runs ``step(input_ids, labels)`` and leaves in ``.grad`` the gradients of the mean loss over the step's tokens.
+    """``step(input_ids, labels)`` leaves in ``.grad`` the gradients of the mean loss over the step's tokens.
 
-    The mean is over the valid labels of the *global* batch, whatever the micro-batches and data ranks, so it is the
-    same number in every layout. ``micro_batch`` is in samples. The model has been through ``shard_over_data``.
+    The mean is over the valid labels of the *global* batch, whatever the micro-batches and data ranks, so it
+    is the same number in every layout. ``micro_batch`` is in samples. The model has been through
+    ``shard_over_data``.
     """
 
     def __init__(
@@ -38,9 +39,10 @@ class TrainStep:
         self._tokens = torch.ones(())
 
     def __call__(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        """Both (samples of this data rank, S), int64; labels already shifted, ``IGNORE`` where they do not count.
+        """Both (samples of this data rank, S), int64; labels shifted, ``IGNORE`` where they do not count.
 
-        Returns the loss, the same scalar on every rank. A step with no valid label has loss 0 and zero gradients.
+        Returns the loss, the same scalar on every rank. A step with no valid label has loss 0 and zero
+        gradients.
         """
         samples, length = input_ids.shape
         if samples % self.micro_batch:
@@ -78,9 +80,7 @@ class TrainStep:
 
     def _plain(self, input_ids: Tensor, labels: Tensor) -> list[Tensor]:
         losses = []
-        parts = list(
-            zip(input_ids.split(self.micro_batch), labels.split(self.micro_batch), strict=True)
-        )
+        parts = list(zip(input_ids.split(self.micro_batch), labels.split(self.micro_batch), strict=True))
         for number, (x, y) in enumerate(parts):
             before_backward(self.model, last=number == len(parts) - 1)
             loss = self.loss(self.model(x), y)
@@ -110,7 +110,7 @@ class TrainStep:
         return [loss.detach() for loss in losses]
 
     def _global_tokens(self, labels: Tensor) -> Tensor:
-        """Valid labels of the whole step, at least 1; every rank of a data piece counts, one of them is summed."""
+        """Valid labels of the whole step, at least 1; of the ranks that share a data piece one counts."""
         state = self.state
         mine = state.at.tensor == 0 and state.at.pipeline == 0
         count = valid_tokens(labels) * int(mine)
