@@ -1,0 +1,103 @@
+"""The command line ``trilith``: its commands, and what a failure looks like to a user."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+import typer
+
+#: Every command: a module of this room with one function. Heavy imports belong inside the function, so that
+#: ``trilith --help`` answers at once.
+COMMANDS: tuple[Callable[..., None], ...] = ()
+
+UNEXPECTED, USAGE, INTERRUPTED = 1, 2, 130
+
+
+def make_app(commands: Sequence[Callable[..., Any]] = COMMANDS) -> typer.Typer:
+    """The typer application of these commands; a function's name is its command's."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.callback()(_options)
+    for command in commands:
+        app.command()(command)
+    return app
+
+
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="print the version and stop", callback=_print_version, is_eager=True),
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="show the traceback of an error")] = False,
+) -> None:
+    """Megatron-style training for PyTorch: one model, any layout."""
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        typer.echo(version("trilith"))
+        raise typer.Exit
+
+
+def run(arguments: Sequence[str], commands: Sequence[Callable[..., Any]] = COMMANDS) -> int:
+    """Run a command line; the exit code.
+
+    A failure is one line ``error: ...`` on stderr: 2 for bad input or usage, 3 where a peer failed, 4 for a
+    checkpoint that cannot be used, 1 for what was not foreseen. ``--debug``, before the command's name, shows the
+    traceback first. 130 is an interrupt.
+    """
+    try:
+        code = make_app(commands)(list(arguments), prog_name="trilith", standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except (KeyboardInterrupt, typer.Abort):
+        return INTERRUPTED
+    except Exception as error:
+        if _debug(arguments):
+            traceback.print_exc()
+        code, message = explain(error)
+        sys.stderr.write(f"error: {message}\n")
+        _leave_status(code, message)
+        return code
+
+
+def explain(error: Exception) -> tuple[int, str]:
+    """The exit code of an error, and its message in one line."""
+    if (
+        format_message := getattr(error, "format_message", None)
+    ) is not None:  # typer's and click's usage errors
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context is not None else "trilith"
+        return USAGE, f"{_one_line(format_message()).rstrip('.')}. See {command} --help"
+    # Told by their exit code rather than by class: importing our error classes here would import torch.
+    code = getattr(error, "exit_code", None)
+    if isinstance(code, int):
+        return code, _one_line(str(error))
+    what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return UNEXPECTED, f"unexpected: {_one_line(what)} (run again with --debug for the traceback)"
+
+
+def _debug(arguments: Sequence[str]) -> bool:
+    """Whether ``--debug`` stands before the command's name, which is the first word that is not an option."""
+    for argument in arguments:
+        if not argument.startswith("-"):
+            return False
+        if argument == "--debug":
+            return True
+    return False
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _leave_status(code: int, message: str) -> None:
+    """As a rank under ``trilith``'s launcher: torchrun forgets the exit code, so the launcher reads it in a file."""
+    if os.environ.get("TRILITH_STATUS"):
+        from ..training.launch import write_status
+
+        write_status(code, message)

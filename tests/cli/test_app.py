@@ -1,0 +1,140 @@
+"""The error rule: one line, an exit code that says what kind of failure it was, and no traceback unless asked for."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from trilith.cli.app import COMMANDS, run
+from trilith.parallel_state import BadCheckpoint, BadInput, PeerFailed
+
+
+def fail(kind: str) -> None:
+    """Fail in one way."""
+    match kind:
+        case "input":
+            raise BadInput("config.json", "heads", expected=8, found=7, todo="Mend it")
+        case "checkpoint":
+            raise BadCheckpoint("step-10", expected="a manifest", found="none")
+        case "peer":
+            raise PeerFailed("rank 1 died")
+        case "bug":
+            raise KeyError("first\nsecond")
+        case "silent-bug":
+            raise RuntimeError
+        case "interrupt":
+            raise KeyboardInterrupt
+
+
+def count(number: int) -> None:
+    """Needs a number."""
+    print(number)
+
+
+def call(*words: str) -> int:
+    return run(words, commands=(fail, count))
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "line"),
+    [
+        ("input", 2, "error: config.json: heads: expected 8, found 7. Mend it\n"),
+        ("checkpoint", 4, "error: step-10: expected a manifest, found none\n"),
+        ("peer", 3, "error: rank 1 died\n"),
+        ("silent-bug", 1, "error: unexpected: RuntimeError (run again with --debug for the traceback)\n"),
+    ],
+)
+def test_a_failure_is_one_line_and_its_exit_code(kind, code, line, capsys):
+    assert call("fail", kind) == code
+    assert capsys.readouterr() == ("", line)
+
+
+def test_an_unforeseen_failure_is_one_line_too(capsys):
+    assert call("fail", "bug") == 1
+    out, err = capsys.readouterr()
+    assert err.startswith("error: unexpected: KeyError: ") and err.count("\n") == 1 and "--debug" in err
+    assert not out
+
+
+@pytest.mark.parametrize(("kind", "code"), [("input", 2), ("bug", 1)])
+def test_debug_shows_the_traceback_and_keeps_the_code(kind, code, capsys):
+    assert call("--debug", "fail", kind) == code
+    err = capsys.readouterr().err
+    assert "Traceback (most recent call last)" in err and "in fail" in err
+    assert err.splitlines()[-1].startswith("error: ")
+
+
+def test_an_argument_called_debug_is_the_commands_own(capsys):
+    assert call("fail", "input", "--debug") == 2
+    err = capsys.readouterr().err
+    assert "Traceback" not in err and "--debug" in err and err.startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    "words", [("fail",), ("count", "many"), ("count", "--no-such"), ("no-such",), ("--no-such",)]
+)
+def test_wrong_usage_is_one_line_and_exits_2(words, capsys):
+    assert call(*words) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith("error: ") and err.count("\n") == 1 and "--help" in err
+    assert not out
+
+
+def test_an_interrupt_is_silent_and_exits_130(capsys):
+    assert call("fail", "interrupt") == 130
+    assert capsys.readouterr() == ("", "")
+
+
+def test_success_is_0_and_prints_what_the_command_prints(capsys):
+    assert call("count", "3") == 0
+    assert capsys.readouterr() == ("3\n", "")
+
+
+def test_every_command_explains_itself(capsys):
+    for command in (*COMMANDS, fail, count):
+        assert command.__doc__, f"{command.__name__} has no docstring"
+        assert run([command.__name__.replace("_", "-"), "--help"], (*COMMANDS, fail, count)) == 0
+        assert command.__doc__.split()[0] in capsys.readouterr().out
+
+
+def program(*words: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPROFILEIMPORTTIME": "1"}
+    command = [sys.executable, "-P", "-m", "trilith.cli", *words]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("words", [("--help",), ("--version",), ("--no-such",)])
+def test_what_needs_no_model_does_not_import_torch(words):
+    done = program(*words)
+    assert done.returncode == (2 if words == ("--no-such",) else 0), done.stderr
+    imported = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines() if "|" in line}
+    assert "trilith.cli.app" in imported
+    heavy = {"torch", "transformers", "numpy", "matplotlib", "pydantic", "rich.progress"}
+    assert not imported & heavy
+
+
+def test_the_version_is_the_packages():
+    from importlib.metadata import version
+
+    assert program("--version").stdout == f"{version('trilith')}\n"
+
+
+def test_help_answers_at_once():
+    """Half a second on an idle machine; the best of five, in processor time, since this one may be busy."""
+    command = [sys.executable, "-P", "-m", "trilith.cli", "--help"]
+    best = min(_processor_seconds(command) for _ in range(5))
+    assert best < 0.5, f"{best:.2f} s"
+
+
+def _processor_seconds(command: list[str]) -> float:
+    before = os.times()
+    subprocess.run(command, capture_output=True, timeout=60, check=True)
+    after = os.times()
+    return after.children_user - before.children_user + after.children_system - before.children_system
+
+
+def test_the_console_script_is_installed_and_ends_with_the_code():
+    script = os.path.join(os.path.dirname(sys.executable), "trilith")
+    done = subprocess.run([script, "--no-such"], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2 and done.stderr.startswith("error: ")
