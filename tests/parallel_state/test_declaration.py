@@ -1,0 +1,130 @@
+"""What each rank holds follows from one declaration: cut as ``torch.chunk`` does, each element owned once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from trilith.parallel_state import (
+    BadInput,
+    Box,
+    Cut,
+    Declaration,
+    Layout,
+    ParallelState,
+    declarations,
+    declare_parameter,
+    holdings,
+    parts,
+)
+
+_sizes = st.sampled_from([1, 2, 3, 4, 8])
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    """Any layout of at most 64 ranks, with and without ZeRO, context and expert axes."""
+    sizes: dict[str, int] = {}
+    room = 64
+    for axis in draw(st.permutations(["tensor", "context", "data_shard", "data_replicate", "pipeline"])):
+        sizes[axis] = draw(_sizes.filter(lambda n, room=room: n <= room))
+        room //= sizes[axis]
+    return Layout(**sizes, zero=1 if sizes["data_shard"] > 1 else 0)
+
+
+@st.composite
+def declared(draw: st.DrawFn, tensor: int) -> Declaration:
+    """One to three dims, cut along any or none; padded or not, at one end of the pipeline or both."""
+    dims = draw(st.integers(1, 3))
+    shape = [draw(st.integers(1, 9)) for _ in range(dims)]
+    cut = None
+    if draw(st.booleans()):
+        cut = Cut(draw(st.integers(0, dims - 1)), unit=draw(st.integers(1, 3)))
+        shape[cut.dim] = tensor * cut.unit * draw(st.integers(1, 4))
+    rows = draw(st.integers(1, shape[0])) if draw(st.booleans()) else None
+    return Declaration(tuple(shape), cut=cut, rows=rows, ends=draw(st.booleans()))
+
+
+@settings(max_examples=200)
+@given(layouts(), st.data())
+def test_owners_cover_every_true_element_exactly_once(layout: Layout, data: st.DataObject) -> None:
+    stated = data.draw(declared(layout.tensor))
+    # A parameter of both ends lies on the first and the last stage, any other on one.
+    stages: list[dict[str, Declaration]] = [{} for _ in range(layout.pipeline)]
+    for stage in (
+        {0, layout.pipeline - 1} if stated.ends else {data.draw(st.integers(0, layout.pipeline - 1))}
+    ):
+        stages[stage]["w"] = stated
+    count = torch.zeros(stated.true_shape, dtype=torch.int64)
+    for at in layout.places():
+        if "w" in stages[at.pipeline] and stated.owner(layout, at):
+            count[stated.true_part(stated.shard_box(layout, at)).slices] += 1
+    assert bool((count == 1).all())
+    # The plan that is built on it says the same, sharded or not.
+    for sharded in (True, False):
+        held = holdings(stages, layout, sharded=sharded)["w"]
+        whole = Box.whole(stated.true_shape)
+        assert sum(box.size for _, box in parts(whole, held)) == whole.size
+
+
+@settings(max_examples=200)
+@given(layouts(), st.data())
+def test_boxes_are_what_chunk_gives(layout: Layout, data: st.DataObject) -> None:
+    stated = data.draw(declared(layout.tensor))
+    whole = torch.arange(torch.Size(stated.shape).numel()).reshape(stated.shape)
+    shards = layout.data_shard * layout.context
+    for at in layout.places():
+        mine = whole if stated.cut is None else whole.chunk(layout.tensor, stated.cut.dim)[at.tensor]
+        assert torch.equal(whole[stated.box(layout, at).slices], mine)
+        pieces = mine.chunk(shards)
+        index = at.data_shard * layout.context + at.context
+        shard = pieces[index] if index < len(pieces) else mine[:0]
+        assert torch.equal(whole[stated.shard_box(layout, at).slices], shard)
+
+
+def test_eight_rows_over_64_ranks_leave_56_of_them_empty() -> None:
+    layout = Layout.of(data=64, zero=3)
+    router = Declaration((8, 5))
+    boxes = [router.shard_box(layout, at) for at in layout.places()]
+    assert [box.shape for box in boxes] == [(1, 5)] * 8 + [(0, 5)] * 56
+    assert len(holdings([{"router": router}], layout)["router"]) == 8
+
+
+def test_padding_rows_belong_to_no_true_part() -> None:
+    layout = Layout.of(tensor=4)
+    vocabulary = Declaration((512, 3), cut=Cut(0), rows=130)
+    true = [vocabulary.true_part(vocabulary.box(layout, at)) for at in layout.places()]
+    assert [box.shape for box in true] == [(128, 3), (2, 3), (0, 3), (0, 3)]
+    assert vocabulary.true_shape == (130, 3)
+
+
+@given(st.integers(1, 12), st.integers(1, 4), st.integers(1, 12))
+def test_a_cut_is_refused_exactly_where_units_do_not_divide(units: int, unit: int, tensor: int) -> None:
+    stated = Declaration((units * unit, 2), cut=Cut(0, unit=unit))
+    layout = Layout.of(tensor=tensor)
+    if units % tensor == 0:
+        stated.check(layout, "weight")
+        return
+    with pytest.raises(BadInput) as error:
+        stated.check(layout, "weight")
+    assert f"tensor={tensor}" in str(error.value) and str(units) in str(error.value)
+    nearest = [int(word) for word in error.value.todo.split() if word.isdigit()]
+    assert nearest and all(units % n == 0 for n in nearest)
+
+
+def test_declarations_name_every_parameter_once() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            state = ParallelState.alone()
+            self.first, self.second, self.plain = nn.Module(), nn.Module(), nn.Linear(3, 2, bias=False)
+            declare_parameter(self.first, "weight", Declaration((4, 3), cut=Cut(0), rows=3), state)
+            self.second.weight = self.first.weight
+
+    found = declarations(Tied())
+    assert found == {
+        "first.weight": Declaration((4, 3), cut=Cut(0), rows=3),
+        "plain.weight": Declaration((2, 3)),
+    }

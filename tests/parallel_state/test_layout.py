@@ -1,0 +1,133 @@
+"""Which rank stands where: a bijection in Megatron's order; numbers that make no layout are refused."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from trilith.parallel_state import AXES, BadInput, Coordinates, Layout
+
+_size = st.integers(1, 4)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    sizes = {axis: draw(_size) for axis in ("tensor", "context", "data_shard", "data_replicate", "pipeline")}
+    return Layout(**sizes, zero=1 if sizes["data_shard"] > 1 else draw(st.integers(0, 3)))
+
+
+@given(layouts())
+def test_coordinates_and_ranks_are_a_bijection(layout: Layout) -> None:
+    places = list(layout.places())
+    assert len(set(places)) == len(places) == layout.world
+    assert [layout.rank(at) for at in places] == list(range(layout.world))
+
+
+@given(layouts(), st.data())
+def test_ranks_along_axes_are_those_that_share_all_other_coordinates(
+    layout: Layout, data: st.DataObject
+) -> None:
+    axes = data.draw(st.sets(st.sampled_from(AXES)).map(tuple))
+    rank = data.draw(st.integers(0, layout.world - 1))
+    found = layout.ranks_along(axes, rank)
+    assert rank in found and found == sorted(found)
+    size = 1
+    for axis in axes:
+        size *= getattr(layout, axis)
+    assert len(found) == size
+    here = asdict(layout.coordinates(rank))
+    for other in found:
+        there = asdict(layout.coordinates(other))
+        assert all(here[axis] == there[axis] for axis in AXES if axis not in axes)
+
+
+def test_tensor_is_the_fastest_axis_and_pipeline_the_slowest() -> None:
+    layout = Layout(tensor=2, context=2, data_shard=2, data_replicate=2, pipeline=2, zero=1)
+    steps = {axis: layout.rank(Coordinates(**{axis: 1})) for axis in AXES}
+    assert steps == {"tensor": 1, "context": 2, "data_shard": 4, "data_replicate": 8, "pipeline": 16}
+    assert layout.world == 32 and layout.data == 4
+
+
+def test_megatron_order_of_eight_ranks() -> None:
+    """The groups that Megatron-LM's documentation gives for tensor 2, data 2, pipeline 2."""
+    layout = Layout.of(tensor=2, data=2, pipeline=2)
+    assert layout.ranks_along(("tensor",), 0) == [0, 1]
+    assert layout.ranks_along(("data_replicate", "data_shard"), 0) == [0, 2]
+    assert layout.ranks_along(("pipeline",), 3) == [3, 7]
+
+
+def test_a_rank_of_16384_is_found_without_listing_them() -> None:
+    layout = Layout.of(tensor=8, pipeline=16, data=128, zero=1)
+    assert layout.world == 16_384
+    assert layout.rank(layout.coordinates(16_383)) == 16_383
+
+
+@pytest.mark.parametrize(
+    ("asked", "shard", "replicate"),
+    [
+        ({"data": 4}, 1, 4),
+        ({"data": 4, "zero": 1}, 4, 1),
+        ({"data": 4, "zero": 2, "data_replicate": 2}, 2, 2),
+        ({"data": 4, "zero": 0, "data_replicate": 4}, 1, 4),
+    ],
+)
+def test_data_ranks_are_replicas_without_zero_and_shards_with_it(
+    asked: dict[str, int], shard: int, replicate: int
+) -> None:
+    layout = Layout.of(**asked)
+    assert (layout.data_shard, layout.data_replicate, layout.data) == (shard, replicate, 4)
+
+
+@pytest.mark.parametrize(
+    ("make", "key", "wanted"),
+    [
+        pytest.param(lambda: Layout(tensor=0), "tensor", "from 1 up", id="E11-zero"),
+        pytest.param(lambda: Layout(pipeline=-2), "pipeline", "from 1 up", id="E11-negative"),
+        pytest.param(lambda: Layout(**_as_any(tensor=2.0)), "tensor", "whole number", id="E11-float"),
+        pytest.param(lambda: Layout(**_as_any(tensor=True)), "tensor", "whole number", id="E11-bool"),
+        pytest.param(lambda: Layout(**_as_any(context="2")), "context", "whole number", id="E11-text"),
+        pytest.param(lambda: Layout(**_as_any(sequence=1)), "sequence", "true or false", id="E11-sequence"),
+        pytest.param(lambda: Layout(zero=4), "zero", "0, 1, 2 or 3", id="E14-four"),
+        pytest.param(lambda: Layout(zero=-1), "zero", "from 0 up", id="E14-negative"),
+        pytest.param(lambda: Layout(data_shard=2), "zero", "data_shard=2", id="E14-shards-at-stage-0"),
+        pytest.param(
+            lambda: Layout.of(data=3, zero=1, data_replicate=2), "data_replicate", "3", id="E11-replicas"
+        ),
+        pytest.param(
+            lambda: Layout.of(data=3, data_replicate=2), "data_replicate", "3", id="E11-replicas-stage-0"
+        ),
+        pytest.param(
+            lambda: Layout.of(data=2, zero=1, data_replicate=0), "data_replicate", "2", id="E11-no-replica"
+        ),
+        pytest.param(lambda: Layout(context=2, expert=3), "expert", "= 2", id="E11-expert"),
+        pytest.param(lambda: Layout.of(tensor=2).coordinates(2), "rank", "0 to 1", id="E10-rank"),
+    ],
+)
+def test_refusals_name_the_number_and_what_was_expected(make: Any, key: str, wanted: str) -> None:
+    with pytest.raises(BadInput) as error:
+        make()
+    assert error.value.key == key and error.value.exit_code == 2
+    assert wanted in str(error.value.expected) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("world", [1, 3, 8], ids=["E10-fewer", "E10-uneven", "E10-more"])
+def test_a_world_that_is_not_the_product_of_the_axes_is_refused(world: int) -> None:
+    with pytest.raises(BadInput, match=r"expected 4 = tensor 2 x .* pipeline 2, found \d\. Start 4 ranks"):
+        Layout.of(tensor=2, pipeline=2).check_world(world)
+    Layout.of(tensor=2, pipeline=2).check_world(4)
+
+
+def test_expert_is_no_factor_of_the_world() -> None:
+    assert Layout(context=2, data_shard=2, expert=4, zero=1).world == 4
+
+
+def test_a_layout_reads_as_its_unusual_numbers() -> None:
+    assert str(Layout()) == "one rank"
+    assert str(Layout.of(tensor=2, data=2, zero=1)) == "tensor 2, data_shard 2, zero 1"
+
+
+def _as_any(**values: Any) -> Any:
+    return values

@@ -1,0 +1,110 @@
+"""A layout seen from one rank: without processes as a stand-in, with them as coordinates, mesh and groups."""
+
+from __future__ import annotations
+
+import time
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from trilith.models import family_of
+from trilith.parallel_state import BadInput, Layout, ParallelState, engine
+from trilith.testing import RankError, run_parallel
+
+LLAMA_405B = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128_256,
+    "hidden_size": 16_384,
+    "intermediate_size": 53_248,
+    "num_hidden_layers": 126,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500_000.0,
+    "tie_word_embeddings": False,
+}
+
+
+def test_torch_has_every_private_name_that_the_engine_uses() -> None:
+    assert engine.self_check() == []
+
+
+def test_the_self_check_names_what_a_torch_lacks() -> None:
+    private = (*engine.PRIVATE, ("torch.ops._c10d_functional", "no_such_op"), ("torch.nowhere.at_all", "x"))
+    with patch.object(engine, "PRIVATE", private):
+        missing = engine.self_check()
+    assert missing == ["torch.ops._c10d_functional.no_such_op", "torch.nowhere.at_all.x"]
+
+
+def test_405b_is_planned_on_the_meta_device_without_processes() -> None:
+    family = family_of(LLAMA_405B)
+    config = family.from_hf(LLAMA_405B)
+    layout = Layout.of(tensor=8, pipeline=16, data=128, zero=1)
+    start = time.perf_counter()
+    stages = family.declarations(config, layout)
+    seconds = time.perf_counter() - start
+    names = {name: stated for stage in stages for name, stated in stage.items()}
+    assert sum(torch.Size(stated.true_shape).numel() for stated in names.values()) == 405_853_388_800
+    assert sorted(len(stage) // 9 for stage in stages) == [7, 7] + [8] * 14
+    assert not dist.is_initialized()
+    assert seconds < 10, "some tenths of a second on an idle core"
+
+
+def test_a_stand_in_has_coordinates_and_no_groups() -> None:
+    state = ParallelState.stand_in(Layout.of(tensor=2, pipeline=2, data=2), rank=5)
+    assert (state.tensor_index, state.at.pipeline, state.data_index) == (1, 1, 0)
+    assert state.tensor_mesh is None
+    with pytest.raises(AssertionError, match="stand-in"):
+        _ = state.tensor_group
+
+
+def test_one_device_needs_nothing() -> None:
+    state = ParallelState.alone()
+    assert state.layout == Layout() and state.tensor_mesh is None and not state.sequence
+    assert state is ParallelState.alone()
+
+
+def test_sequence_parallelism_on_one_tensor_rank_is_off() -> None:  # E8
+    assert not ParallelState.stand_in(Layout.of(data=2, sequence=True)).sequence
+    assert ParallelState.stand_in(Layout.of(tensor=2, sequence=True)).sequence
+
+
+def groups(layout: Layout) -> dict[str, list[int]]:
+    state = ParallelState.start(layout)
+    found = {
+        "tensor": dist.get_process_group_ranks(state.tensor_group),
+        "pipeline": dist.get_process_group_ranks(state.pipeline_group),
+        "data_replicate": dist.get_process_group_ranks(state.data_mesh.get_group("data_replicate")),
+        "data_shard": dist.get_process_group_ranks(state.data_mesh.get_group("fsdp")),
+    }
+    if layout.pipeline > 1:
+        found["ends"] = dist.get_process_group_ranks(state.ends_group)
+    return found
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout.of(tensor=2, pipeline=2),
+        Layout.of(tensor=2, data=2, zero=1),
+        Layout.of(data=4, zero=2, data_replicate=2),
+        Layout.of(pipeline=2, data=2),
+    ],
+    ids=str,
+)
+def test_process_groups_are_the_ranks_along_their_axes(layout: Layout) -> None:
+    for rank, found in enumerate(run_parallel(groups, 4, layout)):
+        ends = found.pop("ends", None)
+        assert found == {axis: layout.ranks_along((axis,), rank) for axis in found}
+        if ends is not None:
+            along = layout.ranks_along(("pipeline",), rank)
+            assert ends == [along[0], along[-1]]
+
+
+def test_every_rank_refuses_a_world_of_another_size() -> None:  # E10
+    with pytest.raises(RankError) as error:
+        run_parallel(groups, 2, Layout.of(tensor=4))
+    assert [type(failure.cause) for failure in error.value.failures] == [BadInput, BadInput]
