@@ -37,11 +37,11 @@ def test_any_box_of_any_tensor(tmp_path: Path, shape: list[int], dtype: str, rng
 @pytest.mark.parametrize("columns", [3, 512, 5000])
 @pytest.mark.parametrize("width", [10_000, 600_000])
 def test_columns_by_runs_and_by_scratch(tmp_path: Path, columns: int, width: int) -> None:
-    whole = torch.randn(90, width).bfloat16()
+    whole = torch.randn(24, width).bfloat16()
     save_file({"w": whole}, tmp_path / "t.safetensors")
     file = TensorFile.open(tmp_path / "t.safetensors")
-    box = Box((5, 77), (85, 77 + columns))
-    assert torch.equal(file.read("w", box), whole[5:85, 77 : 77 + columns])
+    box = Box((5, 77), (20, 77 + columns))
+    assert torch.equal(file.read("w", box), whole[5:20, 77 : 77 + columns])
 
 
 @pytest.mark.parametrize("name", sorted(TORCH))

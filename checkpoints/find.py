@@ -1,0 +1,48 @@
+"""Which checkpoint of a training run to resume: found by looking, not by a pointer that may lie."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..parallel_state import BadCheckpoint
+from .manifest import Manifest
+
+_STEP = re.compile(r"step-(\d+)")
+_UNFINISHED = ".tmp-"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A complete checkpoint, and a line for the user about each newer one that is not."""
+
+    directory: Path
+    manifest: Manifest
+    warnings: tuple[str, ...]
+
+
+def step_directory(root: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies in the directory of its run."""
+    return root / f"step-{step:08d}"
+
+
+def latest_checkpoint(root: Path | str) -> Found:
+    """The complete checkpoint of the highest step; ``BadCheckpoint`` says what there is instead."""
+    root = Path(root)
+    if not root.is_dir():
+        found = "a file" if root.exists() else "no such directory"
+        raise BadCheckpoint(root, expected="a directory of checkpoints", found=found)
+    names = [path.name for path in root.iterdir() if path.is_dir()]
+    steps = sorted((int(match[1]), name) for name in names if (match := _STEP.fullmatch(name)))
+    warnings: list[str] = []
+    for _, name in reversed(steps):
+        try:
+            manifest = Manifest.load(root / name)
+        except BadCheckpoint as error:
+            warnings.append(f"not resumed from: {error}")
+            continue
+        return Found(root / name, manifest, tuple(f"{line}; using {name}" for line in warnings))
+    unfinished = sorted(name for name in names if _UNFINISHED in name)
+    seen = [*warnings, *(f"unfinished: {name}" for name in unfinished)]
+    raise BadCheckpoint(root, expected="a complete checkpoint", found="; ".join(seen) or "none")

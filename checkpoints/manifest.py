@@ -1,0 +1,228 @@
+"""``manifest.json``: what a sharded checkpoint holds, and which box of which tensor lies in which file.
+
+It is written last, so a directory without one is no checkpoint. Everything in it is checked against the
+directory before a tensor is read: a checkpoint is whole or it is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+
+from ..parallel_state import BadCheckpoint, BadInput, Box, Layout
+from .coverage import check_coverage
+from .dtypes import BITS
+from .plain_files import check_plain_name, contained, read_small, stat_regular
+from .strict_json import parse_object, shown
+from .tensor_file import TensorFile
+
+MANIFEST = "manifest.json"
+VERSION: Final = 1
+_MAX_BYTES = 1 << 30
+
+Count = Annotated[int, Field(ge=0)]
+Bounds = tuple[Count, ...]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class StoredFile(_Strict):
+    """One file of the checkpoint, its bytes and their CRC-32."""
+
+    name: str
+    size: Count
+    crc32: Annotated[int, Field(ge=0, lt=1 << 32)]
+
+
+class Part(_Strict):
+    """The box ``start`` to ``stop`` of a tensor, under the tensor's name in ``files[file]``.
+
+    Of parts that hold the same elements one is the ``owner``; the others are ``replica``s, there so that each
+    file is complete by itself.
+    """
+
+    file: Count
+    start: Bounds
+    stop: Bounds
+    role: Literal["owner", "replica"] = "owner"
+
+    @property
+    def box(self) -> Box:
+        return Box(self.start, self.stop)
+
+
+class StoredTensor(_Strict):
+    """A whole tensor: its dtype by the format's name, its shape, and where its parts lie."""
+
+    dtype: str
+    shape: Bounds
+    parts: tuple[Part, ...]
+
+
+class Manifest(_Strict):
+    """The whole of a checkpoint but the numbers. ``kind`` is ``weights`` (converted) or ``training``.
+
+    ``config`` is Hugging Face's configuration verbatim. ``layout`` wrote the checkpoint; any other can read
+    it. ``step``, ``data_position``, ``seeds`` and ``state`` (scheduler and the like) belong to a training
+    run.
+    """
+
+    version: Literal[1] = VERSION
+    kind: Literal["weights", "training"]
+    model_type: str
+    config: dict[str, JsonValue]
+    layout: Layout
+    step: Count | None = None
+    data_position: JsonValue = None
+    seeds: dict[str, int] = {}
+    state: dict[str, JsonValue] = {}
+    companions: tuple[StoredFile, ...] = ()
+    files: tuple[StoredFile, ...]
+    tensors: dict[str, StoredTensor]
+
+    @classmethod
+    def load(cls, directory: Path | str) -> Manifest:
+        """The manifest of a complete checkpoint; ``BadCheckpoint`` names what is missing, foreign or altered.
+
+        Names, sizes and coverage are checked here; ``verify`` also reads every byte.
+        """
+        directory = Path(directory)
+        if not directory.is_dir():
+            found = "a file" if directory.exists() else "no such directory"
+            raise BadCheckpoint(directory, expected="a checkpoint", found=found)
+        path = contained(directory, MANIFEST, kind=BadCheckpoint)
+        if not path.exists():
+            raise BadCheckpoint(directory, expected=f"a complete checkpoint with {MANIFEST}", found="none")
+        manifest = cls.parse(read_small(path, _MAX_BYTES, kind=BadCheckpoint), path)
+        manifest.check(path)
+        manifest._check_files(directory)
+        return manifest
+
+    @classmethod
+    def parse(cls, raw: bytes, where: object) -> Manifest:
+        """The manifest in these bytes, its form checked and nothing else."""
+        version = parse_object(raw, where, kind=BadCheckpoint).get("version")
+        if type(version) is not int or version != VERSION:
+            todo = "It was written by another release" if isinstance(version, int) else ""
+            raise BadCheckpoint(where, "version", expected=VERSION, found=shown(version), todo=todo)
+        try:
+            return cls.model_validate_json(raw)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            key = ".".join(map(str, first["loc"]))
+            raise BadCheckpoint(where, key, expected=first["msg"], found=shown(first["input"])) from None
+
+    def to_bytes(self) -> bytes:
+        """JSON with a line for each field, file and tensor, so that people and ``diff`` can read it."""
+        fields = self.model_dump(mode="json", exclude_defaults=True) | {"version": VERSION}
+        ordered = {"version": VERSION} | {
+            name: fields[name] for name in type(self).model_fields if name in fields
+        }
+        lines = [f"{json.dumps(key)}: {_lines(value)}" for key, value in ordered.items()]
+        return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
+
+    def check(self, where: object) -> None:
+        """Refuse a manifest that contradicts itself: names, indices, boxes, or elements not owned once."""
+        if self.config.get("model_type", self.model_type) != self.model_type:
+            found = shown(self.config["model_type"])
+            raise BadCheckpoint(where, "config.model_type", expected=self.model_type, found=found)
+        names = [file.name for file in (*self.files, *self.companions)]
+        for name in names:
+            check_plain_name(name, where, "files", kind=BadCheckpoint)
+        if len(set(map(str.lower, names))) != len(names) or MANIFEST in map(str.lower, names):
+            raise BadCheckpoint(where, "files", expected="each file once", found="a name twice")
+        for name, tensor in self.tensors.items():
+            self._check_tensor(where, name, tensor)
+
+    def _check_tensor(self, where: object, name: str, tensor: StoredTensor) -> None:
+        if tensor.dtype not in BITS:
+            raise BadCheckpoint(where, shown(name), expected="a dtype", found=shown(tensor.dtype))
+        held = set()
+        for part in tensor.parts:
+            if part.file >= len(self.files) or part.file in held:
+                expected = f"one part in each file below {len(self.files)}"
+                raise BadCheckpoint(where, shown(name), expected=expected, found=f"file {part.file}")
+            held.add(part.file)
+            bounds = zip(part.start, part.stop, strict=False)
+            if len(part.start) != len(part.stop) or any(a > b for a, b in bounds):
+                found = f"start {list(part.start)}, stop {list(part.stop)}"
+                raise BadCheckpoint(where, shown(name), expected="start up to stop", found=found)
+        replicas = [part.box for part in tensor.parts if part.role == "replica"]
+        owners = [part.box for part in tensor.parts if part.role == "owner"]
+        check_coverage(where, shown(name), tensor.shape, owners)
+        if any(
+            len(b.stop) != len(tensor.shape) or Box.whole(tensor.shape).intersect(b) != b for b in replicas
+        ):
+            raise BadCheckpoint(where, shown(name), expected=f"replicas inside {list(tensor.shape)}")
+
+    def _check_files(self, directory: Path) -> None:
+        for file in (*self.files, *self.companions):
+            path = contained(directory, file.name, kind=BadCheckpoint)
+            size = stat_regular(path, kind=BadCheckpoint).st_size
+            if size != file.size:
+                raise BadCheckpoint(path, expected=f"{file.size:,} bytes", found=f"{size:,}")
+        foreign = {path.name for path in directory.glob("*.safetensors")} - {file.name for file in self.files}
+        if foreign:
+            found, todo = (
+                min(foreign),
+                "Files of another checkpoint may be mixed in; move it away if you know it",
+            )
+            raise BadCheckpoint(
+                directory, expected=f"only files that {MANIFEST} names", found=found, todo=todo
+            )
+
+    def check_model(self, where: object, config: dict[str, JsonValue]) -> None:
+        """Refuse a checkpoint of another model, naming the first field of its config that differs."""
+        for key in sorted(self.config.keys() | config.keys()):
+            here, wanted = self.config.get(key), config.get(key)
+            if here != wanted:
+                todo = "This is the checkpoint of another model"
+                raise BadCheckpoint(
+                    where, f"config.{key}", expected=shown(wanted), found=shown(here), todo=todo
+                )
+
+    def parts_of(self, file: int) -> dict[str, Part]:
+        """The part of each tensor that a file holds."""
+        return self._by_file()[file]
+
+    def _by_file(self) -> list[dict[str, Part]]:
+        table: list[dict[str, Part]] = [{} for _ in self.files]
+        for name, tensor in self.tensors.items():
+            for part in tensor.parts:
+                table[part.file][name] = part
+        return table
+
+    def open_files(self, directory: Path) -> Iterator[TensorFile]:
+        """Each file in turn, its header compared with the manifest."""
+        for stored, parts in zip(self.files, self._by_file(), strict=True):
+            path = contained(directory, stored.name, kind=BadCheckpoint)
+            try:
+                file = TensorFile.open(path, expected=self.tensors)
+            except BadInput as bad:  # what is bad input elsewhere is a damaged checkpoint here
+                raise BadCheckpoint(
+                    bad.where, bad.key, expected=bad.expected, found=bad.found, todo=bad.todo
+                ) from None
+            promised = {name: (self.tensors[name].dtype, part.box.shape) for name, part in parts.items()}
+            found = {name: (entry.dtype, entry.shape) for name, entry in file.tensors.items()}
+            if found != promised:
+                name = min(n for n in promised.keys() | found.keys() if promised.get(n) != found.get(n))
+                expected = promised.get(name, "no such tensor")
+                raise BadCheckpoint(
+                    path, shown(name), expected=expected, found=found.get(name, "no such tensor")
+                )
+            yield file
+
+
+def _lines(value: object) -> str:
+    if isinstance(value, dict | list) and len(value) > 1:
+        if isinstance(value, dict):
+            inner = [f"  {json.dumps(key)}: {json.dumps(each)}" for key, each in value.items()]
+            return "{\n" + ",\n".join(inner) + "\n}"
+        return "[\n" + ",\n".join(f"  {json.dumps(each)}" for each in value) + "\n]"
+    return json.dumps(value)

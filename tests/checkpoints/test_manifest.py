@@ -1,0 +1,346 @@
+"""The manifest: nothing but a whole checkpoint is accepted, and it stays quick for the largest models."""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from trilith.checkpoints.find import latest_checkpoint, step_directory
+from trilith.checkpoints.manifest import MANIFEST, Manifest, Part, StoredFile, StoredTensor
+from trilith.checkpoints.tensor_writer import TensorWriter
+from trilith.checkpoints.verify import verify
+from trilith.parallel_state import BadCheckpoint, Box, Layout
+
+UP, NORM = torch.arange(32.0).reshape(8, 4), torch.arange(4.0)
+
+
+def write_checkpoint(directory: Path) -> Manifest:
+    """Two tensor ranks: ``up`` cut on dim 0, ``norm`` held by both, and a tokenizer."""
+    directory.mkdir(parents=True)
+    files, parts = [], []
+    for rank in range(2):
+        name = f"tensor-{rank:02d}-of-02.safetensors"
+        writer = TensorWriter(directory / name, {"up": ("F32", (4, 4)), "norm": ("F32", (4,))})
+        writer.write("up", Box.whole((4, 4)), UP[rank * 4 : rank * 4 + 4])
+        writer.write("norm", Box.whole((4,)), NORM)
+        written = writer.close()
+        files.append(StoredFile(name=name, size=written.size, crc32=written.crc))
+        parts.append(Part(file=rank, start=(rank * 4, 0), stop=(rank * 4 + 4, 4)))
+    (directory / "tokenizer.json").write_bytes(b"{}")
+    norms = (Part(file=0, start=(0,), stop=(4,)), Part(file=1, start=(0,), stop=(4,), role="replica"))
+    manifest = Manifest(
+        kind="training",
+        model_type="llama",
+        config={"model_type": "llama", "rope_scaling": None, "rms_norm_eps": 1e-5, "name": "é"},
+        layout=Layout(tensor=2),
+        step=3,
+        seeds={"data": 1},
+        data_position={"sample": 96},
+        files=tuple(files),
+        companions=(StoredFile(name="tokenizer.json", size=2, crc32=crc32(b"{}")),),
+        tensors={
+            "up": StoredTensor(dtype="F32", shape=(8, 4), parts=tuple(parts)),
+            "norm": StoredTensor(dtype="F32", shape=(4,), parts=norms),
+        },
+    )
+    (directory / MANIFEST).write_bytes(manifest.to_bytes())
+    return manifest
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    write_checkpoint(tmp_path / "step-00000003")
+    return tmp_path / "step-00000003"
+
+
+def test_what_is_written_is_read(checkpoint: Path) -> None:
+    manifest = Manifest.load(checkpoint)
+    assert manifest.layout == Layout(tensor=2) and manifest.config["name"] == "é" and manifest.step == 3
+    assert Manifest.parse(manifest.to_bytes(), "again") == manifest
+    assert manifest.parts_of(1)["norm"].role == "replica"
+    verify(checkpoint, manifest)
+    assert len((checkpoint / MANIFEST).read_text().splitlines()) > 10  # a line each, for people
+
+
+def edited(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    def edit(directory: Path) -> None:
+        manifest = json.loads((directory / MANIFEST).read_text())
+        change(manifest)
+        (directory / MANIFEST).write_text(json.dumps(manifest))
+
+    return edit
+
+
+def raw(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    return lambda directory: void(
+        (directory / MANIFEST).write_bytes(change((directory / MANIFEST).read_bytes()))
+    )
+
+
+def void(_: object) -> None:
+    return None
+
+
+SHARD = "tensor-01-of-02.safetensors"
+
+
+def gone(directory: Path) -> None:
+    directory.rename(directory.parent / "elsewhere")
+
+
+def empty(directory: Path) -> None:
+    for path in directory.iterdir():
+        path.unlink()
+
+
+def no_shard(directory: Path) -> None:
+    (directory / SHARD).unlink()
+
+
+def short_shard(directory: Path) -> None:
+    (directory / SHARD).write_bytes((directory / SHARD).read_bytes()[:-1])
+
+
+def foreign(directory: Path) -> None:
+    save_file({"a": UP}, directory / "tensor-02-of-03.safetensors")
+
+
+def link_out(directory: Path) -> None:
+    (directory / SHARD).rename(directory.parent / "out")
+    (directory / SHARD).symlink_to("../out")
+
+
+def short_tokenizer(directory: Path) -> None:
+    (directory / "tokenizer.json").write_bytes(b"{")
+
+
+def renamed(name: str) -> Callable[[dict[str, Any]], object]:
+    return lambda m: m["files"][1].update(name=name)
+
+
+def first_part(m: dict[str, Any]) -> dict[str, Any]:
+    part: dict[str, Any] = m["tensors"]["up"]["parts"][0]
+    return part
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        pytest.param(gone, "no such directory", id="G1-missing"),
+        pytest.param(empty, "complete checkpoint", id="G2-empty"),
+        pytest.param(raw(lambda b: b[:-20]), "valid JSON", id="G5-truncated"),
+        pytest.param(raw(lambda b: b""), "valid JSON", id="G5-empty"),
+        pytest.param(raw(lambda b: b"\x80\x04."), "UTF-8", id="G5-not-JSON"),
+        pytest.param(
+            edited(lambda m: m.update(version=99)), "version: expected 1, found 99", id="G5-version-99"
+        ),
+        pytest.param(edited(lambda m: m.pop("version")), "version", id="G5-no-version"),
+        pytest.param(edited(lambda m: m.update(version=True)), "version", id="G5-version-true"),
+        pytest.param(edited(lambda m: m.pop("layout")), "layout", id="G5-no-layout"),
+        pytest.param(edited(lambda m: m["layout"].update(tensor=0)), "layout", id="G5-layout-of-0"),
+        pytest.param(edited(lambda m: m.update(surprise=1)), "surprise", id="G5-unknown-field"),
+        pytest.param(edited(lambda m: m.update(step="3")), "step", id="G5-step-is-text"),
+        pytest.param(
+            edited(lambda m: m.update(model_type="gpt2")), "config.model_type", id="G5-two-model-types"
+        ),
+        pytest.param(edited(lambda m: m["tensors"]["up"].update(dtype="F31")), "F31", id="G5-dtype"),
+        pytest.param(no_shard, f"{SHARD}: .*nothing there", id="G6-shard-missing"),
+        pytest.param(short_shard, f"{SHARD}: .*bytes", id="G7-shard-truncated"),
+        pytest.param(short_tokenizer, "tokenizer.json: .*bytes", id="G7-companion-truncated"),
+        pytest.param(foreign, "tensor-02-of-03", id="G10-foreign-file"),
+        pytest.param(edited(renamed("../x.safetensors")), "plain file name", id="G11-parent"),
+        pytest.param(edited(renamed("/etc/passwd")), "plain file name", id="G11-absolute"),
+        pytest.param(edited(renamed(MANIFEST)), "twice", id="G11-the-manifest-itself"),
+        pytest.param(link_out, "link to", id="G11-link-out"),
+        pytest.param(
+            edited(lambda m: first_part(m).update(stop=[3, 4])), r"'up'.*3:4.*nobody", id="G12-hole"
+        ),
+        pytest.param(
+            edited(lambda m: first_part(m).update(stop=[5, 4])), r"'up'.*4:5.*2 times", id="G12-overlap"
+        ),
+        pytest.param(edited(lambda m: m["tensors"]["up"]["parts"].pop()), "'up'.*nobody", id="G12-half"),
+        pytest.param(edited(lambda m: first_part(m).update(role="replica")), "nobody", id="G12-no-owner"),
+        pytest.param(edited(lambda m: first_part(m).update(file=7)), "file 7", id="G12-no-such-file"),
+        pytest.param(edited(lambda m: first_part(m).update(file=1)), "file 1", id="G12-two-parts-in-a-file"),
+        pytest.param(edited(lambda m: first_part(m).update(start=[9, 0])), "up to stop", id="G12-backwards"),
+        pytest.param(edited(lambda m: first_part(m).update(stop=[4])), "up to stop", id="G12-rank"),
+        pytest.param(edited(lambda m: first_part(m).update(start=[-1, 0])), "start", id="G12-negative"),
+    ],
+)
+def test_what_is_no_whole_checkpoint_is_refused(
+    checkpoint: Path, spoil: Callable[[Path], None], says: str
+) -> None:
+    spoil(checkpoint)
+    with pytest.raises(BadCheckpoint, match=says) as caught:
+        Manifest.load(checkpoint)
+    assert caught.value.exit_code == 4
+    assert str(checkpoint) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def flipped_weight(directory: Path) -> None:
+    flip(directory / SHARD, -1)
+
+
+def flipped_tokenizer(directory: Path) -> None:
+    flip(directory / "tokenizer.json", 0)
+
+
+def swapped(directory: Path) -> None:
+    a, b = directory / SHARD, directory / "tensor-00-of-02.safetensors"
+    a.rename(directory / "c")
+    b.rename(a)
+    (directory / "c").rename(b)
+
+
+def other_header(directory: Path) -> None:
+    raw = (directory / SHARD).read_bytes()
+    (directory / SHARD).write_bytes(raw.replace(b'"norm"', b'"nurm"'))
+
+
+def broken_header(directory: Path) -> None:
+    raw = (directory / SHARD).read_bytes()
+    (directory / SHARD).write_bytes(raw.replace(b'"norm"', b"'norm'"))
+
+
+def replica_differs(directory: Path) -> None:
+    """A replica that was already different when it was written: its checksum is right."""
+    manifest = Manifest.load(directory)
+    (directory / SHARD).unlink()
+    writer = TensorWriter(directory / SHARD, {"up": ("F32", (4, 4)), "norm": ("F32", (4,))})
+    writer.write("up", Box.whole((4, 4)), UP[4:])
+    writer.write("norm", Box.whole((4,)), NORM + 1)
+    crc = writer.close().crc
+    other = StoredFile(name=SHARD, size=manifest.files[1].size, crc32=crc)
+    manifest = manifest.model_copy(update={"files": (manifest.files[0], other)})
+    (directory / MANIFEST).write_bytes(manifest.to_bytes())
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        pytest.param(flipped_weight, f"{SHARD}: CRC-32", id="G8-bit-flip"),
+        pytest.param(flipped_tokenizer, "tokenizer.json: CRC-32", id="G8-bit-flip-in-companion"),
+        pytest.param(swapped, "CRC-32", id="G9-shards-swapped"),
+        pytest.param(other_header, f"{SHARD}: 'norm'", id="G8-header-of-another-tensor"),
+        pytest.param(broken_header, f"{SHARD}: header", id="G8-header-damaged"),
+        pytest.param(replica_differs, "'norm'.*equal replicas", id="G12-replica-differs"),
+    ],
+)
+def test_damage_that_only_the_bytes_show(checkpoint: Path, spoil: Callable[[Path], None], says: str) -> None:
+    spoil(checkpoint)
+    manifest = Manifest.load(checkpoint)
+    with pytest.raises(BadCheckpoint, match=says) as caught:
+        verify(checkpoint, manifest)
+    assert caught.value.exit_code == 4
+
+
+def test_verify_reads_every_byte_once(checkpoint: Path) -> None:
+    manifest, read = Manifest.load(checkpoint), list[int]()
+    verify(checkpoint, manifest, threads=1, progress=read.append)
+    assert sum(read) == sum(file.size for file in manifest.files)
+
+
+def test_G13_the_checkpoint_of_another_model_is_named(checkpoint: Path) -> None:
+    manifest = Manifest.load(checkpoint)
+    manifest.check_model(checkpoint, dict(manifest.config))
+    with pytest.raises(BadCheckpoint, match=r"config\.rms_norm_eps: expected 1e-06, found 1e-05"):
+        manifest.check_model(checkpoint, manifest.config | {"rms_norm_eps": 1e-6, "vocab_size": 7})
+
+
+def test_G4_an_older_complete_checkpoint_is_used_and_both_are_named(tmp_path: Path) -> None:
+    for step in (3, 10, 20):
+        write_checkpoint(step_directory(tmp_path, step))
+    assert latest_checkpoint(tmp_path).directory == step_directory(tmp_path, 20)
+    no_shard(step_directory(tmp_path, 20))
+    (step_directory(tmp_path, 10) / MANIFEST).unlink()
+    found = latest_checkpoint(tmp_path)
+    assert found.directory == step_directory(tmp_path, 3)
+    assert "step-00000020" in found.warnings[0] and "step-00000003" in found.warnings[0]
+    assert "step-00000010" in found.warnings[1]
+
+
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        pytest.param(None, "no such directory", id="G1-root-missing"),
+        pytest.param([], "found none", id="G2-root-empty"),
+        pytest.param(
+            ["step-00000003.tmp-0123456789abcdef"], "unfinished: step-00000003.tmp-01", id="G3-only-tmp"
+        ),
+        pytest.param(["step-00000007"], "step-00000007", id="G4-only-incomplete"),
+    ],
+)
+def test_no_complete_checkpoint(tmp_path: Path, names: list[str] | None, says: str) -> None:
+    root = tmp_path / "run"
+    for name in names or []:
+        (root / name).mkdir(parents=True)
+    if names == []:
+        root.mkdir()
+    with pytest.raises(BadCheckpoint, match=says) as caught:
+        latest_checkpoint(root)
+    assert caught.value.exit_code == 4
+
+
+def llama_405b(tensor: int = 8, pipeline: int = 16, layers: int = 126) -> Manifest:
+    """The manifest of a converted Llama 3.1 405B, by its shapes."""
+    d, f, v, kv = 16_384, 53_248, 128_256, 1024
+    files = tuple(
+        StoredFile(name=f"pipeline-{p:02d}.tensor-{t:02d}.safetensors", size=6 << 30, crc32=p * tensor + t)
+        for p in range(pipeline)
+        for t in range(tensor)
+    )
+    tensors = {}
+
+    def add(name: str, stage: int, shape: tuple[int, ...], dim: int | None) -> None:
+        whole, parts = Box.whole(shape), []
+        for t in range(tensor):
+            step = 0 if dim is None else shape[dim] // tensor
+            box = whole if dim is None else whole.narrow(dim, t * step, t * step + step)
+            role = "replica" if dim is None and t else "owner"
+            parts.append(Part(file=stage * tensor + t, start=box.start, stop=box.stop, role=role))
+        tensors[name] = StoredTensor(dtype="BF16", shape=shape, parts=tuple(parts))
+
+    add("embed.weight", 0, (v, d), 0)
+    for layer in range(layers):
+        stage = layer * pipeline // layers
+        rows = {"q": (d, d), "k": (kv, d), "v": (kv, d), "gate": (f, d), "up": (f, d)}
+        for name, shape in rows.items():
+            add(f"layers.{layer}.{name}.weight", stage, shape, 0)
+        add(f"layers.{layer}.o.weight", stage, (d, d), 1)
+        add(f"layers.{layer}.down.weight", stage, (d, f), 1)
+        add(f"layers.{layer}.norm1.weight", stage, (d,), None)
+        add(f"layers.{layer}.norm2.weight", stage, (d,), None)
+    add("norm.weight", pipeline - 1, (d,), None)
+    add("head.weight", pipeline - 1, (v, d), 0)
+    return Manifest(
+        kind="weights",
+        model_type="llama",
+        config={},
+        layout=Layout(tensor=tensor),
+        files=files,
+        tensors=tensors,
+    )
+
+
+def test_a_405b_manifest_is_read_and_checked_in_a_moment() -> None:
+    manifest = llama_405b()
+    text = manifest.to_bytes()
+    assert len(text) < 2 << 20
+    begin = time.process_time()
+    again = Manifest.parse(text, "405B")
+    again.check("405B")
+    parts = again.parts_of(5)
+    elapsed = time.process_time() - begin
+    assert again == manifest and len(parts) == 8 * 9 + 1
+    assert elapsed < 1.5, f"{elapsed:.2f} s"
