@@ -48,8 +48,8 @@ def run(arguments: Sequence[str], commands: Sequence[Callable[..., Any]] = COMMA
     """Run a command line; the exit code.
 
     A failure is one line ``error: ...`` on stderr: 2 for bad input or usage, 3 where a peer failed, 4 for a
-    checkpoint that cannot be used, 1 for what was not foreseen. ``--debug``, before the command's name, shows the
-    traceback first. 130 is an interrupt.
+    checkpoint that cannot be used, 1 for what was not foreseen. ``--debug``, before the command's name, shows
+    the traceback first. 130 is an interrupt.
     """
     try:
         code = make_app(commands)(list(arguments), prog_name="trilith", standalone_mode=False)
@@ -96,7 +96,7 @@ def _one_line(text: str) -> str:
 
 
 def _leave_status(code: int, message: str) -> None:
-    """As a rank under ``trilith``'s launcher: torchrun forgets the exit code, so the launcher reads it in a file."""
+    """As a rank under our launcher: torchrun forgets the exit code, so the launcher reads it in a file."""
     if os.environ.get("TRILITH_STATUS"):
         from ..training.launch import write_status
 

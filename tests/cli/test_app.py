@@ -1,4 +1,4 @@
-"""The error rule: one line, an exit code that says what kind of failure it was, and no traceback unless asked for."""
+"""The error rule: one line, an exit code that tells the kind of failure, no traceback unless asked for."""
 
 import os
 import subprocess
