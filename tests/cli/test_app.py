@@ -5,7 +5,6 @@ import subprocess
 import sys
 
 import pytest
-
 from trilith.cli.app import COMMANDS, run
 from trilith.parallel_state import BadCheckpoint, BadInput, PeerFailed
 

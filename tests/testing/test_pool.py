@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-
 from trilith.parallel_state import BadInput
 from trilith.testing import RankError, run_parallel
 from trilith.testing.pool import GRACE
