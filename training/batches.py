@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..parallel_state import BadInput
 from .interleave import Interleave
-from .order import ids_at, positions_of
+from .order import ids_at, permute, positions_of
 from .token_index import TokenPaths
 from .tokens import TokenFile
 
@@ -30,12 +30,12 @@ class Mixture:
         self.files = [file for file, _ in parts]
         self.interleave = Interleave([weight for _, weight in parts])
         for file in self.files[1:]:
-            if file.index.tokenizer != self.files[0].index.tokenizer:
+            if file.index.tokenizer_fingerprint != self.files[0].index.tokenizer_fingerprint:
                 raise BadInput(
                     TokenPaths(file.path).index,
-                    "tokenizer",
-                    expected=f"{self.files[0].index.tokenizer}, as of {self.files[0].path}",
-                    found=file.index.tokenizer,
+                    "tokenizer_fingerprint",
+                    expected=f"{self.files[0].index.tokenizer_fingerprint}, as of {self.files[0].path}",
+                    found=file.index.tokenizer_fingerprint,
                     todo="Tokenize all files of a mixture with one tokenizer",
                 )
 
@@ -73,7 +73,7 @@ class GlobalBatches:
         self._mixture = tokens if isinstance(tokens, Mixture) else Mixture([(tokens, 1)])
         self._counts = [_samples(file, sequence_length) for file in self._mixture.files]
         positions_of(0, global_batch)  # refuses a batch of nothing
-        ids_at([], 1, seed)
+        permute([], 1, seed, 0)  # refuses a bad seed
 
     @property
     def samples(self) -> int:

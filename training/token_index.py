@@ -33,7 +33,7 @@ class TokenIndex(BaseModel):
     documents: int = Field(ge=1)
     vocab_size: int = Field(ge=1, le=2**32)
     eos_id: int | None = Field(ge=0)
-    tokenizer: str
+    tokenizer_fingerprint: str
     sha256: str
     probe: str
     documents_sha256: str

@@ -28,11 +28,11 @@ class TokenWriter:
     """
 
     def __init__(
-        self, name: str | Path, *, vocab_size: int, eos_id: int | None = None, tokenizer: str = ""
+        self, name: str | Path, *, vocab_size: int, eos_id: int | None = None, tokenizer_fingerprint: str = ""
     ) -> None:
         self._paths = TokenPaths.of(name)
         self._partial = self._paths.name.with_name(self._paths.name.name + ".partial")
-        self._vocab_size, self._eos_id, self._tokenizer = vocab_size, eos_id, tokenizer
+        self._vocab_size, self._eos_id, self._fingerprint = vocab_size, eos_id, tokenizer_fingerprint
         if not 1 <= vocab_size <= 2**32:
             raise BadInput(self._paths.index, "vocab_size", expected="1 to 2**32", found=vocab_size)
         self._dtype = little_endian(dtype_for(vocab_size))
@@ -111,7 +111,7 @@ class TokenWriter:
             documents=lengths.size,
             vocab_size=self._vocab_size,
             eos_id=self._eos_id,
-            tokenizer=self._tokenizer,
+            tokenizer_fingerprint=self._fingerprint,
             sha256=self._digest.hexdigest(),
             probe=probe(self._partial / "tokens"),
             documents_sha256=documents_sha256,

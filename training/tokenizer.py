@@ -87,6 +87,7 @@ class _SentencePieceTokenizer:
         self.fingerprint = hashlib.sha256(model).hexdigest()
 
     def encode(self, text: str) -> list[int]:
+        text.encode()  # SentencePiece would raise a RuntimeError about its own types
         ids: list[int] = self._processor.EncodeAsIds(text)
         return ids
 
@@ -116,8 +117,7 @@ class _FolderTokenizer:
         self.eos_id = _id_or_none(self._tokenizer.eos_token_id)
 
     def encode(self, text: str) -> list[int]:
-        # The libraries refuse a lone surrogate with a TypeError that does not say so.
-        text.encode()
+        text.encode()  # tokenizers would raise a TypeError that does not say what is wrong
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
         return ids
 

@@ -87,7 +87,8 @@ def _train(texts: Iterable[str], vocab_size: int, model_type: str) -> bytes:
             minloglevel=2,
         )
     except (RuntimeError, OSError) as error:
-        reason = " ".join(str(error).split()).removeprefix("Internal: ")
+        # "INTERNAL: src/file.cc(123) [(condition)] The reason."
+        reason = " ".join(str(error).split()).rpartition("] ")[2].removesuffix(".")
         raise BadInput(
             "tokenizer",
             f"training a {model_type} vocabulary of {vocab_size}",
