@@ -54,6 +54,9 @@ class Disk:
         """Atomic; a file, or an empty directory, that has the new name is replaced."""
         os.rename(old, new)
 
+    def remove(self, path: Path) -> None:
+        os.unlink(path)
+
     def remove_tree(self, path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 

@@ -1,0 +1,205 @@
+"""How an output directory comes to be: beside its final place, complete, and then under its name in one step.
+
+    staging = Staging.begin(output, inputs=[source], need=bytes)   # checks, lock, a fresh directory beside it
+    ...                                                            # files written and synced into .directory
+    staging.publish(manifest)                                      # manifest last, sync, rename, sync
+
+Killed at any point, the output is absent or whole; a later run clears what an earlier one left.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import secrets
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..parallel_state import BadInput
+from .disk import Disk, writing
+from .manifest import MANIFEST
+
+_SPARE = 1.1
+_LONGEST_NAME = 255
+_IDENTITY = re.compile(r"[0-9a-f]{16}")
+
+
+def check_output(output: Path, *, inputs: Iterable[Path] = (), need: int = 0) -> None:
+    """Refuse an output that cannot be: occupied, an input, not writable, or too small for ``need`` bytes.
+
+    Nothing is created.
+    """
+    for source in inputs:
+        real, theirs = Path(os.path.realpath(output)), Path(os.path.realpath(source))
+        if real == theirs or real.is_relative_to(theirs):
+            raise BadInput(output, expected="an output outside the input", found=f"the input {source}")
+    if len(os.fsencode(output.name)) > _LONGEST_NAME:
+        raise BadInput(output, expected=f"a name of at most {_LONGEST_NAME} bytes", found="a longer one")
+    if output.is_symlink():
+        raise BadInput(output, expected="a new directory", found="a link", todo="Name its target instead")
+    if output.exists():
+        if not output.is_dir():
+            raise BadInput(output, expected="a new directory", found="a file", todo="Choose another name")
+        if any(output.iterdir()):
+            todo = "Choose another name or remove it first"
+            raise BadInput(
+                output, expected="a new or empty directory", found="one with files in it", todo=todo
+            )
+    home = next(parent for parent in Path(os.path.abspath(output)).parents if parent.exists())
+    if not home.is_dir() or not os.access(home, os.W_OK | os.X_OK):
+        raise BadInput(home, expected="a directory that we may write to", found="no permission to")
+    space = os.statvfs(home)
+    free = space.f_bavail * space.f_frsize
+    if need * _SPARE > free:
+        expected = f"{need * _SPARE / 1e9:,.1f} GB free ({need / 1e9:,.1f} GB and a tenth)"
+        raise BadInput(output, expected=expected, found=f"{free / 1e9:,.1f} GB")
+
+
+class Staging:
+    """An output in the making, held by one process. Others may write into ``directory`` too."""
+
+    def __init__(self, output: Path, directory: Path, lock: int, disk: Disk):
+        self.output, self.directory = output, directory
+        self._lock, self._disk = lock, disk
+
+    @classmethod
+    def begin(
+        cls,
+        output: Path | str,
+        *,
+        inputs: Iterable[Path] = (),
+        need: int = 0,
+        identity: str | None = None,
+        disk: Disk | None = None,
+    ) -> Staging:
+        """Check the output, lock it against other processes, and make the directory to write into.
+
+        ``identity``, 16 hexadecimal digits, names that directory (a conversion gives the hash of its plan).
+        """
+        output, disk = Path(output), disk or Disk()
+        identity = secrets.token_hex(8) if identity is None else identity
+        assert _IDENTITY.fullmatch(identity), identity
+        check_output(output, inputs=inputs, need=need)
+        with writing(output.parent):
+            _make_parents(output.parent, disk)
+        lock = _lock(output)
+        directory = _beside(output, f".tmp-{identity}")
+        try:
+            with writing(directory):
+                _remove_leftovers(output, disk)
+                disk.make_directory(directory)
+        except BaseException:
+            _unlock(output, lock)
+            raise
+        return cls(output, directory, lock, disk)
+
+    def publish(self, manifest: bytes | None = None) -> None:
+        """Give the directory its name; when this returns, a power cut cannot take it back.
+
+        Every file in it must be on the disk by now. ``manifest`` is written last of all.
+        """
+        if manifest is not None:
+            fresh = self.directory / f"{MANIFEST}.tmp"
+            self._disk.write_file(fresh, manifest)
+            with writing(self.directory / MANIFEST):
+                self._disk.rename(fresh, self.directory / MANIFEST)
+        with writing(self.directory):
+            self._disk.sync_directory(self.directory)
+        try:
+            self._disk.rename(self.directory, self.output)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EPERM):
+                raise BadInput(self.output, expected="permission to rename", found="none") from None
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                found = "files that appeared while it was being written"
+                raise BadInput(self.output, expected="a new or empty directory", found=found) from None
+            with writing(self.output):
+                raise
+        with writing(self.output.parent):
+            self._disk.sync_directory(self.output.parent)
+        self._release()
+
+    def abandon(self) -> None:
+        """Remove what was written and give up the lock. What cannot be removed keeps its telling name."""
+        if self._lock >= 0:
+            self._disk.remove_tree(self.directory)
+            self._release()
+
+    def _release(self) -> None:
+        _unlock(self.output, self._lock)
+        self._lock = -1
+
+
+@contextmanager
+def staged(
+    output: Path | str,
+    *,
+    inputs: Iterable[Path] = (),
+    need: int = 0,
+    identity: str | None = None,
+    disk: Disk | None = None,
+) -> Iterator[Staging]:
+    """``Staging.begin`` as a block: whatever leaves it before ``publish`` leaves nothing behind."""
+    staging = Staging.begin(output, inputs=inputs, need=need, identity=identity, disk=disk)
+    try:
+        yield staging
+    finally:
+        staging.abandon()
+
+
+def remove_checkpoint(directory: Path, disk: Disk | None = None) -> None:
+    """Delete a checkpoint, its manifest first: killed half way, what is left is no checkpoint."""
+    disk = disk or Disk()
+    with writing(directory):
+        disk.remove(directory / MANIFEST)
+        disk.sync_directory(directory)
+    disk.remove_tree(directory)
+
+
+def _beside(output: Path, suffix: str) -> Path:
+    """A sibling of the output, its name cut where the file system would refuse it."""
+    room = _LONGEST_NAME - len(suffix)
+    return output.parent / (os.fsencode(output.name)[:room].decode(errors="ignore") + suffix)
+
+
+def _make_parents(directory: Path, disk: Disk) -> None:
+    if not directory.exists():
+        _make_parents(directory.parent, disk)
+        disk.make_directory(directory)
+        disk.sync_directory(directory.parent)
+
+
+def _remove_leftovers(output: Path, disk: Disk) -> None:
+    """What killed runs left for this output; we hold its lock, so nobody is writing there."""
+    prefix = _beside(output, ".tmp-" + "0" * 16).name[:-16]
+    for path in output.parent.iterdir():
+        if path.name.startswith(prefix) and _IDENTITY.fullmatch(path.name[len(prefix) :]):
+            disk.remove_tree(path)
+
+
+def _lock(output: Path) -> int:
+    """An exclusive lock that the system gives up for us if we die, so a killed run blocks nobody."""
+    path = _beside(output, ".lock")
+    while True:
+        with writing(path):
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(fd)
+            found, todo = "another process writing it", "Wait for it, or choose another output"
+            raise BadInput(output, expected="an output of our own", found=found, todo=todo) from None
+        try:
+            if os.path.samestat(os.stat(path), os.fstat(fd)):
+                return fd
+        except FileNotFoundError:
+            pass
+        os.close(fd)  # its holder removed it between our two calls: that lock guards nothing any more
+
+
+def _unlock(output: Path, lock: int) -> None:
+    _beside(output, ".lock").unlink(missing_ok=True)
+    os.close(lock)
