@@ -1,1 +1,33 @@
-"""Checkpoints and Hugging Face folders: read, write, convert, verify."""
+"""Floor 4: Hugging Face folders and sharded checkpoints, read, written, converted and verified."""
+
+from .convert import convert, plan_conversion
+from .find import complete_checkpoints, latest_checkpoint, step_directory
+from .hf_folder import HFFolder
+from .loading import load_model, load_weights
+from .manifest import Manifest
+from .source import Source, read_source
+from .tensor_file import TensorFile
+from .tensor_writer import TensorWriter
+from .training import Progress, load_training, newest_checkpoint, save_training
+from .verify import verify
+
+__all__ = [
+    "HFFolder",
+    "Manifest",
+    "Progress",
+    "Source",
+    "TensorFile",
+    "TensorWriter",
+    "complete_checkpoints",
+    "convert",
+    "latest_checkpoint",
+    "load_model",
+    "load_training",
+    "load_weights",
+    "newest_checkpoint",
+    "plan_conversion",
+    "read_source",
+    "save_training",
+    "step_directory",
+    "verify",
+]

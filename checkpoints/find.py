@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..parallel_state import BadCheckpoint
-from .manifest import Manifest
+from .manifest import MANIFEST, Manifest
 
 _STEP = re.compile(r"step-(\d+)")
 _UNFINISHED = ".tmp-"
@@ -25,6 +25,12 @@ class Found:
 def step_directory(root: Path, step: int) -> Path:
     """Where the checkpoint of a step lies in the directory of its run."""
     return root / f"step-{step:08d}"
+
+
+def complete_checkpoints(root: Path) -> list[Path]:
+    """The checkpoints in ``root`` that have a manifest, by step; those being written or deleted have none."""
+    names = (path for path in root.iterdir() if _STEP.fullmatch(path.name))
+    return sorted((path for path in names if (path / MANIFEST).exists()), key=lambda path: path.name)
 
 
 def latest_checkpoint(root: Path | str) -> Found:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -10,11 +9,25 @@ from typing import Annotated, Any
 
 import typer
 
+from .convert import convert
+from .generate import generate
+from .inspect import inspect
+from .quickstart import quickstart
+from .tokenize import tokenize
+from .train import train
+
 #: Every command: a module of this room with one function. Heavy imports belong inside the function, so that
 #: ``trilith --help`` answers at once.
-COMMANDS: tuple[Callable[..., None], ...] = ()
+COMMANDS: tuple[Callable[..., None], ...] = (
+    quickstart,
+    convert,
+    inspect,
+    tokenize,
+    train,
+    generate,
+)
 
-UNEXPECTED, USAGE, INTERRUPTED = 1, 2, 130
+UNEXPECTED, USAGE, PREEMPTED, INTERRUPTED = 1, 2, 75, 130
 
 
 def make_app(commands: Sequence[Callable[..., Any]] = COMMANDS) -> typer.Typer:
@@ -60,8 +73,7 @@ def run(arguments: Sequence[str], commands: Sequence[Callable[..., Any]] = COMMA
         if _debug(arguments):
             traceback.print_exc()
         code, message = explain(error)
-        sys.stderr.write(f"error: {message}\n")
-        _leave_status(code, message)
+        sys.stderr.write(f"{'stopped' if code == PREEMPTED else 'error'}: {message}\n")
         return code
 
 
@@ -93,11 +105,3 @@ def _debug(arguments: Sequence[str]) -> bool:
 
 def _one_line(text: str) -> str:
     return " ".join(text.split())
-
-
-def _leave_status(code: int, message: str) -> None:
-    """As a rank under our launcher: torchrun forgets the exit code, so the launcher reads it in a file."""
-    if os.environ.get("TRILITH_STATUS"):
-        from ..training.launch import write_status
-
-        write_status(code, message)

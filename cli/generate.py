@@ -27,7 +27,7 @@ def generate(
     from ..models import generate as continue_tokens
     from ..training.tokenizer import load_tokenizer
 
-    text = load_tokenizer(tokenizer or read_source(source).tokenizer_folder)
+    text = load_tokenizer(tokenizer or read_source(source).path)
     model = load_model(source)
     ids = text.encode(prompt)
     out = continue_tokens(

@@ -27,15 +27,20 @@ def train(
     """
     from ..training.launch import launch, process_group, under_torchrun
     from ..training.recipe import load_recipe
-    from ..training.trainer import Trainer, open_data, plan
+    from ..training.run_plan import open_data, plan
+    from ..training.trainer import Trainer
+    from ..training.watch import watched
 
     loaded = load_recipe(recipe, overrides or [])
     layout = loaded.layout.layout
     if nproc is not None and not under_torchrun():
         layout.check_world(nproc)
     if under_torchrun() or layout.world == 1:
-        with process_group(layout, device=loaded.device) as state:
-            Trainer(loaded, state, quiet=quiet).run()
+        with (
+            process_group(layout, device=loaded.device) as state,
+            watched(Path(loaded.out) / "status", state) as beat,
+        ):
+            Trainer(loaded, state, beat=beat, quiet=quiet).run()
         return
     # Bad input is said here, once and at once, before any rank starts.
     plan(loaded)

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from types import FrameType
 
 import torch
 import torch.distributed as dist
 
-from ..parallel_state import BadInput, Layout, ParallelState
+from ..parallel_state import BadInput, Layout, ParallelState, PeerFailed
+from .status import clear_status, first_failure
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
@@ -59,60 +62,63 @@ def process_group(
     )
     try:
         yield ParallelState.start(layout, device=device)
-    finally:
-        dist.destroy_process_group()
+    except BaseException:
+        if many:
+            _leave_within(5.0)
+        raise
+    dist.destroy_process_group()
 
 
-def launch(arguments: Sequence[str], world: int, status: Path, *, threads: int | None = None) -> int:
+def launch(arguments: Sequence[str], world: int, status: Path) -> int:
     """Run ``trilith <arguments>`` on ``world`` local ranks through torchrun; the exit code of the first that
     failed.
 
-    torchrun flattens every exit code to 1, so each rank also leaves ``status/rank<r>.json``
-    (``write_status``).
+    torchrun flattens every exit code to 1, so the ranks' own words are read from the folder ``status``.
+    SIGTERM and SIGINT go on to torchrun, which hands them to the ranks.
     """
-    status.mkdir(parents=True, exist_ok=True)
-    for old in status.glob("rank*.json"):
-        old.unlink()
-    each = threads or max(1, (os.cpu_count() or 1) // world)
+    clear_status(status)
+    each = max(1, (os.cpu_count() or 1) // world)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world)]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--rdzv-id", str(os.getpid())]
     command += ["--no-python", sys.executable, "-m", "trilith.cli", *arguments]
-    environment = {"OMP_NUM_THREADS": str(each), **os.environ, "TRILITH_STATUS": str(status)}
+    environment = {"OMP_NUM_THREADS": str(each), **os.environ}
     with tempfile.TemporaryFile("w+") as log:
-        # What torchrun itself says on a failure is a page that blames the victim; it is kept for the
-        # unexpected case.
-        code = subprocess.call(command, env=environment, stderr=log)
-        if code == 0:
-            return 0
-        failed = first_failure(status)
-        if failed is None:
+        # What torchrun says on a failure is a page that blames the victim; it is kept for the unexpected
+        # case.
+        child = subprocess.Popen(command, env=environment, stderr=log)
+        with forward_signals(child):
+            code = child.wait()
+        failed = first_failure(status) if code else None
+        if failed is not None:
+            sys.stderr.write(f"error: rank {failed.rank}: {failed.error}\n")
+            return int(failed.code or 1)
+        if code:
             log.seek(0)
             sys.stderr.write(log.read())
-            return code if code > 0 else 1
-    sys.stderr.write(f"error: rank {failed['rank']}: {failed['error']}\n")
-    return int(failed["code"])
+    return code if code >= 0 else 1
 
 
-def write_status(code: int, error: str) -> None:
-    """Leave this rank's end where the launcher looks for it; does nothing without a launcher."""
-    folder = os.environ.get("TRILITH_STATUS")
-    if not folder:
-        return
-    rank = int(os.environ.get("RANK", 0))
-    path = Path(folder) / f"rank{rank}.json"
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps({"rank": rank, "code": code, "error": error, "time": _now()}))
-    temporary.replace(path)
+@contextmanager
+def forward_signals(child: subprocess.Popen[bytes]) -> Iterator[None]:
+    """While it lasts, SIGTERM and SIGINT are the child's business."""
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        if child.poll() is None:
+            child.send_signal(number)
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-def first_failure(status: Path) -> dict[str, Any] | None:
-    """The earliest status with a code other than 0."""
-    found = [json.loads(path.read_text()) for path in status.glob("rank*.json")]
-    failed = [one for one in found if one["code"]]
-    return min(failed, key=lambda one: float(one["time"])) if failed else None
+def _leave_within(seconds: float) -> None:
+    """After a failure nothing may keep this process: no peer that hangs, no collective in a destructor."""
 
+    def leave() -> None:
+        time.sleep(seconds)
+        os._exit(PeerFailed.exit_code)
 
-def _now() -> float:
-    import time
-
-    return time.time()
+    threading.Thread(target=leave, name="leave", daemon=True).start()

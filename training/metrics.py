@@ -61,7 +61,7 @@ class Terminal:
 
     def __init__(self, *, steps: int, every: int, quiet: bool = False) -> None:
         self.steps, self.every = steps, every
-        self._console = Console(stderr=True, quiet=quiet, soft_wrap=True, highlight=False)
+        self._console = Console(quiet=quiet, soft_wrap=True, highlight=False)
         self._began, self._first = time.monotonic(), -1
 
     def say(self, text: str) -> None:

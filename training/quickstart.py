@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..checkpoints import convert, load_model
+from ..checkpoints import complete_checkpoints, convert, load_model
 from ..layers import gather_logits
 from ..models import generate
 from ..parallel_state import BadInput, PeerFailed
@@ -211,8 +211,6 @@ class Quickstart:
         pyplot.close(figure)
 
     def newest(self, run: str) -> Path:
-        from ..checkpoints import complete_checkpoints
-
         found = complete_checkpoints(self.out / run / "checkpoints")
         if not found:
             raise PeerFailed(f"{self.out / run} has no checkpoint")

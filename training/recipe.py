@@ -23,27 +23,27 @@ class ModelSection(_Section):
     """
 
     init_from: str | None = Field(
-        None, description="a Hugging Face folder or a trilith checkpoint to start from"
+        default=None, description="a Hugging Face folder or a trilith checkpoint to start from"
     )
     config: str | dict[str, Any] | None = Field(
-        None, description="a config.json, or its fields, to start from scratch"
+        default=None, description="a config.json, or its fields, to start from scratch"
     )
     tokenizer: str | None = Field(
-        None, description="a tokenizer folder to carry along into checkpoints and exports"
+        default=None, description="a tokenizer folder to carry along into checkpoints and exports"
     )
 
 
 class LayoutSection(_Section):
     """How the model lies on the ranks; see `trilith.parallel_state.Layout`."""
 
-    tensor: int = Field(1, ge=1)
-    pipeline: int = Field(1, ge=1)
-    data: int = Field(1, ge=1)
-    data_replicate: int = Field(1, ge=1)
-    zero: int = Field(0, ge=0, le=3)
+    tensor: int = Field(default=1, ge=1)
+    pipeline: int = Field(default=1, ge=1)
+    data: int = Field(default=1, ge=1)
+    data_replicate: int = Field(default=1, ge=1)
+    zero: int = Field(default=0, ge=0, le=3)
     sequence: bool = False
-    split: list[int] | None = Field(None, description="blocks of each pipeline stage, by hand")
-    schedule: str = Field("1f1b", description="gpipe or 1f1b")
+    split: list[int] | None = Field(default=None, description="blocks of each pipeline stage, by hand")
+    schedule: str = Field(default="1f1b", description="gpipe or 1f1b")
 
     @property
     def layout(self) -> Layout:
@@ -62,32 +62,34 @@ class DataSection(_Section):
 
     tokens: str | list[str]
     weights: list[float] | None = Field(
-        None, description="how often each token file is drawn from; default: by size"
+        default=None, description="how often each token file is drawn from; default: by size"
     )
     sequence_length: int = Field(ge=1)
     global_batch: int = Field(ge=1, description="samples a step, over all ranks")
-    micro_batch: int = Field(1, ge=1, description="samples that a rank computes at once")
+    micro_batch: int = Field(default=1, ge=1, description="samples that a rank computes at once")
 
 
 class OptimizerSection(_Section):
     """AdamW and the learning rate's course."""
 
-    lr: float = Field(3e-4, gt=0)
+    lr: float = Field(default=3e-4, gt=0)
     betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.1, ge=0)
-    clip: float = Field(1.0, gt=0, description="largest global gradient norm")
-    schedule: str = Field("cosine", description="cosine or constant")
-    warmup: int = Field(0, ge=0, description="steps")
-    minimum_ratio: float = Field(0.1, ge=0, le=1, description="the last learning rate, as a share of lr")
-    label_smoothing: float = Field(0.0, ge=0, lt=1)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.1, ge=0)
+    clip: float = Field(default=1.0, gt=0, description="largest global gradient norm")
+    schedule: str = Field(default="cosine", description="cosine or constant")
+    warmup: int = Field(default=0, ge=0, description="steps")
+    minimum_ratio: float = Field(
+        default=0.1, ge=0, le=1, description="the last learning rate, as a share of lr"
+    )
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
 
 
 class CheckpointSection(_Section):
     """When checkpoints are written, and how many stay."""
 
-    every: int = Field(0, ge=0, description="steps between checkpoints; 0: only at the end")
-    keep: int = Field(2, ge=1, description="how many complete checkpoints stay")
+    every: int = Field(default=0, ge=0, description="steps between checkpoints; 0: only at the end")
+    keep: int = Field(default=2, ge=1, description="how many complete checkpoints stay")
 
 
 class Recipe(_Section):
@@ -96,15 +98,15 @@ class Recipe(_Section):
     out: str = Field(description="the run's folder: checkpoints, metrics.jsonl, status")
     steps: int = Field(ge=1)
     stop_after: int | None = Field(
-        None, ge=1, description="stop early at this step; the schedule still aims at `steps`"
+        default=None, ge=1, description="stop early at this step; the schedule still aims at `steps`"
     )
-    seed: int = Field(0, ge=0)
+    seed: int = Field(default=0, ge=0)
     device: Literal["cpu", "cuda"] = "cpu"
-    dtype: str = Field("float32", description="weights and moments")
+    dtype: str = Field(default="float32", description="weights and moments")
     compute: str | None = Field(
-        None, description="forward and backward; bfloat16 with float32 weights is mixed precision"
+        default=None, description="forward and backward; bfloat16 with float32 weights is mixed precision"
     )
-    log_every: int = Field(10, ge=1)
+    log_every: int = Field(default=10, ge=1)
     model: ModelSection
     layout: LayoutSection = LayoutSection()
     data: DataSection

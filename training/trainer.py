@@ -3,109 +3,51 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 
 from ..checkpoints import (
     Progress,
     load_training,
     load_weights,
     newest_checkpoint,
-    read_source,
     save_training,
 )
-from ..models import CausalLM, Family, ModelConfig, family_of
-from ..parallel_state import BadInput, Layout, ParallelState, clip_gradients, initialize, seed_of
-from .batches import GlobalBatches, Mixture
-from .data_parallel import check_zero, shard_over_data
+from ..models import CausalLM
+from ..parallel_state import (
+    BadInput,
+    Layout,
+    ParallelState,
+    PeerFailed,
+    clip_gradients,
+    first_not_finite,
+    initialize,
+    seed_of,
+)
+from .data_parallel import shard_over_data
 from .metrics import MetricsLog, StepMetrics, Terminal
 from .optimizer import learning_rate, make_adamw, set_learning_rate
 from .precision import Precision, dtype_named
-from .recipe import Recipe, read_config
+from .preempt import Preempted, StopSignals
+from .recipe import Recipe
+from .run_plan import open_data, plan
+from .status import Heartbeat
 from .step import TrainStep
-from .tokens import TokenFile
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a run will build, found out before any process starts."""
-
-    family: Family
-    config: ModelConfig
-    hf_config: Mapping[str, Any]
-    companions: list[Path]
-
-
-def plan(recipe: Recipe) -> Plan:
-    """Read the model's config and refuse a layout that cannot hold it; reads no weights, starts nothing."""
-    companions: list[Path] = []
-    if recipe.model.init_from is not None:
-        source = read_source(recipe.model.init_from)
-        raw: Mapping[str, Any] = source.config
-        companions = list(source.companions)
-        where = str(Path(recipe.model.init_from) / "config.json")
-    else:
-        raw = read_config(recipe.model)
-        where = recipe.model.config if isinstance(recipe.model.config, str) else "recipe: model.config"
-    if recipe.model.tokenizer is not None:
-        companions = tokenizer_files(Path(recipe.model.tokenizer))
-    family = family_of(raw, where)
-    config = family.from_hf(raw, where)
-    if recipe.data.sequence_length > config.max_position_embeddings:
-        raise BadInput(
-            "recipe",
-            "data.sequence_length",
-            expected=f"at most the model's {config.max_position_embeddings} positions",
-            found=recipe.data.sequence_length,
-        )
-    layout = recipe.layout.layout
-    check_zero(layout)
-    # Building every stage on the meta device refuses each cut that is not even.
-    family.declarations(config, layout, split=recipe.layout.split)
-    hf_config = raw if recipe.model.init_from is not None else family.to_hf(config) | dict(raw)
-    return Plan(family, config, hf_config, companions)
-
-
-def tokenizer_files(folder: Path) -> list[Path]:
-    """What a tokenizer folder holds, to be carried along with the weights."""
-    if not folder.is_dir():
-        raise BadInput(folder, expected="a tokenizer folder", found="no folder")
-    wanted = (
-        "tokenizer",
-        "special_tokens",
-        "vocab",
-        "merges",
-        "added_tokens",
-        "chat_template",
-        "generation_config",
-    )
-    return sorted(path for path in folder.iterdir() if path.is_file() and path.name.startswith(wanted))
-
-
-def open_data(recipe: Recipe) -> GlobalBatches:
-    """The run's batches. Raises ``BadInput`` for what the token files cannot give."""
-    names = [recipe.data.tokens] if isinstance(recipe.data.tokens, str) else recipe.data.tokens
-    files = [TokenFile.open(Path(name)) for name in names]
-    weights = recipe.data.weights
-    if weights is not None and len(weights) != len(files):
-        raise BadInput("recipe", "data.weights", expected=f"{len(files)} numbers, one a file", found=weights)
-    if len(files) == 1:
-        tokens: TokenFile | Mixture = files[0]
-    else:
-        tokens = Mixture(list(zip(files, weights or [float(len(f.tokens)) for f in files], strict=True)))
-    return GlobalBatches(tokens, recipe.data.sequence_length, recipe.data.global_batch, recipe.seed)
 
 
 class Trainer:
     """One rank's part of a run. Collective: every rank makes one and calls ``run``."""
 
-    def __init__(self, recipe: Recipe, state: ParallelState, *, quiet: bool = False) -> None:
+    def __init__(
+        self, recipe: Recipe, state: ParallelState, *, beat: Heartbeat | None = None, quiet: bool = False
+    ) -> None:
         self.recipe, self.state, self.plan = recipe, state, plan(recipe)
         self.out = Path(recipe.out)
+        self.beat = beat
         self.first = state.rank == 0
         self.terminal = Terminal(steps=recipe.steps, every=recipe.log_every, quiet=quiet or not self.first)
         self.batches = open_data(recipe)
@@ -144,9 +86,15 @@ class Trainer:
         return model
 
     def run(self, after_step: Callable[[StepMetrics], None] | None = None) -> list[StepMetrics]:
-        """Train from the newest complete checkpoint, or from the start, to the last step; the metrics of its
-        steps.
+        """Train from the newest complete checkpoint, or from the start, to the last step; the steps' metrics.
+
+        SIGTERM and SIGINT end the run after the step at hand, with a checkpoint: ``Preempted``, exit code 75.
+        A rank whose loss or gradient is not finite stops all of them before the update: ``PeerFailed``.
         """
+        with StopSignals() as self.signals:
+            return self._run(after_step)
+
+    def _run(self, after_step: Callable[[StepMetrics], None] | None) -> list[StepMetrics]:
         start = self._start()
         stop = min(self.recipe.steps, self.recipe.stop_after or self.recipe.steps)
         log = MetricsLog(self.out / "metrics.jsonl", start=start) if self.first else None
@@ -160,11 +108,24 @@ class Trainer:
             if after_step is not None:
                 after_step(metrics)
             every = self.recipe.checkpoint.every
-            if number + 1 == stop or (every and (number + 1) % every == 0):
+            asked = self._anyone_asked_to_stop()
+            if number + 1 == stop or asked or (every and (number + 1) % every == 0):
                 self._save(number + 1)
+            if asked and number + 1 < stop:
+                raise Preempted(
+                    f"asked to stop: saved after step {number + 1}; the same command goes on from there"
+                )
         if log is not None:
             log.close()
         return done
+
+    def _anyone_asked_to_stop(self) -> bool:
+        """Signals reach ranks at different moments; all of them stop after the same step."""
+        if self.state.layout.world == 1:
+            return self.signals.asked
+        asked = torch.tensor(int(self.signals.asked))
+        dist.all_reduce(asked, op=dist.ReduceOp.MAX)
+        return bool(asked)
 
     def _start(self) -> int:
         """Resume if there is a checkpoint, else load or draw the first weights; the step to begin with."""
@@ -205,6 +166,7 @@ class Trainer:
     def _one_step(self, number: int) -> StepMetrics:
         recipe, state = self.recipe, self.state
         began = time.perf_counter()
+        self._at("step", number + 1)
         # Dropout's masks follow from here: the same on the ranks of one tensor group, else different.
         torch.manual_seed(seed_of(recipe.seed, "step", number, state.data_index, state.at.pipeline))
         input_ids, labels = self.batches.batch(number, state.data_index, state.layout.data)
@@ -219,6 +181,8 @@ class Trainer:
         set_learning_rate(self.optimizer, lr)
         loss = self.step(input_ids.to(state.device), labels.to(state.device))
         norm = clip_gradients(self.model, recipe.optimizer.clip, state=state)
+        if not bool(torch.isfinite(loss) & torch.isfinite(norm)):
+            self._name_the_culprit(number)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         value, grad_norm = float(loss), float(norm)
@@ -226,11 +190,26 @@ class Trainer:
         tokens = recipe.data.global_batch * recipe.data.sequence_length
         return StepMetrics(number, value, grad_norm, lr, tokens, tokens / seconds, seconds)
 
+    def _at(self, phase: str, step: int) -> None:
+        if self.beat is not None:
+            self.beat.at(phase, step)
+
+    def _name_the_culprit(self, number: int) -> NoReturn:
+        """Loss and norm are the same on every rank, so all come here, before the update."""
+        mine = first_not_finite(self.model)
+        found: list[str | None] = [None] * self.state.layout.world
+        dist.all_gather_object(found, mine)
+        first = next(
+            (f"rank {rank}: the gradient of {name}" for rank, name in enumerate(found) if name), "the loss"
+        )
+        raise PeerFailed(f"step {number + 1}: {first} is not finite; nothing was updated")
+
     @property
     def checkpoints(self) -> Path:
         return self.out / "checkpoints"
 
     def _save(self, step: int) -> None:
+        self._at("save", step)
         layout: Layout = self.state.layout
         path = save_training(
             self.checkpoints,

@@ -1,0 +1,139 @@
+"""The pure plan of a conversion: which files are written, which tensors they hold, which bytes those come
+from.
+
+Computed from headers and declarations alone; it can be printed, and works for models far larger than this
+machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from ..parallel_state import Box, Layout, holdings
+from .dtypes import BITS
+from .hf_export import MAX_SHARD_SIZE, plan_shards
+from .manifest import Part, StoredTensor
+from .plan import Copy, Tie, copies
+from .source import Source
+from .training_names import MOMENTS, moment_name
+
+
+@dataclass(frozen=True, slots=True)
+class OutputTensor:
+    """``box`` of the whole tensor ``name``, written as ``dtype`` from ``copies`` (whose targets count in the
+    whole).
+    """
+
+    name: str
+    dtype: str
+    box: Box
+    copies: tuple[Copy, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.box.shape) * BITS[self.dtype] // 8
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFile:
+    """One file of weights to write."""
+
+    name: str
+    tensors: tuple[OutputTensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """``layout`` is ``None`` for a Hugging Face folder; ``tensors`` is then empty, else what the manifest
+    says of each.
+    """
+
+    source: Source
+    files: tuple[OutputFile, ...]
+    layout: Layout | None
+    split: tuple[int, ...] | None
+    tensors: dict[str, StoredTensor]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(file.nbytes for file in self.files)
+
+    @property
+    def keeps_moments(self) -> bool:
+        return any(name.startswith("optimizer.") for name in self.tensors)
+
+
+def plan_to_hf(
+    source: Source, *, dtype: str | None = None, max_shard_size: int = MAX_SHARD_SIZE
+) -> Conversion:
+    """To a Hugging Face folder: weights only, under HF's names, sharded as transformers does."""
+    _, shapes = source.family.links(source.model_config)
+    tie = source.tie(to_hf=True)
+    tensors = {name: _output(source, name, Box.whole(shape), tie, dtype) for name, shape in shapes.items()}
+    shards = plan_shards({name: (one.dtype, one.box.shape) for name, one in tensors.items()}, max_shard_size)
+    files = tuple(OutputFile(file, tuple(tensors[name] for name in names)) for file, names in shards.items())
+    return Conversion(source, files, None, None, {})
+
+
+def plan_to_sharded(
+    source: Source,
+    *,
+    tensor: int,
+    pipeline: int,
+    split: Sequence[int] | None = None,
+    dtype: str | None = None,
+) -> Conversion:
+    """To ``tensor`` x ``pipeline`` files, each complete by itself; with both moments if the source has them.
+
+    Raises ``BadInput`` for a layout that the model cannot be cut into.
+    """
+    layout = Layout(tensor=tensor, pipeline=pipeline)
+    stages = source.family.declarations(source.model_config, layout, split=split)
+    weights = holdings(stages, layout, sharded=False, replicas=True)
+    table = dict(weights)
+    training = source.manifest is not None and source.manifest.kind == "training"
+    if training:
+        table |= {moment_name(moment, name): held for moment in MOMENTS for name, held in weights.items()}
+    tie = source.tie()
+    outputs: list[list[OutputTensor]] = [[] for _ in range(layout.world)]
+    stored = {}
+    for name, held in table.items():
+        cast = dtype if name in weights else None
+        made = {one.box: _output(source, name, one.box, tie, cast) for one in held}
+        for one in held:
+            outputs[one.rank].append(made[one.box])
+        stored[name] = StoredTensor(
+            dtype=made[held[0].box].dtype,
+            shape=tuple(max(stops) for stops in zip(*(one.box.stop for one in held), strict=True)),
+            parts=tuple(
+                Part(
+                    file=one.rank,
+                    start=one.box.start,
+                    stop=one.box.stop,
+                    role="owner" if one.owner else "replica",
+                )
+                for one in held
+            ),
+        )
+    files = tuple(OutputFile(file_name(rank, layout), tuple(tensors)) for rank, tensors in enumerate(outputs))
+    return Conversion(source, files, layout, None if split is None else tuple(split), stored)
+
+
+def file_name(rank: int, layout: Layout) -> str:
+    """``pipeline-00-of-02.tensor-00-of-04.safetensors``."""
+    at = layout.coordinates(rank)
+    return (
+        f"pipeline-{at.pipeline:02d}-of-{layout.pipeline:02d}."
+        f"tensor-{at.tensor:02d}-of-{layout.tensor:02d}.safetensors"
+    )
+
+
+def _output(source: Source, name: str, box: Box, tie: Tie, dtype: str | None) -> OutputTensor:
+    made = copies(name, box, source.catalog, tie)
+    return OutputTensor(name, dtype or source.dtype_of(made), box, tuple(made))

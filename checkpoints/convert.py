@@ -1,0 +1,159 @@
+"""Conversion and resharding: Hugging Face folder or checkpoint in, Hugging Face folder or checkpoint out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from ..parallel_state import BadInput, Layout
+from .commit import staged
+from .companions import store_companion
+from .conversion import Conversion, OutputTensor, plan_to_hf, plan_to_sharded
+from .dtypes import BITS, TORCH, WEIGHTS
+from .hf_export import HFFolderWriter
+from .manifest import Manifest, StoredFile
+from .source import Source, read_source
+from .tensor_writer import TensorWriter
+
+Form = Literal["hf", "sharded"]
+Report = Callable[[int], None]
+
+
+def convert(
+    src: str | Path,
+    dst: str | Path,
+    *,
+    to: Form | None = None,
+    tensor: int = 1,
+    pipeline: int = 1,
+    split: Sequence[int] | None = None,
+    dtype: str | None = None,
+    allow_nonfinite: bool = False,
+    progress: Report = lambda done: None,
+) -> Conversion:
+    """Write ``src`` anew as ``dst``: cut for ``tensor`` x ``pipeline``, or as a Hugging Face folder.
+
+    ``to`` defaults to the other form when no layout is asked for. Moments come along between checkpoints; a
+    Hugging Face folder holds weights only. ``dtype`` (``bfloat16`` and so on) casts the weights, and refuses
+    if a number overflows. ``progress`` gets the bytes written since the last call. Nothing is left behind on
+    a failure.
+    """
+    plan = plan_conversion(src, to=to, tensor=tensor, pipeline=pipeline, split=split, dtype=dtype)
+    source = plan.source
+    with staged(Path(dst), inputs=[source.path], need=plan.nbytes) as staging:
+        if plan.layout is None:
+            _write_hf(plan, staging.directory, allow_nonfinite, progress)
+            staging.publish()
+        else:
+            manifest = _write_sharded(plan, plan.layout, staging.directory, allow_nonfinite, progress)
+            manifest.check(dst)
+            staging.publish(manifest.to_bytes())
+    return plan
+
+
+def plan_conversion(
+    src: str | Path,
+    *,
+    to: Form | None = None,
+    tensor: int = 1,
+    pipeline: int = 1,
+    split: Sequence[int] | None = None,
+    dtype: str | None = None,
+) -> Conversion:
+    """What ``convert`` would do, from headers alone; raises what it would raise."""
+    source = read_source(src)
+    name = _dtype_name(dtype)
+    form = to or ("sharded" if source.manifest is None or tensor * pipeline > 1 else "hf")
+    if form == "sharded":
+        return plan_to_sharded(source, tensor=tensor, pipeline=pipeline, split=split, dtype=name)
+    if tensor * pipeline > 1:
+        raise BadInput(
+            "convert", "--to hf", expected="no layout", found=f"tensor {tensor}, pipeline {pipeline}",
+            todo="A Hugging Face folder is whole: leave out --tensor and --pipeline",
+        )  # fmt: skip
+    return plan_to_hf(source, dtype=name)
+
+
+def _dtype_name(dtype: str | None) -> str | None:
+    if dtype is None:
+        return None
+    names = {str(TORCH[name]).removeprefix("torch."): name for name in WEIGHTS}
+    if dtype not in names:
+        raise BadInput("convert", "--dtype", expected=f"one of {', '.join(names)}", found=repr(dtype))
+    return names[dtype]
+
+
+def _write_hf(plan: Conversion, directory: Path, allow_nonfinite: bool, progress: Report) -> None:
+    outputs = {one.name: one for file in plan.files for one in file.tensors}
+    writer = HFFolderWriter(
+        directory,
+        _config(plan),
+        {name: (one.dtype, one.box.shape) for name, one in outputs.items()},
+        companions=plan.source.companions,
+    )
+    try:
+        for name, one in outputs.items():
+            _copy(plan.source, one, writer.writers[writer.place[name]], allow_nonfinite, progress)
+        writer.finish()
+    finally:
+        writer.abandon()
+
+
+def _config(plan: Conversion) -> dict[str, Any]:
+    """The source's config, its dtype told anew where the weights were cast."""
+    config = dict(plan.source.config)
+    dtypes = {one.dtype for file in plan.files for one in file.tensors}
+    if len(dtypes) == 1:
+        name = str(TORCH[dtypes.pop()]).removeprefix("torch.")
+        for key in ("dtype", "torch_dtype"):
+            if config.get(key) not in (None, name):
+                config[key] = name
+    return config
+
+
+def _write_sharded(
+    plan: Conversion, layout: Layout, directory: Path, allow_nonfinite: bool, progress: Report
+) -> Manifest:
+    files = []
+    for file in plan.files:
+        spec = {one.name: (one.dtype, one.box.shape) for one in file.tensors}
+        writer = TensorWriter(directory / file.name, spec)
+        try:
+            for one in file.tensors:
+                _copy(plan.source, one, writer, allow_nonfinite, progress)
+            written = writer.close()
+        finally:
+            writer.abandon()
+        files.append(StoredFile(name=file.name, size=written.size, crc32=written.crc))
+    old = plan.source.manifest
+    return Manifest(
+        kind="training" if plan.keeps_moments else "weights",
+        model_type=plan.source.family.model_type,
+        config=_config(plan),
+        layout=layout,
+        step=old.step if old else None,
+        data_position=old.data_position if old else None,
+        seeds=old.seeds if old else {},
+        state={"split": list(plan.split) if plan.split else None},
+        companions=tuple(store_companion(path, directory) for path in plan.source.companions),
+        files=tuple(files),
+        tensors=plan.tensors,
+    )
+
+
+def _copy(
+    source: Source, one: OutputTensor, writer: TensorWriter, allow_nonfinite: bool, progress: Report
+) -> None:
+    values = source.gather(one.name, one.box, one.copies, finite=not allow_nonfinite)
+    if values.dtype != TORCH[one.dtype]:
+        cast = values.to(TORCH[one.dtype])
+        overflowed = int((~torch.isfinite(cast) & torch.isfinite(values)).sum())
+        if overflowed:
+            expected, found = f"numbers that fit {one.dtype}", f"{overflowed:,} that overflow"
+            raise BadInput(source.path, one.name, expected=expected, found=found)
+        values = cast
+    writer.write(one.name, one.box.within(one.box), values.contiguous())
+    progress(values.numel() * BITS[one.dtype] // 8)

@@ -1,0 +1,137 @@
+"""Weights to read from, whatever their form: a Hugging Face folder or a checkpoint, as one catalog."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..models import Family, ModelConfig, family_of
+from ..parallel_state import BadInput, Box
+from .expectation import expected_tensors
+from .find import latest_checkpoint
+from .hf_folder import CONFIG, HFFolder
+from .manifest import MANIFEST, Manifest
+from .plan import Copy, Stored, Tie, Whole, copies
+from .tensor_file import TensorFile
+
+
+@dataclass
+class Source:
+    """``config`` is Hugging Face's dict; ``companions`` are the files that travel along (tokenizer and the
+    like).
+
+    ``manifest`` is ``None`` for a Hugging Face folder. ``catalog`` is under the names of the source itself.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    companions: list[Path]
+    files: list[TensorFile]
+    catalog: Mapping[str, Whole]
+    manifest: Manifest | None = None
+    warnings: list[str] = field(default_factory=list)
+
+    @cached_property
+    def family(self) -> Family:
+        return family_of(self.config, self._config_file)
+
+    @cached_property
+    def model_config(self) -> ModelConfig:
+        return self.family.from_hf(self.config, self._config_file)
+
+    @property
+    def _config_file(self) -> str:
+        return str(self.path / (CONFIG if self.manifest is None else MANIFEST))
+
+    def tie(self, *, to_hf: bool = False) -> Tie:
+        """From wanted names, ours or (``to_hf``) Hugging Face's, to the names in ``catalog``."""
+        stored_as_hf = self.manifest is None
+        if stored_as_hf == to_hf:
+            return Tie(None)
+        links, _ = self.family.links(self.model_config)
+        return Tie(links, to_hf=to_hf)
+
+    def dtype_of(self, made: Iterable[Copy]) -> str:
+        """The format's name of the dtype that these copies read."""
+        return next(iter({self.files[copy.file].tensors[copy.key].dtype for copy in made}))
+
+    def read(self, name: str, box: Box, tie: Tie, *, finite: bool = True) -> Tensor:
+        """Box ``box`` of the tensor that ``tie`` knows as ``name``, in the stored dtype.
+
+        It is filled with NaN first and each element is set once. Raises ``BadInput`` for numbers that are not
+        finite, unless ``finite`` is false.
+        """
+        return self.gather(name, box, copies(name, box, self.catalog, tie), finite=finite)
+
+    def gather(self, name: str, box: Box, made: Iterable[Copy], *, finite: bool = True) -> Tensor:
+        """The numbers that these copies bring together in ``box`` of the tensor ``name``; see ``read``."""
+        pieces = [(copy, self.files[copy.file].read(copy.key, copy.source)) for copy in made]
+        if not pieces:
+            return torch.empty(box.shape)
+        if len(pieces) == 1 and not pieces[0][0].transpose:
+            out = pieces[0][1]
+        else:
+            first = pieces[0][1]
+            fill = float("nan") if first.is_floating_point() else 0
+            out = torch.full(box.shape, fill, dtype=first.dtype)
+            for copy, piece in pieces:
+                out[copy.target.within(box).slices] = piece.T if copy.transpose else piece
+        if finite and out.is_floating_point() and not bool(torch.isfinite(out).all()):
+            raise BadInput(self.path, name, expected="finite numbers", found="a NaN or an infinity")
+        return out
+
+
+def read_source(path: str | Path, *, allow_symlinks: bool = False) -> Source:
+    """Open a Hugging Face folder, a checkpoint, or a run's newest checkpoint; reads headers, no weights.
+
+    Raises ``BadInput`` or ``BadCheckpoint`` for what is not one, is incomplete, or does not hold what its
+    config says.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise BadInput(path, expected="a Hugging Face folder or a checkpoint", found="no such folder")
+    if (path / MANIFEST).exists():
+        return _sharded(path, Manifest.load(path))
+    for folder in (path, path / "checkpoints"):
+        if folder.is_dir() and any(folder.glob("step-*")):
+            found = latest_checkpoint(folder)
+            source = _sharded(found.directory, found.manifest)
+            source.warnings.extend(found.warnings)
+            return source
+    return _hugging_face(path, allow_symlinks)
+
+
+def _sharded(path: Path, manifest: Manifest) -> Source:
+    catalog = {
+        name: Whole(
+            tensor.shape,
+            tensor.dtype,
+            tuple(Stored(part.file, name, part.box) for part in tensor.parts if part.role == "owner"),
+        )
+        for name, tensor in manifest.tensors.items()
+    }
+    companions = [path / companion.name for companion in manifest.companions]
+    files = list(manifest.open_files(path))
+    return Source(path, dict(manifest.config), companions, files, catalog, manifest)
+
+
+def _hugging_face(path: Path, allow_symlinks: bool) -> Source:
+    folder = HFFolder(path, allow_symlinks=allow_symlinks)
+    family = family_of(folder.config, str(path / CONFIG))
+    config = family.from_hf(folder.config, str(path / CONFIG))
+    found = expected_tensors(folder, family, config)
+    files = list({id(file): file for file, _ in found.values()}.values())
+    numbers = {id(file): number for number, file in enumerate(files)}
+    catalog = {}
+    for name, (file, key) in found.items():
+        entry = file.tensors[key]
+        catalog[name] = Whole(
+            entry.shape, entry.dtype, (Stored(numbers[id(file)], key, Box.whole(entry.shape)),)
+        )
+    return Source(path, folder.config, folder.companions, files, catalog, None, folder.warnings)

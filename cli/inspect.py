@@ -1,0 +1,71 @@
+"""``trilith inspect DIR``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def inspect(
+    source: Annotated[
+        Path, typer.Argument(help="a Hugging Face folder, a checkpoint, or a run's folder", metavar="DIR")
+    ],
+    tensor: Annotated[str | None, typer.Option("--tensor", help="statistics of one tensor")] = None,
+) -> None:
+    """What a folder of weights holds: model, layout that wrote it, step, files, tensors. Reads no weights.
+
+    With --tensor NAME also its smallest, largest, mean and spread.
+    """
+    from math import prod
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from ..checkpoints import read_source
+    from ..parallel_state import BadInput
+
+    found = read_source(source)
+    console = Console(highlight=False, soft_wrap=True)
+    manifest = found.manifest
+    kind = "Hugging Face folder" if manifest is None else f"checkpoint ({manifest.kind})"
+    parameters = sum(
+        prod(one.shape) for name, one in found.catalog.items() if not name.startswith("optimizer.")
+    )
+    console.print(
+        f"{found.path}: {kind} of {found.family.model_type}, {parameters:,} parameters", markup=False
+    )
+    if manifest is not None:
+        console.print(
+            f"layout: {manifest.layout}" + (f"; step {manifest.step}" if manifest.step is not None else "")
+        )
+    for warning in found.warnings:
+        console.print(f"warning: {warning}", markup=False)
+    if tensor is not None:
+        if tensor not in found.catalog:
+            raise BadInput(found.path, tensor, expected="a tensor of this name", found="none")
+        from ..parallel_state import Box
+
+        whole = found.catalog[tensor]
+        values = found.read(
+            tensor, Box.whole(whole.shape), found.tie(to_hf=manifest is None), finite=False
+        ).double()
+        console.print(
+            f"{tensor}  {whole.dtype} {list(whole.shape)}  min {values.min():.6g}  max {values.max():.6g}  "
+            f"mean {values.mean():.6g}  std {values.std():.6g}",
+            markup=False,
+        )
+        return
+    files = Table(title="files", title_justify="left")
+    for column in ("file", "tensors", "bytes"):
+        files.add_column(column, justify="left" if column == "file" else "right")
+    for file in found.files:
+        files.add_row(file.path.name, f"{len(file.tensors):,}", f"{file.size:,}")
+    console.print(files)
+    tensors = Table(title="tensors", title_justify="left")
+    for column in ("name", "dtype", "shape", "parts"):
+        tensors.add_column(column)
+    for name, whole in found.catalog.items():
+        tensors.add_row(name, whole.dtype, str(list(whole.shape)), str(len(whole.parts)))
+    console.print(tensors)

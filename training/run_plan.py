@@ -1,0 +1,86 @@
+"""What a run will build, found out from its recipe before any process starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..checkpoints import read_source
+from ..models import Family, ModelConfig, family_of
+from ..parallel_state import BadInput
+from .batches import GlobalBatches, Mixture
+from .data_parallel import check_zero
+from .recipe import Recipe, read_config
+from .tokens import TokenFile
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will build, found out before any process starts."""
+
+    family: Family
+    config: ModelConfig
+    hf_config: Mapping[str, Any]
+    companions: list[Path]
+
+
+def plan(recipe: Recipe) -> Plan:
+    """Read the model's config and refuse a layout that cannot hold it; reads no weights, starts nothing."""
+    companions: list[Path] = []
+    if recipe.model.init_from is not None:
+        source = read_source(recipe.model.init_from)
+        raw: Mapping[str, Any] = source.config
+        companions = list(source.companions)
+        where = str(Path(recipe.model.init_from) / "config.json")
+    else:
+        raw = read_config(recipe.model)
+        where = recipe.model.config if isinstance(recipe.model.config, str) else "recipe: model.config"
+    if recipe.model.tokenizer is not None:
+        companions = tokenizer_files(Path(recipe.model.tokenizer))
+    family = family_of(raw, where)
+    config = family.from_hf(raw, where)
+    if recipe.data.sequence_length > config.max_position_embeddings:
+        raise BadInput(
+            "recipe",
+            "data.sequence_length",
+            expected=f"at most the model's {config.max_position_embeddings} positions",
+            found=recipe.data.sequence_length,
+        )
+    layout = recipe.layout.layout
+    check_zero(layout)
+    # Building every stage on the meta device refuses each cut that is not even.
+    family.declarations(config, layout, split=recipe.layout.split)
+    hf_config = raw if recipe.model.init_from is not None else family.to_hf(config) | dict(raw)
+    return Plan(family, config, hf_config, companions)
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """What a tokenizer folder holds, to be carried along with the weights."""
+    if not folder.is_dir():
+        raise BadInput(folder, expected="a tokenizer folder", found="no folder")
+    wanted = (
+        "tokenizer",
+        "special_tokens",
+        "vocab",
+        "merges",
+        "added_tokens",
+        "chat_template",
+        "generation_config",
+    )
+    return sorted(path for path in folder.iterdir() if path.is_file() and path.name.startswith(wanted))
+
+
+def open_data(recipe: Recipe) -> GlobalBatches:
+    """The run's batches. Raises ``BadInput`` for what the token files cannot give."""
+    names = [recipe.data.tokens] if isinstance(recipe.data.tokens, str) else recipe.data.tokens
+    files = [TokenFile.open(Path(name)) for name in names]
+    weights = recipe.data.weights
+    if weights is not None and len(weights) != len(files):
+        raise BadInput("recipe", "data.weights", expected=f"{len(files)} numbers, one a file", found=weights)
+    if len(files) == 1:
+        tokens: TokenFile | Mixture = files[0]
+    else:
+        tokens = Mixture(list(zip(files, weights or [float(len(f.tokens)) for f in files], strict=True)))
+    return GlobalBatches(tokens, recipe.data.sequence_length, recipe.data.global_batch, recipe.seed)

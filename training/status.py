@@ -1,0 +1,166 @@
+"""What each rank leaves on disk while it runs and when it ends: ``status/rank<r>.json``, and how to read
+blame from it.
+
+torchrun flattens every exit code to 1 and shows the victim of a hang, not its cause; the run's folder is
+where all ranks, on all hosts, can see each other without a collective.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Self
+
+#: A rank whose file is older than this many seconds is silent. Ranks beat once a second.
+SILENT_AFTER = 4.0
+_BEAT = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class RankStatus:
+    """``code`` is ``None`` while the rank runs, then its exit code; ``time`` is when it was last alive
+    (epoch, s).
+    """
+
+    rank: int
+    code: int | None
+    phase: str
+    step: int
+    error: str
+    time: float
+    pid: int
+    host: str
+
+    @property
+    def silent(self) -> bool:
+        """Whether it neither ended nor lives: its process is gone or stopped here, or its last beat is long
+        ago.
+        """
+        if self.code is not None:
+            return False
+        if self.host == socket.gethostname() and _state_of(self.pid) in ("", "Z", "X", "T"):
+            return True
+        return time.time() - self.time > SILENT_AFTER
+
+
+def _state_of(pid: int) -> str:
+    """Linux's letter for a process: Z for a dead one not yet waited for, T for a stopped one; empty if there
+    is none.
+    """
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "" if Path("/proc/self").exists() else "?"
+
+
+class Heartbeat:
+    """Writes this rank's status every second from a thread, so that a rank that waits is alive and one that
+    was stopped or killed is silent. Leaving the context without ``end`` says that it ended well.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._path = folder / f"rank{rank}.json"
+        self._status = RankStatus(rank, None, "start", 0, "", 0.0, os.getpid(), socket.gethostname())
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._write()
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        if self._status.code is None and error is None:
+            self.end(0)
+        self._stop()
+
+    def at(self, phase: str, step: int) -> None:
+        """What this rank does now; written with the next beat."""
+        self._status = _changed(self._status, phase=phase, step=step)
+
+    @property
+    def place(self) -> str:
+        return f"{self._status.phase} of step {self._status.step}"
+
+    def end(self, code: int, error: str = "") -> None:
+        """The last word of this rank; written at once. The first call counts."""
+        if self._status.code is None:
+            self._stop()
+            self._status = _changed(self._status, code=code, error=error)
+            self._write()
+
+    def _stop(self) -> None:
+        self._done.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _beat(self) -> None:
+        while not self._done.wait(_BEAT):
+            self._write()
+
+    def _write(self) -> None:
+        with self._lock:
+            self._status = _changed(self._status, time=time.time())
+            temporary = self._path.with_suffix(".tmp")
+            temporary.write_text(json.dumps(asdict(self._status)))
+            temporary.replace(self._path)
+
+
+def _changed(status: RankStatus, **changes: object) -> RankStatus:
+    return RankStatus(**(asdict(status) | changes))
+
+
+def read_status(folder: Path) -> list[RankStatus]:
+    """Every rank's status, by rank."""
+    found = [RankStatus(**json.loads(path.read_text())) for path in folder.glob("rank*.json")]
+    return sorted(found, key=lambda status: status.rank)
+
+
+def clear_status(folder: Path) -> None:
+    """Forget an earlier run's."""
+    for path in folder.glob("rank*.json"):
+        path.unlink()
+
+
+def first_failure(folder: Path) -> RankStatus | None:
+    """The earliest end with a code other than 0, a peer's failure (code 3) counting only if there is no
+    cause.
+    """
+    failed = [status for status in read_status(folder) if status.code]
+    causes = [status for status in failed if status.code != 3] or failed
+    return min(causes, key=lambda status: status.time, default=None)
+
+
+def blame(folder: Path, world: int, *, but: int, wait: float = 1.5) -> str:
+    """Which of the other ranks failed, or fell silent, as a sentence; empty if all are alive after ``wait``
+    seconds.
+    """
+    deadline = time.monotonic() + wait
+    while True:
+        said = _accusations(folder, world, but)
+        if said or time.monotonic() > deadline:
+            return said
+        time.sleep(0.1)
+
+
+def _accusations(folder: Path, world: int, but: int) -> str:
+    known = {status.rank: status for status in read_status(folder)}
+    said = []
+    for rank in set(range(world)) - {but}:
+        status = known.get(rank)
+        if status is None:
+            said.append(f"rank {rank} never started")
+        elif status.code and status.code != 3:
+            said.append(f"rank {rank} failed in {status.phase} of step {status.step}: {status.error}")
+        elif status.silent:
+            said.append(
+                f"rank {rank} died or hangs in {status.phase} of step {status.step} (pid {status.pid})"
+            )
+    return "; ".join(said)
