@@ -64,6 +64,13 @@ class ColumnParallelLinear(nn.Module):
                 self.add_module(name, holder)
             rows = _Rows(holder, in_features, features, bias, unit, name in shared, initial, self.state)
             self.parts.append(rows)
+        if gather_output and any(part.slice is not None for part in self.parts):
+            raise BadInput(
+                "linear",
+                "gather_output",
+                expected=f"outputs whose units tensor={self.state.tensor_size} divides",
+                found=f"shared units in {dict(outputs)}",
+            )
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
         x = enter_tensor(x, self.state)

@@ -1,0 +1,125 @@
+"""Each collective pair is its own transpose, which is what makes gradients right; and free on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from trilith.layers import (
+    copy_to_tensor,
+    enter_tensor,
+    gather_from_tensor,
+    gather_sequence,
+    leave_tensor,
+    reduce_from_tensor,
+    scatter_sequence,
+    split_to_tensor,
+)
+from trilith.parallel_state import BadInput, Layout, ParallelState
+from trilith.testing import run_parallel
+
+#: For each pair whether its input, and its output, is one tensor that all ranks hold alike.
+PAIRS: dict[str, tuple[Callable[..., Tensor], bool, bool]] = {
+    "copy_to_tensor": (copy_to_tensor, True, False),
+    "reduce_from_tensor": (reduce_from_tensor, False, True),
+    "split_to_tensor": (split_to_tensor, True, False),
+    "gather_from_tensor": (gather_from_tensor, False, True),
+    "gather_sequence": (gather_sequence, False, False),
+    "scatter_sequence": (scatter_sequence, False, False),
+}
+
+
+def random(shape: tuple[int, ...], seed: int, *, alike: bool) -> Tensor:
+    own = 0 if alike else 1 + dist.get_rank()
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(100 * seed + own))
+
+
+def inner_product(a: Tensor, b: Tensor, *, alike: bool) -> float:
+    """Over the ranks together: once for what they hold alike, else the sum."""
+    value = (a * b).sum().detach()
+    if alike:
+        return float(value)
+    dist.all_reduce(value)
+    return float(value)
+
+
+def products(name: str, dim: int | None) -> tuple[float, float, tuple[int, ...]]:
+    """``<f(x), y>`` and ``<x, f*(y)>``, and the shape of ``f(x)`` for x of (2, 8, 12)."""
+    pair, whole_in, whole_out = PAIRS[name]
+    state = ParallelState.start(Layout.of(tensor=dist.get_world_size()))
+    x = random((2, 8, 12), 1, alike=whole_in).requires_grad_()
+    y = pair(x, state) if dim is None else pair(x, state, dim=dim)
+    seed = random(tuple(y.shape), 2, alike=whole_out)
+    (grad,) = torch.autograd.grad(y, x, seed)
+    assert grad.shape == x.shape
+    if whole_out:
+        copies = y.detach().clone()
+        dist.broadcast(copies, 0)
+        assert torch.equal(copies, y), "the ranks' copies differ"
+    if whole_in:
+        copies = grad.clone()
+        dist.broadcast(copies, 0)
+        assert torch.equal(copies, grad), "the ranks' gradients differ"
+    return inner_product(y, seed, alike=whole_out), inner_product(x, grad, alike=whole_in), tuple(y.shape)
+
+
+@pytest.mark.parametrize("tensor", [2, 4])
+@pytest.mark.parametrize(
+    ("name", "dim", "shape"),
+    [
+        ("copy_to_tensor", None, lambda n: (2, 8, 12)),
+        ("reduce_from_tensor", None, lambda n: (2, 8, 12)),
+        ("split_to_tensor", -1, lambda n: (2, 8, 12 // n)),
+        ("split_to_tensor", 1, lambda n: (2, 8 // n, 12)),
+        ("gather_from_tensor", -1, lambda n: (2, 8, 12 * n)),
+        ("gather_from_tensor", 0, lambda n: (2 * n, 8, 12)),
+        ("gather_sequence", 1, lambda n: (2, 8 * n, 12)),
+        ("gather_sequence", 0, lambda n: (2 * n, 8, 12)),
+        ("scatter_sequence", 1, lambda n: (2, 8 // n, 12)),
+        ("scatter_sequence", -1, lambda n: (2, 8, 12 // n)),
+    ],
+)
+def test_backward_is_the_transpose_of_forward(
+    name: str, dim: int | None, shape: Callable[[int], tuple[int, ...]], tensor: int
+) -> None:
+    for forward, backward, found in run_parallel(products, tensor, name, dim):
+        assert found == shape(tensor)
+        assert forward == pytest.approx(backward, rel=1e-12)
+
+
+def values(dim: int) -> dict[str, Tensor]:
+    state = ParallelState.start(Layout.of(tensor=dist.get_world_size()))
+    whole, own = torch.arange(16.0).reshape(4, 4), torch.full((4, 4), 1.0 + dist.get_rank())
+    return {
+        "reduced": reduce_from_tensor(own, state),
+        "piece": split_to_tensor(whole, state, dim=dim),
+        "gathered": gather_from_tensor(split_to_tensor(whole, state, dim=dim), state, dim=dim),
+        "sequence": gather_sequence(split_to_tensor(whole, state, dim=dim), state, dim=dim),
+        "scattered": scatter_sequence(whole * own, state, dim=dim),
+    }
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_pieces_lie_in_rank_order(dim: int) -> None:
+    whole = torch.arange(16.0).reshape(4, 4)
+    for rank, found in enumerate(run_parallel(values, 4, dim)):
+        assert torch.equal(found["reduced"], torch.full((4, 4), 10.0))
+        assert torch.equal(found["piece"], whole.chunk(4, dim)[rank])
+        assert torch.equal(found["gathered"], whole) and torch.equal(found["sequence"], whole)
+        assert torch.equal(found["scattered"], 10 * whole.chunk(4, dim)[rank])
+
+
+@pytest.mark.parametrize("pair", [*(pair for pair, _, _ in PAIRS.values()), enter_tensor, leave_tensor])
+def test_on_one_tensor_rank_each_pair_is_the_identity_itself(pair: Callable[..., Tensor]) -> None:
+    x = torch.randn(2, 3, 4, requires_grad=True)
+    for state in (ParallelState.alone(), ParallelState.stand_in(Layout.of(data=2, sequence=True))):
+        assert pair(x, state) is x
+
+
+def test_a_length_that_the_ranks_do_not_divide_is_refused() -> None:  # E9
+    state = ParallelState.stand_in(Layout.of(tensor=4))
+    with pytest.raises(BadInput, match=r"expected a length that tensor=4 divides, found 6"):
+        split_to_tensor(torch.zeros(2, 6, 4), state, dim=1)

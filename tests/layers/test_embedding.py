@@ -1,0 +1,123 @@
+"""The vocabulary's two ends: ``nn.Embedding`` and a linear on one device, the same numbers in parts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from trilith.layers import (
+    PositionEmbedding,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    default_positions,
+    gather_logits,
+    padded_vocabulary,
+)
+from trilith.parallel_state import Layout, ParallelState, declarations
+from trilith.testing import run_parallel
+from trilith.testing.equality import compare_with_one_device, made_alike
+
+
+def test_on_one_device_it_is_nn_embedding() -> None:
+    ours, theirs = VocabParallelEmbedding(130, 6), nn.Embedding(256, 6)
+    theirs.load_state_dict(ours.state_dict())
+    ids = torch.randint(130, (2, 7))
+    ours(ids).pow(2).sum().backward()
+    theirs(ids).pow(2).sum().backward()
+    assert torch.equal(ours(ids), theirs(ids)) and torch.equal(ours.weight.grad, theirs.weight.grad)
+    h = torch.randn(2, 7, 6)
+    assert torch.equal(ours.project(h), nn.functional.linear(h, ours.weight))
+
+
+def test_on_one_device_the_head_is_a_linear_without_bias() -> None:
+    head = VocabParallelHead(6, 130)
+    h = torch.randn(2, 7, 6)
+    assert torch.equal(head(h), nn.functional.linear(h, head.weight))
+    assert gather_logits(head(h), 130).shape == (2, 7, 130)
+
+
+@pytest.mark.parametrize(("vocab", "padded"), [(1, 128), (128, 128), (129, 256), (503, 512), (50257, 50304)])
+def test_a_vocabulary_is_padded_alike_in_every_layout(vocab: int, padded: int) -> None:  # E4
+    assert padded_vocabulary(vocab) == padded
+    for tensor in (1, 2, 4):
+        state = ParallelState.stand_in(Layout.of(tensor=tensor), tensor - 1)
+        with torch.device("meta"):
+            head = VocabParallelHead(6, vocab, state=state)
+        assert head.weight.shape == (padded // tensor, 6)
+        stated = declarations(head)["weight"]
+        assert (stated.shape, stated.true_shape) == ((padded, 6), (vocab, 6))
+
+
+@pytest.mark.parametrize("layer", [VocabParallelEmbedding(130, 6), VocabParallelHead(6, 130)])
+def test_padding_starts_at_zero(layer: nn.Module) -> None:  # E4
+    weight = layer.get_parameter("weight").detach()
+    assert bool((weight[130:] == 0).all()) and bool((weight[:130] != 0).any(dim=1).all())
+
+
+def test_positions_are_added() -> None:
+    layer = PositionEmbedding(16, 6)
+    x = torch.randn(2, 8, 6)
+    assert torch.equal(layer(x, torch.arange(8)), x + layer.weight[:8])
+    both = torch.stack((torch.arange(8), torch.arange(8, 16)))
+    assert torch.equal(layer(x, both)[1], x[1] + layer.weight[8:])
+
+
+def test_default_positions_are_those_of_the_whole_sequence() -> None:
+    sequence = ParallelState.stand_in(Layout.of(tensor=2, sequence=True), 1)
+    assert default_positions(torch.zeros(1, 8), sequence, embedded=False).tolist() == list(range(8))
+    assert default_positions(torch.zeros(1, 4, 6), sequence, embedded=True).tolist() == list(range(8))
+    assert default_positions(torch.zeros(1, 8, 6), ParallelState.alone(), embedded=True).numel() == 8
+
+
+def test_the_repr_shows_whole_padded_and_local_sizes() -> None:
+    state = ParallelState.stand_in(Layout.of(tensor=2))
+    assert "130, 6, padded=256, here=(128, 6)" in repr(VocabParallelEmbedding(130, 6, state=state))
+    assert "130, 6, padded=256, here=(128, 6)" in repr(VocabParallelHead(6, 130, state=state))
+
+
+class Both(nn.Module):
+    """A tied pair of ends: embeds, adds positions, projects."""
+
+    def __init__(self, state: ParallelState | None) -> None:
+        super().__init__()
+        self.embed = VocabParallelEmbedding(130, 6, ends=True, state=state)
+        self.position = PositionEmbedding(16, 6, state=state)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self.embed.project(self.position(self.embed(ids), torch.arange(8)))
+        return logits
+
+
+def both_ends(sequence: bool) -> list[float]:
+    state = ParallelState.start(Layout.of(tensor=dist.get_world_size(), sequence=sequence))
+    torch.set_default_dtype(torch.float64)
+    between = 1 if sequence else None
+    torch.manual_seed(0)
+    ids = torch.randint(130, (3, 8))
+    ids[0] = torch.tensor([0, 1, 127, 128, 129, 63, 64, 65])  # the edges of the ranks' parts
+    h = torch.randn(3, 8, 6)
+
+    def embedding(s: ParallelState | None) -> nn.Module:
+        return VocabParallelEmbedding(130, 6, state=s)
+
+    def head(s: ParallelState | None) -> nn.Module:
+        return VocabParallelHead(6, 130, state=s)
+
+    whole, mine = made_alike(head, state)
+    piece = h if not sequence else h.chunk(state.tensor_size, 1)[state.tensor_index]
+    torch.testing.assert_close(
+        gather_logits(mine(piece), 130, state=state), whole(h)[..., :130], rtol=1e-12, atol=1e-12
+    )
+    return [
+        compare_with_one_device(embedding, ids, state, output_dim=between),
+        compare_with_one_device(head, h, state, input_dim=between, output_dim=-1),
+        compare_with_one_device(Both, ids, state, output_dim=-1),
+    ]
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+@pytest.mark.parametrize("tensor", [2, 4])
+def test_in_parts_both_ends_equal_one_device(tensor: int, sequence: bool) -> None:
+    for worst in run_parallel(both_ends, tensor, sequence):
+        assert max(worst) < 1e-13

@@ -1,0 +1,112 @@
+"""Cross entropy: ``F.cross_entropy`` on one device, the same numbers over a cut vocabulary."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+from trilith.layers import IGNORE, padded_vocabulary, valid_tokens, vocab_parallel_cross_entropy
+from trilith.parallel_state import Layout, ParallelState
+from trilith.testing import run_parallel
+
+
+def problem(vocab: int, dtype: torch.dtype, *, scale: float = 4.0) -> tuple[Tensor, Tensor]:
+    """Logits with padding columns that hold anything, and labels of which some do not count."""
+    generator = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(3, 5, padded_vocabulary(vocab), generator=generator, dtype=torch.float64) * scale
+    labels = torch.randint(vocab, (3, 5), generator=generator)
+    labels[0, :2] = IGNORE
+    labels[1, 0], labels[1, 1] = 0, vocab - 1
+    return logits.to(dtype), labels
+
+
+def with_gradient(logits: Tensor, labels: Tensor, vocab: int, smoothing: float) -> tuple[Tensor, Tensor]:
+    x = logits.clone().requires_grad_()
+    loss = vocab_parallel_cross_entropy(x, labels, vocab, label_smoothing=smoothing)
+    (loss.sum() / valid_tokens(labels)).backward()
+    assert x.grad is not None
+    return loss.detach(), x.grad
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("vocab", [128, 503, 7])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-5), (torch.bfloat16, 1e-5)], ids=str
+)
+def test_on_one_device_it_is_torchs(
+    dtype: torch.dtype, tolerance: float, vocab: int, smoothing: float
+) -> None:
+    logits, labels = problem(vocab, dtype)
+    loss, grad = with_gradient(logits, labels, vocab, smoothing)
+    # In bf16 the loss is that of the same logits in fp32; only its gradient is rounded.
+    x = logits.to(torch.promote_types(dtype, torch.float32)).requires_grad_()
+    wanted = F.cross_entropy(
+        x[..., :vocab].flatten(0, 1), labels.flatten(), reduction="none", label_smoothing=smoothing
+    ).reshape(3, 5)
+    (wanted.sum() / (labels != IGNORE).sum()).backward()
+    assert loss.dtype == x.dtype and grad.dtype == dtype
+    torch.testing.assert_close(loss, wanted.detach(), rtol=tolerance, atol=tolerance)
+    rounding = 2**-8 if dtype == torch.bfloat16 else tolerance
+    torch.testing.assert_close(grad.to(x.dtype), x.grad, rtol=rounding, atol=tolerance)
+
+
+def test_padding_columns_count_for_nothing_and_get_no_gradient() -> None:
+    logits, labels = problem(7, torch.float64)
+    loss, grad = with_gradient(logits, labels, 7, 0.1)
+    assert bool((grad[..., 7:] == 0).all())
+    logits[..., 7:] = 1e30
+    assert torch.equal(with_gradient(logits, labels, 7, 0.1)[0], loss)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_with_every_label_ignored_loss_and_gradient_are_zero(smoothing: float) -> None:  # F14
+    logits, labels = problem(503, torch.float32)
+    labels.fill_(IGNORE)
+    x = logits.requires_grad_()
+    loss = vocab_parallel_cross_entropy(x, labels, 503, label_smoothing=smoothing)
+    loss.sum().backward()
+    assert bool((loss == 0).all()) and bool((x.grad == 0).all())
+    assert int(valid_tokens(labels)) == 0
+
+
+def test_huge_logits_do_not_overflow() -> None:
+    logits, labels = problem(503, torch.float32, scale=1e30)
+    loss, grad = with_gradient(logits, labels, 503, 0.0)
+    assert bool(torch.isfinite(loss).all()) and bool(torch.isfinite(grad).all())
+
+
+def test_the_logits_are_left_as_they_were() -> None:
+    logits, labels = problem(503, torch.float32)
+    before = logits.clone()
+    with_gradient(logits, labels, 503, 0.1)
+    assert torch.equal(logits, before)
+
+
+def in_parts(vocab: int, smoothing: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    state = ParallelState.start(Layout.of(tensor=dist.get_world_size()))
+    logits, labels = problem(vocab, dtype)
+    x = logits.chunk(state.tensor_size, -1)[state.tensor_index].clone().requires_grad_()
+    loss = vocab_parallel_cross_entropy(x, labels, vocab, label_smoothing=smoothing, state=state)
+    (loss.sum() / valid_tokens(labels)).backward()
+    assert x.grad is not None
+    return loss.detach(), x.grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("vocab", [7, 130, 503])  # at 7 and 130 some ranks hold nothing but padding
+@pytest.mark.parametrize("tensor", [2, 4])
+def test_over_a_cut_vocabulary_it_equals_one_device(
+    tensor: int, vocab: int, smoothing: float, dtype: torch.dtype
+) -> None:
+    logits, labels = problem(vocab, dtype)
+    loss, grad = with_gradient(logits, labels, vocab, smoothing)
+    ranks = run_parallel(in_parts, tensor, vocab, smoothing, dtype)
+    exact = dtype == torch.float64
+    for found, _ in ranks:
+        assert torch.equal(found, ranks[0][0]), "ranks disagree"
+        torch.testing.assert_close(found, loss, rtol=1e-13 if exact else 1e-5, atol=1e-13 if exact else 1e-5)
+    whole = torch.cat([piece for _, piece in ranks], -1)
+    torch.testing.assert_close(whole, grad, rtol=1e-12 if exact else 2**-7, atol=1e-13 if exact else 1e-5)

@@ -1,0 +1,67 @@
+"""Which blocks a pipeline stage has."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from trilith.layers import Stage, split_blocks
+from trilith.parallel_state import BadInput, Layout, ParallelState
+
+
+@given(st.integers(1, 200), st.integers(1, 64))
+def test_blocks_are_spread_evenly_with_the_odd_ones_in_the_middle(num_layers: int, stages: int) -> None:
+    if stages > num_layers:
+        with pytest.raises(BadInput):
+            split_blocks(num_layers, stages)
+        return
+    counts = split_blocks(num_layers, stages)
+    assert len(counts) == stages and sum(counts) == num_layers
+    assert max(counts) - min(counts) <= 1 and min(counts) >= 1
+    extra = num_layers % stages
+    if 0 < extra <= stages - 2:
+        assert counts[0] == counts[-1] == min(counts), "the ends, which also hold the vocabulary, come last"
+    longer = [stage for stage, count in enumerate(counts) if count > min(counts)]
+    assert not longer or longer == list(range(longer[0], longer[-1] + 1)), "side by side"
+
+
+@given(st.integers(1, 40), st.integers(1, 8), st.integers(1, 3))
+def test_stages_hold_every_block_once_in_order(num_layers: int, pipeline: int, tensor: int) -> None:
+    if pipeline > num_layers:
+        return
+    layout = Layout.of(tensor=tensor, pipeline=pipeline)
+    states = [ParallelState.stand_in(layout, stage * tensor) for stage in range(pipeline)]
+    stages = [Stage.of(num_layers, state=state) for state in states]
+    assert [i for stage in stages for i in stage.blocks] == list(range(num_layers))
+    assert [stage.first for stage in stages] == [True] + [False] * (pipeline - 1)
+    assert [stage.last for stage in stages] == [False] * (pipeline - 1) + [True]
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "counts"),
+    [(5, 2, [3, 2]), (5, 4, [1, 2, 1, 1]), (126, 16, [7, *[8] * 14, 7]), (8, 4, [2, 2, 2, 2])],
+    ids=["E6-5-over-2", "E6-5-over-4", "E6-126-over-16", "even"],
+)
+def test_an_uneven_number_of_blocks_is_split_as_stated(layers: int, stages: int, counts: list[int]) -> None:
+    assert split_blocks(layers, stages) == counts
+
+
+def test_a_split_by_hand_is_kept() -> None:
+    state = ParallelState.stand_in(Layout.of(pipeline=3), 1)
+    assert Stage.of(6, split=(1, 2, 3), state=state) == Stage(1, 3, first=False, last=False)
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "split", "words"),
+    [
+        pytest.param(3, 4, None, ("at most 3", "found 4", "Nearest legal pipeline: 3"), id="E5"),
+        pytest.param(6, 3, (1, 2), ("3 counts", "[1, 2]"), id="E6-too-few"),
+        pytest.param(6, 3, (1, 2, 4), ("add up to 6", "[1, 2, 4]"), id="E6-sum"),
+        pytest.param(6, 3, (0, 3, 3), ("at least 1", "[0, 3, 3]"), id="E6-empty"),
+        pytest.param(6, 3, (), ("3 counts",), id="E6-none"),
+    ],
+)
+def test_refusals(layers: int, stages: int, split: tuple[int, ...] | None, words: tuple[str, ...]) -> None:
+    with pytest.raises(BadInput) as error:
+        split_blocks(layers, stages, split)
+    assert all(word in str(error.value) for word in words), error.value
