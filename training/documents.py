@@ -199,19 +199,32 @@ def _decompressed(path: Path, raw: BinaryIO) -> _Stream:
 
 
 class _Zstandard:
-    """A .zst file, its errors said as bad input."""
+    """A .zst file of one or more frames. The package's own reader takes a file cut short for a whole one."""
 
     def __init__(self, path: Path, raw: BinaryIO) -> None:
         self._package = _need("zstandard", path)
-        self._path = path
-        self._reader = self._package.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
+        self._path, self._raw = path, raw
+        self._frame, self._packed, self._begun = self._new_frame(), b"", False
 
     def read(self, size: int, /) -> bytes:
-        try:
-            data: bytes = self._reader.read(size)
-        except self._package.ZstdError as error:
-            raise BadInput(self._path, expected="a zstandard file", found=str(error)) from error
-        return data
+        """Some bytes, near ``size`` or not; none at the end."""
+        while packed := self._packed or self._raw.read(min(size, _BLOCK)):
+            self._packed = b""
+            try:
+                data: bytes = self._frame.decompress(packed)
+            except self._package.ZstdError as error:
+                raise BadInput(self._path, expected="a zstandard file", found=str(error)) from error
+            self._begun = not self._frame.eof
+            if self._frame.eof:
+                self._packed, self._frame = self._frame.unused_data, self._new_frame()
+            if data:
+                return data
+        if self._begun:
+            raise BadInput(self._path, expected="a whole zstandard file", found="one that is cut short")
+        return b""
+
+    def _new_frame(self) -> Any:
+        return self._package.ZstdDecompressor().decompressobj()
 
 
 def _read_parquet(path: Path, column: str) -> Iterator[Block]:

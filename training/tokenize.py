@@ -112,11 +112,12 @@ def _encode_all(
     if workers == 1:
         yield from ((done, _encode(block, job, loaded)) for done, block in blocks)
         return
-    # Spawned, not forked: the parent has threads (a progress display, the tokenizer's own). An executor, not
-    # a Pool: it raises when a worker is killed, where a Pool would wait for ever.
-    executor = ProcessPoolExecutor(
-        workers, multiprocessing.get_context("spawn"), initializer=_ignore_interrupt
-    )
+    # Forked from a server that has done the imports and nothing else, and not from this process, which has
+    # threads (a progress display, the tokenizer's own). An executor, not a Pool: it raises when a worker is
+    # killed, where a Pool would wait for ever.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    executor = ProcessPoolExecutor(workers, context, initializer=_ignore_interrupt)
     pending: deque[tuple[int, Future[_Encoded]]] = deque()
     try:
         for done, block in blocks:
