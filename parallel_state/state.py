@@ -29,6 +29,7 @@ class ParallelState:
         *,
         device: torch.device | None = None,
         mesh: DeviceMesh | None = None,
+        pipeline: dist.ProcessGroup | None = None,
         ends: dist.ProcessGroup | None = None,
     ) -> None:
         self.layout = layout
@@ -36,6 +37,7 @@ class ParallelState:
         self.at: Coordinates = layout.coordinates(rank)
         self.device = device or torch.device("cpu")
         self.mesh = mesh
+        self._pipeline = pipeline
         self._ends = ends
 
     @classmethod
@@ -52,7 +54,11 @@ class ParallelState:
         sizes = (layout.pipeline, layout.data_replicate, layout.data_shard * layout.context, layout.tensor)
         mesh = init_device_mesh(device.type, sizes, mesh_dim_names=_MESH_AXES)
         rank = dist.get_rank()
-        return cls(layout, rank, device=device, mesh=mesh, ends=_group_of_ends(layout, rank))
+        # Not the mesh's own groups: of a mesh of one axis these are the world's, and sends between neighbours
+        # must not count among the collectives of all ranks.
+        pipeline = _group_of_mine(layout, rank, [*range(layout.pipeline)])
+        ends = _group_of_mine(layout, rank, [0, layout.pipeline - 1])
+        return cls(layout, rank, device=device, mesh=mesh, pipeline=pipeline, ends=ends)
 
     @classmethod
     def stand_in(cls, layout: Layout, rank: int = 0) -> ParallelState:
@@ -83,7 +89,8 @@ class ParallelState:
 
     @property
     def pipeline_group(self) -> dist.ProcessGroup:
-        return self._submesh("pipeline").get_group()
+        assert self._pipeline is not None, "one stage has no pipeline"
+        return self._pipeline
 
     @property
     def ends_group(self) -> dist.ProcessGroup:
@@ -119,15 +126,18 @@ def _alone() -> ParallelState:
     return ParallelState(Layout(), 0)
 
 
-def _group_of_ends(layout: Layout, rank: int) -> dist.ProcessGroup | None:
-    """One group a pipeline, of its first and last rank. Every rank makes every group: torch asks for that."""
+def _group_of_mine(layout: Layout, rank: int, stages: list[int]) -> dist.ProcessGroup | None:
+    """The group of the ranks at these stages of this rank's pipeline, if it is one of them.
+
+    Every rank makes the group of every pipeline, because torch asks for that.
+    """
     if layout.pipeline == 1:
         return None
     step = layout.world // layout.pipeline
     mine = None
     for first in range(step):
-        pair = [first, first + layout.world - step]
-        group = dist.new_group(pair)
-        if rank in pair:
+        ranks = [first + stage * step for stage in stages]
+        group = dist.new_group(ranks)
+        if rank in ranks:
             mine = group
     return mine

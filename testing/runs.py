@@ -1,0 +1,72 @@
+"""Whole training runs in miniature, for tests: a recipe over random tokens, run on the ranks of a test."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..parallel_state import ParallelState
+from ..training.metrics import StepMetrics
+from ..training.recipe import parse_recipe
+from ..training.token_writer import TokenWriter
+from ..training.trainer import Trainer
+
+TINY_LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 131,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+    "attention_bias": True,
+}
+
+TINY_GPT2: dict[str, Any] = {
+    "model_type": "gpt2",
+    "vocab_size": 131,
+    "n_embd": 32,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": 64,
+    "resid_pdrop": 0.1,
+    "embd_pdrop": 0.1,
+    "attn_pdrop": 0.1,
+}
+
+
+def write_tokens(name: Path, *, count: int = 4000, vocab_size: int = 131, seed: int = 0) -> Path:
+    """A token file of random ids."""
+    with TokenWriter(name, vocab_size=vocab_size) as writer:
+        writer.add(np.random.default_rng(seed).integers(0, vocab_size, count))
+        writer.commit()
+    return name
+
+
+def tiny_recipe(out: Path, tokens: Path, **changes: Any) -> dict[str, Any]:
+    """A recipe as data: 6 steps in fp64 of a tiny Llama; ``changes`` replace keys of a section or the top."""
+    recipe: dict[str, Any] = {
+        "out": str(out),
+        "steps": 6,
+        "seed": 3,
+        "dtype": "float64",
+        "model": {"config": TINY_LLAMA},
+        "layout": {},
+        "data": {"tokens": str(tokens), "sequence_length": 16, "global_batch": 8, "micro_batch": 2},
+        "optimizer": {"lr": 1e-2, "warmup": 2, "clip": 0.5},
+        "checkpoint": {"keep": 10},
+    }
+    for key, value in changes.items():
+        recipe[key] = recipe[key] | value if isinstance(value, dict) and key in recipe else value
+    return recipe
+
+
+def run_recipe(raw: dict[str, Any]) -> list[StepMetrics]:
+    """Run it on the ranks that call this together, in their process group; the metrics of the steps."""
+    recipe = parse_recipe(raw)
+    return Trainer(recipe, ParallelState.start(recipe.layout.layout), quiet=True).run()

@@ -1,0 +1,168 @@
+"""Stopping and resuming: bitwise in the same layout, to 1e-10 in another, and never with other data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trilith.checkpoints import read_source
+from trilith.parallel_state import BadInput, Box
+from trilith.testing import RankError, run_parallel
+from trilith.testing.runs import TINY_GPT2, run_recipe, tiny_recipe, write_tokens
+from trilith.training.metrics import read_metrics
+from trilith.training.recipe import parse_recipe
+
+SAME = [
+    pytest.param({}, {}, id="D1-one-process"),
+    pytest.param({"tensor": 2}, {}, id="D1-tp2"),
+    pytest.param({"tensor": 2, "sequence": True}, {}, id="D1-sp"),
+    pytest.param({"pipeline": 2}, {}, id="D1-pp2"),
+    pytest.param({"data": 2}, {}, id="D1-dp2"),
+    pytest.param({"data": 2, "zero": 1}, {}, id="D1-zero1"),
+    pytest.param({"data": 2, "zero": 3}, {}, id="D1-zero3"),
+    pytest.param({"tensor": 2, "pipeline": 2}, {}, id="D1-tp2-pp2"),
+    pytest.param({"tensor": 2}, {"model": {"config": TINY_GPT2}}, id="D1-dropout-tp2"),
+    pytest.param({"pipeline": 2}, {"model": {"config": TINY_GPT2}}, id="D1-dropout-pp2"),
+]
+
+OTHER = [
+    pytest.param({"tensor": 2}, {}, id="D4-tp2-to-one"),
+    pytest.param({}, {"tensor": 4, "sequence": True}, id="D4-one-to-tp4-sp"),
+    pytest.param({"data": 2}, {"data": 4, "zero": 1}, id="D4-dp2-to-zero1"),
+    pytest.param({"pipeline": 2}, {"tensor": 2}, id="D4-pp2-to-tp2"),
+    pytest.param({"tensor": 2, "pipeline": 2}, {"data": 2, "zero": 1}, id="D4-tp2-pp2-to-zero1"),
+    pytest.param({"data": 4, "zero": 3}, {"pipeline": 3, "split": [1, 1, 1]}, id="D4-zero3-to-pp3"),
+    pytest.param({"data": 2, "zero": 2}, {"tensor": 2, "data": 2, "zero": 3}, id="D4-zero2-to-tp2-zero3"),
+]
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> Path:
+    return write_tokens(tmp_path / "tokens")
+
+
+def run(raw: dict[str, Any]) -> None:
+    run_parallel(run_recipe, parse_recipe(raw).layout.layout.world, raw)
+
+
+def losses(out: Path) -> list[tuple[float, float]]:
+    return [(line["loss"], line["grad_norm"]) for line in read_metrics(out / "metrics.jsonl")]
+
+
+def tensors(out: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of the newest checkpoint, whole: weights and both moments."""
+    source = read_source(out)
+    tie = source.tie()
+    return {name: source.read(name, Box.whole(whole.shape), tie) for name, whole in source.catalog.items()}
+
+
+@pytest.mark.parametrize(("layout", "changes"), SAME)
+def test_resuming_in_the_same_layout_is_bitwise(
+    tmp_path: Path, tokens: Path, layout: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    run(tiny_recipe(tmp_path / "whole", tokens, layout=layout, **changes))
+    run(tiny_recipe(tmp_path / "parts", tokens, layout=layout, stop_after=2, **changes))
+    run(tiny_recipe(tmp_path / "parts", tokens, layout=layout, stop_after=4, **changes))
+    run(tiny_recipe(tmp_path / "parts", tokens, layout=layout, **changes))
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    assert len(losses(tmp_path / "whole")) == 6
+    whole, parts = tensors(tmp_path / "whole"), tensors(tmp_path / "parts")
+    assert whole.keys() == parts.keys()
+    assert any(name.startswith("optimizer.exp_avg_sq.") for name in whole)
+    different = [name for name in whole if not torch.equal(whole[name], parts[name])]
+    assert not different
+
+
+@pytest.mark.parametrize(("before", "after"), OTHER)
+def test_resuming_in_another_layout_goes_on_as_if_nothing_had_changed(
+    tmp_path: Path, tokens: Path, before: dict[str, Any], after: dict[str, Any]
+) -> None:
+    run(tiny_recipe(tmp_path / "whole", tokens))
+    run(tiny_recipe(tmp_path / "parts", tokens, layout=before, stop_after=3, data={"micro_batch": 1}))
+    run(tiny_recipe(tmp_path / "parts", tokens, layout=after, data={"micro_batch": 1}))
+    whole, parts = losses(tmp_path / "whole"), losses(tmp_path / "parts")
+    assert len(whole) == len(parts) == 6
+    for one, other in zip(whole, parts, strict=True):
+        assert other == pytest.approx(one, rel=1e-10)
+    expected, found = tensors(tmp_path / "whole"), tensors(tmp_path / "parts")
+    assert expected.keys() == found.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(
+            found[name], tensor, rtol=0, atol=1e-10 * float(tensor.abs().max()), msg=name
+        )
+
+
+def test_two_runs_with_one_seed_are_bitwise_equal_and_another_seed_is_not(
+    tmp_path: Path, tokens: Path
+) -> None:
+    for name, seed in (("a", 3), ("b", 3), ("c", 4)):
+        run(tiny_recipe(tmp_path / name, tokens, seed=seed, layout={"data": 2}, steps=2))
+    assert losses(tmp_path / "a") == losses(tmp_path / "b") != losses(tmp_path / "c")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"seed": 4}, id="seed"),
+        pytest.param({"data": {"global_batch": 4}}, id="global-batch"),
+        pytest.param({"data": {"sequence_length": 8}}, id="sequence-length"),
+    ],
+)
+def test_a_run_is_not_resumed_with_another_order_of_samples(
+    tmp_path: Path, tokens: Path, changes: dict[str, Any]
+) -> None:
+    run(tiny_recipe(tmp_path / "run", tokens, stop_after=2))
+    with pytest.raises(RankError, match=r"Resume with the data that the run began with"):
+        run(tiny_recipe(tmp_path / "run", tokens, **changes))
+
+
+def test_a_run_is_not_resumed_with_other_tokens_F12(tmp_path: Path, tokens: Path) -> None:
+    run(tiny_recipe(tmp_path / "run", tokens, stop_after=2))
+    other = write_tokens(tmp_path / "other", seed=1)
+    with pytest.raises(RankError, match=r"data\.fingerprint"):
+        run(tiny_recipe(tmp_path / "run", other))
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_name_G13(tmp_path: Path, tokens: Path) -> None:
+    run(tiny_recipe(tmp_path / "run", tokens, stop_after=2))
+    config = tiny_recipe(tmp_path, tokens)["model"]["config"] | {"intermediate_size": 64}
+    with pytest.raises(RankError, match=r"intermediate_size: expected 64, found 48"):
+        run(tiny_recipe(tmp_path / "run", tokens, model={"config": config}))
+
+
+def test_weights_alone_start_a_run_but_do_not_resume_one(tmp_path: Path, tokens: Path) -> None:
+    run(tiny_recipe(tmp_path / "first", tokens))
+    raw = tiny_recipe(tmp_path / "second", tokens, steps=1, model={"init_from": str(tmp_path / "first")})
+    raw["model"].pop("config")
+    run(raw)
+    continued, scratch = losses(tmp_path / "second")[0][0], losses(tmp_path / "first")[0][0]
+    assert continued < scratch - 0.01
+
+
+def test_old_checkpoints_go_only_after_the_new_one_is_complete(tmp_path: Path, tokens: Path) -> None:
+    run(tiny_recipe(tmp_path / "run", tokens, checkpoint={"every": 1, "keep": 2}))
+    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert kept == ["step-00000005", "step-00000006"]
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over_and_written_again_G4(
+    tmp_path: Path, tokens: Path
+) -> None:
+    raw = tiny_recipe(tmp_path / "run", tokens, checkpoint={"every": 2})
+    run(raw)
+    before = losses(tmp_path / "run")
+    newest = tmp_path / "run" / "checkpoints" / "step-00000006"
+    (newest / "rank-00000-of-00001.safetensors").unlink()
+    run(raw)
+    assert losses(tmp_path / "run") == before
+    assert read_source(newest).manifest is not None
+    assert newest.with_name("step-00000006.damaged").exists()
+
+
+def test_a_recipe_that_contradicts_itself_is_refused_before_anything_starts(
+    tmp_path: Path, tokens: Path
+) -> None:
+    with pytest.raises(BadInput, match=r"data\.global_batch"):
+        parse_recipe(tiny_recipe(tmp_path, tokens, layout={"data": 3}))
