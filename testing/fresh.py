@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import time
 from collections.abc import Callable
 from typing import Any
 
 from .failures import RankError, RankFailure, name_ranks
 from .messages import Call
-from .processes import Process, Rendezvous, gather_stacks
+from .processes import Rendezvous, gather_stacks, templates
 from .transport import FunctionName, pack
 
 
@@ -41,22 +40,19 @@ def run_fresh(
     torchrun, with a store that outlives rank 0. Raises ``RankError``, naming the ranks, if some still run
     after ``timeout`` seconds, counted from when all ranks had started.
     """
+    if world < 1:
+        raise ValueError(f"world: expected 1 rank or more, found {world}")
     function, arguments, rendezvous = FunctionName.of(fn), pack(args), Rendezvous()
-    ranks = [Process("trilith.testing.fresh_worker") for _ in range(world)]
+    limit = timeout if group_timeout is None else group_timeout
+    ranks = list(templates.start(range(world), fresh=True).values())
     try:
         for rank, process in enumerate(ranks):
-            process.greet()
-            limit = timeout if group_timeout is None else group_timeout
             process.send(
                 Call(function, arguments, rank, world, rendezvous.port, "fresh", limit, process_group)
             )
         deadline = time.monotonic() + timeout
-        for process in ranks:
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                break
-        running = {rank: process for rank, process in enumerate(ranks) if process.code is None}
+        codes = [process.wait(max(0.0, deadline - time.monotonic())) for process in ranks]
+        running = {rank: process for rank, process in enumerate(ranks) if codes[rank] is None}
         if running:
             now = time.monotonic()
             stacks = gather_stacks(running)
@@ -67,7 +63,7 @@ def run_fresh(
                 ],
                 f"{name_ranks(list(running))} did not end within {timeout:g} s",
             )
-        return [ExitCode(process.wait(), process.output()) for process in ranks]
+        return [ExitCode(process.end(), process.output()) for process in ranks]
     finally:
         for process in ranks:
             process.kill()

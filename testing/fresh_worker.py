@@ -1,15 +1,15 @@
-"""One rank of ``run_fresh``: ``python -m trilith.testing.fresh_worker FD`` runs one call and ends."""
+"""A rank of ``run_fresh``: it runs one call and ends."""
 
 from __future__ import annotations
 
 import faulthandler
 import os
 import signal
-import sys
 import threading
 import traceback
 from multiprocessing.connection import Connection
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -18,18 +18,18 @@ from .transport import pack, unpack
 from .worker import enter
 
 
-def main(fd: int) -> int:
+def main(parent: Connection) -> int:
     """Run the function that the parent sends, and give the code to exit with.
 
     The interpreter then ends as any script's does, threads, process group and all: tests look at just that.
     """
     faulthandler.register(signal.SIGUSR1, all_threads=False)
-    parent = Connection(fd)
     parent.send_bytes(pack(Ready()))
     call = unpack(parent.recv_bytes())
     assert isinstance(call, Call), call
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     torch.set_num_threads(1)
+    np.random.seed()  # forks share numpy's state, launched processes do not
     try:
         enter(call)
         call.function.load()(*unpack(call.arguments))
@@ -48,7 +48,3 @@ def _end_with(parent: Connection) -> None:
         parent.recv_bytes()
     except (EOFError, OSError):
         os._exit(0)
-
-
-if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))

@@ -2,9 +2,42 @@
 
 from __future__ import annotations
 
+import importlib
+import os
+import struct
+import sys
 from dataclasses import dataclass
 
+import torch.distributed as dist
+
 from .transport import FunctionName
+
+#: What a template writes on a rank's life line: its process id, and in the end its exit code.
+LIFE = struct.Struct("i")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Parent to a new worker: the environment, folder and import path to take over, and what kind it is."""
+
+    environment: dict[str, str]
+    folder: str
+    path: tuple[str, ...]
+    fresh: bool
+
+    @classmethod
+    def of_this_process(cls, environment: dict[str, str], *, fresh: bool) -> Setting:
+        """With an environment of its own."""
+        return cls(environment, os.getcwd(), tuple(sys.path), fresh)
+
+    def apply(self) -> None:
+        """Take it over."""
+        os.environ.clear()
+        os.environ.update(self.environment)
+        os.chdir(self.folder)
+        sys.path[:] = self.path
+        importlib.invalidate_caches()  # files have come into being since the template started
+        dist.set_debug_level_from_env()
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 from .failures import RankError, RankFailure, describe_exit, name_ranks
 from .messages import Call, Leave, Raised, Ready, Returned
-from .processes import Process, Rendezvous, gather_stacks
+from .processes import Process, Rendezvous, gather_stacks, templates
 from .transport import FunctionName, pack, unpack, unpack_exception
 
 #: Seconds that the other ranks get to answer once one has failed, and that all get to leave their group.
@@ -26,7 +26,7 @@ class Pool:
     """As many workers as the widest call so far; a call of ``world`` ranks uses the first ``world``."""
 
     def __init__(self) -> None:
-        self._workers: list[Process] = []
+        self._workers: dict[int, Process] = {}
         self._rendezvous: Rendezvous | None = None
         self._numbers = itertools.count()
         self._lock = threading.Lock()
@@ -41,11 +41,11 @@ class Pool:
             self._start(world)
             assert self._rendezvous is not None
             port, prefix = self._rendezvous.port, f"call-{next(self._numbers)}"
-            for rank, worker in enumerate(self._workers[:world]):
-                # A collective may wait longer than the call, so that the call's own report of a hang comes
-                # first.
+            workers = [self._workers[rank] for rank in range(world)]
+            for rank, worker in enumerate(workers):
+                # A collective may wait longer than the call: the call's own report of a hang comes first.
                 worker.send(Call(function, arguments, rank, world, port, prefix, timeout + GRACE + 10))
-            exchange = _Exchange(self._workers[:world], timeout)
+            exchange = _Exchange(workers, timeout)
             try:
                 results = exchange.answers()
             finally:
@@ -56,30 +56,19 @@ class Pool:
         """Workers up to ``world``, ready for a call."""
         if self._rendezvous is None:
             self._rendezvous = Rendezvous()
-        fresh = [Process("trilith.testing.worker") for _ in range(world - len(self._workers))]
-        self._workers += fresh
-        try:
-            for worker in fresh:
-                worker.greet()
-        except BaseException:
-            self._replace(fresh)
-            raise
+        missing = [rank for rank in range(world) if rank not in self._workers]
+        self._workers |= templates.start(missing, fresh=False)
 
     def _replace(self, spoiled: list[Process]) -> None:
         """End these; the next call starts others in their place."""
         for worker in spoiled:
             worker.kill()
-        self._workers = [worker for worker in self._workers if worker not in spoiled]
+        self._workers = {rank: worker for rank, worker in self._workers.items() if worker not in spoiled}
 
     def close(self) -> None:
         """End all workers. A forked child of the owner leaves them alone."""
         if os.getpid() == self._owner:
-            self._replace(self._workers)
-
-    @property
-    def pids(self) -> list[int]:
-        """The workers' process ids, by rank."""
-        return [worker.pid for worker in self._workers]
+            self._replace(list(self._workers.values()))
 
 
 class _Exchange:
@@ -125,7 +114,7 @@ class _Exchange:
         try:
             answer = worker.receive()
         except EOFError:
-            now, how = time.monotonic(), describe_exit(worker.wait())
+            now, how = time.monotonic(), describe_exit(worker.end())
             self._failures.append(RankFailure(rank, "died", now, how, output=worker.output()))
             return
         self._staying.append(worker)

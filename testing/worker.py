@@ -1,4 +1,4 @@
-"""A rank of the pool: ``python -m trilith.testing.worker FD`` runs calls until the parent is gone."""
+"""A rank of the pool: it runs calls until the parent is gone."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import faulthandler
 import os
 import queue
 import signal
-import sys
 import threading
 import time
 import traceback
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -22,11 +21,10 @@ from .messages import Call, Leave, Raised, Ready, Returned
 from .transport import pack, pack_exception, unpack
 
 
-def main(fd: int) -> None:
-    """Serve the parent at the other end of ``fd``."""
+def main(parent: Connection) -> NoReturn:
+    """Serve the parent."""
     # With this signal the parent asks a silent rank where it is; it answers on stderr, even from inside C++.
     faulthandler.register(signal.SIGUSR1, all_threads=False)
-    parent = Connection(fd)
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(parent, inbox), daemon=True).start()
     torch.set_num_threads(1)
@@ -91,7 +89,3 @@ def enter(call: Call) -> None:
 def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))

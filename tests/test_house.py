@@ -1,0 +1,253 @@
+"""The rules of the house, held over every file: floors, packages, private names, printing, length.
+
+Each rule is a function of some sources, so that it is also shown to catch what it forbids.
+"""
+
+import ast
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import trilith
+from trilith.parallel_state import engine
+
+ROOT = Path(trilith.__path__[0]).resolve()
+
+FLOORS = {
+    "parallel_state": 1,
+    "layers": 2,
+    "models": 3,
+    "checkpoints": 4,
+    "training": 5,
+    "planner": 5,
+    "testing": 5,
+    "cli": 6,
+}
+#: Rooms on one floor that may be entered from another: the harness compares what the other two do.
+SIDEWAYS = {("testing", "training"), ("testing", "planner")}
+
+#: Files that may name what torch keeps private, and why.
+PRIVATE_TORCH = {
+    "parallel_state/engine.py": "the one place for it",
+    "testing/clean_slate.py": "empties a cache of torch's between calls, which a library never needs",
+}
+
+#: Files over the limit, and why each stays one file.
+LIMIT = 300
+LONG_FILES: dict[str, str] = {}
+
+
+def sources() -> dict[str, str]:
+    """Every Python file of the package, by its path below the root."""
+    files = [ROOT / "__init__.py"]
+    for room in FLOORS:
+        files += sorted((ROOT / room).rglob("*.py"))
+    return {str(file.relative_to(ROOT)): file.read_text() for file in files}
+
+
+def imported(path: str, text: str) -> Iterator[tuple[int, str]]:
+    """Line and absolute name of everything that a file imports, wherever in the file."""
+    package = ["trilith", *Path(path).parent.parts]
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) + 1 - node.level] if node.level else []
+            base += node.module.split(".") if node.module else []
+            yield from ((node.lineno, ".".join([*base, alias.name])) for alias in node.names)
+
+
+def upward_imports(files: dict[str, str]) -> list[str]:
+    found = []
+    for path, text in files.items():
+        room = Path(path).parts[0]
+        for line, name in imported(path, text):
+            parts = name.split(".")
+            if parts[0] != "trilith" or len(parts) < 2 or room == "__init__.py":
+                continue
+            other = parts[1]
+            if other not in FLOORS:
+                found.append(f"{path}:{line}: imports {name}, which is not in a room")
+            elif other != room and FLOORS[other] >= FLOORS[room] and (room, other) not in SIDEWAYS:
+                found.append(
+                    f"{path}:{line}: {room} (floor {FLOORS[room]}) imports {other} ({FLOORS[other]})"
+                )
+    return found
+
+
+def absolute_imports(files: dict[str, str]) -> list[str]:
+    return [
+        f"{path}:{node.lineno}: rooms import each other relatively"
+        for path, text in files.items()
+        for node in ast.walk(ast.parse(text))
+        if (
+            isinstance(node, ast.ImportFrom)
+            and not node.level
+            and (node.module or "").split(".")[0] == "trilith"
+        )
+        or (
+            isinstance(node, ast.Import)
+            and any(alias.name.split(".")[0] == "trilith" for alias in node.names)
+        )
+    ]
+
+
+def private_torch(files: dict[str, str]) -> list[str]:
+    """Private names imported from torch, private attributes of its modules, and what engine.py lists."""
+    listed = {name for owner, name in engine.PRIVATE if name.startswith("_")}
+    found = []
+    for path, text in files.items():
+        names = [(line, name) for line, name in imported(path, text) if name.split(".")[0] == "torch"]
+        tree = ast.parse(text)
+        aliases = torch_names(tree)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute):
+                if node.attr in listed:
+                    names.append((node.lineno, node.attr))
+                if (dotted := dotted_name(node)) and dotted.split(".")[0] in aliases:
+                    names.append((node.lineno, dotted))
+        found += [
+            f"{path}:{line}: {name}"
+            for line, name in sorted(set(names))
+            if path not in PRIVATE_TORCH and any(is_private(part) for part in name.split("."))
+        ]
+    return found
+
+
+def torch_names(tree: ast.Module) -> set[str]:
+    """The names by which a file knows torch and what it imported from there."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {a.asname or a.name.split(".")[0] for a in node.names if a.name.split(".")[0] == "torch"}
+        elif (
+            isinstance(node, ast.ImportFrom)
+            and not node.level
+            and (node.module or "").split(".")[0] == "torch"
+        ):
+            found |= {alias.asname or alias.name for alias in node.names}
+    return found
+
+
+def dotted_name(node: ast.expr) -> str | None:
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and (owner := dotted_name(node.value)):
+        return f"{owner}.{node.attr}"
+    return None
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def prints(files: dict[str, str]) -> list[str]:
+    return [
+        f"{path}:{node.lineno}: a library does not print"
+        for path, text in files.items()
+        if not path.startswith("cli/")
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    ]
+
+
+def long_files(files: dict[str, str]) -> list[str]:
+    lengths = {path: len(text.splitlines()) for path, text in files.items()}
+    return [f"{path}: {n} lines" for path, n in lengths.items() if n > LIMIT and path not in LONG_FILES]
+
+
+RULES = [upward_imports, absolute_imports, private_torch, prints, long_files]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_house_keeps_the_rule(rule):
+    assert rule(sources()) == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "path", "text"),
+    [
+        (upward_imports, "layers/a.py", "from ..models import zoo"),
+        (upward_imports, "layers/a.py", "from .. import models"),
+        (upward_imports, "layers/a.py", "def f():\n    from ..training.step import g"),
+        (upward_imports, "layers/deep/a.py", "from ...cli import main"),
+        (upward_imports, "layers/__init__.py", "from ..models import zoo"),
+        (upward_imports, "training/a.py", "from ..testing import run_parallel"),
+        (upward_imports, "checkpoints/a.py", "import trilith.training"),
+        (upward_imports, "layers/a.py", "from ..tests import helper"),
+        (absolute_imports, "models/a.py", "from trilith.layers import Linear"),
+        (absolute_imports, "models/a.py", "import trilith.layers"),
+        (private_torch, "layers/a.py", "import torch._dynamo"),
+        (private_torch, "layers/a.py", "from torch.distributed import _functional_collectives"),
+        (private_torch, "layers/a.py", "from torch._C import x"),
+        (private_torch, "layers/a.py", "import torch\ntorch._foreach_add_([], 1)"),
+        (private_torch, "layers/a.py", "import torch.distributed as dist\ndist.group._world"),
+        (
+            private_torch,
+            "layers/a.py",
+            "from torch.distributed.tensor import DTensor\nDTensor._op_dispatcher",
+        ),
+        (private_torch, "layers/a.py", "x = y._local_tensor"),
+        (prints, "training/a.py", "def f():\n    print('hello')"),
+        (long_files, "models/a.py", "\n" * (LIMIT + 1)),
+    ],
+)
+def test_the_rule_catches_what_it_forbids(rule, path, text):
+    assert len(rule({path: text})) == 1
+
+
+@pytest.mark.parametrize(
+    ("rule", "path", "text"),
+    [
+        (
+            upward_imports,
+            "models/a.py",
+            "from ..layers import Linear\nfrom .b import c\nfrom . import d\nimport os",
+        ),
+        (upward_imports, "testing/a.py", "from ..training import step"),
+        (private_torch, "layers/a.py", "import torch\nfrom .b import _c\ntorch.nn.Linear.__init__\nself._x"),
+        (prints, "cli/a.py", "print('hello')"),
+        (long_files, "models/a.py", "\n" * LIMIT),
+    ],
+)
+def test_the_rule_lets_pass_what_it_allows(rule, path, text):
+    assert rule({path: text}) == []
+
+
+def test_listed_exceptions_are_still_needed():
+    files = sources()
+    for path in PRIVATE_TORCH:
+        assert private_torch({path.replace("/", "/other_"): files[path]}), f"{path} names nothing private"
+    for path in LONG_FILES:
+        assert len(files[path].splitlines()) > LIMIT, f"{path} has become short"
+
+
+def test_the_package_list_is_the_tree():
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    folders = {path.parent for room in ROOT.iterdir() if room.name in FLOORS for path in room.rglob("*.py")}
+    tree = {".".join(["trilith", *folder.relative_to(ROOT).parts]) for folder in folders}
+    assert sorted(listed) == sorted({"trilith", *tree})
+    assert all((folder / "__init__.py").exists() for folder in folders)
+
+
+def test_every_folder_with_a_door_is_a_room():
+    doors = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert doors <= FLOORS.keys()
+
+
+def test_the_root_holds_only_a_docstring():
+    body = ast.parse((ROOT / "__init__.py").read_text()).body
+    assert len(body) == 1 and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant)
+
+
+def test_the_house_is_imported_once():
+    """pytest also loads the root ``__init__``, under the checkout's name: it must bring nothing with it."""
+    rooms = tuple(str(ROOT / room) + "/" for room in FLOORS)
+    names = {
+        name for name, module in sys.modules.items() if str(getattr(module, "__file__", "")).startswith(rooms)
+    }
+    assert names
+    assert not [name for name in names if not name.startswith("trilith.") and name != "__main__"]
+    assert trilith.__file__ == str(ROOT / "__init__.py")
