@@ -1,0 +1,144 @@
+"""Attention over the heads of a rank; key/value heads that the ranks do not divide."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from trilith.layers import (
+    MLP,
+    ColumnParallelLinear,
+    GatedMLP,
+    RotaryEmbedding,
+    RowParallelLinear,
+    SharedHeads,
+    activation,
+    causal_attention,
+    merge_heads,
+    split_heads,
+)
+from trilith.parallel_state import BadInput, Layout, ParallelState
+from trilith.testing import run_parallel
+from trilith.testing.equality import compare_with_one_device
+
+
+def test_splitting_and_merging_heads_are_inverse() -> None:
+    x = torch.randn(2, 5, 12)
+    heads = split_heads(x, 4)
+    assert heads.shape == (2, 3, 5, 4) and torch.equal(heads[:, 1], x[..., 4:8])
+    assert torch.equal(merge_heads(heads), x)
+
+
+@pytest.mark.parametrize("kv", [6, 3, 2, 1])
+def test_attention_is_softmax_of_scores_below_the_diagonal(kv: int) -> None:
+    q, k, v = torch.randn(2, 6, 7, 4), torch.randn(2, kv, 7, 4), torch.randn(2, kv, 7, 4)
+    keys, values = (t.repeat_interleave(6 // kv, 1) for t in (k, v))
+    scores = q @ keys.transpose(-1, -2) / 2 + torch.full((7, 7), float("-inf")).triu(1)
+    torch.testing.assert_close(causal_attention(q, k, v), scores.softmax(-1) @ values, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        causal_attention(q, k, v, scale=0.1),
+        ((scores * 2 * 0.1).softmax(-1)) @ values,
+        rtol=1e-5,
+        atol=1e-6,
+    )
+
+
+@given(st.data())
+def test_every_query_head_meets_its_own_key_head(data: st.DataObject) -> None:
+    """What a shared output computes and ``SharedHeads`` lines up, for any heads and ranks."""
+    kv = data.draw(st.integers(1, 12), label="key/value heads")
+    queries = kv * data.draw(st.integers(1, 6), label="queries per key/value head")
+    tensor = data.draw(
+        st.sampled_from([n for n in range(1, queries + 1) if queries % n == 0]), label="tensor"
+    )
+    here = queries // tensor
+    for rank in range(tensor):
+        state = ParallelState.stand_in(Layout.of(tensor=tensor), rank)
+        layer = ColumnParallelLinear(1, {"q": queries, "k": kv}, False, shared=("k",), state=state)
+        key = layer.parts[1]
+        held = list(range(kv))[key.slice or slice(rank * kv // tensor, (rank + 1) * kv // tensor)]
+        assert key.here == len(held)
+        share = SharedHeads(queries, kv, state=state)
+        lined_up = share(torch.tensor(held).reshape(1, -1, 1, 1)).flatten().tolist()
+        assert here % len(lined_up) == 0
+        runs = here // len(lined_up)
+        met = [lined_up[j // runs] for j in range(here)]
+        assert met == [q // (queries // kv) for q in range(rank * here, (rank + 1) * here)]
+
+
+class Attention(nn.Module):
+    """A model's attention. (Without rotation the gradient of the keys' bias would be zero.)"""
+
+    def __init__(self, queries: int, kv: int, state: ParallelState | None) -> None:
+        super().__init__()
+        self.qkv = ColumnParallelLinear(
+            12, {"q": 4 * queries, "k": 4 * kv, "v": 4 * kv}, unit=4, shared=("k", "v"), state=state
+        )
+        self.rotary = RotaryEmbedding(4, 100.0)
+        self.shared = SharedHeads(queries, kv, state=state)
+        self.out = RowParallelLinear(4 * queries, 12, unit=4, state=state)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (split_heads(t, 4) for t in self.qkv(x))
+        rope = self.rotary(torch.arange(q.shape[2]), x.dtype)
+        heads = causal_attention(rope(q), self.shared(rope(k)), self.shared(v))
+        y: Tensor = self.out(merge_heads(heads))
+        return y
+
+
+def attention_in_parts(queries: int, kv: int, sequence: bool) -> float:
+    state = ParallelState.start(Layout.of(tensor=dist.get_world_size(), sequence=sequence))
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    between = 1 if sequence else None
+    return compare_with_one_device(
+        lambda s: Attention(queries, kv, s),
+        torch.randn(2, 8, 12),
+        state,
+        input_dim=between,
+        output_dim=between,
+    )
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+@pytest.mark.parametrize(
+    ("tensor", "queries", "kv"),
+    [(2, 4, 4), (2, 4, 2), (2, 4, 1), (2, 6, 3), (4, 4, 1), (4, 8, 2), (4, 12, 3), (4, 12, 6), (4, 8, 8)],
+)
+def test_attention_in_parts_equals_one_device(
+    tensor: int, queries: int, kv: int, sequence: bool
+) -> None:  # E2
+    assert max(run_parallel(attention_in_parts, tensor, queries, kv, sequence)) < 1e-12
+
+
+def mlps_in_parts(sequence: bool) -> list[float]:
+    state = ParallelState.start(Layout.of(tensor=dist.get_world_size(), sequence=sequence))
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    between = 1 if sequence else None
+    x = torch.randn(2, 8, 12)
+
+    def gated(s: ParallelState | None) -> nn.Module:
+        return GatedMLP(12, 20, bias=True, state=s)
+
+    def plain(s: ParallelState | None) -> nn.Module:
+        return MLP(12, 20, act="gelu_new", state=s)
+
+    return [
+        compare_with_one_device(make, x, state, input_dim=between, output_dim=between)
+        for make in (gated, plain)
+    ]
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+def test_feed_forward_nets_in_parts_equal_one_device(sequence: bool) -> None:
+    for worst in run_parallel(mlps_in_parts, 4, sequence):
+        assert max(worst) < 1e-12
+
+
+def test_an_unknown_activation_is_refused() -> None:  # D12
+    with pytest.raises(BadInput, match=r"hidden_act: expected one of silu, .*found 'swish2'"):
+        activation("swish2")

@@ -1,0 +1,156 @@
+"""What layers launch: on one device what ``torch.nn`` does; in parts the stated collectives, no more."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from trilith.layers import (
+    ColumnParallelLinear,
+    LayerNorm,
+    RMSNorm,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    vocab_parallel_cross_entropy,
+)
+from trilith.models import LLAMA
+from trilith.parallel_state import Layout, ParallelState
+from trilith.testing import run_parallel
+
+LLAMA_TINY: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 503,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+B, S, D, V = 2, 12, 16, 512
+
+
+class Recorder(TorchDispatchMode):
+    """The operators that run inside, in order; collectives and elements sent; the largest local tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: list[str] = []
+        self.collectives: Counter[str] = Counter()
+        self.sent: Counter[str] = Counter()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.name().split(".")[0]
+        self.operators.append(name)
+        if "c10d" in name and "wait" not in name:
+            kind = name.split("::")[1]
+            self.collectives[kind] += 1
+            self.sent[kind] += prod(args[0].shape) if isinstance(args[0], Tensor) else 0
+        found = [
+            leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor)
+        ]
+        self.largest = max([self.largest, *(tensor.numel() for tensor in found)])
+        return result
+
+
+def launched(run: Callable[[], Tensor | tuple[Tensor, ...]]) -> list[str]:
+    with Recorder() as recorder:
+        y = run()
+        parts = (y,) if isinstance(y, Tensor) else y
+        torch.autograd.backward([part.sum() for part in parts])
+    return recorder.operators
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (lambda: ColumnParallelLinear(6, 10), lambda: nn.Linear(6, 10)),
+        (lambda: RowParallelLinear(6, 10, False), lambda: nn.Linear(6, 10, False)),
+        (lambda: VocabParallelHead(6, 128), lambda: nn.Linear(6, 128, False)),
+        (lambda: RMSNorm(6), lambda: nn.RMSNorm(6, 1e-6)),
+        (lambda: LayerNorm(6), lambda: nn.LayerNorm(6)),
+    ],
+    ids=["column", "row", "head", "rms", "layer-norm"],
+)
+def test_on_one_device_exactly_torchs_operators_run(ours: Any, theirs: Any) -> None:
+    mine, other = ours(), theirs()
+    x, same = (torch.ones(2, 5, 6, requires_grad=True) for _ in range(2))
+    assert launched(lambda: mine(x)) == launched(lambda: other(same))
+
+
+def test_on_one_device_an_embedding_is_one_operator() -> None:
+    ids = torch.randint(100, (2, 5))
+    ours, theirs = VocabParallelEmbedding(100, 6), nn.Embedding(128, 6)
+    assert launched(lambda: ours(ids)) == launched(lambda: theirs(ids))
+
+
+def named_outputs(sequence: bool) -> tuple[Counter[str], Counter[str]]:
+    state = ParallelState.start(Layout.of(tensor=dist.get_world_size(), sequence=sequence))
+    layer = ColumnParallelLinear(D, {"q": 16, "k": 8, "v": 8}, state=state)
+    x = torch.randn(B, S // (2 if sequence else 1), D, requires_grad=True)
+    with Recorder() as forward:
+        outputs = layer(x)
+    with Recorder() as backward:
+        torch.autograd.backward([y.sum() for y in outputs])
+    return forward.collectives, backward.collectives
+
+
+def test_several_outputs_of_one_input_pay_one_collective() -> None:
+    for forward, backward in run_parallel(named_outputs, 2, False):
+        assert (forward, backward) == ({}, {"all_reduce": 1})
+    for forward, backward in run_parallel(named_outputs, 2, True):
+        assert (forward, backward) == ({"all_gather_into_tensor": 1}, {"reduce_scatter_tensor": 1})
+
+
+def whole_model(sequence: bool) -> tuple[Recorder, Recorder]:
+    state = ParallelState.start(Layout.of(tensor=dist.get_world_size(), sequence=sequence))
+    model = LLAMA.build(LLAMA.from_hf(LLAMA_TINY), state=state, device="cpu")
+    ids = torch.randint(503, (B, S))
+    with Recorder() as forward:
+        loss = vocab_parallel_cross_entropy(model(ids), ids, 503, state=state).sum()
+    with Recorder() as backward:
+        torch.autograd.backward(loss)
+    return summary(forward), summary(backward)
+
+
+def summary(recorder: Recorder) -> Any:
+    return recorder.collectives, recorder.sent, recorder.largest
+
+
+@pytest.mark.parametrize("tensor", [2, 4])
+def test_a_model_pays_two_all_reduces_a_block_and_never_gathers_logits(tensor: int) -> None:
+    blocks, tokens = 3, B * S
+    for (forward, sent, largest), (backward, sent_back, largest_back) in run_parallel(
+        whole_model, tensor, False
+    ):
+        assert forward == {"all_reduce": 2 * blocks + 1 + 2}, "two a block, the embedding, two for the loss"
+        assert sent["all_reduce"] == (2 * blocks + 1) * tokens * D + tokens + 3 * tokens
+        assert backward == {"all_reduce": 2 * blocks + 1}, "two a block, the output layer"
+        assert sent_back["all_reduce"] == (2 * blocks + 1) * tokens * D
+        assert max(largest, largest_back) == tokens * V // tensor, "a rank's own logits"
+
+
+@pytest.mark.parametrize("tensor", [2, 4])
+def test_under_sequence_parallelism_the_same_numbers_travel_in_halves(tensor: int) -> None:
+    blocks, tokens = 3, B * S
+    for (forward, sent, largest), (backward, sent_back, largest_back) in run_parallel(
+        whole_model, tensor, True
+    ):
+        pairs = 2 * blocks + 1
+        assert forward == {"all_gather_into_tensor": pairs, "reduce_scatter_tensor": pairs, "all_reduce": 2}
+        assert backward == {"all_gather_into_tensor": pairs, "reduce_scatter_tensor": pairs}
+        for counts in (sent, sent_back):
+            assert counts["all_gather_into_tensor"] == pairs * tokens * D // tensor
+            assert counts["reduce_scatter_tensor"] == pairs * tokens * D
+        assert max(largest, largest_back) == tokens * V // tensor, "a rank's own logits"
