@@ -1,0 +1,218 @@
+"""Carrying out a plan of copies: in blocks, by several threads, in memory that does not grow with the model.
+
+A block of rows is read once for all that is made of it, so cutting a matrix by columns for eight ranks reads
+it once and not eight times, and what is written to a file is nearly always one run of bytes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from ..parallel_state import BadCheckpoint, BadInput, Box
+from .coverage import first_flaw
+from .dtypes import TORCH
+from .finite import look_at
+from .plan import Copy
+from .strides import blocks
+from .tensor_file import TensorFile
+from .tensor_writer import TensorWriter
+
+#: Bytes of a block. Small enough to stay in the processor's cache from reading to writing.
+BLOCK = 2 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """``copies`` fill ``box`` of the whole tensor ``name``, which becomes all of ``target``.
+
+    ``target`` is the file whose tensor ``name`` has the box's shape, or a CPU tensor of that shape. Its dtype
+    may differ from the stored one.
+    """
+
+    name: str
+    box: Box
+    copies: tuple[Copy, ...]
+    target: TensorWriter | Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        if isinstance(self.target, Tensor):
+            return self.target.dtype
+        return TORCH[self.target.entries[self.name].dtype]
+
+
+@dataclass
+class Report:
+    """What was moved.
+
+    ``overflows`` counts, by tensor, numbers that a cast made infinite; ``zeros`` names tensors of nothing but
+    zeros.
+    """
+
+    bytes_read: int = 0
+    bytes_made: int = 0
+    overflows: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    zeros: set[str] = field(default_factory=set)
+
+
+def execute(
+    files: Sequence[TensorFile],
+    transfers: Iterable[Transfer],
+    *,
+    threads: int = 2,
+    allow_nonfinite: bool = False,
+    progress: Callable[[int], None] = lambda made: None,
+) -> Report:
+    """Make every target from ``files``; ``Copy.file`` counts in them.
+
+    ``progress`` is called with the bytes made since the last call, from any of ``threads``. ``BadInput``
+    names the first number that is not finite, unless ``allow_nonfinite``; ``BadCheckpoint`` a plan that does
+    not set every element exactly once. The first error ends the work; targets are then not to be used.
+    Tensors in memory are filled with NaN first.
+    """
+    groups: dict[object, list[Transfer]] = defaultdict(list)
+    for transfer in transfers:
+        _check(transfer)
+        if isinstance(transfer.target, Tensor) and transfer.target.is_floating_point():
+            transfer.target.fill_(float("nan"))
+        if transfer.box.size:
+            groups[_shared(transfer)].append(transfer)
+    work = _Work(files, allow_nonfinite, progress)
+    pool = ThreadPoolExecutor(max(1, threads))
+    try:
+        for done in [pool.submit(work.make, group) for group in groups.values()]:
+            done.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+    work.report.zeros -= work.not_zero
+    return work.report
+
+
+def _check(transfer: Transfer) -> None:
+    targets = [copy.target for copy in transfer.copies]
+    if flaw := first_flaw(transfer.box, targets):
+        raise BadCheckpoint("plan", transfer.name, expected="each element set once", found=str(flaw))
+    assert all(target.intersect(transfer.box) == target for target in targets if target.size), transfer
+
+
+def _shared(transfer: Transfer) -> object:
+    """Equal for transfers of the same rows of the same stored tensors: they are made together."""
+    rows = (transfer.box.start[:1], transfer.box.stop[:1])
+    return transfer.name, rows, frozenset((copy.file, copy.key, copy.transpose) for copy in transfer.copies)
+
+
+def _hull(a: Box, b: Box) -> Box:
+    return Box(tuple(map(min, a.start, b.start)), tuple(map(max, a.stop, b.stop)))
+
+
+def _source_of(copy: Copy, part: Box) -> Box:
+    """Where ``part`` of the copy's target lies in the stored tensor."""
+    inner = part.within(copy.target)
+    return (inner.transposed() if copy.transpose else inner).shift(copy.source.start)
+
+
+class _Work:
+    """What the threads share."""
+
+    def __init__(self, files: Sequence[TensorFile], allow_nonfinite: bool, progress: Callable[[int], None]):
+        self.files, self.allow_nonfinite, self.progress = files, allow_nonfinite, progress
+        self.report = Report()
+        self.not_zero: set[str] = set()
+        self._lock = threading.Lock()
+        self._scratch = threading.local()
+
+    def make(self, group: list[Transfer]) -> None:
+        """All blocks of transfers that share their sources."""
+        whole = reduce(_hull, (transfer.box for transfer in group))
+        item = max(self._stored_dtype(copy).itemsize for transfer in group for copy in transfer.copies)
+        for block in blocks(whole, BLOCK // item):
+            parts = [(transfer, part) for transfer in group if (part := transfer.box.intersect(block))]
+            read = self._read_block(parts)
+            for transfer, part in parts:
+                self._make_part(transfer, part, read)
+
+    def _read_block(self, parts: list[tuple[Transfer, Box]]) -> dict[tuple[int, str], tuple[Tensor, Box]]:
+        """The stored numbers that these parts need, of each stored tensor the smallest box that has them."""
+        needed: dict[tuple[int, str], Box] = {}
+        for transfer, part in parts:
+            for copy in transfer.copies:
+                if (overlap := copy.target.intersect(part)) is not None:
+                    box, place = _source_of(copy, overlap), (copy.file, copy.key)
+                    needed[place] = _hull(needed[place], box) if place in needed else box
+        read = {}
+        for number, ((index, key), box) in enumerate(needed.items()):
+            file = self.files[index]
+            out = self._buffer(f"read {number}", box.shape, TORCH[file.tensors[key].dtype])
+            file.read(key, box, out=out)
+            self._look(file, key, box, out, parts[0][0].name)
+            read[index, key] = (out, box)
+        with self._lock:
+            self.report.bytes_read += sum(out.nbytes for out, _ in read.values())
+        return read
+
+    def _look(self, file: TensorFile, key: str, box: Box, numbers: Tensor, name: str) -> None:
+        seen = look_at(numbers)
+        if not seen.finite and not self.allow_nonfinite:
+            index = (~torch.isfinite(numbers)).nonzero()[0].tolist()
+            at = [a + i for a, i in zip(box.start, index, strict=True)]
+            found, todo = (
+                f"{numbers[tuple(index)].item()} at {at}",
+                "Pass --allow-nonfinite to take it as it is",
+            )
+            raise BadInput(file.path, key, expected="finite numbers", found=found, todo=todo)
+        with self._lock:
+            (self.report.zeros if seen.zero else self.not_zero).add(name)
+
+    def _make_part(
+        self, transfer: Transfer, part: Box, read: dict[tuple[int, str], tuple[Tensor, Box]]
+    ) -> None:
+        pieces = []
+        for copy in transfer.copies:
+            if (overlap := copy.target.intersect(part)) is not None:
+                numbers, held = read[copy.file, copy.key]
+                piece = numbers[_source_of(copy, overlap).within(held).slices]
+                pieces.append((overlap, piece.T if copy.transpose else piece))
+        if len(pieces) == 1 and pieces[0][1].is_contiguous():
+            made = pieces[0][1]
+        else:
+            made = self._buffer("made", part.shape, pieces[0][1].dtype)
+            for overlap, piece in pieces:
+                made[overlap.within(part).slices] = piece
+        if made.dtype != transfer.dtype:
+            made = self._cast(transfer, made)
+        place = part.within(transfer.box)
+        if isinstance(transfer.target, Tensor):
+            transfer.target[place.slices] = made
+        else:
+            transfer.target.write(transfer.name, place, made)
+        with self._lock:
+            self.report.bytes_made += made.nbytes
+        self.progress(made.nbytes)
+
+    def _cast(self, transfer: Transfer, numbers: Tensor) -> Tensor:
+        cast = self._buffer("cast", tuple(numbers.shape), transfer.dtype)
+        cast.copy_(numbers)
+        if not look_at(cast).finite:
+            overflows = int((~torch.isfinite(cast) & torch.isfinite(numbers)).sum())
+            with self._lock:
+                self.report.overflows[transfer.name] += overflows
+        return cast
+
+    def _buffer(self, use: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Memory of this thread, the same at each call: fresh pages cost as much as the copy itself."""
+        known: dict[str, Tensor] = self._scratch.__dict__
+        size = torch.Size(shape).numel() * dtype.itemsize
+        if use not in known or known[use].numel() < size:
+            known[use] = torch.empty(max(size, BLOCK), dtype=torch.uint8)
+        return known[use][:size].view(dtype).view(shape)
+
+    def _stored_dtype(self, copy: Copy) -> torch.dtype:
+        return TORCH[self.files[copy.file].tensors[copy.key].dtype]

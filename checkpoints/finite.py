@@ -1,0 +1,43 @@
+"""Whether numbers are finite, at the speed of reading them: two integer maxima instead of a mask of booleans.
+
+An IEEE number is not finite when all bits of its exponent are set. Read as integers, such numbers of positive
+sign are the largest signed ones, and such numbers of negative sign the largest unsigned ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+#: For each type: the signed and unsigned integers of its width, and its positive infinity read as one.
+_BITS = {
+    torch.float16: (np.int16, np.uint16, 0x7C00),
+    torch.bfloat16: (np.int16, np.uint16, 0x7F80),
+    torch.float32: (np.int32, np.uint32, 0x7F80_0000),
+    torch.float64: (np.int64, np.uint64, 0x7FF0_0000_0000_0000),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What a look at some numbers found."""
+
+    finite: bool
+    zero: bool
+
+
+def look_at(numbers: Tensor) -> Look:
+    """Whether all of a contiguous CPU tensor is finite, and whether all is zero; integers are finite."""
+    if numbers.numel() == 0:
+        return Look(True, True)
+    if numbers.dtype not in _BITS:
+        return Look(True, not bool(numbers.view(torch.uint8).any()))
+    signed, unsigned, infinity = _BITS[numbers.dtype]
+    raw = numbers.reshape(-1).view(torch.uint8).numpy()
+    sign = 1 << numbers.element_size() * 8 - 1
+    positive, negative = int(raw.view(signed).max()), int(raw.view(unsigned).max())
+    finite = positive < infinity and negative < infinity + sign
+    return Look(finite, positive <= 0 and negative in (0, sign))

@@ -1,0 +1,285 @@
+"""Carrying out plans: any cut into any other, bit for bit, no byte read twice, in constant memory."""
+
+import itertools
+import random
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from trilith.checkpoints import execute as execute_module
+from trilith.checkpoints.dtypes import TORCH, name_of
+from trilith.checkpoints.execute import Report, Transfer, execute
+from trilith.checkpoints.finite import look_at
+from trilith.checkpoints.plan import Copy, Stored, Tie, Whole, copies
+from trilith.checkpoints.tensor_file import TensorFile
+from trilith.checkpoints.tensor_writer import TensorWriter
+from trilith.models import Link
+from trilith.parallel_state import BadCheckpoint, BadInput, Box
+
+NO_LINKS = Tie(None)
+
+
+def cut(shape: tuple[int, ...], cuts: dict[int, Sequence[int]]) -> list[Box]:
+    """A tensor cut into a grid, ``cuts`` giving the inner bounds of some dims."""
+    bounds = [[0, *sorted(cuts.get(dim, ())), n] for dim, n in enumerate(shape)]
+    grid = itertools.product(*(itertools.pairwise(each) for each in bounds))
+    return [Box(tuple(a for a, _ in cell), tuple(b for _, b in cell)) for cell in grid]
+
+
+def store(directory: Path, name: str, whole: torch.Tensor, boxes: Sequence[Box]) -> list[TensorFile]:
+    """A file for each box."""
+    for i, box in enumerate(boxes):
+        save_file({name: whole[box.slices].contiguous()}, directory / f"{i}.safetensors")
+    return [TensorFile.open(directory / f"{i}.safetensors") for i in range(len(boxes))]
+
+
+def catalog(name: str, whole: torch.Tensor, boxes: Sequence[Box]) -> dict[str, Whole]:
+    stored = tuple(Stored(i, name, box) for i, box in enumerate(boxes))
+    return {name: Whole(tuple(whole.shape), name_of(whole.dtype), stored)}
+
+
+@st.composite
+def reshards(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box], list[Box]]:
+    shape = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
+
+    def some() -> dict[int, list[int]]:
+        return {dim: draw(st.lists(st.integers(0, n), max_size=3)) for dim, n in enumerate(shape)}
+
+    return shape, cut(shape, some()), cut(shape, some())
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(reshards(), st.integers(8, 200), st.integers(1, 3))
+def test_any_cut_into_any_other_in_files_and_in_memory(
+    tmp_path: Path, case: tuple[tuple[int, ...], list[Box], list[Box]], block: int, threads: int
+) -> None:
+    shape, old, new = case
+    for path in tmp_path.iterdir():
+        path.unlink()
+    whole = torch.randn(shape).bfloat16()
+    files = store(tmp_path, "w", whole, old)
+    plans = [(box, tuple(copies("w", box, catalog("w", whole, old), NO_LINKS))) for box in new]
+    writers = [
+        TensorWriter(tmp_path / f"new-{i}.safetensors", {"w": ("BF16", box.shape)})
+        for i, box in enumerate(new)
+    ]
+    tensors = [torch.zeros(box.shape, dtype=torch.bfloat16) for box in new]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(execute_module, "BLOCK", block)
+        for targets in (writers, tensors):
+            transfers = [Transfer("w", *plan, target) for plan, target in zip(plans, targets, strict=True)]
+            report = execute(files, transfers, threads=threads)
+            assert report.bytes_made == whole.nbytes
+    for i, (box, writer, tensor) in enumerate(zip(new, writers, tensors, strict=True)):
+        writer.close()
+        assert torch.equal(load_file(tmp_path / f"new-{i}.safetensors")["w"], whole[box.slices])
+        assert torch.equal(tensor, whole[box.slices])
+
+
+def run(
+    files: Sequence[TensorFile],
+    whole: dict[str, Whole],
+    wanted: dict[str, Sequence[Box]],
+    tie: Tie = NO_LINKS,
+) -> tuple[dict[str, list[torch.Tensor]], Report]:
+    """Boxes of tensors, in memory."""
+    made, transfers = {}, []
+    for name, boxes in wanted.items():
+        made[name] = [torch.empty(box.shape) for box in boxes]
+        plan = [tuple(copies(name, box, whole, tie)) for box in boxes]
+        transfers += [Transfer(name, *each) for each in zip(boxes, plan, made[name], strict=True)]
+    return made, execute(files, transfers)
+
+
+@pytest.mark.parametrize("old", [1, 2, 8])
+@pytest.mark.parametrize("new", [1, 4, 8])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_every_byte_is_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: int, new: int, dim: int
+) -> None:
+    monkeypatch.setattr(execute_module, "BLOCK", 4096)
+    whole = torch.randn(64, 96)
+    n = whole.shape[dim]
+    before = cut((64, 96), {dim: range(n // old, n, n // old)})
+    after = cut((64, 96), {dim: range(n // new, n, n // new)})
+    files = store(tmp_path, "w", whole, before)
+    made, report = run(files, catalog("w", whole, before), {"w": after})
+    assert report.bytes_read == report.bytes_made == whole.nbytes
+    assert all(torch.equal(t, whole[b.slices]) for t, b in zip(made["w"], after, strict=True))
+
+
+def test_replicas_are_read_once(tmp_path: Path) -> None:
+    whole = torch.randn(64, 96)
+    box = Box.whole((64, 96))
+    files = store(tmp_path, "w", whole, [box])
+    made, report = run(files, catalog("w", whole, [box]), {"w": [box] * 8})
+    assert report.bytes_read == whole.nbytes and report.bytes_made == 8 * whole.nbytes
+    assert all(torch.equal(tensor, whole) for tensor in made["w"])
+
+
+@pytest.mark.parametrize("block", [64, 1000, 1 << 20])
+def test_links_that_split_and_transpose_go_there_and_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
+) -> None:
+    """A matrix that holds q, k and v side by side, stored the other way round (GPT-2's c_attn)."""
+    monkeypatch.setattr(execute_module, "BLOCK", block)
+    fused = torch.randn(12, 36)
+    links = [
+        Link(name, Box.whole((12, 12)), "c_attn", Box((0, i * 12), (12, i * 12 + 12)), transpose=True)
+        for i, name in enumerate("qkv")
+    ]
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "ours").mkdir()
+    box = Box.whole((12, 36))
+    files = store(tmp_path / "hf", "c_attn", fused, [box])
+    halves = cut((12, 12), {0: [5]})
+    made, _ = run(files, catalog("c_attn", fused, [box]), {name: halves for name in "qkv"}, Tie(links))
+    for i, name in enumerate("qkv"):
+        assert torch.equal(torch.cat(made[name]), fused[:, i * 12 : i * 12 + 12].T)
+
+    ours, parts = [], {}
+    for name in "qkv":
+        stored = []
+        for half, tensor in zip(halves, made[name], strict=True):
+            stored.append(Stored(len(ours), name, half))
+            path = tmp_path / "ours" / f"{len(ours)}"
+            save_file({name: tensor}, path)
+            ours.append(TensorFile.open(path))
+        parts[name] = Whole((12, 12), "F32", tuple(stored))
+    back, _ = run(ours, parts, {"c_attn": [box]}, Tie(links, to_hf=True))
+    assert torch.equal(back["c_attn"][0], fused)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), -float("nan")])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_look_finds_what_is_not_finite(value: float, dtype: torch.dtype) -> None:
+    limits = torch.finfo(dtype)
+    numbers = torch.tensor([0.0, -0.0, limits.max, limits.min, limits.tiny, -limits.tiny, 1.0], dtype=dtype)
+    assert look_at(numbers).finite and not look_at(numbers).zero
+    for at in range(len(numbers)):
+        bad = numbers.clone()
+        bad[at] = value
+        assert not look_at(bad).finite
+
+
+def test_a_look_finds_zeros() -> None:
+    for zeros in (
+        torch.zeros(3),
+        -torch.zeros(3),
+        torch.tensor([0.0, -0.0]),
+        torch.zeros(2, dtype=torch.int8),
+    ):
+        assert look_at(zeros).zero and look_at(zeros).finite
+    for other in (torch.tensor([0.0, -1e-45]), torch.tensor([1e-45, -0.0]), torch.tensor([0, 1])):
+        assert not look_at(other).zero
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        pytest.param(float("nan"), "nan at", id="C9-NaN"),
+        pytest.param(float("-inf"), "-inf at", id="C10-infinity"),
+    ],
+)
+def test_what_is_not_finite_is_refused_where_it_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float, says: str
+) -> None:
+    monkeypatch.setattr(execute_module, "BLOCK", 256)
+    whole = torch.randn(40, 10)
+    whole[33, 7] = value
+    box = Box.whole((40, 10))
+    files, known = store(tmp_path, "w", whole, [box]), catalog("w", whole, [box])
+    with pytest.raises(BadInput, match=rf"0.safetensors: w: .*{says} \[33, 7\].*--allow-nonfinite"):
+        run(files, known, {"w": [box]})
+    out = torch.empty(40, 10)
+    execute(files, [Transfer("w", box, tuple(copies("w", box, known, NO_LINKS)), out)], allow_nonfinite=True)
+    assert torch.equal(out, whole) if value == value else bool(out[33, 7].isnan())
+
+
+@pytest.mark.parametrize("into", ["BF16", "F16", "F64"])
+def test_C8_casts_count_what_overflows(tmp_path: Path, into: str) -> None:
+    whole = torch.randn(10, 10)
+    whole[3, 3], whole[4, 4] = 3.4e38, -1e5  # the first overflows bf16 when rounded, both overflow fp16
+    box = Box.whole((10, 10))
+    files = store(tmp_path, "w", whole, [box])
+    out = torch.empty(10, 10, dtype=TORCH[into])
+    plan = tuple(copies("w", box, catalog("w", whole, [box]), NO_LINKS))
+    report = execute(files, [Transfer("w", box, plan, out)])
+    assert torch.equal(out, whole.to(TORCH[into]))
+    assert report.overflows.get("w", 0) == {"BF16": 1, "F16": 2, "F64": 0}[into]
+
+
+def test_C11_tensors_of_zeros_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(execute_module, "BLOCK", 64)
+    mixed = torch.zeros(40)
+    mixed[39] = 1
+    save_file({"zero": torch.zeros(40), "mixed": mixed}, tmp_path / "f")
+    known = {name: Whole((40,), "F32", (Stored(0, name, Box((0,), (40,))),)) for name in ("zero", "mixed")}
+    _, report = run([TensorFile.open(tmp_path / "f")], known, {name: [Box((0,), (40,))] for name in known})
+    assert report.zeros == {"zero"}
+
+
+def test_a_plan_with_a_hole_or_an_overlap_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    box = Box((0,), (4,))
+
+    def copy(a: int, b: int) -> Copy:
+        return Copy(0, "w", Box((a,), (b,)), Box((a,), (b,)), False)
+
+    for plan in ([copy(0, 3)], [copy(0, 2), copy(1, 4)], [copy(0, 2), copy(1, 2), copy(3, 4)]):
+        with pytest.raises(BadCheckpoint, match="plan: w: expected each element set once"):
+            execute([], [Transfer("w", box, tuple(plan), torch.empty(4))])
+
+
+def test_memory_is_nan_until_it_is_set(tmp_path: Path) -> None:
+    whole = torch.ones(4)
+    box = Box((0,), (4,))
+    files = store(tmp_path, "w", whole, [box])
+    (tmp_path / "0.safetensors").write_bytes(b"changed")
+    out = torch.zeros(4)
+    with pytest.raises(BadCheckpoint):
+        execute(
+            files, [Transfer("w", box, tuple(copies("w", box, catalog("w", whole, [box]), NO_LINKS)), out)]
+        )
+    assert out.isnan().all()
+
+
+def test_the_first_error_ends_the_work_and_its_threads(tmp_path: Path) -> None:
+    tensors = {f"w{i}": torch.full((64,), float("nan") if i == 5 else 1.0) for i in range(200)}
+    save_file(tensors, tmp_path / "f")
+    box = Box((0,), (64,))
+    known = {name: Whole((64,), "F32", (Stored(0, name, box),)) for name in tensors}
+    with pytest.raises(BadInput, match="w5: expected finite"):
+        run([TensorFile.open(tmp_path / "f")], known, {name: [box] for name in tensors})
+    assert not [t for t in threading.enumerate() if t.name.startswith("ThreadPoolExecutor")]
+
+
+def test_progress_adds_up_and_memory_does_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(execute_module, "BLOCK", 1 << 16)
+    whole = torch.randn(512, 1024)
+    boxes = cut((512, 1024), {1: [100, 777]})
+    files = store(tmp_path, "w", whole, [Box.whole((512, 1024))])
+    known = catalog("w", whole, [Box.whole((512, 1024))])
+    sizes: list[int] = []
+    empty = torch.empty
+
+    def counted(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        out: torch.Tensor = empty(*shape, dtype=dtype)
+        sizes.append(out.nbytes)
+        return out
+
+    targets = [empty(box.shape) for box in boxes]
+    monkeypatch.setattr(torch, "empty", counted)
+    made: list[int] = []
+    plan = [
+        Transfer("w", b, tuple(copies("w", b, known, NO_LINKS)), t)
+        for b, t in zip(boxes, targets, strict=True)
+    ]
+    random.Random(0).shuffle(plan)
+    execute(files, plan, threads=1, progress=made.append)
+    assert sum(made) == whole.nbytes and len(made) > 30
+    assert sum(sizes) <= 3 << 16
