@@ -136,4 +136,4 @@ def file_name(rank: int, layout: Layout) -> str:
 
 def _output(source: Source, name: str, box: Box, tie: Tie, dtype: str | None) -> OutputTensor:
     made = copies(name, box, source.catalog, tie)
-    return OutputTensor(name, dtype or source.dtype_of(made), box, tuple(made))
+    return OutputTensor(name, dtype or source.dtype_of(name, tie), box, tuple(made))

@@ -157,7 +157,8 @@ class Manifest(_Strict):
         owners = [part.box for part in tensor.parts if part.role == "owner"]
         check_coverage(where, shown(name), tensor.shape, owners)
         if any(
-            len(b.stop) != len(tensor.shape) or Box.whole(tensor.shape).intersect(b) != b for b in replicas
+            len(b.stop) != len(tensor.shape) or any(s > n for s, n in zip(b.stop, tensor.shape, strict=True))
+            for b in replicas
         ):
             raise BadCheckpoint(where, shown(name), expected=f"replicas inside {list(tensor.shape)}")
 

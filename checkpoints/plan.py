@@ -63,6 +63,13 @@ class Tie:
             assert self._by_wanted is not None
             self._by_wanted[link.hf if to_hf else link.ours].append(link)
 
+    def stored_name(self, name: str) -> str:
+        """One of the stored tensors that ``name`` is made of."""
+        if self._by_wanted is None:
+            return name
+        link = self._by_wanted[name][0]
+        return link.ours if self._to_hf else link.hf
+
     def sources(self, name: str, wanted: Box) -> Iterable[tuple[str, Box, Link | None]]:
         """The stored tensors that hold ``wanted``, with the box of each; the same name where there are no
         links.

@@ -57,9 +57,9 @@ class Source:
         links, _ = self.family.links(self.model_config)
         return Tie(links, to_hf=to_hf)
 
-    def dtype_of(self, made: Iterable[Copy]) -> str:
-        """The format's name of the dtype that these copies read."""
-        return next(iter({self.files[copy.file].tensors[copy.key].dtype for copy in made}))
+    def dtype_of(self, name: str, tie: Tie) -> str:
+        """The format's name of the dtype in which the tensor that ``tie`` knows as ``name`` is stored."""
+        return self.catalog[tie.stored_name(name)].dtype
 
     def read(self, name: str, box: Box, tie: Tie, *, finite: bool = True) -> Tensor:
         """Box ``box`` of the tensor that ``tie`` knows as ``name``, in the stored dtype.
@@ -73,7 +73,7 @@ class Source:
         """The numbers that these copies bring together in ``box`` of the tensor ``name``; see ``read``."""
         pieces = [(copy, self.files[copy.file].read(copy.key, copy.source)) for copy in made]
         if not pieces:
-            return torch.empty(box.shape)
+            return torch.empty(box.shape)  # all of it is padding
         if len(pieces) == 1 and not pieces[0][0].transpose:
             out = pieces[0][1]
         else:

@@ -28,11 +28,11 @@ def holdings(
     sharded: bool = True,
     replicas: bool = False,
 ) -> dict[str, list[Holding]]:
-    """For every tensor, the boxes that ranks hold of it, without padding and without empty ones.
+    """For every tensor, the boxes that ranks hold of it, without padding.
 
-    ``stages`` are the declarations of each pipeline stage (``Family.declarations``). ``sharded`` cuts over
-    the data axes as between training steps; ``replicas`` also lists the ranks that hold copies. Owners' boxes
-    are disjoint and cover each tensor.
+    ``stages`` are the declarations of each pipeline stage (``Family.declarations``). ``sharded`` cuts over the
+    data axes as between training steps. ``replicas`` also lists the ranks that hold copies, and those that
+    hold nothing but padding, with an empty box. Owners' boxes are disjoint and cover each tensor.
     """
     assert len(stages) == layout.pipeline, (len(stages), layout)
     found: dict[str, list[Holding]] = {name: [] for stage in stages for name in stage}
@@ -45,7 +45,7 @@ def holdings(
                 continue
             box = declaration.shard_box(layout, at) if sharded else declaration.box(layout, at)
             box = declaration.true_part(box)
-            if box.size:
+            if box.size or replicas:
                 found[name].append(Holding(rank, box, owner))
     return found
 

@@ -89,8 +89,7 @@ class ParallelState:
 
     @property
     def pipeline_group(self) -> dist.ProcessGroup:
-        assert self._pipeline is not None, "one stage has no pipeline"
-        return self._pipeline
+        return self._pipeline or self._submesh("pipeline").get_group()
 
     @property
     def ends_group(self) -> dist.ProcessGroup:
