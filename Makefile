@@ -7,6 +7,7 @@ check: lint typecheck test
 
 lint:
 	python -m ruff check .
+	python -m ruff format --check .
 
 # The root is the package `trilith`, whatever the checkout is called: mypy finds it under that name through a link.
 typecheck:

@@ -65,7 +65,7 @@ def fail_and_hang():
 
 def die_on(rank, how):
     if dist.get_rank() == rank:
-        print("last words", flush=True)
+        print("last words")
         os.kill(os.getpid(), how) if how else os._exit(7)
     dist.barrier()
 

@@ -5,6 +5,7 @@ import sys
 import time
 from dataclasses import dataclass
 from functools import partial, wraps
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,9 +13,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from trilith.testing import RankError, run_parallel
+from trilith.testing.processes import Rendezvous
 
-TIMES_LOADED = [0]
-TIMES_LOADED[0] += 1
+#: How often this process has executed this file; it outlives the module.
+LOADED = "loads of test_pool"
+sys.__dict__[LOADED] = sys.__dict__.get(LOADED, 0) + 1
 
 
 @dataclass
@@ -32,7 +35,7 @@ def add_ranks(x):
 
 
 def describe_worker():
-    return os.getpid(), torch.get_num_threads(), os.environ["OMP_NUM_THREADS"], TIMES_LOADED[0]
+    return os.getpid(), torch.get_num_threads(), os.environ["OMP_NUM_THREADS"], sys.__dict__[LOADED]
 
 
 def hash_a_string():
@@ -180,6 +183,18 @@ def test_a_function_shadowed_by_another_is_refused():
     original = decorated.__wrapped__  # the name `decorated` now leads to the wrapper
     with pytest.raises(ValueError, match="something else under that name"):
         run_parallel(original, 1, 1)
+
+
+def test_the_store_listens_on_this_machine_only():
+    rendezvous = Rendezvous()
+    port = f":{rendezvous.port:04X}"
+    rows = [
+        line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()
+    ]
+    listening = [
+        local.removesuffix(port) for _, local, _, state, *_ in rows if local.endswith(port) and state == "0A"
+    ]
+    assert listening == ["0100007F"]
 
 
 def test_a_world_without_ranks_is_refused():
