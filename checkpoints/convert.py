@@ -6,13 +6,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from ..parallel_state import BadInput, Layout
 from .commit import staged
 from .companions import store_companion
 from .conversion import Conversion, OutputTensor, plan_to_hf, plan_to_sharded
-from .dtypes import BITS, TORCH, WEIGHTS
+from .dtypes import TORCH, WEIGHTS
+from .execute import Transfer, execute
 from .hf_export import HFFolderWriter
 from .manifest import Manifest, StoredFile
 from .source import Source, read_source
@@ -95,8 +94,8 @@ def _write_hf(plan: Conversion, directory: Path, allow_nonfinite: bool, progress
         companions=plan.source.companions,
     )
     try:
-        for name, one in outputs.items():
-            _copy(plan.source, one, writer.writers[writer.place[name]], allow_nonfinite, progress)
+        transfers = [_transfer(one, writer.writers[writer.place[name]]) for name, one in outputs.items()]
+        _carry_out(plan.source, transfers, allow_nonfinite, progress)
         writer.finish()
     finally:
         writer.abandon()
@@ -117,17 +116,25 @@ def _config(plan: Conversion) -> dict[str, Any]:
 def _write_sharded(
     plan: Conversion, layout: Layout, directory: Path, allow_nonfinite: bool, progress: Report
 ) -> Manifest:
-    files = []
-    for file in plan.files:
-        spec = {one.name: (one.dtype, one.box.shape) for one in file.tensors}
-        writer = TensorWriter(directory / file.name, spec)
-        try:
-            for one in file.tensors:
-                _copy(plan.source, one, writer, allow_nonfinite, progress)
-            written = writer.close()
-        finally:
+    writers: list[TensorWriter] = []
+    try:
+        for file in plan.files:
+            spec = {one.name: (one.dtype, one.box.shape) for one in file.tensors}
+            writers.append(TensorWriter(directory / file.name, spec))
+        transfers = [
+            _transfer(one, writer)
+            for file, writer in zip(plan.files, writers, strict=True)
+            for one in file.tensors
+        ]
+        _carry_out(plan.source, transfers, allow_nonfinite, progress)
+        written = [writer.close() for writer in writers]
+    finally:
+        for writer in writers:
             writer.abandon()
-        files.append(StoredFile(name=file.name, size=written.size, crc32=written.crc))
+    files = [
+        StoredFile(name=file.name, size=one.size, crc32=one.crc)
+        for file, one in zip(plan.files, written, strict=True)
+    ]
     old = plan.source.manifest
     return Manifest(
         kind="training" if plan.keeps_moments else "weights",
@@ -144,16 +151,16 @@ def _write_sharded(
     )
 
 
-def _copy(
-    source: Source, one: OutputTensor, writer: TensorWriter, allow_nonfinite: bool, progress: Report
+def _transfer(one: OutputTensor, writer: TensorWriter) -> Transfer:
+    return Transfer(one.name, one.box, one.copies, writer)
+
+
+def _carry_out(
+    source: Source, transfers: Sequence[Transfer], allow_nonfinite: bool, progress: Report
 ) -> None:
-    values = source.gather(one.name, one.box, one.copies, finite=not allow_nonfinite)
-    if values.dtype != TORCH[one.dtype]:
-        cast = values.to(TORCH[one.dtype])
-        overflowed = int((~torch.isfinite(cast) & torch.isfinite(values)).sum())
-        if overflowed:
-            expected, found = f"numbers that fit {one.dtype}", f"{overflowed:,} that overflow"
-            raise BadInput(source.path, one.name, expected=expected, found=found)
-        values = cast
-    writer.write(one.name, one.box.within(one.box), values.contiguous())
-    progress(values.numel() * BITS[one.dtype] // 8)
+    report = execute(source.files, transfers, allow_nonfinite=allow_nonfinite, progress=progress)
+    for name, count in report.overflows.items():
+        todo = "Choose a type with a wider range"
+        found = f"{count:,} that overflow"
+        raise BadInput(source.path, name, expected="numbers that fit the type", found=found, todo=todo)
+    source.warnings.extend(f"{name} is all zeros" for name in sorted(report.zeros))

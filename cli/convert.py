@@ -34,8 +34,6 @@ def convert(
 
     counts = _counts(split)
     plan = plan_conversion(src, to=to, tensor=tensor, pipeline=pipeline, split=counts, dtype=dtype)
-    for warning in plan.source.warnings:
-        typer.echo(f"warning: {warning}", err=True)
     if dry_run:
         for file in plan.files:
             typer.echo(f"{file.name}  {file.nbytes:,} bytes")
@@ -43,7 +41,7 @@ def convert(
                 typer.echo(f"  {one.name}  {one.dtype} {list(one.box.shape)}  from {len(one.copies)} pieces")
         return
     with byte_progress(f"{src} -> {dst}", plan.nbytes) as advance:
-        run(
+        done = run(
             src,
             dst,
             to=to,
@@ -54,6 +52,8 @@ def convert(
             allow_nonfinite=allow_nonfinite,
             progress=advance,
         )
+    for warning in done.source.warnings:
+        typer.echo(f"warning: {warning}", err=True)
     typer.echo(f"{dst}: {len(plan.files)} files of weights, {plan.nbytes:,} bytes")
 
 
