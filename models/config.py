@@ -9,7 +9,8 @@ from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from ..parallel_state import BadInput
+from ..layers import padded_vocabulary
+from ..parallel_state import BadInput, Layout
 
 
 def _names(text: str) -> frozenset[str]:
@@ -19,11 +20,11 @@ def _names(text: str) -> frozenset[str]:
 #: Keys of a config.json that do not change the forward pass of a causal language model.
 INERT = _names("""
     _attn_implementation _attn_implementation_autoset _name_or_path _commit_hash architectures
-    add_cross_attention auto_map bad_words_ids begin_suppress_tokens bos_token_id
+    auto_map bad_words_ids begin_suppress_tokens bos_token_id
     chunk_size_feed_forward classifier_dropout decoder_start_token_id diversity_penalty do_sample
     dtype early_stopping encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty
     finetuning_task forced_bos_token_id forced_eos_token_id gradient_checkpointing id2label
-    is_decoder is_encoder_decoder keys_to_ignore_at_inference label2id length_penalty max_length
+    is_decoder keys_to_ignore_at_inference label2id length_penalty max_length
     min_length model_type n_ctx no_repeat_ngram_size num_beam_groups num_beams num_return_sequences
     output_attentions output_past output_hidden_states output_scores pad_token_id prefix
     pretraining_tp problem_type remove_invalid_values repetition_penalty return_dict
@@ -40,7 +41,8 @@ DENIED = _names("""
     logit_scale embedding_multiplier residual_multiplier attention_multiplier partial_rotary_factor
     num_local_experts num_experts n_routed_experts use_qk_norm qk_layernorm query_pre_attn_scalar
     rope_interleaved alibi layer_types use_sliding_window no_rope_layers attention_chunk_size
-    scale_embedding scale_depth pruned_heads
+    scale_embedding scale_depth pruned_heads add_cross_attention is_encoder_decoder clip_qkv
+    compression_config use_parallel_residual rotary_pct rotary_dim qk_norm attn_temperature_tuning
 """)
 
 
@@ -49,11 +51,14 @@ class ModelConfig(BaseModel):
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", protected_namespaces=())
 
+    #: What the family's config.json calls our fields, where it is not what transformers calls them in common.
+    OWN_NAMES: ClassVar[Mapping[str, str]] = {}
     #: Values at which keys that the family does not model change nothing.
     HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {}
 
     vocab_size: int
     hidden_size: int
+    intermediate_size: int
     num_hidden_layers: int
     num_attention_heads: int
     max_position_embeddings: int
@@ -67,41 +72,79 @@ class ModelConfig(BaseModel):
         A key that is unknown only warns, unless it is known to change the forward pass.
         """
         fields = cls.read(raw, where)
-        unknown = set(raw) - set(cls.model_fields) - INERT - cls.read_keys()
+        unknown = set(raw) - set(cls.model_fields) - set(cls.OWN_NAMES) - INERT - cls.read_keys()
         for key in sorted(unknown):
             _judge(key, raw[key], cls.HARMLESS, where)
         if raw.get("auto_map"):
             warnings.warn(f"{where}: auto_map is ignored; no code from a checkpoint is run", stacklevel=2)
         for key, value in fields.items():
             if isinstance(value, int | float) and not math.isfinite(value):
-                raise BadInput(where, key, expected="a finite number", found=value)
+                raise BadInput(where, cls.spelled(key), expected="a finite number", found=value)
         try:
             config = cls(**fields)
         except ValidationError as error:
             first = error.errors()[0]
-            key = ".".join(map(str, first["loc"])) or "config"
-            found = "nothing" if first["type"] == "missing" else repr(first["input"])
+            key = cls.spelled(".".join(map(str, first["loc"])) or "config")
+            if first["type"] == "missing":
+                raise BadInput(where, key, expected="a value", found="nothing") from None
             expected = first["msg"].removeprefix("Input should be ")
-            raise BadInput(where, key, expected=expected, found=found) from None
+            raise BadInput(where, key, expected=expected, found=repr(first["input"])) from None
         config.check(where)
         return config
 
     @classmethod
     def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """The fields of this class out of HF's dict; a family overrides it where names or forms differ."""
-        return {key: raw[key] for key in cls.model_fields if key in raw and raw[key] is not None}
+        """The fields of this class out of HF's dict; a family adds to it where forms differ."""
+        fields: dict[str, Any] = {}
+        for key, value in raw.items():
+            name = cls.OWN_NAMES.get(key, key)
+            if name not in cls.model_fields or value is None:
+                continue
+            if name in fields and fields[name] != value:
+                expected = f"{fields[name]!r}, as {name} has under its other name"
+                raise BadInput(where, key, expected=expected, found=repr(value))
+            fields[name] = value
+        return fields
 
     @classmethod
     def read_keys(cls) -> set[str]:
-        """Keys that ``read`` uses besides the fields' own names."""
+        """Keys that ``read`` uses besides the fields' names."""
         return set()
+
+    @classmethod
+    def spelled(cls, name: str) -> str:
+        """What this family's config.json calls the field."""
+        return next((theirs for theirs, ours in cls.OWN_NAMES.items() if ours == name), name)
 
     def check(self, where: str) -> None:
         """Refuse numbers that do not fit each other."""
 
+    def check_layout(self, layout: Layout) -> None:
+        """Refuse a tensor axis that does not divide what it cuts, naming the nearest that does."""
+        units = {
+            self.spelled("num_attention_heads"): self.num_attention_heads,
+            self.spelled("intermediate_size"): self.intermediate_size,
+            "the padded vocabulary": padded_vocabulary(self.vocab_size),
+        }
+        common = math.gcd(*units.values())
+        for key, number in units.items():
+            if number % layout.tensor:
+                legal = sorted(divisors(common), key=lambda n: abs(n - layout.tensor))
+                raise BadInput(
+                    "layout",
+                    "tensor",
+                    expected=f"a divisor of {key}={number}",
+                    found=layout.tensor,
+                    todo=f"Nearest legal tensor: {' or '.join(map(str, sorted(legal[:2])))}",
+                )
+
     def to_hf(self) -> dict[str, Any]:
         """A config.json's dict, for a model that did not come from Hugging Face."""
         return self.model_dump()
+
+
+def divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def _judge(key: str, value: object, harmless: Mapping[str, tuple[object, ...]], where: str) -> None:

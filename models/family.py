@@ -57,7 +57,11 @@ class Family:
         device: str | torch.device = "meta",
         dtype: torch.dtype = torch.float32,
     ) -> CausalLM:
-        """The model, or this rank's stage of it, on ``device`` (meta: no memory)."""
+        """The model, or this rank's stage of it, on ``device`` (meta: no memory).
+
+        Raises ``BadInput`` for a layout that cannot cut it.
+        """
+        config.check_layout((state or ParallelState.alone()).layout)
         before = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
         try:

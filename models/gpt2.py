@@ -31,34 +31,31 @@ from .config import ModelConfig
 from .family import CausalLM, Family
 from .links import Rename, Rule, Split, Transpose
 
-#: GPT-2's config.json has names of its own; ours are those that transformers maps them to.
-OWN_NAMES = {
-    "n_embd": "hidden_size",
-    "n_layer": "num_hidden_layers",
-    "n_head": "num_attention_heads",
-    "n_positions": "max_position_embeddings",
-    "n_inner": "intermediate_size",
-    "activation_function": "hidden_act",
-    "layer_norm_epsilon": "layer_norm_eps",
-}
-
 
 class GPT2Config(ModelConfig):
     """The fields of a GPT-2 config.json that the model computes with, under transformers' common names."""
 
+    OWN_NAMES: ClassVar[Mapping[str, str]] = {
+        "n_embd": "hidden_size",
+        "n_layer": "num_hidden_layers",
+        "n_head": "num_attention_heads",
+        "n_positions": "max_position_embeddings",
+        "n_inner": "intermediate_size",
+        "activation_function": "hidden_act",
+        "layer_norm_epsilon": "layer_norm_eps",
+    }
     HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "scale_attn_weights": (True,),
         "scale_attn_by_inverse_layer_idx": (False,),
-        "add_cross_attention": (False,),
         "reorder_and_upcast_attn": (False, True),  # the same numbers, in fp32
     }
 
     vocab_size: int = Field(gt=0, le=2**24)
-    hidden_size: int = Field(gt=0)
-    intermediate_size: int = Field(gt=0)
-    num_hidden_layers: int = Field(gt=0)
-    num_attention_heads: int = Field(gt=0)
-    max_position_embeddings: int = Field(gt=0)
+    hidden_size: int = Field(gt=0, le=2**20)
+    intermediate_size: int = Field(gt=0, le=2**22)
+    num_hidden_layers: int = Field(gt=0, le=2**12)
+    num_attention_heads: int = Field(gt=0, le=2**16)
+    max_position_embeddings: int = Field(gt=0, le=2**24)
     hidden_act: str = "gelu_new"
     initializer_range: float = Field(default=0.02, ge=0, le=10)
     layer_norm_eps: float = Field(default=1e-5, gt=0, lt=0.1)
@@ -69,15 +66,10 @@ class GPT2Config(ModelConfig):
 
     @classmethod
     def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-        renamed = {OWN_NAMES.get(key, key): value for key, value in raw.items()}
-        fields = super().read(renamed, where)
+        fields = super().read(raw, where)
         if "hidden_size" in fields and isinstance(fields["hidden_size"], int):
             fields.setdefault("intermediate_size", 4 * fields["hidden_size"])
         return fields
-
-    @classmethod
-    def read_keys(cls) -> set[str]:
-        return set(OWN_NAMES)
 
     @property
     def head_dim(self) -> int:
@@ -100,8 +92,7 @@ class GPT2Config(ModelConfig):
             )
 
     def to_hf(self) -> dict[str, Any]:
-        theirs = {ours: hf for hf, ours in OWN_NAMES.items()}
-        return {theirs.get(key, key): value for key, value in self.model_dump().items()}
+        return {self.spelled(key): value for key, value in self.model_dump().items()}
 
 
 #: Ours -> Hugging Face's. Conv1D stores (in, out), and q, k, v in one.

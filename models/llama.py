@@ -37,12 +37,12 @@ class LlamaConfig(ModelConfig):
     """The fields of a Llama config.json that the model computes with."""
 
     vocab_size: int = Field(gt=0, le=2**24)
-    hidden_size: int = Field(gt=0)
-    intermediate_size: int = Field(gt=0)
-    num_hidden_layers: int = Field(gt=0)
-    num_attention_heads: int = Field(gt=0)
+    hidden_size: int = Field(gt=0, le=2**20)
+    intermediate_size: int = Field(gt=0, le=2**22)
+    num_hidden_layers: int = Field(gt=0, le=2**12)
+    num_attention_heads: int = Field(gt=0, le=2**16)
     num_key_value_heads: int = Field(gt=0)
-    head_dim: int = Field(gt=0, multiple_of=2)
+    head_dim: int = Field(gt=0, le=2**16, multiple_of=2)
     hidden_act: str = "silu"
     max_position_embeddings: int = Field(default=2048, gt=0)
     initializer_range: float = Field(default=0.02, ge=0, le=10)

@@ -16,11 +16,11 @@ FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, G
 def family_of(raw: Mapping[str, Any], where: str = "config.json") -> Family:
     """The family of a config.json's dict. Raises ``BadInput`` for an unknown type or a contradiction."""
     kind = raw.get("model_type")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         expected = f"one of {', '.join(sorted(FAMILIES))}"
         raise BadInput(where, "model_type", expected=expected, found=repr(kind))
-    family = FAMILIES[str(kind)]
+    family = FAMILIES[kind]
     architectures = raw.get("architectures")
-    if architectures and list(architectures) != [family.architecture]:
+    if architectures and architectures != [family.architecture]:
         raise BadInput(where, "architectures", expected=[family.architecture], found=architectures)
     return family

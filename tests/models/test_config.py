@@ -1,0 +1,246 @@
+"""What a config.json may say: every case of what is refused, and of what is accepted with its meaning.
+
+The ids are those of the reliability contract's family D. D1 and D2 (no file, no JSON) and D17 to D19 (tensors
+that contradict the config) are the checkpoint readers'; D29 is the run's plan.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Any
+
+import pytest
+from trilith.models import LLAMA, ModelConfig, family_of
+from trilith.parallel_state import BadInput
+
+LLAMA_CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 503,
+    "hidden_size": 48,
+    "intermediate_size": 88,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10_000.0,
+    "tie_word_embeddings": False,
+}
+GPT2_CONFIG: dict[str, Any] = {
+    "model_type": "gpt2",
+    "architectures": ["GPT2LMHeadModel"],
+    "vocab_size": 503,
+    "n_embd": 48,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": 64,
+}
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+NAN, INF = float("nan"), float("inf")
+#: Stands for a key that is left out.
+ABSENT = object()
+
+
+def read(base: dict[str, Any], changes: dict[str, Any]) -> ModelConfig:
+    raw = {key: value for key, value in {**base, **changes}.items() if value is not ABSENT}
+    where = "folder/config.json"
+    return family_of(raw, where).from_hf(raw, where)
+
+
+def llama(name: str, key: str, changes: dict[str, Any]) -> Any:
+    return pytest.param(LLAMA_CONFIG, changes, key, id=name)
+
+
+def gpt2(name: str, key: str, changes: dict[str, Any]) -> Any:
+    return pytest.param(GPT2_CONFIG, changes, key, id=name)
+
+
+REFUSED = [
+    llama("D3", "model_type", {"model_type": ABSENT}),
+    llama("D3-null", "model_type", {"model_type": None}),
+    llama("D4", "model_type", {"model_type": "mamba"}),
+    llama("D4-list", "model_type", {"model_type": ["llama"]}),
+    llama("D5", "architectures", {"architectures": ["GPT2LMHeadModel"]}),
+    llama("D5-number", "architectures", {"architectures": 5}),
+    llama("D7", "num_key_value_heads", {"num_key_value_heads": 4}),
+    llama("D7-more", "num_key_value_heads", {"num_key_value_heads": 12}),
+    llama("D8", "hidden_size", {"num_attention_heads": 5, "num_key_value_heads": 5}),
+    gpt2("D8-gpt2", "n_embd", {"n_head": 5}),
+    llama("D9", "num_attention_heads", {"num_attention_heads": 0}),
+    llama("D9-kv", "num_key_value_heads", {"num_key_value_heads": 0}),
+    llama("D9-negative", "num_attention_heads", {"num_attention_heads": -6}),
+    gpt2("D9-gpt2", "n_head", {"n_head": 0}),
+    llama("D9-layers", "num_hidden_layers", {"num_hidden_layers": 0}),
+    llama("D10", "hidden_size", {"hidden_size": "48"}),
+    llama("D10-float", "hidden_size", {"hidden_size": 48.0}),
+    llama("D10-bool", "num_hidden_layers", {"num_hidden_layers": True}),
+    gpt2("D10-gpt2", "n_embd", {"n_embd": "48"}),
+    llama("D10-absent", "vocab_size", {"vocab_size": ABSENT}),
+    llama("D10-null", "vocab_size", {"vocab_size": None}),
+    gpt2("D10-gpt2-absent", "n_positions", {"n_positions": ABSENT}),
+    *(
+        llama(f"D11-{eps}", "rms_norm_eps", {"rms_norm_eps": eps})
+        for eps in (0, -1e-5, 1e3, NAN, INF, "1e-5")
+    ),
+    *(gpt2(f"D11-gpt2-{e}", "layer_norm_epsilon", {"layer_norm_epsilon": e}) for e in (0, -1e-5, 1e3, NAN)),
+    llama("D12", "hidden_act", {"hidden_act": "swish2"}),
+    llama("D12-number", "hidden_act", {"hidden_act": 3}),
+    gpt2("D12-gpt2", "activation_function", {"activation_function": "gelu_fast"}),
+    *(llama(f"D13-{t}", "rope_theta", {"rope_theta": t}) for t in (-1, 0, INF, NAN, "1e4", True)),
+    llama("D13-new", "rope_theta", {"rope_theta": ABSENT, "rope_parameters": {"rope_theta": -1.0}}),
+    llama("D14", "rope_scaling.rope_type", {"rope_scaling": {"rope_type": "nope", "factor": 2.0}}),
+    llama("D14-untyped", "rope_scaling.rope_type", {"rope_scaling": {"factor": 2.0}}),
+    llama("D14-list", "rope_scaling", {"rope_scaling": [1]}),
+    llama("D14-two-types", "rope_scaling.type", {"rope_scaling": {**LINEAR, "type": "yarn"}}),
+    *(
+        llama(f"D15-{kind}", "rope_scaling.rope_type", {"rope_scaling": {"type": kind, "factor": 2.0}})
+        for kind in ("dynamic", "yarn", "longrope")
+    ),
+    llama("D15-no-factor", "rope_scaling.factor", {"rope_scaling": {"rope_type": "linear"}}),
+    llama("D15-bad-factor", "rope_scaling.factor", {"rope_scaling": {"rope_type": "linear", "factor": 0}}),
+    llama("D15-llama3", "rope_scaling.low_freq_factor", {"rope_scaling": {"type": "llama3", "factor": 8.0}}),
+    llama("D15-band", "rope_scaling.low_freq_factor", {"rope_scaling": {**LLAMA3, "low_freq_factor": 4.0}}),
+    llama(
+        "D15-original",
+        "rope_scaling.original_max_position_embeddings",
+        {"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 32.5}},
+    ),
+    llama("D15-more", "rope_scaling.attention_factor", {"rope_scaling": {**LINEAR, "attention_factor": 1.3}}),
+    llama(
+        "D15-partial",
+        "rope_parameters.partial_rotary_factor",
+        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+    ),
+    llama("D16", "rope_parameters", {"rope_scaling": LINEAR, "rope_parameters": {**LINEAR, "factor": 4.0}}),
+    llama("D16-theta", "rope_parameters", {"rope_parameters": {"rope_theta": 2e4}}),
+    llama(
+        "D16-type", "rope_parameters", {"rope_scaling": LINEAR, "rope_parameters": {"rope_type": "default"}}
+    ),
+    llama("D20", "vocab_size", {"vocab_size": 10**12}),
+    gpt2("D20-gpt2", "vocab_size", {"vocab_size": 10**12}),
+    llama("D20-hidden", "hidden_size", {"hidden_size": 10**12, "head_dim": 8}),
+    llama("D20-inner", "intermediate_size", {"intermediate_size": 10**15}),
+    llama("D20-layers", "num_hidden_layers", {"num_hidden_layers": 10**9}),
+    gpt2("D20-positions", "n_positions", {"n_positions": 10**13}),
+    llama("D21", "head_dim", {"head_dim": 7}),
+    llama("D21-derived", "head_dim", {"hidden_size": 18}),
+    llama("D22-text", "attention_bias", {"attention_bias": "yes"}),
+    llama("D23", "sliding_window", {"sliding_window": 128}),
+    llama("D23-flag", "use_sliding_window", {"use_sliding_window": True}),
+    llama("D24", "quantization_config", {"quantization_config": {"bits": 4}}),
+    llama("D24-old-name", "compression_config", {"compression_config": {"bits": 4}}),
+    *(
+        llama(f"D26-{key}", key, {key: value})
+        for key, value in (
+            ("logits_scaling", 8.0),
+            ("attn_logit_softcapping", 50.0),
+            ("residual_multiplier", 0.2),
+            ("num_experts", 8),
+            ("clip_qkv", 8.0),
+            ("no_rope_layers", [1]),
+            ("add_cross_attention", True),
+            ("is_encoder_decoder", True),
+        )
+    ),
+    gpt2("D26-unscaled", "scale_attn_weights", {"scale_attn_weights": False}),
+    gpt2("D26-by-layer", "scale_attn_by_inverse_layer_idx", {"scale_attn_by_inverse_layer_idx": True}),
+    gpt2("D26-cross", "add_cross_attention", {"add_cross_attention": True}),
+    gpt2("D26-two-names", "hidden_size", {"hidden_size": 32}),
+    *(llama(f"D27-{x}", "initializer_range", {"initializer_range": x}) for x in (NAN, INF, -1, "0.02")),
+    gpt2("D27-gpt2", "initializer_range", {"initializer_range": NAN}),
+    gpt2("dropout", "attn_pdrop", {"attn_pdrop": 1.0}),
+]
+
+
+@pytest.mark.parametrize(("base", "changes", "key"), REFUSED)
+def test_it_is_refused_in_one_line_that_names_the_key(
+    base: dict[str, Any], changes: dict[str, Any], key: str
+) -> None:
+    with pytest.raises(BadInput) as error:
+        read(base, changes)
+    assert error.value.key == key and error.value.where == "folder/config.json"
+    assert error.value.expected is not None and error.value.found is not None
+    assert "\n" not in str(error.value) and len(str(error.value)) < 400
+
+
+def test_an_unsupported_model_is_told_what_is_supported() -> None:  # D4
+    with pytest.raises(BadInput, match="expected one of gpt2, llama, found 'mamba'"):
+        read(LLAMA_CONFIG, {"model_type": "mamba"})
+
+
+ACCEPTED = [
+    ("D6", LLAMA_CONFIG, {"num_key_value_heads": ABSENT}, {"num_key_value_heads": 6}),
+    ("D6-null", LLAMA_CONFIG, {"num_key_value_heads": None}, {"num_key_value_heads": 6}),
+    ("head_dim", LLAMA_CONFIG, {"head_dim": 10}, {"head_dim": 10}),
+    ("plain", LLAMA_CONFIG, {}, {"head_dim": 8, "rope_scaling": None}),
+    ("D13-whole", LLAMA_CONFIG, {"rope_theta": 500_000}, {"rope_theta": 5e5}),
+    ("D13-absent", LLAMA_CONFIG, {"rope_theta": ABSENT}, {"rope_theta": 1e4}),
+    (
+        "D16-new",
+        LLAMA_CONFIG,
+        {"rope_theta": ABSENT, "rope_parameters": {"rope_theta": 2e4}},
+        {"rope_theta": 2e4},
+    ),
+    ("D16-agree", LLAMA_CONFIG, {"rope_scaling": LINEAR, "rope_parameters": LINEAR}, {"rope_theta": 1e4}),
+    ("D22", LLAMA_CONFIG, {"attention_bias": True}, {"attention_bias": True, "mlp_bias": False}),
+    ("D22-mlp", LLAMA_CONFIG, {"mlp_bias": True}, {"attention_bias": False, "mlp_bias": True}),
+    ("D23-off", LLAMA_CONFIG, {"sliding_window": None, "use_sliding_window": False}, {}),
+    ("D24-null", LLAMA_CONFIG, {"quantization_config": None}, {}),
+    ("D28", LLAMA_CONFIG, {"tie_word_embeddings": ABSENT}, {"tie_word_embeddings": False}),
+    ("D28-gpt2", GPT2_CONFIG, {}, {"tie_word_embeddings": True, "intermediate_size": 192}),
+    ("gpt2-inner-null", GPT2_CONFIG, {"n_inner": None}, {"intermediate_size": 192}),
+    ("gpt2-both-names", GPT2_CONFIG, {"hidden_size": 48}, {"hidden_size": 48}),
+]
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "meaning"), [pytest.param(*rest, id=name) for name, *rest in ACCEPTED]
+)
+def test_it_is_accepted_and_means_this(
+    base: dict[str, Any], changes: dict[str, Any], meaning: dict[str, Any]
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config = read(base, changes)
+    assert {key: getattr(config, key) for key in meaning} == meaning
+
+
+@pytest.mark.parametrize("scaling", [LINEAR, LLAMA3], ids=["D15-linear", "D15-llama3"])
+@pytest.mark.parametrize("form", ["rope_scaling", "rope_parameters"])
+def test_a_scaling_is_read_from_either_form_and_written_back(form: str, scaling: dict[str, Any]) -> None:
+    config = read(LLAMA_CONFIG, {form: scaling})
+    assert config.to_hf()["rope_scaling"] == scaling
+    assert LLAMA.from_hf(LLAMA.to_hf(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("some_number", 3), ("some_text", "x")], ids=["D26-number", "D26-text"]
+)
+def test_an_unknown_key_is_ignored_with_a_warning(key: str, value: object) -> None:
+    with pytest.warns(UserWarning, match=f"{key}={value!r} is unknown and ignored"):
+        read(LLAMA_CONFIG, {key: value})
+
+
+def test_no_code_of_a_checkpoint_runs() -> None:  # D25
+    watched: list[str] = []
+    active = True
+
+    def hook(event: str, _: tuple[Any, ...]) -> None:
+        if active and event in ("import", "exec", "open", "os.system", "subprocess.Popen"):
+            watched.append(event)
+
+    read(LLAMA_CONFIG, {})  # whatever is loaded lazily is loaded
+    sys.addaudithook(hook)
+    with pytest.warns(UserWarning, match="auto_map is ignored"):
+        read(LLAMA_CONFIG, {"auto_map": {"AutoModel": "modeling_evil.Model"}})
+    active = False
+    assert watched == []

@@ -1,0 +1,73 @@
+"""What a family refuses and accepts of a layout, and what it says of its parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from trilith.models import FAMILIES, LLAMA
+from trilith.parallel_state import BadInput, Layout, ParallelState
+
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 503,
+    "hidden_size": 48,
+    "intermediate_size": 88,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        (Layout.of(tensor=4), "num_attention_heads=6, found 4. Nearest legal tensor: 1 or 2"),
+        (Layout.of(tensor=3), "intermediate_size=88, found 3. Nearest legal tensor: 1 or 2"),
+        (Layout.of(pipeline=4), "at most 3, one block a stage, found 4. Nearest legal pipeline: 3"),
+    ],
+    ids=["E1", "E3", "E5"],
+)
+def test_a_layout_that_cannot_cut_the_model_is_refused(layout: Layout, words: str) -> None:
+    config = LLAMA.from_hf(CONFIG)
+    with pytest.raises(BadInput, match=words):
+        LLAMA.build(config, state=ParallelState.stand_in(layout))
+
+
+def test_a_vocabulary_that_padding_does_not_make_divisible_is_refused() -> None:  # E4
+    config = LLAMA.from_hf({**CONFIG, "intermediate_size": 96})
+    with pytest.raises(BadInput, match=r"the padded vocabulary=512, found 3\. Nearest legal tensor: 1 or 2"):
+        LLAMA.build(config, state=ParallelState.stand_in(Layout.of(tensor=3)))
+
+
+def test_layers_over_stages_that_do_not_divide_them_and_shared_key_heads_are_accepted() -> None:  # E2, E6
+    config = LLAMA.from_hf({**CONFIG, "num_attention_heads": 8, "num_key_value_heads": 2})
+    stages = LLAMA.declarations(config, Layout.of(tensor=4, pipeline=2))
+    blocks = [{name.split(".")[1] for name in stage if name.startswith("layers.")} for stage in stages]
+    assert blocks == [{"0", "1"}, {"2"}]
+    assert stages[0]["layers.0.attention.qkv.k.weight"].cut is None
+
+
+def test_a_family_is_found_by_its_model_type() -> None:
+    assert {name: family.model_type for name, family in FAMILIES.items()} == {
+        "llama": "llama",
+        "gpt2": "gpt2",
+    }
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout.of(tensor=2, pipeline=3, data=2, zero=1)], ids=str)
+def test_names_and_whole_shapes_are_the_same_in_every_layout(layout: Layout) -> None:
+    config = LLAMA.from_hf({**CONFIG, "tie_word_embeddings": True})
+    found = {name: s.true_shape for stage in LLAMA.declarations(config, layout) for name, s in stage.items()}
+    (whole,) = LLAMA.declarations(config)
+    assert found == {name: stated.true_shape for name, stated in whole.items()}
+
+
+def test_building_leaves_torchs_defaults_alone() -> None:
+    config = LLAMA.from_hf(CONFIG)
+    model = LLAMA.build(config, dtype=torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16} and next(model.parameters()).is_meta
+    with pytest.raises(BadInput):
+        LLAMA.build(config, split=(1, 1), dtype=torch.float64)
+    assert torch.get_default_dtype() == torch.float32 and torch.zeros(1).device.type == "cpu"
