@@ -163,4 +163,6 @@ def _carry_out(
         todo = "Choose a type with a wider range"
         found = f"{count:,} that overflow"
         raise BadInput(source.path, name, expected="numbers that fit the type", found=found, todo=todo)
-    source.warnings.extend(f"{name} is all zeros" for name in sorted(report.zeros))
+    source.warnings.extend(
+        f"{name} is all zeros" for name in sorted(report.zeros) if not name.endswith("bias")
+    )

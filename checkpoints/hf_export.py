@@ -70,7 +70,9 @@ class HFFolderWriter:
         self.writers: list[TensorWriter] = []
         try:
             for file, names in self._shards.items():
-                spec = {name: tensors[name] for name in names}
+                spec = {
+                    name: tensors[name] for name in sorted(names, key=lambda n: (-BITS[tensors[n][0]], n))
+                }
                 writer = TensorWriter(directory / file, spec, metadata={"format": "pt"}, disk=self._disk)
                 self.writers.append(writer)
         except BaseException:

@@ -70,11 +70,17 @@ def expand(
     A rule for a tensor that this model does not have (a bias, an untied head) gives nothing. Every tensor of
     ours must be covered, each HF tensor by one rule.
     """
+    rules = list(rules)
+    per_block = [rule for rule in rules if "{i}" in rule.hf]
+    first = rules.index(per_block[0]) if per_block else len(rules)
     links: list[Link] = []
-    for rule in rules:
-        per_block = "{i}" in rule.hf
-        for i in range(num_layers) if per_block else (None,):
+    for rule in rules[:first]:
+        links += _links(rule, shapes, None)
+    for i in range(num_layers):  # a block's tensors stay together, as a shard of a folder wants them
+        for rule in per_block:
             links += _links(rule, shapes, i)
+    for rule in rules[first:]:
+        links += [] if rule in per_block else _links(rule, shapes, None)
     hf_shapes: dict[str, tuple[int, ...]] = {}
     for link in links:
         known = hf_shapes.get(link.hf, (0,) * len(link.hf_box.stop))

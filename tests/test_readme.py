@@ -1,0 +1,83 @@
+"""What the README shows works: its Python runs, its recipe is a recipe, its commands do what they say."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from trilith.cli.app import run
+from trilith.testing.runs import TINY_LLAMA, write_tokens
+from trilith.training.recipe import parse_recipe
+from trilith.training.tokenizer_training import train_tokenizer
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+
+
+def commands() -> list[list[str]]:
+    """The words of every `trilith` command shown, in order."""
+    lines = [line.split("#")[0].strip() for block in blocks("bash") for line in block.splitlines()]
+    return [shlex.split(line)[1:] for line in lines if line.startswith("trilith ")]
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a small `Llama-3.2-1B`, its tokenizer, and a `corpus.txt`."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    monkeypatch.chdir(tmp_path)
+    text = README.read_text(encoding="utf-8")
+    train_tokenizer([text], tmp_path / "Llama-3.2-1B", vocab_size=400)
+    config = LlamaConfig(**(TINY_LLAMA | {"vocab_size": 400, "max_position_embeddings": 2048}))
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "Llama-3.2-1B")
+    (tmp_path / "corpus.txt").write_text(text * 40, encoding="utf-8")
+    return tmp_path
+
+
+def test_the_python_runs() -> None:
+    (code,) = blocks("python")
+    space: dict[str, object] = {}
+    exec(compile(code, str(README), "exec"), space)
+    result = space["y"]
+    assert isinstance(result, torch.Tensor)
+    assert result.shape == (2, 8, 64)
+
+
+def test_the_recipe_is_one(tmp_path: Path) -> None:
+    (text,) = blocks("toml")
+    recipe = parse_recipe(tomllib.loads(text))
+    assert recipe.layout.layout.world == 8
+    assert write_tokens(tmp_path / recipe.data.tokens if isinstance(recipe.data.tokens, str) else tmp_path)
+
+
+def test_converting_works_as_shown(place: Path) -> None:
+    shown = [words for words in commands() if words[0] in ("convert", "inspect")]
+    assert len(shown) == 4
+    for words in shown:
+        assert run(words) == 0, words
+    source, again = place / "Llama-3.2-1B", place / "Llama-again"
+    assert (source / "model.safetensors").read_bytes() == (again / "model.safetensors").read_bytes()
+    assert (source / "tokenizer.json").read_bytes() == (again / "tokenizer.json").read_bytes()
+
+
+def test_training_works_as_shown_at_a_small_size(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (text,) = blocks("toml")
+    Path("recipe.toml").write_text(text)
+    tokenize, train, resume, generate = (
+        words for words in commands() if words[0] not in ("convert", "inspect")
+    )
+    smaller = ["steps=4", "data.sequence_length=32", "data.global_batch=4", "layout.data=1", "layout.zero=0"]
+    assert run(tokenize[: tokenize.index("quickstart")] if "quickstart" in tokenize else tokenize) == 0
+    assert run([*train, *smaller, "layout.tensor=1", "stop_after=2"]) == 0
+    assert run([*resume[:2], *smaller[:3], "layout.pipeline=1", *resume[2:]]) == 0
+    assert "resumed from" in capfd.readouterr().out
+    assert run([*generate, "--max-new-tokens", "4"]) == 0
+    assert "def main():" in capfd.readouterr().out

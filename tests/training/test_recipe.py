@@ -1,0 +1,84 @@
+"""Recipes: what they accept, and one line for what they do not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from trilith.parallel_state import BadInput
+from trilith.training.recipe import load_recipe
+
+RECIPE = """
+out = "run"
+steps = 10
+[model]
+init_from = "somewhere"
+[data]
+tokens = "tokens"
+sequence_length = 32
+global_batch = 8
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.toml"
+    path.write_text(RECIPE)
+    return path
+
+
+def test_overrides_are_toml_values_and_bare_words(recipe: Path) -> None:
+    loaded = load_recipe(
+        recipe,
+        ["layout.tensor=2", "layout.split=[1, 2]", "out=other/run", "optimizer.lr=1e-4", "stop_after=3"],
+    )
+    assert (loaded.layout.tensor, loaded.layout.split, loaded.out) == (2, [1, 2], "other/run")
+    assert (loaded.optimizer.lr, loaded.stop_after) == (1e-4, 3)
+
+
+def test_zero_puts_the_data_ranks_on_the_right_axis(recipe: Path) -> None:
+    plain = load_recipe(recipe, ["layout.data=4"]).layout.layout
+    sharded = load_recipe(recipe, ["layout.data=4", "layout.zero=2", "layout.data_replicate=2"]).layout.layout
+    assert (plain.data_replicate, plain.data_shard) == (4, 1)
+    assert (sharded.data_replicate, sharded.data_shard) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        pytest.param("stepz=1", r"stepz: expected a key that recipes have", id="unknown-key"),
+        pytest.param(
+            "data.batch=1", r"data\.batch: expected a key that recipes have", id="unknown-key-inside"
+        ),
+        pytest.param("steps=ten", r"steps: .*found 'ten'", id="not-a-number"),
+        pytest.param("steps=0", r"steps", id="E11-zero"),
+        pytest.param("layout.tensor=-1", r"layout\.tensor", id="E11-negative"),
+        pytest.param("layout.zero=4", r"layout\.zero", id="E14-zero-stage"),
+        pytest.param(
+            "layout.data=3", r"data\.global_batch: expected a multiple of data=3", id="E13-global-batch"
+        ),
+        pytest.param(
+            "layout.pipeline=16", r"micro-batches a step: expected at least pipeline=16", id="E12-few"
+        ),
+        pytest.param("model.config=x.json", r"either init_from or config", id="two-models"),
+        pytest.param("nonsense", r"expected key=value", id="no-value"),
+        pytest.param("steps.more=1", r"expected a section", id="not-a-section"),
+    ],
+)
+def test_what_is_wrong_is_named(recipe: Path, override: str, message: str) -> None:
+    with pytest.raises(BadInput, match=message) as error:
+        load_recipe(recipe, [override])
+    assert "\n" not in str(error.value)
+
+
+def test_sequence_parallelism_needs_a_sequence_that_divides_E9(recipe: Path) -> None:
+    with pytest.raises(BadInput, match=r"data\.sequence_length: expected a multiple of tensor=4"):
+        load_recipe(recipe, ["layout.tensor=4", "layout.sequence=true", "data.sequence_length=30"])
+
+
+def test_a_recipe_that_is_not_there_or_not_toml_is_named(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"none\.toml: expected a recipe in TOML"):
+        load_recipe(tmp_path / "none.toml")
+    (tmp_path / "bad.toml").write_text("out = [")
+    with pytest.raises(BadInput, match=r"bad\.toml: expected TOML"):
+        load_recipe(tmp_path / "bad.toml")
