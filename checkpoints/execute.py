@@ -25,8 +25,8 @@ from .strides import blocks
 from .tensor_file import TensorFile
 from .tensor_writer import TensorWriter
 
-#: Bytes of a block. Small enough to stay in the processor's cache from reading to writing.
-BLOCK = 2 << 20
+#: Bytes of a block: still in the processor's cache when it is written, and large beside the bookkeeping.
+BLOCK = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
