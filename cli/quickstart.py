@@ -25,7 +25,7 @@ def quickstart(
     from ..training.quickstart import Quickstart
 
     console = Console(highlight=False)
-    checks = Quickstart(out, lambda text: console.print(text, markup=False)).run()
+    checks = Quickstart(out, lambda text: console.print(text, markup=False, soft_wrap=True)).run()
     table = Table(title="What was checked", title_justify="left")
     for column in ("check", "figure", "goal", ""):
         table.add_column(column)
