@@ -39,6 +39,10 @@ class ParallelState:
         self.mesh = mesh
         self._pipeline = pipeline
         self._ends = ends
+        # Taken once: cutting a mesh costs milliseconds, and every collective asks for its group.
+        self._tensor_mesh = None if mesh is None else mesh["tensor"]
+        self._data_mesh = None if mesh is None else mesh["data_replicate", "fsdp"]
+        self._tensor = None if self._tensor_mesh is None else self._tensor_mesh.get_group()
 
     @classmethod
     def start(cls, layout: Layout, *, device: str | torch.device = "cpu") -> ParallelState:
@@ -85,11 +89,15 @@ class ParallelState:
 
     @property
     def tensor_group(self) -> dist.ProcessGroup:
-        return self._submesh("tensor").get_group()
+        assert self._tensor is not None, "a stand-in has no process groups"
+        return self._tensor
 
     @property
     def pipeline_group(self) -> dist.ProcessGroup:
-        return self._pipeline or self._submesh("pipeline").get_group()
+        if self._pipeline is not None:
+            return self._pipeline
+        assert self.mesh is not None, "a stand-in has no process groups"
+        return self.mesh["pipeline"].get_group()
 
     @property
     def ends_group(self) -> dist.ProcessGroup:
@@ -100,21 +108,18 @@ class ParallelState:
     @property
     def tensor_mesh(self) -> DeviceMesh | None:
         """The mesh on which tensor-parallel parameters are DTensors; ``None`` for one rank or a stand-in."""
-        return None if self.mesh is None or self.tensor_size == 1 else self.mesh["tensor"]
+        return None if self.tensor_size == 1 else self._tensor_mesh
 
     @property
     def data_mesh(self) -> DeviceMesh:
         """The mesh over which FSDP replicates (first axis) and shards (second axis)."""
-        return self._submesh("data_replicate", "fsdp")
+        assert self._data_mesh is not None, "a stand-in has no process groups"
+        return self._data_mesh
 
     @property
     def data_index(self) -> int:
         """Which piece of the global batch this rank reads, of ``layout.data``."""
         return self.at.data_replicate * self.layout.data_shard + self.at.data_shard
-
-    def _submesh(self, *axes: str) -> DeviceMesh:
-        assert self.mesh is not None, "a stand-in has no process groups"
-        return self.mesh[axes]
 
     def __repr__(self) -> str:
         return f"ParallelState({self.layout}; rank {self.rank} of {self.layout.world})"
