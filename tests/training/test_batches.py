@@ -112,6 +112,12 @@ def test_a_mixture_gives_each_file_its_share_and_each_sample_once_an_epoch(make:
         assert starts.tolist() == expected
 
 
+def test_files_of_one_size_have_orders_of_their_own(make: Make) -> None:
+    files = [make("a", 8 * 50 + 1), make("b", 8 * 50 + 1)]
+    sources, ids = GlobalBatches(Mixture([(file, 1) for file in files]), 8, 100, seed=0).sample_ids(0)
+    assert (ids[sources == 0] != ids[sources == 1]).any()
+
+
 def test_a_mixture_of_one_is_the_file(make: Make) -> None:
     file = make("a", 500)
     plain, mixed = GlobalBatches(file, 8, 6, seed=2), GlobalBatches(Mixture([(file, 0.3)]), 8, 6, seed=2)

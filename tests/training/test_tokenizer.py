@@ -237,6 +237,18 @@ def test_no_code_of_a_folder_is_run(folder: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
+def test_a_folder_that_adds_special_tokens_adds_none_here_and_decoding_leaves_none_out(
+    folder: Path, pair: tuple[Tokenizer, Tokenizer], tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    config = json.loads((copy / "tokenizer_config.json").read_text())
+    (copy / "tokenizer_config.json").write_text(json.dumps({**config, "add_bos_token": True}))
+    adding = load_tokenizer(copy)
+    assert adding.encode("a b") == pair[0].encode("a b")
+    assert adding.decode([1, *adding.encode("a b"), 2]) == "<s>a b</s>"
+
+
 def test_half_a_surrogate_pair_is_the_same_error_from_both(pair: tuple[Tokenizer, Tokenizer]) -> None:
     for tokenizer in pair:
         with pytest.raises(UnicodeEncodeError):

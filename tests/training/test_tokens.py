@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from trilith.parallel_state import BadInput
-from trilith.training import token_index
+from trilith.training import token_index, token_writer
 from trilith.training.token_writer import TokenWriter
 from trilith.training.tokens import TokenFile
 
@@ -80,7 +80,7 @@ def test_chunks_and_single_documents_make_the_same_file(tmp_path: Path) -> None:
     "ids",
     [
         pytest.param([300], id="F4-id-not-below-vocabulary"),
-        pytest.param([-1], id="F5-negative-id"),
+        pytest.param([5, -1, 6], id="F5-negative-id"),
         pytest.param([2**16 + 1], id="F5-id-that-would-wrap-in-uint16"),
         pytest.param([1.5], id="not-whole"),
     ],
@@ -200,6 +200,22 @@ def test_damage_is_refused(tmp_path: Path, damage: Callable[[Path], None], messa
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
+class _Evil:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (Path.touch, (self.path,))
+
+
+def test_f11_a_pickle_among_the_offsets_is_not_run(tmp_path: Path) -> None:
+    write(tmp_path / "data")
+    _documents(np.array([0, 3, 4, _Evil(tmp_path / "ran")]))(tmp_path / "data")
+    with pytest.raises(BadInput):
+        TokenFile.open(tmp_path / "data")
+    assert not (tmp_path / "ran").exists()
+
+
 def test_verify_sees_what_opening_does_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_index, "_PROBE_BYTES", 2)
     write(tmp_path / "data", [list(range(1000))], 2000)
@@ -262,6 +278,22 @@ def _race(name: Path, mine: int, start: object, answers: object) -> None:
         answers.put(mine)  # type: ignore[attr-defined]  # a multiprocessing Queue
     except BadInput:
         answers.put(None)  # type: ignore[attr-defined]  # a multiprocessing Queue
+
+
+def test_f13_a_writer_that_finishes_just_before_the_lock_is_not_written_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take = token_writer._take
+
+    def late(partial: Path) -> int:
+        monkeypatch.setattr(token_writer, "_take", take)
+        write(tmp_path / "data", [[7]])
+        return take(partial)
+
+    monkeypatch.setattr(token_writer, "_take", late)
+    with pytest.raises(BadInput, match="an existing file"):
+        write(tmp_path / "data")
+    assert TokenFile.open(tmp_path / "data").tokens.tolist() == [7]
 
 
 def test_f13_of_processes_that_race_exactly_one_writes(tmp_path: Path) -> None:
