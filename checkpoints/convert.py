@@ -16,6 +16,7 @@ from .hf_export import HFFolderWriter
 from .manifest import Manifest, StoredFile
 from .source import Source, read_source
 from .tensor_writer import TensorWriter
+from .verify import verify
 
 Form = Literal["hf", "sharded"]
 Report = Callable[[int], None]
@@ -31,17 +32,20 @@ def convert(
     split: Sequence[int] | None = None,
     dtype: str | None = None,
     allow_nonfinite: bool = False,
+    check: bool = True,
     progress: Report = lambda done: None,
 ) -> Conversion:
     """Write ``src`` anew as ``dst``: cut for ``tensor`` x ``pipeline``, or as a Hugging Face folder.
 
     ``to`` defaults to the other form when no layout is asked for. Moments come along between checkpoints; a
     Hugging Face folder holds weights only. ``dtype`` (``bfloat16`` and so on) casts the weights, and refuses
-    if a number overflows. ``progress`` gets the bytes written since the last call. Nothing is left behind on
-    a failure.
+    if a number overflows. ``check`` first reads a checkpoint's every byte against its checksums. ``progress``
+    gets the bytes written since the last call. Nothing is left behind on a failure.
     """
     plan = plan_conversion(src, to=to, tensor=tensor, pipeline=pipeline, split=split, dtype=dtype)
     source = plan.source
+    if check and source.manifest is not None:
+        verify(source.path, source.manifest)
     with staged(Path(dst), inputs=[source.path], need=plan.nbytes) as staging:
         if plan.layout is None:
             _write_hf(plan, staging.directory, allow_nonfinite, progress)

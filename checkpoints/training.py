@@ -25,6 +25,7 @@ from .manifest import Manifest, Part, StoredFile, StoredTensor
 from .source import read_source
 from .tensor_writer import TensorWriter
 from .training_names import MOMENTS, moment_name
+from .verify import verify_files
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,8 @@ def load_training(
                 todo="Start from it with model.init_from",
             )
         check_same_model(source, family, config)
+        # Every byte is read against its checksum before a run goes on: each rank sees to some of the files.
+        verify_files(path, manifest, range(model.state.rank, len(manifest.files), model.state.layout.world))
         tie = source.tie()
         for name, tensor, box in stored_parts(model, model.state):
             fill(tensor, source.read(name, box, tie))

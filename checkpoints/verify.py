@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -46,6 +46,13 @@ def verify(
                 raise BadCheckpoint(
                     directory, shown(name), expected="equal replicas", found=f"a difference: {files}"
                 )
+
+
+def verify_files(directory: Path | str, manifest: Manifest, numbers: Iterable[int]) -> None:
+    """Refuse the checkpoint unless these of its files are, byte for byte, those that were written."""
+    files = list(manifest.open_files(Path(directory)))
+    for number in numbers:
+        _verify_file(files[number], manifest.files[number], lambda read: None)
 
 
 def _verify_file(file: TensorFile, stored: StoredFile, progress: Callable[[int], None]) -> dict[str, int]:

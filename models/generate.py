@@ -27,9 +27,9 @@ def generate(
 ) -> Tensor:
     """``tokens`` (B, S) and up to ``max_new_tokens`` more: (B, S + new).
 
-    ``temperature`` 0 takes the likeliest token; above 0 samples, from the ``top_k`` likeliest (0: all) and the smallest
-    set that holds ``top_p`` of the probability. Rows that have ended with ``eos_id`` are padded with it. The whole
-    sequence is computed again for each token.
+    ``temperature`` 0 takes the likeliest token; above 0 samples, from the ``top_k`` likeliest (0: all) and
+    the smallest set that holds ``top_p`` of the probability. Rows that have ended with ``eos_id`` are padded
+    with it. The whole sequence is computed again for each token.
     """
     config = model.config
     if tokens.shape[1] + max_new_tokens > config.max_position_embeddings:

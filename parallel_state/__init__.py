@@ -3,7 +3,7 @@
 from .boxes import Box
 from .declaration import Cut, Declaration, declarations
 from .errors import BadCheckpoint, BadInput, PeerFailed
-from .gradients import clip_gradients, finalize_gradients, gradient_norm
+from .gradients import clip_gradients, finalize_gradients, first_not_finite, gradient_norm
 from .initial import Constant, Initial, Normal, Uniform, seed_of
 from .layout import AXES, Coordinates, Layout
 from .parameters import declare_parameter, initialize, local, stored_box
@@ -30,6 +30,7 @@ __all__ = [
     "declarations",
     "declare_parameter",
     "finalize_gradients",
+    "first_not_finite",
     "gradient_norm",
     "holdings",
     "initialize",

@@ -57,6 +57,11 @@ def clip_gradients(model: nn.Module, max_norm: float, *, state: ParallelState | 
     return norm
 
 
+def first_not_finite(model: nn.Module) -> str | None:
+    """The first parameter on this rank whose gradient holds a NaN or an infinity, if any."""
+    return next((name for name, _, grad in _gradients(model) if not bool(torch.isfinite(grad).all())), None)
+
+
 def _norm_dtype(model: nn.Module) -> torch.dtype:
     dtypes = {torch.promote_types(p.dtype, torch.float32) for p in model.parameters()}
     return dtypes.pop() if len(dtypes) == 1 else torch.float32

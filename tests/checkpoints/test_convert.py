@@ -326,6 +326,17 @@ LLAMA_RAW: dict[str, Any] = {
 }
 
 
+def test_a_flipped_bit_does_not_pass_through_a_reshard_G8(tmp_path: Path, hf: Path) -> None:
+    convert(hf, tmp_path / "a", tensor=2)
+    file = tmp_path / "a" / "pipeline-00-of-01.tensor-01-of-02.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-100] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(BadCheckpoint, match="CRC-32"):
+        convert(tmp_path / "a", tmp_path / "b", tensor=4)
+    assert not list(tmp_path.glob("b*"))
+
+
 def test_any_box_of_any_tensor_reads_as_its_slice(tmp_path: Path, hf: Path) -> None:
     convert(hf, tmp_path / "a", tensor=2, pipeline=2)
     source, whole = read_source(tmp_path / "a"), weights(hf)

@@ -166,3 +166,13 @@ def test_a_recipe_that_contradicts_itself_is_refused_before_anything_starts(
 ) -> None:
     with pytest.raises(BadInput, match=r"data\.global_batch"):
         parse_recipe(tiny_recipe(tmp_path, tokens, layout={"data": 3}))
+
+
+def test_a_flipped_bit_is_seen_before_a_run_goes_on_G8(tmp_path: Path, tokens: Path) -> None:
+    run(tiny_recipe(tmp_path / "run", tokens, stop_after=2))
+    (file,) = (tmp_path / "run" / "checkpoints").glob("*/*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-100] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(RankError, match=r"CRC-32: expected [0-9a-f]{8}, found [0-9a-f]{8}"):
+        run(tiny_recipe(tmp_path / "run", tokens))
