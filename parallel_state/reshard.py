@@ -30,9 +30,9 @@ def holdings(
 ) -> dict[str, list[Holding]]:
     """For every tensor, the boxes that ranks hold of it, without padding.
 
-    ``stages`` are the declarations of each pipeline stage (``Family.declarations``). ``sharded`` cuts over the
-    data axes as between training steps. ``replicas`` also lists the ranks that hold copies, and those that
-    hold nothing but padding, with an empty box. Owners' boxes are disjoint and cover each tensor.
+    ``stages`` are the declarations of each pipeline stage (``Family.declarations``). ``sharded`` cuts over
+    the data axes as between training steps. ``replicas`` also lists the ranks that hold copies, and those
+    that hold nothing but padding, with an empty box. Owners' boxes are disjoint and cover each tensor.
     """
     assert len(stages) == layout.pipeline, (len(stages), layout)
     found: dict[str, list[Holding]] = {name: [] for stage in stages for name in stage}

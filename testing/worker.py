@@ -55,8 +55,6 @@ def _answer(call: Call) -> Returned | Raised:
         summary = "".join(traceback.format_exception_only(error)).strip().splitlines()[0]
         text = "".join(traceback.format_exception(error))
         cause = pack_exception(error)
-        # The frames hold process groups, whose sockets must close for the other ranks to notice.
-        traceback.clear_frames(error.__traceback__)
         return Raised(seconds, summary, text, cause)
 
 
