@@ -1,6 +1,7 @@
 """Floor 4: Hugging Face folders and sharded checkpoints, read, written, converted and verified."""
 
 from .convert import convert, plan_conversion
+from .diff import Difference, differences
 from .find import complete_checkpoints, latest_checkpoint, step_directory
 from .hf_folder import HFFolder
 from .loading import load_model, load_weights
@@ -12,6 +13,7 @@ from .training import Progress, load_training, newest_checkpoint, save_training
 from .verify import verify
 
 __all__ = [
+    "Difference",
     "HFFolder",
     "Manifest",
     "Progress",
@@ -20,6 +22,7 @@ __all__ = [
     "TensorWriter",
     "complete_checkpoints",
     "convert",
+    "differences",
     "latest_checkpoint",
     "load_model",
     "load_training",

@@ -10,18 +10,24 @@ from typing import Annotated, Any
 import typer
 
 from .convert import convert
+from .diff import diff
 from .generate import generate
 from .inspect import inspect
 from .quickstart import quickstart
+from .reshard import reshard
 from .tokenize import tokenize
 from .train import train
+from .verify import verify
 
 #: Every command: a module of this room with one function. Heavy imports belong inside the function, so that
 #: ``trilith --help`` answers at once.
 COMMANDS: tuple[Callable[..., None], ...] = (
     quickstart,
     convert,
+    reshard,
     inspect,
+    diff,
+    verify,
     tokenize,
     train,
     generate,

@@ -1,0 +1,95 @@
+"""Two sources of weights compared tensor by tensor, across layouts and forms, in bounded memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from ..parallel_state import BadInput, Box
+from .plan import Tie
+from .source import Source
+
+_ELEMENTS = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How a tensor differs: ``what`` says it in words; the figures are over all elements, NaN where they do
+    not apply.
+
+    ``relative`` is the largest absolute difference over the largest element of the first. ``elements`` counts
+    those that differ.
+    """
+
+    name: str
+    what: str
+    absolute: float = float("nan")
+    relative: float = float("nan")
+    elements: int = 0
+
+
+def differences(a: Source, b: Source) -> Iterator[Difference]:
+    """The tensors in which two sources differ, in the first's order; equal means equal bit for bit, NaN
+    included.
+
+    Names are ours unless both are Hugging Face folders. Moments are compared where both have them.
+    """
+    if a.family is not b.family:
+        raise BadInput(b.path, "model_type", expected=a.family.model_type, found=b.family.model_type)
+    as_hf = a.manifest is None and b.manifest is None
+    ties = [source.tie(to_hf=as_hf) for source in (a, b)]
+    names_a, names_b = (_names(source, as_hf) for source in (a, b))
+    both_train = all(source.manifest is not None and source.manifest.kind == "training" for source in (a, b))
+    for name, shape in names_a.items():
+        if name.startswith("optimizer.") and not both_train:
+            continue
+        if name not in names_b:
+            yield Difference(name, f"only in {a.path}")
+        elif names_b[name] != shape:
+            yield Difference(name, f"shape {list(shape)} and {list(names_b[name])}")
+        else:
+            yield from _compare(name, shape, a, b, ties)
+    for name in names_b:
+        if name not in names_a and (both_train or not name.startswith("optimizer.")):
+            yield Difference(name, f"only in {b.path}")
+
+
+def _names(source: Source, as_hf: bool) -> dict[str, tuple[int, ...]]:
+    if source.manifest is not None or as_hf:
+        return {name: whole.shape for name, whole in source.catalog.items()}
+    (stated,) = source.family.declarations(source.model_config)
+    return {name: declaration.true_shape for name, declaration in stated.items()}
+
+
+def _compare(
+    name: str, shape: tuple[int, ...], a: Source, b: Source, ties: list[Tie]
+) -> Iterator[Difference]:
+    dtypes = [source.dtype_of(name, tie) for source, tie in zip((a, b), ties, strict=True)]
+    worst, largest, count = 0.0, 0.0, 0
+    for box in _slabs(shape):
+        x, y = (source.read(name, box, tie, finite=False) for source, tie in zip((a, b), ties, strict=True))
+        if x.dtype == y.dtype and torch.equal(x.view(torch.uint8), y.view(torch.uint8)):
+            largest = max(largest, float(x.double().abs().max()) if x.numel() else 0.0)
+            continue
+        x, y = x.double(), y.double()
+        differ = (x != y) & ~(x.isnan() & y.isnan())
+        count += int(differ.sum())
+        worst = max(worst, float((x - y)[differ].abs().max()) if bool(differ.any()) else 0.0)
+        largest = max(largest, float(x.abs().max()))
+    if dtypes[0] != dtypes[1]:
+        what = f"{dtypes[0]} and {dtypes[1]}" + (", other numbers" if count else ", the same numbers")
+        yield Difference(name, what, worst, worst / largest if largest else 0.0, count)
+    elif count:
+        yield Difference(name, "other numbers", worst, worst / largest if largest else float("inf"), count)
+
+
+def _slabs(shape: tuple[int, ...]) -> Iterator[Box]:
+    whole = Box.whole(shape)
+    if not shape:
+        yield whole
+        return
+    rows = max(1, _ELEMENTS // max(1, whole.size // max(1, shape[0])))
+    for start in range(0, shape[0], rows):
+        yield whole.narrow(0, start, min(start + rows, shape[0]))
