@@ -57,6 +57,12 @@ def hang_on(rank):
     dist.barrier()
 
 
+def stop_on(rank):
+    if dist.get_rank() == rank:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return os.getpid()
+
+
 def fail_and_hang():
     if dist.get_rank() == 0:
         raise ValueError("at once")
@@ -141,6 +147,13 @@ def test_a_hang_names_the_ranks_and_shows_where_they_are_and_the_next_call_works
     after = run_parallel(get_pid, 3)
     assert not set(before) & set(after), "hung workers are replaced"
     assert not [pid for pid in before if os.path.exists(f"/proc/{pid}")], "and ended"
+
+
+def test_a_stopped_rank_is_silent_and_is_ended():
+    stopped = run_parallel(get_pid, 2)[1]
+    with pytest.raises(RankError, match=r"^rank 1 did not answer within 1 s"):
+        run_parallel(stop_on, 2, 1, timeout=1.0)
+    assert not os.path.exists(f"/proc/{stopped}")
 
 
 def test_ranks_that_wait_for_one_that_has_returned_are_named():

@@ -175,9 +175,7 @@ def test_functions_that_have_no_name_elsewhere_are_refused():
         return 0
 
     for fn in (inner, lambda: 0):
-        with pytest.raises(
-            ValueError, match="is a lambda or lives in another function"
-        ):
+        with pytest.raises(ValueError, match="is a lambda or lives in another function"):
             run_parallel(fn, 2)
     for fn in (partial(add_ranks, 1), Holder().static.__get__(1), len):
         with pytest.raises(ValueError, match="is not a plain function"):
