@@ -76,6 +76,10 @@ def report_process():
     )
 
 
+def report_checks():
+    print(dist.get_debug_level())
+
+
 def ignore_nothing():
     print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)
     print(all(signal.getsignal(name) is signal.SIG_DFL for name in (signal.SIGTERM, signal.SIGCHLD)))
@@ -132,6 +136,12 @@ def test_processes_are_new_each_time_with_this_processs_environment_and_folder(t
         [str(tmp_path), str(r), str(r), "2", "here"] for r in (0, 1)
     ]
     assert all(words[-2:] == ["True", "1"] for words in seen)
+
+
+def test_the_environment_sets_how_much_torch_checks(monkeypatch):
+    assert run_fresh(report_checks, 1)[0].output.endswith("DETAIL\n")
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "OFF")
+    assert run_fresh(report_checks, 1)[0].output.endswith("OFF\n")
 
 
 def test_signals_have_their_ordinary_handlers():
