@@ -184,8 +184,8 @@ def outcome(ranks: Sequence[RankOutcome]) -> Outcome:
 def first_difference(a: Outcome, b: Outcome, *, tolerance: float) -> str | None:
     """The first thing that differs by more than ``tolerance``, relative to its largest element.
 
-    Tensors that are a thousand times smaller than the largest of their kind are measured against a thousandth of
-    that: some are zero but for rounding (the gradient of GPT-2's key bias, which shifts all scores alike). Initial
+    A tensor a thousand times smaller than the largest of its kind is measured against a thousandth of that:
+    some are zero but for rounding (the gradient of GPT-2's key bias, which shifts all scores alike). Initial
     parameters must be equal bit for bit.
     """
     for name in ("losses", "norms"):
