@@ -13,6 +13,12 @@ seeds = st.integers(0, 2**63 - 1)
 epochs = st.integers(0, 1000)
 
 
+@pytest.mark.parametrize("n", [4, 16, 64, 4096])
+def test_the_network_alone_is_a_permutation_where_it_fits_exactly(n: int) -> None:
+    """No number falls outside these sizes; a network that is none would send others round for ever."""
+    np.testing.assert_array_equal(np.sort(permute(np.arange(n), n, 3, 1)), np.arange(n))
+
+
 @settings(max_examples=300, deadline=None)
 @given(n=st.integers(1, 5000), seed=seeds, epoch=epochs)
 def test_every_epoch_is_a_permutation(n: int, seed: int, epoch: int) -> None:

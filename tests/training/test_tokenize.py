@@ -217,6 +217,11 @@ GOOD = b'{"text": "fine"}\n'
         pytest.param(_write("in.json", b"[]"), "one object a line", id="json-array"),
         pytest.param(_write("in.txt.gz", gzip.compress(b"a" * 999)[:-9]), r"in\.txt\.gz", id="gz-cut-short"),
         pytest.param(_write("in.txt.gz", b"plain text"), r"in\.txt\.gz", id="gz-that-is-not"),
+        pytest.param(
+            _write("in.txt.gz", gzip.compress(b"")[:10] + b"\xff" * 20),
+            r"in\.txt\.gz",
+            id="gz-damaged-inside",
+        ),
         pytest.param(lambda folder: folder / "nowhere.txt", "No such file", id="missing"),
         pytest.param(lambda folder: folder, "regular file", id="folder"),
     ],

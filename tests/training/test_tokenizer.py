@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers.processors import TemplateProcessing
 from trilith.parallel_state import BadInput
 from trilith.training import tokenizer as tokenizer_module
 from trilith.training.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
@@ -124,6 +126,15 @@ def test_training_is_deterministic(tmp_path: Path, model_type: str) -> None:
     for path in (tmp_path / "one").iterdir():
         assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes()
     assert load_tokenizer(tmp_path / "one").fingerprint == load_tokenizer(tmp_path / "two").fingerprint
+
+
+def test_the_spelling_of_a_special_token_is_text_even_in_letters_never_seen(tmp_path: Path) -> None:
+    words = ["cab", "bad", "gold", "mild", "calm", "wild", "gaol", "lamb", "cold", "bald", "glad", "clam"]
+    texts = [f"{a} {b} {a}{b}" for a in words for b in words]
+    train_tokenizer(texts, tmp_path / "t", vocab_size=310, model_type="unigram")
+    pair = load_tokenizer(tmp_path / "t" / "tokenizer.model"), load_tokenizer(tmp_path / "t")
+    for text in ("<s>", "cab</s>bad", "<unk>", "<0x41><0xFF>"):
+        agree(pair, text)
 
 
 def test_a_long_text_is_learned_from_whole(tmp_path: Path) -> None:
@@ -242,8 +253,12 @@ def test_a_folder_that_adds_special_tokens_adds_none_here_and_decoding_leaves_no
 ) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
-    config = json.loads((copy / "tokenizer_config.json").read_text())
-    (copy / "tokenizer_config.json").write_text(json.dumps({**config, "add_bos_token": True}))
+    backend = Backend.from_file(str(copy / "tokenizer.json"))
+    backend.post_processor = TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    assert backend.encode("a b").ids[0] == 1
+    backend.save(str(copy / "tokenizer.json"))
     adding = load_tokenizer(copy)
     assert adding.encode("a b") == pair[0].encode("a b")
     assert adding.decode([1, *adding.encode("a b"), 2]) == "<s>a b</s>"
