@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from trilith.parallel_state import Layout
+from trilith.testing import run_parallel
+from trilith.testing.training import Case, first_difference, outcome, train_rank
 
 LAYOUTS = [
     Layout.of(tensor=2),
@@ -28,3 +31,18 @@ def test_it_equals_one_device(model: str, layout: Layout, assert_same: Callable[
 @pytest.mark.parametrize("model", ["llama-tied", "gpt2"])
 def test_replicas_of_shards_equal_one_device(model: str, assert_same: Callable[..., None]) -> None:
     assert_same(model, Layout.of(data=4, zero=2, data_replicate=2))
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout.of(tensor=4, sequence=True), Layout.of(tensor=2, pipeline=2)], ids=str
+)
+def test_dropout_keeps_the_copies_equal_and_repeats(
+    layout: Layout, models: dict[str, dict[str, Any]]
+) -> None:
+    """Masks depend on the layout, so the numbers are no other layout's; ``outcome`` compares the copies."""
+    rates = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
+    case = Case({**models["gpt2"], **rates}, layout)
+    once, again = (outcome(run_parallel(train_rank, layout.world, case)) for _ in range(2))
+    assert first_difference(once, again, tolerance=0.0) is None
+    without = outcome(run_parallel(train_rank, layout.world, Case(models["gpt2"], layout)))
+    assert once.losses[0] != without.losses[0] and once.losses[0] == pytest.approx(without.losses[0], rel=0.1)

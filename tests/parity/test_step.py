@@ -1,0 +1,139 @@
+"""The edges of a training step: batches in which little or nothing counts, and what no step can do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from trilith.layers import IGNORE
+from trilith.models import CausalLM, family_of
+from trilith.parallel_state import BadInput, Layout, ParallelState, gradient_norm, initialize
+from trilith.parallel_state.engine import local_data
+from trilith.testing import RankError, run_parallel
+from trilith.training.data_parallel import check_zero, shard_over_data
+from trilith.training.precision import Precision
+from trilith.training.step import TrainStep
+
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 131,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+}
+SAMPLES, LENGTH = 4, 8
+
+
+def built(layout: Layout) -> CausalLM:
+    state = ParallelState.start(layout)
+    family = family_of(CONFIG)
+    model = family.build(family.from_hf(CONFIG), state=state, dtype=torch.float64)
+    shard_over_data(model, state, Precision(torch.float64, torch.float64, torch.float64))
+    model.to_empty(device="cpu")
+    initialize(model, 3, state=state)
+    return model
+
+
+def whole_batch() -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(131, (SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def step_with(layout: Layout, counting: list[int]) -> tuple[float, float, bool]:
+    """Of a step in which only these samples count: loss, gradient norm, whether every gradient is zero."""
+    model = built(layout)
+    ids, labels = whole_batch()
+    for sample in set(range(SAMPLES)) - set(counting):
+        labels[sample] = IGNORE
+    each = SAMPLES // layout.data
+    mine = slice(model.state.data_index * each, (model.state.data_index + 1) * each)
+    step = TrainStep(model, micro_batch=1, label_smoothing=0.1, dtype=torch.float64)
+    loss = float(step(ids[mine], labels[mine]))
+    norm = float(gradient_norm(model, state=model.state))
+    grads = [p.grad for p in model.parameters()]
+    assert all(grad is not None for grad in grads)
+    return loss, norm, not any(bool(local_data(grad).any()) for grad in grads if grad is not None)
+
+
+LAYOUTS = [
+    Layout.of(tensor=2),
+    Layout.of(data=2),
+    Layout.of(data=2, zero=2),
+    Layout.of(pipeline=2),
+    Layout.of(pipeline=2, data=2, zero=1),
+]
+
+
+@pytest.mark.parametrize("layout", [Layout(), *LAYOUTS], ids=str)
+def test_a_step_in_which_no_label_counts_has_no_loss_and_no_gradient(layout: Layout) -> None:  # F14
+    for loss, norm, zero in run_parallel(step_with, layout.world, layout, []):
+        assert (loss, norm, zero) == (0.0, 0.0, True)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_samples_that_do_not_count_weigh_nothing_wherever_they_lie(layout: Layout) -> None:
+    """All that counts is on one data rank, in one micro-batch: the mean is over the step's tokens still."""
+    ((loss, norm, _),) = run_parallel(step_with, 1, Layout(), [1])
+    assert loss > 1
+    for found, found_norm, _ in run_parallel(step_with, layout.world, layout, [1]):
+        assert (found, found_norm) == pytest.approx((loss, norm), rel=1e-12)
+
+
+def sizes(layout: Layout) -> dict[str, int]:
+    """How many numbers this rank stores, before a step and after it."""
+    model = built(layout)
+    ids, labels = whole_batch()
+
+    def stored() -> int:
+        return sum(local_data(p).numel() for p in model.parameters())
+
+    before = stored()
+    TrainStep(model, micro_batch=1, dtype=torch.float64)(ids[:2], labels[:2])
+    grads = sum(local_data(p.grad).numel() for p in model.parameters() if p.grad is not None)
+    return {"before": before, "after": stored(), "gradients": grads}
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_after_a_step_each_rank_stores_its_share_again(zero: int) -> None:
+    """Weights that stayed gathered after the last micro-batch would be stale in the next step."""
+    (whole,) = {r["before"] for r in run_parallel(sizes, 1, Layout())}
+    ranks = run_parallel(sizes, 2, Layout.of(data=2, zero=zero))
+    for kind in ("before", "after", "gradients"):
+        held = [rank[kind] for rank in ranks]
+        assert sum(held) == (whole if zero else 2 * whole), kind
+
+
+def refusal(layout: Layout, micro_batch: int, schedule: str, length: int) -> None:
+    step = TrainStep(built(layout), micro_batch=micro_batch, schedule=schedule, dtype=torch.float64)
+    ids, labels = whole_batch()
+    step(ids[:, :length], labels[:, :length])
+
+
+@pytest.mark.parametrize(
+    ("layout", "micro_batch", "schedule", "length", "words"),
+    [
+        pytest.param({"tensor": 2, "sequence": True}, 1, "1f1b", 7, "multiple of tensor=2", id="E9"),
+        pytest.param({"pipeline": 2}, 4, "1f1b", 8, "at least pipeline=2, found 1", id="E12"),
+        pytest.param({"tensor": 2}, 3, "1f1b", 8, "divisor of the 4 samples", id="E13"),
+        pytest.param({"pipeline": 2}, 1, "zigzag", 8, "one of gpipe, 1f1b, found 'zigzag'", id="schedule"),
+    ],
+)
+def test_every_rank_refuses_alike(
+    layout: dict[str, Any], micro_batch: int, schedule: str, length: int, words: str
+) -> None:
+    with pytest.raises(RankError) as error:
+        run_parallel(refusal, 2, Layout.of(**layout), micro_batch, schedule, length)
+    causes = [failure.cause for failure in error.value.failures]
+    assert len(causes) == 2 and all(isinstance(cause, BadInput) and words in str(cause) for cause in causes)
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_sharded_gradients_under_a_pipeline_are_refused(zero: int) -> None:  # E14
+    with pytest.raises(BadInput, match=f"zero: expected 0 or 1 with pipeline=2, found {zero}"):
+        check_zero(Layout.of(pipeline=2, data=2, zero=zero))
+    check_zero(Layout.of(data=2, zero=zero))
