@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..models import CausalLM, Family, ModelConfig
-from ..parallel_state import BadCheckpoint, Holding, Layout, ParallelState, holdings
+from ..parallel_state import BadCheckpoint, Holding, Layout, ParallelState, fault, holdings
 from .agree import together
 from .commit import Staging, remove_checkpoint
 from .companions import store_companion
@@ -91,7 +91,14 @@ def save_training(
     try:
         directory = Path(str(together(begin)[0]))
         tensors = _local_tensors(model, optimizer)
-        results = together(lambda: _write_file(directory, state.rank, layout.world, tensors, table))
+
+        def write() -> tuple[StoredFile, str] | None:
+            fault("checkpoint.before_data", rank=state.rank, step=progress.step)
+            written = _write_file(directory, state.rank, layout.world, tensors, table)
+            fault("checkpoint.after_data", rank=state.rank, step=progress.step)
+            return written
+
+        results = together(write)
 
         def finish() -> None:
             if state.rank:
@@ -109,7 +116,9 @@ def save_training(
                 tensors=_stored_tensors(table, results),
             )
             manifest.check(target)
+            fault("checkpoint.before_manifest", rank=0, step=progress.step)
             staging[0].publish(manifest.to_bytes())
+            fault("checkpoint.before_retention", rank=0, step=progress.step)
             _retain(root, keep)
 
         together(finish)

@@ -26,6 +26,7 @@ def train(
     train RECIPE.toml
     """
     from ..training.launch import launch, process_group, under_torchrun
+    from ..training.preempt import StopSignals
     from ..training.recipe import load_recipe
     from ..training.run_plan import open_data, plan
     from ..training.trainer import Trainer
@@ -37,10 +38,11 @@ def train(
         layout.check_world(nproc)
     if under_torchrun() or layout.world == 1:
         with (
+            StopSignals() as signals,
             process_group(layout, device=loaded.device) as state,
             watched(Path(loaded.out) / "status", state) as beat,
         ):
-            Trainer(loaded, state, beat=beat, quiet=quiet).run()
+            Trainer(loaded, state, beat=beat, signals=signals, quiet=quiet).run()
         return
     # Bad input is said here, once and at once, before any rank starts.
     plan(loaded)

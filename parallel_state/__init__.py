@@ -3,6 +3,7 @@
 from .boxes import Box
 from .declaration import Cut, Declaration, declarations
 from .errors import BadCheckpoint, BadInput, PeerFailed
+from .fault import fault
 from .gradients import clip_gradients, finalize_gradients, first_not_finite, gradient_norm
 from .initial import Constant, Initial, Normal, Uniform, seed_of
 from .layout import AXES, Coordinates, Layout
@@ -29,6 +30,7 @@ __all__ = [
     "clip_gradients",
     "declarations",
     "declare_parameter",
+    "fault",
     "finalize_gradients",
     "first_not_finite",
     "gradient_norm",

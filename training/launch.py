@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ..parallel_state import BadInput, Layout, ParallelState, PeerFailed
-from .status import clear_status, first_failure
+from .status import blame, clear_status, first_failure
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
@@ -92,6 +92,10 @@ def launch(arguments: Sequence[str], world: int, status: Path) -> int:
         if failed is not None:
             sys.stderr.write(f"error: rank {failed.rank}: {failed.error}\n")
             return int(failed.code or 1)
+        dead = blame(status, world, but=-1, wait=0.0) if code else ""
+        if dead:
+            sys.stderr.write(f"error: {dead}\n")
+            return PeerFailed.exit_code
         if code:
             log.seek(0)
             sys.stderr.write(log.read())

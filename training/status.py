@@ -82,8 +82,11 @@ class Heartbeat:
         self._stop()
 
     def at(self, phase: str, step: int) -> None:
-        """What this rank does now; written with the next beat."""
+        """What this rank does now; written at once where the phase is new, else with the next beat."""
+        new = phase != self._status.phase
         self._status = _changed(self._status, phase=phase, step=step)
+        if new:
+            self._write()
 
     @property
     def place(self) -> str:

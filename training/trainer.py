@@ -24,6 +24,7 @@ from ..parallel_state import (
     ParallelState,
     PeerFailed,
     clip_gradients,
+    fault,
     first_not_finite,
     initialize,
     seed_of,
@@ -43,11 +44,17 @@ class Trainer:
     """One rank's part of a run. Collective: every rank makes one and calls ``run``."""
 
     def __init__(
-        self, recipe: Recipe, state: ParallelState, *, beat: Heartbeat | None = None, quiet: bool = False
+        self,
+        recipe: Recipe,
+        state: ParallelState,
+        *,
+        beat: Heartbeat | None = None,
+        signals: StopSignals | None = None,
+        quiet: bool = False,
     ) -> None:
         self.recipe, self.state, self.plan = recipe, state, plan(recipe)
         self.out = Path(recipe.out)
-        self.beat = beat
+        self.beat, self.signals = beat, signals or StopSignals()
         self.first = state.rank == 0
         self.terminal = Terminal(steps=recipe.steps, every=recipe.log_every, quiet=quiet or not self.first)
         self.batches = open_data(recipe)
@@ -88,13 +95,9 @@ class Trainer:
     def run(self, after_step: Callable[[StepMetrics], None] | None = None) -> list[StepMetrics]:
         """Train from the newest complete checkpoint, or from the start, to the last step; the steps' metrics.
 
-        SIGTERM and SIGINT end the run after the step at hand, with a checkpoint: ``Preempted``, exit code 75.
+        A signal that ``signals`` noted ends it after the step at hand, with a checkpoint: ``Preempted``.
         A rank whose loss or gradient is not finite stops all of them before the update: ``PeerFailed``.
         """
-        with StopSignals() as self.signals:
-            return self._run(after_step)
-
-    def _run(self, after_step: Callable[[StepMetrics], None] | None) -> list[StepMetrics]:
         start = self._start()
         stop = min(self.recipe.steps, self.recipe.stop_after or self.recipe.steps)
         log = MetricsLog(self.out / "metrics.jsonl", start=start) if self.first else None
@@ -179,6 +182,7 @@ class Trainer:
             minimum=recipe.optimizer.lr * recipe.optimizer.minimum_ratio,
         )
         set_learning_rate(self.optimizer, lr)
+        fault("step.forward", rank=state.rank, step=number + 1)
         loss = self.step(input_ids.to(state.device), labels.to(state.device))
         norm = clip_gradients(self.model, recipe.optimizer.clip, state=state)
         if not bool(torch.isfinite(loss) & torch.isfinite(norm)):

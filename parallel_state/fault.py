@@ -1,0 +1,40 @@
+"""Named points at which a test can make a rank fail; in a run without ``TRILITH_FAULT`` they do nothing.
+
+``TRILITH_FAULT="rank=1;at=checkpoint.after_data;step=3;act=kill"``: at that point of that step (of any, if
+left out) rank 1 is killed. Acts: ``kill`` (SIGKILL), ``stop`` (SIGSTOP), ``raise``, ``enospc``,
+``sleep:SECONDS``. Once a process.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import time
+
+_done = False
+
+
+def fault(point: str, *, rank: int, step: int | None = None) -> None:
+    """Fail here if the environment asks for it."""
+    wanted = os.environ.get("TRILITH_FAULT")
+    global _done
+    if not wanted or _done:
+        return
+    fields = dict(part.split("=", 1) for part in wanted.split(";"))
+    if fields["at"] != point or int(fields["rank"]) != rank or str(step) != fields.get("step", str(step)):
+        return
+    _done = True
+    act, _, argument = fields["act"].partition(":")
+    if act == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif act == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif act == "sleep":
+        time.sleep(float(argument))
+    elif act == "enospc":
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), point)
+    elif act == "raise":
+        raise RuntimeError(f"asked to fail at {point}")
+    else:
+        raise AssertionError(f"TRILITH_FAULT: unknown act {act}")
