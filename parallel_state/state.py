@@ -41,7 +41,9 @@ class ParallelState:
         self._ends = ends
         # Taken once: cutting a mesh costs milliseconds, and every collective asks for its group.
         self._tensor_mesh = None if mesh is None else mesh["tensor"]
-        self._data_mesh = None if mesh is None else mesh["data_replicate", "fsdp"]
+        # Without replicas FSDP is not told of the axis: it would all-reduce over one rank all the same.
+        axes = ("fsdp",) if layout.zero and layout.data_replicate == 1 else ("data_replicate", "fsdp")
+        self._data_mesh = None if mesh is None else mesh[axes]
         self._tensor = None if self._tensor_mesh is None else self._tensor_mesh.get_group()
 
     @classmethod
@@ -112,7 +114,7 @@ class ParallelState:
 
     @property
     def data_mesh(self) -> DeviceMesh:
-        """The mesh over which FSDP replicates (first axis) and shards (second axis)."""
+        """The mesh over which FSDP shards (last axis) and, if there are replicas, replicates (first axis)."""
         assert self._data_mesh is not None, "a stand-in has no process groups"
         return self._data_mesh
 

@@ -77,9 +77,10 @@ def groups(layout: Layout) -> dict[str, list[int]]:
     found = {
         "tensor": dist.get_process_group_ranks(state.tensor_group),
         "pipeline": dist.get_process_group_ranks(state.pipeline_group),
-        "data_replicate": dist.get_process_group_ranks(state.data_mesh.get_group("data_replicate")),
         "data_shard": dist.get_process_group_ranks(state.data_mesh.get_group("fsdp")),
     }
+    if state.data_mesh.ndim == 2:
+        found["data_replicate"] = dist.get_process_group_ranks(state.data_mesh.get_group("data_replicate"))
     if layout.pipeline > 1:
         found["ends"] = dist.get_process_group_ranks(state.ends_group)
     return found
@@ -97,6 +98,7 @@ def groups(layout: Layout) -> dict[str, list[int]]:
 )
 def test_process_groups_are_the_ranks_along_their_axes(layout: Layout) -> None:
     for rank, found in enumerate(run_parallel(groups, 4, layout)):
+        assert ("data_replicate" in found) == (layout.data_replicate > 1 or not layout.zero)
         ends = found.pop("ends", None)
         assert found == {axis: layout.ranks_along((axis,), rank) for axis in found}
         if ends is not None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from trilith.layers import IGNORE
 from trilith.models import CausalLM, family_of
 from trilith.parallel_state import BadInput, Layout, ParallelState, gradient_norm, initialize
@@ -106,6 +108,50 @@ def test_after_a_step_each_rank_stores_its_share_again(zero: int) -> None:
     for kind in ("before", "after", "gradients"):
         held = [rank[kind] for rank in ranks]
         assert sum(held) == (whole if zero else 2 * whole), kind
+
+
+class Collectives(TorchDispatchMode):
+    """Counts what is sent between ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in func.name():
+            self.counts[func.name().split("::")[1]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def second_step(layout: Layout) -> Counter[str]:
+    model = built(layout)
+    step, batch = TrainStep(model, micro_batch=1, dtype=torch.float64), whole_batch()
+    step(*batch)
+    with Collectives() as counter:
+        step(*batch)
+    return counter.counts
+
+
+@pytest.mark.parametrize(
+    ("layout", "gathered", "scattered", "reduced"),
+    [
+        (Layout.of(data=2, zero=0), 0, 0, 1),
+        (Layout.of(data=2, zero=1), 1, 1, 0),
+        (Layout.of(data=2, zero=2), 1, SAMPLES, 0),
+        (Layout.of(data=2, zero=3), 2 * SAMPLES, SAMPLES, 0),
+        (Layout.of(data=4, zero=1, data_replicate=2), 1, 1, 1),
+        (Layout.of(data=4, zero=2, data_replicate=2), 1, SAMPLES, SAMPLES),
+    ],
+    ids=str,
+)
+def test_a_stage_of_zero_pays_these_collectives_a_step(
+    layout: Layout, gathered: int, scattered: int, reduced: int
+) -> None:
+    """Each times the groups of parameters: two blocks, the rest. Two small all-reduces are the step's own."""
+    for counts in run_parallel(second_step, layout.world, layout):
+        assert counts["_allgather_base_"] == 3 * gathered
+        assert counts["_reduce_scatter_base_"] == 3 * scattered
+        assert counts["allreduce_"] == 3 * reduced + 2
 
 
 def refusal(layout: Layout, micro_batch: int, schedule: str, length: int) -> None:
