@@ -14,7 +14,7 @@ LAYOUTS = [
     Layout(),
     Layout.of(tensor=2, sequence=True),
     Layout.of(data=2, zero=2),
-    Layout.of(tensor=2, pipeline=2),
+    Layout.of(pipeline=2),
 ]
 
 
@@ -43,7 +43,7 @@ def test_bf16_compute(layout: Layout, fp32: Outcome, models: dict[str, Any]) -> 
     assert first_difference(found, again, tolerance=0.0) is None, "two runs must be equal bit for bit"
 
 
-FP32_LAYOUTS = [Layout.of(tensor=4), Layout.of(pipeline=2, data=2, zero=1), Layout.of(data=2, zero=3)]
+FP32_LAYOUTS = [Layout.of(pipeline=2, data=2, zero=1), Layout.of(data=2, zero=3)]
 
 
 @pytest.mark.parametrize("layout", FP32_LAYOUTS, ids=str)
