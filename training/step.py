@@ -35,7 +35,7 @@ class TrainStep:
         self.micro_batch, self.schedule_name = micro_batch, schedule
         self.label_smoothing, self.dtype = label_smoothing, dtype
         self._schedule: PipelineScheduleSingle | None = None
-        self._shape: tuple[int, int] | None = None
+        self._shape: torch.Size | None = None
         self._tokens = torch.ones(())
 
     def __call__(self, input_ids: Tensor, labels: Tensor) -> Tensor:
@@ -89,17 +89,16 @@ class TrainStep:
         return losses
 
     def _pipelined(self, input_ids: Tensor, labels: Tensor) -> list[Tensor]:
-        shape = (self.micro_batch, input_ids.shape[1])
-        if self._schedule is None or shape != self._shape:
+        if self._schedule is None or input_ids.shape != self._shape:
             self._schedule = make_schedule(
                 self.model,
                 self.loss,
                 name=self.schedule_name,
                 microbatches=len(input_ids) // self.micro_batch,
-                shape=shape,
+                shape=(self.micro_batch, input_ids.shape[1]),
                 dtype=self.dtype,
             )
-            self._shape = shape
+            self._shape = input_ids.shape
         losses: list[Tensor] = []
         stage = self.model.stage
         arguments = (input_ids,) if stage.first else ()

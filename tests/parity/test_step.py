@@ -86,6 +86,20 @@ def test_samples_that_do_not_count_weigh_nothing_wherever_they_lie(layout: Layou
         assert (found, found_norm) == pytest.approx((loss, norm), rel=1e-12)
 
 
+def two_sizes(layout: Layout) -> list[float]:
+    """The loss of a step over all samples, and of one over half of them."""
+    model = built(layout)
+    ids, labels = whole_batch()
+    step = TrainStep(model, micro_batch=1, dtype=torch.float64)
+    return [float(step(ids[:count], labels[:count])) for count in (SAMPLES, SAMPLES // 2)]
+
+
+def test_a_step_may_be_smaller_than_the_one_before() -> None:
+    (whole,) = run_parallel(two_sizes, 1, Layout())
+    for losses in run_parallel(two_sizes, 2, Layout.of(pipeline=2)):
+        assert losses == pytest.approx(whole, rel=1e-12)
+
+
 def sizes(layout: Layout) -> dict[str, int]:
     """How many numbers this rank stores, before a step and after it."""
     model = built(layout)
