@@ -1,0 +1,91 @@
+"""Norms and clipping: torch's own on one device, every element counted once on many."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from trilith.layers import ColumnParallelLinear, RMSNorm, VocabParallelEmbedding
+from trilith.parallel_state import (
+    Layout,
+    ParallelState,
+    clip_gradients,
+    finalize_gradients,
+    first_not_finite,
+    gradient_norm,
+)
+from trilith.parallel_state.engine import local_data
+from trilith.testing import run_parallel
+
+
+def with_gradients(dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)).to(dtype)
+    model(torch.randn(6, 4, dtype=dtype)).pow(2).sum().backward()
+    return model
+
+
+@pytest.mark.parametrize("limit", [0.5, 1e6], ids=["biting", "idle"])
+def test_on_one_device_it_is_torchs_clipping(limit: float) -> None:
+    ours, theirs = with_gradients(), with_gradients()
+    norm = clip_gradients(ours, limit)
+    wanted = torch.nn.utils.clip_grad_norm_(theirs.parameters(), limit)
+    assert float(norm) == pytest.approx(float(wanted), rel=1e-14)
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-13, atol=0)
+
+
+def test_bf16_gradients_are_measured_in_fp32() -> None:
+    model = with_gradients(torch.bfloat16)
+    assert gradient_norm(model).dtype == torch.float32
+    exact = torch.stack([p.grad.double().pow(2).sum() for p in model.parameters()]).sum().sqrt()
+    assert float(gradient_norm(model)) == pytest.approx(float(exact), rel=1e-5)
+
+
+def test_a_model_without_gradients_has_norm_zero() -> None:
+    assert float(gradient_norm(nn.Linear(3, 2))) == 0.0
+    assert float(clip_gradients(nn.Linear(3, 2), 1.0)) == 0.0
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_the_first_gradient_that_is_not_finite_is_named(value: float) -> None:
+    model = with_gradients()
+    assert first_not_finite(model) is None
+    model.get_parameter("1.weight").grad[2, 3] = value
+    assert first_not_finite(model) == "1.weight"
+
+
+class Parts(nn.Module):
+    """One parameter of each kind: cut, whole and alike, whole and partial, shared."""
+
+    def __init__(self, state: ParallelState) -> None:
+        super().__init__()
+        self.embed = VocabParallelEmbedding(130, 4, state=state)
+        self.norm = RMSNorm(4, state=state)
+        self.linear = ColumnParallelLinear(4, {"q": 8, "k": 2}, unit=2, shared=("k",), state=state)
+
+
+def norm_of_parts(sequence: bool) -> tuple[float, float]:
+    """The norm where every element's whole gradient is 1, and the sum of what a rank holds afterwards."""
+    size = dist.get_world_size()
+    state = ParallelState.start(Layout.of(tensor=size, sequence=sequence))
+    model = Parts(state)
+    partial = {"linear.k.weight", "linear.k.bias"} | ({"norm.weight"} if sequence else set())
+    for name, p in model.named_parameters():
+        p.grad = torch.ones_like(p)
+        if name in partial:
+            local_data(p.grad).div_(size)  # a rank's part
+    finalize_gradients(model, state=state)
+    assert all(bool((local_data(p.grad) == 1).all()) for p in model.parameters())
+    norm = clip_gradients(model, 1.0, state=state)
+    return float(norm), float(gradient_norm(model, state=state))
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+@pytest.mark.parametrize("tensor", [2, 4])
+def test_every_element_counts_once(tensor: int, sequence: bool) -> None:
+    elements = 256 * 4 + 4 + (8 + 2) * 4 + 8 + 2
+    for norm, clipped in run_parallel(norm_of_parts, tensor, sequence):
+        assert norm == pytest.approx(elements**0.5, rel=1e-6)
+        assert clipped == pytest.approx(1.0, rel=1e-5)
