@@ -150,7 +150,7 @@ class Quickstart:
         )
         if ours:
             first, last = ours[0]["loss"], ours[-1]["loss"]
-            self.check("loss falls", f"{first:.2f} -> {last:.2f}", "by >= 2", last < first - 2)
+            self.check("loss falls", f"{first:.2f} -> {last:.2f}", "by >= 1.5", last < first - 1.5)
 
     def export(self) -> None:
         self.say("Exporting to Hugging Face")

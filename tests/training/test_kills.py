@@ -123,10 +123,12 @@ def test_a_full_disk_on_one_rank_is_the_same_error_on_all_and_commits_nothing_K5
 @pytest.mark.parametrize(
     ("at", "rank", "saved"),
     [
-        pytest.param("checkpoint.before_data", 1, [2], id="K6-before-its-file"),
+        pytest.param("checkpoint.before_data", 1, [2], id="K6-before-its-file", marks=pytest.mark.slow),
         pytest.param("checkpoint.after_data", 1, [2], id="K6-after-its-file"),
         pytest.param("checkpoint.before_manifest", 0, [2], id="K7-before-the-manifest"),
-        pytest.param("checkpoint.before_retention", 0, [2, 4, 6], id="K8-before-retention"),
+        pytest.param(
+            "checkpoint.before_retention", 0, [2, 4, 6], id="K8-before-retention", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_kill_during_a_save_leaves_the_old_or_the_new(
@@ -143,7 +145,13 @@ def test_a_kill_during_a_save_leaves_the_old_or_the_new(
     assert not list((run.out / "checkpoints").glob("*.tmp-*"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["K12-SIGTERM", "K14-SIGINT"])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGTERM, id="K12-SIGTERM"),
+        pytest.param(signal.SIGINT, id="K14-SIGINT", marks=pytest.mark.slow),
+    ],
+)
 def test_asked_to_stop_it_saves_and_says_so(make: Callable[[int], Run], number: signal.Signals) -> None:
     run = make(5000)
     process = run.start("checkpoint.every=0")
