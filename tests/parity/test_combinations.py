@@ -91,7 +91,7 @@ def plain(choice: Choice) -> bool:
 
 
 def covering(choices: list[Choice]) -> list[Choice]:
-    """What adds to the plain ones every pair of values that a legal choice has: greedily, the cheap ones first."""
+    """What adds to the plain ones every pair of values of a legal choice: greedily, the cheap ones first."""
     held = {choice: pairs(choice) for choice in sorted(choices, key=lambda choice: choice.cost)}
     missing = set().union(*held.values())
     missing = missing.difference(*(held[choice] for choice in choices if plain(choice)))
