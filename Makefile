@@ -1,5 +1,5 @@
 # `make check` is exactly what CI runs.
-.PHONY: check lint typecheck test
+.PHONY: check lint typecheck test mutants
 
 export OMP_NUM_THREADS ?= 1
 
@@ -17,3 +17,7 @@ typecheck:
 
 test:
 	python -m pytest
+
+# Faults seeded one at a time: does the suite see each of them? Some minutes, not part of `check`.
+mutants:
+	python tests/mutants.py

@@ -6,17 +6,20 @@ from .find import complete_checkpoints, latest_checkpoint, step_directory
 from .hf_folder import HFFolder
 from .loading import load_model, load_weights
 from .manifest import Manifest
+from .saving import Contents, Saver
 from .source import Source, read_source
 from .tensor_file import TensorFile
 from .tensor_writer import TensorWriter
-from .training import Progress, load_training, newest_checkpoint, save_training
+from .training import Progress, load_training, newest_checkpoint
 from .verify import verify
 
 __all__ = [
+    "Contents",
     "Difference",
     "HFFolder",
     "Manifest",
     "Progress",
+    "Saver",
     "Source",
     "TensorFile",
     "TensorWriter",
@@ -30,7 +33,6 @@ __all__ = [
     "newest_checkpoint",
     "plan_conversion",
     "read_source",
-    "save_training",
     "step_directory",
     "verify",
 ]

@@ -12,12 +12,13 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 
-def together(work: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> list[T]:
+def together(work: Callable[[], T], *, world: int, group: dist.ProcessGroup | None) -> list[T]:
     """Run ``work`` on this rank and give every rank's result, in rank order.
 
     A rank whose work raised still takes part, so nobody waits for it; then every rank raises the error of the
-    lowest rank that failed. Collective over ``group`` (all ranks); without a process group it is just the
-    work.
+    lowest rank that failed. Collective over ``group``, all ``world`` ranks; in a world of one it is just the
+    work. ``world`` is said, not asked of torch: a rank whose process group is gone must fail, not go on alone
+    and take its part for the whole.
     """
     error: Exception | None = None
     result: T | None = None
@@ -25,11 +26,11 @@ def together(work: Callable[[], T], *, group: dist.ProcessGroup | None = None) -
         result = work()
     except Exception as raised:
         error = raised
-    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+    if world == 1:
         if error is not None:
             raise error
         return [result]  # type: ignore[list-item]  # no error, so it is the work's result
-    outcomes: list[tuple[T | None, Exception | None]] = [(None, None)] * dist.get_world_size(group)
+    outcomes: list[tuple[T | None, Exception | None]] = [(None, None)] * world
     dist.all_gather_object(outcomes, (result, _plain(error)), group=group)
     for _, raised_there in outcomes:
         if raised_there is not None:

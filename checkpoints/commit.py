@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..parallel_state import BadInput
+from ..parallel_state import BadInput, fault
 from .disk import Disk, writing
 from .manifest import MANIFEST
 
@@ -108,6 +108,7 @@ class Staging:
                 self._disk.rename(fresh, self.directory / MANIFEST)
         with writing(self.directory):
             self._disk.sync_directory(self.directory)
+        fault("commit.before_rename", rank=0)
         try:
             self._disk.rename(self.directory, self.output)
         except OSError as error:
@@ -118,6 +119,7 @@ class Staging:
                 raise BadInput(self.output, expected="a new or empty directory", found=found) from None
             with writing(self.output):
                 raise
+        fault("commit.after_rename", rank=0)
         with writing(self.output.parent):
             self._disk.sync_directory(self.output.parent)
         self._release()
@@ -156,6 +158,7 @@ def remove_checkpoint(directory: Path, disk: Disk | None = None) -> None:
     with writing(directory):
         disk.remove(directory / MANIFEST)
         disk.sync_directory(directory)
+    fault("commit.amid_removal", rank=0)
     disk.remove_tree(directory)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated
 
@@ -25,7 +26,7 @@ def train(
     for. On several hosts start it with torchrun: torchrun --nnodes 2 --nproc-per-node 8 --no-python trilith
     train RECIPE.toml
     """
-    from ..training.launch import launch, process_group, under_torchrun
+    from ..training.launch import check_launch, launch, own_rank, process_group, under_torchrun
     from ..training.preempt import StopSignals
     from ..training.recipe import load_recipe
     from ..training.run_plan import open_data, plan
@@ -37,10 +38,16 @@ def train(
     if nproc is not None and not under_torchrun():
         layout.check_world(nproc)
     if under_torchrun() or layout.world == 1:
+        check_launch(layout, device=loaded.device)
         with (
-            StopSignals() as signals,
-            process_group(layout, device=loaded.device) as state,
-            watched(Path(loaded.out) / "status", state) as beat,
+            StopSignals(loaded.grace) as signals,
+            watched(Path(loaded.out) / "status", own_rank(), layout.world) as beat,
+            process_group(
+                layout,
+                device=loaded.device,
+                timeout=timedelta(seconds=loaded.timeout),
+                alike={"recipe": loaded.digest},
+            ) as state,
         ):
             Trainer(loaded, state, beat=beat, signals=signals, quiet=quiet).run()
         return

@@ -1,30 +1,37 @@
 """Named points at which a test can make a rank fail; in a run without ``TRILITH_FAULT`` they do nothing.
 
 ``TRILITH_FAULT="rank=1;at=checkpoint.after_data;step=3;act=kill"``: at that point of that step (of any, if
-left out) rank 1 is killed. Acts: ``kill`` (SIGKILL), ``stop`` (SIGSTOP), ``raise``, ``enospc``,
-``sleep:SECONDS``. Once a process.
+left out) rank 1 is killed. ``time=2`` means the second time that the rank comes there. Acts: ``kill``
+(SIGKILL), ``stop`` (SIGSTOP), ``raise``, ``enospc``, ``memory`` (none is left), ``sleep:SECONDS``. Once a
+process.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import resource
 import signal
 import time
+from pathlib import Path
 
-_done = False
+import torch
+
+_met = 0
 
 
 def fault(point: str, *, rank: int, step: int | None = None) -> None:
     """Fail here if the environment asks for it."""
     wanted = os.environ.get("TRILITH_FAULT")
-    global _done
-    if not wanted or _done:
+    global _met
+    if not wanted:
         return
     fields = dict(part.split("=", 1) for part in wanted.split(";"))
     if fields["at"] != point or int(fields["rank"]) != rank or str(step) != fields.get("step", str(step)):
         return
-    _done = True
+    _met += 1
+    if _met != int(fields.get("time", 1)):
+        return
     act, _, argument = fields["act"].partition(":")
     if act == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -34,6 +41,10 @@ def fault(point: str, *, rank: int, step: int | None = None) -> None:
         time.sleep(float(argument))
     elif act == "enospc":
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), point)
+    elif act == "memory":
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize(),) * 2)
+        torch.empty(1 << 30, dtype=torch.uint8)
     elif act == "raise":
         raise RuntimeError(f"asked to fail at {point}")
     else:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from datetime import timedelta
 from functools import cache
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from .layout import Coordinates, Layout
 
@@ -29,16 +31,15 @@ class ParallelState:
         *,
         device: torch.device | None = None,
         mesh: DeviceMesh | None = None,
-        pipeline: dist.ProcessGroup | None = None,
         ends: dist.ProcessGroup | None = None,
+        files: dist.ProcessGroup | None = None,
     ) -> None:
         self.layout = layout
         self.rank = rank
         self.at: Coordinates = layout.coordinates(rank)
         self.device = device or torch.device("cpu")
         self.mesh = mesh
-        self._pipeline = pipeline
-        self._ends = ends
+        self._ends, self._files = ends, files
         # Taken once: cutting a mesh costs milliseconds, and every collective asks for its group.
         self._tensor_mesh = None if mesh is None else mesh["tensor"]
         # Without replicas FSDP is not told of the axis: it would all-reduce over one rank all the same.
@@ -47,24 +48,40 @@ class ParallelState:
         self._tensor = None if self._tensor_mesh is None else self._tensor_mesh.get_group()
 
     @classmethod
-    def start(cls, layout: Layout, *, device: str | torch.device = "cpu") -> ParallelState:
+    def start(
+        cls,
+        layout: Layout,
+        *,
+        device: str | torch.device = "cpu",
+        timeout: timedelta = timedelta(minutes=10),
+    ) -> ParallelState:
         """This rank's state in the running process group, whose world size must be the layout's.
 
-        Collective: every rank calls it, with the same layout.
+        ``timeout`` bounds every wait for a peer. Collective: every rank calls it, with the same layout.
         """
         assert dist.is_initialized(), "init_process_group comes first; `torchrun` or `trilith train` do it"
         layout.check_world(dist.get_world_size())
         device = torch.device(device)
         if device == torch.device("cuda"):  # no index: the current one
             device = torch.device("cuda", torch.cuda.current_device())
-        sizes = (layout.pipeline, layout.data_replicate, layout.data_shard * layout.context, layout.tensor)
-        mesh = init_device_mesh(device.type, sizes, mesh_dim_names=_MESH_AXES)
         rank = dist.get_rank()
-        # Not the mesh's own groups: of a mesh of one axis these are the world's, and sends between neighbours
-        # must not count among the collectives of all ranks.
-        pipeline = _group_of_mine(layout, rank, [*range(layout.pipeline)])
-        ends = _group_of_mine(layout, rank, [0, layout.pipeline - 1])
-        return cls(layout, rank, device=device, mesh=mesh, pipeline=pipeline, ends=ends)
+        sizes = (layout.pipeline, layout.data_replicate, layout.data_shard * layout.context, layout.tensor)
+        ranks = torch.arange(layout.world).view(sizes)
+        # Groups of our own, not those of torch's mesh: these bear our timeout, and of a mesh of one axis
+        # torch takes the world's group, in which sends between neighbours would count among all ranks'
+        # collectives.
+        groups = [_group(_line(ranks, rank, axis), timeout) for axis in range(len(sizes))]
+        mesh = DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=_MESH_AXES)
+        stages = _line(ranks, rank, 0)
+        ends = [stages[0], stages[-1]] if rank in (stages[0], stages[-1]) else [rank]
+        return cls(
+            layout,
+            rank,
+            device=device,
+            mesh=mesh,
+            ends=_group(ends, timeout) if layout.pipeline > 1 else None,
+            files=_group([*range(layout.world)], timeout, backend="gloo"),
+        )
 
     @classmethod
     def stand_in(cls, layout: Layout, rank: int = 0) -> ParallelState:
@@ -96,15 +113,18 @@ class ParallelState:
 
     @property
     def pipeline_group(self) -> dist.ProcessGroup:
-        if self._pipeline is not None:
-            return self._pipeline
         assert self.mesh is not None, "a stand-in has no process groups"
         return self.mesh["pipeline"].get_group()
 
     @property
+    def file_group(self) -> dist.ProcessGroup | None:
+        """All ranks, on the CPU: what checkpoints agree through, perhaps while others compute."""
+        return self._files
+
+    @property
     def ends_group(self) -> dist.ProcessGroup:
         """This rank's counterpart at the other end of the pipeline, and itself (for tied embeddings)."""
-        assert self._ends is not None, "only the first and the last pipeline rank have it"
+        assert self._ends is not None, "a stand-in has no process groups, and one stage no ends"
         return self._ends
 
     @property
@@ -132,18 +152,21 @@ def _alone() -> ParallelState:
     return ParallelState(Layout(), 0)
 
 
-def _group_of_mine(layout: Layout, rank: int, stages: list[int]) -> dist.ProcessGroup | None:
-    """The group of the ranks at these stages of this rank's pipeline, if it is one of them.
+def _line(ranks: torch.Tensor, rank: int, axis: int) -> list[int]:
+    """The ranks that differ from this one on one axis alone, in order."""
+    at = (ranks == rank).nonzero()[0].tolist()
+    at[axis] = slice(None)
+    line: list[int] = ranks[tuple(at)].tolist()
+    return line
 
-    Every rank makes the group of every pipeline, because torch asks for that.
+
+def _group(ranks: Sequence[int], timeout: timedelta, backend: str | None = None) -> dist.ProcessGroup:
+    """A new group that its members alone make.
+
+    Every rank makes as many, in the same order: torch names such a group by its ranks and by how many there
+    are.
     """
-    if layout.pipeline == 1:
-        return None
-    step = layout.world // layout.pipeline
-    mine = None
-    for first in range(step):
-        ranks = [first + stage * step for stage in stages]
-        group = dist.new_group(ranks)
-        if rank in ranks:
-            mine = group
-    return mine
+    group: dist.ProcessGroup = dist.new_group(
+        [*ranks], timeout=timeout, backend=backend, use_local_synchronization=True
+    )
+    return group

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 
@@ -19,7 +21,13 @@ import torch
 import torch.distributed as dist
 
 from ..parallel_state import BadInput, Layout, ParallelState, PeerFailed
-from .status import blame, clear_status, first_failure
+from .join import join
+from .preempt import PREEMPTED
+from .status import blame, clear_status, first_failure, read_status
+
+_LOOK_EVERY = 0.2
+#: Seconds that ranks have to end by themselves once one has failed.
+_HANGING_AFTER = 4.0
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
@@ -40,28 +48,42 @@ def under_torchrun() -> bool:
     return bool(given)
 
 
-@contextmanager
-def process_group(
-    layout: Layout, *, device: str = "cpu", timeout: timedelta = timedelta(minutes=10)
-) -> Iterator[ParallelState]:
-    """Join (or, on one rank, make) the process group and take it down at the end; gives this rank's state."""
+def own_rank() -> int:
+    """This process's rank under torchrun; 0 where nobody started ranks."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def check_launch(layout: Layout, *, device: str) -> None:
+    """Refuse a device that is not here, or another number of ranks than the layout's. Leaves no trace."""
     if device == "cuda" and not torch.cuda.is_available():
         raise BadInput("recipe", "device", expected="cpu: this machine has no CUDA device", found="cuda")
+    layout.check_world(int(os.environ["WORLD_SIZE"]) if under_torchrun() else 1)
+
+
+@contextmanager
+def process_group(
+    layout: Layout,
+    *,
+    device: str = "cpu",
+    timeout: timedelta = timedelta(minutes=10),
+    alike: Mapping[str, str] | None = None,
+) -> Iterator[ParallelState]:
+    """Join (or, on one rank, make) the process group and take it down at the end; gives this rank's state.
+
+    ``timeout`` bounds every wait for a peer; ``alike`` are facts in which all ranks must agree, and they must
+    agree in the versions of torch and of this library.
+    """
+    check_launch(layout, device=device)
     many = under_torchrun()
-    world = int(os.environ["WORLD_SIZE"]) if many else 1
-    layout.check_world(world)
+    world = layout.world
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    store = None if many else dist.HashStore()
-    dist.init_process_group(
-        BACKENDS[device],
-        store=store,
-        rank=-1 if many else 0,
-        world_size=-1 if many else 1,
-        timeout=timeout,
-    )
+    rank = own_rank()
+    card = {"torch": torch.__version__, "trilith": version("trilith"), **(alike or {})}
+    store = join(rank, world, card, timeout) if many else dist.HashStore()
+    dist.init_process_group(BACKENDS[device], store=store, rank=rank, world_size=world, timeout=timeout)
     try:
-        yield ParallelState.start(layout, device=device)
+        yield ParallelState.start(layout, device=device, timeout=timeout)
     except BaseException:
         if many:
             _leave_within(5.0)
@@ -87,7 +109,7 @@ def launch(arguments: Sequence[str], world: int, status: Path) -> int:
         # case.
         child = subprocess.Popen(command, env=environment, stderr=log)
         with forward_signals(child):
-            code = child.wait()
+            code = _wait(child, status)
         failed = first_failure(status) if code else None
         if failed is not None:
             sys.stderr.write(f"error: rank {failed.rank}: {failed.error}\n")
@@ -100,6 +122,28 @@ def launch(arguments: Sequence[str], world: int, status: Path) -> int:
             log.seek(0)
             sys.stderr.write(log.read())
     return code if code >= 0 else 1
+
+
+def _wait(child: subprocess.Popen[bytes], status: Path) -> int:
+    """The exit code of torchrun, which gives ranks that hang after a failure half a minute: we give less."""
+    failed_at: float | None = None
+    while child.poll() is None:
+        time.sleep(_LOOK_EVERY)
+        known = read_status(status)
+        if failed_at is None and any(one.code not in (None, 0, PREEMPTED) for one in known):
+            failed_at = time.monotonic()
+        if failed_at is not None and time.monotonic() - failed_at > _HANGING_AFTER:
+            for one in known:
+                if one.code is None and one.host == socket.gethostname() and _parent_of(one.pid) == child.pid:
+                    os.kill(one.pid, signal.SIGKILL)
+    return child.returncode
+
+
+def _parent_of(pid: int) -> int | None:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return None
 
 
 @contextmanager
@@ -125,4 +169,5 @@ def _leave_within(seconds: float) -> None:
         time.sleep(seconds)
         os._exit(PeerFailed.exit_code)
 
-    threading.Thread(target=leave, name="leave", daemon=True).start()
+    with suppress(RuntimeError):  # where memory ran out there is none for a thread either
+        threading.Thread(target=leave, name="leave", daemon=True).start()

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
+import threading
 from types import FrameType
 from typing import Any, Self
+
+from ..parallel_state import PeerFailed
+
+#: Seconds from the signal in which to have saved and left: torchrun kills after 30.
+GRACE = 25.0
 
 #: EX_TEMPFAIL of sysexits.h: stopped from outside with a committed checkpoint; start the same command again.
 PREEMPTED = 75
@@ -19,11 +27,14 @@ class Preempted(RuntimeError):
 class StopSignals:
     """While the context lasts, SIGTERM and SIGINT only set ``asked``; afterwards the old handlers are back.
 
-    In a thread that may not handle signals (a test, a notebook) it never asks.
+    If the context still lasts ``grace`` seconds after the signal (a step that takes longer), the process ends
+    with exit code 3, and with the checkpoints that it had. In a thread that may not handle signals (a test, a
+    notebook) it never asks.
     """
 
-    def __init__(self) -> None:
-        self.asked = False
+    def __init__(self, grace: float = GRACE) -> None:
+        self.asked, self.grace = False, grace
+        self._left = threading.Event()
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
@@ -35,8 +46,17 @@ class StopSignals:
         return self
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        self._left.set()
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
+        if not self.asked:
+            self.asked = True
+            threading.Thread(target=self._leave, name="grace", daemon=True).start()
+
+    def _leave(self) -> None:
+        if not self._left.wait(self.grace):
+            sys.stderr.write(f"error: asked to stop, and the step at hand took over {self.grace:g} s\n")
+            sys.stderr.flush()
+            os._exit(PeerFailed.exit_code)

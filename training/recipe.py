@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import tomllib
 from collections.abc import Sequence
@@ -90,6 +91,10 @@ class CheckpointSection(_Section):
 
     every: int = Field(default=0, ge=0, description="steps between checkpoints; 0: only at the end")
     keep: int = Field(default=2, ge=1, description="how many complete checkpoints stay")
+    background: bool = Field(
+        default=False,
+        description="go on while a copy of weights and moments is written; needs room for the copy",
+    )
 
 
 class Recipe(_Section):
@@ -102,6 +107,12 @@ class Recipe(_Section):
     )
     seed: int = Field(default=0, ge=0)
     device: Literal["cpu", "cuda"] = "cpu"
+    grace: float = Field(
+        default=25.0, gt=0, description="seconds after SIGTERM or Ctrl-C by which the run has saved and left"
+    )
+    timeout: float = Field(
+        default=600.0, gt=0, description="seconds after which a silent peer counts as failed"
+    )
     dtype: str = Field(default="float32", description="weights and moments")
     compute: str | None = Field(
         default=None, description="forward and backward; bfloat16 with float32 weights is mixed precision"
@@ -112,6 +123,11 @@ class Recipe(_Section):
     data: DataSection
     optimizer: OptimizerSection = OptimizerSection()
     checkpoint: CheckpointSection = CheckpointSection()
+
+    @property
+    def digest(self) -> str:
+        """16 hexadecimal digits that differ between recipes that say different things."""
+        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]
 
     def check(self, where: str) -> None:
         """Refuse numbers that do not fit each other, before anything is read or started."""

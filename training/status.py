@@ -24,7 +24,7 @@ _BEAT = 1.0
 @dataclass(frozen=True, slots=True)
 class RankStatus:
     """``code`` is ``None`` while the rank runs, then its exit code; ``time`` is when it was last alive
-    (epoch, s).
+    (epoch, s). ``cause`` is false for a rank that only saw another one fail.
     """
 
     rank: int
@@ -35,6 +35,7 @@ class RankStatus:
     time: float
     pid: int
     host: str
+    cause: bool = True
 
     @property
     def silent(self) -> bool:
@@ -92,11 +93,11 @@ class Heartbeat:
     def place(self) -> str:
         return f"{self._status.phase} of step {self._status.step}"
 
-    def end(self, code: int, error: str = "") -> None:
+    def end(self, code: int, error: str = "", *, cause: bool = True) -> None:
         """The last word of this rank; written at once. The first call counts."""
         if self._status.code is None:
             self._stop()
-            self._status = _changed(self._status, code=code, error=error)
+            self._status = _changed(self._status, code=code, error=error, cause=cause)
             self._write()
 
     def _stop(self) -> None:
@@ -133,11 +134,9 @@ def clear_status(folder: Path) -> None:
 
 
 def first_failure(folder: Path) -> RankStatus | None:
-    """The earliest end with a code other than 0, a peer's failure (code 3) counting only if there is no
-    cause.
-    """
+    """The earliest end with a code other than 0, that of a rank which is a cause before any other."""
     failed = [status for status in read_status(folder) if status.code]
-    causes = [status for status in failed if status.code != 3] or failed
+    causes = [status for status in failed if status.cause] or failed
     return min(causes, key=lambda status: status.time, default=None)
 
 
@@ -160,7 +159,7 @@ def _accusations(folder: Path, world: int, but: int) -> str:
         status = known.get(rank)
         if status is None:
             said.append(f"rank {rank} never started")
-        elif status.code and status.code != 3:
+        elif status.code and status.cause:
             said.append(f"rank {rank} failed in {status.phase} of step {status.step}: {status.error}")
         elif status.silent:
             said.append(

@@ -10,17 +10,10 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from ..checkpoints import (
-    Progress,
-    load_training,
-    load_weights,
-    newest_checkpoint,
-    save_training,
-)
+from ..checkpoints import Contents, Progress, Saver, load_training, load_weights, newest_checkpoint
 from ..models import CausalLM
 from ..parallel_state import (
     BadInput,
-    Layout,
     ParallelState,
     PeerFailed,
     clip_gradients,
@@ -102,33 +95,57 @@ class Trainer:
         stop = min(self.recipe.steps, self.recipe.stop_after or self.recipe.steps)
         log = MetricsLog(self.out / "metrics.jsonl", start=start) if self.first else None
         done = []
-        for number in range(start, stop):
-            metrics = self._one_step(number)
-            done.append(metrics)
-            self.terminal.step(metrics)
-            if log is not None:
-                log.write(metrics)
-            if after_step is not None:
-                after_step(metrics)
-            every = self.recipe.checkpoint.every
-            asked = self._anyone_asked_to_stop()
-            if number + 1 == stop or asked or (every and (number + 1) % every == 0):
-                self._save(number + 1)
-            if asked and number + 1 < stop:
-                raise Preempted(
-                    f"asked to stop: saved after step {number + 1}; the same command goes on from there"
-                )
+        with self._saver() as saver:
+            for number in range(start, stop):
+                metrics = self._one_step(number)
+                done.append(metrics)
+                self.terminal.step(metrics)
+                if log is not None:
+                    log.write(metrics)
+                if after_step is not None:
+                    after_step(metrics)
+                asked, failed = self._on_any_rank(self.signals.asked, saver.failed)
+                if failed:
+                    saver.wait()
+                saver.poll()
+                every = self.recipe.checkpoint.every
+                if number + 1 == stop or asked or (every and (number + 1) % every == 0):
+                    self._at("save", number + 1)
+                    progress = Progress(step=number + 1, layout=self.state.layout, data=self._identity())
+                    saver.save(progress)
+                if asked and number + 1 < stop:
+                    saver.wait()
+                    raise Preempted(
+                        f"asked to stop: saved after step {number + 1}; the same command goes on from there"
+                    )
         if log is not None:
             log.close()
         return done
 
-    def _anyone_asked_to_stop(self) -> bool:
-        """Signals reach ranks at different moments; all of them stop after the same step."""
+    def _saver(self) -> Saver:
+        return Saver(
+            self.checkpoints,
+            self.model,
+            self.optimizer,
+            Contents(
+                self.plan.family,
+                self.plan.config,
+                self.plan.hf_config,
+                self.recipe.layout.split,
+                self.plan.companions,
+            ),
+            keep=self.recipe.checkpoint.keep,
+            background=self.recipe.checkpoint.background,
+            said=lambda path: self.terminal.say(f"COMMITTED {path}"),
+        )
+
+    def _on_any_rank(self, *flags: bool) -> list[bool]:
+        """Signals and errors reach ranks at different moments; all of them act on one after the same step."""
         if self.state.layout.world == 1:
-            return self.signals.asked
-        asked = torch.tensor(int(self.signals.asked))
-        dist.all_reduce(asked, op=dist.ReduceOp.MAX)
-        return bool(asked)
+            return [*flags]
+        seen = torch.tensor(flags, dtype=torch.int32)
+        dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=self.state.file_group)
+        return [bool(flag) for flag in seen]
 
     def _start(self) -> int:
         """Resume if there is a checkpoint, else load or draw the first weights; the step to begin with."""
@@ -170,8 +187,7 @@ class Trainer:
         recipe, state = self.recipe, self.state
         began = time.perf_counter()
         self._at("step", number + 1)
-        # Dropout's masks follow from here: the same on the ranks of one tensor group, else different.
-        torch.manual_seed(seed_of(recipe.seed, "step", number, state.data_index, state.at.pipeline))
+        torch.manual_seed(random_seed(recipe.seed, number, state))
         input_ids, labels = self.batches.batch(number, state.data_index, state.layout.data)
         lr = learning_rate(
             recipe.optimizer.schedule,
@@ -212,19 +228,10 @@ class Trainer:
     def checkpoints(self) -> Path:
         return self.out / "checkpoints"
 
-    def _save(self, step: int) -> None:
-        self._at("save", step)
-        layout: Layout = self.state.layout
-        path = save_training(
-            self.checkpoints,
-            self.model,
-            self.optimizer,
-            family=self.plan.family,
-            config=self.plan.config,
-            hf_config=self.plan.hf_config,
-            split=self.recipe.layout.split,
-            progress=Progress(step=step, layout=layout, data=self._identity()),
-            companions=self.plan.companions,
-            keep=self.recipe.checkpoint.keep,
-        )
-        self.terminal.say(f"COMMITTED {path}")
+
+def random_seed(seed: int, step: int, state: ParallelState) -> int:
+    """What a step's dropout masks follow from: alike on the ranks of one tensor group, else different.
+
+    A resumed run draws the same masks, and there is no random state to save.
+    """
+    return seed_of(seed, "step", step, state.data_index, state.at.pipeline)

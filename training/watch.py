@@ -6,40 +6,65 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
-from ..parallel_state import ParallelState, PeerFailed
+from ..parallel_state import PeerFailed
 from .status import Heartbeat, blame
+
+#: Words of gloo, NCCL and TORCH_DISTRIBUTED_DEBUG=DETAIL.
+_OF_A_COLLECTIVE = (
+    *("gloo", "Gloo", "NCCL", "Connection", "Socket", "Timed out", "Broken pipe", "recvValue"),
+    *("monitoredBarrier", "mismatch between collectives"),
+)
+_LESS_MEMORY = "Try a smaller data.micro_batch, more tensor or pipeline ranks, or layout.zero=3"
+
+
+class OutOfMemory(RuntimeError):
+    """This rank needed more memory than there is."""
+
+    exit_code = 3
 
 
 @contextmanager
-def watched(folder: Path, state: ParallelState) -> Iterator[Heartbeat]:
+def watched(folder: Path, rank: int, world: int) -> Iterator[Heartbeat]:
     """While it lasts, ``folder/rank<r>.json`` says that this rank lives; a failure leaves its code and
     message there.
 
     A collective that failed becomes ``PeerFailed`` (exit code 3), naming the rank that failed or fell silent.
     """
-    with Heartbeat(folder, state.rank) as beat:
+    with Heartbeat(folder, rank) as beat:
         try:
             yield beat
         except Exception as error:
+            if is_out_of_memory(error):
+                error = OutOfMemory(
+                    f"{beat.place}: out of memory: {str(error).splitlines()[0]}. {_LESS_MEMORY}"
+                )
             code = getattr(error, "exit_code", None)
             if isinstance(code, int):
                 beat.end(code, str(error))
-                raise
+                raise error
             if not is_collective_failure(error):
                 beat.end(1, f"{type(error).__name__}: {error}")
                 raise
-            who = blame(folder, state.layout.world, but=state.rank)
+            who = blame(folder, world, but=rank)
             text = f"{beat.place}: a collective failed: {who or str(error).splitlines()[0]}"
-            beat.end(PeerFailed.exit_code, text)
+            beat.end(PeerFailed.exit_code, text, cause=False)
             raise PeerFailed(text) from error
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether this rank had no memory left; on a CPU torch raises a plain ``RuntimeError``."""
+    kinds = (MemoryError, torch.OutOfMemoryError)
+    return isinstance(error, kinds) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+    )
 
 
 def is_collective_failure(error: Exception) -> bool:
     """Whether it says that a peer or the wire failed, not this rank: torch has no one type for that."""
     text = str(error)
-    signs = ("gloo", "Gloo", "NCCL", "Connection", "Socket", "Timed out", "Broken pipe", "recvValue")
     return isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and any(sign in text for sign in signs)
+        isinstance(error, RuntimeError) and any(sign in text for sign in _OF_A_COLLECTIVE)
     )

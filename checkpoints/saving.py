@@ -1,0 +1,260 @@
+"""Writing a run's checkpoints: weights, moments, step, data position; at once, or while the run goes on."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..models import CausalLM, Family, ModelConfig
+from ..parallel_state import BadCheckpoint, Box, Holding, Layout, fault, holdings
+from .agree import together
+from .commit import Staging, remove_checkpoint
+from .companions import store_companion
+from .disk import writing
+from .dtypes import name_of
+from .find import complete_checkpoints, step_directory
+from .loading import stored_parts
+from .manifest import Manifest, Part, StoredFile, StoredTensor
+from .tensor_writer import TensorWriter
+from .training import Progress, moment_of
+from .training_names import MOMENTS, moment_name
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What the checkpoints of a run have in common."""
+
+    family: Family
+    config: ModelConfig
+    hf_config: Mapping[str, Any]
+    split: Sequence[int] | None = None
+    companions: Sequence[Path] = ()
+
+
+class Saver:
+    """Writes and commits ``root/step-N``, then deletes what is older than the newest ``keep``.
+
+    Which rank writes which box follows from declarations and layout alone; nothing is gathered but the
+    files' sizes and checksums. If one rank fails, every rank raises the same error, nothing is committed,
+    and what was there before stays.
+
+    With ``background``, ``save`` returns once the rank's own tensors are copied; one thread writes the copy
+    and commits it. A second ``save`` waits for the first. ``failed`` says whether the thread met an error;
+    ask it on all ranks alike, and ``wait`` then raises it on all of them. Leaving the context waits for the
+    thread, so a process group may be destroyed after it and not before. ``said`` is called, from the thread
+    that calls ``save``, ``wait`` or ``poll``, with each checkpoint that was committed.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        model: CausalLM,
+        optimizer: torch.optim.Optimizer,
+        contents: Contents,
+        *,
+        keep: int = 2,
+        background: bool = False,
+        said: Callable[[Path], None] = lambda committed: None,
+    ) -> None:
+        self.root, self.keep, self.background, self._said = root, keep, background, said
+        self._model, self._optimizer, self._contents = model, optimizer, contents
+        self._state, self._layout = model.state, model.state.layout
+        stages = contents.family.declarations(contents.config, self._layout, split=contents.split)
+        self._table = _table(stages, self._layout)
+        self._copies: dict[str, Tensor] = {}
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._committed: list[Path] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        if error is None:
+            self.wait()
+        elif self._thread is not None:
+            self._thread.join()
+
+    @property
+    def failed(self) -> bool:
+        """Whether a save in the background ended in an error that ``wait`` has not raised yet."""
+        return self._error is not None
+
+    def save(self, progress: Progress) -> None:
+        """Write, or begin to write, the checkpoint of ``progress.step``. Collective."""
+        self.wait()
+        tensors = self._own_tensors()
+        if not self.background:
+            self._write(progress, tensors)
+            self.poll()
+            return
+        for (
+            name,
+            tensor,
+        ) in tensors.items():  # the same memory each time: fresh pages cost as much as the copy
+            if name not in self._copies:
+                self._copies[name] = torch.empty_like(tensor, device="cpu")
+            self._copies[name].copy_(tensor)
+        # Not a daemon: a program that just ends waits for it, so a checkpoint begun is completed.
+        self._thread = threading.Thread(target=self._write_behind, args=(progress,), name="checkpoint")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until the save at hand is committed; raises its error, the same on every rank. Collective."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self.poll()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def poll(self) -> None:
+        """Tell of what was committed since the last call."""
+        while self._committed:
+            self._said(self._committed.pop(0))
+
+    def _write_behind(self, progress: Progress) -> None:
+        try:
+            self._write(progress, self._copies)
+        except Exception as error:
+            self._error = error
+
+    def _together(self, work: Callable[[], T]) -> list[T]:
+        return together(work, world=self._layout.world, group=self._state.file_group)
+
+    def _write(self, progress: Progress, tensors: Mapping[str, Tensor]) -> None:
+        rank, step = self._state.rank, progress.step
+        target = step_directory(self.root, step)
+        staging: list[Staging] = []
+
+        def begin() -> str | None:
+            if rank:
+                return None
+            _set_aside(target)
+            staging.append(Staging.begin(target))
+            return str(staging[0].directory)
+
+        def write(directory: Path) -> tuple[StoredFile, str] | None:
+            with writing(target):
+                fault("checkpoint.before_data", rank=rank, step=step)
+            written = _write_file(directory, rank, self._layout.world, step, tensors)
+            fault("checkpoint.after_data", rank=rank, step=step)
+            return written
+
+        def finish(results: Sequence[tuple[StoredFile, str] | None]) -> None:
+            fault("checkpoint.before_manifest", rank=rank, step=step)
+            if rank:
+                return
+            manifest = self._manifest(progress, results, staging[0].directory)
+            manifest.check(target)
+            staging[0].publish(manifest.to_bytes())
+            self._committed.append(target)
+            fault("checkpoint.before_retention", rank=0, step=step)
+            _retain(self.root, self.keep)
+
+        try:
+            directory = Path(str(self._together(begin)[0]))
+            results = self._together(lambda: write(directory))
+            self._together(lambda: finish(results))
+        finally:
+            for one in staging:
+                one.abandon()
+
+    def _manifest(
+        self, progress: Progress, results: Sequence[tuple[StoredFile, str] | None], directory: Path
+    ) -> Manifest:
+        contents = self._contents
+        return Manifest(
+            kind="training",
+            model_type=contents.family.model_type,
+            config=dict(contents.hf_config),
+            layout=self._layout,
+            step=progress.step,
+            data_position=progress.data,
+            state={"split": list(contents.split) if contents.split else None},
+            companions=tuple(store_companion(path, directory) for path in contents.companions),
+            files=tuple(result[0] for result in results if result is not None),
+            tensors=_stored_tensors(self._table, results),
+        )
+
+    def _own_tensors(self) -> dict[str, Tensor]:
+        """What this rank writes: of all that it stores, that which it owns."""
+        mine = {name for name, held in self._table.items() for one in held if one.rank == self._state.rank}
+        found = {name: tensor for name, tensor, _ in stored_parts(self._model, self._state)}
+        for moment in MOMENTS:
+            parts = stored_parts(self._model, self._state, moment_of(self._optimizer, moment))
+            found |= {moment_name(moment, name): tensor for name, tensor, _ in parts}
+        return {name: tensor for name, tensor in found.items() if name in mine}
+
+
+def _table(stages: Sequence[Mapping[str, Any]], layout: Layout) -> dict[str, list[Holding]]:
+    """Who writes what: the moments lie exactly as their parameters do."""
+    weights = holdings(stages, layout)
+    moments = {moment_name(moment, name): held for moment in MOMENTS for name, held in weights.items()}
+    return weights | moments
+
+
+def _stored_tensors(
+    table: Mapping[str, list[Holding]], results: Sequence[tuple[StoredFile, str] | None]
+) -> dict[str, StoredTensor]:
+    """What the manifest says of each tensor; files are numbered as the ranks that wrote one."""
+    writers = [rank for rank, result in enumerate(results) if result is not None]
+    numbers = {rank: number for number, rank in enumerate(writers)}
+    dtype = next(result[1] for result in results if result is not None)
+    return {
+        name: StoredTensor(
+            dtype=dtype,
+            shape=tuple(max(stops) for stops in zip(*(one.box.stop for one in held), strict=True)),
+            parts=tuple(Part(file=numbers[one.rank], start=one.box.start, stop=one.box.stop) for one in held),
+        )
+        for name, held in table.items()
+    }
+
+
+def _write_file(
+    directory: Path, rank: int, world: int, step: int, tensors: Mapping[str, Tensor]
+) -> tuple[StoredFile, str] | None:
+    """This rank's file and the dtype of its tensors, or nothing if it owns nothing."""
+    if not tensors:
+        return None
+    file = f"rank-{rank:05d}-of-{world:05d}.safetensors"
+    spec = {name: (name_of(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()}
+    writer = TensorWriter(directory / file, spec)
+    try:
+        for number, (name, tensor) in enumerate(tensors.items()):
+            if number == len(tensors) // 2:
+                fault("checkpoint.amid_data", rank=rank, step=step)
+            writer.write(name, Box.whole(tuple(tensor.shape)), tensor.cpu().contiguous())
+        written = writer.close()
+    finally:
+        writer.abandon()
+    (dtype,) = {dtype for dtype, _ in spec.values()}
+    return StoredFile(name=file, size=written.size, crc32=written.crc), dtype
+
+
+def _set_aside(target: Path) -> None:
+    """A damaged checkpoint of this step, passed over on resume, makes way for the one written again."""
+    if not target.is_dir() or not any(target.iterdir()):
+        return
+    try:
+        Manifest.load(target)
+    except BadCheckpoint:
+        aside = target.with_name(f"{target.name}.damaged")
+        shutil.rmtree(aside, ignore_errors=True)
+        target.rename(aside)
+
+
+def _retain(root: Path, keep: int) -> None:
+    """Delete the complete checkpoints older than the newest ``keep``."""
+    for old in complete_checkpoints(root)[:-keep]:
+        remove_checkpoint(old)

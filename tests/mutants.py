@@ -1,0 +1,243 @@
+"""Faults seeded on purpose, one at a time, and the tests that must go red (`make mutants`).
+
+Each is a mistake that somebody made, in one place, and quiet: the model still trains and the checkpoint still
+loads. A test that stays green on its mutant is no test. The tree is copied first; nothing here is changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+FORWARD = "tests/models/test_hugging_face.py::test_logits_and_gradients_are_transformers"
+PARITY = "tests/parity/test_layouts.py::test_it_equals_one_device"
+PAIRS = "tests/parity/test_combinations.py::test_every_pair_of_choices_equals_one_device"
+RESUME = "tests/training/test_resume.py::test_resuming_in_the_same_layout_is_bitwise"
+ROUND_TRIP = "tests/checkpoints/test_convert.py::test_there_and_through_another_layout_and_back_is_bitwise_D6"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """In ``file``, the one occurrence of ``old`` becomes ``new``; then one of ``tests`` must fail."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+MUTANTS = (
+    Mutant(
+        "rotary pairs taken as neighbours, the original release's way",
+        "layers/rotary.py",
+        "first, second = x_BHSE.chunk(2, dim=-1)",
+        "first, second = x_BHSE[..., ::2], x_BHSE[..., 1::2]",
+        (FORWARD,),
+    ),
+    Mutant(
+        "key heads in the wrong order",
+        "models/llama.py",
+        "self.shared(rope(k_BKSE))",
+        "self.shared(rope(k_BKSE).flip(1))",
+        (FORWARD,),
+    ),
+    Mutant(
+        "gate and up swapped",
+        "layers/mlp.py",
+        "gate_BSF, up_BSF = self.gate_up(x_BSD)",
+        "up_BSF, gate_BSF = self.gate_up(x_BSD)",
+        (FORWARD,),
+    ),
+    Mutant(
+        "fused queries, keys and values cut in another order",
+        "models/gpt2.py",
+        'for one in ("q", "k", "v")),',
+        'for one in ("k", "q", "v")),',
+        (FORWARD,),
+    ),
+    Mutant(
+        "square matrices not transposed, which no shape shows",
+        "models/links.py",
+        "turned = transpose and len(whole.shape) == 2",
+        "turned = transpose and len(set(whole.shape)) == 2",
+        (FORWARD,),
+    ),
+    Mutant(
+        "rope factors ignored",
+        "layers/rotary.py",
+        "inverse_frequencies(head_dim, theta, self.scaling)",
+        "inverse_frequencies(head_dim, theta, None)",
+        (FORWARD,),
+    ),
+    Mutant(
+        "norm gradient not reduced under sequence parallelism",
+        "layers/norm.py",
+        'partial = ("tensor",) if state.sequence else ()',
+        "partial = ()",
+        (PAIRS,),
+    ),
+    Mutant(
+        "row bias added by every rank",
+        "layers/linear.py",
+        "y = leave_tensor(F.linear(x, weight), self.state)\n        return y if bias is None else y + bias",
+        "return leave_tensor(F.linear(x, weight, bias), self.state)",
+        (PARITY,),
+    ),
+    Mutant(
+        "whole parameters counted once a tensor rank in the gradient norm",
+        "parallel_state/declaration.py",
+        'and ("tensor" in cut_over or at.tensor == 0)',
+        "",
+        (PARITY,),
+    ),
+    Mutant(
+        "clipping with the norm of the own stage",
+        "parallel_state/gradients.py",
+        "dist.all_reduce(total)",
+        "stages = total.new_zeros(state.layout.pipeline)\n        stages[state.at.pipeline] = total\n"
+        "        dist.all_reduce(stages)\n        total = stages[state.at.pipeline]",
+        (PARITY,),
+    ),
+    Mutant(
+        "tied gradients not summed over the two ends",
+        "parallel_state/gradients.py",
+        "if state.layout.pipeline > 1 and any(declaration.ends",
+        "if False and any(declaration.ends",
+        (PARITY,),
+    ),
+    Mutant(
+        "last micro-batch not resharded: the next step computes with old weights",
+        "training/data_parallel.py",
+        "model.set_reshard_after_backward(last or zero == 3)",
+        "model.set_reshard_after_backward(zero == 3)",
+        (PARITY, "tests/parity/test_step.py"),
+    ),
+    Mutant(
+        "loss divided by the rank's own tokens",
+        "training/step.py",
+        "            dist.all_reduce(count)\n",
+        "            count = valid_tokens(labels) * state.layout.data\n",
+        ("tests/parity/test_step.py::test_samples_that_do_not_count_weigh_nothing_wherever_they_lie",),
+    ),
+    Mutant(
+        "tied embedding written by both ends",
+        "parallel_state/declaration.py",
+        "and not (self.ends and at.pipeline != 0)",
+        "",
+        (ROUND_TRIP,),
+    ),
+    Mutant(
+        "rows of padding written and exported",
+        "parallel_state/declaration.py",
+        "        if self.rows is None:\n            return box\n",
+        "        if True:\n            return box\n",
+        (ROUND_TRIP,),
+    ),
+    Mutant(
+        "random state of the first rank on every data rank",
+        "training/trainer.py",
+        'seed_of(seed, "step", step, state.data_index, state.at.pipeline)',
+        'seed_of(seed, "step", step, state.at.pipeline)',
+        ("tests/training/test_random.py",),
+    ),
+    Mutant(
+        "place in the data not restored on resume",
+        "training/trainer.py",
+        "metrics = self._one_step(number)",
+        "metrics = self._one_step(number - start)",
+        (RESUME,),
+    ),
+    Mutant(
+        "moments zeroed on resume",
+        "checkpoints/training.py",
+        "fill(tensor, source.read(moment_name(moment, name), box, tie))",
+        "source.read(moment_name(moment, name), box, tie)",
+        (RESUME,),
+    ),
+    Mutant(
+        "old checkpoint deleted before the new one is committed",
+        "checkpoints/saving.py",
+        "            staging[0].publish(manifest.to_bytes())\n",
+        "            for old in complete_checkpoints(self.root)[::-1][self.keep - 1 :]:\n"
+        "                remove_checkpoint(old)\n            staging[0].publish(manifest.to_bytes())\n",
+        (
+            "tests/training/test_save_faults.py::test_the_only_checkpoint_stays_until_the_next_is_committed_K11",
+        ),
+    ),
+)
+
+
+def copy_tree(target: Path) -> None:
+    """The files of the tree that git tracks or would, under ``target``."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    for name in listed.stdout.splitlines():
+        if (ROOT / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, target / name)
+
+
+def run_tests(tree: Path, tests: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """pytest on the copy, which stands before any installed trilith on the path."""
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", *tests],
+        cwd=tree,
+        env={**os.environ, "PYTHONPATH": str(tree.parent), "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+
+
+def caught_by(tree: Path, mutant: Mutant) -> str | None:
+    """The test that goes red on the mutant, or ``None``."""
+    path = tree / mutant.file
+    original = path.read_text()
+    assert original.count(mutant.old) == 1, f"{mutant.name}: {mutant.file} no longer has that text once"
+    path.write_text(original.replace(mutant.old, mutant.new))
+    try:
+        result = run_tests(tree, mutant.tests)
+    finally:
+        path.write_text(original)
+    failed = [line.split(" - ")[0] for line in result.stdout.splitlines() if line.startswith("FAILED ")]
+    return failed[0].removeprefix("FAILED ") if result.returncode == 1 and failed else None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("only", nargs="*", help="only mutants whose name contains one of these")
+    only = parser.parse_args().only
+    chosen = [mutant for mutant in MUTANTS if not only or any(word in mutant.name for word in only)]
+    caught = 0
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder) / "trilith"
+        copy_tree(tree)
+        clean = run_tests(tree, sorted({test for mutant in chosen for test in mutant.tests}))
+        if clean.returncode:
+            print(clean.stdout[-3000:], "the tests fail without any mutant", sep="\n")
+            return 1
+        for mutant in chosen:
+            test = caught_by(tree, mutant)
+            caught += test is not None
+            print(f"{'caught' if test else 'MISSED'}  {mutant.name}\n        {test or ''}", flush=True)
+    print(f"{caught}/{len(chosen)} caught")
+    return 0 if caught == len(chosen) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

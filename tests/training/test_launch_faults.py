@@ -1,0 +1,186 @@
+"""Ranks that do not come, or come with something else; that die, hang or run out of memory in a step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trilith.cli.app import run
+from trilith.testing import ExitCode, run_fresh
+
+Make = Callable[[int], Any]
+
+
+def train_with(arguments: list[list[str]], environment: dict[str, str]) -> None:
+    """The command of this rank, which may be another than its neighbour's; none: it never starts."""
+    os.environ.update(environment)
+    mine = arguments[int(os.environ["RANK"])]
+    sys.exit(run(["train", *mine]) if mine else 0)
+
+
+def started(*arguments: list[str], **environment: str) -> list[ExitCode]:
+    return run_fresh(
+        train_with, len(arguments), list(arguments), environment, process_group=False, timeout=60
+    )
+
+
+def test_ranks_with_different_recipes_are_refused_by_name_E15(make: Make) -> None:
+    usual = [str(make(2).recipe), "--quiet", "layout.data=4"]
+    codes = started(usual, [*usual, "optimizer.lr=0.5"], usual, usual)
+    assert codes == [2, 2, 2, 2], [code.output for code in codes]
+    for code in codes:
+        assert "error: launch: recipe: expected " in code.output
+        assert " on rank 1. Start every rank with the same recipe" in code.output
+
+
+def another_torch(arguments: list[str]) -> None:
+    import torch
+
+    if os.environ["RANK"] == "1":
+        torch.__version__ = "2.0.0+odd"
+    sys.exit(run(["train", *arguments]))
+
+
+def test_ranks_with_different_packages_are_refused_by_name_E16(make: Make) -> None:
+    recipe = str(make(2).recipe)
+    codes = run_fresh(another_torch, 2, [recipe, "--quiet"], process_group=False)
+    assert codes == [2, 2]
+    assert all(
+        "launch: torch: expected" in code.output and "2.0.0+odd on rank 1" in code.output for code in codes
+    )
+
+
+@pytest.mark.parametrize("absent", [0, 1])
+def test_a_rank_that_never_starts_is_named_E19(make: Make, absent: int) -> None:
+    usual = [str(make(2).recipe), "--quiet", "timeout=1"]
+    arguments = [usual, usual]
+    arguments[absent] = []
+    began = time.monotonic()
+    code = started(*arguments)[1 - absent]
+    assert code == 3, code.output
+    assert f"rank {absent} missing" in code.output
+    assert time.monotonic() - began < 15
+
+
+def test_a_port_in_use_is_refused_E18(make: Make) -> None:
+    with socket.socket() as holder:
+        holder.bind(("", 0))
+        holder.listen()
+        port = str(holder.getsockname()[1])
+        usual = [str(make(2).recipe), "--quiet", "timeout=1"]
+        first, _ = started(usual, [], MASTER_PORT=port, TORCHELASTIC_USE_AGENT_STORE="False")
+    assert first == 2, first.output
+    assert f"MASTER_PORT: expected a free port, found port {port} in use" in first.output
+
+
+def test_ranks_that_open_their_own_store_train_too(make: Make) -> None:
+    with socket.socket() as holder:
+        holder.bind(("", 0))
+        port = str(holder.getsockname()[1])
+    run = make(2)
+    usual = [str(run.recipe), "--quiet", "timeout=20"]
+    assert started(usual, usual, MASTER_PORT=port, TORCHELASTIC_USE_AGENT_STORE="False") == [0, 0]
+    assert run.steps_saved == [2]
+
+
+def test_a_world_that_is_not_the_layout_s_is_refused_on_all_ranks_E10(make: Make) -> None:
+    run = make(2)
+    codes = run.ranks("layout.data=3", "data.global_batch=6", world=2)
+    assert codes == [2, 2]
+    assert all("world" in code.output and "3" in code.output and "2" in code.output for code in codes)
+    assert not run.out.exists()
+
+
+def test_half_of_torchrun_s_variables_are_refused_E17(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert run(["train", str(make(2).recipe)]) == 2
+
+
+def test_a_device_that_is_not_here_is_refused_E20(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    run_ = make(2)
+    assert run(["train", str(run_.recipe), "device=cuda", "layout.data=1", "layout.zero=0"]) == 2
+    assert not run_.out.exists()
+
+
+IN_A_COLLECTIVE = [
+    pytest.param(1, [], id="K2-in-all-reduce"),
+    pytest.param(0, [], id="K2b-the-first-rank"),
+    pytest.param(0, ["layout.data=1", "layout.zero=0", "layout.pipeline=2"], id="K2c-in-a-pipeline"),
+]
+
+
+@pytest.mark.parametrize(("killed", "changes"), IN_A_COLLECTIVE)
+def test_a_rank_killed_inside_a_collective_is_named(make: Make, killed: int, changes: list[str]) -> None:
+    """Its peer sleeps before the collective, so that it is surely inside."""
+    run = make(6)
+    fault = f"rank={1 - killed};at=step.forward;step=4;act=sleep:3"
+    with ThreadPoolExecutor(1) as pool:
+        codes = pool.submit(run.ranks, "timeout=20", *changes, fault=fault)
+        path = run.out / "status" / f"rank{killed}.json"
+        wait_for(lambda: path.exists() and run.status(killed)["step"] == 4)
+        time.sleep(1)
+        os.kill(int(run.status(killed)["pid"]), signal.SIGKILL)
+        died = time.monotonic()
+        found = codes.result()
+    assert found[killed] == -9
+    assert found[1 - killed] == 3, found[1 - killed].output
+    assert f"a collective failed: rank {killed} died or hangs in step of step 4" in found[1 - killed].output
+    assert time.monotonic() - died < 3 + 5
+    assert run.steps_saved == [2]
+    assert run.ranks(*changes) == [0, 0]
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to that"
+        time.sleep(0.02)
+
+
+def test_a_rank_that_hangs_is_named_and_all_are_gone_K4(make: Make) -> None:
+    run = make(6)
+    process = run.start("timeout=5", fault="rank=1;at=step.forward;step=4;act=stop")
+    path = run.out / "status" / "rank0.json"
+    wait_for(lambda: path.exists() and run.status(0)["step"] == 4)
+    began = time.monotonic()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 3
+    assert "a collective failed: rank 1 died or hangs in step of step" in errors
+    assert time.monotonic() - began < 5 + 5 + 4
+    assert not Path(f"/proc/{run.status(1)['pid']}").exists()
+    assert run.steps_saved == [2]
+
+
+def test_a_rank_without_memory_says_so_K16(make: Make) -> None:
+    run = make(6)
+    codes = run.ranks("timeout=20", "data.micro_batch=4", fault="rank=1;at=step.forward;step=3;act=memory")
+    assert codes == [3, 3], [code.output for code in codes]
+    assert "out of memory" in str(run.status(1)["error"])
+    assert "rank 1 failed in step of step 3" in codes[0].output
+    assert run.steps_saved == [2]
+
+
+def test_a_step_longer_than_the_grace_ends_without_a_checkpoint_K13(make: Make) -> None:
+    run = make(6)
+    with ThreadPoolExecutor(1) as pool:
+        fault = "rank=1;at=step.forward;step=4;act=sleep:40"
+        codes = pool.submit(run.ranks, "grace=1", "timeout=30", fault=fault)
+        path = run.out / "status" / "rank1.json"
+        wait_for(lambda: path.exists() and run.status(1)["step"] == 4)
+        asked = time.monotonic()
+        for rank in (0, 1):
+            os.kill(int(run.status(rank)["pid"]), signal.SIGTERM)
+        found = codes.result()
+    assert time.monotonic() - asked < 10
+    assert found == [3, 3]
+    assert "took over 1 s" in found[1].output
+    assert run.steps_saved == [2]

@@ -1,0 +1,23 @@
+"""Where random numbers agree and where they differ: over steps, seeds and the ranks of a layout."""
+
+from __future__ import annotations
+
+from trilith.parallel_state import Layout, ParallelState
+from trilith.training.trainer import random_seed
+
+
+def test_a_step_s_random_numbers_agree_on_a_tensor_group_alone() -> None:
+    layout = Layout.of(tensor=2, data=2, data_replicate=2, zero=1, pipeline=2)
+    seeds: dict[tuple[int, int], set[int]] = {}
+    for rank in range(layout.world):
+        state = ParallelState.stand_in(layout, rank)
+        seeds.setdefault((state.data_index, state.at.pipeline), set()).add(random_seed(3, 5, state))
+    assert len(seeds) == layout.world // 2
+    assert all(len(alike) == 1 for alike in seeds.values())
+    assert len(set.union(*seeds.values())) == len(seeds)
+
+
+def test_each_step_and_each_seed_has_random_numbers_of_its_own() -> None:
+    state = ParallelState.stand_in(Layout())
+    assert len({random_seed(seed, step, state) for seed in range(5) for step in range(5)}) == 25
+    assert random_seed(1, 2, state) == random_seed(1, 2, ParallelState.stand_in(Layout()))

@@ -1,0 +1,107 @@
+"""Before any collective: every rank has come, and all of them want the same.
+
+Ranks meet at torch's key-value store. Each leaves a card that says what it is about to run; rank 0 compares
+the cards and writes one verdict, which all read. So a rank that is missing or different is named, within the
+timeout, and no rank is left waiting in a collective for it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from ..parallel_state import BadInput, PeerFailed
+
+_MOST_NAMED = 8
+#: Rank 0 gives up on absent ranks after the timeout; the others wait this much longer for its verdict.
+_GRACE = timedelta(seconds=3)
+_GOOD: dict[str, Any] = {"missing": "", "odd": None}
+
+
+def join(rank: int, world: int, card: Mapping[str, str], timeout: timedelta) -> dist.Store:
+    """The store for ``init_process_group``, once all ``world`` ranks of torchrun's environment have come.
+
+    ``card`` names facts that must be alike on all ranks (a recipe's hash, a version). Raises, the same on
+    every rank, ``PeerFailed`` naming ranks that did not come within ``timeout``, or ``BadInput`` naming the
+    ranks that differ and in what.
+    """
+    store = dist.PrefixStore(
+        f"trilith/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", _store(rank, timeout)
+    )
+    store.set(f"card/{rank}", json.dumps(dict(card)))
+    if rank == 0:
+        verdict = _judge(store, world, timeout)
+        store.set("verdict", json.dumps(verdict))
+        if verdict != _GOOD:
+            _wait_for_readers(store, world)
+    else:
+        try:
+            store.wait(["verdict"], timeout + _GRACE)
+        except RuntimeError as error:
+            raise PeerFailed(f"rank 0 missing: it gave no sign within {_seconds(timeout)}") from error
+        verdict = json.loads(store.get("verdict"))
+        store.set(f"read/{rank}", "")
+    if verdict["missing"]:
+        raise PeerFailed(f"{verdict['missing']} missing: {_seconds(timeout)} after the others came")
+    if verdict["odd"]:
+        key, expected, found = verdict["odd"]
+        todo = "Start every rank with the same recipe, code and packages"
+        raise BadInput("launch", key, expected=expected, found=found, todo=todo)
+    return store
+
+
+def _store(rank: int, timeout: timedelta) -> dist.Store:
+    """The store of torchrun, or one that rank 0 opens at MASTER_PORT; it waits for nobody."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    opens = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        return dist.TCPStore(host, port, is_master=opens, timeout=timeout, wait_for_workers=False)
+    except dist.DistNetworkError as error:
+        if opens:
+            found, todo = f"port {port} in use", "Choose another MASTER_PORT, or let torchrun choose one"
+            raise BadInput(
+                "environment", "MASTER_PORT", expected="a free port", found=found, todo=todo
+            ) from error
+        text = f"rank 0 missing: nobody answers at {host}:{port} within {_seconds(timeout)}"
+        raise PeerFailed(text) from error
+
+
+def _judge(store: dist.Store, world: int, timeout: timedelta) -> dict[str, Any]:
+    """Who is missing, else the first fact that differs: its name, what most have, who has something else."""
+    try:
+        store.wait([f"card/{rank}" for rank in range(world)], timeout)
+    except RuntimeError:
+        missing = [rank for rank in range(world) if not store.check([f"card/{rank}"])]
+        return {"missing": _ranks(missing), "odd": None}
+    cards = [json.loads(card) for card in store.multi_get([f"card/{rank}" for rank in range(world)])]
+    for key in cards[0]:
+        values = [card.get(key) for card in cards]
+        common, _ = Counter(values).most_common(1)[0]
+        odd = [rank for rank, value in enumerate(values) if value != common]
+        if odd:
+            return {"missing": "", "odd": (key, common, f"{values[odd[0]]} on {_ranks(odd)}")}
+    return _GOOD
+
+
+def _wait_for_readers(store: dist.Store, world: int) -> None:
+    """Rank 0 may hold the store: it stays until those who came have read why they must leave."""
+    present = [rank for rank in range(1, world) if store.check([f"card/{rank}"])]
+    with suppress(RuntimeError):
+        store.wait([f"read/{rank}" for rank in present], _GRACE)
+
+
+def _ranks(ranks: list[int]) -> str:
+    names = ", ".join(map(str, ranks[:_MOST_NAMED]))
+    more = f" and {len(ranks) - _MOST_NAMED} more" if len(ranks) > _MOST_NAMED else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {names}{more}"
+
+
+def _seconds(timeout: timedelta) -> str:
+    return f"{timeout.total_seconds():g} s"
