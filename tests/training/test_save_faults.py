@@ -45,7 +45,7 @@ def test_a_kill_during_a_save_leaves_the_old_or_the_new(
 def test_the_only_checkpoint_stays_until_the_next_is_committed_K11(make: Make, background: bool) -> None:
     run = make(4)
     changes = [f"checkpoint.background={str(background).lower()}", "checkpoint.keep=1", "timeout=20"]
-    run.ranks(*changes, fault="rank=0;at=checkpoint.before_manifest;step=4;act=kill")
+    run.ranks(*changes, fault="rank=0;at=commit.before_rename;time=2;act=kill")
     assert run.steps_saved == [2]
     run.ranks(*changes)
     assert run.steps_saved == [4]
