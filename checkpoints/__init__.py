@@ -1,6 +1,6 @@
 """Floor 4: Hugging Face folders and sharded checkpoints, read, written, converted and verified."""
 
-from .convert import convert, plan_conversion
+from .convert import How, convert, plan_conversion
 from .diff import Difference, differences
 from .find import complete_checkpoints, latest_checkpoint, step_directory
 from .hf_folder import HFFolder
@@ -17,6 +17,7 @@ __all__ = [
     "Contents",
     "Difference",
     "HFFolder",
+    "How",
     "Manifest",
     "Progress",
     "Saver",

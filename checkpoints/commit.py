@@ -77,7 +77,8 @@ class Staging:
     ) -> Staging:
         """Check the output, lock it against other processes, and make the directory to write into.
 
-        ``identity``, 16 hexadecimal digits, names that directory (a conversion gives the hash of its plan).
+        ``identity``, 16 hexadecimal digits, names that directory (a conversion gives the hash of its plan);
+        if it is there, left by a run that was killed, it is taken up as it is.
         """
         output, disk = Path(output), disk or Disk()
         identity = secrets.token_hex(8) if identity is None else identity
@@ -89,8 +90,9 @@ class Staging:
         directory = _beside(output, f".tmp-{identity}")
         try:
             with writing(directory):
-                _remove_leftovers(output, disk)
-                disk.make_directory(directory)
+                _remove_leftovers(output, disk, but=directory)
+                if not directory.exists():
+                    disk.make_directory(directory)
         except BaseException:
             _unlock(output, lock)
             raise
@@ -130,6 +132,11 @@ class Staging:
             self._disk.remove_tree(self.directory)
             self._release()
 
+    def leave(self) -> None:
+        """Give up the lock and keep what was written, for a later run of the same identity."""
+        if self._lock >= 0:
+            self._release()
+
     def _release(self) -> None:
         _unlock(self.output, self._lock)
         self._lock = -1
@@ -144,10 +151,17 @@ def staged(
     identity: str | None = None,
     disk: Disk | None = None,
 ) -> Iterator[Staging]:
-    """``Staging.begin`` as a block: whatever leaves it before ``publish`` leaves nothing behind."""
+    """``Staging.begin`` as a block: an error that leaves it before ``publish`` leaves nothing behind.
+
+    With an ``identity`` an interrupt (Ctrl-C) keeps what was written, as a kill does, to be taken up again.
+    """
     staging = Staging.begin(output, inputs=inputs, need=need, identity=identity, disk=disk)
     try:
         yield staging
+    except KeyboardInterrupt:
+        if identity is not None:
+            staging.leave()
+        raise
     finally:
         staging.abandon()
 
@@ -175,11 +189,11 @@ def _make_parents(directory: Path, disk: Disk) -> None:
         disk.sync_directory(directory.parent)
 
 
-def _remove_leftovers(output: Path, disk: Disk) -> None:
+def _remove_leftovers(output: Path, disk: Disk, *, but: Path) -> None:
     """What killed runs left for this output; we hold its lock, so nobody is writing there."""
     prefix = _beside(output, ".tmp-" + "0" * 16).name[:-16]
     for path in output.parent.iterdir():
-        if path.name.startswith(prefix) and _IDENTITY.fullmatch(path.name[len(prefix) :]):
+        if path != but and path.name.startswith(prefix) and _IDENTITY.fullmatch(path.name[len(prefix) :]):
             disk.remove_tree(path)
 
 

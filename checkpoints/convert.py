@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ..parallel_state import BadInput, Layout
-from .commit import staged
+from ..parallel_state import BadInput, Layout, fault
+from .budget import MAX_RAM, block_within
+from .commit import Staging, staged
 from .companions import store_companion
 from .conversion import Conversion, OutputTensor, plan_to_hf, plan_to_sharded
+from .crc import Checksum
 from .dtypes import TORCH, WEIGHTS
 from .execute import Transfer, execute
 from .hf_export import HFFolderWriter
+from .journal import EVERY, JOURNAL, Journal
 from .manifest import Manifest, StoredFile
-from .source import Source, read_source
+from .source import read_source
 from .tensor_writer import TensorWriter
-from .verify import verify
+from .verify import verify_file, verify_rest
 
 Form = Literal["hf", "sharded"]
-Report = Callable[[int], None]
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class How:
+    """What has no bearing on the result: ``max_ram`` and ``note_every`` in bytes."""
+
+    workers: int = 2
+    max_ram: int = MAX_RAM
+    check: bool = True
+    note_every: int = EVERY
+    progress: Progress = lambda done: None
 
 
 def convert(
@@ -32,28 +48,30 @@ def convert(
     split: Sequence[int] | None = None,
     dtype: str | None = None,
     allow_nonfinite: bool = False,
-    check: bool = True,
-    progress: Report = lambda done: None,
+    allow_symlinks: bool = False,
+    how: How = How(),  # frozen, so one for all calls does no harm
 ) -> Conversion:
     """Write ``src`` anew as ``dst``: cut for ``tensor`` x ``pipeline``, or as a Hugging Face folder.
 
     ``to`` defaults to the other form when no layout is asked for. Moments come along between checkpoints; a
     Hugging Face folder holds weights only. ``dtype`` (``bfloat16`` and so on) casts the weights, and refuses
-    if a number overflows. ``check`` first reads a checkpoint's every byte against its checksums. ``progress``
-    gets the bytes written since the last call. Nothing is left behind on a failure.
+    if a number overflows. A checkpoint's every byte is read against its checksums, unless ``how.check`` is
+    false. Nothing is left behind on a failure; killed, the same call goes on where it was. ``how.progress``
+    gets the bytes written since the last call.
     """
-    plan = plan_conversion(src, to=to, tensor=tensor, pipeline=pipeline, split=split, dtype=dtype)
-    source = plan.source
-    if check and source.manifest is not None:
-        verify(source.path, source.manifest)
-    with staged(Path(dst), inputs=[source.path], need=plan.nbytes) as staging:
+    plan = plan_conversion(
+        src, to=to, tensor=tensor, pipeline=pipeline, split=split, dtype=dtype, allow_symlinks=allow_symlinks
+    )
+    identity = identify(plan, allow_nonfinite=allow_nonfinite)
+    with staged(Path(dst), inputs=[plan.source.path], need=plan.nbytes, identity=identity) as staging:
+        keep = {file.name for file in plan.files} | {JOURNAL}
+        for path in staging.directory.iterdir():  # of an earlier run: what is small is written again
+            if path.name not in keep:
+                path.unlink()
         if plan.layout is None:
-            _write_hf(plan, staging.directory, allow_nonfinite, progress)
-            staging.publish()
+            _write_hf(plan, staging, allow_nonfinite, how)
         else:
-            manifest = _write_sharded(plan, plan.layout, staging.directory, allow_nonfinite, progress)
-            manifest.check(dst)
-            staging.publish(manifest.to_bytes())
+            _write_sharded(plan, plan.layout, staging, allow_nonfinite, how)
     return plan
 
 
@@ -65,9 +83,10 @@ def plan_conversion(
     pipeline: int = 1,
     split: Sequence[int] | None = None,
     dtype: str | None = None,
+    allow_symlinks: bool = False,
 ) -> Conversion:
     """What ``convert`` would do, from headers alone; raises what it would raise."""
-    source = read_source(src)
+    source = read_source(src, allow_symlinks=allow_symlinks)
     name = _dtype_name(dtype)
     form = to or ("sharded" if source.manifest is None or tensor * pipeline > 1 else "hf")
     if form == "sharded":
@@ -80,6 +99,16 @@ def plan_conversion(
     return plan_to_hf(source, dtype=name)
 
 
+def identify(plan: Conversion, *, allow_nonfinite: bool) -> str:
+    """16 hexadecimal digits that differ if another plan, or other source files, would write other bytes."""
+    digest = hashlib.sha256(repr((plan.layout, plan.split, allow_nonfinite, plan.source.config)).encode())
+    for file in plan.source.files:
+        digest.update(repr((str(file.path), file.identity)).encode())
+    for output in plan.files:
+        digest.update(repr(output).encode())
+    return digest.hexdigest()[:16]
+
+
 def _dtype_name(dtype: str | None) -> str | None:
     if dtype is None:
         return None
@@ -89,56 +118,54 @@ def _dtype_name(dtype: str | None) -> str | None:
     return names[dtype]
 
 
-def _write_hf(plan: Conversion, directory: Path, allow_nonfinite: bool, progress: Report) -> None:
+def _write_hf(plan: Conversion, staging: Staging, allow_nonfinite: bool, how: How) -> None:
     outputs = {one.name: one for file in plan.files for one in file.tensors}
     writer = HFFolderWriter(
-        directory,
+        staging.directory,
         _config(plan),
         {name: (one.dtype, one.box.shape) for name, one in outputs.items()},
         companions=plan.source.companions,
+        again=True,
     )
     try:
         transfers = [_transfer(one, writer.writers[writer.place[name]]) for name, one in outputs.items()]
-        _carry_out(plan.source, transfers, allow_nonfinite, progress)
+        _carry_out(plan, transfers, writer.writers, staging, allow_nonfinite, how)
         writer.finish()
     finally:
         writer.abandon()
-
-
-def _config(plan: Conversion) -> dict[str, Any]:
-    """The source's config, its dtype told anew where the weights were cast."""
-    config = dict(plan.source.config)
-    dtypes = {one.dtype for file in plan.files for one in file.tensors}
-    if len(dtypes) == 1:
-        name = str(TORCH[dtypes.pop()]).removeprefix("torch.")
-        for key in ("dtype", "torch_dtype"):
-            if config.get(key) not in (None, name):
-                config[key] = name
-    return config
+    (staging.directory / JOURNAL).unlink(missing_ok=True)
+    staging.publish()
 
 
 def _write_sharded(
-    plan: Conversion, layout: Layout, directory: Path, allow_nonfinite: bool, progress: Report
-) -> Manifest:
+    plan: Conversion, layout: Layout, staging: Staging, allow_nonfinite: bool, how: How
+) -> None:
     writers: list[TensorWriter] = []
     try:
         for file in plan.files:
             spec = {one.name: (one.dtype, one.box.shape) for one in file.tensors}
-            writers.append(TensorWriter(directory / file.name, spec))
+            writers.append(TensorWriter(staging.directory / file.name, spec, again=True))
         transfers = [
             _transfer(one, writer)
             for file, writer in zip(plan.files, writers, strict=True)
             for one in file.tensors
         ]
-        _carry_out(plan.source, transfers, allow_nonfinite, progress)
+        _carry_out(plan, transfers, writers, staging, allow_nonfinite, how)
         written = [writer.close() for writer in writers]
     finally:
         for writer in writers:
             writer.abandon()
+    (staging.directory / JOURNAL).unlink(missing_ok=True)
     files = [
         StoredFile(name=file.name, size=one.size, crc32=one.crc)
         for file, one in zip(plan.files, written, strict=True)
     ]
+    manifest = _manifest(plan, layout, files, staging.directory)
+    manifest.check(staging.output)
+    staging.publish(manifest.to_bytes())
+
+
+def _manifest(plan: Conversion, layout: Layout, files: Sequence[StoredFile], directory: Path) -> Manifest:
     old = plan.source.manifest
     return Manifest(
         kind="training" if plan.keeps_moments else "weights",
@@ -155,14 +182,60 @@ def _write_sharded(
     )
 
 
+def _config(plan: Conversion) -> dict[str, Any]:
+    """The source's config, its dtype told anew where the weights were cast."""
+    config = dict(plan.source.config)
+    dtypes = {one.dtype for file in plan.files for one in file.tensors}
+    if len(dtypes) == 1:
+        name = str(TORCH[dtypes.pop()]).removeprefix("torch.")
+        for key in ("dtype", "torch_dtype"):
+            if config.get(key) not in (None, name):
+                config[key] = name
+    return config
+
+
 def _transfer(one: OutputTensor, writer: TensorWriter) -> Transfer:
     return Transfer(one.name, one.box, one.copies, writer)
 
 
 def _carry_out(
-    source: Source, transfers: Sequence[Transfer], allow_nonfinite: bool, progress: Report
+    plan: Conversion,
+    transfers: Sequence[Transfer],
+    writers: Sequence[TensorWriter],
+    staging: Staging,
+    allow_nonfinite: bool,
+    how: How,
 ) -> None:
-    report = execute(source.files, transfers, allow_nonfinite=allow_nonfinite, progress=progress)
+    """Move the numbers; a checkpoint's checksums are taken from what is read, and compared at the end."""
+    source, manifest = plan.source, plan.source.manifest if how.check else None
+    block, workers = block_within(how.max_ram, how.workers)
+    seen = [Checksum() for _ in source.files] if manifest is not None else []
+    fault("convert.before_data", rank=0)
+
+    def sync() -> None:
+        for writer in writers:
+            writer.sync()
+
+    try:
+        report = execute(
+            source.files,
+            transfers,
+            threads=workers,
+            block=block,
+            allow_nonfinite=allow_nonfinite,
+            seen=seen,
+            journal=Journal(staging.directory / JOURNAL, sync, every=how.note_every),
+            progress=how.progress,
+        )
+    except BadInput as error:
+        if manifest is not None:  # numbers that are not finite may be what a damaged file looks like
+            for file, stored in zip(source.files, manifest.files, strict=True):
+                if file.path == error.where:
+                    verify_file(file, stored, Checksum())
+        raise
+    fault("convert.after_data", rank=0)
+    if manifest is not None:
+        verify_rest(source.path, manifest, source.files, seen, threads=workers)
     for name, count in report.overflows.items():
         todo = "Choose a type with a wider range"
         found = f"{count:,} that overflow"

@@ -5,11 +5,14 @@ The polynomial arithmetic is zlib's ``crc32_combine`` (Mark Adler), which Python
 
 from __future__ import annotations
 
+import os
 import zlib
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 
 _POLYNOMIAL = 0xEDB88320
+_READ = 4 << 20
 
 
 def combine(first: int, second: int, second_length: int) -> int:
@@ -23,9 +26,14 @@ class Checksum:
     def __init__(self) -> None:
         self._pieces: dict[tuple[int, int], int] = {}
 
-    def add(self, offset: int, data: bytes | memoryview) -> None:
-        """Count in the bytes that lie at ``offset``. The same stretch twice counts once."""
-        self._pieces[offset, len(data)] = zlib.crc32(data)
+    def add(self, offset: int, data: bytes | memoryview, crc: int | None = None) -> int:
+        """Count in the bytes that lie at ``offset``; their CRC-32, computed unless it is given.
+
+        The same stretch twice counts once.
+        """
+        crc = zlib.crc32(data) if crc is None else crc
+        self._pieces[offset, len(data)] = crc
+        return crc
 
     def gaps(self, size: int) -> list[tuple[int, int]]:
         """The ``(offset, length)`` of what was not seen of a file of ``size`` bytes."""
@@ -36,14 +44,38 @@ class Checksum:
             at = offset + length
         return [*missing, (at, size - at)] if at < size else missing
 
+    def fill_gaps(
+        self,
+        fd: int,
+        stretches: Sequence[tuple[int, int]],
+        progress: Callable[[int], None] = lambda read: None,
+    ) -> None:
+        """Read from the file what was not seen of these ``(begin, end)``, which lie end to end from 0."""
+        buffer = memoryview(bytearray(_READ))
+        for gap, length in self.gaps(stretches[-1][1]):
+            for begin, end in stretches:
+                stop = min(end, gap + length)
+                for at in range(max(begin, gap), stop, _READ):
+                    piece = buffer[: os.preadv(fd, [buffer[: min(_READ, stop - at)]], at)]
+                    self.add(at, piece)
+                    progress(len(piece))
+
     def value(self, size: int) -> int:
         """The CRC-32 of all ``size`` bytes; there must be no gaps."""
-        crc, at = 0, 0
-        for offset, length, piece in self._in_order():
-            assert offset == at, (offset, at)
-            crc, at = combine(crc, piece, length), offset + length
-        assert at == size, (at, size)
-        return crc
+        return self.of([(0, size)])[0]
+
+    def of(self, stretches: Iterable[tuple[int, int]]) -> list[int]:
+        """The CRC-32 of each ``(begin, end)``, in order. No piece lies across an end; where bytes are missing
+        (a file cut short while it was read) the sum is that of the others.
+        """
+        found, pieces = [], deque(self._in_order())
+        for _, end in stretches:
+            crc = 0
+            while pieces and pieces[0][0] < end:
+                _, length, piece = pieces.popleft()
+                crc = combine(crc, piece, length)
+            found.append(crc)
+        return found
 
     def _in_order(self) -> Iterator[tuple[int, int, int]]:
         """Stretches that do not overlap: of two that do, the later is left out and becomes a gap."""

@@ -26,6 +26,10 @@ class Disk:
         """A descriptor of a new file, for reading and writing; an existing file is an error."""
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
+    def reopen(self, path: Path) -> int:
+        """A descriptor of a file that is there, for reading and writing."""
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+
     def write(self, fd: int, data: memoryview, offset: int) -> None:
         """All of ``data`` at ``offset``."""
         done = 0

@@ -8,25 +8,31 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import reduce
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from ..parallel_state import BadCheckpoint, BadInput, Box
 from .coverage import first_flaw
+from .crc import Checksum
 from .dtypes import TORCH
 from .finite import look_at
+from .journal import Journal
 from .plan import Copy
-from .strides import blocks
+from .strides import blocks, is_one_run
 from .tensor_file import TensorFile
 from .tensor_writer import TensorWriter
 
 #: Bytes of a block: still in the processor's cache when it is written, and large beside the bookkeeping.
 BLOCK = 4 << 20
+#: A worker holds at most so many blocks at once: what was read, what is made of it, a cast, what a read
+#: spans.
+BLOCKS_OF_A_WORKER = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +74,20 @@ def execute(
     transfers: Iterable[Transfer],
     *,
     threads: int = 2,
+    block: int | None = None,
     allow_nonfinite: bool = False,
+    seen: Sequence[Checksum] = (),
+    journal: Journal | None = None,
     progress: Callable[[int], None] = lambda made: None,
 ) -> Report:
     """Make every target from ``files``; ``Copy.file`` counts in them.
 
-    ``progress`` is called with the bytes made since the last call, from any of ``threads``. ``BadInput``
-    names the first number that is not finite, unless ``allow_nonfinite``; ``BadCheckpoint`` a plan that does
-    not set every element exactly once. The first error ends the work; targets are then not to be used.
-    Tensors in memory are filled with NaN first.
+    ``block`` is in bytes, ``BLOCK`` unless given. ``seen``, one a file if any, collects the checksums of
+    what is read. Work that ``journal`` knows as done is not done again. ``progress`` is called with the
+    bytes made since the last call, from any of ``threads``. ``BadInput`` names the first number that is not
+    finite, unless ``allow_nonfinite``; ``BadCheckpoint`` a plan that does not set every element exactly
+    once. The first error ends the work; targets are then not to be used. Tensors in memory are filled with
+    NaN first.
     """
     groups: dict[object, list[Transfer]] = defaultdict(list)
     for transfer in transfers:
@@ -85,10 +96,10 @@ def execute(
             transfer.target.fill_(float("nan"))
         if transfer.box.size:
             groups[_shared(transfer)].append(transfer)
-    work = _Work(files, allow_nonfinite, progress)
+    work = _Work(files, block or BLOCK, allow_nonfinite, seen, journal, progress)
     pool = ThreadPoolExecutor(max(1, threads))
     try:
-        for done in [pool.submit(work.make, group) for group in groups.values()]:
+        for done in [pool.submit(work.make, *numbered) for numbered in enumerate(groups.values())]:
             done.result()
     finally:
         pool.shutdown(cancel_futures=True)
@@ -113,33 +124,81 @@ def _hull(a: Box, b: Box) -> Box:
     return Box(tuple(map(min, a.start, b.start)), tuple(map(max, a.stop, b.stop)))
 
 
+def _slabs(group: Sequence[Transfer]) -> Iterator[Box]:
+    """What a group makes, cut where its sources end: a block then mostly comes from one run of one file."""
+    whole = reduce(_hull, (transfer.box for transfer in group))
+    if not whole.start:
+        yield whole
+        return
+    ends = {
+        end
+        for transfer in group
+        for copy in transfer.copies
+        for end in (copy.target.start[0], copy.target.stop[0])
+    }
+    first, last = whole.start[0], whole.stop[0]
+    for start, stop in pairwise(sorted({first, last} | {end for end in ends if first < end < last})):
+        yield whole.narrow(0, start - first, stop - first)
+
+
 def _source_of(copy: Copy, part: Box) -> Box:
     """Where ``part`` of the copy's target lies in the stored tensor."""
     inner = part.within(copy.target)
     return (inner.transposed() if copy.transpose else inner).shift(copy.source.start)
 
 
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """Box ``box`` of a stored tensor, in memory; its CRC-32 if it was taken; whether all of it is zero."""
+
+    numbers: Tensor
+    box: Box
+    crc: int | None
+    zero: bool
+
+
 class _Work:
     """What the threads share."""
 
-    def __init__(self, files: Sequence[TensorFile], allow_nonfinite: bool, progress: Callable[[int], None]):
-        self.files, self.allow_nonfinite, self.progress = files, allow_nonfinite, progress
+    def __init__(
+        self,
+        files: Sequence[TensorFile],
+        block: int,
+        allow_nonfinite: bool,
+        seen: Sequence[Checksum],
+        journal: Journal | None,
+        progress: Callable[[int], None],
+    ):
+        self.files, self.block, self.allow_nonfinite = files, block, allow_nonfinite
+        self.seen, self.journal, self.progress = seen, journal, progress
         self.report = Report()
         self.not_zero: set[str] = set()
         self._lock = threading.Lock()
         self._scratch = threading.local()
 
-    def make(self, group: list[Transfer]) -> None:
+    def make(self, number: int, group: list[Transfer]) -> None:
         """All blocks of transfers that share their sources."""
-        whole = reduce(_hull, (transfer.box for transfer in group))
+        if self.journal is not None and number in self.journal.done:
+            for transfer in group:
+                assert isinstance(transfer.target, TensorWriter), transfer
+                transfer.target.skip(transfer.name, transfer.box.within(transfer.box))
+                self.progress(transfer.box.size * transfer.dtype.itemsize)
+            return
         item = max(self._stored_dtype(copy).itemsize for transfer in group for copy in transfer.copies)
-        for block in blocks(whole, BLOCK // item):
+        remarkable, made = False, 0
+        for block in (block for slab in _slabs(group) for block in blocks(slab, self.block // item)):
             parts = [(transfer, part) for transfer in group if (part := transfer.box.intersect(block))]
             read = self._read_block(parts)
+            remarkable |= all(piece.zero for piece in read.values())
             for transfer, part in parts:
-                self._make_part(transfer, part, read)
+                nbytes, overflows = self._make_part(transfer, part, read)
+                made, remarkable = made + nbytes, remarkable or bool(overflows)
+        if (
+            self.journal is not None and not remarkable
+        ):  # what there is a word to say of is done and said again
+            self.journal.note(number, made)
 
-    def _read_block(self, parts: list[tuple[Transfer, Box]]) -> dict[tuple[int, str], tuple[Tensor, Box]]:
+    def _read_block(self, parts: list[tuple[Transfer, Box]]) -> dict[tuple[int, str], _Read]:
         """The stored numbers that these parts need, of each stored tensor the smallest box that has them."""
         needed: dict[tuple[int, str], Box] = {}
         for transfer, part in parts:
@@ -152,13 +211,22 @@ class _Work:
             file = self.files[index]
             out = self._buffer(f"read {number}", box.shape, TORCH[file.tensors[key].dtype])
             file.read(key, box, out=out)
-            self._look(file, key, box, out, parts[0][0].name)
-            read[index, key] = (out, box)
+            zero = self._look(file, key, box, out, parts[0][0].name)
+            read[index, key] = _Read(out, box, self._sum(index, key, box, out), zero)
         with self._lock:
-            self.report.bytes_read += sum(out.nbytes for out, _ in read.values())
+            self.report.bytes_read += sum(piece.numbers.nbytes for piece in read.values())
         return read
 
-    def _look(self, file: TensorFile, key: str, box: Box, numbers: Tensor, name: str) -> None:
+    def _sum(self, index: int, key: str, box: Box, numbers: Tensor) -> int | None:
+        """The CRC-32 of what was read, where anybody wants it and it is one run of the file."""
+        file = self.files[index]
+        if not self.seen or not is_one_run(file.tensors[key].shape, box):
+            return None
+        offset, _ = next(file.byte_ranges(key, box))
+        return self.seen[index].add(offset, numbers.reshape(-1).view(torch.uint8).numpy().data)
+
+    def _look(self, file: TensorFile, key: str, box: Box, numbers: Tensor, name: str) -> bool:
+        """Refuse numbers that are not finite; whether all are zero."""
         seen = look_at(numbers)
         if not seen.finite and not self.allow_nonfinite:
             index = (~torch.isfinite(numbers)).nonzero()[0].tolist()
@@ -170,48 +238,56 @@ class _Work:
             raise BadInput(file.path, key, expected="finite numbers", found=found, todo=todo)
         with self._lock:
             (self.report.zeros if seen.zero else self.not_zero).add(name)
+        return seen.zero
 
     def _make_part(
-        self, transfer: Transfer, part: Box, read: dict[tuple[int, str], tuple[Tensor, Box]]
-    ) -> None:
-        pieces = []
+        self, transfer: Transfer, part: Box, read: dict[tuple[int, str], _Read]
+    ) -> tuple[int, int]:
+        """Write one part; its bytes, and how many numbers a cast made infinite."""
+        pieces, crc, overflows = [], None, 0
         for copy in transfer.copies:
             if (overlap := copy.target.intersect(part)) is not None:
-                numbers, held = read[copy.file, copy.key]
-                piece = numbers[_source_of(copy, overlap).within(held).slices]
+                whole = read[copy.file, copy.key]
+                piece = whole.numbers[_source_of(copy, overlap).within(whole.box).slices]
                 pieces.append((overlap, piece.T if copy.transpose else piece))
+                if piece.shape == whole.numbers.shape and not copy.transpose:
+                    crc = whole.crc
         if len(pieces) == 1 and pieces[0][1].is_contiguous():
             made = pieces[0][1]
         else:
+            crc = None
             made = self._buffer("made", part.shape, pieces[0][1].dtype)
             for overlap, piece in pieces:
                 made[overlap.within(part).slices] = piece
         if made.dtype != transfer.dtype:
-            made = self._cast(transfer, made)
+            made, overflows = self._cast(transfer, made)
+            crc = None
         place = part.within(transfer.box)
         if isinstance(transfer.target, Tensor):
             transfer.target[place.slices] = made
         else:
-            transfer.target.write(transfer.name, place, made)
+            transfer.target.write(transfer.name, place, made, crc)
         with self._lock:
             self.report.bytes_made += made.nbytes
         self.progress(made.nbytes)
+        return made.nbytes, overflows
 
-    def _cast(self, transfer: Transfer, numbers: Tensor) -> Tensor:
+    def _cast(self, transfer: Transfer, numbers: Tensor) -> tuple[Tensor, int]:
         cast = self._buffer("cast", tuple(numbers.shape), transfer.dtype)
         cast.copy_(numbers)
+        overflows = 0
         if not look_at(cast).finite:
             overflows = int((~torch.isfinite(cast) & torch.isfinite(numbers)).sum())
             with self._lock:
                 self.report.overflows[transfer.name] += overflows
-        return cast
+        return cast, overflows
 
     def _buffer(self, use: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Memory of this thread, the same at each call: fresh pages cost as much as the copy itself."""
         known: dict[str, Tensor] = self._scratch.__dict__
         size = torch.Size(shape).numel() * dtype.itemsize
         if use not in known or known[use].numel() < size:
-            known[use] = torch.empty(max(size, BLOCK), dtype=torch.uint8)
+            known[use] = torch.empty(size, dtype=torch.uint8)
         return known[use][:size].view(dtype).view(shape)
 
     def _stored_dtype(self, copy: Copy) -> torch.dtype:

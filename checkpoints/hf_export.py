@@ -47,7 +47,8 @@ def plan_shards(tensors: Mapping[str, Spec], max_shard_size: int = MAX_SHARD_SIZ
 
 
 class HFFolderWriter:
-    """A folder being written in ``directory``, an empty directory that exists (see ``commit``).
+    """A folder being written in ``directory``, an empty directory that exists (see ``commit``); with
+    ``again`` it may hold the weights' files of a run that was killed.
 
     ``writers`` take the tensors; ``place[name]`` is the index of the one that holds ``name``. ``finish``
     closes them and writes the index, the config and the companions.
@@ -62,6 +63,7 @@ class HFFolderWriter:
         max_shard_size: int = MAX_SHARD_SIZE,
         companions: Sequence[Path] = (),
         disk: Disk | None = None,
+        again: bool = False,
     ):
         self.directory, self._config, self._companions = directory, config, companions
         self._disk = disk or Disk()
@@ -73,14 +75,15 @@ class HFFolderWriter:
                 spec = {
                     name: tensors[name] for name in sorted(names, key=lambda n: (-BITS[tensors[n][0]], n))
                 }
-                writer = TensorWriter(directory / file, spec, metadata={"format": "pt"}, disk=self._disk)
+                metadata = {"format": "pt"}
+                writer = TensorWriter(directory / file, spec, metadata=metadata, disk=self._disk, again=again)
                 self.writers.append(writer)
         except BaseException:
             self.abandon()
             raise
 
     def finish(self) -> list[Written]:
-        """Everything on the disk, the index last; the size and checksum of each file of weights."""
+        """Everything on the disk, the index last; the size of each file of weights."""
         written = [writer.close() for writer in self.writers]
         self._write_json(CONFIG, self._config)
         for companion in self._companions:

@@ -30,8 +30,8 @@ _SCRATCH = 1 << 20
 class TensorFile:
     """A safetensors file whose header was read and checked. It holds no descriptor between calls.
 
-    ``tensors`` maps each name to its ``Entry``; ``metadata`` is the file's own ``__metadata__``. Safe to use
-    from several threads at once.
+    ``tensors`` maps each name to its ``Entry``; ``metadata`` is the file's own ``__metadata__``; ``identity``
+    changes when the file does. Safe to use from several threads at once.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class TensorFile:
         identity: object,
     ):
         self.path, self.tensors, self.metadata, self.data_begin = path, tensors, metadata, data_begin
-        self._identity = identity
+        self.identity = identity
 
     @classmethod
     def open(cls, path: Path | str, *, expected: Container[str] = ()) -> TensorFile:
@@ -99,7 +99,7 @@ class TensorFile:
     def _read_box(self, name: str, entry: Entry, box: Box, into: Bytes) -> None:
         at = 0
         with open_regular(self.path, kind=BadCheckpoint) as (fd, status):
-            if _identity(status) != self._identity:
+            if _identity(status) != self.identity:
                 raise BadCheckpoint(
                     self.path, expected="the file as it was opened", found="a file changed since"
                 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -19,12 +18,10 @@ from .dtypes import TORCH
 from .strides import runs_of
 from .tensor_header import Entry, build_header
 
-_REREAD = 4 << 20
-
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A finished file: its bytes and their CRC-32."""
+    """A finished file: its bytes and their CRC-32 (0 if it was not asked for)."""
 
     size: int
     crc: int
@@ -34,7 +31,9 @@ class TensorWriter:
     """A new safetensors file. ``close`` returns once every byte is on the disk.
 
     ``tensors`` maps each name to ``(dtype, shape)``, the dtype by the format's name. ``entries`` says where
-    each lies. Boxes may come from several threads; each element must come exactly once.
+    each lies. Boxes may come from several threads; each element must come exactly once. With ``again`` the
+    file may be there, left by a run that was killed; ``skip`` then says which boxes it holds. ``checksum`` is
+    a third of the cost of writing: where nobody keeps it (Hugging Face's folders) it is not taken.
     """
 
     def __init__(
@@ -44,23 +43,25 @@ class TensorWriter:
         *,
         metadata: Mapping[str, str] | None = None,
         disk: Disk | None = None,
+        again: bool = False,
+        checksum: bool = True,
     ):
         header, self.entries = build_header(tensors, metadata or {})
         self.path = path
         self.size = len(header) + sum(entry.nbytes for entry in self.entries.values())
         self._disk = disk or Disk()
-        self._checksum = Checksum()
+        self._checksum = Checksum() if checksum else None
         self._lock = Lock()
         self._missing = {name: prod(entry.shape) for name, entry in self.entries.items()}
         with writing(path):
-            self._fd = self._disk.create(path)
+            self._fd = self._disk.reopen(path) if again and path.exists() else self._disk.create(path)
         self._write(np.frombuffer(header, np.uint8), 0)
 
-    def write(self, name: str, box: Box, tensor: torch.Tensor) -> None:
+    def write(self, name: str, box: Box, tensor: torch.Tensor, crc: int | None = None) -> None:
         """Put ``tensor``, a CPU tensor of the box's shape and the stored dtype, at ``box`` of ``name``.
 
-        A box that is one run of bytes costs one call to the system; its checksum is taken from memory.
-        Others cost a call a run and are read once more by ``close``.
+        A box that is one run of bytes costs one call to the system; its checksum is taken from memory, unless
+        the caller knows it: ``crc``. Others cost a call a run and are read once more by ``close``.
         """
         entry: Entry = self.entries[name]
         assert tensor.dtype == TORCH[entry.dtype] and tensor.shape == box.shape, (name, box, tensor.shape)
@@ -71,23 +72,34 @@ class TensorWriter:
         for runs in runs_of(entry.shape, box, tensor.element_size()):
             for row in range(runs.rows):
                 offset = entry.begin + runs.offset + row * runs.stride
-                self._write(data[at : at + runs.length], offset, sum_now=runs.rows == 1)
+                whole = runs.length == data.size
+                self._write(
+                    data[at : at + runs.length], offset, crc if whole else None, sum_now=runs.rows == 1
+                )
                 at += runs.length
+        self.skip(name, box)
+
+    def skip(self, name: str, box: Box) -> None:
+        """The box is in the file already; ``close`` reads it for the checksum."""
         with self._lock:
             self._missing[name] -= box.size
+
+    def sync(self) -> None:
+        """What was written so far is on the disk when this returns."""
+        with writing(self.path):
+            self._disk.sync(self._fd)
 
     def close(self) -> Written:
         """Flush to the disk and give the size and checksum of the file."""
         left = {name: count for name, count in self._missing.items() if count}
         assert not left, f"{self.path}: elements not written exactly once: {left}"
-        for offset, length in self._checksum.gaps(self.size):
-            for at in range(offset, offset + length, _REREAD):
-                piece = os.pread(self._fd, min(_REREAD, offset + length - at), at)
-                self._checksum.add(at, piece)
-        with writing(self.path):
-            self._disk.sync(self._fd)
+        crc = 0
+        if self._checksum is not None:
+            self._checksum.fill_gaps(self._fd, [(0, self.size)])
+            crc = self._checksum.value(self.size)
+        self.sync()
         self.abandon()
-        return Written(self.size, self._checksum.value(self.size))
+        return Written(self.size, crc)
 
     def abandon(self) -> None:
         """Give the descriptor back and leave the file as it is."""
@@ -96,9 +108,13 @@ class TensorWriter:
             self._fd = -1
 
     def _write(
-        self, data: np.ndarray[tuple[int], np.dtype[np.uint8]], offset: int, sum_now: bool = True
+        self,
+        data: np.ndarray[tuple[int], np.dtype[np.uint8]],
+        offset: int,
+        crc: int | None = None,
+        sum_now: bool = True,
     ) -> None:
         with writing(self.path):
             self._disk.write(self._fd, data.data, offset)
-        if sum_now:
-            self._checksum.add(offset, data.data)
+        if sum_now and self._checksum is not None:
+            self._checksum.add(offset, data.data, crc)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+
+if TYPE_CHECKING:
+    from ..checkpoints import Source
 
 
 def convert(
@@ -20,20 +23,35 @@ def convert(
     split: Annotated[str | None, typer.Option(help="blocks of each stage by hand, such as 3,2")] = None,
     dtype: Annotated[str | None, typer.Option(help="cast the weights: float32, bfloat16, float16")] = None,
     allow_nonfinite: Annotated[bool, typer.Option(help="let NaN and infinities through")] = False,
+    allow_symlinks: Annotated[
+        bool,
+        typer.Option(help="follow links out of a Hugging Face folder (the hub's cache is always followed)"),
+    ] = False,
+    workers: Annotated[int, typer.Option(min=1, help="threads that read and write")] = 2,
+    max_ram: Annotated[str, typer.Option(help="memory to stay below, such as 800MB or 2GiB")] = "1GiB",
+    verify: Annotated[
+        bool,
+        typer.Option("--verify", help="afterwards read the output and compare every number with the source"),
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print the plan and write nothing")] = False,
 ) -> None:
     """Convert between Hugging Face folders and sharded checkpoints, or from one layout to another.
+
+    Killed, the same command goes on where it was. Memory does not grow with the model.
 
     trilith convert Llama-3.2-1B sharded --tensor 4 --pipeline 2
     trilith convert sharded other --tensor 2
     trilith convert other Llama-again --to hf
     """
+    from ..checkpoints import How, plan_conversion
     from ..checkpoints import convert as run
-    from ..checkpoints import plan_conversion
     from .progress import byte_progress
+    from .sizes import parse_size
 
-    counts = _counts(split)
-    plan = plan_conversion(src, to=to, tensor=tensor, pipeline=pipeline, split=counts, dtype=dtype)
+    counts, most = _counts(split), parse_size(max_ram, "--max-ram")
+    plan = plan_conversion(
+        src, to=to, tensor=tensor, pipeline=pipeline, split=counts, dtype=dtype, allow_symlinks=allow_symlinks
+    )
     if dry_run:
         for file in plan.files:
             typer.echo(f"{file.name}  {file.nbytes:,} bytes")
@@ -50,11 +68,28 @@ def convert(
             split=counts,
             dtype=dtype,
             allow_nonfinite=allow_nonfinite,
-            progress=advance,
+            allow_symlinks=allow_symlinks,
+            how=How(workers=workers, max_ram=most, progress=advance),
         )
     for warning in done.source.warnings:
         typer.echo(f"warning: {warning}", err=True)
     typer.echo(f"{dst}: {len(plan.files)} files of weights, {plan.nbytes:,} bytes")
+    if verify:
+        _compare(done.source, dst, dtype)
+
+
+def _compare(source: Source, dst: Path, dtype: str | None) -> None:
+    """Read both sides back; a cast is compared in its own precision by reading the count of what differs."""
+    from ..checkpoints import differences, read_source, verify
+    from ..parallel_state import BadCheckpoint
+
+    written = read_source(dst)
+    if written.manifest is not None:
+        verify(written.path, written.manifest)
+    for one in differences(source, written):
+        if dtype is None:
+            raise BadCheckpoint(dst, one.name, expected="the source's numbers", found=one.what)
+    typer.echo(f"{dst}: read back, " + ("every number is the source's" if dtype is None else "complete"))
 
 
 def _counts(split: str | None) -> list[int] | None:

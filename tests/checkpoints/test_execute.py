@@ -259,7 +259,6 @@ def test_the_first_error_ends_the_work_and_its_threads(tmp_path: Path) -> None:
 
 
 def test_progress_adds_up_and_memory_does_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(execute_module, "BLOCK", 1 << 16)
     whole = torch.randn(512, 1024)
     boxes = cut((512, 1024), {1: [100, 777]})
     files = store(tmp_path, "w", whole, [Box.whole((512, 1024))])
@@ -280,6 +279,6 @@ def test_progress_adds_up_and_memory_does_not_grow(tmp_path: Path, monkeypatch: 
         for b, t in zip(boxes, targets, strict=True)
     ]
     random.Random(0).shuffle(plan)
-    execute(files, plan, threads=1, progress=made.append)
+    execute(files, plan, threads=1, block=1 << 16, progress=made.append)
     assert sum(made) == whole.nbytes and len(made) > 30
     assert sum(sizes) <= 3 << 16

@@ -1,0 +1,22 @@
+"""Amounts of bytes as people write them."""
+
+from __future__ import annotations
+
+import re
+
+_UNITS = {
+    "": 1,
+    **{f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)},
+    **{f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", 1)},
+}
+
+
+def parse_size(text: str, option: str) -> int:
+    """Bytes of ``800MB``, ``1.5GiB`` or ``1000000``; ``BadInput`` naming ``option`` for anything else."""
+    from ..parallel_state import BadInput
+
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    units = {unit.lower(): size for unit, size in _UNITS.items()} | {"b": 1}
+    if match is None or match[2].lower() not in units:
+        raise BadInput(option, expected="a size such as 800MB or 2GiB", found=repr(text))
+    return int(float(match[1]) * units[match[2].lower()])

@@ -1,0 +1,227 @@
+"""A conversion that is killed: the output is absent or whole, and the same call goes on where it was."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trilith.checkpoints import How, convert
+from trilith.checkpoints.budget import anonymous_memory, block_within
+from trilith.checkpoints.journal import Journal
+from trilith.checkpoints.tensor_writer import TensorWriter
+from trilith.parallel_state import BadCheckpoint, BadInput, Box
+from trilith.testing import run_fresh, run_parallel
+from trilith.testing.folders import write_hf_folder
+from trilith.testing.runs import TINY_LLAMA, run_recipe, tiny_recipe, write_tokens
+
+FORMS = {
+    "to-sharded": ("hf", {"tensor": 2, "pipeline": 3}),
+    "to-hf": ("sharded", {"to": "hf"}),
+    "reshard": ("trained", {"to": "sharded", "tensor": 4}),
+}
+POINTS = [
+    "at=convert.before_data",
+    "at=convert.noted",
+    "at=convert.noted;time=9",
+    "at=convert.after_data",
+    "at=commit.before_rename",
+    "at=commit.after_rename",
+]
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One of each form: a Hugging Face folder, its sharded twin, a run's checkpoint with moments."""
+    folder = tmp_path_factory.mktemp("sources")
+    write_hf_folder(folder / "hf", TINY_LLAMA)
+    convert(folder / "hf", folder / "sharded", tensor=2, pipeline=2)
+    tokens = write_tokens(folder / "tokens")
+    run_parallel(
+        run_recipe, 2, tiny_recipe(folder / "trained", tokens, steps=1, layout={"data": 2, "zero": 1})
+    )
+    return folder
+
+
+def convert_noting(src: str, dst: str, arguments: dict[str, Any], every: int) -> None:
+    convert(src, dst, **arguments, how=How(note_every=every))
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def killed(src: Path, dst: Path, arguments: dict[str, Any], point: str, every: int = 4000) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRILITH_FAULT", f"rank=0;{point};act=kill")
+        (code,) = run_fresh(convert_noting, 1, str(src), str(dst), arguments, every, process_group=False)
+    assert code == -9, code.output
+
+
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_killed_conversion_is_absent_or_whole_and_goes_on_K15(
+    tmp_path: Path, sources: Path, form: str, point: str
+) -> None:
+    name, arguments = FORMS[form]
+    src, dst, before = sources / name, tmp_path / "out", contents(sources / name)
+    convert(src, tmp_path / "whole", **arguments)
+    killed(src, dst, arguments, point)
+    assert dst.exists() == (point == "at=commit.after_rename")
+    if not dst.exists():
+        convert(src, dst, **arguments)
+    assert contents(dst) == contents(tmp_path / "whole")
+    assert contents(src) == before
+    assert sorted(path.name for path in tmp_path.iterdir() if not path.name.endswith(".lock")) == [
+        "out",
+        "whole",
+    ]
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The elements of each box that is written from here on."""
+    sizes: list[int] = []
+    write = TensorWriter.write
+
+    def counted(self: TensorWriter, name: str, box: Box, *rest: Any) -> None:
+        sizes.append(box.size)
+        write(self, name, box, *rest)
+
+    monkeypatch.setattr(TensorWriter, "write", counted)
+    return sizes
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_was_noted_is_not_written_again(
+    tmp_path: Path, sources: Path, form: str, written: list[int]
+) -> None:
+    name, arguments = FORMS[form]
+    convert(sources / name, tmp_path / "whole", **arguments)
+    all_of_it = sum(written)
+    written.clear()
+    killed(
+        sources / name,
+        tmp_path / "out",
+        arguments,
+        "at=convert.noted;time=5",
+        40_000 if form == "reshard" else 4000,
+    )
+    seen: list[int] = []
+    plan = convert(sources / name, tmp_path / "out", **arguments, how=How(progress=seen.append))
+    assert 0 < sum(written) < 0.8 * all_of_it
+    assert sum(seen) == plan.nbytes
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_a_source_that_changed_is_begun_anew(tmp_path: Path, sources: Path, written: list[int]) -> None:
+    shutil.copytree(sources / "hf", tmp_path / "hf")
+    killed(tmp_path / "hf", tmp_path / "out", {"tensor": 2}, "at=convert.after_data")
+    os.utime(tmp_path / "hf" / "model.safetensors")
+    plan = convert(tmp_path / "hf", tmp_path / "out", tensor=2)
+    assert sum(written) == sum(one.box.size for file in plan.files for one in file.tensors)
+    assert not list(tmp_path.glob("out.tmp-*"))
+
+
+def test_damage_under_work_that_was_noted_is_seen(tmp_path: Path, sources: Path) -> None:
+    """What is not read again for the numbers is still read for the checksums."""
+    shutil.copytree(sources / "sharded", tmp_path / "src")
+    file = next((tmp_path / "src").glob("*tensor-01*"))
+    before = file.stat()
+    data = bytearray(file.read_bytes())
+    killed(tmp_path / "src", tmp_path / "out", {"to": "hf"}, "at=convert.after_data", every=1)
+    data[-50] ^= 4
+    file.write_bytes(data)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(BadCheckpoint, match="CRC-32"):
+        convert(tmp_path / "src", tmp_path / "out", to="hf")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_flipped_bit_that_makes_a_nan_is_damage_and_not_bad_numbers_G8(
+    tmp_path: Path, sources: Path
+) -> None:
+    convert(sources / "hf", tmp_path / "src", tensor=2)
+    file = next((tmp_path / "src").glob("*tensor-00*"))
+    data = bytearray(file.read_bytes())
+    data[-4:] = b"\0\0\xc0\x7f"
+    file.write_bytes(data)
+    with pytest.raises(BadCheckpoint, match="CRC-32"):
+        convert(tmp_path / "src", tmp_path / "out", to="hf")
+
+
+def test_a_journal_cut_by_the_kill_is_read_as_far_as_it_is_whole(tmp_path: Path) -> None:
+    synced: list[bool] = []
+    journal = Journal(tmp_path / "j", lambda: synced.append(True), every=10)
+    journal.note(3, 5)
+    assert not (tmp_path / "j").exists()
+    journal.note(4, 5)
+    journal.note(7, 10)
+    assert len(synced) == 2
+    with (tmp_path / "j").open("ab") as file:
+        file.write(b"[9, 1")
+    assert Journal(tmp_path / "j", lambda: None).done == {3, 4, 7}
+
+
+def test_an_interrupt_keeps_what_was_written_and_an_error_does_not(tmp_path: Path, sources: Path) -> None:
+    def interrupted(error: type[BaseException]) -> Callable[[int], None]:
+        def stop(done: int) -> None:
+            raise error
+
+        return stop
+
+    for error, left in ((KeyboardInterrupt, 1), (RuntimeError, 0)):
+        with pytest.raises(error):
+            convert(sources / "hf", tmp_path / "out", tensor=2, how=How(progress=interrupted(error)))
+        assert len(list(tmp_path.glob("out.tmp-*"))) == left
+        assert not list(tmp_path.glob("*.lock"))
+    convert(sources / "hf", tmp_path / "out", tensor=2)
+
+
+def test_too_little_memory_is_refused_with_figures() -> None:
+    with pytest.raises(BadInput, match=r"--max-ram: expected at least [\d,]+ MB .*, found 1 MB"):
+        block_within(1 << 20, 2)
+
+
+def test_memory_asked_for_bounds_blocks_and_workers() -> None:
+    now = anonymous_memory()
+    block, workers = block_within(now + (64 << 20), 8)
+    assert workers == 8 and block % 4096 == 0 and 8 * (4 * block + (4 << 20)) <= 64 << 20
+    assert block_within(now + (6 << 20), 8)[1] == 1
+    assert block_within(1 << 40, 8) == (4 << 20, 8)
+
+
+def convert_and_watch(src: str, dst: str, room: int) -> None:
+    """Exit code 0 if this process stayed below what it may use."""
+    import threading
+
+    before, peak, done = anonymous_memory(), [0], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.002):
+            peak[0] = max(peak[0], anonymous_memory())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    convert(src, dst, tensor=2, how=How(workers=2, max_ram=before + room))
+    done.set()
+    watcher.join()
+    print(f"{(peak[0] - before) / 1e6:.0f} MB of {room / 1e6:.0f} MB")
+    raise SystemExit(0 if before < peak[0] <= before + room else 1)
+
+
+def test_memory_stays_below_what_was_asked_C7(tmp_path: Path) -> None:
+    config = {**TINY_LLAMA, "hidden_size": 256, "intermediate_size": 1024, "vocab_size": 60000}
+    write_hf_folder(tmp_path / "hf", config)
+    (code,) = run_fresh(
+        convert_and_watch, 1, str(tmp_path / "hf"), str(tmp_path / "out"), 24 << 20, process_group=False
+    )
+    assert code == 0, code.output
