@@ -15,8 +15,9 @@ typecheck:
 	ln -sfn ../.. build/typecheck/trilith
 	python -m mypy
 
+# DETAIL has torch compare what each rank calls: also in the processes that tests start as a user would.
 test:
-	python -m pytest
+	TORCH_DISTRIBUTED_DEBUG=DETAIL python -m pytest
 
 # Faults seeded one at a time: does the suite see each of them? Some minutes, not part of `check`.
 mutants:

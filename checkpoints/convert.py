@@ -91,10 +91,11 @@ def plan_conversion(
     form = to or ("sharded" if source.manifest is None or tensor * pipeline > 1 else "hf")
     if form == "sharded":
         return plan_to_sharded(source, tensor=tensor, pipeline=pipeline, split=split, dtype=name)
-    if tensor * pipeline > 1:
+    if tensor * pipeline > 1 or split is not None:
+        found = f"tensor {tensor}, pipeline {pipeline}" + ("" if split is None else f", split {[*split]}")
         raise BadInput(
-            "convert", "--to hf", expected="no layout", found=f"tensor {tensor}, pipeline {pipeline}",
-            todo="A Hugging Face folder is whole: leave out --tensor and --pipeline",
+            "convert", "--to hf", expected="no layout", found=found,
+            todo="A Hugging Face folder is whole: leave out --tensor, --pipeline and --split",
         )  # fmt: skip
     return plan_to_hf(source, dtype=name)
 

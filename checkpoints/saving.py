@@ -229,7 +229,7 @@ def _write_file(
         return None
     file = f"rank-{rank:05d}-of-{world:05d}.safetensors"
     spec = {name: (name_of(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()}
-    writer = TensorWriter(directory / file, spec)
+    writer = TensorWriter(directory / file, spec, overlap=True)
     try:
         for number, (name, tensor) in enumerate(tensors.items()):
             if number == len(tensors) // 2:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -17,6 +18,11 @@ from .disk import Disk, writing
 from .dtypes import TORCH
 from .strides import runs_of
 from .tensor_header import Entry, build_header
+
+Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
+
+#: Bytes that are written while another thread takes their checksum.
+_PIECE = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +39,9 @@ class TensorWriter:
     ``tensors`` maps each name to ``(dtype, shape)``, the dtype by the format's name. ``entries`` says where
     each lies. Boxes may come from several threads; each element must come exactly once. With ``again`` the
     file may be there, left by a run that was killed; ``skip`` then says which boxes it holds. ``checksum`` is
-    a third of the cost of writing: where nobody keeps it (Hugging Face's folders) it is not taken.
+    a third of the cost of writing: where nobody keeps it (Hugging Face's folders) it is not taken. With
+    ``overlap`` a thread takes it while the bytes are written; the caller then leaves them unchanged until
+    ``close``.
     """
 
     def __init__(
@@ -45,6 +53,7 @@ class TensorWriter:
         disk: Disk | None = None,
         again: bool = False,
         checksum: bool = True,
+        overlap: bool = False,
     ):
         header, self.entries = build_header(tensors, metadata or {})
         self.path = path
@@ -52,6 +61,8 @@ class TensorWriter:
         self._disk = disk or Disk()
         self._checksum = Checksum() if checksum else None
         self._lock = Lock()
+        self._pool = ThreadPoolExecutor(1, "checksum") if overlap and checksum else None
+        self._sums: list[Future[int]] = []
         self._missing = {name: prod(entry.shape) for name, entry in self.entries.items()}
         with writing(path):
             self._fd = self._disk.reopen(path) if again and path.exists() else self._disk.create(path)
@@ -94,6 +105,8 @@ class TensorWriter:
         left = {name: count for name, count in self._missing.items() if count}
         assert not left, f"{self.path}: elements not written exactly once: {left}"
         crc = 0
+        for one in self._sums:
+            one.result()
         if self._checksum is not None:
             self._checksum.fill_gaps(self._fd, [(0, self.size)])
             crc = self._checksum.value(self.size)
@@ -103,18 +116,30 @@ class TensorWriter:
 
     def abandon(self) -> None:
         """Give the descriptor back and leave the file as it is."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
         if self._fd >= 0:
             self._disk.close(self._fd)
             self._fd = -1
 
     def _write(
         self,
-        data: np.ndarray[tuple[int], np.dtype[np.uint8]],
+        data: Bytes,
         offset: int,
         crc: int | None = None,
         sum_now: bool = True,
     ) -> None:
+        if not sum_now or self._checksum is None:
+            self._put(data, offset)
+        elif self._pool is None or crc is not None:
+            self._put(data, offset)
+            self._checksum.add(offset, data.data, crc)
+        else:
+            for at in range(0, data.size, _PIECE):
+                piece = data[at : at + _PIECE]
+                self._sums.append(self._pool.submit(self._checksum.add, offset + at, piece.data))
+                self._put(piece, offset + at)
+
+    def _put(self, data: Bytes, offset: int) -> None:
         with writing(self.path):
             self._disk.write(self._fd, data.data, offset)
-        if sum_now and self._checksum is not None:
-            self._checksum.add(offset, data.data, crc)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..models import CausalLM, Family, ModelConfig
 from ..parallel_state import BadCheckpoint, Layout, ParallelState
+from ..parallel_state.engine import local_data
 from .agree import together
 from .find import latest_checkpoint
 from .loading import check_same_model, fill, stored_parts
@@ -77,8 +78,9 @@ def load_training(
         for name, tensor, box in stored_parts(model, state):
             fill(tensor, source.read(name, box, tie))
         for parameter in model.parameters():
+            device = local_data(parameter).device  # where fused AdamW looks for it
             optimizer.state[parameter] = {
-                "step": torch.tensor(float(manifest.step), dtype=torch.float32),
+                "step": torch.tensor(float(manifest.step), dtype=torch.float32, device=device),
                 **{moment: torch.zeros_like(parameter, requires_grad=False) for moment in MOMENTS},
             }
         for moment in MOMENTS:

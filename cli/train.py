@@ -26,7 +26,7 @@ def train(
     for. On several hosts start it with torchrun: torchrun --nnodes 2 --nproc-per-node 8 --no-python trilith
     train RECIPE.toml
     """
-    from ..training.launch import check_launch, launch, own_rank, process_group, under_torchrun
+    from ..training.launch import check_device, check_launch, launch, own_rank, process_group, under_torchrun
     from ..training.preempt import StopSignals
     from ..training.recipe import load_recipe
     from ..training.run_plan import open_data, plan
@@ -52,6 +52,7 @@ def train(
             Trainer(loaded, state, beat=beat, signals=signals, quiet=quiet).run()
         return
     # Bad input is said here, once and at once, before any rank starts.
+    check_device(loaded.device)
     plan(loaded)
     open_data(loaded)
     arguments = ["train", str(recipe), *(overrides or []), *(["--quiet"] if quiet else [])]

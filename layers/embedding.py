@@ -40,11 +40,14 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         self.state = state or ParallelState.alone()
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
-        declaration = _vocabulary(num_embeddings, embedding_dim, ends, initial or Normal(1.0))
+        declaration = _vocabulary(num_embeddings, embedding_dim, ends, initial or Normal(1.0), state)
+        self.padded = declaration.shape[0] > num_embeddings or self.state.tensor_size > 1
         declare_parameter(self, "weight", declaration, self.state)
 
     def forward(self, tokens: Tensor) -> Tensor:
         weight = local(self.weight)
+        if self.padded:
+            check_ids(tokens, self.num_embeddings)
         if self.state.tensor_size == 1:
             return F.embedding(tokens, weight)
         rows = weight.shape[0]
@@ -58,7 +61,7 @@ class VocabParallelEmbedding(nn.Module):
         return F.linear(enter_tensor(x, self.state), local(self.weight))
 
     def extra_repr(self) -> str:
-        return _repr(self.num_embeddings, self.embedding_dim, self.state)
+        return _repr(self.num_embeddings, self.embedding_dim, self.weight, self.state)
 
 
 class VocabParallelHead(nn.Module):
@@ -81,14 +84,14 @@ class VocabParallelHead(nn.Module):
         super().__init__()
         self.state = state or ParallelState.alone()
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
-        declaration = _vocabulary(num_embeddings, embedding_dim, False, initial or Normal(0.02))
+        declaration = _vocabulary(num_embeddings, embedding_dim, False, initial or Normal(0.02), state)
         declare_parameter(self, "weight", declaration, self.state)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(enter_tensor(x, self.state), local(self.weight))
 
     def extra_repr(self) -> str:
-        return _repr(self.num_embeddings, self.embedding_dim, self.state)
+        return _repr(self.num_embeddings, self.embedding_dim, self.weight, self.state)
 
 
 class PositionEmbedding(nn.Module):
@@ -123,19 +126,40 @@ class PositionEmbedding(nn.Module):
             positions = positions.narrow(-1, self.state.tensor_index * length, length)
         return x + F.embedding(positions, local(self.weight))
 
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}"
+
 
 def gather_logits(logits: Tensor, vocab_size: int, *, state: ParallelState | None = None) -> Tensor:
     """Whole logits (..., vocab_size) from each rank's columns; for looking at, not for the loss."""
     return gather_from_tensor(logits, state or ParallelState.alone())[..., :vocab_size]
 
 
-def _vocabulary(rows: int, dim: int, ends: bool, initial: Initial) -> Declaration:
-    return Declaration((padded_vocabulary(rows), dim), cut=Cut(0), rows=rows, ends=ends, initial=initial)
+def check_ids(ids: Tensor, size: int, *, but: int | None = None) -> None:
+    """``IndexError`` for a token id (or a label other than ``but``) outside the vocabulary, as
+    ``nn.Embedding`` raises it.
+
+    On the CPU alone: elsewhere it would wait for the device, and under ``torch.compile`` break the graph.
+    """
+    if torch.compiler.is_compiling() or ids.device.type != "cpu" or not ids.numel():
+        return
+    wrong = (ids < 0) | (ids >= size)
+    if but is not None:
+        wrong &= ids != but
+    if bool(wrong.any()):
+        raise IndexError(f"token id {int(ids[wrong][0])} is out of range: the vocabulary has {size}")
 
 
-def _repr(rows: int, dim: int, state: ParallelState) -> str:
-    padded = padded_vocabulary(rows)
-    return f"{rows}, {dim}, padded={padded}, here=({padded // state.tensor_size}, {dim})"
+def _vocabulary(
+    rows: int, dim: int, ends: bool, initial: Initial, state: ParallelState | None
+) -> Declaration:
+    """Without a state there is no padding: the layer is the plain one, and loads its weights."""
+    held = rows if state is None else padded_vocabulary(rows)
+    return Declaration((held, dim), cut=Cut(0), rows=rows, ends=ends, initial=initial)
+
+
+def _repr(rows: int, dim: int, weight: Tensor, state: ParallelState) -> str:
+    return f"{rows}, {dim}, padded={weight.shape[0]}, here=({weight.shape[0] // state.tensor_size}, {dim})"
 
 
 def default_positions(x: Tensor, state: ParallelState, *, embedded: bool) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..parallel_state import ParallelState, engine
+from .embedding import check_ids
 
 IGNORE = -100
 
@@ -18,7 +19,13 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, vocab_size: int, smoothing: float, state: ParallelState
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        vocab_size: int,
+        smoothing: float,
+        ignore: int,
+        state: ParallelState,
     ) -> Tensor:
         columns = logits.shape[-1]
         first = state.tensor_index * columns
@@ -44,7 +51,7 @@ class _CrossEntropy(torch.autograd.Function):
         total, picked, spread = sums.unbind(0)
         log_total = total.log()
         loss = (1 - smoothing) * (log_total - picked) + smoothing * (log_total - spread / vocab_size)
-        valid = labels != IGNORE
+        valid = labels != ignore
         x /= total.unsqueeze(-1)
         ctx.save_for_backward(x, target, elsewhere, valid)
         ctx.smoothing, ctx.vocab_size, ctx.true_columns = smoothing, vocab_size, true_columns
@@ -52,7 +59,7 @@ class _CrossEntropy(torch.autograd.Function):
         return loss.masked_fill(~valid, 0.0)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         softmax, target, elsewhere, valid = ctx.saved_tensors
         grad = softmax.clone()
         if ctx.smoothing:
@@ -60,7 +67,7 @@ class _CrossEntropy(torch.autograd.Function):
         hit = (elsewhere.logical_not().to(grad.dtype) * (1 - ctx.smoothing)).unsqueeze(-1)
         grad.scatter_add_(-1, target.unsqueeze(-1), -hit)
         grad *= (grads[0] * valid).unsqueeze(-1)
-        return grad.to(ctx.dtype), None, None, None, None
+        return grad.to(ctx.dtype), None, None, None, None, None
 
 
 _cross_entropy: Callable[..., Tensor] = _CrossEntropy.apply  # torch declares it without types
@@ -72,19 +79,21 @@ def vocab_parallel_cross_entropy(
     vocab_size: int,
     *,
     label_smoothing: float = 0.0,
+    ignore_index: int = IGNORE,
     state: ParallelState | None = None,
 ) -> Tensor:
-    """Loss of each token, (B, S), at least fp32; zero where the label is ``IGNORE`` (-100).
+    """Loss of each token, (B, S), at least fp32; zero where the label is ``ignore_index``.
 
     ``logits``: (B, S, padded / tensor), this rank's columns. ``labels``: (B, S), already shifted.
     ``label_smoothing`` as in ``F.cross_entropy``, spread over the true ``vocab_size``. Two small all-reduces:
     the maximum, and three sums. Sum it and divide by the number of valid tokens *of the whole step* (see
-    ``valid_tokens``).
+    ``valid_tokens``). ``IndexError`` for another label outside the vocabulary, on the CPU.
     """
     state = state or ParallelState.alone()
-    return _cross_entropy(logits, labels, vocab_size, label_smoothing, state)
+    check_ids(labels, vocab_size, but=ignore_index)
+    return _cross_entropy(logits, labels, vocab_size, label_smoothing, ignore_index, state)
 
 
-def valid_tokens(labels: Tensor) -> Tensor:
+def valid_tokens(labels: Tensor, *, ignore_index: int = IGNORE) -> Tensor:
     """How many labels count, as a scalar int64 tensor."""
-    return (labels != IGNORE).sum()
+    return (labels != ignore_index).sum()

@@ -32,6 +32,10 @@ def generate(
     with it. The whole sequence is computed again for each token.
     """
     config = model.config
+    if not tokens.shape[1]:
+        raise BadInput("generate", "prompt", expected="at least one token", found="none")
+    if not 0 < top_p <= 1:
+        raise BadInput("generate", "top_p", expected="above 0 and at most 1", found=top_p)
     if tokens.shape[1] + max_new_tokens > config.max_position_embeddings:
         raise BadInput(
             "generate",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import cache
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from .errors import BadInput
 from .layout import Coordinates, Layout
 
 # The mesh has no axis of its own for context: FSDP shards over data_shard and context as one.
@@ -55,16 +57,20 @@ class ParallelState:
         device: str | torch.device = "cpu",
         timeout: timedelta = timedelta(minutes=10),
     ) -> ParallelState:
-        """This rank's state in the running process group, whose world size must be the layout's.
+        """This rank's state in the process group, whose world size must be the layout's.
 
-        ``timeout`` bounds every wait for a peer. Collective: every rank calls it, with the same layout.
+        Under torchrun the process group is made here, unless it runs already. ``timeout`` bounds every wait
+        for a peer. Ranks whose torch seeds differ take rank 0's, since parts of one tensor are drawn from
+        it. Collective: every rank calls it, with the same layout.
         """
-        assert dist.is_initialized(), "init_process_group comes first; `torchrun` or `trilith train` do it"
+        if not dist.is_initialized():
+            _init_process_group(torch.device(device), timeout)
         layout.check_world(dist.get_world_size())
         device = torch.device(device)
         if device == torch.device("cuda"):  # no index: the current one
             device = torch.device("cuda", torch.cuda.current_device())
         rank = dist.get_rank()
+        _agree_on_a_seed()
         sizes = (layout.pipeline, layout.data_replicate, layout.data_shard * layout.context, layout.tensor)
         ranks = torch.arange(layout.world).view(sizes)
         # Groups of our own, not those of torch's mesh: these bear our timeout, and of a mesh of one axis
@@ -118,7 +124,7 @@ class ParallelState:
 
     @property
     def file_group(self) -> dist.ProcessGroup | None:
-        """All ranks, on the CPU: what checkpoints agree through, perhaps while others compute."""
+        """All ranks, on the CPU. For checkpoints alone: a thread may use it while the others compute."""
         return self._files
 
     @property
@@ -170,3 +176,23 @@ def _group(ranks: Sequence[int], timeout: timedelta, backend: str | None = None)
         [*ranks], timeout=timeout, backend=backend, use_local_synchronization=True
     )
     return group
+
+
+def _init_process_group(device: torch.device, timeout: timedelta) -> None:
+    if "RANK" not in os.environ:
+        raise BadInput(
+            "environment",
+            "RANK",
+            expected="torchrun's variables or a running process group",
+            found="neither",
+            todo="Start with torchrun, or call torch.distributed.init_process_group first",
+        )
+    dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl", timeout=timeout)
+
+
+def _agree_on_a_seed() -> None:
+    """Unless somebody seeded them, torch's generators begin differently in each process."""
+    seeds: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(seeds, torch.initial_seed())
+    if len(set(seeds)) > 1:
+        torch.manual_seed(seeds[0])

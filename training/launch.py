@@ -23,7 +23,7 @@ import torch.distributed as dist
 from ..parallel_state import BadInput, Layout, ParallelState, PeerFailed
 from .join import join
 from .preempt import PREEMPTED
-from .status import blame, clear_status, first_failure, read_status
+from .status import blame, clear_status, first_failure, make_folder, read_status
 
 _LOOK_EVERY = 0.2
 #: Seconds that ranks have to end by themselves once one has failed.
@@ -53,10 +53,15 @@ def own_rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def check_launch(layout: Layout, *, device: str) -> None:
-    """Refuse a device that is not here, or another number of ranks than the layout's. Leaves no trace."""
+def check_device(device: str) -> None:
+    """``BadInput`` for CUDA where there is none."""
     if device == "cuda" and not torch.cuda.is_available():
         raise BadInput("recipe", "device", expected="cpu: this machine has no CUDA device", found="cuda")
+
+
+def check_launch(layout: Layout, *, device: str) -> None:
+    """Refuse a device that is not here, or another number of ranks than the layout's. Leaves no trace."""
+    check_device(device)
     layout.check_world(int(os.environ["WORLD_SIZE"]) if under_torchrun() else 1)
 
 
@@ -98,6 +103,7 @@ def launch(arguments: Sequence[str], world: int, status: Path) -> int:
     torchrun flattens every exit code to 1, so the ranks' own words are read from the folder ``status``.
     SIGTERM and SIGINT go on to torchrun, which hands them to the ranks.
     """
+    make_folder(status)
     clear_status(status)
     each = max(1, (os.cpu_count() or 1) // world)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world)]
@@ -112,10 +118,14 @@ def launch(arguments: Sequence[str], world: int, status: Path) -> int:
             code = _wait(child, status)
         failed = first_failure(status) if code else None
         if failed is not None:
-            sys.stderr.write(f"error: rank {failed.rank}: {failed.error}\n")
+            kind = "stopped" if failed.code == PREEMPTED else "error"
+            sys.stderr.write(f"{kind}: rank {failed.rank}: {failed.error}\n")
             return int(failed.code or 1)
         dead = blame(status, world, but=-1, wait=0.0) if code else ""
         if dead:
+            if not read_status(status):  # not one came far enough to say why
+                log.seek(0)
+                sys.stderr.write(log.read())
             sys.stderr.write(f"error: {dead}\n")
             return PeerFailed.exit_code
         if code:

@@ -7,15 +7,17 @@ import json
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..parallel_state import BadInput, Layout
 
+_Beta = Annotated[float, Field(ge=0, lt=1)]
+
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
 
 
 class ModelSection(_Section):
@@ -44,7 +46,7 @@ class LayoutSection(_Section):
     zero: int = Field(default=0, ge=0, le=3)
     sequence: bool = False
     split: list[int] | None = Field(default=None, description="blocks of each pipeline stage, by hand")
-    schedule: str = Field(default="1f1b", description="gpipe or 1f1b")
+    schedule: Literal["gpipe", "1f1b"] = Field(default="1f1b", description="of the pipeline")
 
     @property
     def layout(self) -> Layout:
@@ -74,11 +76,11 @@ class OptimizerSection(_Section):
     """AdamW and the learning rate's course."""
 
     lr: float = Field(default=3e-4, gt=0)
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[_Beta, _Beta] = (0.9, 0.95)
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.1, ge=0)
     clip: float = Field(default=1.0, gt=0, description="largest global gradient norm")
-    schedule: str = Field(default="cosine", description="cosine or constant")
+    schedule: Literal["cosine", "constant"] = Field(default="cosine", description="of the learning rate")
     warmup: int = Field(default=0, ge=0, description="steps")
     minimum_ratio: float = Field(
         default=0.1, ge=0, le=1, description="the last learning rate, as a share of lr"
@@ -113,8 +115,10 @@ class Recipe(_Section):
     timeout: float = Field(
         default=600.0, gt=0, description="seconds after which a silent peer counts as failed"
     )
-    dtype: str = Field(default="float32", description="weights and moments")
-    compute: str | None = Field(
+    dtype: Literal["float32", "float64", "bfloat16"] = Field(
+        default="float32", description="weights and moments"
+    )
+    compute: Literal["float32", "float64", "bfloat16"] | None = Field(
         default=None, description="forward and backward; bfloat16 with float32 weights is mixed precision"
     )
     log_every: int = Field(default=10, ge=1)

@@ -12,9 +12,12 @@ import os
 import socket
 import threading
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
+
+from ..parallel_state import BadInput
 
 #: A rank whose file is older than this many seconds is silent. Ranks beat once a second.
 SILENT_AFTER = 4.0
@@ -72,7 +75,7 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
     def __enter__(self) -> Self:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(self._path.parent)
         self._write()
         self._thread.start()
         return self
@@ -85,9 +88,7 @@ class Heartbeat:
     def at(self, phase: str, step: int) -> None:
         """What this rank does now; written at once where the phase is new, else with the next beat."""
         new = phase != self._status.phase
-        self._status = _changed(self._status, phase=phase, step=step)
-        if new:
-            self._write()
+        self._write(now=new, phase=phase, step=step)
 
     @property
     def place(self) -> str:
@@ -97,8 +98,7 @@ class Heartbeat:
         """The last word of this rank; written at once. The first call counts."""
         if self._status.code is None:
             self._stop()
-            self._status = _changed(self._status, code=code, error=error, cause=cause)
-            self._write()
+            self._write(code=code, error=error, cause=cause)
 
     def _stop(self) -> None:
         self._done.set()
@@ -109,16 +109,28 @@ class Heartbeat:
         while not self._done.wait(_BEAT):
             self._write()
 
-    def _write(self) -> None:
+    def _write(self, *, now: bool = True, **changes: object) -> None:
+        """Note the changes and, ``now``, put them on the disk; a full disk must not hide what went wrong."""
         with self._lock:
-            self._status = _changed(self._status, time=time.time())
-            temporary = self._path.with_suffix(".tmp")
-            temporary.write_text(json.dumps(asdict(self._status)))
-            temporary.replace(self._path)
+            self._status = _changed(self._status, time=time.time(), **changes)
+            if now:
+                with suppress(OSError):
+                    temporary = self._path.with_suffix(".tmp")
+                    temporary.write_text(json.dumps(asdict(self._status)))
+                    temporary.replace(self._path)
 
 
 def _changed(status: RankStatus, **changes: object) -> RankStatus:
     return RankStatus(**(asdict(status) | changes))
+
+
+def make_folder(folder: Path) -> None:
+    """``BadInput`` where a run's folder cannot be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        expected = "a folder that can be made and written to"
+        raise BadInput("recipe", "out", expected=expected, found=f"{folder}: {error.strerror}") from None
 
 
 def read_status(folder: Path) -> list[RankStatus]:

@@ -140,11 +140,14 @@ class Trainer:
         )
 
     def _on_any_rank(self, *flags: bool) -> list[bool]:
-        """Signals and errors reach ranks at different moments; all of them act on one after the same step."""
+        """Signals and errors reach ranks at different moments; all of them act on one after the same step.
+
+        Not through the group of the files: a save in the background may be using that one now.
+        """
         if self.state.layout.world == 1:
             return [*flags]
         seen = torch.tensor(flags, dtype=torch.int32)
-        dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=self.state.file_group)
+        dist.all_reduce(seen, op=dist.ReduceOp.MAX)
         return [bool(flag) for flag in seen]
 
     def _start(self) -> int:

@@ -15,7 +15,7 @@ from .status import Heartbeat, blame
 #: Words of gloo, NCCL and TORCH_DISTRIBUTED_DEBUG=DETAIL.
 _OF_A_COLLECTIVE = (
     *("gloo", "Gloo", "NCCL", "Connection", "Socket", "Timed out", "Broken pipe", "recvValue"),
-    *("monitoredBarrier", "mismatch between collectives"),
+    *("pair closure", "op.preamble", "monitoredBarrier", "mismatch between collectives"),
 )
 _LESS_MEMORY = "Try a smaller data.micro_batch, more tensor or pipeline ranks, or layout.zero=3"
 

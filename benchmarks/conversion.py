@@ -1,0 +1,217 @@
+"""Conversion against `cp` of the same bytes: speed both ways, rows and columns apart, memory at two sizes.
+
+The peer is transformers' from_pretrained + save_pretrained, which is how most people convert.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import Peak, Row, in_turn, ratio, seconds_of
+from trilith.checkpoints import convert, differences, read_source
+from trilith.checkpoints.execute import Transfer, execute
+from trilith.checkpoints.plan import Stored, Tie, Whole, copies
+from trilith.checkpoints.tensor_file import TensorFile
+from trilith.checkpoints.tensor_writer import TensorWriter
+from trilith.parallel_state import Box
+from trilith.testing.folders import write_hf_folder
+
+TENSOR, PIPELINE = 4, 2
+MATRIX, MATRICES = 4096, 16
+
+TRANSFORMERS = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.bfloat16).save_pretrained(sys.argv[2])
+"""
+
+
+def llama(hidden: int, layers: int, vocab: int = 32000) -> dict[str, Any]:
+    """Llama's proportions: heads of 64, four query heads to a key/value head."""
+    return {
+        "model_type": "llama",
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": hidden * 11 // 4,
+        "num_hidden_layers": layers,
+        "num_attention_heads": hidden // 64,
+        "num_key_value_heads": hidden // 256,
+        "head_dim": 64,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    }
+
+
+def main(folder: Path, rounds: int) -> list[Row]:
+    rows = [*whole_models(folder, rounds), *kinds_of_cut(folder, rounds), *memory(folder)]
+    return rows
+
+
+def copy(src: Path, dst: Path) -> float:
+    shutil.rmtree(dst, ignore_errors=True)
+    return seconds_of(lambda: subprocess.run(["cp", "-r", "--reflink=never", src, dst], check=True))
+
+
+def whole_models(folder: Path, rounds: int) -> list[Row]:
+    hf, sharded, back = folder / "hf", folder / "sharded", folder / "back"
+    write_hf_folder(hf, llama(2048, 16), dtype="BF16", max_shard_size=1 << 30)
+
+    def ours(src: Path, dst: Path, **arguments: Any) -> Callable[[], float]:
+        def run() -> float:
+            shutil.rmtree(dst, ignore_errors=True)
+            return seconds_of(lambda: convert(src, dst, **arguments))
+
+        return run
+
+    def command(*words: str | Path, dst: Path) -> Callable[[], float]:
+        def run() -> float:
+            shutil.rmtree(dst, ignore_errors=True)
+            return seconds_of(
+                lambda: subprocess.run([sys.executable, *words], check=True, capture_output=True)
+            )
+
+        return run
+
+    taken = in_turn(
+        {
+            "cp hf": lambda: copy(hf, folder / "copy"),
+            "to sharded": ours(hf, sharded, tensor=TENSOR, pipeline=PIPELINE),
+            "cp sharded": lambda: copy(sharded, folder / "copy"),
+            "to hf": ours(sharded, back, to="hf"),
+        },
+        rounds,
+    )
+    assert not list(differences(read_source(hf), read_source(back))), "the round trip is not bit-exact"
+    shutil.rmtree(back)
+    layout = ("--tensor", str(TENSOR), "--pipeline", str(PIPELINE))
+    from_start = in_turn(
+        {
+            "cp": lambda: copy(hf, folder / "copy"),
+            "command": command("-m", "trilith.cli", "convert", hf, sharded, *layout, dst=sharded),
+            "transformers": command("-c", TRANSFORMERS, hf, back, dst=back),
+        },
+        max(1, rounds // 2),
+    )
+    for path in (back, folder / "copy"):
+        shutil.rmtree(path)
+    both = [a + b for a, b in zip(taken["to sharded"], taken["to hf"], strict=True)]
+    copied = [a + b for a, b in zip(taken["cp hf"], taken["cp sharded"], strict=True)]
+    return [
+        ratio(
+            f"HF -> tensor {TENSOR} x pipeline {PIPELINE}, of cp",
+            taken["to sharded"],
+            taken["cp hf"],
+            goal=0.8,
+        ),
+        ratio("and back to HF, of cp", taken["to hf"], taken["cp sharded"], goal=0.8),
+        ratio("both ways, of cp", both, copied, goal=0.8),
+        ratio("trilith convert from process start, of cp", from_start["command"], from_start["cp"]),
+        ratio(
+            "trilith convert from process start, of transformers' load + save",
+            from_start["command"],
+            from_start["transformers"],
+        ),
+    ]
+
+
+def kinds_of_cut(folder: Path, rounds: int) -> list[Row]:
+    """One file of square matrices cut into four files along a dim, and merged again."""
+    shape = (MATRIX, MATRIX)
+    names = [f"w{number}" for number in range(MATRICES)]
+    file = folder / "whole.safetensors"
+    writer = TensorWriter(file, {name: ("BF16", shape) for name in names}, checksum=False)
+    for number, name in enumerate(names):
+        writer.write(name, Box.whole(shape), torch.randn(shape).add(number).to(torch.bfloat16))
+    writer.close()
+    rows = []
+    for dim, goal in ((0, 0.9), (1, 0.6)):
+        piece = MATRIX // TENSOR
+        boxes = [Box.whole(shape).narrow(dim, i * piece, (i + 1) * piece) for i in range(TENSOR)]
+        parts = [folder / f"part-{dim}-{i}.safetensors" for i in range(TENSOR)]
+        whole = {name: Whole(shape, "BF16", (Stored(0, name, Box.whole(shape)),)) for name in names}
+        pieces = {
+            name: Whole(shape, "BF16", tuple(Stored(i, name, box) for i, box in enumerate(boxes)))
+            for name in names
+        }
+
+        def move(sources: list[Path], catalog: Any, targets: list[Path], wanted: list[Box]) -> float:
+            for path in targets:
+                path.unlink(missing_ok=True)
+
+            def work() -> None:
+                writers = [
+                    TensorWriter(path, {name: ("BF16", box.shape) for name in names})
+                    for path, box in zip(targets, wanted, strict=True)
+                ]
+                execute(
+                    [TensorFile.open(path) for path in sources],
+                    [
+                        Transfer(name, box, tuple(copies(name, box, catalog, Tie(None))), writer)
+                        for name in names
+                        for box, writer in zip(wanted, writers, strict=True)
+                    ],
+                )
+                for one in writers:
+                    one.close()
+
+            return seconds_of(work)
+
+        taken = in_turn(
+            {
+                "cp": lambda: copy(file, folder / "copy.safetensors"),
+                "cut": lambda: move([file], whole, parts, boxes),  # noqa: B023  # run before the next turn
+                "merge": lambda: move(parts, pieces, [folder / "merged.safetensors"], [Box.whole(shape)]),  # noqa: B023
+            },
+            rounds,
+        )
+        kind = ("rows", "columns")[dim]
+        rows += [
+            ratio(f"cut by {kind}, CRC-32 included, of cp", taken["cut"], taken["cp"], goal=goal),
+            ratio(f"merged by {kind}, CRC-32 included, of cp", taken["merge"], taken["cp"], goal=goal),
+        ]
+        for path in [*parts, folder / "merged.safetensors", folder / "copy.safetensors"]:
+            path.unlink()
+    file.unlink()
+    return rows
+
+
+def memory(folder: Path) -> list[Row]:
+    """Peak RssAnon of the command, both ways, at two sizes of one width."""
+    rows, peaks = [], []
+    for layers in (4, 16):
+        hf, sharded, back = (folder / name for name in ("m-hf", "m-sharded", "m-back"))
+        config = llama(2048, layers)
+        size = write_hf_folder(hf, config, dtype="BF16", max_shard_size=1 << 30)
+        largest = 2 * config["vocab_size"] * config["hidden_size"]
+        for src, dst, words in (
+            (hf, sharded, ["--tensor", str(TENSOR), "--pipeline", str(PIPELINE)]),
+            (sharded, back, ["--to", "hf"]),
+        ):
+            command = [sys.executable, "-m", "trilith.cli", "convert", str(src), str(dst), *words]
+            with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process, Peak(process.pid) as peak:
+                assert process.wait() == 0
+            limit = 2 * largest + 200e6
+            peaks.append(peak.bytes)
+            rows.append(
+                Row(
+                    f"peak RssAnon, {size / 1e9:.2f} GB {src.name[2:]} -> {dst.name[2:]}",
+                    peak.bytes / 1e6,
+                    peak.bytes / 1e6,
+                    peak.bytes / 1e6,
+                    "MB",
+                    f"<= {limit / 1e6:.0f} (2 x the largest tensor + 200)",
+                    peak.bytes <= limit,
+                )
+            )
+        for path in (hf, sharded, back):
+            shutil.rmtree(path)
+    growth = max(peaks[2:]) / max(peaks[:2])
+    rows.append(Row("peak at 16 layers over 4 layers", growth, growth, growth, "x", "<= 1.1", growth <= 1.1))
+    return rows

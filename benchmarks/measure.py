@@ -1,0 +1,133 @@
+"""What every benchmark shares: contenders in turn, ratios of each round, the machine, a table of results."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+
+
+@dataclass
+class Row:
+    """One line of the table: a figure, its spread over the rounds, and what it should reach."""
+
+    name: str
+    figure: float
+    low: float
+    high: float
+    unit: str = "x"
+    goal: str = ""
+    good: bool | None = None
+    details: dict[str, float] = field(default_factory=dict)
+
+
+def in_turn(contenders: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each contender, each round running all of them once, after one round that does not count."""
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for number in range(rounds + 1):
+        for name, run in contenders.items():
+            taken = run()
+            if number:
+                seconds[name].append(taken)
+    return seconds
+
+
+def ratio(name: str, ours: list[float], theirs: list[float], *, goal: float | None = None) -> Row:
+    """How many times as fast as theirs: the median over the rounds of their seconds over ours."""
+    found = sorted(b / a for a, b in zip(ours, theirs, strict=True))
+    median = statistics.median(found)
+    return Row(
+        name,
+        median,
+        found[0],
+        found[-1],
+        goal="" if goal is None else f">= {goal}",
+        good=None if goal is None else median >= goal,
+        details={"ours, s": statistics.median(ours), "theirs, s": statistics.median(theirs)},
+    )
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def anonymous(pid: int) -> int:
+    """RssAnon of a process in bytes: what it holds itself, not the pages of files."""
+    try:
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 0
+
+
+class Peak:
+    """The largest RssAnon of a process and its children while the context lasts, looked at every 10 ms."""
+
+    def __init__(self, pid: int) -> None:
+        self.bytes, self._pid, self._done = 0, pid, threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+
+    def __enter__(self) -> Peak:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._done.wait(0.01):
+            self.bytes = max(self.bytes, anonymous(self._pid))
+
+
+def machine() -> dict[str, object]:
+    packages = {name: version(name) for name in ("torch", "transformers", "safetensors", "trilith")}
+    known = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    model = next(
+        (line.split(":")[1].strip() for line in known.splitlines() if line.startswith("model name")), ""
+    )
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "processor": model or platform.processor(),
+        "cores": os.cpu_count(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "load at the start": round(os.getloadavg()[0], 2),
+        **packages,
+    }
+
+
+def check_load(limit: float = 0.5) -> None:
+    """Refuse to measure beside other work."""
+    if os.getloadavg()[0] > limit:
+        raise SystemExit(
+            f"the load is {os.getloadavg()[0]:.2f}, above {limit}: wait until it is idle, or pass --busy"
+        )
+
+
+def write_results(out: Path, title: str, rows: list[Row], facts: Mapping[str, object]) -> None:
+    """``out``.json and ``out``.md."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.with_suffix(".json").write_text(
+        json.dumps({"machine": facts, "rows": [asdict(row) for row in rows]}, indent=2) + "\n"
+    )
+    lines = [f"# {title}", ""]
+    lines += [f"{key}: {value}  " for key, value in facts.items()]
+    lines += ["", "| what | figure | spread | goal | |", "|---|---|---|---|---|"]
+    for row in rows:
+        mark = "" if row.good is None else ("reached" if row.good else "**not reached**")
+        details = "".join(f"; {key} {value:.3g}" for key, value in row.details.items())
+        spread = f"{row.low:.2f} to {row.high:.2f}{details}"
+        lines.append(f"| {row.name} | {row.figure:.2f} {row.unit} | {spread} | {row.goal} | {mark} |")
+    out.with_suffix(".md").write_text("\n".join(lines) + "\n")

@@ -1,0 +1,44 @@
+"""Run benchmarks and write benchmarks/results/NAME.json and .md: python benchmarks/run.py [NAME ...]."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+TITLES = {
+    "conversion": "Conversion against cp and transformers",
+    "resharding": "Resharding against cp and torch.distributed.checkpoint",
+    "saving": "Saving against a raw write and torch.distributed.checkpoint",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", choices=[*TITLES, []], help="default: all")
+    parser.add_argument("--folder", default="/dev/shm", help="where the files go; some GB")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--busy", action="store_true", help="measure beside other work all the same")
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    options = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count()))
+    sys.path.insert(0, str(HERE))
+    from measure import check_load, machine, write_results
+
+    for name in options.names or TITLES:
+        if not options.busy:
+            check_load()
+        facts = machine()
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+            rows = importlib.import_module(name).main(Path(folder), options.rounds)
+        facts["load at the end"] = round(os.getloadavg()[0], 2)
+        write_results(options.results / name, TITLES[name], rows, facts)
+        print((options.results / f"{name}.md").read_text())
+
+
+if __name__ == "__main__":
+    main()
