@@ -94,12 +94,10 @@ class Peak:
 def machine() -> dict[str, object]:
     packages = {name: version(name) for name in ("torch", "transformers", "safetensors", "trilith")}
     known = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    model = next(
-        (line.split(":")[1].strip() for line in known.splitlines() if line.startswith("model name")), ""
-    )
+    names = [line.split(":")[1].strip() for line in known.splitlines() if line.startswith("model name")]
     return {
         "date": time.strftime("%Y-%m-%d"),
-        "processor": model or platform.processor(),
+        "processor": names[0] if names else platform.processor(),
         "cores": os.cpu_count(),
         "system": platform.platform(),
         "python": platform.python_version(),

@@ -41,12 +41,12 @@ class VocabParallelEmbedding(nn.Module):
         self.state = state or ParallelState.alone()
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         declaration = _vocabulary(num_embeddings, embedding_dim, ends, initial or Normal(1.0), state)
-        self.padded = declaration.shape[0] > num_embeddings or self.state.tensor_size > 1
+        self.rows = declaration.shape[0]
         declare_parameter(self, "weight", declaration, self.state)
 
     def forward(self, tokens: Tensor) -> Tensor:
         weight = local(self.weight)
-        if self.padded:
+        if self.rows > self.num_embeddings or self.state.tensor_size > 1:  # else torch sees to it
             check_ids(tokens, self.num_embeddings)
         if self.state.tensor_size == 1:
             return F.embedding(tokens, weight)
@@ -61,7 +61,7 @@ class VocabParallelEmbedding(nn.Module):
         return F.linear(enter_tensor(x, self.state), local(self.weight))
 
     def extra_repr(self) -> str:
-        return _repr(self.num_embeddings, self.embedding_dim, self.weight, self.state)
+        return _repr(self.num_embeddings, self.embedding_dim, self.rows, self.state)
 
 
 class VocabParallelHead(nn.Module):
@@ -85,13 +85,14 @@ class VocabParallelHead(nn.Module):
         self.state = state or ParallelState.alone()
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         declaration = _vocabulary(num_embeddings, embedding_dim, False, initial or Normal(0.02), state)
+        self.rows = declaration.shape[0]
         declare_parameter(self, "weight", declaration, self.state)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(enter_tensor(x, self.state), local(self.weight))
 
     def extra_repr(self) -> str:
-        return _repr(self.num_embeddings, self.embedding_dim, self.weight, self.state)
+        return _repr(self.num_embeddings, self.embedding_dim, self.rows, self.state)
 
 
 class PositionEmbedding(nn.Module):
@@ -158,8 +159,8 @@ def _vocabulary(
     return Declaration((held, dim), cut=Cut(0), rows=rows, ends=ends, initial=initial)
 
 
-def _repr(rows: int, dim: int, weight: Tensor, state: ParallelState) -> str:
-    return f"{rows}, {dim}, padded={weight.shape[0]}, here=({weight.shape[0] // state.tensor_size}, {dim})"
+def _repr(rows: int, dim: int, padded: int, state: ParallelState) -> str:
+    return f"{rows}, {dim}, padded={padded}, here=({padded // state.tensor_size}, {dim})"
 
 
 def default_positions(x: Tensor, state: ParallelState, *, embedded: bool) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,8 +22,8 @@ from trilith.testing.equality import compare_with_one_device, made_alike
 
 
 def test_on_one_device_it_is_nn_embedding() -> None:
-    ours, theirs = VocabParallelEmbedding(130, 6), nn.Embedding(256, 6)
-    theirs.load_state_dict(ours.state_dict())
+    ours, theirs = VocabParallelEmbedding(130, 6), nn.Embedding(130, 6)
+    ours.load_state_dict(theirs.state_dict())
     ids = torch.randint(130, (2, 7))
     ours(ids).pow(2).sum().backward()
     theirs(ids).pow(2).sum().backward()
@@ -31,10 +33,18 @@ def test_on_one_device_it_is_nn_embedding() -> None:
 
 
 def test_on_one_device_the_head_is_a_linear_without_bias() -> None:
-    head = VocabParallelHead(6, 130)
+    head, theirs = VocabParallelHead(6, 130), nn.Linear(6, 130, bias=False)
+    head.load_state_dict(theirs.state_dict())
     h = torch.randn(2, 7, 6)
-    assert torch.equal(head(h), nn.functional.linear(h, head.weight))
-    assert gather_logits(head(h), 130).shape == (2, 7, 130)
+    assert torch.equal(head(h), theirs(h)) and torch.equal(gather_logits(head(h), 130), theirs(h))
+
+
+@pytest.mark.parametrize("wrong", [-1, 130, 255, 256])
+@pytest.mark.parametrize("tensor", [0, 1, 2])
+def test_an_id_outside_the_vocabulary_is_refused(tensor: int, wrong: int) -> None:
+    state = ParallelState.stand_in(Layout.of(tensor=tensor)) if tensor else None
+    with pytest.raises(IndexError, match="out of range"):
+        VocabParallelEmbedding(130, 6, state=state)(torch.tensor([[3, wrong]]))
 
 
 @pytest.mark.parametrize(("vocab", "padded"), [(1, 128), (128, 128), (129, 256), (503, 512), (50257, 50304)])
@@ -49,9 +59,11 @@ def test_a_vocabulary_is_padded_alike_in_every_layout(vocab: int, padded: int) -
         assert (stated.shape, stated.true_shape) == ((padded, 6), (vocab, 6))
 
 
-@pytest.mark.parametrize("layer", [VocabParallelEmbedding(130, 6), VocabParallelHead(6, 130)])
-def test_padding_starts_at_zero(layer: nn.Module) -> None:  # E4
-    weight = layer.get_parameter("weight").detach()
+@pytest.mark.parametrize("layer", [VocabParallelEmbedding, VocabParallelHead])
+def test_padding_starts_at_zero(layer: Any) -> None:  # E4
+    sizes = (130, 6) if layer is VocabParallelEmbedding else (6, 130)
+    weight = layer(*sizes, state=ParallelState.alone()).weight.detach()
+    assert weight.shape == (256, 6)
     assert bool((weight[130:] == 0).all()) and bool((weight[:130] != 0).any(dim=1).all())
 
 
@@ -76,12 +88,17 @@ def test_the_repr_shows_whole_padded_and_local_sizes() -> None:
     assert "130, 6, padded=256, here=(128, 6)" in repr(VocabParallelHead(6, 130, state=state))
 
 
+def padded(state: ParallelState | None) -> ParallelState:
+    """The one-device layer with padding: in parts there is always some."""
+    return state or ParallelState.alone()
+
+
 class Both(nn.Module):
     """A tied pair of ends: embeds, adds positions, projects."""
 
     def __init__(self, state: ParallelState | None) -> None:
         super().__init__()
-        self.embed = VocabParallelEmbedding(130, 6, ends=True, state=state)
+        self.embed = VocabParallelEmbedding(130, 6, ends=True, state=padded(state))
         self.position = PositionEmbedding(16, 6, state=state)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -99,10 +116,10 @@ def both_ends(sequence: bool) -> list[float]:
     h = torch.randn(3, 8, 6)
 
     def embedding(s: ParallelState | None) -> nn.Module:
-        return VocabParallelEmbedding(130, 6, state=s)
+        return VocabParallelEmbedding(130, 6, state=padded(s))
 
     def head(s: ParallelState | None) -> nn.Module:
-        return VocabParallelHead(6, 130, state=s)
+        return VocabParallelHead(6, 130, state=padded(s))
 
     whole, mine = made_alike(head, state)
     piece = h if not sequence else h.chunk(state.tensor_size, 1)[state.tensor_index]
