@@ -37,6 +37,10 @@ def train(
     layout = loaded.layout.layout
     if nproc is not None and not under_torchrun():
         layout.check_world(nproc)
+    if not under_torchrun():  # bad input is said once and at once, before any rank starts
+        check_device(loaded.device)
+        plan(loaded)
+        open_data(loaded)
     if under_torchrun() or layout.world == 1:
         check_launch(layout, device=loaded.device)
         with (
@@ -51,9 +55,5 @@ def train(
         ):
             Trainer(loaded, state, beat=beat, signals=signals, quiet=quiet).run()
         return
-    # Bad input is said here, once and at once, before any rank starts.
-    check_device(loaded.device)
-    plan(loaded)
-    open_data(loaded)
     arguments = ["train", str(recipe), *(overrides or []), *(["--quiet"] if quiet else [])]
     raise typer.Exit(launch(arguments, layout.world, Path(loaded.out) / "status"))

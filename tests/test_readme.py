@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from trilith.cli.app import run
+from trilith.parallel_state import Layout, ParallelState, clip_gradients, finalize_gradients
+from trilith.testing import run_fresh
 from trilith.testing.runs import TINY_LLAMA, write_tokens
 from trilith.training.recipe import parse_recipe
 from trilith.training.tokenizer_training import train_tokenizer
@@ -49,6 +53,35 @@ def test_the_python_runs() -> None:
     result = space["y"]
     assert isinstance(result, torch.Tensor)
     assert result.shape == (2, 8, 64)
+
+
+def reuse(code: str) -> float:
+    """The block, then its class on this world; a number of what it computes, and of a gradient."""
+    space: dict[str, Any] = {}
+    exec(compile(code, str(README), "exec"), space)
+    state = None
+    if "RANK" in os.environ:
+        torch.manual_seed(7 + 100 * int(os.environ["RANK"]))
+        state = ParallelState.start(Layout(tensor=int(os.environ["WORLD_SIZE"])))
+    else:
+        torch.manual_seed(7)
+    layer = space["FeedForward"](64, state=state)
+    y = layer(torch.linspace(-1, 1, 2 * 8 * 64).view(2, 8, 64))
+    y.square().sum().backward()
+    finalize_gradients(layer, state=state)
+    norm = float(clip_gradients(layer, 1e9, state=state))
+    print(f"found {float(y.sum().detach()):.4f} {norm:.3f}")
+    return norm
+
+
+def test_the_layers_work_as_shown_under_torchrun_and_agree(capsys: pytest.CaptureFixture[str]) -> None:
+    """No process group, and a seed of its own on each rank, as torchrun leaves them."""
+    (code,) = blocks("python")
+    reuse(code)
+    alone = capsys.readouterr().out.strip()
+    for rank in run_fresh(reuse, 2, code, process_group=False):
+        assert rank == 0, rank.output
+        assert alone in rank.output
 
 
 def test_the_recipe_is_one(tmp_path: Path) -> None:

@@ -22,6 +22,22 @@ def problem(vocab: int, dtype: torch.dtype, *, scale: float = 4.0) -> tuple[Tens
     return logits.to(dtype), labels
 
 
+def test_a_label_outside_the_vocabulary_is_refused_and_another_may_be_ignored() -> None:
+    logits, labels = problem(50, torch.float32)
+    for wrong in (-1, 50, 127):
+        labels[2, 2] = wrong
+        with pytest.raises(IndexError, match=f"token id {wrong} is out of range"):
+            vocab_parallel_cross_entropy(logits, labels, 50)
+    labels[labels == IGNORE] = 3
+    labels[2, 2] = -1
+    ours = vocab_parallel_cross_entropy(logits, labels, 50, ignore_index=-1)
+    theirs = F.cross_entropy(
+        logits[..., :50].flatten(0, 1), labels.flatten(), ignore_index=-1, reduction="none"
+    )
+    torch.testing.assert_close(ours.flatten(), theirs)
+    assert int(valid_tokens(labels, ignore_index=-1)) == labels.numel() - 1
+
+
 def with_gradient(logits: Tensor, labels: Tensor, vocab: int, smoothing: float) -> tuple[Tensor, Tensor]:
     x = logits.clone().requires_grad_()
     loss = vocab_parallel_cross_entropy(x, labels, vocab, label_smoothing=smoothing)

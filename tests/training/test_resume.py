@@ -75,6 +75,18 @@ def test_resuming_in_the_same_layout_is_bitwise(
     assert not different
 
 
+def test_saving_in_the_background_changes_no_bit_D2(tmp_path: Path, tokens: Path) -> None:
+    layout = {"tensor": 2, "data": 2, "zero": 1}
+    background = {"checkpoint": {"background": True, "every": 1}}
+    run(tiny_recipe(tmp_path / "whole", tokens, layout=layout))
+    run(tiny_recipe(tmp_path / "parts", tokens, layout=layout, stop_after=3, **background))
+    run(tiny_recipe(tmp_path / "parts", tokens, layout=layout, **background))
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    whole, parts = tensors(tmp_path / "whole"), tensors(tmp_path / "parts")
+    assert whole.keys() == parts.keys()
+    assert not [name for name in whole if not torch.equal(whole[name], parts[name])]
+
+
 @pytest.mark.parametrize(("before", "after"), OTHER)
 def test_resuming_in_another_layout_goes_on_as_if_nothing_had_changed(
     tmp_path: Path, tokens: Path, before: dict[str, Any], after: dict[str, Any]

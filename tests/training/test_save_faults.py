@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from trilith.testing import run_fresh
+from trilith.training.launch import process_group
+from trilith.training.recipe import load_recipe
+from trilith.training.trainer import Trainer
 
 Make = Callable[[int], Any]
 
@@ -39,6 +47,56 @@ def test_a_kill_during_a_save_leaves_the_old_or_the_new(
     assert run.ranks(*changes) == [0, 0]
     assert run.steps_saved == [4, 6]
     assert not list((run.out / "checkpoints").glob("*.tmp-*"))
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_rank_that_writes_slowly_holds_up_nobody_and_breaks_nothing_K9(make: Make, slow: int) -> None:
+    """The other rank steps on, and agrees with it on signals, while both still agree on the checkpoint."""
+    run = make(30)
+    changes = ["checkpoint.background=true", "checkpoint.every=10", "checkpoint.keep=5", "timeout=20"]
+    codes = run.ranks(*changes, fault=f"rank={slow};at=checkpoint.amid_data;step=10;act=sleep:1")
+    assert codes == [0, 0], [code.output for code in codes]
+    assert run.steps_saved == [10, 20, 30]
+
+
+def leave(recipe: str, how: str) -> None:
+    """Save in the background, slowly, and leave in the middle of it."""
+    loaded = load_recipe(Path(recipe), ["checkpoint.background=true", "steps=2"])
+    with process_group(loaded.layout.layout, timeout=timedelta(seconds=20)) as state:
+        trainer = Trainer(loaded, state, quiet=True)
+        real = trainer._saver
+
+        def saver() -> Any:
+            made = real()
+            save = made.save
+
+            def save_and_leave(progress: Any) -> None:
+                save(progress)
+                if how == "exit":
+                    sys.exit(0)
+                if how == "error":
+                    raise KeyError("in the loop")
+                if how == "destroy":
+                    torch.distributed.destroy_process_group()
+                    sys.exit(0)
+
+            made.save = save_and_leave
+            return made
+
+        trainer._saver = saver  # type: ignore[method-assign]  # to stand between the loop and its saves
+        trainer.run()
+
+
+@pytest.mark.parametrize("how", ["return", "exit", "error", "destroy"])
+def test_leaving_amid_a_save_in_the_background_leaves_all_of_it_or_nothing_K10(make: Make, how: str) -> None:
+    run = make(2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRILITH_FAULT", "rank=1;at=checkpoint.amid_data;act=sleep:1")
+        codes = run_fresh(leave, 2, str(run.recipe), how, process_group=False, timeout=60)
+    whole = ([2], []) if how == "destroy" else ([2],)  # destroyed early, the group may fail the agreement
+    assert run.steps_saved in whole, [code.output for code in codes]
+    assert run.ranks() == [0, 0]
+    assert run.steps_saved == [2]
 
 
 @pytest.mark.parametrize("background", [False, True], ids=["at-once", "K9"])

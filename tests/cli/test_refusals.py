@@ -1,0 +1,138 @@
+"""Bad recipes and arguments end in one line that names the key, with code 2, before any rank starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trilith.cli.app import run
+from trilith.testing.folders import write_hf_folder
+from trilith.testing.runs import TINY_LLAMA, write_tokens
+from trilith.training.quickstart import Check, Quickstart
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    config = "{" + ", ".join(f"{key} = {json.dumps(value)}" for key, value in TINY_LLAMA.items()) + "}"
+    tokens = write_tokens(tmp_path / "tokens")
+    path = tmp_path / "recipe.toml"
+    path.write_text(
+        f'out = "{tmp_path / "run"}"\nsteps = 2\n[model]\nconfig = {config}\n'
+        f'[data]\ntokens = "{tokens}"\nsequence_length = 16\nglobal_batch = 4\n'
+    )
+    return path
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("optimizer.betas=[2.0,0.9]", "optimizer.betas"),
+        ("optimizer.lr=inf", "optimizer.lr"),
+        ("optimizer.schedule=foo", "optimizer.schedule"),
+        ("layout.schedule=foo", "layout.schedule"),
+        ("dtype=float33", "dtype"),
+        ("compute=float16", "compute"),
+        ("timeout=0", "timeout"),
+        ("optimizer.learning_rate=1", "learning_rate"),
+        ("layout.tensor=3", "tensor: expected a divisor"),
+        ("layout.pipeline=4", "pipeline"),
+        ("data.sequence_length=65", "sequence_length"),
+        ("out=/proc/x/y", "/proc/x"),
+    ],
+)
+@pytest.mark.parametrize("layout", [[], ["layout.data=2"]], ids=["one-rank", "launcher"])
+def test_a_bad_recipe_is_refused_by_key(
+    recipe: Path, capfd: pytest.CaptureFixture[str], change: str, says: str, layout: list[str]
+) -> None:
+    assert run(["train", str(recipe), *layout, change]) == 2
+    err = capfd.readouterr().err
+    assert err.startswith("error: ") and err.count("\n") == 1
+    assert says in err
+    assert not (recipe.parent / "run").exists()
+
+
+def test_a_file_in_the_place_of_the_run_s_folder_is_refused(
+    recipe: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (recipe.parent / "run").write_text("mine")
+    assert run(["train", str(recipe)]) == 2
+    assert "recipe: out: expected a folder" in capfd.readouterr().err
+    assert (recipe.parent / "run").read_text() == "mine"
+
+
+def test_cuda_is_refused_before_ranks_start_E20(
+    recipe: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert run(["train", str(recipe), "device=cuda", "layout.data=2"]) == 2
+    assert "this machine has no CUDA device" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("ranks", "code"), [("2", 0), ("3", 2)])
+def test_nproc_is_the_layout_s_ranks(
+    recipe: Path, capfd: pytest.CaptureFixture[str], ranks: str, code: int
+) -> None:
+    assert run(["train", str(recipe), "layout.data=2", "--nproc", ranks, "--quiet"]) == code
+    assert code == 0 or "world" in capfd.readouterr().err
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_hf_folder(tmp_path / "hf", TINY_LLAMA)
+    return tmp_path / "hf"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--to", "hf", "--split", "2,1"], "--to hf: expected no layout"),
+        (["--max-ram", "12 parsecs"], "--max-ram: expected a size"),
+        (["--max-ram", "1MB"], "--max-ram: expected at least"),
+        (["--split", "a"], "--split: expected numbers"),
+        (["--dtype", "int8"], "--dtype: expected one of"),
+        (["--workers", "0"], "--workers"),
+    ],
+)
+def test_a_conversion_that_cannot_be_is_refused_by_option(
+    folder: Path, capfd: pytest.CaptureFixture[str], words: list[str], says: str
+) -> None:
+    assert run(["convert", str(folder), str(folder.parent / "out"), *words]) == 2
+    assert says in capfd.readouterr().err
+    assert not list(folder.parent.glob("out*"))
+
+
+def test_verify_compares_what_was_written_with_the_source(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = folder.parent / "out"
+    assert run(["convert", str(folder), str(out), "--tensor", "2", "--verify", "--max-ram", "2GiB"]) == 0
+    assert "every number is the source's" in capfd.readouterr().out
+    assert run(["convert", str(out), str(folder.parent / "back"), "--verify", "--workers", "1"]) == 0
+    assert "every number is the source's" in capfd.readouterr().out
+
+
+def test_a_quickstart_with_a_failed_check_exits_with_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for passed, code in ((True, 0), (False, 1)):
+        checks = [Check("first", "1", "1", True), Check("second", "3", "2", passed)]
+        monkeypatch.setattr(Quickstart, "run", lambda self, found=checks: found)
+        assert run(["quickstart", "--out", str(tmp_path / f"q{code}")]) == code
+        assert ("FAILED" in capfd.readouterr().out) == (not passed)
+
+
+@pytest.mark.slow
+def test_the_quickstart_holds_what_it_says(tmp_path: Path) -> None:
+    checks = Quickstart(tmp_path / "q", lambda line: None).run()
+    assert len(checks) == 7 and all(check.passed for check in checks), checks
+
+
+def test_an_empty_prompt_is_refused(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def generate(**options: Any) -> int:
+        words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+        return run(["generate", str(folder), *words])
+
+    assert generate(prompt="") == 2  # without a tokenizer, said first
+    assert "tokenizer" in capfd.readouterr().err
