@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
-from trilith.checkpoints import Manifest, convert, load_model, read_source, verify
+from trilith.checkpoints import (
+    Manifest,
+    convert,
+    differences,
+    load_model,
+    plan_conversion,
+    read_source,
+    verify,
+)
+from trilith.checkpoints.hf_export import plan_shards
+from trilith.checkpoints.tensor_header import build_header
 from trilith.models import family_of
 from trilith.parallel_state import BadCheckpoint, BadInput, Box, Layout, ParallelState
+from trilith.testing import run_parallel
+from trilith.testing.runs import run_recipe, tiny_recipe, write_tokens
 
 Tensors = dict[str, torch.Tensor]
 
@@ -343,3 +356,70 @@ def test_any_box_of_any_tensor_reads_as_its_slice(tmp_path: Path, hf: Path) -> N
     box = Box((5, 3), (29, 20))
     found = source.read("model.layers.2.self_attn.o_proj.weight", box, source.tie(to_hf=True))
     assert torch.equal(found, whole["model.layers.2.self_attn.o_proj.weight"][5:29, 3:20])
+
+
+def test_a_transposed_square_matrix_has_the_right_shape_and_only_a_comparison_shows_it_C4(
+    tmp_path: Path, hf: Path
+) -> None:
+    """No header can tell; `diff` against the model it should be, or logits against transformers, do."""
+    shutil.copytree(hf, tmp_path / "wrong")
+    tensors, name = weights(hf), "model.layers.1.self_attn.o_proj.weight"
+    save_file(tensors | {name: tensors[name].T.contiguous()}, tmp_path / "wrong" / "model.safetensors")
+    convert(tmp_path / "wrong", tmp_path / "out", tensor=2)
+    (found,) = differences(read_source(hf), read_source(tmp_path / "out"))
+    assert found.name == "layers.1.attention.out.weight" and found.elements > 900
+
+
+TRAINED = [(2, 1), (1, 2), (4, 1), (2, 3), (1, 3)]
+
+
+@pytest.mark.parametrize("first", TRAINED, ids=str)
+@pytest.mark.parametrize("second", [(4, 3), (1, 1)], ids=str)
+def test_resharding_there_and_back_is_bitwise_with_moments_D3(
+    trained: Path, tmp_path: Path, first: tuple[int, int], second: tuple[int, int]
+) -> None:
+    for number, (tensor, pipeline) in enumerate((first, second, first)):
+        source = trained if not number else tmp_path / str(number - 1)
+        convert(source, tmp_path / str(number), to="sharded", tensor=tensor, pipeline=pipeline)
+    a, b, origin = (read_source(path) for path in (tmp_path / "0", tmp_path / "2", trained))
+    assert not list(differences(a, b)) and not list(differences(origin, b))
+    assert sum(name.startswith("optimizer.") for name in b.catalog) == 2 * len(b.catalog) // 3
+    assert a.manifest is not None and b.manifest is not None and b.manifest.step == 1
+    for name in sorted(path.name for path in (tmp_path / "0").glob("*.safetensors")):
+        assert (tmp_path / "0" / name).read_bytes() == (tmp_path / "2" / name).read_bytes()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's checkpoint, written by four ranks."""
+    folder = tmp_path_factory.mktemp("trained")
+    layout = {"data": 2, "tensor": 2, "zero": 1}
+    raw = tiny_recipe(folder / "run", write_tokens(folder / "tokens"), steps=1, layout=layout)
+    run_parallel(run_recipe, 4, raw)
+    return folder / "run" / "checkpoints" / "step-00000001"
+
+
+@pytest.mark.parametrize("form", ["to-sharded", "to-hf"])
+def test_llama_405b_is_planned_from_its_headers_alone(tmp_path: Path, form: str) -> None:
+    """810 GB in 191 files of which only the headers are here: the data are holes."""
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256,
+        "hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126,
+        "num_attention_heads": 128, "num_key_value_heads": 8, "max_position_embeddings": 131072,
+        "tie_word_embeddings": False, "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+    }  # fmt: skip
+    family = family_of(config)
+    _, shapes = family.links(family.from_hf(config))
+    shards = plan_shards({name: ("BF16", shape) for name, shape in shapes.items()})
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    weight_map = {name: file for file, names in shards.items() for name in names}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    for file, names in shards.items():
+        header, entries = build_header({name: ("BF16", shapes[name]) for name in names}, {})
+        with (tmp_path / file).open("wb") as opened:
+            opened.write(header)
+            opened.truncate(len(header) + sum(entry.nbytes for entry in entries.values()))
+    arguments: dict[str, Any] = {"tensor": 8, "pipeline": 16} if form == "to-sharded" else {"to": "hf"}
+    plan = plan_conversion(tmp_path, **arguments)
+    assert len(plan.files) == (128 if form == "to-sharded" else len(shards))
+    assert 811e9 < plan.nbytes < 813e9

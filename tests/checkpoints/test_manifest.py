@@ -1,6 +1,7 @@
 """The manifest: nothing but a whole checkpoint is accepted, and it stays quick for the largest models."""
 
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -268,6 +269,13 @@ def test_G4_an_older_complete_checkpoint_is_used_and_both_are_named(tmp_path: Pa
     assert found.directory == step_directory(tmp_path, 3)
     assert "step-00000020" in found.warnings[0] and "step-00000003" in found.warnings[0]
     assert "step-00000010" in found.warnings[1]
+
+
+def test_G26_the_newest_is_the_highest_step_whatever_the_clock_said(tmp_path: Path) -> None:
+    for step in (9, 10, 100):
+        write_checkpoint(step_directory(tmp_path, step))
+        os.utime(step_directory(tmp_path, step), (1e9 - step, 1e9 - step))
+    assert latest_checkpoint(tmp_path).directory.name == "step-00000100"
 
 
 @pytest.mark.parametrize(

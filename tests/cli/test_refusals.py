@@ -38,7 +38,7 @@ def recipe(tmp_path: Path) -> Path:
         ("optimizer.learning_rate=1", "learning_rate"),
         ("layout.tensor=3", "tensor: expected a divisor"),
         ("layout.pipeline=4", "pipeline"),
-        ("data.sequence_length=65", "sequence_length"),
+        pytest.param("data.sequence_length=65", "sequence_length", id="D29"),
         ("out=/proc/x/y", "/proc/x"),
     ],
 )

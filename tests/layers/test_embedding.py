@@ -48,7 +48,7 @@ def test_an_id_outside_the_vocabulary_is_refused(tensor: int, wrong: int) -> Non
 
 
 @pytest.mark.parametrize(("vocab", "padded"), [(1, 128), (128, 128), (129, 256), (503, 512), (50257, 50304)])
-def test_a_vocabulary_is_padded_alike_in_every_layout(vocab: int, padded: int) -> None:  # E4
+def test_a_vocabulary_is_padded_alike_in_every_layout_E4(vocab: int, padded: int) -> None:
     assert padded_vocabulary(vocab) == padded
     for tensor in (1, 2, 4):
         state = ParallelState.stand_in(Layout.of(tensor=tensor), tensor - 1)
@@ -60,7 +60,7 @@ def test_a_vocabulary_is_padded_alike_in_every_layout(vocab: int, padded: int) -
 
 
 @pytest.mark.parametrize("layer", [VocabParallelEmbedding, VocabParallelHead])
-def test_padding_starts_at_zero(layer: Any) -> None:  # E4
+def test_padding_starts_at_zero_E4(layer: Any) -> None:
     sizes = (130, 6) if layer is VocabParallelEmbedding else (6, 130)
     weight = layer(*sizes, state=ParallelState.alone()).weight.detach()
     assert weight.shape == (256, 6)

@@ -82,7 +82,7 @@ def test_an_uneven_cut_is_refused_with_what_would_be_legal(make: Any, found: str
     assert found in str(error.value) and nearest in str(error.value)
 
 
-def test_shared_outputs_may_be_fewer_than_the_ranks() -> None:  # E2
+def test_shared_outputs_may_be_fewer_than_the_ranks_E2() -> None:
     for rank, rows in enumerate([(4, 8), (4, 8), (4, 8), (4, 8)]):
         state = ParallelState.stand_in(Layout.of(tensor=4), rank)
         layer = ColumnParallelLinear(8, {"q": 16, "k": 4}, unit=4, shared=("k",), state=state)

@@ -77,7 +77,7 @@ def test_padding_columns_count_for_nothing_and_get_no_gradient() -> None:
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_with_every_label_ignored_loss_and_gradient_are_zero(smoothing: float) -> None:  # F14
+def test_with_every_label_ignored_loss_and_gradient_are_zero_F14(smoothing: float) -> None:
     logits, labels = problem(503, torch.float32)
     labels.fill_(IGNORE)
     x = logits.requires_grad_()

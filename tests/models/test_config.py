@@ -230,7 +230,7 @@ def test_an_unknown_key_is_ignored_with_a_warning(key: str, value: object) -> No
         read(LLAMA_CONFIG, {key: value})
 
 
-def test_no_code_of_a_checkpoint_runs() -> None:  # D25
+def test_no_code_of_a_checkpoint_runs_D25() -> None:
     watched: list[str] = []
     active = True
 

@@ -35,7 +35,7 @@ def test_a_layout_that_cannot_cut_the_model_is_refused(layout: Layout, words: st
         LLAMA.build(config, state=ParallelState.stand_in(layout))
 
 
-def test_a_vocabulary_that_padding_does_not_make_divisible_is_refused() -> None:  # E4
+def test_a_vocabulary_that_padding_does_not_make_divisible_is_refused_E4() -> None:
     config = LLAMA.from_hf({**CONFIG, "intermediate_size": 96})
     with pytest.raises(BadInput, match=r"the padded vocabulary=512, found 3\. Nearest legal tensor: 1 or 2"):
         LLAMA.build(config, state=ParallelState.stand_in(Layout.of(tensor=3)))

@@ -67,7 +67,7 @@ def test_one_device_needs_nothing() -> None:
     assert state is ParallelState.alone()
 
 
-def test_sequence_parallelism_on_one_tensor_rank_is_off() -> None:  # E8
+def test_sequence_parallelism_on_one_tensor_rank_is_off_E8() -> None:
     assert not ParallelState.stand_in(Layout.of(data=2, sequence=True)).sequence
     assert ParallelState.stand_in(Layout.of(tensor=2, sequence=True)).sequence
 

@@ -72,7 +72,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("layout", [Layout(), *LAYOUTS], ids=str)
-def test_a_step_in_which_no_label_counts_has_no_loss_and_no_gradient(layout: Layout) -> None:  # F14
+def test_a_step_in_which_no_label_counts_has_no_loss_and_no_gradient_F14(layout: Layout) -> None:
     for loss, norm, zero in run_parallel(step_with, layout.world, layout, []):
         assert (loss, norm, zero) == (0.0, 0.0, True)
 

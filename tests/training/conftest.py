@@ -61,9 +61,11 @@ class Run:
         _, errors = process.communicate(timeout=timeout)
         return process.returncode, errors
 
-    def ranks(self, *overrides: str, fault: str = "", world: int = 2, timeout: float = 60) -> list[ExitCode]:
+    def ranks(
+        self, *overrides: str, fault: str = "", world: int = 2, quiet: bool = True, timeout: float = 60
+    ) -> list[ExitCode]:
         """The same command on ranks that torchrun would have started, forked with their imports done: 1 s."""
-        arguments = [str(self.recipe), "--quiet", *overrides]
+        arguments = [str(self.recipe), *(["--quiet"] if quiet else []), *overrides]
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TRILITH_FAULT", fault)
             return run_fresh(train_as_a_rank, world, arguments, process_group=False, timeout=timeout)

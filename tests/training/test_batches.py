@@ -53,7 +53,7 @@ def test_a_window_shares_one_token_with_the_next(make: Make, tokens: int, sample
 
 @settings(max_examples=40, deadline=None)
 @given(step=st.integers(0, 10**9), seed=st.integers(0, 2**40))
-def test_ranks_pieces_in_order_are_the_global_batch(
+def test_ranks_pieces_in_order_are_the_global_batch_D5(
     tmp_path_factory: pytest.TempPathFactory, step: int, seed: int
 ) -> None:
     folder = tmp_path_factory.mktemp("pieces")

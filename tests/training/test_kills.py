@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from trilith.checkpoints import convert
 from trilith.training.metrics import read_metrics
 
 Make = Callable[[int], Any]
@@ -89,3 +91,26 @@ def test_numbers_that_are_not_finite_stop_every_rank_before_the_update_K17(
     assert codes == [3, 3]
     assert all("is not finite; nothing was updated" in code.output for code in codes)
     assert run.status(0)["error"] == run.status(1)["error"]
+
+
+def test_another_layout_is_told_and_resumed_G15(make: Make) -> None:
+    run = make(4)
+    assert run.ranks("stop_after=2") == [0, 0]
+    (code,) = run.ranks("layout.data=1", "layout.zero=0", world=1, quiet=False)
+    assert code == 0
+    assert "step-00000002 (written by data_shard 2, zero 1)" in " ".join(code.output.split())
+    assert run.steps_saved == [2, 4]
+
+
+def test_weights_without_moments_do_not_resume_a_run_G14(make: Make) -> None:
+    run = make(4)
+    assert run.ranks("stop_after=2") == [0, 0]
+    trained = run.out / "checkpoints" / "step-00000002"
+    convert(trained, run.out / "hf", to="hf")
+    shutil.rmtree(trained)
+    convert(run.out / "hf", trained)
+    codes = run.ranks()
+    assert codes == [4, 4]
+    for code in codes:
+        assert "expected a checkpoint of a training run, found weights alone" in code.output
+        assert "Start from it with model.init_from" in code.output

@@ -106,7 +106,7 @@ def test_resuming_in_another_layout_goes_on_as_if_nothing_had_changed(
         )
 
 
-def test_two_runs_with_one_seed_are_bitwise_equal_and_another_seed_is_not(
+def test_two_runs_with_one_seed_are_bitwise_equal_and_another_seed_is_not_D0(
     tmp_path: Path, tokens: Path
 ) -> None:
     for name, seed in (("a", 3), ("b", 3), ("c", 4)):

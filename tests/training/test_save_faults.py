@@ -6,12 +6,14 @@ import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 from trilith.testing import run_fresh
 from trilith.training.launch import process_group
+from trilith.training.metrics import read_metrics
 from trilith.training.recipe import load_recipe
 from trilith.training.trainer import Trainer
 
@@ -107,3 +109,44 @@ def test_the_only_checkpoint_stays_until_the_next_is_committed_K11(make: Make, b
     assert run.steps_saved == [2]
     run.ranks(*changes)
     assert run.steps_saved == [4]
+
+
+def soak(run: Any, kills: int, seed: int) -> None:
+    """Ranks killed at random moments of a run that saves at every step; what it had committed it never
+    loses.
+    """
+    random = Random(seed)
+    committed = 0
+    for number in range(kills):
+        changes = ["checkpoint.every=1", "checkpoint.keep=2", "timeout=20", f"stop_after={committed + 6}"]
+        changes.append(f"checkpoint.background={str(bool(number % 2)).lower()}")
+        point = random.choice(SOAKED)
+        fault = f"rank={random.randrange(2)};at={point};time={random.randint(1, 5)};act=kill"
+        codes = run.ranks(*changes, fault=fault)
+        assert {*codes} <= {-9, 0, 3}, [code.output for code in codes]
+        saved = run.steps_saved  # reads every byte
+        assert (saved and saved[-1] >= committed) or not committed, (saved, committed, fault)
+        committed = saved[-1] if saved else 0
+    assert run.ranks("checkpoint.every=0", f"stop_after={committed + 2}") == [0, 0]
+    assert run.steps_saved[-1] == committed + 2
+    lines = read_metrics(run.out / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [*range(committed + 2)]
+
+
+SOAKED = [
+    "step.forward",
+    "checkpoint.before_data",
+    "checkpoint.amid_data",
+    "checkpoint.after_data",
+    "checkpoint.before_manifest",
+    "commit.before_rename",
+    "commit.after_rename",
+    "commit.amid_removal",
+]
+
+
+@pytest.mark.parametrize(
+    "kills", [pytest.param(5, id="K19-short"), pytest.param(50, id="K19", marks=pytest.mark.slow)]
+)
+def test_kills_at_random_moments_lose_nothing_that_was_committed(make: Make, kills: int) -> None:
+    soak(make(1000), kills, seed=kills)
