@@ -16,6 +16,7 @@ from ..parallel_state import BadInput, Box
 from .expectation import expected_tensors
 from .find import latest_checkpoint
 from .hf_folder import CONFIG, HFFolder
+from .hub import local_folder
 from .manifest import MANIFEST, Manifest
 from .plan import Copy, Stored, Tie, Whole, copies
 from .tensor_file import TensorFile
@@ -90,10 +91,12 @@ class Source:
 def read_source(path: str | Path, *, allow_symlinks: bool = False) -> Source:
     """Open a Hugging Face folder, a checkpoint, or a run's newest checkpoint; reads headers, no weights.
 
+    An id such as ``org/model`` is looked for in the hub's cache, or fetched (see ``hub``).
+
     Raises ``BadInput`` or ``BadCheckpoint`` for what is not one, is incomplete, or does not hold what its
     config says.
     """
-    path = Path(path)
+    path = local_folder(path)
     if not path.exists():
         raise BadInput(path, expected="a Hugging Face folder or a checkpoint", found="no such folder")
     if (path / MANIFEST).exists():

@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 
 
 def convert(
-    src: Annotated[Path, typer.Argument(help="a Hugging Face folder, a checkpoint, or a run's folder")],
+    src: Annotated[
+        Path, typer.Argument(help="a Hugging Face folder or model id, a checkpoint, or a run's folder")
+    ],
     dst: Annotated[Path, typer.Argument(help="a new folder")],
     to: Annotated[
         Literal["hf", "sharded"] | None,

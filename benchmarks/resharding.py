@@ -1,0 +1,137 @@
+"""A run's checkpoint, weights and both moments, recut 8x2 -> 4x4 -> 2x1, against `cp` and DCP's load + save.
+
+Bytes read are counted by the kernel (/proc/self/io) and compared with the bytes that the output needs.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from conversion import llama
+from measure import Row, in_turn, ratio, seconds_of
+from trilith.checkpoints import How, Manifest, convert, differences, read_source
+from trilith.checkpoints.conversion import plan_to_sharded
+from trilith.checkpoints.dtypes import TORCH
+from trilith.checkpoints.manifest import Part, StoredFile, StoredTensor
+from trilith.checkpoints.tensor_writer import TensorWriter
+from trilith.checkpoints.training_names import MOMENTS, moment_name
+from trilith.models import family_of
+from trilith.parallel_state import Box, Layout
+
+CHAIN = ((8, 2), (4, 4), (2, 1))
+
+
+def write_run(folder: Path, config: dict[str, Any]) -> None:
+    """A checkpoint as one rank of a run writes it, fp32 with both moments, made without a model."""
+    family = family_of(config)
+    (stated,) = family.declarations(family.from_hf(config))
+    shapes = {name: declaration.true_shape for name, declaration in stated.items()}
+    shapes |= {moment_name(moment, name): shapes[name] for moment in MOMENTS for name in list(stated)}
+    folder.mkdir(parents=True)
+    name = "rank-00000-of-00001.safetensors"
+    writer = TensorWriter(folder / name, {key: ("F32", shape) for key, shape in shapes.items()})
+    for number, (key, shape) in enumerate(shapes.items()):
+        writer.write(key, Box.whole(shape), torch.randn(shape).add_(number % 7))
+    written = writer.close()
+    manifest = Manifest(
+        kind="training",
+        model_type=family.model_type,
+        config=config,
+        layout=Layout(),
+        step=1,
+        files=(StoredFile(name=name, size=written.size, crc32=written.crc),),
+        tensors={
+            key: StoredTensor(
+                dtype="F32", shape=shape, parts=(Part(file=0, start=(0,) * len(shape), stop=shape),)
+            )
+            for key, shape in shapes.items()
+        },
+    )
+    (folder / "manifest.json").write_bytes(manifest.to_bytes())
+
+
+def main(folder: Path, rounds: int) -> list[Row]:
+    write_run(folder / "run", llama(1024, 8, vocab=16000))
+    paths = [folder / f"{tensor}x{pipeline}" for tensor, pipeline in CHAIN]
+
+    def copied(src: Path) -> float:
+        shutil.rmtree(folder / "copy", ignore_errors=True)
+        return seconds_of(
+            lambda: subprocess.run(["cp", "-r", "--reflink=never", src, folder / "copy"], check=True)
+        )
+
+    def recut(src: Path, dst: Path, layout: tuple[int, int]) -> float:
+        shutil.rmtree(dst, ignore_errors=True)
+        return seconds_of(lambda: convert(src, dst, to="sharded", tensor=layout[0], pipeline=layout[1]))
+
+    recut(folder / "run", paths[0], CHAIN[0])
+    contenders = {}
+    for number in (1, 2):
+        src, dst, layout = paths[number - 1], paths[number], CHAIN[number]
+        contenders[f"cp {src.name}"] = lambda src=src: copied(src)
+        contenders[f"to {dst.name}"] = lambda src=src, dst=dst, layout=layout: recut(src, dst, layout)
+    taken = in_turn(contenders, rounds)
+    assert not list(differences(read_source(folder / "run"), read_source(paths[-1]))), "not bit-exact"
+    rows = [
+        ratio(f"{paths[n - 1].name} -> {paths[n].name} with moments, of cp", taken[f"to {paths[n].name}"],
+              taken[f"cp {paths[n - 1].name}"], goal=0.8)
+        for n in (1, 2)
+    ]  # fmt: skip
+    rows += [bytes_read(paths[0], folder / "counted", CHAIN[1])]
+    shutil.rmtree(folder / "copy")
+    rows.append(against_dcp(folder, paths[0], rounds))
+    return rows
+
+
+def bytes_read(src: Path, dst: Path, layout: tuple[int, int]) -> Row:
+    """What the kernel handed to this process while it recut, over what the output consists of."""
+    source = read_source(src)
+    plan = plan_to_sharded(source, tensor=layout[0], pipeline=layout[1])
+    needed = sum(whole_bytes(one.shape, one.dtype) for one in source.catalog.values())
+    before = _read_so_far()
+    convert(src, dst, to="sharded", tensor=layout[0], pipeline=layout[1], how=How(check=False))
+    found = (_read_so_far() - before) / needed
+    shutil.rmtree(dst)
+    assert plan.nbytes >= needed
+    return Row(
+        "bytes read, of the bytes that are needed once", found, found, found, "x", "<= 1.01", found <= 1.01
+    )
+
+
+def whole_bytes(shape: tuple[int, ...], dtype: str) -> int:
+    return torch.Size(shape).numel() * TORCH[dtype].itemsize
+
+
+def _read_so_far() -> int:
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("rchar"))
+
+
+def against_dcp(folder: Path, src: Path, rounds: int) -> Row:
+    """DCP has no reshard of files: its way is to load all into memory and save again."""
+    source = read_source(src)
+    tie = source.tie()
+    state = {name: source.read(name, Box.whole(whole.shape), tie) for name, whole in source.catalog.items()}
+    dcp.save(state, checkpoint_id=folder / "dcp", no_dist=True)
+
+    def theirs() -> float:
+        shutil.rmtree(folder / "dcp-again", ignore_errors=True)
+
+        def work() -> None:
+            empty = {name: torch.empty_like(tensor) for name, tensor in state.items()}
+            dcp.load(empty, checkpoint_id=folder / "dcp", no_dist=True)
+            dcp.save(empty, checkpoint_id=folder / "dcp-again", no_dist=True)
+
+        return seconds_of(work)
+
+    def ours() -> float:
+        shutil.rmtree(folder / "ours", ignore_errors=True)
+        return seconds_of(lambda: convert(src, folder / "ours", to="sharded", tensor=4, pipeline=4))
+
+    taken = in_turn({"ours": ours, "dcp": theirs}, rounds)
+    return ratio("8x2 -> 4x4, of DCP's load + save of the same state", taken["ours"], taken["dcp"])

@@ -1,0 +1,130 @@
+"""Saving a run's state against a raw write of as many bytes, safetensors and DCP.
+
+And what a save in the background costs the loop, against one copy of the state in memory.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from conversion import llama
+from measure import Row, in_turn, ratio, seconds_of
+from safetensors.torch import save_file
+from trilith.checkpoints import Contents, Progress, Saver
+from trilith.models import family_of
+from trilith.parallel_state import Layout, ParallelState, initialize
+from trilith.training.optimizer import make_adamw
+
+PIECE = 4 << 20
+
+
+def main(folder: Path, rounds: int) -> list[Row]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        return measured(folder, rounds)
+    finally:
+        dist.destroy_process_group()
+
+
+def measured(folder: Path, rounds: int) -> list[Row]:
+    state = ParallelState.start(Layout())
+    raw_config = llama(1024, 6, vocab=16000)
+    family = family_of(raw_config)
+    config = family.from_hf(raw_config)
+    model = family.build(config, state=state)
+    model.to_empty(device="cpu")
+    initialize(model, 0, state=state)
+    optimizer = make_adamw(model, lr=1e-3)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    contents = Contents(family, config, raw_config)
+    savers = {
+        background: Saver(folder / str(background), model, optimizer, contents, keep=1, background=background)
+        for background in (False, True)
+    }
+    tensors = savers[False]._own_tensors()
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    copies = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+    step = [0]
+
+    def saved(background: bool) -> float:
+        step[0] += 1
+        saver = savers[background]
+        shutil.rmtree(saver.root, ignore_errors=True)
+        taken = seconds_of(lambda: saver.save(Progress(step=step[0], layout=Layout())))
+        saver.wait()
+        return taken
+
+    def raw() -> float:
+        path = folder / "raw"
+        path.unlink(missing_ok=True)
+
+        def work() -> None:
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+            for tensor in tensors.values():
+                data = memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+                for at in range(0, len(data), PIECE):
+                    os.write(fd, data[at : at + PIECE])
+            os.fsync(fd)
+            os.close(fd)
+
+        return seconds_of(work)
+
+    def memcpy() -> float:
+        def work() -> None:
+            for name, tensor in tensors.items():
+                copies[name].copy_(tensor)
+
+        return seconds_of(work)
+
+    def with_safetensors() -> float:
+        (folder / "st").unlink(missing_ok=True)
+        return seconds_of(lambda: save_file(tensors, folder / "st"))
+
+    def with_dcp() -> float:
+        shutil.rmtree(folder / "dcp", ignore_errors=True)
+        return seconds_of(lambda: dcp.save(tensors, checkpoint_id=folder / "dcp"))
+
+    def with_dcp_async() -> float:
+        shutil.rmtree(folder / "dcp-async", ignore_errors=True)
+        began: list[object] = []
+        taken = seconds_of(lambda: began.append(dcp.async_save(tensors, checkpoint_id=folder / "dcp-async")))
+        began[0].result()  # type: ignore[attr-defined]  # a future
+        return taken
+
+    taken = in_turn(
+        {
+            "raw": raw,
+            "ours": lambda: saved(False),
+            "safetensors": with_safetensors,
+            "dcp": with_dcp,
+            "memcpy": memcpy,
+            "stall": lambda: saved(True),
+            "dcp stall": with_dcp_async,
+        },
+        rounds,
+    )
+    gigabytes = f"{size / 1e9:.2f} GB"
+    return [
+        ratio(
+            f"save of {gigabytes}, CRC-32 and fsync included, of a raw write",
+            taken["ours"],
+            taken["raw"],
+            goal=0.9,
+        ),
+        ratio("of safetensors' save_file, without checksum or fsync", taken["ours"], taken["safetensors"]),
+        ratio("of dcp.save", taken["ours"], taken["dcp"]),
+        ratio(
+            "stall of a save in the background, of one copy in memory",
+            taken["stall"],
+            taken["memcpy"],
+            goal=0.9,
+        ),
+        ratio("stall, of dcp.async_save's", taken["stall"], taken["dcp stall"]),
+    ]
