@@ -1,5 +1,5 @@
 # `make check` is exactly what CI runs.
-.PHONY: check lint typecheck test mutants
+.PHONY: check lint typecheck test mutants faults
 
 export OMP_NUM_THREADS ?= 1
 
@@ -22,3 +22,7 @@ test:
 # Faults seeded one at a time: does the suite see each of them? Some minutes, not part of `check`.
 mutants:
 	python tests/mutants.py
+
+# Which of the listed bad inputs and kills have a test: their numbers stand in the tests' names.
+faults:
+	python tests/faults.py

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import os
 import select
 import signal
@@ -80,4 +81,6 @@ def _print_to(fd: int) -> None:
 
 
 if __name__ == "__main__":
+    # What most ranks will import: pipelining and FSDP bring in torch's compiler, a second and a half a rank.
+    importlib.import_module("..training.trainer", __package__)
     sys.exit(main(int(sys.argv[1])))
