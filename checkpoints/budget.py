@@ -7,19 +7,19 @@ from pathlib import Path
 from ..parallel_state import BadInput
 from .execute import BLOCK, BLOCKS_OF_A_WORKER
 
-MAX_RAM = 1 << 30
-
 _SMALLEST_BLOCK = 64 << 10
 #: What a thread needs besides blocks: its stack and small objects.
 _OF_A_WORKER = 4 << 20
 
 
-def block_within(max_ram: int, workers: int) -> tuple[int, int]:
+def block_within(max_ram: int | None, workers: int) -> tuple[int, int]:
     """Bytes of a block and number of workers such that this process stays below ``max_ram`` bytes of its own.
 
     What is in memory already counts (imports, the plan); mapped files do not. ``BadInput`` where that alone
     is too much.
     """
+    if max_ram is None:
+        return BLOCK, workers
     free = max_ram - anonymous_memory()
     while workers > 1 and free // workers < _need(_SMALLEST_BLOCK):
         workers -= 1

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..parallel_state import BadInput, Layout, fault
-from .budget import MAX_RAM, block_within
+from .budget import block_within
 from .commit import Staging, staged
 from .companions import store_companion
 from .conversion import Conversion, OutputTensor, plan_to_hf, plan_to_sharded
@@ -29,10 +29,14 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True)
 class How:
-    """What has no bearing on the result: ``max_ram`` and ``note_every`` in bytes."""
+    """What has no bearing on the result: ``max_ram`` and ``note_every`` in bytes.
+
+    ``max_ram`` bounds all that the process holds of its own, what is there already included; ``None`` asks
+    only that memory does not grow with the model (some 20 MB a worker).
+    """
 
     workers: int = 2
-    max_ram: int = MAX_RAM
+    max_ram: int | None = None
     check: bool = True
     note_every: int = EVERY
     progress: Progress = lambda done: None

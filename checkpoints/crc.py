@@ -6,10 +6,14 @@ The polynomial arithmetic is zlib's ``crc32_combine`` (Mark Adler), which Python
 from __future__ import annotations
 
 import os
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
+
+try:
+    from isal.isal_zlib import crc32  # Intel's library: five to eight times zlib's speed here, the same sums
+except ImportError:  # a processor for which there is none
+    from zlib import crc32
 
 _POLYNOMIAL = 0xEDB88320
 _READ = 4 << 20
@@ -31,7 +35,7 @@ class Checksum:
 
         The same stretch twice counts once.
         """
-        crc = zlib.crc32(data) if crc is None else crc
+        crc = crc32(data) if crc is None else crc
         self._pieces[offset, len(data)] = crc
         return crc
 

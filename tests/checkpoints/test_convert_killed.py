@@ -196,7 +196,7 @@ def test_memory_asked_for_bounds_blocks_and_workers() -> None:
     block, workers = block_within(now + (64 << 20), 8)
     assert workers == 8 and block % 4096 == 0 and 8 * (4 * block + (4 << 20)) <= 64 << 20
     assert block_within(now + (6 << 20), 8)[1] == 1
-    assert block_within(1 << 40, 8) == (4 << 20, 8)
+    assert block_within(1 << 40, 8) == block_within(None, 8) == (4 << 20, 8)
 
 
 def convert_and_watch(src: str, dst: str, room: int) -> None:
