@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import reduce
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 
 import torch
 from torch import Tensor
@@ -99,7 +99,7 @@ def execute(
     work = _Work(files, block or BLOCK, allow_nonfinite, seen, journal, progress)
     pool = ThreadPoolExecutor(max(1, threads))
     try:
-        for done in [pool.submit(work.make, *numbered) for numbered in enumerate(groups.values())]:
+        for done in [pool.submit(work.make, *numbered) for numbered in _spread([*groups.values()], threads)]:
             done.result()
     finally:
         pool.shutdown(cancel_futures=True)
@@ -122,6 +122,16 @@ def _shared(transfer: Transfer) -> object:
 
 def _hull(a: Box, b: Box) -> Box:
     return Box(tuple(map(min, a.start, b.start)), tuple(map(max, a.stop, b.stop)))
+
+
+def _spread(groups: Sequence[list[Transfer]], threads: int) -> list[tuple[int, list[Transfer]]]:
+    """The groups with their numbers, in an order that has each thread at another stretch of the whole: writes
+    to one file wait for each other in the kernel.
+    """
+    numbered = [*enumerate(groups)]
+    each = -(-len(numbered) // max(1, threads))
+    stretches = [numbered[start : start + each] for start in range(0, len(numbered), max(1, each))]
+    return [one for together in zip_longest(*stretches) for one in together if one is not None]
 
 
 def _slabs(group: Sequence[Transfer]) -> Iterator[Box]:

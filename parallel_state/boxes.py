@@ -1,9 +1,13 @@
-"""A box: the rectangular part of a whole tensor that somebody holds, wants, or stored in a file."""
+"""A box: the rectangular part of a whole tensor that somebody holds, wants, or stored in a file.
+
+Plans make millions: ``map`` over operators, rather than generators, keeps each at a microsecond or two.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from operator import add, le, lt, neg, sub
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +23,8 @@ class Box:
 
     def __post_init__(self) -> None:
         assert len(self.start) == len(self.stop), (self.start, self.stop)
-        assert all(0 <= a <= b for a, b in zip(self.start, self.stop, strict=True)), (self.start, self.stop)
+        assert not self.start or min(self.start) >= 0, (self.start, self.stop)
+        assert all(map(le, self.start, self.stop)), (self.start, self.stop)
 
     @staticmethod
     def whole(shape: tuple[int, ...]) -> Box:
@@ -28,7 +33,7 @@ class Box:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+        return tuple(map(sub, self.stop, self.start))
 
     @property
     def size(self) -> int:
@@ -37,24 +42,22 @@ class Box:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
+        return tuple(map(slice, self.start, self.stop))
 
     def intersect(self, other: Box) -> Box | None:
         """What both hold, or ``None`` where that is nothing."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
-        return Box(start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
+        return Box(start, stop) if all(map(lt, start, stop)) else None
 
     def shift(self, by: tuple[int, ...]) -> Box:
         """The same box moved by so many elements on each dim."""
-        return Box(
-            tuple(a + d for a, d in zip(self.start, by, strict=True)),
-            tuple(b + d for b, d in zip(self.stop, by, strict=True)),
-        )
+        assert len(by) == len(self.start), (self, by)
+        return Box(tuple(map(add, self.start, by)), tuple(map(add, self.stop, by)))
 
     def within(self, outer: Box) -> Box:
         """This box in the coordinates of ``outer``, which contains it."""
-        return self.shift(tuple(-a for a in outer.start))
+        return self.shift(tuple(map(neg, outer.start)))
 
     def transposed(self) -> Box:
         """The box of a matrix's transpose."""
