@@ -21,8 +21,8 @@ from .tensor_header import Entry, build_header
 
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
-#: Bytes that one of two threads sums and writes at once.
-_PIECE = 1 << 20
+#: Bytes that are summed and written at once.
+_PIECE = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +38,9 @@ class TensorWriter:
 
     ``tensors`` maps each name to ``(dtype, shape)``, the dtype by the format's name. ``entries`` says where
     each lies. Boxes may come from several threads; each element must come exactly once. With ``again`` the
-    file may be there, left by a run that was killed; ``skip`` then says which boxes it holds. ``checksum`` is
-    a third of the cost of writing: where nobody keeps it (Hugging Face's folders) it is not taken. With
-    ``overlap`` two threads sum and write; the caller then leaves the numbers unchanged until ``close``.
+    file may be there, left by a run that was killed; ``skip`` then says which boxes it holds. ``checksum``
+    is not free: where nobody keeps it (Hugging Face's folders) it is not taken. With ``overlap`` a thread
+    takes it while the bytes are written; the caller then leaves them unchanged until ``close``.
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class TensorWriter:
         self._disk = disk or Disk()
         self._checksum = Checksum() if checksum else None
         self._lock = Lock()
-        self._pool = ThreadPoolExecutor(2, "writer") if overlap and checksum else None
-        self._written: list[Future[None]] = []
+        self._pool = ThreadPoolExecutor(1, "checksum") if overlap and checksum else None
+        self._sums: list[Future[int]] = []
         self._missing = {name: prod(entry.shape) for name, entry in self.entries.items()}
         with writing(path):
             self._fd = self._disk.reopen(path) if again and path.exists() else self._disk.create(path)
@@ -104,7 +104,7 @@ class TensorWriter:
         left = {name: count for name, count in self._missing.items() if count}
         assert not left, f"{self.path}: elements not written exactly once: {left}"
         crc = 0
-        for one in self._written:
+        for one in self._sums:
             one.result()
         if self._checksum is not None:
             self._checksum.fill_gaps(self._fd, [(0, self.size)])
@@ -130,18 +130,19 @@ class TensorWriter:
     ) -> None:
         if not sum_now or self._checksum is None:
             self._put(data, offset)
-        elif self._pool is None or crc is not None:
-            self._sum_and_put(data, offset, crc)
+        elif crc is not None:
+            self._checksum.add(offset, data.data, crc)
+            self._put(data, offset)
         else:
-            for at in range(0, data.size, _PIECE):
+            for at in range(
+                0, data.size, _PIECE
+            ):  # the sum brings a piece into the cache, to be written from there
                 piece = data[at : at + _PIECE]
-                self._written.append(self._pool.submit(self._sum_and_put, piece, offset + at, None))
-
-    def _sum_and_put(self, data: Bytes, offset: int, crc: int | None) -> None:
-        """First the sum: it brings the bytes into the cache from which they are then written."""
-        assert self._checksum is not None
-        self._checksum.add(offset, data.data, crc)
-        self._put(data, offset)
+                if self._pool is not None:
+                    self._sums.append(self._pool.submit(self._checksum.add, offset + at, piece.data))
+                else:
+                    self._checksum.add(offset + at, piece.data)
+                self._put(piece, offset + at)
 
     def _put(self, data: Bytes, offset: int) -> None:
         with writing(self.path):
