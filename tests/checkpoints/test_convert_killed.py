@@ -66,8 +66,19 @@ def killed(src: Path, dst: Path, arguments: dict[str, Any], point: str, every: i
     assert code == -9, code.output
 
 
-@pytest.mark.parametrize("point", POINTS)
-@pytest.mark.parametrize("form", FORMS)
+CASES = [
+    pytest.param(
+        form,
+        point,
+        id=f"{form}-{point}",
+        marks=[pytest.mark.slow] if form != "to-sharded" and number not in (2, 4) else [],
+    )
+    for form in FORMS
+    for number, point in enumerate(POINTS)
+]
+
+
+@pytest.mark.parametrize(("form", "point"), CASES)
 def test_a_killed_conversion_is_absent_or_whole_and_goes_on_K15(
     tmp_path: Path, sources: Path, form: str, point: str
 ) -> None:

@@ -113,7 +113,7 @@ def test_a_device_that_is_not_here_is_refused_E20(make: Make, monkeypatch: pytes
 
 IN_A_COLLECTIVE = [
     pytest.param(1, [], id="K2-in-all-reduce"),
-    pytest.param(0, [], id="K2b-the-first-rank"),
+    pytest.param(0, [], id="K2b-the-first-rank", marks=pytest.mark.slow),
     pytest.param(0, ["layout.data=1", "layout.zero=0", "layout.pipeline=2"], id="K2c-in-a-pipeline"),
 ]
 

@@ -20,15 +20,15 @@ from trilith.training.trainer import Trainer
 Make = Callable[[int], Any]
 
 POINTS = [
-    pytest.param("checkpoint.before_data", 1, [2], id="K6-before-its-file"),
+    pytest.param("checkpoint.before_data", 1, [2], id="K6-before-its-file", marks=pytest.mark.slow),
     pytest.param("checkpoint.amid_data", 1, [2], id="K6-mid-file"),
-    pytest.param("checkpoint.after_data", 1, [2], id="K6-after-its-file"),
+    pytest.param("checkpoint.after_data", 1, [2], id="K6-after-its-file", marks=pytest.mark.slow),
     # All files are on the disk and their sums known: the others commit without it.
     pytest.param("checkpoint.before_manifest", 1, [2, 4], id="K6-after-the-exchange"),
     pytest.param("checkpoint.before_manifest", 0, [2], id="K7-before-the-manifest"),
     pytest.param("commit.before_rename", 0, [2], id="K7-between-manifest-and-rename"),
     pytest.param("commit.after_rename", 0, [2, 4], id="K7-between-rename-and-sync"),
-    pytest.param("checkpoint.before_retention", 0, [2, 4], id="K8-before-retention"),
+    pytest.param("checkpoint.before_retention", 0, [2, 4], id="K8-before-retention", marks=pytest.mark.slow),
     pytest.param("commit.amid_removal", 0, [4], id="K8-amid-retention"),
 ]
 
@@ -89,7 +89,7 @@ def leave(recipe: str, how: str) -> None:
         trainer.run()
 
 
-@pytest.mark.parametrize("how", ["return", "exit", "error", "destroy"])
+@pytest.mark.parametrize("how", [pytest.param("return", marks=pytest.mark.slow), "exit", "error", "destroy"])
 def test_leaving_amid_a_save_in_the_background_leaves_all_of_it_or_nothing_K10(make: Make, how: str) -> None:
     run = make(2)
     with pytest.MonkeyPatch.context() as patch:
