@@ -32,8 +32,9 @@ def together(work: Callable[[], T], *, world: int, group: dist.ProcessGroup | No
         return [result]  # type: ignore[list-item]  # no error, so it is the work's result
     outcomes: list[tuple[T | None, Exception | None]] = [(None, None)] * world
     dist.all_gather_object(outcomes, (result, _plain(error)), group=group)
-    for _, raised_there in outcomes:
+    for rank, (_, raised_there) in enumerate(outcomes):
         if raised_there is not None:
+            raised_there.failed_rank = rank  # type: ignore[attr-defined]  # for whoever says whose fault it was
             raise raised_there from error
     return [there for there, _ in outcomes]  # type: ignore[misc]  # no errors, so all are results
 

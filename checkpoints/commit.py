@@ -53,6 +53,7 @@ def check_output(output: Path, *, inputs: Iterable[Path] = (), need: int = 0) ->
         raise BadInput(home, expected="a directory that we may write to", found="no permission to")
     space = os.statvfs(home)
     free = space.f_bavail * space.f_frsize
+    need -= _held_by_leftovers(output)
     if need * _SPARE > free:
         expected = f"{need * _SPARE / 1e9:,.1f} GB free ({need / 1e9:,.1f} GB and a tenth)"
         raise BadInput(output, expected=expected, found=f"{free / 1e9:,.1f} GB")
@@ -191,10 +192,30 @@ def _make_parents(directory: Path, disk: Disk) -> None:
 
 def _remove_leftovers(output: Path, disk: Disk, *, but: Path) -> None:
     """What killed runs left for this output; we hold its lock, so nobody is writing there."""
-    prefix = _beside(output, ".tmp-" + "0" * 16).name[:-16]
-    for path in output.parent.iterdir():
-        if path != but and path.name.startswith(prefix) and _IDENTITY.fullmatch(path.name[len(prefix) :]):
+    for path in _leftovers(output):
+        if path != but:
             disk.remove_tree(path)
+
+
+def _held_by_leftovers(output: Path) -> int:
+    """Bytes on the disk of what killed runs left for this output: taken up again, or removed first."""
+    return sum(
+        path.stat().st_blocks * 512
+        for left in _leftovers(output)
+        for path in left.rglob("*")
+        if path.is_file()
+    )
+
+
+def _leftovers(output: Path) -> list[Path]:
+    prefix = _beside(output, ".tmp-" + "0" * 16).name[:-16]
+    if not output.parent.is_dir():
+        return []
+    return [
+        path
+        for path in output.parent.iterdir()
+        if path.name.startswith(prefix) and _IDENTITY.fullmatch(path.name[len(prefix) :])
+    ]
 
 
 def _lock(output: Path) -> int:

@@ -16,6 +16,7 @@ from .commit import Staging, staged
 from .companions import store_companion
 from .conversion import Conversion, OutputTensor, plan_to_hf, plan_to_sharded
 from .crc import Checksum
+from .disk import Disk
 from .dtypes import TORCH, WEIGHTS
 from .execute import Transfer, execute
 from .hf_export import HFFolderWriter
@@ -24,6 +25,9 @@ from .manifest import Manifest, StoredFile
 from .source import read_source
 from .tensor_writer import TensorWriter
 from .verify import verify_file, verify_rest
+
+#: Part of a conversion's identity: another version may number or lay out its work otherwise.
+_PLAN = 1
 
 Form = Literal["hf", "sharded"]
 Progress = Callable[[int], None]
@@ -101,6 +105,8 @@ def _convert(plan: Conversion, dst: Path, allow_nonfinite: bool, how: How) -> Co
         for path in staging.directory.iterdir():  # of an earlier run: what is small is written again
             if path.name not in keep:
                 path.unlink()
+        if not all((staging.directory / file.name).exists() for file in plan.files):
+            (staging.directory / JOURNAL).unlink(missing_ok=True)  # it speaks of files that are gone
         if plan.layout is None:
             _write_hf(plan, staging, allow_nonfinite, how)
         else:
@@ -135,7 +141,9 @@ def plan_conversion(
 
 def identify(plan: Conversion, *, allow_nonfinite: bool) -> str:
     """16 hexadecimal digits that differ if another plan, or other source files, would write other bytes."""
-    digest = hashlib.sha256(repr((plan.layout, plan.split, allow_nonfinite, plan.source.config)).encode())
+    digest = hashlib.sha256(
+        repr((_PLAN, plan.layout, plan.split, allow_nonfinite, plan.source.config)).encode()
+    )
     for file in plan.source.files:
         digest.update(repr((str(file.path), file.identity)).encode())
     for output in plan.files:
@@ -249,6 +257,8 @@ def _carry_out(
     def sync() -> None:
         for writer in writers:
             writer.sync()
+        for directory in (staging.directory, staging.directory.parent):
+            Disk().sync_directory(directory)
 
     try:
         report = execute(

@@ -30,7 +30,12 @@ def step_directory(root: Path, step: int) -> Path:
 def complete_checkpoints(root: Path) -> list[Path]:
     """The checkpoints in ``root`` that have a manifest, by step; those being written or deleted have none."""
     names = (path for path in root.iterdir() if _STEP.fullmatch(path.name))
-    return sorted((path for path in names if (path / MANIFEST).exists()), key=lambda path: path.name)
+    return sorted((path for path in names if (path / MANIFEST).exists()), key=step_of)
+
+
+def step_of(directory: Path) -> int:
+    """The step of a checkpoint of a run, from its directory's name."""
+    return int(directory.name.removeprefix("step-"))
 
 
 def latest_checkpoint(root: Path | str) -> Found:

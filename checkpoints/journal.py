@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from threading import Lock
@@ -24,7 +25,7 @@ class Journal:
     """
 
     def __init__(self, path: Path, sync: Callable[[], None], *, every: int = EVERY, disk: Disk | None = None):
-        self.done = _read(path)
+        self.done, self._length = _read(path)
         self._path, self._sync, self._every, self._disk = path, sync, every, disk or Disk()
         self._pending: list[int] = []
         self._bytes = 0
@@ -43,16 +44,27 @@ class Journal:
                 fd = self._disk.reopen(self._path) if self._path.exists() else self._disk.create(self._path)
                 try:
                     line = json.dumps(finished).encode() + b"\n"
-                    self._disk.write(fd, memoryview(line), self._path.stat().st_size)
+                    self._disk.write(fd, memoryview(line), self._length)
                     self._disk.sync(fd)
+                    self._length += len(line)
                 finally:
                     self._disk.close(fd)
             fault("convert.noted", rank=0)
 
 
-def _read(path: Path) -> set[int]:
-    """The numbers of all whole lines; the last one may have been cut by the kill."""
-    if not path.exists():
-        return set()
-    lines = path.read_bytes().split(b"\n")[:-1]
-    return {number for line in lines for number in json.loads(line)}
+def _read(path: Path) -> tuple[set[int], int]:
+    """The numbers of all whole lines and their bytes; what a kill cut short is cut off."""
+    done: set[int] = set()
+    length = 0
+    if path.exists():
+        for line in path.read_bytes().splitlines(keepends=True):
+            try:
+                numbers = json.loads(line) if line.endswith(b"\n") else None
+            except ValueError:
+                numbers = None
+            if not isinstance(numbers, list):
+                break
+            done.update(numbers)
+            length += len(line)
+        os.truncate(path, length)
+    return done, length

@@ -19,7 +19,7 @@ from .commit import Staging, remove_checkpoint
 from .companions import store_companion
 from .disk import writing
 from .dtypes import name_of
-from .find import complete_checkpoints, step_directory
+from .find import complete_checkpoints, step_directory, step_of
 from .loading import stored_parts
 from .manifest import Manifest, Part, StoredFile, StoredTensor
 from .tensor_writer import TensorWriter
@@ -160,7 +160,7 @@ class Saver:
             staging[0].publish(manifest.to_bytes())
             self._committed.append(target)
             fault("checkpoint.before_retention", rank=0, step=step)
-            _retain(self.root, self.keep)
+            _retain(self.root, self.keep, step)
 
         try:
             directory = Path(str(self._together(begin)[0]))
@@ -254,7 +254,19 @@ def _set_aside(target: Path) -> None:
         target.rename(aside)
 
 
-def _retain(root: Path, keep: int) -> None:
-    """Delete the complete checkpoints older than the newest ``keep``."""
-    for old in complete_checkpoints(root)[:-keep]:
+def _retain(root: Path, keep: int, step: int) -> None:
+    """Delete the good checkpoints up to ``step``, just committed, but for the newest ``keep``.
+
+    A damaged one counts for nothing and is left alone, and so is what claims to be newer.
+    """
+    good = [path for path in complete_checkpoints(root) if step_of(path) <= step and _is_good(path)]
+    for old in good[:-keep]:
         remove_checkpoint(old)
+
+
+def _is_good(path: Path) -> bool:
+    try:
+        Manifest.load(path)
+    except BadCheckpoint:
+        return False
+    return True

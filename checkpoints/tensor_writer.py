@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import torch
 
 from ..parallel_state import Box
 from .crc import Checksum
-from .disk import Disk, writing
+from .disk import Disk, DiskFailed, writing
 from .dtypes import TORCH
 from .strides import runs_of
 from .tensor_header import Entry, build_header
@@ -103,7 +104,9 @@ class TensorWriter:
         """Flush to the disk and give the size and checksum of the file."""
         left = {name: count for name, count in self._missing.items() if count}
         assert not left, f"{self.path}: elements not written exactly once: {left}"
-        crc = 0
+        crc, found = 0, os.fstat(self._fd).st_size
+        if found != self.size:
+            raise DiskFailed(f"{self.path}: {self.size:,} bytes were written, {found:,} are there")
         for one in self._sums:
             one.result()
         if self._checksum is not None:

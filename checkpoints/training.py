@@ -42,6 +42,9 @@ def newest_checkpoint(
     def look() -> tuple[str | None, tuple[str, ...]]:
         if state.rank or not root.is_dir() or not any(root.iterdir()):
             return None, ()
+        if not any(path.name.startswith("step-") and ".tmp-" not in path.name for path in root.iterdir()):
+            left = ", ".join(sorted(path.name for path in root.iterdir()))
+            return None, (f"no checkpoint was ever completed ({left}): from the beginning",)
         found = latest_checkpoint(root)
         return str(found.directory), found.warnings
 

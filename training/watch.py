@@ -37,16 +37,17 @@ def watched(folder: Path, rank: int, world: int) -> Iterator[Heartbeat]:
         try:
             yield beat
         except Exception as error:
-            if is_out_of_memory(error):
+            cause = getattr(error, "failed_rank", rank) == rank
+            if cause and is_out_of_memory(error):
                 error = OutOfMemory(
                     f"{beat.place}: out of memory: {str(error).splitlines()[0]}. {_LESS_MEMORY}"
                 )
             code = getattr(error, "exit_code", None)
             if isinstance(code, int):
-                beat.end(code, str(error))
+                beat.end(code, str(error), cause=cause)
                 raise error
             if not is_collective_failure(error):
-                beat.end(1, f"{type(error).__name__}: {error}")
+                beat.end(1, f"{type(error).__name__}: {error}", cause=cause)
                 raise
             who = blame(folder, world, but=rank)
             text = f"{beat.place}: a collective failed: {who or str(error).splitlines()[0]}"

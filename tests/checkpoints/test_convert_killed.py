@@ -179,7 +179,40 @@ def test_a_journal_cut_by_the_kill_is_read_as_far_as_it_is_whole(tmp_path: Path)
     assert len(synced) == 2
     with (tmp_path / "j").open("ab") as file:
         file.write(b"[9, 1")
-    assert Journal(tmp_path / "j", lambda: None).done == {3, 4, 7}
+    again = Journal(tmp_path / "j", lambda: None, every=1)
+    assert again.done == {3, 4, 7}
+    again.note(8, 1)
+    assert Journal(tmp_path / "j", lambda: None).done == {3, 4, 7, 8}
+
+
+def test_a_file_that_is_gone_is_written_again_whatever_the_journal_says(
+    tmp_path: Path, sources: Path
+) -> None:
+    convert(sources / "hf", tmp_path / "whole", tensor=2)
+    killed(sources / "hf", tmp_path / "out", {"tensor": 2}, "at=convert.after_data", every=1)
+    (left,) = tmp_path.glob("out.tmp-*")
+    next(left.glob("*tensor-01*")).unlink()
+    convert(sources / "hf", tmp_path / "out", tensor=2)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_what_a_killed_run_wrote_counts_as_room_for_the_next(
+    tmp_path: Path, sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk with room for the output once and a fifth."""
+    killed(sources / "hf", tmp_path / "out", {"tensor": 2}, "at=convert.after_data")
+    (left,) = tmp_path.glob("out.tmp-*")
+    used = sum(path.stat().st_blocks * 512 for path in left.iterdir())
+    real = os.statvfs(tmp_path)
+
+    class Small:
+        f_bavail, f_frsize = used // 5, 1
+
+    assert real.f_bavail
+    monkeypatch.setattr(os, "statvfs", lambda path: Small)
+    with pytest.raises(BadInput, match="GB free"):
+        convert(sources / "hf", tmp_path / "elsewhere", tensor=2)
+    convert(sources / "hf", tmp_path / "out", tensor=2)
 
 
 def test_an_interrupt_keeps_what_was_written_and_an_error_does_not(tmp_path: Path, sources: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,11 @@ from trilith.training.recipe import parse_recipe
 
 SAME = [
     pytest.param({}, {}, id="D1-one-process"),
-    pytest.param({"tensor": 2}, {}, id="D1-tp2"),
+    pytest.param({"tensor": 2}, {}, id="D1-tp2", marks=pytest.mark.slow),
     pytest.param({"tensor": 2, "sequence": True}, {}, id="D1-sp"),
     pytest.param({"pipeline": 2}, {}, id="D1-pp2"),
     pytest.param({"data": 2}, {}, id="D1-dp2"),
-    pytest.param({"data": 2, "zero": 1}, {}, id="D1-zero1"),
+    pytest.param({"data": 2, "zero": 1}, {}, id="D1-zero1", marks=pytest.mark.slow),
     pytest.param({"data": 2, "zero": 3}, {}, id="D1-zero3"),
     pytest.param({"tensor": 2, "pipeline": 2}, {}, id="D1-tp2-pp2"),
     pytest.param({"tensor": 2}, {"model": {"config": TINY_GPT2}}, id="D1-dropout-tp2"),
@@ -34,7 +35,12 @@ OTHER = [
     pytest.param({"pipeline": 2}, {"tensor": 2}, id="D4-pp2-to-tp2"),
     pytest.param({"tensor": 2, "pipeline": 2}, {"data": 2, "zero": 1}, id="D4-tp2-pp2-to-zero1"),
     pytest.param({"data": 4, "zero": 3}, {"pipeline": 3, "split": [1, 1, 1]}, id="D4-zero3-to-pp3"),
-    pytest.param({"data": 2, "zero": 2}, {"tensor": 2, "data": 2, "zero": 3}, id="D4-zero2-to-tp2-zero3"),
+    pytest.param(
+        {"data": 2, "zero": 2},
+        {"tensor": 2, "data": 2, "zero": 3},
+        id="D4-zero2-to-tp2-zero3",
+        marks=pytest.mark.slow,
+    ),
 ]
 
 
@@ -157,6 +163,32 @@ def test_old_checkpoints_go_only_after_the_new_one_is_complete(tmp_path: Path, t
     run(tiny_recipe(tmp_path / "run", tokens, checkpoint={"every": 1, "keep": 2}))
     kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert kept == ["step-00000005", "step-00000006"]
+
+
+def test_damaged_checkpoints_count_for_nothing_and_the_last_good_one_stays(
+    tmp_path: Path, tokens: Path
+) -> None:
+    """Two newer ones are damaged; a run that ends before their steps keeps what it commits."""
+    out = tmp_path / "run"
+    run(tiny_recipe(out, tokens, checkpoint={"every": 1, "keep": 9}))
+    for step in (5, 6):
+        file = next((out / "checkpoints" / f"step-{step:08d}").glob("rank-*"))
+        file.write_bytes(file.read_bytes()[:-1])
+    for step in (1, 2, 3):
+        shutil.rmtree(out / "checkpoints" / f"step-{step:08d}")
+    (out / "checkpoints" / "step-00000004").rename(out / "checkpoints" / "step-00000003")
+    manifest = out / "checkpoints" / "step-00000003" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"step": 4', '"step": 3'))
+    run(tiny_recipe(out, tokens, checkpoint={"keep": 1}, stop_after=4))
+    left = sorted(path.name for path in (out / "checkpoints").iterdir())
+    assert left == ["step-00000004", "step-00000005", "step-00000006"]
+    assert read_source(out).path.name == "step-00000004"
+
+
+def test_a_run_killed_in_its_first_save_begins_again(tmp_path: Path, tokens: Path) -> None:
+    (tmp_path / "run" / "checkpoints" / "step-00000002.tmp-0123456789abcdef").mkdir(parents=True)
+    run(tiny_recipe(tmp_path / "run", tokens, stop_after=2))
+    assert len(losses(tmp_path / "run")) == 2
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over_and_written_again_G4(

@@ -51,7 +51,7 @@ def test_a_kill_during_a_save_leaves_the_old_or_the_new(
     assert not list((run.out / "checkpoints").glob("*.tmp-*"))
 
 
-@pytest.mark.parametrize("slow", [0, 1])
+@pytest.mark.parametrize("slow", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_rank_that_writes_slowly_holds_up_nobody_and_breaks_nothing_K9(make: Make, slow: int) -> None:
     """The other rank steps on, and agrees with it on signals, while both still agree on the checkpoint."""
     run = make(30)
