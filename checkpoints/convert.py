@@ -18,12 +18,13 @@ from .conversion import Conversion, OutputTensor, plan_to_hf, plan_to_sharded
 from .crc import Checksum
 from .disk import Disk
 from .dtypes import TORCH, WEIGHTS
-from .execute import Transfer, execute
+from .execute import execute
 from .hf_export import HFFolderWriter
 from .journal import EVERY, JOURNAL, Journal
 from .manifest import Manifest, StoredFile
 from .source import read_source
 from .tensor_writer import TensorWriter
+from .transfer import Transfer
 from .verify import verify_file, verify_rest
 
 #: Part of a conversion's identity: another version may number or lay out its work otherwise.

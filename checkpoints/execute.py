@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import reduce
-from itertools import pairwise, zip_longest
 
 import torch
 from torch import Tensor
 
-from ..parallel_state import BadCheckpoint, BadInput, Box
-from .coverage import first_flaw
+from ..parallel_state import BadInput, Box
 from .crc import Checksum
 from .dtypes import TORCH
 from .finite import look_at
@@ -27,32 +24,13 @@ from .plan import Copy
 from .strides import blocks, is_one_run
 from .tensor_file import TensorFile
 from .tensor_writer import TensorWriter
+from .transfer import Transfer, check, hull, shared, slabs, source_of, spread
 
 #: Bytes of a block: still in the processor's cache when it is written, and large beside the bookkeeping.
 BLOCK = 4 << 20
 #: A worker holds at most so many blocks at once: what was read, what is made of it, a cast, what a read
 #: spans.
 BLOCKS_OF_A_WORKER = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """``copies`` fill ``box`` of the whole tensor ``name``, which becomes all of ``target``.
-
-    ``target`` is the file whose tensor ``name`` has the box's shape, or a CPU tensor of that shape. Its dtype
-    may differ from the stored one.
-    """
-
-    name: str
-    box: Box
-    copies: tuple[Copy, ...]
-    target: TensorWriter | Tensor
-
-    @property
-    def dtype(self) -> torch.dtype:
-        if isinstance(self.target, Tensor):
-            return self.target.dtype
-        return TORCH[self.target.entries[self.name].dtype]
 
 
 @dataclass
@@ -91,70 +69,20 @@ def execute(
     """
     groups: dict[object, list[Transfer]] = defaultdict(list)
     for transfer in transfers:
-        _check(transfer)
+        check(transfer)
         if isinstance(transfer.target, Tensor) and transfer.target.is_floating_point():
             transfer.target.fill_(float("nan"))
         if transfer.box.size:
-            groups[_shared(transfer)].append(transfer)
+            groups[shared(transfer)].append(transfer)
     work = _Work(files, block or BLOCK, allow_nonfinite, seen, journal, progress)
     pool = ThreadPoolExecutor(max(1, threads))
     try:
-        for done in [pool.submit(work.make, *numbered) for numbered in _spread([*groups.values()], threads)]:
+        for done in [pool.submit(work.make, *numbered) for numbered in spread([*groups.values()], threads)]:
             done.result()
     finally:
         pool.shutdown(cancel_futures=True)
     work.report.zeros -= work.not_zero
     return work.report
-
-
-def _check(transfer: Transfer) -> None:
-    targets = [copy.target for copy in transfer.copies]
-    if flaw := first_flaw(transfer.box, targets):
-        raise BadCheckpoint("plan", transfer.name, expected="each element set once", found=str(flaw))
-    assert all(target.intersect(transfer.box) == target for target in targets if target.size), transfer
-
-
-def _shared(transfer: Transfer) -> object:
-    """Equal for transfers of the same rows of the same stored tensors: they are made together."""
-    rows = (transfer.box.start[:1], transfer.box.stop[:1])
-    return transfer.name, rows, frozenset((copy.file, copy.key, copy.transpose) for copy in transfer.copies)
-
-
-def _hull(a: Box, b: Box) -> Box:
-    return Box(tuple(map(min, a.start, b.start)), tuple(map(max, a.stop, b.stop)))
-
-
-def _spread(groups: Sequence[list[Transfer]], threads: int) -> list[tuple[int, list[Transfer]]]:
-    """The groups with their numbers, in an order that has each thread at another stretch of the whole: writes
-    to one file wait for each other in the kernel.
-    """
-    numbered = [*enumerate(groups)]
-    each = -(-len(numbered) // max(1, threads))
-    stretches = [numbered[start : start + each] for start in range(0, len(numbered), max(1, each))]
-    return [one for together in zip_longest(*stretches) for one in together if one is not None]
-
-
-def _slabs(group: Sequence[Transfer]) -> Iterator[Box]:
-    """What a group makes, cut where its sources end: a block then mostly comes from one run of one file."""
-    whole = reduce(_hull, (transfer.box for transfer in group))
-    if not whole.start:
-        yield whole
-        return
-    ends = {
-        end
-        for transfer in group
-        for copy in transfer.copies
-        for end in (copy.target.start[0], copy.target.stop[0])
-    }
-    first, last = whole.start[0], whole.stop[0]
-    for start, stop in pairwise(sorted({first, last} | {end for end in ends if first < end < last})):
-        yield whole.narrow(0, start - first, stop - first)
-
-
-def _source_of(copy: Copy, part: Box) -> Box:
-    """Where ``part`` of the copy's target lies in the stored tensor."""
-    inner = part.within(copy.target)
-    return (inner.transposed() if copy.transpose else inner).shift(copy.source.start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +124,7 @@ class _Work:
             return
         item = max(self._stored_dtype(copy).itemsize for transfer in group for copy in transfer.copies)
         remarkable, made = False, 0
-        for block in (block for slab in _slabs(group) for block in blocks(slab, self.block // item)):
+        for block in (block for slab in slabs(group) for block in blocks(slab, self.block // item)):
             parts = [(transfer, part) for transfer in group if (part := transfer.box.intersect(block))]
             read = self._read_block(parts)
             remarkable |= all(piece.zero for piece in read.values())
@@ -214,8 +142,8 @@ class _Work:
         for transfer, part in parts:
             for copy in transfer.copies:
                 if (overlap := copy.target.intersect(part)) is not None:
-                    box, place = _source_of(copy, overlap), (copy.file, copy.key)
-                    needed[place] = _hull(needed[place], box) if place in needed else box
+                    box, place = source_of(copy, overlap), (copy.file, copy.key)
+                    needed[place] = hull(needed[place], box) if place in needed else box
         read = {}
         for number, ((index, key), box) in enumerate(needed.items()):
             file = self.files[index]
@@ -258,7 +186,7 @@ class _Work:
         for copy in transfer.copies:
             if (overlap := copy.target.intersect(part)) is not None:
                 whole = read[copy.file, copy.key]
-                piece = whole.numbers[_source_of(copy, overlap).within(whole.box).slices]
+                piece = whole.numbers[source_of(copy, overlap).within(whole.box).slices]
                 pieces.append((overlap, piece.T if copy.transpose else piece))
                 if piece.shape == whole.numbers.shape and not copy.transpose:
                     crc = whole.crc

@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
@@ -28,6 +28,8 @@ from .status import blame, clear_status, first_failure, make_folder, read_status
 _LOOK_EVERY = 0.2
 #: Seconds that ranks have to end by themselves once one has failed.
 _HANGING_AFTER = 4.0
+#: Seconds in which a rank that failed has to end by itself.
+_TO_LEAVE = 5.0
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
@@ -87,11 +89,13 @@ def process_group(
     card = {"torch": torch.__version__, "trilith": version("trilith"), **(alike or {})}
     store = join(rank, world, card, timeout) if many else dist.HashStore()
     dist.init_process_group(BACKENDS[device], store=store, rank=rank, world_size=world, timeout=timeout)
+    failed = threading.Event()
+    if many:
+        _leave_when(failed)
     try:
         yield ParallelState.start(layout, device=device, timeout=timeout)
     except BaseException:
-        if many:
-            _leave_within(5.0)
+        failed.set()
         raise
     dist.destroy_process_group()
 
@@ -172,12 +176,15 @@ def forward_signals(child: subprocess.Popen[bytes]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _leave_within(seconds: float) -> None:
-    """After a failure nothing may keep this process: no peer that hangs, no collective in a destructor."""
+def _leave_when(failed: threading.Event) -> None:
+    """After a failure nothing may keep this process: no peer that hangs, no collective in a destructor.
+
+    The thread is made beforehand: where memory ran out, starting one may hang.
+    """
 
     def leave() -> None:
-        time.sleep(seconds)
+        failed.wait()
+        time.sleep(_TO_LEAVE)
         os._exit(PeerFailed.exit_code)
 
-    with suppress(RuntimeError):  # where memory ran out there is none for a thread either
-        threading.Thread(target=leave, name="leave", daemon=True).start()
+    threading.Thread(target=leave, name="leave", daemon=True).start()

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from trilith.checkpoints import execute as execute_module
 from trilith.checkpoints.dtypes import TORCH, name_of
-from trilith.checkpoints.execute import Report, Transfer, execute
+from trilith.checkpoints.execute import Report, execute
 from trilith.checkpoints.finite import look_at
 from trilith.checkpoints.plan import Copy, Stored, Tie, Whole, copies
 from trilith.checkpoints.tensor_file import TensorFile
 from trilith.checkpoints.tensor_writer import TensorWriter
+from trilith.checkpoints.transfer import Transfer
 from trilith.models import Link
 from trilith.parallel_state import BadCheckpoint, BadInput, Box
 

@@ -17,7 +17,7 @@ LAYOUTS = [
     Layout.of(pipeline=2),
     Layout.of(pipeline=4),
     Layout.of(data=2),
-    Layout.of(data=4),
+    pytest.param(Layout.of(data=4), marks=pytest.mark.slow),
     Layout.of(tensor=2, pipeline=2),
     Layout.of(tensor=2, data=2),
     Layout.of(pipeline=2, data=2),

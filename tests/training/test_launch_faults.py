@@ -58,7 +58,7 @@ def test_ranks_with_different_packages_are_refused_by_name_E16(make: Make) -> No
     )
 
 
-@pytest.mark.parametrize("absent", [0, 1])
+@pytest.mark.parametrize("absent", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_rank_that_never_starts_is_named_E19(make: Make, absent: int) -> None:
     usual = [str(make(2).recipe), "--quiet", "timeout=1"]
     arguments = [usual, usual]
@@ -114,7 +114,12 @@ def test_a_device_that_is_not_here_is_refused_E20(make: Make, monkeypatch: pytes
 IN_A_COLLECTIVE = [
     pytest.param(1, [], id="K2-in-all-reduce"),
     pytest.param(0, [], id="K2b-the-first-rank", marks=pytest.mark.slow),
-    pytest.param(0, ["layout.data=1", "layout.zero=0", "layout.pipeline=2"], id="K2c-in-a-pipeline"),
+    pytest.param(
+        0,
+        ["layout.data=1", "layout.zero=0", "layout.pipeline=2"],
+        id="K2c-in-a-pipeline",
+        marks=pytest.mark.slow,
+    ),
 ]
 
 

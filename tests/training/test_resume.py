@@ -30,7 +30,7 @@ SAME = [
 
 OTHER = [
     pytest.param({"tensor": 2}, {}, id="D4-tp2-to-one"),
-    pytest.param({}, {"tensor": 4, "sequence": True}, id="D4-one-to-tp4-sp"),
+    pytest.param({}, {"tensor": 4, "sequence": True}, id="D4-one-to-tp4-sp", marks=pytest.mark.slow),
     pytest.param({"data": 2}, {"data": 4, "zero": 1}, id="D4-dp2-to-zero1"),
     pytest.param({"pipeline": 2}, {"tensor": 2}, id="D4-pp2-to-tp2"),
     pytest.param({"tensor": 2, "pipeline": 2}, {"data": 2, "zero": 1}, id="D4-tp2-pp2-to-zero1"),

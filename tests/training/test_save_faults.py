@@ -24,9 +24,9 @@ POINTS = [
     pytest.param("checkpoint.amid_data", 1, [2], id="K6-mid-file"),
     pytest.param("checkpoint.after_data", 1, [2], id="K6-after-its-file", marks=pytest.mark.slow),
     # All files are on the disk and their sums known: the others commit without it.
-    pytest.param("checkpoint.before_manifest", 1, [2, 4], id="K6-after-the-exchange"),
+    pytest.param("checkpoint.before_manifest", 1, [2, 4], id="K6-after-the-exchange", marks=pytest.mark.slow),
     pytest.param("checkpoint.before_manifest", 0, [2], id="K7-before-the-manifest"),
-    pytest.param("commit.before_rename", 0, [2], id="K7-between-manifest-and-rename"),
+    pytest.param("commit.before_rename", 0, [2], id="K7-between-manifest-and-rename", marks=pytest.mark.slow),
     pytest.param("commit.after_rename", 0, [2, 4], id="K7-between-rename-and-sync"),
     pytest.param("checkpoint.before_retention", 0, [2, 4], id="K8-before-retention", marks=pytest.mark.slow),
     pytest.param("commit.amid_removal", 0, [4], id="K8-amid-retention"),
@@ -89,7 +89,15 @@ def leave(recipe: str, how: str) -> None:
         trainer.run()
 
 
-@pytest.mark.parametrize("how", [pytest.param("return", marks=pytest.mark.slow), "exit", "error", "destroy"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param("return", marks=pytest.mark.slow),
+        "exit",
+        pytest.param("error", marks=pytest.mark.slow),
+        "destroy",
+    ],
+)
 def test_leaving_amid_a_save_in_the_background_leaves_all_of_it_or_nothing_K10(make: Make, how: str) -> None:
     run = make(2)
     with pytest.MonkeyPatch.context() as patch:
@@ -101,7 +109,9 @@ def test_leaving_amid_a_save_in_the_background_leaves_all_of_it_or_nothing_K10(m
     assert run.steps_saved == [2]
 
 
-@pytest.mark.parametrize("background", [False, True], ids=["at-once", "K9"])
+@pytest.mark.parametrize(
+    "background", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["at-once", "K9"]
+)
 def test_the_only_checkpoint_stays_until_the_next_is_committed_K11(make: Make, background: bool) -> None:
     run = make(4)
     changes = [f"checkpoint.background={str(background).lower()}", "checkpoint.keep=1", "timeout=20"]
@@ -146,7 +156,7 @@ SOAKED = [
 
 
 @pytest.mark.parametrize(
-    "kills", [pytest.param(5, id="K19-short"), pytest.param(50, id="K19", marks=pytest.mark.slow)]
+    "kills", [pytest.param(3, id="K19-short"), pytest.param(50, id="K19", marks=pytest.mark.slow)]
 )
 def test_kills_at_random_moments_lose_nothing_that_was_committed(make: Make, kills: int) -> None:
     soak(make(1000), kills, seed=kills)
