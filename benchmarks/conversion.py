@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,30 @@ def whole_models(folder: Path, rounds: int) -> list[Row]:
     ]
 
 
+def recut(sources: list[Path], catalog: dict[str, Whole], targets: list[Path], wanted: list[Box]) -> float:
+    """Seconds to write, of every tensor of the catalog, one of the wanted boxes to each target."""
+    for path in targets:
+        path.unlink(missing_ok=True)
+
+    def work() -> None:
+        writers = [
+            TensorWriter(path, {name: ("BF16", box.shape) for name in catalog})
+            for path, box in zip(targets, wanted, strict=True)
+        ]
+        execute(
+            [TensorFile.open(path) for path in sources],
+            [
+                Transfer(name, box, tuple(copies(name, box, catalog, Tie(None))), writer)
+                for name in catalog
+                for box, writer in zip(wanted, writers, strict=True)
+            ],
+        )
+        for one in writers:
+            one.close()
+
+    return seconds_of(work)
+
+
 def kinds_of_cut(folder: Path, rounds: int) -> list[Row]:
     """One file of square matrices cut into four files along a dim, and merged again."""
     shape = (MATRIX, MATRIX)
@@ -142,33 +167,11 @@ def kinds_of_cut(folder: Path, rounds: int) -> list[Row]:
             for name in names
         }
 
-        def move(sources: list[Path], catalog: Any, targets: list[Path], wanted: list[Box]) -> float:
-            for path in targets:
-                path.unlink(missing_ok=True)
-
-            def work() -> None:
-                writers = [
-                    TensorWriter(path, {name: ("BF16", box.shape) for name in names})
-                    for path, box in zip(targets, wanted, strict=True)
-                ]
-                execute(
-                    [TensorFile.open(path) for path in sources],
-                    [
-                        Transfer(name, box, tuple(copies(name, box, catalog, Tie(None))), writer)
-                        for name in names
-                        for box, writer in zip(wanted, writers, strict=True)
-                    ],
-                )
-                for one in writers:
-                    one.close()
-
-            return seconds_of(work)
-
         taken = in_turn(
             {
                 "cp": lambda: copy(file, folder / "copy.safetensors"),
-                "cut": lambda: move([file], whole, parts, boxes),  # noqa: B023  # run before the next turn
-                "merge": lambda: move(parts, pieces, [folder / "merged.safetensors"], [Box.whole(shape)]),  # noqa: B023
+                "cut": partial(recut, [file], whole, parts, boxes),
+                "merge": partial(recut, parts, pieces, [folder / "merged.safetensors"], [Box.whole(shape)]),
             },
             rounds,
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -93,9 +94,9 @@ def measured(folder: Path, rounds: int) -> list[Row]:
 
     def with_dcp_async() -> float:
         shutil.rmtree(folder / "dcp-async", ignore_errors=True)
-        began: list[object] = []
+        began: list[Any] = []
         taken = seconds_of(lambda: began.append(dcp.async_save(tensors, checkpoint_id=folder / "dcp-async")))
-        began[0].result()  # type: ignore[attr-defined]  # a future
+        began[0].result()
         return taken
 
     taken = in_turn(

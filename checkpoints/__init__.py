@@ -1,6 +1,7 @@
 """Floor 4: Hugging Face folders and sharded checkpoints, read, written, converted and verified."""
 
-from .convert import How, convert, plan_conversion
+from .agree import rank_at_fault
+from .convert import How, carry_out, convert, plan_conversion
 from .diff import Difference, differences
 from .find import complete_checkpoints, latest_checkpoint, step_directory
 from .hf_folder import HFFolder
@@ -24,6 +25,7 @@ __all__ = [
     "Source",
     "TensorFile",
     "TensorWriter",
+    "carry_out",
     "complete_checkpoints",
     "convert",
     "differences",
@@ -33,6 +35,7 @@ __all__ = [
     "load_weights",
     "newest_checkpoint",
     "plan_conversion",
+    "rank_at_fault",
     "read_source",
     "step_directory",
     "verify",

@@ -11,6 +11,8 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 
+_FAILED_RANK = "failed_rank"
+
 
 def together(work: Callable[[], T], *, world: int, group: dist.ProcessGroup | None) -> list[T]:
     """Run ``work`` on this rank and give every rank's result, in rank order.
@@ -21,22 +23,28 @@ def together(work: Callable[[], T], *, world: int, group: dist.ProcessGroup | No
     and take its part for the whole.
     """
     error: Exception | None = None
-    result: T | None = None
+    results: list[T] = []
     try:
-        result = work()
+        results.append(work())
     except Exception as raised:
         error = raised
     if world == 1:
         if error is not None:
             raise error
-        return [result]  # type: ignore[list-item]  # no error, so it is the work's result
-    outcomes: list[tuple[T | None, Exception | None]] = [(None, None)] * world
-    dist.all_gather_object(outcomes, (result, _plain(error)), group=group)
+        return results
+    outcomes: list[tuple[list[T], Exception | None]] = [([], None)] * world
+    dist.all_gather_object(outcomes, (results, _plain(error)), group=group)
     for rank, (_, raised_there) in enumerate(outcomes):
         if raised_there is not None:
-            raised_there.failed_rank = rank  # type: ignore[attr-defined]  # for whoever says whose fault it was
+            vars(raised_there)[_FAILED_RANK] = rank
             raise raised_there from error
-    return [there for there, _ in outcomes]  # type: ignore[misc]  # no errors, so all are results
+    return [result for there, _ in outcomes for result in there]
+
+
+def rank_at_fault(error: Exception, *, here: int) -> int:
+    """The rank whose work raised this error: the one that ``together`` names, else this one."""
+    rank: int = vars(error).get(_FAILED_RANK, here)
+    return rank
 
 
 def _plain(error: Exception | None) -> Exception | None:

@@ -49,6 +49,18 @@ class How:
     progress: Progress = lambda done: None
 
 
+@contextmanager
+def _no_collector() -> Iterator[None]:
+    """A plan is many small objects and no cycles; with torch in memory the collector takes 0.1 s a time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def convert(
     src: str | Path,
     dst: str | Path,
@@ -70,36 +82,16 @@ def convert(
     false. Nothing is left behind on a failure; killed, the same call goes on where it was. ``how.progress``
     gets the bytes written since the last call.
     """
-    with _no_collector():
-        return _convert(
-            plan_conversion(
-                src,
-                to=to,
-                tensor=tensor,
-                pipeline=pipeline,
-                split=split,
-                dtype=dtype,
-                allow_symlinks=allow_symlinks,
-            ),
-            Path(dst),
-            allow_nonfinite,
-            how,
-        )
+    plan = plan_conversion(
+        src, to=to, tensor=tensor, pipeline=pipeline, split=split, dtype=dtype, allow_symlinks=allow_symlinks
+    )
+    carry_out(plan, Path(dst), allow_nonfinite=allow_nonfinite, how=how)
+    return plan
 
 
-@contextmanager
-def _no_collector() -> Iterator[None]:
-    """A plan is many small objects and no cycles; with torch in memory the collector takes 0.1 s a time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-def _convert(plan: Conversion, dst: Path, allow_nonfinite: bool, how: How) -> Conversion:
+@_no_collector()
+def carry_out(plan: Conversion, dst: Path, *, allow_nonfinite: bool = False, how: How = How()) -> None:
+    """Write what was planned as ``dst``; see ``convert``."""
     identity = identify(plan, allow_nonfinite=allow_nonfinite)
     with staged(dst, inputs=[plan.source.path], need=plan.nbytes, identity=identity) as staging:
         keep = {file.name for file in plan.files} | {JOURNAL}
@@ -112,9 +104,9 @@ def _convert(plan: Conversion, dst: Path, allow_nonfinite: bool, how: How) -> Co
             _write_hf(plan, staging, allow_nonfinite, how)
         else:
             _write_sharded(plan, plan.layout, staging, allow_nonfinite, how)
-    return plan
 
 
+@_no_collector()
 def plan_conversion(
     src: str | Path,
     *,
@@ -172,7 +164,7 @@ def _write_hf(plan: Conversion, staging: Staging, allow_nonfinite: bool, how: Ho
     )
     try:
         transfers = [_transfer(one, writer.writers[writer.place[name]]) for name, one in outputs.items()]
-        _carry_out(plan, transfers, writer.writers, staging, allow_nonfinite, how)
+        _move(plan, transfers, writer.writers, staging, allow_nonfinite, how)
         writer.finish()
     finally:
         writer.abandon()
@@ -193,7 +185,7 @@ def _write_sharded(
             for file, writer in zip(plan.files, writers, strict=True)
             for one in file.tensors
         ]
-        _carry_out(plan, transfers, writers, staging, allow_nonfinite, how)
+        _move(plan, transfers, writers, staging, allow_nonfinite, how)
         written = [writer.close() for writer in writers]
     finally:
         for writer in writers:
@@ -241,7 +233,7 @@ def _transfer(one: OutputTensor, writer: TensorWriter) -> Transfer:
     return Transfer(one.name, one.box, one.copies, writer)
 
 
-def _carry_out(
+def _move(
     plan: Conversion,
     transfers: Sequence[Transfer],
     writers: Sequence[TensorWriter],

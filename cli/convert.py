@@ -46,8 +46,7 @@ def convert(
     trilith convert sharded other --tensor 2
     trilith convert other Llama-again --to hf
     """
-    from ..checkpoints import How, plan_conversion
-    from ..checkpoints import convert as run
+    from ..checkpoints import How, carry_out, plan_conversion
     from .progress import byte_progress
     from .sizes import parse_size
 
@@ -62,27 +61,17 @@ def convert(
                 typer.echo(f"  {one.name}  {one.dtype} {list(one.box.shape)}  from {len(one.copies)} pieces")
         return
     with byte_progress(f"{src} -> {dst}", plan.nbytes) as advance:
-        done = run(
-            src,
-            dst,
-            to=to,
-            tensor=tensor,
-            pipeline=pipeline,
-            split=counts,
-            dtype=dtype,
-            allow_nonfinite=allow_nonfinite,
-            allow_symlinks=allow_symlinks,
-            how=How(workers=workers, max_ram=most, progress=advance),
-        )
-    for warning in done.source.warnings:
+        how = How(workers=workers, max_ram=most, progress=advance)
+        carry_out(plan, dst, allow_nonfinite=allow_nonfinite, how=how)
+    for warning in plan.source.warnings:
         typer.echo(f"warning: {warning}", err=True)
     typer.echo(f"{dst}: {len(plan.files)} files of weights, {plan.nbytes:,} bytes")
     if verify:
-        _compare(done.source, dst, dtype)
+        _compare(plan.source, dst, dtype)
 
 
 def _compare(source: Source, dst: Path, dtype: str | None) -> None:
-    """Read both sides back; a cast is compared in its own precision by reading the count of what differs."""
+    """Read both sides back: every number or, after a cast, names and shapes."""
     from ..checkpoints import differences, read_source, verify
     from ..parallel_state import BadCheckpoint
 
@@ -92,7 +81,10 @@ def _compare(source: Source, dst: Path, dtype: str | None) -> None:
     for one in differences(source, written):
         if dtype is None or math.isnan(one.absolute):  # a cast changes numbers, never names and shapes
             raise BadCheckpoint(dst, one.name, expected="the source's numbers", found=one.what)
-    typer.echo(f"{dst}: read back, " + ("every number is the source's" if dtype is None else "complete"))
+    typer.echo(
+        f"{dst}: read back, "
+        + ("every number is the source's" if dtype is None else "names and shapes are the source's")
+    )
 
 
 def _counts(split: str | None) -> list[int] | None:

@@ -9,10 +9,12 @@ from .initial import Constant, Initial, Normal, Uniform, seed_of
 from .layout import AXES, Coordinates, Layout
 from .parameters import declare_parameter, initialize, local, stored_box
 from .reshard import Holding, holdings, parts
-from .state import ParallelState
+from .state import BACKENDS, TIMEOUT, ParallelState
 
 __all__ = [
     "AXES",
+    "BACKENDS",
+    "TIMEOUT",
     "BadCheckpoint",
     "BadInput",
     "Box",

@@ -14,6 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from .errors import BadInput
 from .layout import Coordinates, Layout
 
+#: How long a rank waits for a peer before it counts as failed, unless told otherwise.
+TIMEOUT = timedelta(minutes=10)
+
+#: Device -> torch's backends; files and flags are agreed on the CPU wherever the model computes.
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+
 # The mesh has no axis of its own for context: FSDP shards over data_shard and context as one.
 _MESH_AXES = ("pipeline", "data_replicate", "fsdp", "tensor")
 
@@ -55,7 +61,7 @@ class ParallelState:
         layout: Layout,
         *,
         device: str | torch.device = "cpu",
-        timeout: timedelta = timedelta(minutes=10),
+        timeout: timedelta = TIMEOUT,
     ) -> ParallelState:
         """This rank's state in the process group, whose world size must be the layout's.
 
@@ -187,7 +193,7 @@ def _init_process_group(device: torch.device, timeout: timedelta) -> None:
             found="neither",
             todo="Start with torchrun, or call torch.distributed.init_process_group first",
         )
-    dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl", timeout=timeout)
+    dist.init_process_group(BACKENDS[device.type], timeout=timeout)
 
 
 def _agree_on_a_seed() -> None:

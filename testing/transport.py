@@ -59,7 +59,8 @@ class FunctionName:
         found: Any = _load(self.module, self.file)
         for part in self.name.split("."):
             found = getattr(found, part)
-        return found  # type: ignore[no-any-return]  # whatever the name led to: `of` made sure that it is callable
+        function: Callable[..., Any] = found
+        return function
 
 
 def _load(name: str, file: str) -> ModuleType:

@@ -20,7 +20,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from ..parallel_state import BadInput, Layout, ParallelState, PeerFailed
+from ..parallel_state import BACKENDS, TIMEOUT, BadInput, Layout, ParallelState, PeerFailed
 from .join import join
 from .preempt import PREEMPTED
 from .status import blame, clear_status, first_failure, make_folder, read_status
@@ -30,8 +30,6 @@ _LOOK_EVERY = 0.2
 _HANGING_AFTER = 4.0
 #: Seconds in which a rank that failed has to end by itself.
 _TO_LEAVE = 5.0
-
-BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
 def under_torchrun() -> bool:
@@ -72,7 +70,7 @@ def process_group(
     layout: Layout,
     *,
     device: str = "cpu",
-    timeout: timedelta = timedelta(minutes=10),
+    timeout: timedelta = TIMEOUT,
     alike: Mapping[str, str] | None = None,
 ) -> Iterator[ParallelState]:
     """Join (or, on one rank, make) the process group and take it down at the end; gives this rank's state.

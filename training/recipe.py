@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ..parallel_state import BadInput, Layout
+from ..parallel_state import TIMEOUT, BadInput, Layout
+from .preempt import GRACE
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -110,10 +111,12 @@ class Recipe(_Section):
     seed: int = Field(default=0, ge=0)
     device: Literal["cpu", "cuda"] = "cpu"
     grace: float = Field(
-        default=25.0, gt=0, description="seconds after SIGTERM or Ctrl-C by which the run has saved and left"
+        default=GRACE, gt=0, description="seconds after SIGTERM or Ctrl-C by which the run has saved and left"
     )
     timeout: float = Field(
-        default=600.0, gt=0, description="seconds after which a silent peer counts as failed"
+        default=TIMEOUT.total_seconds(),
+        gt=0,
+        description="seconds after which a silent peer counts as failed",
     )
     dtype: Literal["float32", "float64", "bfloat16"] = Field(
         default="float32", description="weights and moments"

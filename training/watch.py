@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from ..checkpoints import rank_at_fault
 from ..parallel_state import PeerFailed
 from .status import Heartbeat, blame
 
@@ -37,7 +38,7 @@ def watched(folder: Path, rank: int, world: int) -> Iterator[Heartbeat]:
         try:
             yield beat
         except Exception as error:
-            cause = getattr(error, "failed_rank", rank) == rank
+            cause = rank_at_fault(error, here=rank) == rank
             if cause and is_out_of_memory(error):
                 error = OutOfMemory(
                     f"{beat.place}: out of memory: {str(error).splitlines()[0]}. {_LESS_MEMORY}"

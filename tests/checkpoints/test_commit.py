@@ -9,6 +9,7 @@ from collections import namedtuple
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -66,32 +67,32 @@ def test_a_published_checkpoint_reads_back_and_nothing_else_is_left(tmp_path: Pa
 # ---- refusals ----
 
 
-def occupied(output: Path) -> dict[str, object]:
+def occupied(output: Path) -> dict[str, Any]:
     output.mkdir()
     (output / "mine").touch()
     return {}
 
 
-def a_file(output: Path) -> dict[str, object]:
+def a_file(output: Path) -> dict[str, Any]:
     output.touch()
     return {}
 
 
-def a_link(output: Path) -> dict[str, object]:
+def a_link(output: Path) -> dict[str, Any]:
     output.symlink_to(output.parent)
     return {}
 
 
-def the_input(output: Path) -> dict[str, object]:
+def the_input(output: Path) -> dict[str, Any]:
     output.mkdir()
     return {"inputs": [output.parent / "." / output.name]}
 
 
-def inside_the_input(output: Path) -> dict[str, object]:
+def inside_the_input(output: Path) -> dict[str, Any]:
     return {"inputs": [output.parent]}
 
 
-def too_large(output: Path) -> dict[str, object]:
+def too_large(output: Path) -> dict[str, Any]:
     return {"need": 1 << 60}
 
 
@@ -106,14 +107,12 @@ def too_large(output: Path) -> dict[str, object]:
         pytest.param(too_large, r"expected [\d,.]+ GB free .* found [\d,.]+ GB", id="G20-too-little-space"),
     ],
 )
-def test_outputs_that_cannot_be(
-    tmp_path: Path, spoil: Callable[[Path], dict[str, object]], says: str
-) -> None:
+def test_outputs_that_cannot_be(tmp_path: Path, spoil: Callable[[Path], dict[str, Any]], says: str) -> None:
     output = tmp_path / "out"
     arguments = spoil(output)
     before = sorted(tmp_path.iterdir())
     with pytest.raises(BadInput, match=says) as caught:
-        Staging.begin(output, **arguments)  # type: ignore[arg-type]  # a table of keyword arguments
+        Staging.begin(output, **arguments)
     assert caught.value.exit_code == 2 and str(output) in str(caught.value)
     assert sorted(tmp_path.iterdir()) == before
 
@@ -296,7 +295,9 @@ class Model:
     def at(self, path: Path) -> Directory:
         node = self.top
         for name in path.relative_to(self.root).parts:
-            node = node.names[name]  # type: ignore[assignment]  # paths of directories only
+            inner = node.names[name]
+            assert isinstance(inner, Directory), path
+            node = inner
         return node
 
     def apply(self, call: tuple[object, ...]) -> None:

@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -253,12 +254,15 @@ def watch(event: str, details: tuple[object, ...]) -> None:
         OPENED.append(os.fspath(details[0]))
 
 
+@cache
+def add_watch() -> None:
+    sys.addaudithook(watch)
+
+
 @pytest.fixture
 def opened() -> Iterator[list[str]]:
     """Every path that Python opens from here on; an audit hook cannot be taken back, so it is added once."""
-    if not hasattr(watch, "added"):
-        sys.addaudithook(watch)
-        watch.added = True  # type: ignore[attr-defined]  # a mark on the function itself
+    add_watch()
     OPENED.clear()
     yield OPENED
     OPENED.clear()

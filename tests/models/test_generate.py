@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from trilith.models import family_of, generate
@@ -12,9 +14,9 @@ from trilith.testing.runs import TINY_LLAMA
 LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0, -9.0]])
 
 
-def frequencies(**how: float) -> torch.Tensor:
+def frequencies(**how: Any) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
-    drawn = choose(LOGITS.expand(20_000, -1), generator=generator, **how)  # type: ignore[arg-type]  # a few names
+    drawn = choose(LOGITS.expand(20_000, -1), generator=generator, **how)
     return torch.bincount(drawn, minlength=5) / len(drawn)
 
 
@@ -73,6 +75,6 @@ def test_a_row_that_ended_is_padded_and_all_ended_stop() -> None:
         (torch.ones(1, 60, dtype=torch.int64), {}, "at most the model's 64 positions"),
     ],
 )
-def test_refusals(tokens: torch.Tensor, how: dict[str, float], message: str) -> None:
+def test_refusals(tokens: torch.Tensor, how: dict[str, Any], message: str) -> None:
     with pytest.raises(BadInput, match=message):
-        generate(model(), tokens, max_new_tokens=5, **how)  # type: ignore[arg-type]  # a few names
+        generate(model(), tokens, max_new_tokens=5, **how)

@@ -56,6 +56,7 @@ def test_a_full_disk_on_one_rank_is_the_same_error_on_all_and_commits_nothing_K5
     assert "No space left on device" in codes[0].output
     assert codes[0].output == codes[1].output
     assert run.status(0)["error"] == run.status(1)["error"]
+    assert (run.status(0)["cause"], run.status(1)["cause"]) == (False, True)
     assert run.steps_saved == [2]
     assert not list((run.out / "checkpoints").glob("*.tmp-*"))
 

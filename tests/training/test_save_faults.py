@@ -8,6 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 from random import Random
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -85,8 +86,8 @@ def leave(recipe: str, how: str) -> None:
             made.save = save_and_leave
             return made
 
-        trainer._saver = saver  # type: ignore[method-assign]  # to stand between the loop and its saves
-        trainer.run()
+        with mock.patch.object(trainer, "_saver", saver):  # to stand between the loop and its saves
+            trainer.run()
 
 
 @pytest.mark.parametrize(

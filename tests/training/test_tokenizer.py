@@ -9,6 +9,7 @@ import shutil
 import string
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given, settings
@@ -120,9 +121,9 @@ def test_sizes_special_ids_and_files(folder: Path, pair: tuple[Tokenizer, Tokeni
 
 
 @pytest.mark.parametrize("model_type", ["bpe", "unigram"])
-def test_training_is_deterministic(tmp_path: Path, model_type: str) -> None:
+def test_training_is_deterministic(tmp_path: Path, model_type: Literal["bpe", "unigram"]) -> None:
     for name in ("one", "two"):
-        train_tokenizer(iter(PARTS[:40]), tmp_path / name, vocab_size=400, model_type=model_type)  # type: ignore[arg-type]  # a parameter
+        train_tokenizer(iter(PARTS[:40]), tmp_path / name, vocab_size=400, model_type=model_type)
     for path in (tmp_path / "one").iterdir():
         assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes()
     assert load_tokenizer(tmp_path / "one").fingerprint == load_tokenizer(tmp_path / "two").fingerprint
@@ -154,11 +155,9 @@ def test_a_long_text_is_learned_from_whole(tmp_path: Path) -> None:
         pytest.param({"vocab_size": 300, "texts": [" "]}, "training a bpe vocabulary", id="F1-only-a-blank"),
     ],
 )
-def test_training_refuses_and_leaves_nothing(
-    tmp_path: Path, arguments: dict[str, object], message: str
-) -> None:
+def test_training_refuses_and_leaves_nothing(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(BadInput, match=message) as caught:
-        train_tokenizer(**{"texts": PARTS, "folder": tmp_path / "t", **arguments})  # type: ignore[arg-type]  # bad on purpose
+        train_tokenizer(**{"texts": PARTS, "folder": tmp_path / "t", **arguments})
     assert "\n" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []
 

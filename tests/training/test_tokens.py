@@ -6,6 +6,8 @@ import json
 import multiprocessing
 import os
 from collections.abc import Callable
+from multiprocessing.queues import Queue
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import numpy as np
@@ -268,16 +270,16 @@ def test_f13_a_second_writer_of_the_name_is_refused_while_one_writes_and_after(t
     assert files(tmp_path) == ["data.bin", "data.docs.npy", "data.json"]
 
 
-def _race(name: Path, mine: int, start: object, answers: object) -> None:
-    start.wait()  # type: ignore[attr-defined]  # a multiprocessing Barrier
+def _race(name: Path, mine: int, start: Barrier, answers: Queue[int | None]) -> None:
+    start.wait()
     try:
         with TokenWriter(name, vocab_size=300) as writer:
             for _ in range(200):
                 writer.add([mine] * 50)
             writer.commit()
-        answers.put(mine)  # type: ignore[attr-defined]  # a multiprocessing Queue
+        answers.put(mine)
     except BadInput:
-        answers.put(None)  # type: ignore[attr-defined]  # a multiprocessing Queue
+        answers.put(None)
 
 
 def test_f13_a_writer_that_finishes_just_before_the_lock_is_not_written_over(
@@ -322,7 +324,7 @@ def _die(name: Path, after: str) -> None:
         renames += 1
         os.rename(self, target)
 
-    Path.rename = rename  # type: ignore[method-assign,assignment]  # this process ends here
+    pytest.MonkeyPatch().setattr(Path, "rename", rename)  # never undone: this process ends here
     with TokenWriter(name, vocab_size=300) as writer:
         writer.add([1, 2, 3])
         if after == "some tokens":
