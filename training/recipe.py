@@ -7,100 +7,23 @@ import json
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
-from ..parallel_state import TIMEOUT, BadInput, Layout
+from ..parallel_state import TIMEOUT, BadInput
 from .preempt import GRACE
-
-_Beta = Annotated[float, Field(ge=0, lt=1)]
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
-
-
-class ModelSection(_Section):
-    """Where the model comes from: weights of a Hugging Face folder or checkpoint, or a config to start from
-    scratch.
-    """
-
-    init_from: str | None = Field(
-        default=None, description="a Hugging Face folder or a trilith checkpoint to start from"
-    )
-    config: str | dict[str, Any] | None = Field(
-        default=None, description="a config.json, or its fields, to start from scratch"
-    )
-    tokenizer: str | None = Field(
-        default=None, description="a tokenizer folder to carry along into checkpoints and exports"
-    )
+from .sections import (
+    CheckpointSection,
+    DataSection,
+    LayoutSection,
+    ModelSection,
+    OptimizerSection,
+    Section,
+)
 
 
-class LayoutSection(_Section):
-    """How the model lies on the ranks; see `trilith.parallel_state.Layout`."""
-
-    tensor: int = Field(default=1, ge=1)
-    pipeline: int = Field(default=1, ge=1)
-    data: int = Field(default=1, ge=1)
-    data_replicate: int = Field(default=1, ge=1)
-    zero: int = Field(default=0, ge=0, le=3)
-    sequence: bool = False
-    split: list[int] | None = Field(default=None, description="blocks of each pipeline stage, by hand")
-    schedule: Literal["gpipe", "1f1b"] = Field(default="1f1b", description="of the pipeline")
-
-    @property
-    def layout(self) -> Layout:
-        return Layout.of(
-            tensor=self.tensor,
-            pipeline=self.pipeline,
-            data=self.data,
-            data_replicate=self.data_replicate,
-            zero=self.zero,
-            sequence=self.sequence,
-        )
-
-
-class DataSection(_Section):
-    """What to train on: token files written by `trilith tokenize`, named without their suffix."""
-
-    tokens: str | list[str]
-    weights: list[float] | None = Field(
-        default=None, description="how often each token file is drawn from; default: by size"
-    )
-    sequence_length: int = Field(ge=1)
-    global_batch: int = Field(ge=1, description="samples a step, over all ranks")
-    micro_batch: int = Field(default=1, ge=1, description="samples that a rank computes at once")
-
-
-class OptimizerSection(_Section):
-    """AdamW and the learning rate's course."""
-
-    lr: float = Field(default=3e-4, gt=0)
-    betas: tuple[_Beta, _Beta] = (0.9, 0.95)
-    eps: float = Field(default=1e-8, gt=0)
-    weight_decay: float = Field(default=0.1, ge=0)
-    clip: float = Field(default=1.0, gt=0, description="largest global gradient norm")
-    schedule: Literal["cosine", "constant"] = Field(default="cosine", description="of the learning rate")
-    warmup: int = Field(default=0, ge=0, description="steps")
-    minimum_ratio: float = Field(
-        default=0.1, ge=0, le=1, description="the last learning rate, as a share of lr"
-    )
-    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
-
-
-class CheckpointSection(_Section):
-    """When checkpoints are written, and how many stay."""
-
-    every: int = Field(default=0, ge=0, description="steps between checkpoints; 0: only at the end")
-    keep: int = Field(default=2, ge=1, description="how many complete checkpoints stay")
-    background: bool = Field(
-        default=False,
-        description="go on while a copy of weights and moments is written; needs room for the copy",
-    )
-
-
-class Recipe(_Section):
+class Recipe(Section):
     """One run."""
 
     out: str = Field(description="the run's folder: checkpoints, metrics.jsonl, status")

@@ -5,32 +5,28 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..checkpoints import Contents, Progress, Saver, load_training, load_weights, newest_checkpoint
-from ..models import CausalLM
 from ..parallel_state import (
     BadInput,
     ParallelState,
-    PeerFailed,
     clip_gradients,
     fault,
-    first_not_finite,
     initialize,
     seed_of,
 )
-from .data_parallel import shard_over_data
+from .build import build
+from .health import name_the_culprit
 from .metrics import MetricsLog, StepMetrics, Terminal
-from .optimizer import learning_rate, make_adamw, set_learning_rate
-from .precision import Precision, dtype_named
+from .optimizer import learning_rate, set_learning_rate
 from .preempt import Preempted, StopSignals
 from .recipe import Recipe
 from .run_plan import open_data, plan
 from .status import Heartbeat
-from .step import TrainStep
 
 
 class Trainer:
@@ -58,32 +54,8 @@ class Trainer:
                 expected=f"ids below the model's vocab_size={self.plan.config.vocab_size}",
                 found=f"token files for a vocabulary of {self.batches.vocab_size}",
             )
-        master = dtype_named(recipe.dtype)
-        self.precision = Precision(master, dtype_named(recipe.compute or recipe.dtype), master)
-        self.model = self._build()
-        optimizer = recipe.optimizer
-        self.optimizer = make_adamw(
-            self.model,
-            lr=optimizer.lr,
-            betas=optimizer.betas,
-            eps=optimizer.eps,
-            weight_decay=optimizer.weight_decay,
-        )
-        self.step = TrainStep(
-            self.model,
-            micro_batch=recipe.data.micro_batch,
-            schedule=recipe.layout.schedule,
-            label_smoothing=optimizer.label_smoothing,
-            dtype=self.precision.compute,
-        )
-
-    def _build(self) -> CausalLM:
-        model = self.plan.family.build(
-            self.plan.config, split=self.recipe.layout.split, state=self.state, dtype=self.precision.master
-        )
-        shard_over_data(model, self.state, self.precision)
-        model.to_empty(device=self.state.device)
-        return model
+        parts = build(recipe, self.plan, state)
+        self.model, self.optimizer, self.step = parts.model, parts.optimizer, parts.step
 
     def run(self, after_step: Callable[[StepMetrics], None] | None = None) -> list[StepMetrics]:
         """Train from the newest complete checkpoint, or from the start, to the last step; the steps' metrics.
@@ -205,7 +177,7 @@ class Trainer:
         loss = self.step(input_ids.to(state.device), labels.to(state.device))
         norm = clip_gradients(self.model, recipe.optimizer.clip, state=state)
         if not bool(torch.isfinite(loss) & torch.isfinite(norm)):
-            self._name_the_culprit(number)
+            name_the_culprit(self.model, number + 1, state)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         value, grad_norm = float(loss), float(norm)
@@ -216,16 +188,6 @@ class Trainer:
     def _at(self, phase: str, step: int) -> None:
         if self.beat is not None:
             self.beat.at(phase, step)
-
-    def _name_the_culprit(self, number: int) -> NoReturn:
-        """Loss and norm are the same on every rank, so all come here, before the update."""
-        mine = first_not_finite(self.model)
-        found: list[str | None] = [None] * self.state.layout.world
-        dist.all_gather_object(found, mine)
-        first = next(
-            (f"rank {rank}: the gradient of {name}" for rank, name in enumerate(found) if name), "the loss"
-        )
-        raise PeerFailed(f"step {number + 1}: {first} is not finite; nothing was updated")
 
     @property
     def checkpoints(self) -> Path:

@@ -1,0 +1,48 @@
+"""What a run trains with, built from its recipe: the model in its layout, the optimizer, the step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..models import CausalLM
+from ..parallel_state import ParallelState
+from .data_parallel import shard_over_data
+from .optimizer import make_adamw
+from .precision import Precision, dtype_named
+from .recipe import Recipe
+from .run_plan import Plan
+from .step import TrainStep
+
+
+@dataclass(frozen=True)
+class Parts:
+    """One rank's model (weights not yet filled), its optimizer, and the step that ties them."""
+
+    model: CausalLM
+    optimizer: torch.optim.Optimizer
+    step: TrainStep
+
+
+def build(recipe: Recipe, plan: Plan, state: ParallelState) -> Parts:
+    """Collective: every rank builds its own part. The weights are filled after it, by a load or
+    ``initialize``.
+    """
+    master = dtype_named(recipe.dtype)
+    precision = Precision(master, dtype_named(recipe.compute or recipe.dtype), master)
+    model = plan.family.build(plan.config, split=recipe.layout.split, state=state, dtype=master)
+    shard_over_data(model, state, precision)
+    model.to_empty(device=state.device)
+    wanted = recipe.optimizer
+    optimizer = make_adamw(
+        model, lr=wanted.lr, betas=wanted.betas, eps=wanted.eps, weight_decay=wanted.weight_decay
+    )
+    step = TrainStep(
+        model,
+        micro_batch=recipe.data.micro_batch,
+        schedule=recipe.layout.schedule,
+        label_smoothing=wanted.label_smoothing,
+        dtype=precision.compute,
+    )
+    return Parts(model, optimizer, step)
