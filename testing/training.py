@@ -25,6 +25,7 @@ from ..parallel_state import (
 )
 from ..parallel_state.engine import local_data
 from ..parallel_state.initial import fill
+from ..training.batch import Batch
 from ..training.data_parallel import shard_over_data
 from ..training.optimizer import make_adamw
 from ..training.precision import Precision
@@ -49,6 +50,7 @@ class Case:
     dtype: torch.dtype = torch.float64
     compute: torch.dtype | None = None
     seed: int = 7
+    documents: bool = False  # several a row: positions start again where one starts
 
 
 @dataclass
@@ -98,10 +100,9 @@ def train_rank(case: Case) -> RankOutcome:
     optimizer = make_adamw(model, lr=case.lr)
     losses, norms, gradients = [], [], {}
     for number in range(case.steps):
-        input_ids, labels = batch(case, number, config.vocab_size)
         each = case.samples // case.layout.data
-        rows = slice(state.data_index * each, (state.data_index + 1) * each)
-        losses.append(float(step(input_ids[rows], labels[rows])))
+        mine = batch(case, number, config.vocab_size).split(each)[state.data_index]
+        losses.append(float(step(*mine)))
         if number == 0:
             gradients = pieces(model, state, gradients=True)
         norms.append(float(clip_gradients(model, case.clip, state=state)))
@@ -111,14 +112,21 @@ def train_rank(case: Case) -> RankOutcome:
     return RankOutcome(losses, norms, gradients, initial, pieces(model, state))
 
 
-def batch(case: Case, step: int, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """The whole batch of a step; labels that do not count lie unevenly over the samples."""
+def batch(case: Case, step: int, vocab_size: int) -> Batch:
+    """The whole batch of a step; labels that do not count lie unevenly over the samples, and so do starts of
+    documents.
+    """
     generator = torch.Generator().manual_seed(seed_of(case.seed, "batch", step))
     tokens = torch.randint(vocab_size, (case.samples, case.length + 1), generator=generator)
     labels = tokens[:, 1:].clone()
     for sample in range(case.samples):
         labels[sample, : (3 * sample) % case.length] = IGNORE
-    return tokens[:, :-1].contiguous(), labels
+    positions = None
+    if case.documents:
+        places = torch.arange(case.length).expand(case.samples, -1)
+        starts = torch.rand(case.samples, case.length, generator=generator) < 0.2
+        positions = places - torch.where(starts, places, 0).cummax(1).values
+    return Batch(tokens[:, :-1].contiguous(), labels, positions)
 
 
 def roughen(model: CausalLM, seed: int, state: ParallelState) -> None:

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from ..parallel_state import BadInput
+from .batch import Batch as Batch
 from .interleave import Interleave
 from .order import ids_at, permute, positions_of
 from .token_index import TokenPaths
@@ -92,10 +92,10 @@ class GlobalBatches:
             ids[here] = ids_at(draws[here], self._counts[source], self.seed, stream=int(source))
         return sources, ids
 
-    def batch(self, step: int, data_index: int = 0, data_size: int = 1) -> tuple[Tensor, Tensor]:
-        """What data rank ``data_index`` of ``data_size`` gets at ``step`` (from 0): (input_ids, labels).
+    def batch(self, step: int, data_index: int = 0, data_size: int = 1) -> Batch:
+        """What data rank ``data_index`` of ``data_size`` gets at ``step`` (from 0).
 
-        Both int64 of shape ``[global_batch / data_size, sequence_length]``; the label of a token is the next
+        All int64 of shape ``[global_batch / data_size, sequence_length]``; the label of a token is the next
         token, so a loss shifts nothing. The ranks' pieces, in order, are the batch of ``data_size=1``.
         ``BadInput`` where ``data_size`` does not divide ``global_batch``, or a token is not below the file's
         ``vocab_size``.
@@ -116,7 +116,7 @@ class GlobalBatches:
                     todo="The file was changed after it was made: tokenize again",
                 )
         whole = torch.from_numpy(windows)
-        return whole[:, :-1].contiguous(), whole[:, 1:].contiguous()
+        return Batch(whole[:, :-1].contiguous(), whole[:, 1:].contiguous())
 
 
 def _samples(file: TokenFile, sequence_length: int) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -10,12 +12,13 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from ..layers import valid_tokens, vocab_parallel_cross_entropy
 from ..models import CausalLM
 from ..parallel_state import BadInput, finalize_gradients
+from .batch import Batch
 from .data_parallel import before_backward
 from .pipeline import make_schedule
 
 
 class TrainStep:
-    """``step(input_ids, labels)`` leaves in ``.grad`` the gradients of the mean loss over the step's tokens.
+    """``step(*batch)`` leaves in ``.grad`` the gradients of the mean loss over the step's tokens.
 
     The mean is over the valid labels of the *global* batch, whatever the micro-batches and data ranks, so it
     is the same number in every layout. ``micro_batch`` is in samples. The model has been through
@@ -38,8 +41,10 @@ class TrainStep:
         self._shape: torch.Size | None = None
         self._tokens = torch.ones(())
 
-    def __call__(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        """Both (samples of this data rank, S), int64; labels shifted, ``IGNORE`` where they do not count.
+    def __call__(self, input_ids: Tensor, labels: Tensor, positions: Tensor | None = None) -> Tensor:
+        """All (samples of this data rank, S), int64; labels shifted, ``IGNORE`` where they do not count.
+
+        ``positions`` start again at 0 where a document starts; ``None`` is one document a row.
 
         Returns the loss, the same scalar on every rank. A step with no valid label has loss 0 and zero
         gradients.
@@ -61,9 +66,9 @@ class TrainStep:
             )
         self._tokens = self._global_tokens(labels)
         if self.state.layout.pipeline > 1:
-            losses = self._pipelined(input_ids, labels)
+            losses = self._pipelined(input_ids, labels, positions)
         else:
-            losses = self._plain(input_ids, labels)
+            losses = self._plain(input_ids, labels, positions)
         finalize_gradients(self.model, state=self.state)
         return self._global_loss(losses)
 
@@ -78,17 +83,17 @@ class TrainStep:
         )
         return per_token.sum() / self._tokens
 
-    def _plain(self, input_ids: Tensor, labels: Tensor) -> list[Tensor]:
+    def _plain(self, input_ids: Tensor, labels: Tensor, positions: Tensor | None) -> list[Tensor]:
         losses = []
-        parts = list(zip(input_ids.split(self.micro_batch), labels.split(self.micro_batch), strict=True))
-        for number, (x, y) in enumerate(parts):
+        parts = Batch(input_ids, labels, positions).split(self.micro_batch)
+        for number, (x, y, at) in enumerate(parts):
             before_backward(self.model, last=number == len(parts) - 1)
-            loss = self.loss(self.model(x), y)
+            loss = self.loss(self.model(x, at), y)
             loss.backward()
             losses.append(loss.detach())
         return losses
 
-    def _pipelined(self, input_ids: Tensor, labels: Tensor) -> list[Tensor]:
+    def _pipelined(self, input_ids: Tensor, labels: Tensor, positions: Tensor | None) -> list[Tensor]:
         if self._schedule is None or input_ids.shape != self._shape:
             self._schedule = make_schedule(
                 self.model,
@@ -102,10 +107,12 @@ class TrainStep:
         losses: list[Tensor] = []
         stage = self.model.stage
         arguments = (input_ids,) if stage.first else ()
+        # Every stage attends and rotates by position, so every stage is told; the schedule cuts keywords too.
+        told: dict[str, Any] = {} if positions is None else {"positions": positions}
         if stage.last:
-            self._schedule.step(*arguments, target=labels, losses=losses, return_outputs=False)
+            self._schedule.step(*arguments, target=labels, losses=losses, return_outputs=False, **told)
         else:
-            self._schedule.step(*arguments, return_outputs=False)
+            self._schedule.step(*arguments, return_outputs=False, **told)
         return [loss.detach() for loss in losses]
 
     def _global_tokens(self, labels: Tensor) -> Tensor:

@@ -163,7 +163,7 @@ class Trainer:
         began = time.perf_counter()
         self._at("step", number + 1)
         torch.manual_seed(random_seed(recipe.seed, number, state))
-        input_ids, labels = self.batches.batch(number, state.data_index, state.layout.data)
+        batch = self.batches.batch(number, state.data_index, state.layout.data)
         lr = learning_rate(
             recipe.optimizer.schedule,
             number,
@@ -174,7 +174,7 @@ class Trainer:
         )
         set_learning_rate(self.optimizer, lr)
         fault("step.forward", rank=state.rank, step=number + 1)
-        loss = self.step(input_ids.to(state.device), labels.to(state.device))
+        loss = self.step(*batch.to(state.device))
         norm = clip_gradients(self.model, recipe.optimizer.clip, state=state)
         if not bool(torch.isfinite(loss) & torch.isfinite(norm)):
             name_the_culprit(self.model, number + 1, state)

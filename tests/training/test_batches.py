@@ -36,7 +36,8 @@ def make(tmp_path: Path) -> Make:
 
 def test_samples_are_windows_and_labels_are_the_next_tokens(make: Make) -> None:
     data = GlobalBatches(make("a", 50), 8, 6, seed=1)
-    input_ids, labels = data.batch(0)
+    input_ids, labels, positions = data.batch(0)
+    assert positions is None
     assert data.samples == 6
     assert input_ids.shape == labels.shape == (6, 8)
     assert input_ids.dtype == labels.dtype == torch.int64
@@ -68,8 +69,8 @@ def test_ranks_pieces_in_order_are_the_global_batch_D5(
         whole = data.batch(step)
         for size in (1, 2, 3, 4, 6, 12):
             pieces = [data.batch(step, rank, size) for rank in range(size)]
-            for i in range(2):
-                assert torch.equal(torch.cat([piece[i] for piece in pieces]), whole[i])
+            assert torch.equal(torch.cat([piece.input_ids for piece in pieces]), whole.input_ids)
+            assert torch.equal(torch.cat([piece.labels for piece in pieces]), whole.labels)
 
 
 def test_there_is_no_state_but_the_step(make: Make) -> None:

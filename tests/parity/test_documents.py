@@ -1,0 +1,59 @@
+"""Several documents a row: positions that start again reach every stage and micro-batch of every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from trilith.parallel_state import Layout
+from trilith.testing.training import Case, Outcome, batch
+from trilith.training.batch import Batch
+
+LAYOUTS = [
+    Layout.of(pipeline=2),
+    Layout.of(tensor=2, sequence=True),
+    Layout.of(data=2, zero=3),
+    Layout.of(tensor=2, pipeline=2),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("model", ["llama", "gpt2"])
+def test_packed_rows_give_the_same_training_in_any_layout(
+    assert_same: Callable[..., None], model: str, layout: Layout
+) -> None:
+    assert_same(model, layout, documents=True)
+
+
+@pytest.mark.parametrize("model", ["llama", "gpt2"])
+def test_positions_are_not_ignored(
+    one_device: Callable[[Case], Outcome], models: dict[str, dict[str, Any]], model: str
+) -> None:
+    """Or the test above would say nothing."""
+    joined = Case(models[model])
+    assert one_device(joined).losses[0] != one_device(replace(joined, documents=True)).losses[0]
+
+
+def test_a_case_with_documents_has_rows_that_restart_at_different_places() -> None:
+    positions = batch(Case({}, documents=True), 0, 100).positions
+    assert positions is not None and bool((positions[:, 0] == 0).all())
+    starts = positions == 0
+    assert int(starts.sum()) > len(positions) + 2 and not torch.equal(starts[0], starts[1])
+    steps = positions[:, 1:] - positions[:, :-1]
+    assert bool(((steps == 1) | starts[:, 1:]).all())
+
+
+def test_a_batch_splits_into_its_rows_in_order() -> None:
+    ids = torch.arange(24).reshape(6, 4)
+    for whole in (Batch(ids, ids + 1), Batch(ids, ids + 1, ids + 2)):
+        parts = whole.split(2)
+        assert [part.input_ids[0, 0].item() for part in parts] == [0, 8, 16]
+        for index, tensor in enumerate(whole):
+            pieces = [part[index] for part in parts]
+            if tensor is None:
+                assert pieces == [None] * 3
+            else:
+                assert torch.equal(torch.cat([piece for piece in pieces if piece is not None]), tensor)

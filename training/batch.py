@@ -1,0 +1,33 @@
+"""What a step is given: token ids, the labels they are to predict, and where documents start."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Batch(NamedTuple):
+    """``input_ids``, ``labels`` and ``positions``: int64 of shape (B, S) each; a step takes ``*batch``.
+
+    A label is what follows its token, so a loss shifts nothing; ``IGNORE`` does not count. ``positions`` are
+    the one statement of where documents start: within a row they start again at 0 there, and a document sees
+    itself alone. ``None``: one document a row, 0 to S-1.
+    """
+
+    input_ids: Tensor
+    labels: Tensor
+    positions: Tensor | None = None
+
+    def to(self, device: torch.device) -> Batch:
+        positions = None if self.positions is None else self.positions.to(device)
+        return Batch(self.input_ids.to(device), self.labels.to(device), positions)
+
+    def split(self, size: int) -> list[Batch]:
+        """Micro-batches of ``size`` rows, in order."""
+        pairs = list(zip(self.input_ids.split(size), self.labels.split(size), strict=True))
+        if self.positions is None:
+            return [Batch(ids, labels) for ids, labels in pairs]
+        places = self.positions.split(size)
+        return [Batch(ids, labels, at) for (ids, labels), at in zip(pairs, places, strict=True)]
