@@ -25,12 +25,14 @@ from .loss import IGNORE, valid_tokens, vocab_parallel_cross_entropy
 from .mlp import ACTIVATIONS, MLP, GatedMLP, activation
 from .norm import LayerNorm, RMSNorm
 from .rotary import Rope, RotaryEmbedding, inverse_frequencies
+from .scope import AttentionScope, documents
 from .stage import Stage, split_blocks
 
 __all__ = [
     "ACTIVATIONS",
     "IGNORE",
     "MLP",
+    "AttentionScope",
     "ColumnParallelLinear",
     "Dropout",
     "GatedMLP",
@@ -48,6 +50,7 @@ __all__ = [
     "causal_attention",
     "copy_to_tensor",
     "default_positions",
+    "documents",
     "enter_tensor",
     "gather_from_tensor",
     "gather_logits",

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..parallel_state import ParallelState
+from .scope import AttentionScope
 
 
 def split_heads(x: Tensor, head_dim: int) -> Tensor:
@@ -20,16 +21,30 @@ def merge_heads(x_BHSE: Tensor) -> Tensor:
 
 
 def causal_attention(
-    q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, *, dropout: float = 0.0, scale: float | None = None
+    q_BHSE: Tensor,
+    k_BKSE: Tensor,
+    v_BKSE: Tensor,
+    scope: AttentionScope | None = None,
+    *,
+    dropout: float = 0.0,
+    scale: float | None = None,
 ) -> Tensor:
-    """Scaled dot-product attention: each position sees itself and what came before. (B, H, S, E) like ``q``.
+    """Scaled dot-product attention: each position sees itself and what came before, within the ``scope``.
 
-    Query heads may be a multiple of the key/value heads: each of these then serves as many consecutive query
-    heads.
+    (B, H, S, E) like ``q``. Query heads may be a multiple of the key/value heads: each of these then serves
+    as many consecutive query heads.
     """
     grouped = q_BHSE.shape[1] != k_BKSE.shape[1]
+    mask = None if scope is None else scope.mask
     return F.scaled_dot_product_attention(
-        q_BHSE, k_BKSE, v_BKSE, is_causal=True, dropout_p=dropout, scale=scale, enable_gqa=grouped
+        q_BHSE,
+        k_BKSE,
+        v_BKSE,
+        attn_mask=mask,
+        is_causal=mask is None,
+        dropout_p=dropout,
+        scale=scale,
+        enable_gqa=grouped,
     )
 
 

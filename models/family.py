@@ -20,7 +20,9 @@ class CausalLM(nn.Module):
     """A decoder-only language model, or the stage of it that lives on this pipeline rank.
 
     ``forward(x)``: token ids (B, S) on the first stage, hidden states from the stage before on the others;
-    gives hidden states, or on the last stage logits (B, S, padded vocabulary / tensor).
+    gives hidden states, or on the last stage logits (B, S, padded vocabulary / tensor). ``positions`` (B, S),
+    alike on every stage: where they restart at 0 a new document starts, and no token sees another document's.
+    ``None``: each row is one document, 0 to S - 1.
     """
 
     config: ModelConfig

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..layers import (
     ACTIVATIONS,
     MLP,
+    AttentionScope,
     ColumnParallelLinear,
     Dropout,
     LayerNorm,
@@ -144,11 +145,11 @@ class Attention(nn.Module):
             hidden, hidden, unit=cfg.head_dim, initial=residual_initial(cfg), state=state
         )
 
-    def forward(self, x_BSD: Tensor) -> Tensor:
+    def forward(self, x_BSD: Tensor, scope: AttentionScope) -> Tensor:
         q_BHSE, k_BHSE, v_BHSE = (split_heads(t, self.head_dim) for t in self.qkv(x_BSD))
         dropout = self.dropout if self.training else 0.0
         with own_random(self.state, split=dropout > 0):
-            heads_BHSE = causal_attention(q_BHSE, k_BHSE, v_BHSE, dropout=dropout)
+            heads_BHSE = causal_attention(q_BHSE, k_BHSE, v_BHSE, scope, dropout=dropout)
         out: Tensor = self.out(merge_heads(heads_BHSE))
         return out
 
@@ -171,8 +172,8 @@ class Block(nn.Module):
         )
         self.dropout = Dropout(cfg.resid_pdrop, state=state)
 
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        x_BSD = x_BSD + self.dropout(self.attention(self.attention_norm(x_BSD)))
+    def forward(self, x_BSD: Tensor, scope: AttentionScope) -> Tensor:
+        x_BSD = x_BSD + self.dropout(self.attention(self.attention_norm(x_BSD), scope))
         x_BSD = x_BSD + self.dropout(self.mlp(self.mlp_norm(x_BSD)))
         return x_BSD
 
@@ -204,13 +205,13 @@ class GPT2(CausalLM):
                 self.head = VocabParallelHead(cfg.hidden_size, cfg.vocab_size, initial=init, state=state)
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        x_BSD = x
+        x_BSD, scope = x, AttentionScope(positions)
         if self.stage.first:
             if positions is None:
                 positions = default_positions(x, self.state, embedded=False)
             x_BSD = self.dropout(self.position(self.embed(x), positions))
         for block in self.layers.values():
-            x_BSD = block(x_BSD)
+            x_BSD = block(x_BSD, scope)
         if not self.stage.last:
             return x_BSD
         x_BSD = self.norm(x_BSD)

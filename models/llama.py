@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..layers import (
     ACTIVATIONS,
+    AttentionScope,
     ColumnParallelLinear,
     GatedMLP,
     RMSNorm,
@@ -141,12 +142,12 @@ class Attention(nn.Module):
             q, cfg.hidden_size, cfg.attention_bias, unit=cfg.head_dim, initial=init, state=state
         )
 
-    def forward(self, x_BSD: Tensor, rope: Rope) -> Tensor:
+    def forward(self, x_BSD: Tensor, rope: Rope, scope: AttentionScope) -> Tensor:
         q_BHSE, k_BKSE, v_BKSE = (split_heads(t, self.head_dim) for t in self.qkv(x_BSD))
         k_BKSE, v_BKSE = self.shared(rope(k_BKSE)), self.shared(v_BKSE)
         dropout = self.dropout if self.training else 0.0
         with own_random(self.state, split=dropout > 0):
-            heads_BHSE = causal_attention(rope(q_BHSE), k_BKSE, v_BKSE, dropout=dropout)
+            heads_BHSE = causal_attention(rope(q_BHSE), k_BKSE, v_BKSE, scope, dropout=dropout)
         out: Tensor = self.out(merge_heads(heads_BHSE))
         return out
 
@@ -168,8 +169,8 @@ class Block(nn.Module):
             state=state,
         )
 
-    def forward(self, x_BSD: Tensor, rope: Rope) -> Tensor:
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), rope)
+    def forward(self, x_BSD: Tensor, rope: Rope, scope: AttentionScope) -> Tensor:
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), rope, scope)
         x_BSD = x_BSD + self.mlp(self.mlp_norm(x_BSD))
         return x_BSD
 
@@ -198,12 +199,13 @@ class Llama(CausalLM):
                 self.head = VocabParallelHead(cfg.hidden_size, cfg.vocab_size, initial=init, state=state)
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        scope = AttentionScope(positions)
         if positions is None:
             positions = default_positions(x, self.state, embedded=not self.stage.first)
         x_BSD = self.embed(x) if self.stage.first else x
         rope = self.rotary(positions, x_BSD.dtype)
         for block in self.layers.values():
-            x_BSD = block(x_BSD, rope)
+            x_BSD = block(x_BSD, rope, scope)
         if not self.stage.last:
             return x_BSD
         x_BSD = self.norm(x_BSD)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from trilith.layers import (
     MLP,
+    AttentionScope,
     ColumnParallelLinear,
     GatedMLP,
     RotaryEmbedding,
@@ -44,6 +45,32 @@ def test_attention_is_softmax_of_scores_below_the_diagonal(kv: int) -> None:
         rtol=1e-5,
         atol=1e-6,
     )
+
+
+def seen_by_hand(positions: Tensor) -> Tensor:
+    """Entry (i, j) of each row: whether i sees j."""
+    return torch.stack(
+        [
+            torch.tensor([[i - p <= j <= i for j in range(len(row))] for i, p in enumerate(row)])
+            for row in positions.tolist()
+        ]
+    )
+
+
+def test_a_token_sees_its_own_document_up_to_itself() -> None:
+    positions = torch.tensor([[0, 1, 2, 0, 1, 0, 0], [0, 1, 2, 3, 4, 5, 6]])
+    mask = AttentionScope(positions).mask
+    assert mask is not None and torch.equal(mask.squeeze(1), seen_by_hand(positions))
+    q, k, v = torch.randn(2, 6, 7, 4), torch.randn(2, 3, 7, 4), torch.randn(2, 3, 7, 4)
+    packed = causal_attention(q, k, v, AttentionScope(positions))
+    for row, start, stop in ((0, 0, 3), (0, 3, 5), (0, 5, 6), (0, 6, 7), (1, 0, 7)):
+        piece = (slice(row, row + 1), slice(None), slice(start, stop))
+        torch.testing.assert_close(packed[piece], causal_attention(q[piece], k[piece], v[piece]))
+
+
+@pytest.mark.parametrize("positions", [None, torch.arange(7), torch.arange(7).expand(2, -1)])
+def test_one_document_a_row_needs_no_mask(positions: Tensor | None) -> None:
+    assert AttentionScope(positions).mask is None
 
 
 @given(st.data())

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from trilith.layers import default_positions
+from trilith.layers import AttentionScope, default_positions
 from trilith.models import LLAMA
 from trilith.parallel_state import Layout, ParallelState
 from trilith.testing import run_parallel
@@ -22,7 +22,7 @@ CONFIG = {
 }
 
 
-def eager_and_compiled(sequence: bool) -> float:
+def eager_and_compiled(sequence: bool, packed: bool) -> float:
     """The largest difference between a block's outputs and gradients, traced and not."""
     torch.manual_seed(0)
     size = dist.get_world_size()
@@ -32,11 +32,13 @@ def eager_and_compiled(sequence: bool) -> float:
     model = LLAMA.build(LLAMA.from_hf(CONFIG), state=state, device="cpu")
     block = model.layers["0"]
     x = torch.randn(2, 8 // (size if sequence else 1), 16)
-    rope = model.rotary(default_positions(x, state, embedded=True), x.dtype)
+    positions = default_positions(x, state, embedded=True)
+    scope = AttentionScope(positions % 5 if packed else positions)
+    rope = model.rotary(positions, x.dtype)
 
     def run(call: torch.nn.Module) -> list[Tensor]:
         block.zero_grad()
-        y = call(x, rope)
+        y = call(x, rope, scope)
         y.pow(2).sum().backward()
         return [y, *(p.grad if size == 1 else p.grad.to_local() for p in block.parameters())]
 
@@ -45,6 +47,8 @@ def eager_and_compiled(sequence: bool) -> float:
     return max(float((a - b).detach().abs().max()) for a, b in zip(eager, compiled, strict=True))
 
 
-@pytest.mark.parametrize(("size", "sequence"), [(1, False), (2, False), (2, True)])
-def test_a_block_is_one_graph_and_the_same_numbers(size: int, sequence: bool) -> None:
-    assert max(run_parallel(eager_and_compiled, size, sequence)) < 1e-6
+@pytest.mark.parametrize(
+    ("size", "sequence", "packed"), [(1, False, False), (1, False, True), (2, False, False), (2, True, True)]
+)
+def test_a_block_is_one_graph_and_the_same_numbers(size: int, sequence: bool, packed: bool) -> None:
+    assert max(run_parallel(eager_and_compiled, size, sequence, packed)) < 1e-6

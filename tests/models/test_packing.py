@@ -1,0 +1,201 @@
+"""Documents packed into rows give what each gives alone: logits, loss, gradients, in fp64 to 1e-10."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from trilith.layers import gather_logits, vocab_parallel_cross_entropy
+from trilith.models import CausalLM, family_of
+from trilith.parallel_state import Layout, ParallelState, finalize_gradients, initialize
+from trilith.testing import run_parallel
+from trilith.testing.training import Pieces, assemble, pieces, roughen
+from trilith.training.pipeline import make_schedule
+
+VOCAB, SEED = 131, 5
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": VOCAB,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 16,
+    "attention_bias": True,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "llama-kv1-tied": {**LLAMA, "num_key_value_heads": 1, "tie_word_embeddings": True},
+    "gpt2": {
+        "model_type": "gpt2",
+        "vocab_size": VOCAB,
+        "n_embd": 24,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 16,
+        **dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0),
+    },
+}
+DROPPING = {**MODELS["gpt2"], "attn_pdrop": 0.5}
+#: Lengths of the documents in each row: rows differ, so that a micro-batch must get its own row's.
+ROWS = ((5, 11), (9, 1, 6))
+
+
+def documents() -> list[list[Tensor]]:
+    """Of each row its documents' tokens, each with one more, which is only a label."""
+    generator = torch.Generator().manual_seed(SEED)
+    return [[torch.randint(VOCAB, (n + 1,), generator=generator) for n in lengths] for lengths in ROWS]
+
+
+def packed() -> tuple[Tensor, Tensor, Tensor]:
+    """Token ids, labels and positions, each (rows, 16)."""
+    rows = documents()
+    ids = torch.stack([torch.cat([document[:-1] for document in row]) for row in rows])
+    labels = torch.stack([torch.cat([document[1:] for document in row]) for row in rows])
+    positions = torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in ROWS])
+    return ids, labels, positions
+
+
+def built(model: str, state: ParallelState, dtype: torch.dtype = torch.float64) -> CausalLM:
+    raw = {**MODELS, "gpt2-dropout": DROPPING}[model]
+    family = family_of(raw)
+    made = family.build(family.from_hf(raw), state=state, dtype=dtype)
+    made.to_empty(device="cpu")
+    initialize(made, SEED, state=state)
+    roughen(made, SEED, state)
+    return made
+
+
+def whole_logits(model: CausalLM, logits: Tensor) -> Tensor:
+    return gather_logits(logits.detach(), VOCAB, state=model.state)
+
+
+def alone(model: str) -> tuple[Tensor, float, dict[str, Tensor]]:
+    """What to compare with: each document by itself, with no positions, on one device."""
+    made = built(model, ParallelState.alone())
+    logits, loss = [], torch.zeros((), dtype=torch.float64)
+    for row in documents():
+        found = [made(document[None, :-1])[0, :, :VOCAB] for document in row]
+        loss = loss + sum(
+            F.cross_entropy(y, document[1:], reduction="sum") for y, document in zip(found, row, strict=True)
+        )
+        logits.append(torch.cat(found).detach())
+    loss.backward()
+    gradients = {name: p.grad for name, p in made.named_parameters() if p.grad is not None}
+    return torch.stack(logits), float(loss.detach()), gradients
+
+
+def together(model: str, layout: Layout) -> tuple[Tensor | None, float, Pieces]:
+    """The packed rows in a layout: on the last stage the logits; the loss; gradients in pieces."""
+    state = ParallelState.start(layout)
+    made = built(model, state)
+    ids, labels, positions = packed()
+    losses: list[Tensor] = []
+
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        return vocab_parallel_cross_entropy(logits, labels, VOCAB, state=state).sum()
+
+    if layout.pipeline == 1:
+        logits = made(ids, positions=positions)
+        losses.append(loss(logits, labels))
+        losses[0].backward()
+    else:
+        schedule = make_schedule(
+            made, loss, name="1f1b", microbatches=2, shape=(1, ids.shape[1]), dtype=torch.float64
+        )
+        arguments = (ids,) if made.stage.first else ()
+        target = labels if made.stage.last else None
+        logits = schedule.step(*arguments, positions=positions, target=target, losses=losses)
+    finalize_gradients(made, state=state)
+    last = whole_logits(made, logits) if made.stage.last else None
+    return last, sum(float(one.detach()) for one in losses), pieces(made, state, gradients=True)
+
+
+LAYOUTS = [
+    Layout(),
+    Layout.of(tensor=2),
+    Layout.of(tensor=2, sequence=True),
+    Layout.of(pipeline=2),
+    Layout.of(tensor=2, pipeline=2, sequence=True),
+]
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_packed_equals_alone(model: str, layout: Layout) -> None:
+    logits, loss, gradients = alone(model)
+    ranks = run_parallel(together, layout.world, model, layout)
+    for found, found_loss, _ in ranks:
+        if found is not None:
+            assert float((found - logits).abs().max()) <= 1e-10 * float(logits.abs().max())
+            assert found_loss == pytest.approx(loss, rel=1e-10)
+    assert any(found is not None for found, _, _ in ranks)
+    whole = assemble([held for _, _, held in ranks])
+    assert whole.keys() == gradients.keys()
+    # Without rotation a key bias shifts all scores alike: its gradient is zero but for rounding.
+    largest = max(float(grad.abs().max()) for grad in gradients.values())
+    for name, grad in gradients.items():
+        scale = max(float(grad.abs().max()), 1e-3 * largest)
+        rows = min(len(grad), len(whole[name]))
+        assert float((whole[name][:rows] - grad[:rows]).abs().max()) <= 1e-10 * scale, name
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.name().split("::")[1]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_without_restarts_it_is_bitwise_the_plain_path(model: str) -> None:
+    """And the packed rows' mask is made once, not once a block."""
+    made = built(model, ParallelState.alone(), torch.float32)
+    ids, _, positions = packed()
+    counts = {}
+    for name, given in {
+        "none": None,
+        "plain": torch.arange(16).expand(2, -1),
+        "packed": positions,
+    }.items():
+        with Operators() as seen, torch.no_grad():
+            logits = made(ids, positions=given)
+        counts[name] = (seen.counts, logits)
+    assert torch.equal(counts["none"][1], counts["plain"][1])
+    assert not torch.equal(counts["none"][1], counts["packed"][1])
+    assert counts["packed"][0]["cumsum"] == 1 and not counts["plain"][0]["cumsum"]
+    # One look at the positions a forward, and none where there are none (the other looks check the ids).
+    looks = {name: found["_local_scalar_dense"] for name, (found, _) in counts.items()}
+    assert looks["packed"] == looks["plain"] == looks["none"] + 1
+
+
+def with_dropout(layout: Layout) -> list[Tensor]:
+    """Logits under dropout: of the packed rows, with other first documents, and with another seed."""
+    state = ParallelState.start(layout)
+    model = built("gpt2-dropout", state, torch.float32)
+    ids, _, positions = packed()
+    others = torch.where((positions == 0).cumsum(1) == 1, 7, ids)
+    found = []
+    for seed, tokens in ((0, ids), (0, others), (1, ids)):
+        torch.manual_seed(seed)
+        found.append(whole_logits(model, model(tokens, positions=positions)))
+    return found
+
+
+def test_dropout_and_packing_go_together() -> None:
+    first = torch.stack([torch.arange(16) < lengths[0] for lengths in ROWS])
+    for plain, others, reseeded in run_parallel(with_dropout, 2, Layout.of(tensor=2)):
+        assert torch.equal(plain[~first], others[~first])
+        assert not torch.equal(plain[first], others[first]) and not torch.equal(plain, reseeded)
