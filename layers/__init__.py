@@ -21,6 +21,7 @@ from .embedding import (
     padded_vocabulary,
 )
 from .linear import ColumnParallelLinear, RowParallelLinear, linears
+from .lora import attach_lora
 from .loss import IGNORE, valid_tokens, vocab_parallel_cross_entropy
 from .mlp import ACTIVATIONS, MLP, GatedMLP, activation
 from .norm import LayerNorm, RMSNorm
@@ -47,6 +48,7 @@ __all__ = [
     "VocabParallelEmbedding",
     "VocabParallelHead",
     "activation",
+    "attach_lora",
     "causal_attention",
     "copy_to_tensor",
     "default_positions",

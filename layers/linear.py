@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import sqrt
 from typing import cast
 
@@ -21,6 +21,9 @@ from ..parallel_state import (
     local,
 )
 from .collectives import enter_tensor, gather_from_tensor, leave_tensor, split_to_tensor
+
+#: From a linear's input, between its collectives, to what is added to its outputs, by their numbers.
+Adapter = Callable[[Tensor], list[tuple[int, Tensor]]]
 
 
 class ColumnParallelLinear(nn.Module):
@@ -57,6 +60,7 @@ class ColumnParallelLinear(nn.Module):
         self.gather_output = gather_output
         initial = initial or Uniform(1 / sqrt(in_features))
         self.parts: list[_Rows] = []
+        self.adapters: list[Adapter] = []
         outputs = {"": out_features} if isinstance(out_features, int) else dict(out_features)
         for name, features in outputs.items():
             holder = self if not name else nn.Module()
@@ -74,9 +78,13 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
         x = enter_tensor(x, self.state)
+        outputs = [part(x) for part in self.parts]
+        for adapter in self.adapters:
+            for number, change in adapter(x):
+                outputs[number] = outputs[number] + change
         if isinstance(self.out_features, int):
-            return self._finish(self.parts[0](x))
-        return tuple(self._finish(part(x)) for part in self.parts)
+            return self._finish(outputs[0])
+        return tuple(self._finish(y) for y in outputs)
 
     def _finish(self, y: Tensor) -> Tensor:
         return gather_from_tensor(y, self.state) if self.gather_output else y
@@ -162,6 +170,7 @@ class RowParallelLinear(nn.Module):
         self.state = state or ParallelState.alone()
         self.in_features, self.out_features = in_features, out_features
         self.scatter_input = scatter_input
+        self.adapters: list[Adapter] = []
         initial = initial or Uniform(1 / sqrt(in_features))
         declare_parameter(
             self,
@@ -183,9 +192,14 @@ class RowParallelLinear(nn.Module):
         if self.scatter_input:
             x = split_to_tensor(x, self.state)
         weight, bias = local(self.weight), None if self.bias is None else local(self.bias)
-        if self.state.tensor_size == 1:
-            return F.linear(x, weight, bias)
-        y = leave_tensor(F.linear(x, weight), self.state)
+        alone = self.state.tensor_size == 1
+        y = F.linear(x, weight, bias if alone else None)
+        for adapter in self.adapters:  # before the sum over the ranks: its products are parts too
+            for _, change in adapter(x):
+                y = y + change
+        if alone:
+            return y
+        y = leave_tensor(y, self.state)
         return y if bias is None else y + bias
 
     def extra_repr(self) -> str:

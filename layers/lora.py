@@ -1,0 +1,124 @@
+"""LoRA on a parallel linear: ``y = x W^T + scale * (x A^T) B^T`` with no collective of its own.
+
+A (r, in) and B (out, r) follow from how W (out, in) is cut. The factor that has W's cut dim is cut as W is;
+the other lies whole on every tensor rank, and each rank's gradient of it is a part, to be summed:
+
+=============  ==================  ==================  ==============================================
+linear         A                   B                   where the products lie
+=============  ==================  ==================  ==============================================
+column         whole, partial      rows cut as W's     after the collective that brings the input
+row            columns cut as W's  whole, partial      before the collective that sums the output
+=============  ==================  ==================  ==============================================
+
+Key and value heads that W shares among ranks are shared by B alike. Source: Hu et al. 2021; rsLoRA's scale
+``alpha / sqrt(r)`` is Kalajdzievski's, 2023.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import sqrt
+from typing import cast
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..parallel_state import (
+    BadInput,
+    Constant,
+    Declaration,
+    ParallelState,
+    Uniform,
+    declarations,
+    declare_parameter,
+    local,
+)
+from .dropout import own_random
+from .linear import ColumnParallelLinear, RowParallelLinear
+
+#: What the two factors are called, beside ``weight``.
+FACTORS = ("lora_A", "lora_B")
+
+
+def attach_lora(
+    layer: ColumnParallelLinear | RowParallelLinear,
+    *,
+    r: int,
+    alpha: float,
+    dropout: float = 0.0,
+    rslora: bool = False,
+    outputs: Sequence[str] | None = None,
+) -> None:
+    """Add one adapter of rank ``r`` to a linear, in place; it adds nothing until ``lora_B`` is trained.
+
+    ``outputs`` are names of a column-parallel linear's products that share one A (all of them by default);
+    each has a B. Call it once for each group. A lies at ``<output>.lora_A``, or ``lora_A`` of the layer
+    where it serves several; it starts as PEFT's does (Kaiming-uniform, a = sqrt 5), B at zero. ``dropout``
+    applies to the adapter's input, by a mask that tensor ranks share where they share the input. Freezing
+    the base is the caller's business. Raises ``BadInput`` for a rank below 1, an unknown output, or a second
+    adapter at one place.
+    """
+    if r < 1:
+        raise BadInput("lora", "r", expected="at least 1", found=r)
+    numbers = _numbers(layer, outputs)
+    row = isinstance(layer, RowParallelLinear)
+    parts = [None if isinstance(layer, RowParallelLinear) else layer.parts[number] for number in numbers]
+    outer = [layer if part is None else part.holder for part in parts]
+    inner = outer[0] if len(outer) == 1 else layer
+    if "lora_A" in dict(inner.named_parameters(recurse=False)):
+        raise BadInput("lora", "outputs", expected="one adapter at each place", found="a second")
+    bases = [declarations(module)["weight"] for module in outer]
+    first = bases[0]
+    cut = first.cut if first.cut is not None and first.cut.dim == 1 else None
+    bound = Uniform(1 / sqrt(layer.in_features))
+    a = Declaration((r, first.shape[1]), cut, partial=() if cut else ("tensor",), initial=bound)
+    declare_parameter(inner, "lora_A", a, layer.state)
+    for module, base in zip(outer, bases, strict=True):
+        cut = base.cut if base.cut is not None and base.cut.dim == 0 else None
+        b = replace(a, shape=(base.shape[0], r), cut=cut, partial=() if cut else ("tensor",))
+        declare_parameter(module, "lora_B", replace(b, initial=Constant(0.0)), layer.state)
+    rows = [None if part is None else part.slice for part in parts]
+    scale = alpha / (sqrt(r) if rslora else r)
+    layer.adapters.append(
+        _LowRank(inner, list(zip(numbers, outer, rows, strict=True)), scale, dropout, row, layer.state)
+    )
+
+
+class _LowRank:
+    """The products of one A with the B of each output that it serves."""
+
+    def __init__(
+        self,
+        inner: nn.Module,
+        outer: Sequence[tuple[int, nn.Module, slice | None]],
+        scale: float,
+        dropout: float,
+        split: bool,
+        state: ParallelState,
+    ) -> None:
+        self.inner, self.outer, self.scale = inner, outer, scale
+        self.dropout, self.split, self.state = dropout, split, state
+
+    def __call__(self, x: Tensor) -> list[tuple[int, Tensor]]:
+        """``x`` whole before a column-parallel product, this rank's features before a row-parallel one."""
+        if self.dropout and self.inner.training:
+            with own_random(self.state, split=self.split):
+                x = F.dropout(x, self.dropout)
+        h = F.linear(x, local(cast(Tensor, self.inner.lora_A))) * self.scale
+        return [(number, F.linear(h, self._b(module, rows))) for number, module, rows in self.outer]
+
+    def _b(self, module: nn.Module, rows: slice | None) -> Tensor:
+        b = local(cast(Tensor, module.lora_B))
+        return b if rows is None else b[rows]
+
+
+def _numbers(layer: ColumnParallelLinear | RowParallelLinear, outputs: Sequence[str] | None) -> Sequence[int]:
+    """Which of the layer's products the adapter changes."""
+    names = list(layer.out_features) if not isinstance(layer.out_features, int) else [""]
+    if outputs is None:
+        return range(len(names))
+    for name in outputs:
+        if name not in names:
+            raise BadInput("lora", "outputs", expected=f"one of {', '.join(names)}", found=repr(name))
+    return [names.index(name) for name in outputs]

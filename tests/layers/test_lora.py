@@ -1,0 +1,159 @@
+"""LoRA on the parallel linears: what it computes, in parts as on one device, and what travels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from trilith.layers import ColumnParallelLinear, RowParallelLinear, attach_lora
+from trilith.parallel_state import BadInput, Declaration, Layout, ParallelState, declarations
+from trilith.parallel_state.engine import local_data
+from trilith.testing import run_parallel
+from trilith.testing.equality import compare_with_one_device
+
+
+def trained(layer: nn.Module) -> nn.Module:
+    """B drawn at random, alike in every layout: at zero it would hide A's gradient."""
+    for name, stated in declarations(layer).items():
+        if name.endswith("lora_B"):
+            parameter = dict(layer.named_parameters())[name]
+            whole = torch.randn(stated.shape, generator=torch.Generator().manual_seed(len(name)))
+            state = next(m.state for m in layer.modules() if hasattr(m, "state"))
+            box = stated.box(state.layout, state.at)
+            local_data(parameter).copy_(whole[box.slices])
+    return layer
+
+
+def test_it_adds_the_scaled_product_and_starts_at_nothing() -> None:
+    layer = ColumnParallelLinear(6, {"q": 8, "k": 4})
+    plain = layer(x := torch.randn(3, 6))
+    attach_lora(layer, r=2, alpha=8, outputs=["q"])
+    assert all(torch.equal(a, b) for a, b in zip(plain, layer(x), strict=True))
+    a = layer.q.lora_A.detach()
+    assert a.shape == (2, 6) and 0.2 < float(a.abs().max()) <= 1 / 6**0.5
+    trained(layer)
+    q, k = layer(x)
+    torch.testing.assert_close(q, plain[0] + 4 * (x @ a.T @ layer.q.lora_B.T))
+    assert torch.equal(k, plain[1])
+    row = RowParallelLinear(6, 5)
+    attach_lora(row, r=4, alpha=8, rslora=True)
+    before = row(x).detach()
+    nn.init.normal_(row.lora_B)
+    torch.testing.assert_close(row(x), before + 4 * (x @ row.lora_A.T @ row.lora_B.T))
+
+
+def test_outputs_attached_together_share_one_a() -> None:
+    layer = ColumnParallelLinear(6, {"q": 8, "k": 4})
+    attach_lora(layer, r=2, alpha=2)
+    assert sorted(dict(layer.named_parameters())) == sorted(
+        ["q.weight", "q.bias", "k.weight", "k.bias", "lora_A", "q.lora_B", "k.lora_B"]
+    )
+
+
+def test_the_declarations_follow_the_base() -> None:
+    state = ParallelState.stand_in(Layout.of(tensor=4))
+    column = ColumnParallelLinear(8, {"q": 16, "k": 4}, unit=4, shared=("k",), state=state)
+    for name in ("q", "k"):
+        attach_lora(column, r=2, alpha=2, outputs=[name])
+    row = RowParallelLinear(16, 8, unit=4, state=state)
+    attach_lora(row, r=2, alpha=2)
+    found: dict[str, Declaration] = declarations(column) | declarations(row)
+    assert {name: (d.shape, d.cut, d.partial) for name, d in found.items() if "lora" in name} == {
+        "q.lora_A": ((2, 8), None, ("tensor",)),
+        "q.lora_B": ((16, 2), found["q.weight"].cut, ()),
+        "k.lora_A": ((2, 8), None, ("tensor",)),
+        "k.lora_B": ((4, 2), None, ("tensor",)),
+        "lora_A": ((2, 16), found["weight"].cut, ()),
+        "lora_B": ((8, 2), None, ("tensor",)),
+    }
+
+
+def in_parts(sequence: bool) -> list[float]:
+    """Each kind of linear with its adapters, against one device in fp64; the largest differences."""
+    world = torch.distributed.get_world_size()
+    state = ParallelState.start(Layout.of(tensor=world, sequence=sequence))
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    x = torch.randn(2, 8, 12)
+    between = 1 if sequence else None
+
+    def grouped(s: ParallelState | None) -> nn.Module:
+        layer = ColumnParallelLinear(12, {"q": 20, "k": 8}, state=s)
+        attach_lora(layer, r=3, alpha=6)
+        return trained(layer)
+
+    def separate(s: ParallelState | None) -> nn.Module:
+        layer = ColumnParallelLinear(12, {"q": 20, "k": 8}, False, state=s)
+        for name in ("q", "k"):
+            attach_lora(layer, r=3, alpha=6, outputs=[name])
+        return trained(layer)
+
+    def row(s: ParallelState | None) -> nn.Module:
+        layer = RowParallelLinear(12, 20, state=s)
+        attach_lora(layer, r=3, alpha=6, rslora=True)
+        return trained(layer)
+
+    return [
+        compare_with_one_device(grouped, x, state, input_dim=between, output_dim=-1),
+        compare_with_one_device(separate, x, state, input_dim=between, output_dim=-1),
+        compare_with_one_device(row, x, state, input_dim=-1, output_dim=between),
+    ]
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+@pytest.mark.parametrize("tensor", [2, 4])
+def test_in_parts_it_equals_one_device(tensor: int, sequence: bool) -> None:
+    for worst in run_parallel(in_parts, tensor, sequence):
+        assert max(worst) < 1e-13
+
+
+def masks(sequence: bool) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Where the adapter's input is dropped before each kind of linear, and what the stream is at after it."""
+    state = ParallelState.start(Layout.of(tensor=2, sequence=sequence))
+    column, row = ColumnParallelLinear(64, 2, state=state), RowParallelLinear(128, 2, state=state)
+    for layer in (column, row):
+        attach_lora(layer, r=64, alpha=64, dropout=0.5)
+        local_data(layer.lora_A).copy_(torch.eye(64, 128)[:, :64])
+    torch.manual_seed(5)
+    seen = []
+    with torch.no_grad():
+        for layer, adapter in ((column, column.adapters[0]), (row, row.adapters[0])):
+            local_data(layer.lora_B).fill_(1.0)
+            (_, change), *_ = adapter(torch.eye(64))
+            seen.append(change[:, 0].clone())
+    return seen[0], seen[1], int(torch.randint(2**62, ()))
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+def test_masks_agree_where_the_input_is_shared_and_differ_where_it_is_cut(sequence: bool) -> None:
+    (column, row, after), (other_column, other_row, other_after) = run_parallel(masks, 2, sequence)
+    assert torch.equal(column, other_column) and not torch.equal(row, other_row)
+    assert after == other_after
+    for mask in (column, row, other_row):
+        assert set(mask.tolist()) == {0.0, 2.0}
+
+
+def test_dropout_is_for_training() -> None:
+    layer = RowParallelLinear(6, 5, False)
+    attach_lora(layer, r=2, alpha=2, dropout=0.5)
+    trained(layer).eval()
+    x = torch.randn(4, 6)
+    torch.testing.assert_close(layer(x), F.linear(x, layer.weight + layer.lora_B @ layer.lora_A))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"r": 0, "alpha": 1}, "r: expected at least 1, found 0"),
+        ({"r": 1, "alpha": 1, "outputs": ["z"]}, "one of q, k, found 'z'"),
+        ({"r": 1, "alpha": 1, "outputs": ["q"]}, "one adapter at each place"),
+    ],
+)
+def test_what_cannot_be_is_refused(arguments: dict[str, Any], words: str) -> None:
+    layer = ColumnParallelLinear(6, {"q": 8, "k": 4})
+    attach_lora(layer, r=2, alpha=2, outputs=["q"])
+    with pytest.raises(BadInput, match=words):
+        attach_lora(layer, **arguments)
