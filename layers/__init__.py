@@ -1,6 +1,8 @@
 """Floor 2: parallel layers. With ``state=None`` each is its ``torch.nn`` counterpart on one device."""
 
 from .attention import SharedHeads, causal_attention, merge_heads, split_heads
+from .checkpointing import Checkpointing, checkpoint_blocks, checkpointed
+from .chunked_loss import chunked_cross_entropy
 from .collectives import (
     copy_to_tensor,
     enter_tensor,
@@ -34,6 +36,7 @@ __all__ = [
     "IGNORE",
     "MLP",
     "AttentionScope",
+    "Checkpointing",
     "ColumnParallelLinear",
     "Dropout",
     "GatedMLP",
@@ -50,6 +53,9 @@ __all__ = [
     "activation",
     "attach_lora",
     "causal_attention",
+    "checkpoint_blocks",
+    "checkpointed",
+    "chunked_cross_entropy",
     "copy_to_tensor",
     "default_positions",
     "documents",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,60 @@ from ..parallel_state import ParallelState, engine
 from .embedding import check_ids
 
 IGNORE = -100
+
+
+class LogitsGradient(NamedTuple):
+    """What the gradient of a loss by its logits needs: the local softmax, and where the labels lie."""
+
+    softmax: Tensor
+    target: Tensor
+    elsewhere: Tensor
+    valid: Tensor
+
+    def scaled(self, grad: Tensor, vocab_size: int, smoothing: float, state: ParallelState) -> Tensor:
+        """The logits' gradient times ``grad`` (one number a token, or one for all), in the softmax' place."""
+        out, columns = self.softmax, _true_columns(self.softmax, vocab_size, state)
+        if smoothing:
+            out[..., :columns] -= smoothing / vocab_size
+        hit = (self.elsewhere.logical_not().to(out.dtype) * (1 - smoothing)).unsqueeze(-1)
+        out.scatter_add_(-1, self.target.unsqueeze(-1), -hit)
+        out *= (grad * self.valid).unsqueeze(-1)
+        return out
+
+
+def losses_in_place(
+    x: Tensor, labels: Tensor, vocab_size: int, smoothing: float, ignore: int, state: ParallelState
+) -> tuple[Tensor, LogitsGradient]:
+    """The loss of each token from logits ``x`` in the loss' dtype, which are turned into their softmax."""
+    first, true_columns = state.tensor_index * x.shape[-1], _true_columns(x, vocab_size, state)
+    x[..., true_columns:] = float("-inf")
+    top = x.amax(dim=-1)
+    if state.tensor_size > 1:
+        top = engine.all_reduce(top, state.tensor_group, "max")
+    x -= top.unsqueeze(-1)
+
+    target = labels - first
+    elsewhere = (target < 0) | (target >= true_columns)
+    target = target.masked_fill(elsewhere, 0)
+    picked = x.gather(-1, target.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0.0)
+    # Label smoothing needs the sum of the (shifted) logits, taken before they turn into probabilities.
+    spread = x[..., :true_columns].sum(-1) if smoothing else torch.zeros_like(picked)
+    x.exp_()
+    sums = torch.stack([x.sum(-1), picked, spread])
+    if state.tensor_size > 1:
+        sums = engine.all_reduce(sums, state.tensor_group)
+    total, picked, spread = sums.unbind(0)
+    log_total = total.log()
+    loss = (1 - smoothing) * (log_total - picked) + smoothing * (log_total - spread / vocab_size)
+    valid = labels != ignore
+    x /= total.unsqueeze(-1)
+    return loss.masked_fill(~valid, 0.0), LogitsGradient(x, target, elsewhere, valid)
+
+
+def _true_columns(x: Tensor, vocab_size: int, state: ParallelState) -> int:
+    """How many of this rank's columns are no padding."""
+    columns = x.shape[-1]
+    return min(max(vocab_size - state.tensor_index * columns, 0), columns)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -27,46 +81,19 @@ class _CrossEntropy(torch.autograd.Function):
         ignore: int,
         state: ParallelState,
     ) -> Tensor:
-        columns = logits.shape[-1]
-        first = state.tensor_index * columns
-        true_columns = min(max(vocab_size - first, 0), columns)
         # "fp32 inside", so that fp64 stays fp64; always a copy, since it becomes the softmax in place.
         x = logits.detach().to(torch.promote_types(logits.dtype, torch.float32), copy=True)
-        x[..., true_columns:] = float("-inf")
-        top = x.amax(dim=-1)
-        if state.tensor_size > 1:
-            top = engine.all_reduce(top, state.tensor_group, "max")
-        x -= top.unsqueeze(-1)
-
-        target = labels - first
-        elsewhere = (target < 0) | (target >= true_columns)
-        target = target.masked_fill(elsewhere, 0)
-        picked = x.gather(-1, target.unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0.0)
-        # Label smoothing needs the sum of the (shifted) logits, taken before they turn into probabilities.
-        spread = x[..., :true_columns].sum(-1) if smoothing else torch.zeros_like(picked)
-        x.exp_()
-        sums = torch.stack([x.sum(-1), picked, spread])
-        if state.tensor_size > 1:
-            sums = engine.all_reduce(sums, state.tensor_group)
-        total, picked, spread = sums.unbind(0)
-        log_total = total.log()
-        loss = (1 - smoothing) * (log_total - picked) + smoothing * (log_total - spread / vocab_size)
-        valid = labels != ignore
-        x /= total.unsqueeze(-1)
-        ctx.save_for_backward(x, target, elsewhere, valid)
-        ctx.smoothing, ctx.vocab_size, ctx.true_columns = smoothing, vocab_size, true_columns
+        loss, gradient = losses_in_place(x, labels, vocab_size, smoothing, ignore, state)
+        ctx.save_for_backward(*gradient)
+        ctx.smoothing, ctx.vocab_size, ctx.state = smoothing, vocab_size, state
         ctx.dtype = logits.dtype
-        return loss.masked_fill(~valid, 0.0)
+        return loss
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        softmax, target, elsewhere, valid = ctx.saved_tensors
-        grad = softmax.clone()
-        if ctx.smoothing:
-            grad[..., : ctx.true_columns] -= ctx.smoothing / ctx.vocab_size
-        hit = (elsewhere.logical_not().to(grad.dtype) * (1 - ctx.smoothing)).unsqueeze(-1)
-        grad.scatter_add_(-1, target.unsqueeze(-1), -hit)
-        grad *= (grads[0] * valid).unsqueeze(-1)
+        softmax, *where = ctx.saved_tensors
+        gradient = LogitsGradient(softmax.clone(), *where)
+        grad = gradient.scaled(grads[0], ctx.vocab_size, ctx.smoothing, ctx.state)
         return grad.to(ctx.dtype), None, None, None, None, None
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..layers import Stage
-from ..parallel_state import Declaration, Layout, ParallelState, declarations
+from ..layers import Stage, VocabParallelEmbedding, VocabParallelHead
+from ..parallel_state import Declaration, Layout, ParallelState, declarations, local
 from .config import ModelConfig
 from .links import Link, Rule, expand
 
@@ -23,15 +23,33 @@ class CausalLM(nn.Module):
     gives hidden states, or on the last stage logits (B, S, padded vocabulary / tensor). ``positions`` (B, S),
     alike on every stage: where they restart at 0 a new document starts, and no token sees another document's.
     ``None``: each row is one document, 0 to S - 1.
+    With ``head_in_loss`` the last stage gives normalised hidden states, and the loss takes ``head_weight``.
     """
 
     config: ModelConfig
     stage: Stage
     state: ParallelState
     layers: nn.ModuleDict
+    embed: VocabParallelEmbedding
+    norm: nn.Module
+    head: VocabParallelHead
+    head_in_loss = False
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         raise AssertionError("each family has its own")
+
+    def finish(self, x_BSD: Tensor) -> Tensor:
+        """From the last block to the logits, or as far as ``head_in_loss`` wants it."""
+        x_BSD = self.norm(x_BSD)
+        if self.head_in_loss:
+            return x_BSD
+        logits: Tensor = self.embed.project(x_BSD) if self.config.tie_word_embeddings else self.head(x_BSD)
+        return logits
+
+    @property
+    def head_weight(self) -> Tensor:
+        """This rank's rows of the output layer, (padded / tensor, D); the gradient flows to the parameter."""
+        return local(self.embed.weight if self.config.tie_word_embeddings else self.head.weight)
 
 
 @dataclass(frozen=True)

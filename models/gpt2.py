@@ -212,11 +212,7 @@ class GPT2(CausalLM):
             x_BSD = self.dropout(self.position(self.embed(x), positions))
         for block in self.layers.values():
             x_BSD = block(x_BSD, scope)
-        if not self.stage.last:
-            return x_BSD
-        x_BSD = self.norm(x_BSD)
-        logits: Tensor = self.embed.project(x_BSD) if self.config.tie_word_embeddings else self.head(x_BSD)
-        return logits
+        return self.finish(x_BSD) if self.stage.last else x_BSD
 
 
 def residual_initial(cfg: GPT2Config) -> Normal:

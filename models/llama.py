@@ -206,11 +206,7 @@ class Llama(CausalLM):
         rope = self.rotary(positions, x_BSD.dtype)
         for block in self.layers.values():
             x_BSD = block(x_BSD, rope, scope)
-        if not self.stage.last:
-            return x_BSD
-        x_BSD = self.norm(x_BSD)
-        logits: Tensor = self.embed.project(x_BSD) if self.config.tie_word_embeddings else self.head(x_BSD)
-        return logits
+        return self.finish(x_BSD) if self.stage.last else x_BSD
 
 
 LLAMA = Family(

@@ -42,7 +42,9 @@ def gradient_norm(model: nn.Module, *, state: ParallelState | None = None) -> Te
         if declaration.owner(state.layout, state.at) and grad.numel()
     ]
     dtype = squares[0].dtype if squares else _norm_dtype(model)
-    total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=dtype, device=state.device)
+    # Where the gradients rest, which is the host when they are offloaded: all ranks sum on one device.
+    device = next((p.device for p in model.parameters()), state.device)
+    total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=dtype, device=device)
     if state.layout.world > 1:
         dist.all_reduce(total)
     return total.sqrt()

@@ -26,9 +26,11 @@ from ..parallel_state import (
 from ..parallel_state.engine import local_data
 from ..parallel_state.initial import fill
 from ..training.batch import Batch
+from ..training.build import spare_memory
 from ..training.data_parallel import shard_over_data
 from ..training.optimizer import make_adamw
 from ..training.precision import Precision
+from ..training.sections import MemorySection
 from ..training.step import TrainStep
 
 
@@ -51,6 +53,7 @@ class Case:
     compute: torch.dtype | None = None
     seed: int = 7
     documents: bool = False  # several a row: positions start again where one starts
+    memory: MemorySection = field(default_factory=MemorySection)
 
 
 @dataclass
@@ -85,7 +88,8 @@ def train_rank(case: Case) -> RankOutcome:
     config = family.from_hf(case.config)
     model = family.build(config, split=case.split, state=state, dtype=case.dtype)
     precision = Precision(case.dtype, case.compute or case.dtype, case.dtype)
-    shard_over_data(model, state, precision)
+    spare_memory(model, case.memory)
+    shard_over_data(model, state, precision, offload=case.memory.offload)
     model.to_empty(device="cpu")
     initialize(model, case.seed, state=state)
     roughen(model, case.seed, state)
@@ -96,6 +100,7 @@ def train_rank(case: Case) -> RankOutcome:
         schedule=case.schedule,
         label_smoothing=case.label_smoothing,
         dtype=case.compute or case.dtype,
+        loss_chunk=case.memory.loss_chunk,
     )
     optimizer = make_adamw(model, lr=case.lr)
     losses, norms, gradients = [], [], {}

@@ -6,13 +6,15 @@ from dataclasses import dataclass
 
 import torch
 
+from ..layers import checkpoint_blocks
 from ..models import CausalLM
 from ..parallel_state import ParallelState
-from .data_parallel import shard_over_data
+from .data_parallel import resting_device, shard_over_data
 from .optimizer import make_adamw
 from .precision import Precision, dtype_named
 from .recipe import Recipe
 from .run_plan import Plan
+from .sections import MemorySection
 from .step import TrainStep
 
 
@@ -32,8 +34,9 @@ def build(recipe: Recipe, plan: Plan, state: ParallelState) -> Parts:
     master = dtype_named(recipe.dtype)
     precision = Precision(master, dtype_named(recipe.compute or recipe.dtype), master)
     model = plan.family.build(plan.config, split=recipe.layout.split, state=state, dtype=master)
-    shard_over_data(model, state, precision)
-    model.to_empty(device=state.device)
+    spare_memory(model, recipe.memory)
+    shard_over_data(model, state, precision, offload=recipe.memory.offload)
+    model.to_empty(device=resting_device(state, offload=recipe.memory.offload))
     wanted = recipe.optimizer
     optimizer = make_adamw(
         model, lr=wanted.lr, betas=wanted.betas, eps=wanted.eps, weight_decay=wanted.weight_decay
@@ -44,5 +47,13 @@ def build(recipe: Recipe, plan: Plan, state: ParallelState) -> Parts:
         schedule=recipe.layout.schedule,
         label_smoothing=wanted.label_smoothing,
         dtype=precision.compute,
+        loss_chunk=recipe.memory.loss_chunk,
     )
     return Parts(model, optimizer, step)
+
+
+def spare_memory(model: CausalLM, memory: MemorySection) -> None:
+    """Activation checkpointing and where the logits are made: before FSDP takes the model, in place."""
+    blocks = ((int(number), block) for number, block in model.layers.items())
+    checkpoint_blocks(blocks, memory.checkpointing, every=memory.checkpoint_every)
+    model.head_in_loss = memory.loss_chunk > 0

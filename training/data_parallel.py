@@ -14,7 +14,8 @@ Source: Rajbhandari et al. 2020; FSDP2 is torch's.
 
 from __future__ import annotations
 
-from torch.distributed.fsdp import FSDPModule, fully_shard
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
 from ..models import CausalLM
 from ..parallel_state import BadInput, Layout, ParallelState
@@ -33,22 +34,34 @@ def check_zero(layout: Layout) -> None:
         )
 
 
-def shard_over_data(model: CausalLM, state: ParallelState, precision: Precision) -> CausalLM:
+def shard_over_data(
+    model: CausalLM, state: ParallelState, precision: Precision, *, offload: bool = False
+) -> CausalLM:
     """Hand the model's parameters to FSDP2 over the data axes, a block at a time, in place.
 
-    The model may be on the meta device; ``model.to_empty`` and ``initialize`` or a load come after.
+    The model may be on the meta device; ``model.to_empty`` and ``initialize`` or a load come after, on the
+    host where ``offload`` keeps weights, gradients and moments there (``resting_device``).
     """
     check_zero(state.layout)
-    again = state.layout.zero == 3
+    again, mesh, policy = state.layout.zero == 3, state.data_mesh, precision.policy
+    # Pages of a host without accelerator need no pinning, and cannot be.
+    resting = CPUOffloadPolicy(pin_memory=state.device.type != "cpu") if offload else OffloadPolicy()
     for block in model.layers.values():
-        fully_shard(block, mesh=state.data_mesh, reshard_after_forward=again, mp_policy=precision.policy)
-    fully_shard(model, mesh=state.data_mesh, reshard_after_forward=again, mp_policy=precision.policy)
+        fully_shard(block, mesh=mesh, reshard_after_forward=again, mp_policy=policy, offload_policy=resting)
+    # Where the loss computes the logits, it takes the output layer's weight after the model's forward.
+    again = again and not model.head_in_loss
+    fully_shard(model, mesh=mesh, reshard_after_forward=again, mp_policy=policy, offload_policy=resting)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # The loss is already divided by the step's tokens, so gradients are summed, never averaged.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     return model
+
+
+def resting_device(state: ParallelState, *, offload: bool) -> torch.device:
+    """Where weights are between steps, and so where the optimizer steps."""
+    return torch.device("cpu") if offload else state.device
 
 
 def before_backward(model: CausalLM, *, last: bool) -> None:

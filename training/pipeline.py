@@ -59,7 +59,7 @@ def make_schedule(
         layout.pipeline,
         state.device,
         input_args=tokens if model.stage.first else hidden,
-        output_args=logits if model.stage.last else hidden,
+        output_args=logits if model.stage.last and not model.head_in_loss else hidden,
         group=state.pipeline_group,
     )
     # The loss of a micro-batch is its share of the step's mean, so gradients are summed as they are.

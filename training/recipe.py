@@ -17,6 +17,7 @@ from .sections import (
     CheckpointSection,
     DataSection,
     LayoutSection,
+    MemorySection,
     ModelSection,
     OptimizerSection,
     Section,
@@ -52,6 +53,7 @@ class Recipe(Section):
     layout: LayoutSection = LayoutSection()
     data: DataSection
     optimizer: OptimizerSection = OptimizerSection()
+    memory: MemorySection = MemorySection()
     checkpoint: CheckpointSection = CheckpointSection()
 
     @property

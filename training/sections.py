@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from ..layers import Checkpointing
 from ..parallel_state import Layout
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -83,6 +84,24 @@ class OptimizerSection(Section):
         default=0.1, ge=0, le=1, description="the last learning rate, as a share of lr"
     )
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+
+
+class MemorySection(Section):
+    """What is given up for memory: time, mostly. docs/memory.md has what each saves and costs."""
+
+    checkpointing: Checkpointing = Field(
+        default="none",
+        description="what blocks forget and compute again in backward: none; selective, all but products and "
+        "attention; every, every n-th block all; full, all blocks all",
+    )
+    checkpoint_every: int = Field(default=2, ge=1, description="the n of checkpointing = every")
+    loss_chunk: int = Field(
+        default=0, ge=0, description="tokens whose logits there are at once; 0: those of a micro-batch"
+    )
+    offload: bool = Field(
+        default=False,
+        description="weights, gradients and moments rest in the host's memory, where the optimizer steps",
+    )
 
 
 class CheckpointSection(Section):

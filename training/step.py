@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
-from ..layers import valid_tokens, vocab_parallel_cross_entropy
+from ..layers import chunked_cross_entropy, valid_tokens, vocab_parallel_cross_entropy
 from ..models import CausalLM
 from ..parallel_state import BadInput, finalize_gradients
 from .batch import Batch
@@ -33,10 +33,12 @@ class TrainStep:
         schedule: str = "1f1b",
         label_smoothing: float = 0.0,
         dtype: torch.dtype = torch.float32,
+        loss_chunk: int = 0,
     ) -> None:
         self.model, self.state = model, model.state
         self.micro_batch, self.schedule_name = micro_batch, schedule
         self.label_smoothing, self.dtype = label_smoothing, dtype
+        self.loss_chunk = loss_chunk
         self._schedule: PipelineScheduleSingle | None = None
         self._shape: torch.Size | None = None
         self._tokens = torch.ones(())
@@ -73,7 +75,21 @@ class TrainStep:
         return self._global_loss(losses)
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """A micro-batch's share of the step's mean loss."""
+        """A micro-batch's share of the step's mean loss, from what the model gives.
+
+        That is logits, or with ``head_in_loss`` the hidden states of the last stage.
+        """
+        if self.model.head_in_loss:
+            total = chunked_cross_entropy(
+                logits,
+                self.model.head_weight,
+                labels,
+                self.model.config.vocab_size,
+                chunk=self.loss_chunk,
+                label_smoothing=self.label_smoothing,
+                state=self.state,
+            )
+            return total / self._tokens
         per_token = vocab_parallel_cross_entropy(
             logits,
             labels,

@@ -10,6 +10,7 @@ import pytest
 from trilith.parallel_state import Layout
 from trilith.testing import run_parallel
 from trilith.testing.training import Case, Outcome, first_difference, outcome, train_rank
+from trilith.training.sections import MemorySection
 
 #: The heads' width is not the hidden size; all biases, an odd vocabulary, a rope that is not the default.
 LLAMA: dict[str, Any] = {
@@ -68,7 +69,9 @@ def one_device() -> Callable[[Case], Outcome]:
     known: dict[str, Outcome] = {}
 
     def get(case: Case) -> Outcome:
-        plain = replace(case, layout=Layout(), split=None, schedule="1f1b", micro_batch=1)
+        plain = replace(
+            case, layout=Layout(), split=None, schedule="1f1b", micro_batch=1, memory=MemorySection()
+        )
         if repr(plain) not in known:
             known[repr(plain)] = run(plain)
         return known[repr(plain)]

@@ -1,0 +1,102 @@
+"""Activation checkpointing: what a block forgets after its forward, and computes again in its backward.
+
+=========  ==========================================================================================
+mode       kept for backward
+=========  ==========================================================================================
+none       every intermediate result
+selective  a block's input, its matrix products and attention, and sums over the tensor axis; norms,
+           rotation, activation functions and gathers are computed again
+every      the input alone of every n-th block; the others keep everything
+full       the input alone of every block
+=========  ==========================================================================================
+
+Loss and gradients are bit for bit those without it: dropout draws the same masks again. Recomputed
+collectives come in the same order on all ranks of a group, since these hold parts of one block. Sources: Chen
+et al. 2016; Korthikanti et al. 2022, section 5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from ..parallel_state import BadInput
+
+Checkpointing = Literal["none", "selective", "every", "full"]
+
+_Contexts = tuple[AbstractContextManager[None], AbstractContextManager[None]]
+
+_SUMS = ("_c10d_functional::all_reduce", "_c10d_functional::reduce_scatter_tensor")
+
+
+def checkpointed(number: int, mode: Checkpointing, every: int = 1) -> bool:
+    """Whether the block with this global number forgets: it does in every layout or in none."""
+    return mode in ("selective", "full") or (mode == "every" and number % every == 0)
+
+
+def checkpoint_blocks(
+    blocks: Iterable[tuple[int, nn.Module]], mode: Checkpointing, *, every: int = 1
+) -> None:
+    """Let these blocks, given with their global numbers, compute again what they need in backward. In place.
+
+    No module is added, so no parameter changes its name. FSDP's hooks, on the block itself, stay outside: a
+    block is gathered once for its recomputation and its backward. Without gradients (evaluation, generation)
+    nothing changes. Raises ``BadInput`` for an unknown mode or ``every`` below 1.
+    """
+    if mode not in ("none", "selective", "every", "full"):
+        expected = "none, selective, every or full"
+        raise BadInput("memory", "checkpointing", expected=expected, found=repr(mode))
+    if every < 1:
+        raise BadInput("memory", "checkpoint_every", expected="at least 1", found=every)
+    for number, block in blocks:
+        if checkpointed(number, mode, every):
+            block.forward = _forgetful(block.forward, selective=mode == "selective")
+
+
+def _forgetful(forward: Callable[..., Any], *, selective: bool) -> Callable[..., Any]:
+    """The block's forward in the same signature, whatever the family's is."""
+
+    def again(x: Tensor, *more: Any, **named: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(x, *more, **named)
+        if not selective:
+            return checkpoint(forward, x, *more, use_reentrant=False, **named)
+        contexts = partial(_contexts, hidden_size=x.shape[-1])
+        return checkpoint(forward, x, *more, use_reentrant=False, context_fn=contexts, **named)
+
+    return again
+
+
+def _contexts(hidden_size: int) -> _Contexts:
+    contexts: _Contexts = create_selective_checkpoint_contexts(partial(_policy, hidden_size=hidden_size))
+    return contexts
+
+
+def _policy(
+    ctx: SelectiveCheckpointContext, op: Any, *arguments: Any, hidden_size: int, **named: Any
+) -> CheckpointPolicy:
+    """What is dear to compute is kept.
+
+    Of the products those that start from the hidden width: the others end a branch. Over a cut tensor axis
+    the product is only a part, and it is the sum that is kept (a piece of it under sequence parallelism); on
+    one device the feed-forward's last product joins the residual stream, and nothing needs it again.
+    """
+    name: str = op.name() if hasattr(op, "name") and callable(op.name) else str(op)
+    if name in ("aten::mm", "aten::addmm"):
+        inner: int = arguments[-2].shape[-1]
+        return _KEEP if inner == hidden_size else _AGAIN
+    return _KEEP if name in _SUMS or "attention" in name or "attn" in name else _AGAIN
+
+
+_KEEP, _AGAIN = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE

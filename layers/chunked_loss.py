@@ -1,0 +1,120 @@
+"""The output layer and its cross entropy in one, over a few tokens at a time: logits are never whole.
+
+The gradients of hidden states and weight come out of the same pass: nothing is computed twice. What is kept
+until backward is the gradient of the weight (in at least fp32) and of the hidden states; what is needed in
+between are the logits of one chunk.
+
+One autograd function gives both gradients here, so a schedule that separates the gradient of the input from
+that of the weights (zero bubble) has nothing to separate in the head: it would run this backward twice. GPipe
+and 1F1B do not separate them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..parallel_state import BadInput, ParallelState
+from .collectives import enter_tensor
+from .embedding import check_ids
+from .loss import IGNORE, losses_in_place
+
+#: Rows of a product that is held before it is added to a sum of another dtype.
+_ROWS = 8192
+
+
+class _Chunked(torch.autograd.Function):
+    """Sum of the losses; its two gradients are made in forward, in ``chunk`` tokens' logits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        vocab_size: int,
+        smoothing: float,
+        ignore: int,
+        chunk: int,
+        wanted: tuple[bool, bool],
+        state: ParallelState,
+    ) -> Tensor:
+        x_ND, y_N = hidden.detach().reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+        w_VD = weight.detach()
+        inner = torch.promote_types(hidden.dtype, torch.float32)
+        chunk = min(chunk, len(y_N))
+        logits_CV = x_ND.new_empty(chunk, len(w_VD))
+        dx_ND = torch.empty_like(x_ND) if wanted[0] else None
+        # Summed over the chunks in the loss' dtype: in bf16 each chunk would round the sum.
+        dw_VD = torch.zeros_like(w_VD, dtype=inner) if wanted[1] else None
+        one, loss = x_ND.new_ones((), dtype=inner), x_ND.new_zeros((), dtype=inner)
+        for start in range(0, len(y_N), max(chunk, 1)):
+            x_CD, y_C = x_ND[start : start + chunk], y_N[start : start + chunk]
+            part = torch.mm(x_CD, w_VD.t(), out=logits_CV[: len(y_C)])
+            losses, gradient = losses_in_place(part.to(inner), y_C, vocab_size, smoothing, ignore, state)
+            loss += losses.sum()
+            if not any(wanted):
+                continue
+            grad_CV = gradient.scaled(one, vocab_size, smoothing, state)
+            if grad_CV.dtype != part.dtype:
+                grad_CV = part.copy_(grad_CV)
+            if dx_ND is not None:
+                torch.mm(grad_CV, w_VD, out=dx_ND[start : start + chunk])
+            if dw_VD is not None:
+                _add_product(dw_VD, grad_CV.t(), x_CD)
+        ctx.save_for_backward(dx_ND, dw_VD)
+        ctx.shape, ctx.dtype = hidden.shape, weight.dtype
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        dx_ND, dw_VD = ctx.saved_tensors
+        scale = grads[0]
+        # The scale is one over the step's tokens: rounded to bf16 it would be wrong for all gradients alike.
+        dx = None if dx_ND is None else (dx_ND.to(scale.dtype) * scale).to(dx_ND.dtype).view(ctx.shape)
+        # In place: a second copy of the weight's gradient is what this function is there to spare.
+        dw = None if dw_VD is None else dw_VD.mul_(scale).to(ctx.dtype)
+        return dx, dw, *[None] * 7
+
+
+_chunked: Callable[..., Tensor] = _Chunked.apply  # torch declares it without types
+
+
+def chunked_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    vocab_size: int,
+    *,
+    chunk: int,
+    label_smoothing: float = 0.0,
+    ignore_index: int = IGNORE,
+    state: ParallelState | None = None,
+) -> Tensor:
+    """The sum over tokens of ``vocab_parallel_cross_entropy(F.linear(hidden, weight), labels)``: a scalar.
+
+    ``hidden``: (B, S, D), or (B, S / tensor, D) under sequence parallelism. ``weight``: (padded / tensor, D),
+    this rank's rows. ``labels``: (B, S), shifted. ``chunk``: how many tokens' logits there are at once;
+    memory beyond inputs and gradients is ``chunk * rows * (bytes of hidden + 4)``, or without the 4 where
+    hidden is already fp32. Two small all-reduces a chunk over the tensor axis. Backward may run once.
+    """
+    state = state or ParallelState.alone()
+    if chunk < 1:
+        raise BadInput("memory", "loss_chunk", expected="at least 1 token", found=chunk)
+    check_ids(labels, vocab_size, but=ignore_index)
+    hidden = enter_tensor(hidden, state)
+    on = torch.is_grad_enabled()
+    wanted = (on and hidden.requires_grad, on and weight.requires_grad)
+    return _chunked(hidden, weight, labels, vocab_size, label_smoothing, ignore_index, chunk, wanted, state)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """``total += a @ b``, in blocks of rows where the product is of another dtype than the sum."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+        return
+    for rows, part in zip(a.split(_ROWS), total.split(_ROWS), strict=True):
+        part += rows @ b

@@ -1,0 +1,85 @@
+"""What spares memory changes no number: checkpointing not a bit, chunked loss and offload not past 1e-10."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from trilith.layers import Checkpointing
+from trilith.parallel_state import Layout
+from trilith.testing import run_parallel
+from trilith.testing.training import Case, Outcome, first_difference, outcome, train_rank
+from trilith.training.sections import MemorySection
+
+SEQUENCE, STAGES, ZERO = Layout.of(tensor=2, sequence=True), Layout.of(pipeline=2), Layout.of(data=2, zero=3)
+RATES = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1, "n_layer": 2}
+
+
+def run(case: Case) -> Outcome:
+    return outcome(run_parallel(train_rank, case.layout.world, case, timeout=120))
+
+
+@pytest.fixture(scope="module")
+def plain() -> Callable[[Case], Outcome]:
+    """A case's outcome with nothing spared, in its own layout: made once."""
+    known: dict[str, Outcome] = {}
+
+    def get(case: Case) -> Outcome:
+        case = replace(case, memory=MemorySection())
+        if repr(case) not in known:
+            known[repr(case)] = run(case)
+        return known[repr(case)]
+
+    return get
+
+
+@pytest.mark.parametrize(
+    ("model", "mode", "layout"),
+    [
+        ("gpt2", "full", SEQUENCE),
+        ("gpt2", "selective", SEQUENCE),
+        ("gpt2", "selective", STAGES),
+        ("gpt2", "every", STAGES),
+        ("gpt2", "selective", ZERO),
+        ("llama-kv1", "selective", SEQUENCE),
+        ("llama-kv1", "full", ZERO),
+    ],
+    ids=str,
+)
+def test_checkpointing_changes_no_bit(
+    model: str,
+    mode: Checkpointing,
+    layout: Layout,
+    models: dict[str, dict[str, Any]],
+    plain: Callable[[Case], Outcome],
+) -> None:
+    """GPT-2 with dropout; against the same layout, since its masks depend on that."""
+    config = {**models[model], **(RATES if model == "gpt2" else {"num_hidden_layers": 2})}
+    case = Case(config, layout, steps=2, memory=MemorySection(checkpointing=mode))
+    assert first_difference(plain(case), run(case), tolerance=0.0) is None
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("llama", SEQUENCE),
+        ("llama", ZERO),
+        ("llama-tied", Layout.of(tensor=2, pipeline=2)),
+        ("gpt2", STAGES),
+    ],
+    ids=str,
+)
+def test_a_chunked_loss_equals_one_device(
+    model: str, layout: Layout, assert_same: Callable[..., None]
+) -> None:
+    """Chunks that neither divide the tokens nor the sequence; smoothing; labels that do not count."""
+    assert_same(model, layout, label_smoothing=0.1, memory=MemorySection(loss_chunk=5))
+
+
+@pytest.mark.parametrize("layout", [ZERO, Layout.of(tensor=2, pipeline=2)], ids=str)
+def test_offloaded_equals_one_device(layout: Layout, assert_same: Callable[..., None]) -> None:
+    """On a CPU the host's memory is the device's own, so this shows the plumbing: weights, sums, clipping."""
+    memory = MemorySection(offload=True, checkpointing="full", loss_chunk=7)
+    assert_same("llama", layout, memory=memory)
