@@ -2,6 +2,7 @@
 
 from .failures import RankError, RankFailure
 from .fresh import ExitCode, run_fresh
+from .live_bytes import LiveBytes
 from .pool import run_parallel
 
-__all__ = ["ExitCode", "RankError", "RankFailure", "run_fresh", "run_parallel"]
+__all__ = ["ExitCode", "LiveBytes", "RankError", "RankFailure", "run_fresh", "run_parallel"]

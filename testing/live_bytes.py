@@ -1,0 +1,63 @@
+"""How many bytes of tensors are alive, and how many were at the worst moment: to the byte, on any device.
+
+What an operator takes for itself while it runs is not seen; what it leaves behind is, also where only
+autograd holds it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..parallel_state.engine import local_data
+
+
+class LiveBytes(TorchDispatchMode):
+    """While it is entered, counts the storages that operators make, and those it was given at first.
+
+    ``LiveBytes(model.parameters())`` counts the parameters too. ``now`` are the bytes alive, ``peak`` the
+    most there were after any operator; a storage that was emptied (FSDP's) counts as empty.
+    """
+
+    def __init__(self, *first: Any) -> None:
+        super().__init__()
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._note(list(_storages([list(one) if isinstance(one, Iterator) else one for one in first])))
+        self.peak = self.now
+
+    @property
+    def now(self) -> int:
+        alive = [storage for known in self._storages.values() if (storage := known()) is not None]
+        return sum(storage.nbytes() for storage in alive)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = {id(storage) for storage in _storages([args, kwargs or {}])}
+        out = func(*args, **(kwargs or {}))
+        # A view of what is not counted is not counted either.
+        self._note([storage for storage in _storages(out) if id(storage) not in given])
+        self.peak = max(self.peak, self.now)
+        return out
+
+    def _note(self, storages: list[torch.UntypedStorage]) -> None:
+        for storage in storages:
+            key = id(storage)
+            self._storages[key] = weakref.ref(storage, lambda _, key=key: self._storages.pop(key, None))
+
+
+def _storages(value: Any) -> Iterator[torch.UntypedStorage]:
+    """Those of all tensors in nested lists, tuples and dicts."""
+    if isinstance(value, Tensor):
+        yield (local_data(value) if isinstance(value, DTensor) else value).untyped_storage()
+    elif isinstance(value, Mapping):
+        yield from _storages(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _storages(one)

@@ -1,0 +1,106 @@
+"""Checkpointing is on: blocks run again, products do not where they are kept, and fewer bytes stay alive."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from trilith.layers import Checkpointing, checkpoint_blocks
+from trilith.models import family_of
+from trilith.parallel_state import BadInput
+from trilith.testing import LiveBytes
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 112,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+class Products(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return func(*args, **(kwargs or {}))
+
+
+def model_with(mode: Checkpointing, every: int = 1) -> tuple[Any, list[int]]:
+    family = family_of(LLAMA)
+    torch.manual_seed(0)
+    model = family.build(family.from_hf(LLAMA), device="cpu")
+    blocks = [(int(number), block) for number, block in model.layers.items()]
+    checkpoint_blocks(blocks, mode, every=every)
+    ran: list[int] = []
+    for number, block in blocks:
+        block.attention.register_forward_hook(lambda *_, number=number: ran.append(number))
+    return model, ran
+
+
+def step(mode: Checkpointing, every: int = 1) -> tuple[list[int], int, int, Tensor]:
+    """Blocks in the order they ran, products, bytes alive between forward and backward, a gradient."""
+    model, ran = model_with(mode, every)
+    x = torch.randint(128, (2, 32), generator=torch.Generator().manual_seed(1))
+    with Products() as products, LiveBytes() as memory:
+        loss = model(x).square().mean()
+        alive = memory.now
+        loss.backward()
+    return ran, products.count, alive, model.layers["0"].attention.out.weight.grad
+
+
+FORWARD = [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("mode", "every", "again"),
+    [
+        ("none", 1, []),
+        ("full", 1, [3, 2, 1, 0]),
+        ("selective", 1, [3, 2, 1, 0]),
+        ("every", 1, [3, 2, 1, 0]),
+        ("every", 2, [2, 0]),
+        ("every", 3, [3, 0]),
+    ],
+)
+def test_blocks_run_again_in_backward(mode: Checkpointing, every: int, again: list[int]) -> None:
+    ran, _, _, gradient = step(mode, every)
+    assert ran == FORWARD + again
+    assert torch.equal(gradient, step("none")[3])
+
+
+def test_selective_computes_no_product_again_and_full_all_but_the_last() -> None:
+    none, selective, full = (step(mode)[1] for mode in ("none", "selective", "full"))
+    assert selective == none
+    assert full == none + 4 * 6
+
+
+def test_each_keeps_fewer_bytes_alive_than_the_one_before() -> None:
+    none, every, selective, full = (step(mode, 2)[2] for mode in ("none", "every", "selective", "full"))
+    assert full < selective < none
+    assert full < every < none
+    # One block's input: 64 tokens of 32 floats; the rest is embedding, norm, logits and loss.
+    per_block = (none - full) / 4
+    assert none - every == pytest.approx(2 * per_block)
+    assert (none - selective) / 4 > 0.4 * per_block
+
+
+def test_names_stay_and_evaluation_runs_once() -> None:
+    model, ran = model_with("full")
+    assert list(model.state_dict()) == list(model_with("none")[0].state_dict())
+    with torch.no_grad():
+        model(torch.zeros(1, 8, dtype=torch.int64))
+    assert ran == FORWARD
+
+
+@pytest.mark.parametrize(("mode", "every", "named"), [("some", 1, "checkpointing"), ("every", 0, "every")])
+def test_what_is_no_mode_is_refused(mode: Any, every: int, named: str) -> None:
+    with pytest.raises(BadInput, match=named):
+        checkpoint_blocks([], mode, every=every)

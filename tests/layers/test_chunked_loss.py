@@ -1,0 +1,90 @@
+"""The loss over chunks of tokens: the plain loss's value and gradients, in memory that is counted."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+from trilith.layers import chunked_cross_entropy, vocab_parallel_cross_entropy
+from trilith.parallel_state import BadInput
+from trilith.testing import LiveBytes
+
+V, D, B, S = 131, 24, 3, 11
+
+
+def given(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(1)
+    hidden = torch.randn(B, S, D, dtype=dtype, requires_grad=True)
+    weight = torch.randn(256, D, dtype=dtype, requires_grad=True)
+    labels = torch.randint(V, (B, S))
+    labels[0, :7] = -100
+    return hidden, weight, labels
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 33, 1000])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_it_equals_the_plain_loss(chunk: int, smoothing: float) -> None:
+    hidden, weight, labels = given()
+    plain = vocab_parallel_cross_entropy(F.linear(hidden, weight), labels, V, label_smoothing=smoothing)
+    wanted = torch.autograd.grad(plain.sum() * 0.37, (hidden, weight))
+    loss = chunked_cross_entropy(hidden, weight, labels, V, chunk=chunk, label_smoothing=smoothing)
+    torch.testing.assert_close(loss, plain.sum(), rtol=1e-10, atol=1e-10)
+    found = torch.autograd.grad(loss * 0.37, (hidden, weight))
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+    assert not found[1][V:].any()
+
+
+def test_in_bf16_its_gradients_are_as_good_as_the_plain_ones() -> None:
+    """Many chunks: a sum kept in bf16 would be rounded at each."""
+    hidden, weight, labels = given(torch.bfloat16)
+    exact = torch.autograd.grad(
+        vocab_parallel_cross_entropy(F.linear(hidden.double(), weight.double()), labels, V).sum(),
+        (hidden, weight),
+    )
+    plain = torch.autograd.grad(
+        vocab_parallel_cross_entropy(F.linear(hidden, weight), labels, V).sum(), (hidden, weight)
+    )
+    # The scale is one over a number of tokens: no number of bf16.
+    loss = chunked_cross_entropy(hidden, weight, labels, V, chunk=1) / 3000
+    assert loss.dtype == torch.float32
+    found = [grad.double() * 3000 for grad in torch.autograd.grad(loss, (hidden, weight))]
+    for mine, theirs, true in zip(found, plain, exact, strict=True):
+        worst, bound = (mine - true).abs().max(), (theirs - true).abs().max()
+        assert worst <= 1.3 * bound, (worst, bound)
+        assert abs((mine.sum() - true.sum()) / true.abs().sum()) < 1e-3
+
+
+def test_a_frozen_weight_and_an_evaluation_cost_no_gradient() -> None:
+    hidden, weight, labels = given()
+    weight.requires_grad_(False)
+    with LiveBytes() as memory:
+        loss = chunked_cross_entropy(hidden, weight, labels, V, chunk=4)
+    assert memory.peak < weight.nbytes
+    loss.backward()
+    assert hidden.grad is not None
+    with torch.no_grad(), LiveBytes() as memory:
+        chunked_cross_entropy(hidden, weight.requires_grad_(), labels, V, chunk=4)
+    assert memory.peak < weight.nbytes / 2
+
+
+def test_its_memory_is_a_chunk_of_logits_beside_the_gradients() -> None:
+    torch.manual_seed(1)
+    tokens, rows, dim, chunk = 256, 4096, 16, 32
+    hidden, weight = (torch.randn(n, dim, requires_grad=True) for n in (tokens, rows))
+    labels = torch.randint(rows, (1, tokens))
+    with LiveBytes() as memory:
+        chunked_cross_entropy(hidden[None], weight, labels, rows, chunk=chunk).backward()
+    gradients = hidden.nbytes + weight.nbytes
+    logits = chunk * rows * 4
+    assert logits < memory.peak - gradients < 1.25 * logits
+    hidden.grad = weight.grad = None
+    with LiveBytes() as memory:
+        vocab_parallel_cross_entropy(F.linear(hidden, weight)[None], labels, rows).sum().backward()
+    assert memory.peak > 2 * tokens * rows * 4  # the plain loss: softmax and its gradient, whole
+
+
+def test_what_is_no_chunk_and_no_label_is_refused() -> None:
+    hidden, weight, labels = given()
+    with pytest.raises(BadInput, match="loss_chunk"):
+        chunked_cross_entropy(hidden, weight, labels, V, chunk=0)
+    labels[0, 0] = V
+    with pytest.raises(IndexError, match="out of range"):
+        chunked_cross_entropy(hidden, weight, labels, V, chunk=4)
