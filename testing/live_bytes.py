@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,8 +49,10 @@ class LiveBytes(TorchDispatchMode):
 
     def _note(self, storages: list[torch.UntypedStorage]) -> None:
         for storage in storages:
-            key = id(storage)
-            self._storages[key] = weakref.ref(storage, lambda _, key=key: self._storages.pop(key, None))
+            self._storages[id(storage)] = weakref.ref(storage, partial(self._forget, id(storage)))
+
+    def _forget(self, key: int, gone: object) -> None:
+        self._storages.pop(key, None)
 
 
 def _storages(value: Any) -> Iterator[torch.UntypedStorage]:
