@@ -83,4 +83,12 @@ def open_data(recipe: Recipe) -> GlobalBatches:
         tokens: TokenFile | Mixture = files[0]
     else:
         tokens = Mixture(list(zip(files, weights or [float(len(f.tokens)) for f in files], strict=True)))
-    return GlobalBatches(tokens, recipe.data.sequence_length, recipe.data.global_batch, recipe.seed)
+    return GlobalBatches(
+        tokens,
+        recipe.data.sequence_length,
+        recipe.data.global_batch,
+        recipe.seed,
+        documents=recipe.data.documents,
+        samples=recipe.data.samples,
+        overlong=recipe.data.overlong,
+    )

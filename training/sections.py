@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ..layers import Checkpointing
 from ..parallel_state import Layout
+from .rows import Documents, Overlong, Samples
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -66,8 +67,19 @@ class DataSection(Section):
         default=None, description="how often each token file is drawn from; default: by size"
     )
     sequence_length: int = Field(ge=1)
-    global_batch: int = Field(ge=1, description="samples a step, over all ranks")
-    micro_batch: int = Field(default=1, ge=1, description="samples that a rank computes at once")
+    global_batch: int = Field(ge=1, description="rows of sequence_length a step, over all ranks")
+    micro_batch: int = Field(default=1, ge=1, description="rows that a rank computes at once")
+    documents: Documents = Field(
+        default="joined",
+        description="of running text: attention and positions run over the documents in a row, or, separate, "
+        "start anew with each",
+    )
+    samples: Samples = Field(
+        default="packed", description="of chat sets: as many whole samples a row as fit, or a single one"
+    )
+    overlong: Overlong = Field(
+        default="refuse", description="of chat sets: what becomes of a sample longer than sequence_length"
+    )
 
 
 class OptimizerSection(Section):

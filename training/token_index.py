@@ -22,6 +22,17 @@ _LARGEST_INDEX = 2**20
 _PROBE_BLOCKS, _PROBE_BYTES = 64, 2**16
 
 
+class TargetIndex(BaseModel):
+    """What the index of a chat set says beside: of the file that tells which tokens are to be learnt."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    tokens: int = Field(ge=1, description="how many of the tokens are to be learnt")
+    sha256: str
+    probe: str
+    template_sha256: str = Field(description="of the chat template that the samples went through")
+
+
 class TokenIndex(BaseModel):
     """What ``<name>.json`` says. ``probe`` hashes 64 blocks of the tokens, so that opening reads 4 MiB."""
 
@@ -37,11 +48,12 @@ class TokenIndex(BaseModel):
     sha256: str
     probe: str
     documents_sha256: str
+    targets: TargetIndex | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TokenPaths:
-    """The three files of the token file called ``name``."""
+    """The files of the token file called ``name``: three, and a fourth where only some tokens are learnt."""
 
     name: Path
 
@@ -54,14 +66,18 @@ class TokenPaths:
         return self.name.with_name(self.name.name + ".docs.npy")
 
     @property
+    def targets(self) -> Path:
+        return self.name.with_name(self.name.name + ".targets")
+
+    @property
     def index(self) -> Path:
         return self.name.with_name(self.name.name + ".json")
 
     @staticmethod
     def of(path: str | Path) -> TokenPaths:
-        """From the name, or from any of the three files."""
+        """From the name, or from any of the files."""
         path = Path(path)
-        for suffix in (".docs.npy", ".bin", ".json"):
+        for suffix in (".docs.npy", ".targets", ".bin", ".json"):
             if path.name.endswith(suffix):
                 return TokenPaths(path.with_name(path.name.removesuffix(suffix)))
         return TokenPaths(path)
@@ -114,15 +130,21 @@ def read_index(path: Path) -> TokenIndex:
 
 def check_tokens(path: Path, index: TokenIndex) -> None:
     """The tokens have the size and the probe that the index says."""
-    size, itemsize = _regular_size(path), little_endian(index.dtype).itemsize
-    if size != index.tokens * itemsize:
-        raise BadInput(
-            path,
-            "size",
-            expected=f"{index.tokens * itemsize} bytes: {index.tokens} tokens of {index.dtype}",
-            found=size,
-        )
-    if probe(path) != index.probe:
+    itemsize = little_endian(index.dtype).itemsize
+    _check_content(path, index.tokens * itemsize, f"{index.tokens} tokens of {index.dtype}", index.probe)
+
+
+def check_targets(path: Path, index: TokenIndex) -> None:
+    """So has the file that tells which tokens are to be learnt, where the index speaks of one."""
+    if index.targets is not None:
+        _check_content(path, index.tokens, f"one for each of {index.tokens} tokens", index.targets.probe)
+
+
+def _check_content(path: Path, size: int, meaning: str, expected_probe: str) -> None:
+    found = _regular_size(path)
+    if found != size:
+        raise BadInput(path, "size", expected=f"{size} bytes: {meaning}", found=found)
+    if probe(path) != expected_probe:
         raise BadInput(
             path, "content", expected=f"the tokens that {path.stem}.json describes", found="others"
         )

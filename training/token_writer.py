@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from ..parallel_state import BadInput
-from .token_index import VERSION, TokenIndex, TokenPaths, dtype_for, little_endian, probe
+from .token_index import VERSION, TargetIndex, TokenIndex, TokenPaths, dtype_for, little_endian, probe
+from .token_journal import Journal
+from .token_lock import take
 from .tokens import TokenFile
+
+#: Seconds between two notes of how far a job has come: what a kill costs at most.
+MARK_EVERY = 2.0
 
 
 class TokenWriter:
@@ -25,20 +30,34 @@ class TokenWriter:
     ``commit`` makes them durable and moves them into place, the index last. Leaving without it leaves
     nothing. A second writer of the same name is refused while the first is alive, and after it because the
     name is taken. What a killed writer left is cleared by the next one.
+
+    With ``template_sha256``, the hash of a chat template, every document has targets, and ``<name>.targets``
+    is written too. With a ``job``, any text that two jobs share only where they write the same, a writer that
+    was killed or interrupted leaves what ``finished`` was told, and the next of the same job goes on behind
+    it: ``portions`` says how much that is.
     """
 
     def __init__(
-        self, name: str | Path, *, vocab_size: int, eos_id: int | None = None, tokenizer_fingerprint: str = ""
+        self,
+        name: str | Path,
+        *,
+        vocab_size: int,
+        eos_id: int | None = None,
+        tokenizer_fingerprint: str = "",
+        template_sha256: str | None = None,
+        job: str = "",
     ) -> None:
         self._paths = TokenPaths.of(name)
         self._partial = self._paths.name.with_name(self._paths.name.name + ".partial")
         self._vocab_size, self._eos_id, self._fingerprint = vocab_size, eos_id, tokenizer_fingerprint
+        self._template, self._job = template_sha256, job
         if not 1 <= vocab_size <= 2**32:
             raise BadInput(self._paths.index, "vocab_size", expected="1 to 2**32", found=vocab_size)
         self._dtype = little_endian(dtype_for(vocab_size))
-        self._digest = hashlib.sha256()
-        self._lengths: list[NDArray[np.int64]] = []
-        self._count = 0
+        self._names = ("tokens", "lengths", *(["targets"] if template_sha256 is not None else []))
+        self._digests = {name: hashlib.sha256() for name in self._names}
+        self._files: dict[str, BinaryIO] = {}
+        self._learnt = self.tokens = self.portions = 0
 
     def __enter__(self) -> TokenWriter:
         self._refuse_taken_name()
@@ -47,11 +66,12 @@ class TokenWriter:
             raise BadInput(parent, expected="a folder, or a place for one", found="nothing there")
         self._made_parent = not parent.exists()
         parent.mkdir(exist_ok=True)
-        self._lock = _take(self._partial)
+        self._lock = take(self._partial)
+        self._journal = Journal(self._partial / "journal", self._job, every=MARK_EVERY)
         try:
             # Asked again: another writer may have finished between the first look and the lock.
             self._refuse_taken_name(held=True)
-            self._file = (self._partial / "tokens").open("wb")
+            self._open()
         except BaseException:
             self._clear()
             raise
@@ -63,19 +83,26 @@ class TokenWriter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._file.close()
-        self._clear()
+        for file in self._files.values():
+            file.close()
+        self._journal.close()
+        # Bad input must be mended first, and then the job is another one.
+        if self._job and kind is not None and not issubclass(kind, BadInput) and self._journal.marked:
+            os.close(self._lock)
+        else:
+            self._clear()
 
     def add(self, ids: ArrayLike) -> None:
         """One document, one or more ids."""
         ids = np.asarray(ids)
         self.add_documents(ids, np.array([ids.size]))
 
-    def add_documents(self, ids: ArrayLike, lengths: ArrayLike) -> None:
-        """Several documents end to end, and how many ids each has (at least one)."""
-        ids, lengths = np.asarray(ids), np.asarray(lengths, dtype=np.int64)
+    def add_documents(self, ids: ArrayLike, lengths: ArrayLike, targets: ArrayLike | None = None) -> None:
+        """Several documents end to end, how many ids each has (at least one), and which are to be learnt."""
+        ids, lengths = np.asarray(ids), np.asarray(lengths, dtype="<i8")
         assert ids.ndim == lengths.ndim == 1 and ids.size == lengths.sum(), "lengths do not add up to the ids"
         assert lengths.size == 0 or lengths.min() > 0, "an empty document"
+        assert (targets is None) == (self._template is None), "targets belong to chat sets, and to all of one"
         if not ids.size:
             return
         if not np.issubdtype(ids.dtype, np.integer):
@@ -85,18 +112,32 @@ class TokenWriter:
                 raise BadInput(
                     self._paths.tokens, "id", expected=f"0 to {self._vocab_size - 1}", found=extreme
                 )
-        data = np.ascontiguousarray(ids, dtype=self._dtype)
-        self._file.write(data.data)
-        self._digest.update(data.data)
-        self._lengths.append(lengths)
-        self._count += ids.size
+        self._write("tokens", np.ascontiguousarray(ids, dtype=self._dtype))
+        self._write("lengths", np.ascontiguousarray(lengths))
+        if targets is not None:
+            marks = np.ascontiguousarray(targets, dtype=np.uint8)
+            assert marks.shape == ids.shape and marks.max() <= 1, "a target for each id, 0 or 1"
+            self._write("targets", marks)
+            self._learnt += int(marks.sum())
+        self.tokens += ids.size
+
+    def finished(self) -> None:
+        """One more portion of the input is in; after a kill it need not come again."""
+        self.portions += 1
+        if self._job:
+            self._journal.mark(self.portions, self._files)
 
     def commit(self) -> TokenFile:
-        """Put the three files in place and open them. ``BadInput`` where there is no token."""
-        if not self._count:
+        """Put the files in place and open them. ``BadInput`` where there is no token, or none to learn."""
+        if not self.tokens:
             raise BadInput(self._paths.tokens, "tokens", expected="at least one", found="none in the input")
-        _sync(self._file)
-        lengths = np.concatenate(self._lengths)
+        if self._template is not None and not self._learnt:
+            raise BadInput(self._paths.targets, "tokens to learn", expected="at least one", found="none")
+        for name, open_file in self._files.items():
+            open_file.flush()
+            if name != "lengths":
+                _sync(open_file)
+        lengths = np.fromfile(self._partial / "lengths", dtype="<i8")
         offsets = np.zeros(lengths.size + 1, dtype="<i8")
         np.cumsum(lengths, out=offsets[1:])
         with (self._partial / "documents").open("wb+") as file:
@@ -104,34 +145,65 @@ class TokenWriter:
             _sync(file)
             file.seek(0)
             documents_sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        targets = None
+        if self._template is not None:
+            targets = TargetIndex(
+                tokens=self._learnt,
+                sha256=self._digests["targets"].hexdigest(),
+                probe=probe(self._partial / "targets"),
+                template_sha256=self._template,
+            )
         index = TokenIndex(
             version=VERSION,
             dtype=dtype_for(self._vocab_size),
-            tokens=self._count,
+            tokens=self.tokens,
             documents=lengths.size,
             vocab_size=self._vocab_size,
             eos_id=self._eos_id,
             tokenizer_fingerprint=self._fingerprint,
-            sha256=self._digest.hexdigest(),
+            sha256=self._digests["tokens"].hexdigest(),
             probe=probe(self._partial / "tokens"),
             documents_sha256=documents_sha256,
+            targets=targets,
         )
         with (self._partial / "index").open("wb") as file:
-            file.write(json.dumps(index.model_dump(), indent=2).encode() + b"\n")
+            plain = {"targets"} if targets is None else set()
+            file.write(json.dumps(index.model_dump(exclude=plain), indent=2).encode() + b"\n")
             _sync(file)
         (self._partial / "tokens").rename(self._paths.tokens)
         (self._partial / "documents").rename(self._paths.documents)
+        if targets is not None:
+            (self._partial / "targets").rename(self._paths.targets)
         _sync_folder(self._partial.parent)
         (self._partial / "index").rename(self._paths.index)
         _sync_folder(self._partial.parent)
         return TokenFile.open(self._paths.name)
 
+    def _open(self) -> None:
+        """The files, empty, or with what an earlier writer of the same job finished."""
+        mark = self._journal.begin() if self._job else None
+        for name in self._names:
+            path = self._partial / name
+            if mark is None:
+                self._files[name] = path.open("wb")
+                continue
+            os.truncate(path, mark.sizes[name])
+            self._files[name] = path.open("ab")
+            for part in _parts(path):
+                self._digests[name].update(part)
+                self._learnt += sum(part) if name == "targets" else 0
+        if mark is not None:
+            self.portions, self.tokens = mark.portions, mark.sizes["tokens"] // self._dtype.itemsize
+
+    def _write(self, name: str, data: np.ndarray[Any, Any]) -> None:
+        self._files[name].write(data.data)
+        self._digests[name].update(data.data)
+
     def _refuse_taken_name(self, *, held: bool = False) -> None:
         """An index says that the name is taken. With no ``.partial`` beside them, so do the other files."""
         ours = held or self._partial.exists()
-        taken = (
-            [self._paths.index] if ours else [self._paths.index, self._paths.tokens, self._paths.documents]
-        )
+        paths = self._paths
+        taken = [paths.index] if ours else [paths.index, paths.tokens, paths.documents, paths.targets]
         for path in taken:
             if path.exists() or path.is_symlink():
                 raise BadInput(
@@ -140,7 +212,7 @@ class TokenWriter:
 
     def _clear(self) -> None:
         """Remove what a writer makes, the lock last, and nothing that somebody else put there."""
-        for name in ("tokens", "documents", "index", "lock"):
+        for name in ("tokens", "lengths", "targets", "documents", "index", "journal", "lock"):
             (self._partial / name).unlink(missing_ok=True)
         os.close(self._lock)
         with contextlib.suppress(OSError):  # not empty: another writer has just begun, or a stranger's file
@@ -149,30 +221,10 @@ class TokenWriter:
                 self._partial.parent.rmdir()
 
 
-def _take(partial: Path) -> int:
-    """Make the folder and hold the lock in it, which the system frees however this process ends."""
-    while True:
-        partial.mkdir(exist_ok=True)
-        try:
-            lock = os.open(partial / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-        except FileNotFoundError:
-            continue  # another writer cleared the folder just now
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            same = os.path.samestat(os.fstat(lock), os.stat(partial / "lock"))
-        except BlockingIOError:
-            os.close(lock)
-            raise BadInput(
-                partial,
-                expected="no other writer",
-                found="one at work",
-                todo="Wait for it or choose another name",
-            ) from None
-        except FileNotFoundError:
-            same = False
-        if same:
-            return lock
-        os.close(lock)  # a lock on a file that is no longer in the folder holds nothing
+def _parts(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while part := file.read(2**22):
+            yield part
 
 
 def _sync(file: Any) -> None:

@@ -2,6 +2,8 @@
 
 ``<name>.bin``        little-endian uint16 (vocabulary up to 65,536) or uint32, nothing else
 ``<name>.docs.npy``   int64, where each document starts, and the number of tokens at the end
+``<name>.targets``    of a chat set, whose documents are conversations: a byte for each token, 1 where it is
+                      to be learnt (the assistant's words), else 0
 ``<name>.json``       the index: version, type, counts, vocabulary, hashes. Written last: no index, no file
 """
 
@@ -16,18 +18,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..parallel_state import BadInput
-from .token_index import TokenIndex, TokenPaths, check_tokens, little_endian, read_documents, read_index
+from .token_index import (
+    TokenIndex,
+    TokenPaths,
+    check_targets,
+    check_tokens,
+    little_endian,
+    read_documents,
+    read_index,
+)
 from .tokenizer import check_vocabulary
 
 
 @dataclass(frozen=True, slots=True)
 class TokenFile:
-    """An open token file: memory-mapped ``tokens``, and ``documents``, the offsets and then the end."""
+    """An open token file: memory-mapped ``tokens``, and ``documents``, the offsets and then the end.
+
+    ``targets``, memory-mapped too, is what a chat set has beside.
+    """
 
     path: Path
     index: TokenIndex
     tokens: NDArray[Any]
     documents: NDArray[np.int64]
+    targets: NDArray[np.uint8] | None = None
 
     @classmethod
     def open(cls, path: str | Path) -> TokenFile:
@@ -39,8 +53,10 @@ class TokenFile:
         index = read_index(paths.index)
         check_tokens(paths.tokens, index)
         documents = read_documents(paths.documents, index)
+        check_targets(paths.targets, index)
         tokens = np.memmap(paths.tokens, dtype=little_endian(index.dtype), mode="r")
-        return cls(paths.name, index, tokens, documents)
+        targets = np.memmap(paths.targets, dtype=np.uint8, mode="r") if index.targets else None
+        return cls(paths.name, index, tokens, documents, targets)
 
     @property
     def vocab_size(self) -> int:
@@ -49,8 +65,9 @@ class TokenFile:
 
     @property
     def fingerprint(self) -> str:
-        """Size in bytes and SHA-256 of the tokens: what a training manifest keeps."""
-        return f"{self.index.tokens * little_endian(self.index.dtype).itemsize}-{self.index.sha256}"
+        """Size in bytes and SHA-256 of the tokens, and of the targets: what a training manifest keeps."""
+        tokens = f"{self.index.tokens * little_endian(self.index.dtype).itemsize}-{self.index.sha256}"
+        return f"{tokens}-{self.index.targets.sha256}" if self.index.targets else tokens
 
     def check_fingerprint(self, recorded: str) -> None:
         """Refuse to go on with other data than a run was started on."""
@@ -68,7 +85,8 @@ class TokenFile:
         check_vocabulary(self.vocab_size, model_vocab_size, TokenPaths(self.path).index)
 
     def verify(self) -> None:
-        """Read every token: the SHA-256 and the largest id must be what the index says."""
+        """Read every token and target: SHA-256, largest id and count must be what the index says."""
+        self._verify_targets()
         where, digest = TokenPaths(self.path).tokens, hashlib.sha256()
         for start in range(0, len(self.tokens), 2**24):
             part = np.ascontiguousarray(self.tokens[start : start + 2**24])
@@ -80,3 +98,19 @@ class TokenFile:
                 )
         if digest.hexdigest() != self.index.sha256:
             raise BadInput(where, "sha256", expected=self.index.sha256, found=digest.hexdigest())
+
+    def _verify_targets(self) -> None:
+        if self.targets is None or self.index.targets is None:
+            return
+        where, digest, count = TokenPaths(self.path).targets, hashlib.sha256(), 0
+        for start in range(0, len(self.targets), 2**24):
+            part = np.ascontiguousarray(self.targets[start : start + 2**24])
+            digest.update(part.data)
+            if part.max() > 1:
+                at = start + int(np.argmax(part > 1))
+                raise BadInput(where, f"token {at}", expected="0 or 1", found=self.targets[at])
+            count += int(part.sum())
+        if count != self.index.targets.tokens:
+            raise BadInput(where, "tokens to learn", expected=self.index.targets.tokens, found=count)
+        if digest.hexdigest() != self.index.targets.sha256:
+            raise BadInput(where, "sha256", expected=self.index.targets.sha256, found=digest.hexdigest())

@@ -285,14 +285,14 @@ def _race(name: Path, mine: int, start: Barrier, answers: Queue[int | None]) -> 
 def test_f13_a_writer_that_finishes_just_before_the_lock_is_not_written_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    take = token_writer._take
+    take = token_writer.take
 
     def late(partial: Path) -> int:
-        monkeypatch.setattr(token_writer, "_take", take)
+        monkeypatch.setattr(token_writer, "take", take)
         write(tmp_path / "data", [[7]])
         return take(partial)
 
-    monkeypatch.setattr(token_writer, "_take", late)
+    monkeypatch.setattr(token_writer, "take", late)
     with pytest.raises(BadInput, match="an existing file"):
         write(tmp_path / "data")
     assert TokenFile.open(tmp_path / "data").tokens.tolist() == [7]

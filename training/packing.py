@@ -1,0 +1,98 @@
+"""Samples packed into rows: as few rows as best fit needs, known from the lengths alone.
+
+Best fit decreasing: the longest samples first, each into the fullest row that still holds it. Samples of one
+length are placed together, so the work is by lengths and not by samples. The rows are the same on every rank,
+in every epoch and after a resume; epochs shuffle whole rows. Source: Johnson, 1973; for training: Krell et
+al., Efficient sequence packing without cross-contamination, 2021.
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Ids = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Row ``r`` holds the samples ``samples[starts[r] : starts[r + 1]]``, in this order."""
+
+    samples: Ids
+    starts: Ids
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def __getitem__(self, row: int) -> Ids:
+        return self.samples[self.starts[row] : self.starts[row + 1]]
+
+
+def one_a_row(samples: ArrayLike) -> Rows:
+    """No packing: each sample has a row of its own."""
+    samples = np.asarray(samples, dtype=np.int64)
+    return Rows(samples, np.arange(len(samples) + 1, dtype=np.int64))
+
+
+def pack(lengths: ArrayLike, room: int) -> Rows:
+    """Rows of ``room`` places for samples of these lengths, each from 1 to ``room``; every sample once."""
+    lengths = np.asarray(lengths, dtype=np.int64)
+    assert lengths.ndim == 1 and (lengths.size == 0 or 1 <= lengths.min() <= lengths.max() <= room)
+    order = np.argsort(-lengths, kind="stable")
+    row_of = np.empty(len(lengths), dtype=np.int64)
+    shelf = _Shelf(room)
+    ends = np.flatnonzero(np.diff(lengths[order], append=0)) + 1
+    start = 0
+    for end in ends.tolist():
+        length = int(lengths[order[start]])
+        row_of[order[start:end]] = shelf.place(length, end - start)
+        start = end
+    # By row, and within a row as they were placed.
+    by_row = order[np.argsort(row_of[order], kind="stable")]
+    counts = np.bincount(row_of, minlength=shelf.rows)
+    return Rows(by_row, np.concatenate(([0], np.cumsum(counts))).astype(np.int64))
+
+
+class _Shelf:
+    """The rows begun so far, by how much room is left in them."""
+
+    def __init__(self, room: int) -> None:
+        self.room, self.rows = room, 0
+        self._left: list[int] = []  # the rooms that some row has, in rising order
+        self._by_room: dict[int, list[Ids]] = {}
+
+    def place(self, length: int, count: int) -> Ids:
+        """The rows of ``count`` samples of one length."""
+        placed = []
+        while count:
+            at = bisect.bisect_left(self._left, length)
+            if at == len(self._left):
+                each = self.room // length
+                new = -(-count // each)
+                self._put(self.room, np.arange(self.rows, self.rows + new, dtype=np.int64))
+                self.rows += new
+                continue
+            left = self._left.pop(at)
+            rows, each = np.concatenate(self._by_room.pop(left)), left // length
+            # Best fit fills a row before it goes to the next: what is left of the fullest is fuller still.
+            full, rest = min(len(rows), count // each), 0
+            placed.append(np.repeat(rows[:full], each))
+            self._put(left - each * length, rows[:full])
+            count -= full * each
+            if count and full < len(rows):
+                rest, count = count, 0
+                placed.append(np.repeat(rows[full : full + 1], rest))
+                self._put(left - rest * length, rows[full : full + 1])
+            self._put(left, rows[full + bool(rest) :])
+        return np.concatenate(placed)
+
+    def _put(self, left: int, rows: Ids) -> None:
+        if not len(rows) or not left:
+            return
+        if left not in self._by_room:
+            bisect.insort(self._left, left)
+            self._by_room[left] = []
+        self._by_room[left].append(rows)

@@ -1,0 +1,165 @@
+"""The rows that a token file gives to a step: windows of running text, or whole samples."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Protocol, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..layers import IGNORE
+from ..parallel_state import BadInput
+from .packing import one_a_row, pack
+from .token_index import TokenPaths
+from .tokens import TokenFile
+
+Ids = NDArray[np.int64]
+
+#: How windows of text treat the documents in them.
+Documents = Literal["joined", "separate"]
+#: How samples share rows.
+Samples = Literal["packed", "single"]
+#: What becomes of a sample that no row holds.
+Overlong = Literal["refuse", "truncate", "drop"]
+
+
+class Rows(Protocol):
+    """Rows 0 to ``len - 1`` of ``length`` places each, always the same."""
+
+    fingerprint: str  # of the file, and of how rows are made from it
+    separate: bool  # whether a row's positions say more than 0, 1, 2 and so on
+
+    def __len__(self) -> int: ...
+
+    def fill(self, row: int, ids: Ids, labels: Ids, positions: Ids) -> None:
+        """Write a row, which comes filled with 0, ``IGNORE`` and 0, 1, 2 and so on."""
+        ...
+
+
+def rows_of(file: TokenFile, length: int, documents: str, samples: str, overlong: str) -> Rows:
+    """Windows for running text, samples for a chat set. ``BadInput`` where the file does not give one row."""
+    for key, value, known in (
+        ("documents", documents, get_args(Documents)),
+        ("samples", samples, get_args(Samples)),
+        ("overlong", overlong, get_args(Overlong)),
+    ):
+        if value not in known:
+            raise BadInput("data", key, expected=f"one of {', '.join(known)}", found=repr(value))
+    if file.targets is None:
+        return WindowRows(file, length, separate=documents == "separate")
+    return SampleRows(file, length, packed=samples == "packed", overlong=overlong)
+
+
+class WindowRows:
+    """Windows of ``length + 1`` tokens that share one token with the next, in file order; a rest is left out.
+
+    ``separate`` documents: positions start again where one starts, and the last token of one does not count,
+    for what follows it is another's.
+    """
+
+    def __init__(self, file: TokenFile, length: int, *, separate: bool) -> None:
+        self.file, self.length, self.separate = file, length, separate
+        self.fingerprint = f"separate documents of {file.fingerprint}" if separate else file.fingerprint
+        if len(self) == 0:
+            raise BadInput(
+                TokenPaths(file.path).tokens,
+                "tokens",
+                expected=f"at least {length + 1}, one sequence of {length} and its last label",
+                found=len(file.tokens),
+                todo="Add text or shorten sequence_length",
+            )
+
+    def __len__(self) -> int:
+        return (len(self.file.tokens) - 1) // self.length
+
+    def fill(self, row: int, ids: Ids, labels: Ids, positions: Ids) -> None:
+        begin = row * self.length
+        window = checked(self.file, begin, begin + self.length + 1)
+        ids[:], labels[:] = window[:-1], window[1:]
+        if self.separate:
+            documents = self.file.documents
+            first, last = np.searchsorted(documents, [begin + 1, begin + self.length + 1])
+            starts = documents[first:last] - begin
+            labels[starts - 1] = IGNORE
+            restart(positions, starts[starts < self.length])
+
+
+class SampleRows:
+    """Whole samples, each seeing itself alone, as many a row as fit or one; what is left is padding.
+
+    A sample of n tokens takes n - 1 places: its last token is only a label. Labels are what the file's
+    targets mark. A sample that no row holds is refused, cut at the row's end, or left out, as ``overlong``
+    says.
+    """
+
+    separate = True
+
+    def __init__(self, file: TokenFile, length: int, *, packed: bool, overlong: str) -> None:
+        assert file.targets is not None
+        self.file, self.length, self.targets = file, length, file.targets
+        self.fingerprint = f"{'packed' if packed else 'single'} samples of {file.fingerprint}"
+        self._starts, places = file.documents[:-1], np.diff(file.documents) - 1
+        long = places > length
+        if overlong == "refuse" and long.any():
+            raise BadInput(
+                TokenPaths(file.path).tokens,
+                "samples",
+                expected=f"at most {length + 1} tokens each, for sequence_length={length}",
+                found=f"{int(long.sum())} longer ones of {len(long)}, the longest with {places.max() + 1}",
+                todo='Raise sequence_length, or set data.overlong to "truncate" or "drop"',
+            )
+        if long.any():
+            self.fingerprint += f", {overlong} at {length}"
+        keep = np.flatnonzero(~long & (places > 0) if overlong == "drop" else places > 0)
+        if not keep.size:
+            raise BadInput(
+                TokenPaths(file.path).tokens,
+                "samples",
+                expected=f"some of 2 to {length + 1} tokens",
+                found="none",
+                todo="Raise sequence_length",
+            )
+        self._places = np.minimum(places, length)
+        if packed:
+            rows = pack(self._places[keep], length)
+            self.rows = type(rows)(keep[rows.samples], rows.starts)
+        else:
+            self.rows = one_a_row(keep)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def fill(self, row: int, ids: Ids, labels: Ids, positions: Ids) -> None:
+        at, starts = 0, []
+        for sample in self.rows[row].tolist():
+            begin, places = int(self._starts[sample]), int(self._places[sample])
+            tokens = checked(self.file, begin, begin + places + 1)
+            learnt = self.targets[begin + 1 : begin + places + 1]
+            ids[at : at + places] = tokens[:-1]
+            labels[at : at + places] = np.where(learnt, tokens[1:].astype(np.int64), IGNORE)
+            at += places
+            starts.append(at)
+        # What is left is padding, a document of its own: nothing sees it, and it has no labels.
+        restart(positions, np.array([start for start in starts if start < self.length], dtype=np.int64))
+
+
+def restart(positions: Ids, starts: Ids) -> None:
+    """Let positions, which are 0, 1, 2 and so on, begin again at each of ``starts``, which rise."""
+    origin = np.zeros_like(positions)
+    origin[starts] = starts
+    positions -= np.maximum.accumulate(origin)
+
+
+def checked(file: TokenFile, begin: int, end: int) -> NDArray[Any]:
+    """These tokens of the file. ``BadInput`` where one is not below its ``vocab_size``."""
+    tokens: NDArray[Any] = file.tokens[begin:end]
+    if tokens.max() >= file.vocab_size:
+        at = int(np.argmax(tokens >= file.vocab_size))
+        raise BadInput(
+            TokenPaths(file.path).tokens,
+            f"token {begin + at}",
+            expected=f"below {file.vocab_size}",
+            found=tokens[at],
+            todo="The file was changed after it was made: tokenize again",
+        )
+    return tokens
