@@ -8,13 +8,14 @@ from .crc import Checksum
 from .disk import Disk
 from .hf_export import copy_file
 from .manifest import StoredFile
+from .plain_files import open_regular
 
 
 def store_companion(source: Path, directory: Path, disk: Disk | None = None) -> StoredFile:
     """Copy one into a checkpoint that is being written; what its manifest says of it."""
     target = directory / source.name
     copy_file(source, target, disk or Disk())
-    data = target.read_bytes()
-    checksum = Checksum()
-    checksum.add(0, memoryview(data))
-    return StoredFile(name=source.name, size=len(data), crc32=checksum.value(len(data)))
+    checksum, size = Checksum(), target.stat().st_size
+    with open_regular(target) as (fd, _):
+        checksum.fill_gaps(fd, [(0, size)])
+    return StoredFile(name=source.name, size=size, crc32=checksum.value(size))

@@ -15,7 +15,6 @@ from .budget import block_within
 from .commit import Staging, staged
 from .companions import store_companion
 from .conversion import Conversion, OutputTensor, plan_to_hf, plan_to_sharded
-from .crc import Checksum
 from .disk import Disk
 from .dtypes import TORCH, WEIGHTS
 from .execute import execute
@@ -25,7 +24,7 @@ from .manifest import Manifest, StoredFile
 from .source import read_source
 from .tensor_writer import TensorWriter
 from .transfer import Transfer
-from .verify import verify_file, verify_rest
+from .verify import checksum_of, verify_file, verify_rest
 
 #: Part of a conversion's identity: another version may number or lay out its work otherwise.
 _PLAN = 1
@@ -244,7 +243,7 @@ def _move(
     """Move the numbers; a checkpoint's checksums are taken from what is read, and compared at the end."""
     source, manifest = plan.source, plan.source.manifest if how.check else None
     block, workers = block_within(how.max_ram, how.workers)
-    seen = [Checksum() for _ in source.files] if manifest is not None else []
+    seen = [checksum_of(file) for file in source.files] if manifest is not None else []
     fault("convert.before_data", rank=0)
 
     def sync() -> None:
@@ -268,7 +267,7 @@ def _move(
         if manifest is not None:  # numbers that are not finite may be what a damaged file looks like
             for file, stored in zip(source.files, manifest.files, strict=True):
                 if file.path == error.where:
-                    verify_file(file, stored, Checksum())
+                    verify_file(file, stored, checksum_of(file))
         raise
     fault("convert.after_data", rank=0)
     if manifest is not None:

@@ -6,9 +6,11 @@ The polynomial arithmetic is zlib's ``crc32_combine`` (Mark Adler), which Python
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
+from threading import Lock
 
 try:
     from isal.isal_zlib import crc32  # Intel's library: five to eight times zlib's speed here, the same sums
@@ -25,10 +27,17 @@ def combine(first: int, second: int, second_length: int) -> int:
 
 
 class Checksum:
-    """Collects the CRC-32 of stretches of one file. Safe to use from several threads at once."""
+    """Collects the CRC-32 of stretches of one file. Safe to use from several threads at once.
 
-    def __init__(self) -> None:
-        self._pieces: dict[tuple[int, int], int] = {}
+    A stretch that begins where another ended is joined to it, so that memory does not grow with the file;
+    not across the offsets ``apart``, between which sums are asked for later.
+    """
+
+    def __init__(self, apart: Iterable[int] = ()) -> None:
+        self._apart = frozenset(apart)
+        self._begins: list[int] = []  # of the pieces, in order
+        self._pieces: list[tuple[int, int]] = []  # the length and sum of each
+        self._lock = Lock()
 
     def add(self, offset: int, data: bytes | memoryview, crc: int | None = None) -> int:
         """Count in the bytes that lie at ``offset``; their CRC-32, computed unless it is given.
@@ -36,8 +45,25 @@ class Checksum:
         The same stretch twice counts once.
         """
         crc = crc32(data) if crc is None else crc
-        self._pieces[offset, len(data)] = crc
+        if len(data):
+            with self._lock:
+                self._insert(offset, len(data), crc)
         return crc
+
+    def _insert(self, offset: int, length: int, crc: int) -> None:
+        """A stretch that overlaps what is there is left out: at worst it becomes a gap, and is read again."""
+        at = bisect_right(self._begins, offset)
+        if at < len(self._begins) and self._begins[at] < offset + length:
+            return
+        if at:
+            begin, (before, first) = self._begins[at - 1], self._pieces[at - 1]
+            if begin + before > offset:
+                return
+            if begin + before == offset and offset not in self._apart:
+                self._pieces[at - 1] = before + length, combine(first, crc, length)
+                return
+        self._begins.insert(at, offset)
+        self._pieces.insert(at, (length, crc))
 
     def gaps(self, size: int) -> list[tuple[int, int]]:
         """The ``(offset, length)`` of what was not seen of a file of ``size`` bytes."""
@@ -59,13 +85,15 @@ class Checksum:
         for gap, length in self.gaps(stretches[-1][1]):
             for begin, end in stretches:
                 stop = min(end, gap + length)
-                for at in range(max(begin, gap), stop, _READ):
-                    piece = buffer[: os.preadv(fd, [buffer[: min(_READ, stop - at)]], at)]
-                    self.add(at, piece)
-                    progress(len(piece))
+                at = max(begin, gap)
+                while at < stop and (read := os.preadv(fd, [buffer[: min(_READ, stop - at)]], at)):
+                    self.add(at, buffer[:read])
+                    progress(read)
+                    at += read
 
     def value(self, size: int) -> int:
         """The CRC-32 of all ``size`` bytes; there must be no gaps."""
+        assert not self.gaps(size), self.gaps(size)
         return self.of([(0, size)])[0]
 
     def of(self, stretches: Iterable[tuple[int, int]]) -> list[int]:
@@ -82,12 +110,8 @@ class Checksum:
         return found
 
     def _in_order(self) -> Iterator[tuple[int, int, int]]:
-        """Stretches that do not overlap: of two that do, the later is left out and becomes a gap."""
-        at = 0
-        for (offset, length), crc in sorted(self._pieces.items()):
-            if offset >= at and length:
-                yield offset, length, crc
-                at = offset + length
+        for offset, (length, crc) in zip(self._begins, self._pieces, strict=True):
+            yield offset, length, crc
 
 
 @cache

@@ -120,6 +120,8 @@ class _Work:
             for transfer in group:
                 assert isinstance(transfer.target, TensorWriter), transfer
                 transfer.target.skip(transfer.name, transfer.box.within(transfer.box))
+                with self._lock:  # groups with zeros are made again, so this one had other numbers
+                    self.not_zero.add(transfer.name)
                 self.progress(transfer.box.size * transfer.dtype.itemsize)
             return
         item = max(self._stored_dtype(copy).itemsize for transfer in group for copy in transfer.copies)
@@ -131,9 +133,8 @@ class _Work:
             for transfer, part in parts:
                 nbytes, overflows = self._make_part(transfer, part, read)
                 made, remarkable = made + nbytes, remarkable or bool(overflows)
-        if (
-            self.journal is not None and not remarkable
-        ):  # what there is a word to say of is done and said again
+        # What there is a word to say of is not noted: a resumed conversion makes it and says it again.
+        if self.journal is not None and not remarkable:
             self.journal.note(number, made)
 
     def _read_block(self, parts: list[tuple[Transfer, Box]]) -> dict[tuple[int, str], _Read]:
@@ -225,6 +226,7 @@ class _Work:
         known: dict[str, Tensor] = self._scratch.__dict__
         size = torch.Size(shape).numel() * dtype.itemsize
         if use not in known or known[use].numel() < size:
+            known.pop(use, None)  # before, so that the two are never there together
             known[use] = torch.empty(size, dtype=torch.uint8)
         return known[use][:size].view(dtype).view(shape)
 

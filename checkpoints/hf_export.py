@@ -76,7 +76,14 @@ class HFFolderWriter:
                     name: tensors[name] for name in sorted(names, key=lambda n: (-BITS[tensors[n][0]], n))
                 }
                 metadata = {"format": "pt"}
-                writer = TensorWriter(directory / file, spec, metadata=metadata, disk=self._disk, again=again)
+                writer = TensorWriter(
+                    directory / file,
+                    spec,
+                    metadata=metadata,
+                    disk=self._disk,
+                    again=again,
+                    checksum=False,  # a Hugging Face folder has no place for one
+                )
                 self.writers.append(writer)
         except BaseException:
             self.abandon()

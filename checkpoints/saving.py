@@ -97,11 +97,9 @@ class Saver:
             self._write(progress, tensors)
             self.poll()
             return
-        for (
-            name,
-            tensor,
-        ) in tensors.items():  # the same memory each time: fresh pages cost as much as the copy
+        for name, tensor in tensors.items():
             if name not in self._copies:
+                # The same memory each time: fresh pages cost as much as the copy.
                 self._copies[name] = torch.empty_like(tensor, device="cpu")
             self._copies[name].copy_(tensor)
         # Not a daemon: a program that just ends waits for it, so a checkpoint begun is completed.

@@ -111,6 +111,8 @@ class TensorWriter:
             one.result()
         if self._checksum is not None:
             self._checksum.fill_gaps(self._fd, [(0, self.size)])
+            if gaps := self._checksum.gaps(self.size):
+                raise DiskFailed(f"{self.path}: what was written cannot be read from byte {gaps[0][0]:,} on")
             crc = self._checksum.value(self.size)
         self.sync()
         self.abandon()

@@ -15,6 +15,7 @@ from trilith.checkpoints import execute as execute_module
 from trilith.checkpoints.dtypes import TORCH, name_of
 from trilith.checkpoints.execute import Report, execute
 from trilith.checkpoints.finite import look_at
+from trilith.checkpoints.journal import Journal
 from trilith.checkpoints.plan import Copy, Stored, Tie, Whole, copies
 from trilith.checkpoints.tensor_file import TensorFile
 from trilith.checkpoints.tensor_writer import TensorWriter
@@ -223,6 +224,27 @@ def test_C11_tensors_of_zeros_are_named(tmp_path: Path, monkeypatch: pytest.Monk
     known = {name: Whole((40,), "F32", (Stored(0, name, Box((0,), (40,))),)) for name in ("zero", "mixed")}
     _, report = run([TensorFile.open(tmp_path / "f")], known, {name: [Box((0,), (40,))] for name in known})
     assert report.zeros == {"zero"}
+
+
+def test_C11_a_resumed_conversion_does_not_take_the_rest_for_all(tmp_path: Path) -> None:
+    """The half of a tensor that was made before a kill held other numbers than zeros."""
+    whole = torch.cat((torch.ones(20), torch.zeros(20)))
+    save_file({"w": whole}, tmp_path / "f")
+    halves = [Box((0,), (20,)), Box((20,), (40,))]
+    copied = [Copy(0, "w", box, box, False) for box in halves]
+
+    def make(again: bool) -> Report:
+        writers = [TensorWriter(tmp_path / f"{i}", {"w": ("F32", (20,))}, again=again) for i in range(2)]
+        transfers = [Transfer("w", *one) for one in zip(halves, [(c,) for c in copied], writers, strict=True)]
+        journal = Journal(tmp_path / "journal", lambda: None, every=1)
+        report = execute([TensorFile.open(tmp_path / "f")], transfers, threads=1, journal=journal)
+        for writer in writers:
+            writer.close()
+        return report
+
+    assert make(again=False).zeros == set()
+    assert Journal(tmp_path / "journal", lambda: None).done == {0}
+    assert make(again=True).zeros == set()
 
 
 def test_a_plan_with_a_hole_or_an_overlap_is_refused_before_anything_is_read(tmp_path: Path) -> None:

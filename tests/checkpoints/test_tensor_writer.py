@@ -5,6 +5,7 @@ import os
 import random
 import resource
 import signal
+import tracemalloc
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -40,6 +41,50 @@ def test_checksum_of_pieces_in_any_order_and_what_is_missing() -> None:
     assert seen.gaps(1000) == []
     assert seen.value(1000) == zlib.crc32(data)
     assert Checksum().value(0) == 0 and Checksum().gaps(3) == [(0, 3)]
+
+
+def test_memory_of_a_checksum_does_not_grow_with_the_file() -> None:
+    seen, blocks = Checksum(), 20_000
+    tracemalloc.start()
+    for block in range(blocks):
+        seen.add(4 * block, b"abcd")
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 20_000
+    assert seen.value(4 * blocks) == zlib.crc32(b"abcd" * blocks)
+
+
+def test_sums_of_stretches_that_lie_apart() -> None:
+    data = random.Random(0).randbytes(100)
+    seen = Checksum(apart=[40, 70])
+    for begin in range(0, 100, 10):
+        seen.add(begin, data[begin : begin + 10])
+    stretches = [(0, 40), (40, 70), (70, 100)]
+    assert seen.of(stretches) == [zlib.crc32(data[begin:end]) for begin, end in stretches]
+
+
+def test_a_sum_reads_on_where_the_system_gives_less_than_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, whole = random.Random(0).randbytes(1000), os.preadv
+    (tmp_path / "f").write_bytes(data)
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: whole(fd, [buffers[0][:7]], at))
+    seen = Checksum()
+    with open(tmp_path / "f", "rb") as file:
+        seen.fill_gaps(file.fileno(), [(0, 300), (300, 1000)])
+    assert seen.value(1000) == zlib.crc32(data)
+
+
+def test_a_sum_of_bytes_that_cannot_be_read_back_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = TensorWriter(tmp_path / "f", {"w": ("U8", (4, 4))})
+    writer.write("w", Box((0, 0), (4, 2)), torch.ones(4, 2, dtype=torch.uint8))
+    writer.write("w", Box((0, 2), (4, 4)), torch.ones(4, 2, dtype=torch.uint8))
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: 0)
+    with pytest.raises(DiskFailed, match="cannot be read from byte"):
+        writer.close()
+    writer.abandon()
 
 
 @pytest.mark.parametrize("threads", [1, 3])
