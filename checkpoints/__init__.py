@@ -1,6 +1,6 @@
 """Floor 4: Hugging Face folders and sharded checkpoints, read, written, converted and verified."""
 
-from .agree import rank_at_fault
+from .agree import rank_at_fault, together
 from .convert import How, carry_out, convert, plan_conversion
 from .diff import Difference, differences
 from .find import complete_checkpoints, latest_checkpoint, step_directory
@@ -38,5 +38,6 @@ __all__ = [
     "rank_at_fault",
     "read_source",
     "step_directory",
+    "together",
     "verify",
 ]

@@ -4,6 +4,7 @@ error.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -48,8 +49,12 @@ def rank_at_fault(error: Exception, *, here: int) -> int:
 
 
 def _plain(error: Exception | None) -> Exception | None:
-    """The error without what cannot travel: its traceback and causes."""
+    """The error without what cannot travel: its traceback and causes; its words, where it cannot itself."""
     if error is None:
         return None
     error.__cause__ = error.__context__ = None
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # what a pickle meets in a class of others is anything
+        return RuntimeError(f"{type(error).__name__}: {error}")
     return error.with_traceback(None)

@@ -177,6 +177,20 @@ def remove_checkpoint(directory: Path, disk: Disk | None = None) -> None:
     disk.remove_tree(directory)
 
 
+def clear_unfinished(root: Path, disk: Disk | None = None) -> None:
+    """Remove what killed runs left under ``root``, of whatever output, unless somebody is writing it now."""
+    for path in [*root.iterdir()] if root.is_dir() else []:
+        name, unfinished, identity = path.name.rpartition(".tmp-")
+        if not unfinished or not _IDENTITY.fullmatch(identity):
+            continue
+        try:
+            lock = _lock(root / name)
+        except BadInput:
+            continue
+        (disk or Disk()).remove_tree(path)
+        _unlock(root / name, lock)
+
+
 def _beside(output: Path, suffix: str) -> Path:
     """A sibling of the output, its name cut where the file system would refuse it."""
     room = _LONGEST_NAME - len(suffix)

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from ..models import CausalLM, Family, ModelConfig
-from ..parallel_state import BadCheckpoint, Box, Holding, Layout, fault, holdings
+from ..parallel_state import BadCheckpoint, BadInput, Box, Holding, Layout, fault, holdings
 from .agree import together
-from .commit import Staging, remove_checkpoint
+from .commit import Staging, clear_unfinished, remove_checkpoint
 from .companions import store_companion
-from .disk import writing
+from .disk import DiskFailed, writing
 from .dtypes import name_of
 from .find import complete_checkpoints, step_directory, step_of
 from .loading import stored_parts
@@ -27,6 +27,9 @@ from .training import Progress, moment_of
 from .training_names import MOMENTS, moment_name
 
 T = TypeVar("T")
+
+#: Seconds that a save in the background still has when its rank has failed.
+_LAST_CHANCE = 2.0
 
 
 @dataclass(frozen=True)
@@ -50,8 +53,9 @@ class Saver:
     With ``background``, ``save`` returns once the rank's own tensors are copied; one thread writes the copy
     and commits it. A second ``save`` waits for the first. ``failed`` says whether the thread met an error;
     ask it on all ranks alike, and ``wait`` then raises it on all of them. Leaving the context waits for the
-    thread, so a process group may be destroyed after it and not before. ``said`` is called, from the thread
-    that calls ``save``, ``wait`` or ``poll``, with each checkpoint that was committed.
+    thread, so a process group may be destroyed after it and not before; after an error only some seconds,
+    since the other ranks wait to hear of it. ``said`` is called, from the thread that calls ``save``,
+    ``wait`` or ``poll``, with a line on each checkpoint that was committed.
     """
 
     def __init__(
@@ -63,7 +67,7 @@ class Saver:
         *,
         keep: int = 2,
         background: bool = False,
-        said: Callable[[Path], None] = lambda committed: None,
+        said: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.root, self.keep, self.background, self._said = root, keep, background, said
         self._model, self._optimizer, self._contents = model, optimizer, contents
@@ -73,16 +77,18 @@ class Saver:
         self._copies: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        self._committed: list[Path] = []
+        self._lines: list[str] = []
 
     def __enter__(self) -> Self:
+        if not self._state.rank:
+            clear_unfinished(self.root)
         return self
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         if error is None:
             self.wait()
         elif self._thread is not None:
-            self._thread.join()
+            self._thread.join(_LAST_CHANCE)
 
     @property
     def failed(self) -> bool:
@@ -118,8 +124,8 @@ class Saver:
 
     def poll(self) -> None:
         """Tell of what was committed since the last call."""
-        while self._committed:
-            self._said(self._committed.pop(0))
+        while self._lines:
+            self._said(self._lines.pop(0))
 
     def _write_behind(self, progress: Progress) -> None:
         try:
@@ -156,9 +162,7 @@ class Saver:
             manifest = self._manifest(progress, results, staging[0].directory)
             manifest.check(target)
             staging[0].publish(manifest.to_bytes())
-            self._committed.append(target)
-            fault("checkpoint.before_retention", rank=0, step=step)
-            _retain(self.root, self.keep, step)
+            self._lines.append(f"COMMITTED {target}")
 
         try:
             directory = Path(str(self._together(begin)[0]))
@@ -167,6 +171,16 @@ class Saver:
         finally:
             for one in staging:
                 one.abandon()
+        if not rank:
+            fault("checkpoint.before_retention", rank=0, step=step)
+            self._retain(step)
+
+    def _retain(self, step: int) -> None:
+        """After all ranks know of the commit, which nobody waits for; what cannot be deleted ends no run."""
+        try:
+            _delete_old(self.root, self.keep, step)
+        except (OSError, BadInput, DiskFailed) as error:
+            self._lines.append(f"old checkpoints stay: {error}")
 
     def _manifest(
         self, progress: Progress, results: Sequence[tuple[StoredFile, str] | None], directory: Path
@@ -252,7 +266,7 @@ def _set_aside(target: Path) -> None:
         target.rename(aside)
 
 
-def _retain(root: Path, keep: int, step: int) -> None:
+def _delete_old(root: Path, keep: int, step: int) -> None:
     """Delete the good checkpoints up to ``step``, just committed, but for the newest ``keep``.
 
     A damaged one counts for nothing and is left alone, and so is what claims to be newer.

@@ -29,6 +29,7 @@ def train(
     from ..training.launch import check_device, check_launch, launch, own_rank, process_group, under_torchrun
     from ..training.preempt import StopSignals
     from ..training.recipe import load_recipe
+    from ..training.run_lock import only_run_in
     from ..training.run_plan import open_data, plan
     from ..training.trainer import Trainer
     from ..training.watch import watched
@@ -50,8 +51,10 @@ def train(
                 layout,
                 device=loaded.device,
                 timeout=timedelta(seconds=loaded.timeout),
+                files_timeout=timedelta(seconds=loaded.checkpoint.timeout),
                 alike={"recipe": loaded.digest},
             ) as state,
+            only_run_in(Path(loaded.out), state),
         ):
             Trainer(loaded, state, beat=beat, signals=signals, quiet=quiet).run()
         return

@@ -9,11 +9,12 @@ from .initial import Constant, Initial, Normal, Uniform, seed_of
 from .layout import AXES, Coordinates, Layout
 from .parameters import declare_parameter, initialize, local, stored_box
 from .reshard import Holding, holdings, parts
-from .state import BACKENDS, TIMEOUT, ParallelState
+from .state import BACKENDS, FILES_TIMEOUT, TIMEOUT, ParallelState
 
 __all__ = [
     "AXES",
     "BACKENDS",
+    "FILES_TIMEOUT",
     "TIMEOUT",
     "BadCheckpoint",
     "BadInput",

@@ -17,6 +17,9 @@ from .layout import Coordinates, Layout
 #: How long a rank waits for a peer before it counts as failed, unless told otherwise.
 TIMEOUT = timedelta(minutes=10)
 
+#: The same for what ranks agree on about files: writing or checking a big one takes longer than any step.
+FILES_TIMEOUT = timedelta(hours=1)
+
 #: Device -> torch's backends; files and flags are agreed on the CPU wherever the model computes.
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
@@ -62,12 +65,13 @@ class ParallelState:
         *,
         device: str | torch.device = "cpu",
         timeout: timedelta = TIMEOUT,
+        files_timeout: timedelta = FILES_TIMEOUT,
     ) -> ParallelState:
         """This rank's state in the process group, whose world size must be the layout's.
 
         Under torchrun the process group is made here, unless it runs already. ``timeout`` bounds every wait
-        for a peer. Ranks whose torch seeds differ take rank 0's, since parts of one tensor are drawn from
-        it. Collective: every rank calls it, with the same layout.
+        for a peer, ``files_timeout`` those in ``file_group``. Ranks whose torch seeds differ take rank 0's,
+        since parts of one tensor are drawn from it. Collective: every rank calls it, with the same layout.
         """
         if not dist.is_initialized():
             _init_process_group(torch.device(device), timeout)
@@ -92,7 +96,7 @@ class ParallelState:
             device=device,
             mesh=mesh,
             ends=_group(ends, timeout) if layout.pipeline > 1 else None,
-            files=_group([*range(layout.world)], timeout, backend="gloo"),
+            files=_group([*range(layout.world)], max(timeout, files_timeout), backend="gloo"),
         )
 
     @classmethod

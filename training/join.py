@@ -20,7 +20,7 @@ import torch.distributed as dist
 from ..parallel_state import BadInput, PeerFailed
 
 _MOST_NAMED = 8
-#: Rank 0 gives up on absent ranks after the timeout; the others wait this much longer for its verdict.
+#: Rank 0 gives up on absent ranks a timeout after it came; the others wait this much longer for its verdict.
 _GRACE = timedelta(seconds=3)
 _GOOD: dict[str, Any] = {"missing": "", "odd": None}
 
@@ -42,11 +42,7 @@ def join(rank: int, world: int, card: Mapping[str, str], timeout: timedelta) -> 
         if verdict != _GOOD:
             _wait_for_readers(store, world)
     else:
-        try:
-            store.wait(["verdict"], timeout + _GRACE)
-        except RuntimeError as error:
-            raise PeerFailed(f"rank 0 missing: it gave no sign within {_seconds(timeout)}") from error
-        verdict = json.loads(store.get("verdict"))
+        verdict = json.loads(_verdict(store, rank, timeout))
         store.set(f"read/{rank}", "")
     if verdict["missing"]:
         raise PeerFailed(f"{verdict['missing']} missing: {_seconds(timeout)} after the others came")
@@ -71,6 +67,20 @@ def _store(rank: int, timeout: timedelta) -> dist.Store:
             ) from error
         text = f"rank 0 missing: nobody answers at {host}:{port} within {_seconds(timeout)}"
         raise PeerFailed(text) from error
+
+
+def _verdict(store: dist.Store, rank: int, timeout: timedelta) -> bytes:
+    """What rank 0 says. From when it comes, it has the timeout to wait for the others."""
+    try:
+        store.wait(["card/0"], timeout)
+    except RuntimeError as error:
+        store.delete_key(f"card/{rank}")  # whoever comes now must not count on this rank
+        raise PeerFailed(f"rank 0 missing: it gave no sign within {_seconds(timeout)}") from error
+    try:
+        store.wait(["verdict"], timeout + _GRACE)
+    except RuntimeError as error:
+        raise PeerFailed(f"rank 0 came and left without a word within {_seconds(timeout)}") from error
+    return store.get("verdict")
 
 
 def _judge(store: dist.Store, world: int, timeout: timedelta) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from ..parallel_state import BACKENDS, TIMEOUT, BadInput, Layout, ParallelState, PeerFailed
+from ..parallel_state import BACKENDS, FILES_TIMEOUT, TIMEOUT, BadInput, Layout, ParallelState, PeerFailed
 from .join import join
 from .preempt import PREEMPTED
 from .status import blame, clear_status, first_failure, make_folder, read_status
@@ -71,12 +71,13 @@ def process_group(
     *,
     device: str = "cpu",
     timeout: timedelta = TIMEOUT,
+    files_timeout: timedelta = FILES_TIMEOUT,
     alike: Mapping[str, str] | None = None,
 ) -> Iterator[ParallelState]:
     """Join (or, on one rank, make) the process group and take it down at the end; gives this rank's state.
 
-    ``timeout`` bounds every wait for a peer; ``alike`` are facts in which all ranks must agree, and they must
-    agree in the versions of torch and of this library.
+    ``timeout`` bounds every wait for a peer, ``files_timeout`` those for files; ``alike`` are facts in which
+    all ranks must agree, and they must agree in the versions of torch and of this library.
     """
     check_launch(layout, device=device)
     many = under_torchrun()
@@ -91,7 +92,7 @@ def process_group(
     if many:
         _leave_when(failed)
     try:
-        yield ParallelState.start(layout, device=device, timeout=timeout)
+        yield ParallelState.start(layout, device=device, timeout=timeout, files_timeout=files_timeout)
     except BaseException:
         failed.set()
         raise

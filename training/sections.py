@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from ..layers import Checkpointing
-from ..parallel_state import Layout
+from ..parallel_state import FILES_TIMEOUT, Layout
 from .rows import Documents, Overlong, Samples
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -124,4 +124,9 @@ class CheckpointSection(Section):
     background: bool = Field(
         default=False,
         description="go on while a copy of weights and moments is written; needs room for the copy",
+    )
+    timeout: float = Field(
+        default=FILES_TIMEOUT.total_seconds(),
+        gt=0,
+        description="seconds after which a rank that still writes or checks its part counts as failed",
     )

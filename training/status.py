@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Self
 
 from ..parallel_state import BadInput
+from .preempt import PREEMPTED
 
 #: A rank whose file is older than this many seconds is silent. Ranks beat once a second.
 SILENT_AFTER = 4.0
@@ -27,7 +28,8 @@ _BEAT = 1.0
 @dataclass(frozen=True, slots=True)
 class RankStatus:
     """``code`` is ``None`` while the rank runs, then its exit code; ``time`` is when it was last alive
-    (epoch, s). ``cause`` is false for a rank that only saw another one fail.
+    (epoch, s, by the clock of the disk). ``cause`` is false for a rank that only saw another one fail.
+    ``run`` is alike on the ranks that were started together.
     """
 
     rank: int
@@ -39,17 +41,17 @@ class RankStatus:
     pid: int
     host: str
     cause: bool = True
+    run: str = ""
 
-    @property
-    def silent(self) -> bool:
-        """Whether it neither ended nor lives: its process is gone or stopped here, or its last beat is long
-        ago.
+    def silent(self, now: float) -> bool:
+        """Whether it neither ended nor lives: its process is gone or stopped here, or its last beat was long
+        before ``now``.
         """
         if self.code is not None:
             return False
         if self.host == socket.gethostname() and _state_of(self.pid) in ("", "Z", "X", "T"):
             return True
-        return time.time() - self.time > SILENT_AFTER
+        return now - self.time > SILENT_AFTER
 
 
 def _state_of(pid: int) -> str:
@@ -69,7 +71,9 @@ class Heartbeat:
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._path = folder / f"rank{rank}.json"
-        self._status = RankStatus(rank, None, "start", 0, "", 0.0, os.getpid(), socket.gethostname())
+        self._status = RankStatus(
+            rank, None, "start", 0, "", 0.0, os.getpid(), socket.gethostname(), run=this_start()
+        )
         self._lock = threading.Lock()
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
@@ -133,9 +137,22 @@ def make_folder(folder: Path) -> None:
         raise BadInput("recipe", "out", expected=expected, found=f"{folder}: {error.strerror}") from None
 
 
-def read_status(folder: Path) -> list[RankStatus]:
-    """Every rank's status, by rank."""
-    found = [RankStatus(**json.loads(path.read_text())) for path in folder.glob("rank*.json")]
+def this_start() -> str:
+    """What the ranks that torchrun started together have in common, and no earlier start has."""
+    names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
+    return "/".join(os.environ.get(name, "") for name in names)
+
+
+def read_status(folder: Path, *, run: str | None = None) -> list[RankStatus]:
+    """Every rank's status, by rank; only those of ``run``, if it is given. A file that makes no sense, left
+    by another version or a full disk, is passed over.
+    """
+    found = []
+    for path in folder.glob("rank*.json"):
+        with suppress(OSError, ValueError, TypeError):
+            status = RankStatus(**(json.loads(path.read_text()) | {"time": path.stat().st_mtime}))
+            if run is None or status.run == run:
+                found.append(status)
     return sorted(found, key=lambda status: status.rank)
 
 
@@ -146,34 +163,39 @@ def clear_status(folder: Path) -> None:
 
 
 def first_failure(folder: Path) -> RankStatus | None:
-    """The earliest end with a code other than 0, that of a rank which is a cause before any other."""
-    failed = [status for status in read_status(folder) if status.code]
+    """The earliest end with a code other than 0, that of a rank which is a cause before any other, and one
+    that failed before one that was asked to stop.
+    """
+    ended = [status for status in read_status(folder) if status.code]
+    failed = [status for status in ended if status.code != PREEMPTED] or ended
     causes = [status for status in failed if status.cause] or failed
     return min(causes, key=lambda status: status.time, default=None)
 
 
-def blame(folder: Path, world: int, *, but: int, wait: float = 1.5) -> str:
-    """Which of the other ranks failed, or fell silent, as a sentence; empty if all are alive after ``wait``
-    seconds.
+def blame(folder: Path, world: int, *, but: int, run: str | None = None, wait: float = 1.5) -> str:
+    """Which of the other ranks (of ``run``) failed, or fell silent, as a sentence; empty if all are alive
+    after ``wait`` seconds.
     """
     deadline = time.monotonic() + wait
     while True:
-        said = _accusations(folder, world, but)
+        said = _accusations(folder, world, but, run)
         if said or time.monotonic() > deadline:
             return said
         time.sleep(0.1)
 
 
-def _accusations(folder: Path, world: int, but: int) -> str:
-    known = {status.rank: status for status in read_status(folder)}
+def _accusations(folder: Path, world: int, but: int, run: str | None) -> str:
+    known = {status.rank: status for status in read_status(folder, run=run)}
+    # By the clock of the disk, as the beats are: those of hosts differ.
+    now = known[but].time if but in known else time.time()
     said = []
     for rank in set(range(world)) - {but}:
         status = known.get(rank)
         if status is None:
             said.append(f"rank {rank} never started")
-        elif status.code and status.cause:
+        elif status.code and status.code != PREEMPTED and status.cause:
             said.append(f"rank {rank} failed in {status.phase} of step {status.step}: {status.error}")
-        elif status.silent:
+        elif status.silent(now):
             said.append(
                 f"rank {rank} died or hangs in {status.phase} of step {status.step} (pid {status.pid})"
             )

@@ -108,7 +108,7 @@ class Trainer:
             ),
             keep=self.recipe.checkpoint.keep,
             background=self.recipe.checkpoint.background,
-            said=lambda path: self.terminal.say(f"COMMITTED {path}"),
+            said=self.terminal.say,
         )
 
     def _on_any_rank(self, *flags: bool) -> list[bool]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ..checkpoints import rank_at_fault
 from ..parallel_state import PeerFailed
-from .status import Heartbeat, blame
+from .status import Heartbeat, blame, this_start
 
 #: Words of gloo, NCCL and TORCH_DISTRIBUTED_DEBUG=DETAIL.
 _OF_A_COLLECTIVE = (
@@ -50,7 +50,7 @@ def watched(folder: Path, rank: int, world: int) -> Iterator[Heartbeat]:
             if not is_collective_failure(error):
                 beat.end(1, f"{type(error).__name__}: {error}", cause=cause)
                 raise
-            who = blame(folder, world, but=rank)
+            who = blame(folder, world, but=rank, run=this_start())
             text = f"{beat.place}: a collective failed: {who or str(error).splitlines()[0]}"
             beat.end(PeerFailed.exit_code, text, cause=False)
             raise PeerFailed(text) from error

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from trilith.checkpoints.commit import Staging, check_output, remove_checkpoint, staged
+from trilith.checkpoints.commit import Staging, check_output, clear_unfinished, remove_checkpoint, staged
 from trilith.checkpoints.disk import Disk, DiskFailed
 from trilith.checkpoints.find import latest_checkpoint
 from trilith.checkpoints.manifest import MANIFEST, Manifest, Part, StoredFile, StoredTensor
@@ -221,6 +221,22 @@ def test_G25_a_killed_job_blocks_nobody_and_is_cleared(tmp_path: Path) -> None:
     bystander.mkdir()
     save(tmp_path / "out", 1.0)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.tmp-mine"]
+
+
+def test_what_killed_runs_left_is_cleared_but_not_what_is_being_written(tmp_path: Path) -> None:
+    for name in ("step-2.tmp-0123456789abcdef", "step-4", "step-4.tmp-mine", "other.tmp-0123456789abcdef"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("x")
+    writing = Staging.begin(tmp_path / "step-6")
+    clear_unfinished(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "step-4",
+        "step-4.tmp-mine",
+        "step-6.lock",
+        writing.directory.name,
+    }
+    writing.abandon()
+    clear_unfinished(tmp_path / "nowhere")
 
 
 def test_K8_a_deletion_that_is_cut_short_leaves_no_checkpoint(tmp_path: Path) -> None:

@@ -9,12 +9,14 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 from trilith.cli.app import run
 from trilith.testing import ExitCode, run_fresh
+from trilith.training.join import join
 
 Make = Callable[[int], Any]
 
@@ -68,6 +70,31 @@ def test_a_rank_that_never_starts_is_named_E19(make: Make, absent: int) -> None:
     assert code == 3, code.output
     assert f"rank {absent} missing" in code.output
     assert time.monotonic() - began < 15
+
+
+def meet(folder: str, seconds_late: float) -> None:
+    """Rank 0 comes so long after rank 1, rank 2 never."""
+    rank, sign = int(os.environ["RANK"]), Path(folder) / "rank 1 is here"
+    if rank == 2:
+        return
+    if rank == 0:
+        wait_for(sign.exists)
+        time.sleep(seconds_late)
+    else:
+        sign.touch()
+    join(rank, 3, {}, timedelta(seconds=4))
+
+
+@pytest.mark.parametrize(
+    ("late", "blamed"), [(3.5, "rank 2"), pytest.param(6.0, "rank 0", marks=pytest.mark.slow)]
+)
+def test_a_late_first_rank_is_waited_for_and_the_missing_one_named_E19(
+    tmp_path: Path, late: float, blamed: str
+) -> None:
+    first, second, _ = run_fresh(meet, 3, str(tmp_path), late, process_group=False, timeout=60)
+    assert f"{blamed} missing" in second.output
+    # Who gave up on rank 0 is not counted on when it comes.
+    assert ("rank 2 missing" if late < 4 else "ranks 1, 2 missing") in first.output
 
 
 def test_a_port_in_use_is_refused_E18(make: Make) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from random import Random
@@ -108,6 +110,31 @@ def test_leaving_amid_a_save_in_the_background_leaves_all_of_it_or_nothing_K10(m
     assert run.steps_saved in whole, [code.output for code in codes]
     assert run.ranks() == [0, 0]
     assert run.steps_saved == [2]
+
+
+def fail_while_saving(recipe: str) -> None:
+    """What becomes of a rank's error while its checkpoint is still being written, slowly."""
+    loaded = load_recipe(Path(recipe), ["checkpoint.background=true", "layout.data=1", "layout.zero=0"])
+    with process_group(loaded.layout.layout) as state:
+        trainer = Trainer(loaded, state, quiet=True)
+
+        def fail(metrics: Any) -> None:
+            if metrics.step == 2:  # the checkpoint of two steps was begun
+                raise KeyError("in the loop")
+
+        began = time.monotonic()
+        with mock.patch("trilith.checkpoints.saving._LAST_CHANCE", 0.2), suppress(KeyError):
+            trainer.run(after_step=fail)
+        print(f"heard after {time.monotonic() - began:.1f} s")
+
+
+def test_an_error_does_not_wait_for_a_save_in_the_background(make: Make) -> None:
+    run = make(4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRILITH_FAULT", "rank=0;at=checkpoint.amid_data;act=sleep:15")
+        (code,) = run_fresh(fail_while_saving, 1, str(run.recipe), process_group=False, timeout=60)
+    assert code == 0, code.output
+    assert float(code.output.split("heard after ")[1].split()[0]) < 10
 
 
 @pytest.mark.parametrize(
