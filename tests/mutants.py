@@ -89,8 +89,8 @@ MUTANTS = (
     Mutant(
         "row bias added by every rank",
         "layers/linear.py",
-        "y = leave_tensor(F.linear(x, weight), self.state)\n        return y if bias is None else y + bias",
-        "return leave_tensor(F.linear(x, weight, bias), self.state)",
+        "y = leave_tensor(y, self.state)\n        return y if bias is None else y + bias",
+        "return leave_tensor(y if bias is None else y + bias, self.state)",
         (PARITY,),
     ),
     Mutant(
