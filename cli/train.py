@@ -26,6 +26,7 @@ def train(
     for. On several hosts start it with torchrun: torchrun --nnodes 2 --nproc-per-node 8 --no-python trilith
     train RECIPE.toml
     """
+    from ..training.evaluation import open_held_out
     from ..training.launch import check_device, check_launch, launch, own_rank, process_group, under_torchrun
     from ..training.preempt import StopSignals
     from ..training.recipe import load_recipe
@@ -40,8 +41,9 @@ def train(
         layout.check_world(nproc)
     if not under_torchrun():  # bad input is said once and at once, before any rank starts
         check_device(loaded.device)
-        plan(loaded)
+        planned = plan(loaded)
         open_data(loaded)
+        open_held_out(loaded, planned.config.vocab_size)
     if under_torchrun() or layout.world == 1:
         check_launch(layout, device=loaded.device)
         with (

@@ -4,7 +4,7 @@ from .boxes import Box
 from .declaration import Cut, Declaration, declarations
 from .errors import BadCheckpoint, BadInput, PeerFailed
 from .fault import fault
-from .gradients import clip_gradients, finalize_gradients, first_not_finite, gradient_norm
+from .gradients import clip_gradients, finalize_gradients, gradient_norm, last_not_finite
 from .initial import Constant, Initial, Normal, Uniform, seed_of
 from .layout import AXES, Coordinates, Layout
 from .parameters import declare_parameter, initialize, local, stored_box
@@ -35,7 +35,7 @@ __all__ = [
     "declare_parameter",
     "fault",
     "finalize_gradients",
-    "first_not_finite",
+    "last_not_finite",
     "gradient_norm",
     "holdings",
     "initialize",

@@ -59,9 +59,12 @@ def clip_gradients(model: nn.Module, max_norm: float, *, state: ParallelState | 
     return norm
 
 
-def first_not_finite(model: nn.Module) -> str | None:
-    """The first parameter on this rank whose gradient holds a NaN or an infinity, if any."""
-    return next((name for name, _, grad in _gradients(model) if not bool(torch.isfinite(grad).all())), None)
+def last_not_finite(model: nn.Module) -> str | None:
+    """The last parameter on this rank, so the first in a backward pass, whose gradient holds a NaN or an
+    infinity.
+    """
+    found = [name for name, _, grad in _gradients(model) if not bool(torch.isfinite(grad).all())]
+    return found[-1] if found else None
 
 
 def _norm_dtype(model: nn.Module) -> torch.dtype:

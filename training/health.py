@@ -1,24 +1,100 @@
-"""What stops a run: a loss or a gradient that is not a number, named by step, rank and parameter."""
+"""What stops a run: a number that is not finite, named by step, rank and the first module that gave it."""
 
 from __future__ import annotations
 
-from typing import NoReturn
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from ..parallel_state import ParallelState, PeerFailed, first_not_finite
+from ..models import CausalLM
+from ..parallel_state import PeerFailed, last_not_finite
+from ..parallel_state.engine import local_data
+from .batch import Batch
+from .forward import ForwardOnly
 
 
-def name_the_culprit(model: nn.Module, step: int, state: ParallelState) -> NoReturn:
-    """Loss and norm are the same on every rank, so all come here, before the update.
+@dataclass(frozen=True, order=True, slots=True)
+class Origin:
+    """Where a number that is not finite first appeared; the least of all ranks' came before the others.
 
+    ``order`` counts the modules' outputs of a micro-batch: ranks of one stage call the same ones in the same
+    order, and one rank's bad number reaches its neighbours a few outputs later. Where it reaches them inside
+    the module, the rank whose part of the module's weights is bad comes first.
+    """
+
+    micro_batch: int
+    stage: int
+    order: int
+    weights_are_finite: bool
+    rank: int
+    module: str
+
+
+def name_the_culprit(model: CausalLM, step: int, forward: ForwardOnly, batch: Batch) -> NoReturn:
+    """Loss and norm are the same on every rank, so all come here, before the update; ``PeerFailed``.
+
+    The forward pass is run again and each module's output looked at, on every rank. Where all of them are
+    finite, the fault is in the backward pass, and the last parameter with a bad gradient is the nearest.
     ``step`` counts from 1.
     """
-    mine = first_not_finite(model)
-    found: list[str | None] = [None] * state.layout.world
-    dist.all_gather_object(found, mine)
-    first = next(
-        (f"rank {rank}: the gradient of {name}" for rank, name in enumerate(found) if name), "the loss"
-    )
-    raise PeerFailed(f"step {step}: {first} is not finite; nothing was updated")
+    state = model.state
+    with looking(model) as seen:
+        forward(batch)
+    mine = None
+    if seen:
+        weights = model.get_submodule(seen[0].module).parameters()
+        mine = replace(seen[0], weights_are_finite=all(_all_finite(local_data(one)) for one in weights))
+    origins: list[Origin | None] = [None] * state.layout.world
+    dist.all_gather_object(origins, mine)
+    found = min((one for one in origins if one is not None), default=None)
+    if found is not None:
+        what = f"rank {found.rank}: the output of {found.module or 'the model'}"
+    else:
+        gradients: list[str | None] = [None] * state.layout.world
+        dist.all_gather_object(gradients, last_not_finite(model))
+        named = ((rank, name) for rank, name in reversed([*enumerate(gradients)]) if name)
+        what = next((f"rank {rank}: the gradient of {name}" for rank, name in named), "the loss")
+    raise PeerFailed(f"step {step}: {what} is not finite; nothing was updated")
+
+
+@contextmanager
+def looking(model: CausalLM) -> Iterator[list[Origin]]:
+    """While it lasts, every module's output is looked at; the first here that is not finite is listed.
+
+    A module is looked at before the one that holds it, so the innermost is named.
+    """
+    found: list[Origin] = []
+    names = {module: name for name, module in model.named_modules()}
+    count = {"outputs": 0, "micro_batches": -1}
+
+    def begin(module: nn.Module, inputs: Any) -> None:
+        count["micro_batches"] += 1
+        count["outputs"] = 0
+
+    def look(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        count["outputs"] += 1
+        if not found and not _all_finite(output):
+            place = (count["micro_batches"], model.state.at.pipeline, count["outputs"])
+            found.append(Origin(*place, True, model.state.rank, name))
+
+    hooks = [model.register_forward_pre_hook(begin)]
+    hooks += [module.register_forward_hook(partial(look, name)) for module, name in names.items()]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _all_finite(output: Any) -> bool:
+    if isinstance(output, Tensor):
+        return not output.is_floating_point() or bool(torch.isfinite(output).all())
+    if isinstance(output, (tuple, list)):
+        return all(map(_all_finite, output))
+    return True

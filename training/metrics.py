@@ -1,18 +1,22 @@
-"""What a run says while it goes: one JSON line a step on disk, a line on the terminal now and then."""
+"""What is known of each step, and its line in ``metrics.jsonl``."""
 
 from __future__ import annotations
 
 import json
-import time
-from dataclasses import asdict, dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-
-from rich.console import Console
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """One step. ``loss`` is the mean over the step's tokens in nats, ``grad_norm`` is before clipping."""
+    """One step. ``loss`` is the mean over the step's tokens in nats, ``grad_norm`` is before clipping.
+
+    ``memory`` is in bytes, of the rank that uses most. MFU is a share, ``None`` where the peak of the devices
+    is not known. ``skipped``: nothing was updated. Without an evaluation after it, its numbers are absent.
+    """
 
     step: int
     loss: float
@@ -21,30 +25,56 @@ class StepMetrics:
     tokens: int
     tokens_per_second: float
     seconds: float
+    mfu_causal: float | None = None
+    mfu_full: float | None = None
+    memory: int | None = None
+    skipped: bool = False
+    evaluation_loss: float | None = None
+    evaluation_perplexity: float | None = None
 
 
-class MetricsLog:
-    """``metrics.jsonl``: append-only; a resume first drops the lines of steps to be repeated."""
+class StepLog:
+    """A file of one JSON line a step: append-only; a resume first drops the lines of steps to be repeated.
+
+    ``None`` is left out; what is not finite, which JSON cannot say, is ``null``.
+    """
 
     def __init__(self, path: Path, *, start: int) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [line for line in read_metrics(path) if int(line["step"]) < start] if start else []
+        kept = [line for line in read_lines(path) if int(line["step"]) < start] if start else []
         temporary = path.with_suffix(".tmp")
         temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
         temporary.replace(path)
         self._file = path.open("a", encoding="utf-8")
 
-    def write(self, metrics: StepMetrics) -> None:
-        self._file.write(json.dumps(asdict(metrics)) + "\n")
+    def write(self, line: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(_finite(line)) + "\n")
         self._file.flush()
 
     def close(self) -> None:
         self._file.close()
 
 
-def read_metrics(path: Path) -> list[dict[str, float]]:
-    """The lines of a ``metrics.jsonl``; empty if there is none. A last line cut short is left out."""
+def _finite(line: Mapping[str, Any]) -> dict[str, Any]:
+    said = {key: value for key, value in line.items() if value is not None}
+    return {
+        key: _finite(value) if isinstance(value, Mapping) else None if _is_odd(value) else value
+        for key, value in said.items()
+    }
+
+
+def _is_odd(value: object) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a ``metrics.jsonl``: the fields of ``StepMetrics`` that are known."""
+    return read_lines(path)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a file of JSON lines; empty if there is none. A last line cut short is left out."""
     if not path.exists():
         return []
     lines = []
@@ -54,36 +84,3 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
         except json.JSONDecodeError:
             break
     return lines
-
-
-class Terminal:
-    """A line every few steps: loss, gradient norm, learning rate, tokens a second, time left."""
-
-    def __init__(self, *, steps: int, every: int, quiet: bool = False) -> None:
-        self.steps, self.every = steps, every
-        self._console = Console(quiet=quiet, soft_wrap=True, highlight=False)
-        self._began, self._first = time.monotonic(), -1
-
-    def say(self, text: str) -> None:
-        self._console.print(text)
-
-    def step(self, metrics: StepMetrics) -> None:
-        if self._first < 0:
-            self._first, self._began = metrics.step, time.monotonic()
-        done = metrics.step - self._first
-        if metrics.step % self.every and metrics.step != self.steps - 1 and done:
-            return
-        left = (time.monotonic() - self._began) / done * (self.steps - 1 - metrics.step) if done else None
-        self._console.print(
-            f"step {metrics.step + 1:>{len(str(self.steps))}}/{self.steps}  loss {metrics.loss:.4f}  "
-            f"grad norm {metrics.grad_norm:.3f}  lr {metrics.lr:.2e}  "
-            f"{metrics.tokens_per_second:,.0f} tokens/s  {_duration(left)} left"
-        )
-
-
-def _duration(seconds: float | None) -> str:
-    if seconds is None:
-        return "--:--"
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes:02d}:{rest:02d}"

@@ -16,11 +16,13 @@ from .preempt import GRACE
 from .sections import (
     CheckpointSection,
     DataSection,
+    EvaluationSection,
     LayoutSection,
     MemorySection,
     ModelSection,
     OptimizerSection,
     Section,
+    WatchSection,
 )
 
 
@@ -55,6 +57,8 @@ class Recipe(Section):
     optimizer: OptimizerSection = OptimizerSection()
     memory: MemorySection = MemorySection()
     checkpoint: CheckpointSection = CheckpointSection()
+    evaluation: EvaluationSection | None = None
+    watch: WatchSection = WatchSection()
 
     @property
     def digest(self) -> str:
@@ -83,6 +87,11 @@ class Recipe(Section):
                 expected=f"at least pipeline={layout.pipeline}",
                 found=micro_batches,
                 todo="Make micro_batch smaller or global_batch larger",
+            )
+        absent = [rank for rank in self.watch.trace_ranks if not 0 <= rank < layout.world]
+        if absent:
+            raise BadInput(
+                where, "watch.trace_ranks", expected=f"ranks from 0 to {layout.world - 1}", found=absent[0]
             )
         if layout.sequence and self.data.sequence_length % layout.tensor:
             raise BadInput(

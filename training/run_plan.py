@@ -13,6 +13,7 @@ from ..parallel_state import BadInput
 from .batches import GlobalBatches, Mixture
 from .data_parallel import check_zero
 from .recipe import Recipe, read_config
+from .tensorboard import check_tensorboard
 from .tokens import TokenFile
 
 
@@ -48,6 +49,8 @@ def plan(recipe: Recipe) -> Plan:
             expected=f"at most the model's {config.max_position_embeddings} positions",
             found=recipe.data.sequence_length,
         )
+    if recipe.watch.tensorboard:
+        check_tensorboard()
     layout = recipe.layout.layout
     check_zero(layout)
     # Building every stage on the meta device refuses each cut that is not even.

@@ -130,3 +130,37 @@ class CheckpointSection(Section):
         gt=0,
         description="seconds after which a rank that still writes or checks its part counts as failed",
     )
+
+
+class EvaluationSection(Section):
+    """The loss on tokens that are not trained on."""
+
+    tokens: str | list[str] = Field(description="held-out token files, cut into samples as the data's are")
+    every: int = Field(default=100, ge=1, description="steps between evaluations; the last step has one too")
+    samples: int = Field(default=64, ge=1, description="the same ones each time; at most all there are")
+
+
+class WatchSection(Section):
+    """What else a run writes down about itself."""
+
+    tensorboard: bool = Field(
+        default=False,
+        description="event files in the run's folder; needs `pip install 'trilith[tensorboard]'`",
+    )
+    peak_flops: float | None = Field(
+        default=None,
+        gt=0,
+        description="FLOP/s of one device in the compute format, for MFU; default: by the device's name",
+    )
+    norms: int = Field(
+        default=0,
+        ge=0,
+        description="steps between norms of each weight and gradient in norms.jsonl; 0: none",
+    )
+    activation_norms: bool = Field(
+        default=False, description="with the norms also each block's output, as a root mean square"
+    )
+    trace_steps: list[int] = Field(
+        default=[], description="steps, counted from 1, of which torch.profiler writes a Chrome trace"
+    )
+    trace_ranks: list[int] = Field(default=[0], description="ranks that write the traces")

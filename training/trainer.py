@@ -21,12 +21,14 @@ from ..parallel_state import (
 )
 from .build import build
 from .health import name_the_culprit
-from .metrics import MetricsLog, StepMetrics, Terminal
+from .metrics import StepMetrics
 from .optimizer import learning_rate, set_learning_rate
 from .preempt import Preempted, StopSignals
 from .recipe import Recipe
 from .run_plan import open_data, plan
 from .status import Heartbeat
+from .terminal import Terminal
+from .watchers import Watchers
 
 
 class Trainer:
@@ -56,6 +58,7 @@ class Trainer:
             )
         parts = build(recipe, self.plan, state)
         self.model, self.optimizer, self.step = parts.model, parts.optimizer, parts.step
+        self.watchers = Watchers(recipe, self.plan, parts, state, self.terminal, self._at)
 
     def run(self, after_step: Callable[[StepMetrics], None] | None = None) -> list[StepMetrics]:
         """Train from the newest complete checkpoint, or from the start, to the last step; the steps' metrics.
@@ -65,18 +68,17 @@ class Trainer:
         """
         start = self._start()
         stop = min(self.recipe.steps, self.recipe.stop_after or self.recipe.steps)
-        log = MetricsLog(self.out / "metrics.jsonl", start=start) if self.first else None
         done = []
-        with self._saver() as saver:
+        with self.watchers.running(start), self._saver() as saver:
             for number in range(start, stop):
-                metrics = self._one_step(number)
-                done.append(metrics)
-                self.terminal.step(metrics)
-                if log is not None:
-                    log.write(metrics)
+                with self.watchers.around(number):
+                    metrics = self._one_step(number)
+                asked, failed, memory = self._most_of_any_rank(
+                    self.signals.asked, saver.failed, self.watchers.memory
+                )
+                done.append(self.watchers.after(metrics, memory))
                 if after_step is not None:
-                    after_step(metrics)
-                asked, failed = self._on_any_rank(self.signals.asked, saver.failed)
+                    after_step(done[-1])
                 if failed:
                     saver.wait()
                 saver.poll()
@@ -90,8 +92,6 @@ class Trainer:
                     raise Preempted(
                         f"asked to stop: saved after step {number + 1}; the same command goes on from there"
                     )
-        if log is not None:
-            log.close()
         return done
 
     def _saver(self) -> Saver:
@@ -108,19 +108,19 @@ class Trainer:
             ),
             keep=self.recipe.checkpoint.keep,
             background=self.recipe.checkpoint.background,
-            said=self.terminal.say,
+            said=self.watchers.of_saving,
         )
 
-    def _on_any_rank(self, *flags: bool) -> list[bool]:
+    def _most_of_any_rank(self, *numbers: int) -> list[int]:
         """Signals and errors reach ranks at different moments; all of them act on one after the same step.
 
         Not through the group of the files: a save in the background may be using that one now.
         """
         if self.state.layout.world == 1:
-            return [*flags]
-        seen = torch.tensor(flags, dtype=torch.int32)
+            return [*numbers]
+        seen = torch.tensor(numbers, dtype=torch.int64)
         dist.all_reduce(seen, op=dist.ReduceOp.MAX)
-        return [bool(flag) for flag in seen]
+        return [int(number) for number in seen]
 
     def _start(self) -> int:
         """Resume if there is a checkpoint, else load or draw the first weights; the step to begin with."""
@@ -129,12 +129,14 @@ class Trainer:
             progress = load_training(newest, self.model, self.optimizer, self.plan.family, self.plan.config)
             self._check_progress(newest, progress)
             self.terminal.say(f"resumed from {newest} (written by {progress.layout})")
+            self.watchers.began(progress.step, checkpoint=newest, progress=progress)
             return progress.step
         if self.recipe.model.init_from is not None:
             load_weights(self.recipe.model.init_from, self.model, self.plan.family, self.plan.config)
             self.terminal.say(f"weights from {self.recipe.model.init_from}")
         else:
             initialize(self.model, self.recipe.seed, state=self.state)
+        self.watchers.began(0)
         return 0
 
     def _check_progress(self, newest: Path, progress: Progress) -> None:
@@ -175,9 +177,11 @@ class Trainer:
         set_learning_rate(self.optimizer, lr)
         fault("step.forward", rank=state.rank, step=number + 1)
         loss = self.step(*batch.to(state.device))
+        self.watchers.gradients(number)
         norm = clip_gradients(self.model, recipe.optimizer.clip, state=state)
         if not bool(torch.isfinite(loss) & torch.isfinite(norm)):
-            name_the_culprit(self.model, number + 1, state)
+            torch.manual_seed(random_seed(recipe.seed, number, state))
+            name_the_culprit(self.model, number + 1, self.watchers.forward, batch.to(state.device))
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         value, grad_norm = float(loss), float(norm)

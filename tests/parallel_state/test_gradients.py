@@ -12,8 +12,8 @@ from trilith.parallel_state import (
     ParallelState,
     clip_gradients,
     finalize_gradients,
-    first_not_finite,
     gradient_norm,
+    last_not_finite,
 )
 from trilith.parallel_state.engine import local_data
 from trilith.testing import run_parallel
@@ -51,9 +51,9 @@ def test_a_model_without_gradients_has_norm_zero() -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_the_first_gradient_that_is_not_finite_is_named(value: float) -> None:
     model = with_gradients()
-    assert first_not_finite(model) is None
+    assert last_not_finite(model) is None
     model.get_parameter("1.weight").grad[2, 3] = value
-    assert first_not_finite(model) == "1.weight"
+    assert last_not_finite(model) == "1.weight"
 
 
 class Parts(nn.Module):

@@ -3,44 +3,35 @@
 from __future__ import annotations
 
 import re
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from trilith.training import metrics
-from trilith.training.metrics import MetricsLog, StepMetrics, Terminal, read_metrics
+from trilith.training import terminal as terminal_module
+from trilith.training.metrics import StepLog, StepMetrics, read_metrics
+from trilith.training.terminal import Terminal
 
 
 def step(number: int) -> StepMetrics:
-    return StepMetrics(number, 2.5, 0.75, 3e-4, 4096, 12_345.6, 0.33)
+    return StepMetrics(
+        number, 2.5, 0.75, 3e-4, 4096, 12_345.6, 0.33, mfu_causal=0.412, mfu_full=0.4567, memory=3 * 2**29
+    )
 
 
 def test_the_line_has_loss_norm_rate_speed_and_time_left(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [100.0]
-    monkeypatch.setattr(metrics.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(terminal_module.time, "monotonic", lambda: now[0])
     terminal = Terminal(steps=100, every=10)
     for number in range(100):
         terminal.step(step(number))
         now[0] += 2.0
     lines = capsys.readouterr().out.splitlines()
     assert [int(re.findall(r"step +(\d+)/100", line)[0]) for line in lines] == [*range(1, 100, 10), 100]
-    assert lines[1].split() == (
-        [
-            "step",
-            "11/100",
-            "loss",
-            "2.5000",
-            "grad",
-            "norm",
-            "0.750",
-            "lr",
-            "3.00e-04",
-            "12,346",
-            "tokens/s",
-            "02:58",
-            "left",
-        ]
+    assert lines[1] == (
+        "step  11/100  loss 2.5000  grad norm 0.750  lr 3.00e-04  12,346 tokens/s  MFU 41.2% (full 45.7%)  "
+        "1.50 GiB  02:58 left"
     )
     assert lines[0].endswith("--:-- left") and lines[-1].endswith("00:00 left")
 
@@ -50,14 +41,26 @@ def test_quiet_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == ""
 
 
+def test_what_is_not_known_is_not_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    plain = StepMetrics(0, float("inf"), 0.75, 3e-4, 4096, 12_345.6, 0.33, skipped=True)
+    Terminal(steps=1, every=1).step(plain)
+    said = capsys.readouterr().out
+    assert "MFU" not in said and "GiB" not in said and "skipped" in said
+    log = StepLog(tmp_path / "metrics.jsonl", start=0)
+    log.write(asdict(plain))
+    log.close()
+    (line,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert "mfu_causal" not in line and line["loss"] is None and line["skipped"] is True
+
+
 def test_a_resumed_log_drops_what_is_done_again_and_a_line_cut_short(tmp_path: Path) -> None:
     path = tmp_path / "run" / "metrics.jsonl"
-    log = MetricsLog(path, start=0)
+    log = StepLog(path, start=0)
     for number in range(5):
-        log.write(step(number))
+        log.write(asdict(step(number)))
     log.close()
     path.write_text(path.read_text() + '{"step": 5, "lo')
-    again = MetricsLog(path, start=3)
-    again.write(step(3))
+    again = StepLog(path, start=3)
+    again.write(asdict(step(3)))
     again.close()
     assert [line["step"] for line in read_metrics(path)] == [0, 1, 2, 3]

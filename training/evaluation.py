@@ -1,0 +1,109 @@
+"""The loss on held-out tokens: the same samples each time, the same number in every layout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..layers import IGNORE, valid_tokens, vocab_parallel_cross_entropy
+from ..parallel_state import BadInput
+from .batch import Batch
+from .batches import GlobalBatches
+from .forward import ForwardOnly
+from .recipe import Recipe
+from .run_plan import open_data
+
+
+class Evaluator:
+    """``evaluate()``: the mean loss in nats of the held-out samples' tokens; collective, alike on every rank.
+
+    No gradient, no dropout, no label smoothing, and torch's random state stays as it is. Where the data ranks
+    do not divide the samples, the last ones are given rows that do not count.
+    """
+
+    def __init__(self, forward: ForwardOnly, held_out: HeldOut) -> None:
+        self.forward, self.held_out = forward, held_out
+        self.model, self.state = forward.model, forward.model.state
+
+    def __call__(self) -> float:
+        state = self.state
+        # Summed in fp64 wherever there is one: held-out sets are large.
+        found = torch.zeros(2, dtype=torch.float64, device=state.device)
+
+        def add(logits: Tensor, labels: Tensor) -> None:
+            size = self.model.config.vocab_size
+            losses = vocab_parallel_cross_entropy(logits, labels, size, state=state)
+            if state.at.tensor == 0:
+                found[0] += losses.sum(dtype=torch.float64)
+                found[1] += valid_tokens(labels)
+
+        with evaluating(self.model):
+            self.forward(self._share(), each=add)
+        if state.layout.world > 1:
+            dist.all_reduce(found)
+        total, count = found.tolist()
+        return float(total / max(count, 1))
+
+    def _share(self) -> Batch:
+        """This data rank's rows: the first of the held-out data's order, then rows that do not count."""
+        state, ranks = self.state, self.state.layout.data
+        batch = self.held_out.batches.batch(0, state.data_index, ranks)
+        each = len(batch.input_ids)
+        rows = torch.arange(each) + state.data_index * each
+        beyond = (rows >= self.held_out.samples).unsqueeze(1)
+        return batch._replace(labels=batch.labels.masked_fill(beyond, IGNORE)).to(state.device)
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """The held-out data's batches, of which the first ``samples`` rows of the first one count."""
+
+    batches: GlobalBatches
+    samples: int
+
+
+def open_held_out(recipe: Recipe, vocab_size: int) -> HeldOut | None:
+    """As the recipe's training data are cut and packed. ``BadInput`` for what the files cannot give, or ids
+    that the model has no rows for; ``None`` without an evaluation section.
+    """
+    section = recipe.evaluation
+    if section is None:
+        return None
+
+    def opened(rows: int) -> GlobalBatches:
+        changes = {"tokens": section.tokens, "weights": None, "global_batch": rows}
+        return open_data(recipe.model_copy(update={"data": recipe.data.model_copy(update=changes)}))
+
+    samples = min(section.samples, opened(1).samples)
+    ranks = recipe.layout.layout.data
+    batches = opened(-(-samples // ranks) * ranks)
+    if batches.vocab_size > vocab_size:
+        raise BadInput(
+            "recipe",
+            "evaluation.tokens",
+            expected=f"ids below the model's vocab_size={vocab_size}",
+            found=f"token files for a vocabulary of {batches.vocab_size}",
+        )
+    return HeldOut(batches, samples)
+
+
+def perplexity(loss: float) -> float | None:
+    """``e`` to the mean loss in nats; ``None`` where that is beyond what a float can say."""
+    return math.exp(loss) if loss < 700 else None
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """While it lasts, dropout is off."""
+    before = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(before)

@@ -1,0 +1,106 @@
+"""Model FLOPs of a token and the peaks of devices, from which MFU follows in the two conventions in use."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from ..models import Family, ModelConfig
+
+#: Tables that are looked up, not multiplied by; tied to the output layer, the first is its matrix after all.
+_TOKENS, _LOOKED_UP = "embed.weight", frozenset({"embed.weight", "position.weight"})
+
+#: Dense bf16 FLOP/s by words of the device's name, the first that fits. Source: the makers' data sheets.
+PEAKS: tuple[tuple[str, float], ...] = (
+    ("B200", 2.25e15),
+    ("H100 NVL", 835e12),
+    ("H100 PCIe", 756e12),
+    ("H100", 989e12),
+    ("H200 NVL", 835e12),
+    ("H200", 989e12),
+    ("GH200", 989e12),
+    ("A100", 312e12),
+    ("A40", 149.7e12),
+    ("A30", 165e12),
+    ("A10", 125e12),
+    ("L40S", 362e12),
+    ("L4", 121e12),
+    ("MI300X", 1307e12),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenFlops:
+    """FLOPs of one token in one forward pass; a multiplication and its addition are two.
+
+    ``matrices``: every weight matrix. ``attention``: scores and their sum over the values, as if each token
+    saw all of its sequence.
+    """
+
+    matrices: float
+    attention: float
+
+    @property
+    def full(self) -> float:
+        """Forward and backward, attention as if without a mask: torchtitan's and nanotron's count."""
+        return 3 * (self.matrices + self.attention)
+
+    @property
+    def causal(self) -> float:
+        """Forward and backward, the half of attention that a causal mask leaves: Megatron-LM's count."""
+        return 3 * (self.matrices + self.attention / 2)
+
+
+def flops_per_token(family: Family, config: ModelConfig, sequence_length: int) -> TokenFlops:
+    """What the model costs by its config, the same in every layout.
+
+    Padding of the vocabulary, norms, activations and what is computed again to save memory do not count.
+    Source: Narayanan et al. 2021 (appendix); Chowdhery et al. 2022 (appendix B).
+    """
+    (stated,) = family.declarations(config)
+    multiplied = (
+        prod(one.true_shape)
+        for name, one in stated.items()
+        if len(one.shape) == 2
+        and (name not in _LOOKED_UP or (name == _TOKENS and config.tie_word_embeddings))
+    )
+    heads = config.num_attention_heads * int(getattr(config, "head_dim", 0))
+    return TokenFlops(
+        matrices=2.0 * sum(multiplied), attention=4.0 * config.num_hidden_layers * heads * sequence_length
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Utilization:
+    """MFU in both conventions: the share of the devices' peak that the model's own FLOPs take."""
+
+    causal: float
+    full: float
+
+
+class Mfu:
+    """``mfu(tokens_per_second)`` of all ranks together; ``None`` where the peak of a device is not known."""
+
+    def __init__(self, flops: TokenFlops, world: int, peak: float | None) -> None:
+        self.flops, self.peak = flops, None if peak is None else peak * world
+
+    def __call__(self, tokens_per_second: float) -> Utilization | None:
+        if self.peak is None:
+            return None
+        share = tokens_per_second / self.peak
+        return Utilization(share * self.flops.causal, share * self.flops.full)
+
+
+def peak_flops(device: torch.device, compute: torch.dtype) -> float | None:
+    """FLOP/s of one device by its name, in bf16 or fp16; ``None`` for a CPU, other formats, other devices."""
+    if device.type != "cuda" or compute not in (torch.bfloat16, torch.float16):
+        return None
+    return peak_named(torch.cuda.get_device_name(device))
+
+
+def peak_named(name: str) -> float | None:
+    """The table's peak for a device of this name."""
+    return next((peak for words, peak in PEAKS if re.search(rf"\b{words}\b", name)), None)

@@ -1,0 +1,111 @@
+"""One norm for each parameter under Hugging Face's name, the same in every layout; and each block's output.
+
+Where Hugging Face holds several of our tensors in one (GPT-2's c_attn), theirs is the one that has a norm.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..models import CausalLM
+from ..models.links import Link
+from ..parallel_state import declarations
+from ..parallel_state.engine import local_data
+
+
+class Norms:
+    """2-norms of the weights and gradients of a model in its layout. Collective over all ranks."""
+
+    def __init__(self, model: CausalLM, links: Iterable[Link]) -> None:
+        self.model, self.state = model, model.state
+        self.names = hugging_face_names(model, links)
+        everywhere: list[list[str] | None] = [None] * self.state.layout.world
+        dist.all_gather_object(everywhere, sorted(set(self.names.values())))
+        self.all = sorted({name for names in everywhere for name in names or ()})
+
+    def weights(self) -> dict[str, float]:
+        """Of each parameter, frozen ones too."""
+        return self._measure({name: parameter for name, parameter in self.model.named_parameters()})
+
+    def gradients(self) -> dict[str, float]:
+        """Of each parameter that has a gradient."""
+        found = self.model.named_parameters()
+        return self._measure({name: one.grad for name, one in found if one.grad is not None})
+
+    def _measure(self, tensors: Mapping[str, Tensor]) -> dict[str, float]:
+        """Squares are summed by their owners, once, and reduced for all names together."""
+        state, at = self.state, {name: index for index, name in enumerate(self.all)}
+        stated = declarations(self.model)
+        sums = torch.zeros(2, len(self.all), dtype=torch.float64, device=state.device)
+        for name, tensor in tensors.items():
+            if stated[name].owner(state.layout, state.at):
+                index = at[self.names[name]]
+                data = local_data(tensor)
+                if data.numel():
+                    sums[0, index] += torch.linalg.vector_norm(data, dtype=torch.float64) ** 2
+                sums[1, index] = 1
+        if state.layout.world > 1:
+            dist.all_reduce(sums)
+        squares, owners = sums.tolist()
+        return {name: math.sqrt(squares[i]) for i, name in enumerate(self.all) if owners[i]}
+
+
+def hugging_face_names(model: nn.Module, links: Iterable[Link]) -> dict[str, str]:
+    """Ours -> theirs for each parameter here; what Hugging Face has no one tensor for keeps its own name."""
+    ties = {(link.ours, link.hf) for link in links}
+    several = Counter(ours for ours, _ in ties)
+    theirs = {ours: hf for ours, hf in ties if several[ours] == 1}
+    return {name: theirs.get(name, name) for name, _ in model.named_parameters()}
+
+
+class Activations:
+    """The root mean square of each block's output over a step's tokens, padded or not; on request.
+
+    A mean, so that a block which is computed twice to save memory has the same number.
+    """
+
+    def __init__(self, model: CausalLM, links: Iterable[Link]) -> None:
+        self.model, self.state, self.links = model, model.state, list(links)
+        self._sums: Tensor | None = None
+        for number, block in model.layers.items():
+            block.register_forward_hook(self._hook(int(number)))
+
+    def begin(self) -> None:
+        """Count from here on."""
+        layers = self.model.config.num_hidden_layers
+        self._sums = torch.zeros(2, layers, dtype=torch.float64, device=self.state.device)
+
+    def end(self) -> dict[str, float]:
+        """Stop counting; by block, in the order of the model. Collective over all ranks."""
+        assert self._sums is not None, "it has not begun"
+        sums, self._sums, state = self._sums, None, self.state
+        if state.tensor_size > 1 and not state.sequence and state.at.tensor:
+            sums.zero_()  # its neighbours on the tensor axis hold the same
+        if state.layout.world > 1:
+            dist.all_reduce(sums)
+        squares, counts = sums.tolist()
+        return {
+            self._name(i): math.sqrt(square / max(count, 1))
+            for i, (square, count) in enumerate(zip(squares, counts, strict=True))
+        }
+
+    def _hook(self, number: int) -> Any:
+        def count(module: nn.Module, inputs: Any, output: Tensor) -> None:
+            if self._sums is not None:
+                norm = torch.linalg.vector_norm(output.detach(), dtype=torch.float64)
+                self._sums[0, number] += norm**2
+                self._sums[1, number] += output.numel()
+
+        return count
+
+    def _name(self, block: int) -> str:
+        """What Hugging Face calls the block: the names of its tensors up to the block's number."""
+        tensor = next(link.hf for link in self.links if link.ours.startswith(f"layers.{block}."))
+        return tensor.partition(f".{block}.")[0] + f".{block}"

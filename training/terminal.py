@@ -1,0 +1,63 @@
+"""The lines of a run on its terminal."""
+
+from __future__ import annotations
+
+import time
+
+from rich.console import Console
+
+from .metrics import StepMetrics
+
+
+class Terminal:
+    """A line every few steps: loss, gradient norm, learning rate, tokens a second, MFU, memory, time left.
+
+    MFU counts half of attention, as a causal mask leaves it; in brackets all of it.
+    """
+
+    def __init__(self, *, steps: int, every: int, quiet: bool = False) -> None:
+        self.steps, self.every = steps, every
+        self._console = Console(quiet=quiet, soft_wrap=True, highlight=False)
+        self._began, self._first = time.monotonic(), -1
+
+    def say(self, text: str) -> None:
+        self._console.print(text)
+
+    def step(self, metrics: StepMetrics) -> None:
+        if self._first < 0:
+            self._first, self._began = metrics.step, time.monotonic()
+        done = metrics.step - self._first
+        if metrics.step % self.every and metrics.step != self.steps - 1 and done:
+            return
+        left = (time.monotonic() - self._began) / done * (self.steps - 1 - metrics.step) if done else None
+        parts = [
+            f"step {metrics.step + 1:>{len(str(self.steps))}}/{self.steps}",
+            f"loss {metrics.loss:.4f}",
+            f"grad norm {metrics.grad_norm:.3f}",
+            f"lr {metrics.lr:.2e}",
+            f"{metrics.tokens_per_second:,.0f} tokens/s",
+        ]
+        if metrics.mfu_causal is not None and metrics.mfu_full is not None:
+            parts.append(f"MFU {metrics.mfu_causal:.1%} (full {metrics.mfu_full:.1%})")
+        if metrics.memory is not None:
+            parts.append(f"{metrics.memory / 2**30:.2f} GiB")
+        if metrics.skipped:
+            parts.append("skipped")
+        self._console.print("  ".join([*parts, f"{_duration(left)} left"]))
+
+    def evaluation(self, metrics: StepMetrics) -> None:
+        """After a step that was followed by one."""
+        perplexity = metrics.evaluation_perplexity
+        shown = "" if perplexity is None else f"  perplexity {perplexity:,.2f}"
+        self._console.print(
+            f"step {metrics.step + 1:>{len(str(self.steps))}}/{self.steps}  "
+            f"evaluation loss {metrics.evaluation_loss:.4f}{shown}"
+        )
+
+
+def _duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "--:--"
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes:02d}:{rest:02d}"

@@ -1,0 +1,32 @@
+"""``torch.profiler`` over chosen steps of chosen ranks, as Chrome traces (chrome://tracing, Perfetto)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+
+class Traces:
+    """Writes ``folder/step-<n>.rank-<r>.json`` for each of ``steps``, from 1, on each of ``ranks``."""
+
+    def __init__(self, folder: Path, *, steps: Collection[int], ranks: Collection[int], rank: int) -> None:
+        self.folder, self.rank = folder, rank
+        self.steps = frozenset(steps) if rank in ranks else frozenset()
+
+    @contextmanager
+    def around(self, step: int) -> Iterator[None]:
+        """The step runs inside; nothing is measured and nothing slowed unless a trace of it was asked for."""
+        if step not in self.steps:
+            yield
+            return
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        with profile(activities=activities) as recorded:
+            yield
+        self.folder.mkdir(parents=True, exist_ok=True)
+        recorded.export_chrome_trace(str(self.folder / f"step-{step:08d}.rank-{self.rank:05d}.json"))

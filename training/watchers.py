@@ -1,0 +1,166 @@
+"""Everything that looks at a run and changes nothing of it, behind one object for the trainer to call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from ..checkpoints import Progress
+from ..parallel_state import ParallelState
+from .build import Parts
+from .evaluation import Evaluator, open_held_out, perplexity
+from .events import Events
+from .flops import Mfu, flops_per_token, peak_flops
+from .forward import ForwardOnly
+from .memory_use import memory_used
+from .metrics import StepLog, StepMetrics
+from .norms import Activations, Norms
+from .recipe import Recipe
+from .run_plan import Plan
+from .tensorboard import EventFiles
+from .terminal import Terminal
+from .traces import Traces
+
+
+class Watchers:
+    """Metrics, evaluation, norms, traces, events: one rank's part. ``at(phase, step)`` hears of long phases.
+
+    The trainer calls, on every rank: ``began``; inside ``running`` for each step ``around`` it, ``gradients``
+    once they are whole and before they are clipped, ``after`` the update.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        plan: Plan,
+        parts: Parts,
+        state: ParallelState,
+        terminal: Terminal,
+        at: Callable[[str, int], None],
+    ) -> None:
+        self.recipe, self.state, self.terminal, self.at = recipe, state, terminal, at
+        self.out, self.first = Path(recipe.out), state.rank == 0
+        watch, model, dtype = recipe.watch, parts.model, parts.step.dtype
+        self.events = Events(self.out / "events.jsonl" if self.first else None)
+        peak = watch.peak_flops or peak_flops(state.device, dtype)
+        flops = flops_per_token(plan.family, plan.config, recipe.data.sequence_length)
+        self.mfu = Mfu(flops, state.layout.world, peak)
+        held_out = open_held_out(recipe, plan.config.vocab_size)
+        self.forward = ForwardOnly(model, micro_batch=recipe.data.micro_batch, dtype=dtype)
+        self.evaluate = None if held_out is None else Evaluator(self.forward, held_out)
+        links, _ = plan.family.links(plan.config)
+        self.norms = Norms(model, links) if watch.norms else None
+        self.activations = Activations(model, links) if watch.norms and watch.activation_norms else None
+        self.traces = Traces(
+            self.out / "traces", steps=watch.trace_steps, ranks=watch.trace_ranks, rank=state.rank
+        )
+        self._measured: dict[str, dict[str, float]] = {}
+        self._metrics: StepLog | None = None
+        self._norms: StepLog | None = None
+        self._board: EventFiles | None = None
+
+    def began(self, step: int, *, checkpoint: Path | None = None, progress: Progress | None = None) -> None:
+        """The run begins, or goes on from a checkpoint that another layout may have written."""
+        recipe = self.recipe
+        facts: dict[str, Any] = {
+            "layout": str(recipe.layout.layout),
+            "world": recipe.layout.layout.world,
+            "recipe": recipe.model_dump(mode="json"),
+        }
+        if checkpoint is None or progress is None:
+            self.events.note("started", step, **facts, weights=recipe.model.init_from)
+        else:
+            written = {"checkpoint": checkpoint.name, "written_by": str(progress.layout)}
+            self.events.note("resumed", step, **facts, **written)
+
+    def of_saving(self, line: str) -> None:
+        """What the saver says: which checkpoint is complete, which ones went."""
+        self.terminal.say(line)
+        word, _, path = line.partition(" ")
+        if word == "COMMITTED":
+            name = Path(path).name
+            self.events.note("saved", int(name.removeprefix("step-")), checkpoint=name)
+
+    @contextmanager
+    def running(self, start: int) -> Iterator[None]:
+        """The logs are open; how the run ends is noted."""
+        with ExitStack() as stack:
+            if self.first:
+                self._metrics = StepLog(self.out / "metrics.jsonl", start=start)
+                stack.callback(self._metrics.close)
+            if self.first and self.norms is not None:
+                self._norms = StepLog(self.out / "norms.jsonl", start=start)
+                stack.callback(self._norms.close)
+            if self.first and self.recipe.watch.tensorboard:
+                self._board = EventFiles(self.out / "tensorboard", start=start)
+                stack.callback(self._board.close)
+            self._done = stack.enter_context(self.events.until_the_end(self.recipe.steps))
+            self._done[0] = start
+            yield
+
+    @contextmanager
+    def around(self, number: int) -> Iterator[None]:
+        """Step ``number``, from 0: forward, backward and update."""
+        if self._norms_due(number) and self.activations is not None:
+            self.activations.begin()
+        with self.traces.around(number + 1):
+            yield
+
+    def gradients(self, number: int) -> None:
+        """Whole and not yet clipped."""
+        if self._norms_due(number) and self.norms is not None:
+            self._measured["gradients"] = self.norms.gradients()
+
+    @property
+    def memory(self) -> int:
+        """Bytes that this rank uses."""
+        return memory_used(self.state.device)
+
+    def after(self, metrics: StepMetrics, memory: int) -> StepMetrics:
+        """What is known of the step, evaluation included, written down. ``memory``: the most of any rank."""
+        number = metrics.step
+        mfu = self.mfu(metrics.tokens_per_second)
+        if mfu is not None:
+            metrics = replace(metrics, mfu_causal=mfu.causal, mfu_full=mfu.full)
+        metrics = replace(metrics, memory=memory)
+        self.terminal.step(metrics)
+        if self._norms_due(number):
+            self._log_norms(number)
+        if self.evaluate is not None and self._evaluation_due(number):
+            self.at("evaluation", number + 1)
+            loss = self.evaluate()
+            metrics = replace(metrics, evaluation_loss=loss, evaluation_perplexity=perplexity(loss))
+            self.terminal.evaluation(metrics)
+        if self._metrics is not None:
+            self._metrics.write(asdict(metrics))
+        if self._board is not None:
+            self._board.write(
+                number + 1, {name: value for name, value in asdict(metrics).items() if name != "step"}
+            )
+        self._done[0] = number + 1
+        return metrics
+
+    def _log_norms(self, number: int) -> None:
+        assert self.norms is not None
+        self._measured["weights"] = self.norms.weights()
+        if self.activations is not None:
+            self._measured["activations"] = self.activations.end()
+        if self._norms is not None:
+            self._norms.write({"step": number, **self._measured})
+        if self._board is not None:
+            for kind, norms in self._measured.items():
+                self._board.write(
+                    number + 1, {f"norms/{kind}/{name}": value for name, value in norms.items()}
+                )
+        self._measured = {}
+
+    def _norms_due(self, number: int) -> bool:
+        every = self.recipe.watch.norms
+        return bool(every) and (number + 1) % every == 0
+
+    def _evaluation_due(self, number: int) -> bool:
+        section = self.recipe.evaluation
+        return section is not None and ((number + 1) % section.every == 0 or number + 1 == self.recipe.steps)
