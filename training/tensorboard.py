@@ -33,10 +33,13 @@ class EventFiles:
         self._writer = SummaryWriter(str(folder), purge_step=start + 1)
 
     def write(self, step: int, scalars: Mapping[str, float | None]) -> None:
-        """Numbers known after ``step`` steps; ``None`` is left out."""
+        """Numbers known after ``step`` steps; ``None`` is left out.
+
+        As plain scalars: of tensors, TensorBoard's own reader keeps what a resumed run wrote twice.
+        """
         for name, value in scalars.items():
             if value is not None:
-                self._writer.add_scalar(name, value, step, new_style=True)
+                self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
     def close(self) -> None:

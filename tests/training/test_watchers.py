@@ -1,0 +1,179 @@
+"""What is measured beside the steps: the same numbers in every layout, and no bit of the run changed."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trilith.checkpoints import read_source
+from trilith.parallel_state import BadInput, Box
+from trilith.testing import run_parallel
+from trilith.testing.runs import TINY_GPT2, run_recipe, tiny_recipe, write_tokens
+from trilith.training.events import read_events
+from trilith.training.metrics import read_lines, read_metrics
+from trilith.training.recipe import parse_recipe
+from trilith.training.run_plan import plan
+
+#: 5 held-out samples: neither 2 data ranks nor micro-batches of 2 divide them.
+EVALUATION = {"every": 2, "samples": 5}
+WATCH = {"norms": 3, "activation_norms": True, "tensorboard": True}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "tp2": {"tensor": 2},
+    "sp2": {"tensor": 2, "sequence": True},
+    "pp2": {"pipeline": 2},
+    "dp2-zero3": {"data": 2, "zero": 3},
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("watchers")
+    write_tokens(folder / "tokens")
+    write_tokens(folder / "held-out", seed=5)
+    return folder
+
+
+def run(raw: dict[str, Any]) -> Path:
+    recipe = parse_recipe(raw)
+    if not Path(recipe.out).exists():
+        run_parallel(run_recipe, recipe.layout.layout.world, raw)
+    return Path(recipe.out)
+
+
+def watched(place: Path, name: str, *, model: dict[str, Any] | None = None) -> Path:
+    """A run with all watchers, in one of ``LAYOUTS``; made once."""
+    raw = tiny_recipe(place / f"{name}-watched{'-gpt2' if model else ''}", place / "tokens", steps=3)
+    raw |= {"layout": LAYOUTS[name], "watch": WATCH}
+    raw["evaluation"] = EVALUATION | {"tokens": str(place / "held-out")}
+    return run(raw | ({"model": {"config": model}} if model else {}))
+
+
+def evaluations(out: Path) -> dict[int, float]:
+    found = read_metrics(out / "metrics.jsonl")
+    return {line["step"] + 1: line["evaluation_loss"] for line in found if "evaluation_loss" in line}
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "one"])
+def test_evaluation_and_norms_are_the_same_in_every_layout(place: Path, name: str) -> None:
+    one, other = watched(place, "one"), watched(place, name)
+    expected, found = evaluations(one), evaluations(other)
+    assert expected.keys() == found.keys() == {2, 3}
+    for step, loss in expected.items():
+        assert found[step] == pytest.approx(loss, rel=1e-10)
+    (expected_norms,), (norms,) = (read_lines(out / "norms.jsonl") for out in (one, other))
+    assert expected_norms.keys() == norms.keys() == {"step", "weights", "gradients", "activations"}
+    for kind in ("weights", "gradients", "activations"):
+        assert norms[kind].keys() == expected_norms[kind].keys()
+        largest = max(expected_norms[kind].values())
+        for parameter, norm in expected_norms[kind].items():
+            assert norms[kind][parameter] == pytest.approx(norm, rel=1e-10, abs=1e-12 * largest), parameter
+
+
+def tensors(out: Path) -> dict[str, torch.Tensor]:
+    source = read_source(out)
+    tie = source.tie()
+    return {name: source.read(name, Box.whole(whole.shape), tie) for name, whole in source.catalog.items()}
+
+
+@pytest.mark.parametrize("name", ["one", "pp2", "dp2-zero3"])
+def test_watching_changes_no_bit_of_a_run_with_dropout(place: Path, name: str) -> None:
+    seen = watched(place, name, model=TINY_GPT2)
+    raw = tiny_recipe(place / f"{name}-alone", place / "tokens", steps=3, layout=LAYOUTS[name])
+    alone = run(raw | {"model": {"config": TINY_GPT2}})
+    for line, other in zip(
+        read_metrics(alone / "metrics.jsonl"), read_metrics(seen / "metrics.jsonl"), strict=True
+    ):
+        assert (line["loss"], line["grad_norm"]) == (other["loss"], other["grad_norm"])
+    expected, found = tensors(alone), tensors(seen)
+    assert not [name for name in expected if not torch.equal(expected[name], found[name])]
+
+
+def test_the_evaluation_is_transformers_loss_and_the_norms_are_the_exported_weights(place: Path) -> None:
+    from transformers import AutoModelForCausalLM
+    from trilith.checkpoints import convert
+
+    out = watched(place, "one", model=TINY_GPT2)
+    convert(out, place / "hf", to="hf")
+    theirs = AutoModelForCausalLM.from_pretrained(place / "hf", dtype=torch.float64).eval()
+    raw = json.loads((out / "events.jsonl").read_text().splitlines()[0])["recipe"]
+    from trilith.training.evaluation import open_held_out
+
+    held_out = open_held_out(parse_recipe(raw), 131)
+    assert held_out is not None and held_out.samples == 5
+    batch = held_out.batches.batch(0)
+    with torch.no_grad():
+        logits = theirs(batch.input_ids[:5]).logits
+    loss = float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels[:5].flatten()))
+    assert evaluations(out)[3] == pytest.approx(loss, rel=1e-10)
+    last = read_metrics(out / "metrics.jsonl")[-1]
+    assert last["evaluation_perplexity"] == pytest.approx(math.exp(loss), rel=1e-9)
+
+    (norms,) = read_lines(out / "norms.jsonl")
+    parameters = dict(theirs.named_parameters())
+    assert norms["weights"].keys() == parameters.keys()
+    for name, parameter in parameters.items():
+        assert norms["weights"][name] == pytest.approx(float(parameter.detach().norm()), rel=1e-10)
+    assert [*norms["activations"]] == ["transformer.h.0", "transformer.h.1", "transformer.h.2"]
+    squares = sum(norm**2 for norm in norms["gradients"].values())
+    assert math.sqrt(squares) == pytest.approx(last["grad_norm"], rel=1e-10)
+
+
+def test_tensorboard_has_each_step_once_after_a_resume(place: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    raw = tiny_recipe(place / "board", place / "tokens", steps=5, watch=WATCH)
+    raw["evaluation"] = EVALUATION | {"tokens": str(place / "held-out")}
+    raw["checkpoint"] = {"every": 2, "keep": 9}
+    run_parallel(run_recipe, 1, raw | {"stop_after": 3})
+    newest = place / "board" / "checkpoints" / "step-00000003"
+    newest.rename(newest.with_name("step-00000003.lost"))  # as if killed before: step 3 is done again
+    run_parallel(run_recipe, 1, raw)
+    board = EventAccumulator(str(place / "board" / "tensorboard"), size_guidance={"scalars": 0})
+    board.Reload()
+    lines = read_metrics(place / "board" / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
+
+    def values(tag: str) -> list[tuple[int, float]]:
+        return [(one.step, one.value) for one in board.Scalars(tag)]
+
+    for tag in ("loss", "grad_norm", "lr", "tokens_per_second", "memory", "evaluation_loss"):
+        expected = [(line["step"] + 1, line[tag]) for line in lines if tag in line]
+        assert [step for step, _ in values(tag)] == [step for step, _ in expected], tag
+        assert [value for _, value in values(tag)] == pytest.approx([value for _, value in expected])
+    (norms,) = read_lines(place / "board" / "norms.jsonl")
+    assert values("norms/weights/model.norm.weight") == [
+        (3, pytest.approx(norms["weights"]["model.norm.weight"]))
+    ]
+    events = [(line["event"], line["step"]) for line in read_events(place / "board" / "events.jsonl")]
+    assert events == [
+        *[("started", 0), ("saved", 2), ("saved", 3), ("finished", 3)],
+        *[("resumed", 2), ("saved", 4), ("saved", 5), ("finished", 5)],
+    ]
+
+
+def test_tensorboard_that_is_not_installed_is_named(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trilith.training.tensorboard.find_spec", lambda name: None)
+    raw = tiny_recipe(place / "none", place / "tokens", watch={"tensorboard": True})
+    with pytest.raises(BadInput, match=r"tensorboard: .*pip install 'trilith\[tensorboard\]'"):
+        plan(parse_recipe(raw))
+    plan(parse_recipe(tiny_recipe(place / "none", place / "tokens")))
+
+
+def test_traces_are_written_for_the_steps_and_ranks_asked_for(place: Path) -> None:
+    watch = {"trace_steps": [2], "trace_ranks": [1]}
+    out = run(tiny_recipe(place / "traced", place / "tokens", steps=2, layout={"tensor": 2}, watch=watch))
+    (trace,) = (out / "traces").iterdir()
+    assert trace.name == "step-00000002.rank-00001.json"
+    names = {one.get("name") for one in json.loads(trace.read_text())["traceEvents"]}
+    assert any("aten::mm" in str(name) or "aten::addmm" in str(name) for name in names)
+    assert any("AdamW" in str(name) for name in names)
+
+
+def test_a_rank_that_does_not_exist_cannot_be_traced(place: Path) -> None:
+    with pytest.raises(BadInput, match=r"watch\.trace_ranks: expected ranks from 0 to 0, found 1"):
+        parse_recipe(tiny_recipe(place / "x", place / "tokens", watch={"trace_ranks": [1]}))
