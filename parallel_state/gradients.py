@@ -51,9 +51,13 @@ def gradient_norm(model: nn.Module, *, state: ParallelState | None = None) -> Te
 
 
 def clip_gradients(model: nn.Module, max_norm: float, *, state: ParallelState | None = None) -> Tensor:
-    """Scale all gradients so that their global norm is at most ``max_norm``; returns the norm before."""
+    """Scale all gradients so that their global norm is at most ``max_norm``; returns the norm before.
+
+    Where that is not finite they stay as they are, so that the bad ones can be told from the others.
+    """
     norm = gradient_norm(model, state=state)
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    scale = torch.where(torch.isfinite(norm), scale, torch.ones_like(scale))
     for _, _, grad in _gradients(model):
         grad.mul_(scale.to(grad.dtype))
     return norm

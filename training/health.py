@@ -58,8 +58,12 @@ def name_the_culprit(model: CausalLM, step: int, forward: ForwardOnly, batch: Ba
     else:
         gradients: list[str | None] = [None] * state.layout.world
         dist.all_gather_object(gradients, last_not_finite(model))
-        named = ((rank, name) for rank, name in reversed([*enumerate(gradients)]) if name)
-        what = next((f"rank {rank}: the gradient of {name}" for rank, name in named), "the loss")
+        # The last stage that has one; of its ranks the first, since the data axes are summed by now.
+        last_first = sorted(
+            range(len(gradients)), key=lambda rank: (-state.layout.coordinates(rank).pipeline, rank)
+        )
+        named = (f"rank {rank}: the gradient of {gradients[rank]}" for rank in last_first if gradients[rank])
+        what = next(named, "the loss")
     raise PeerFailed(f"step {step}: {what} is not finite; nothing was updated")
 
 
