@@ -63,11 +63,18 @@ def clip_gradients(model: nn.Module, max_norm: float, *, state: ParallelState | 
     return norm
 
 
-def last_not_finite(model: nn.Module) -> str | None:
+def last_not_finite(model: nn.Module, *, state: ParallelState | None = None) -> str | None:
     """The last parameter on this rank, so the first in a backward pass, whose gradient holds a NaN or an
     infinity.
+
+    Of a tied embedding the first stage's copy: the last one's has its sum.
     """
-    found = [name for name, _, grad in _gradients(model) if not bool(torch.isfinite(grad).all())]
+    stage = 0 if state is None else state.at.pipeline
+    found = [
+        name
+        for name, declaration, grad in _gradients(model)
+        if not (declaration.ends and stage) and not bool(torch.isfinite(grad).all())
+    ]
     return found[-1] if found else None
 
 

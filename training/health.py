@@ -57,7 +57,7 @@ def name_the_culprit(model: CausalLM, step: int, forward: ForwardOnly, batch: Ba
         what = f"rank {found.rank}: the output of {found.module or 'the model'}"
     else:
         gradients: list[str | None] = [None] * state.layout.world
-        dist.all_gather_object(gradients, last_not_finite(model))
+        dist.all_gather_object(gradients, last_not_finite(model, state=state))
         # The last stage that has one; of its ranks the first, since the data axes are summed by now.
         last_first = sorted(
             range(len(gradients)), key=lambda rank: (-state.layout.coordinates(rank).pipeline, rank)

@@ -49,9 +49,10 @@ def test_a_model_without_gradients_has_norm_zero() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_the_first_gradient_that_is_not_finite_is_named(value: float) -> None:
+def test_the_last_gradient_that_is_not_finite_is_named(value: float) -> None:
     model = with_gradients()
     assert last_not_finite(model) is None
+    model.get_parameter("0.weight").grad[0, 1] = value
     model.get_parameter("1.weight").grad[2, 3] = value
     assert last_not_finite(model) == "1.weight"
 
