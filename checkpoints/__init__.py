@@ -1,12 +1,13 @@
 """Floor 4: Hugging Face folders and sharded checkpoints, read, written, converted and verified."""
 
+from .adapter import check_base, fingerprint, read_adapter, read_converted, stored_adapter
 from .agree import rank_at_fault, together
 from .convert import How, carry_out, convert, plan_conversion
 from .diff import Difference, differences
 from .find import complete_checkpoints, latest_checkpoint, step_directory
 from .hf_folder import HFFolder
-from .loading import load_model, load_weights
-from .manifest import Manifest
+from .loading import load_model, load_source, load_weights
+from .manifest import Manifest, StoredAdapter
 from .saving import Contents, Saver
 from .source import Source, read_source
 from .tensor_file import TensorFile
@@ -23,21 +24,28 @@ __all__ = [
     "Progress",
     "Saver",
     "Source",
+    "StoredAdapter",
     "TensorFile",
     "TensorWriter",
     "carry_out",
+    "check_base",
     "complete_checkpoints",
     "convert",
     "differences",
+    "fingerprint",
     "latest_checkpoint",
     "load_model",
+    "load_source",
     "load_training",
     "load_weights",
     "newest_checkpoint",
     "plan_conversion",
     "rank_at_fault",
+    "read_adapter",
+    "read_converted",
     "read_source",
     "step_directory",
+    "stored_adapter",
     "together",
     "verify",
 ]

@@ -14,6 +14,7 @@ from math import prod
 from ..parallel_state import Box, Layout, holdings
 from .dtypes import BITS
 from .hf_export import MAX_SHARD_SIZE, plan_shards
+from .hf_folder import ADAPTER_MODEL
 from .manifest import Part, StoredTensor
 from .plan import Copy, Tie, copies
 from .source import Source
@@ -72,11 +73,16 @@ class Conversion:
 def plan_to_hf(
     source: Source, *, dtype: str | None = None, max_shard_size: int = MAX_SHARD_SIZE
 ) -> Conversion:
-    """To a Hugging Face folder: weights only, under HF's names, sharded as transformers does."""
+    """To a Hugging Face folder: weights only, under HF's names, sharded as transformers does.
+
+    LoRA adapters become PEFT's folder, one file.
+    """
     _, shapes = source.family.links(source.model_config)
     tie = source.tie(to_hf=True)
     tensors = {name: _output(source, name, Box.whole(shape), tie, dtype) for name, shape in shapes.items()}
     shards = plan_shards({name: (one.dtype, one.box.shape) for name, one in tensors.items()}, max_shard_size)
+    if source.adapter is not None:
+        shards = {ADAPTER_MODEL: [*tensors]}
     files = tuple(OutputFile(file, tuple(tensors[name] for name in names)) for file, names in shards.items())
     return Conversion(source, files, None, None, {})
 

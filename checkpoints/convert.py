@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from ..models import AdaptedFamily
 from ..parallel_state import BadInput, Layout, fault
 from .budget import block_within
 from .commit import Staging, staged
@@ -29,7 +30,7 @@ from .verify import checksum_of, verify_file, verify_rest
 #: Part of a conversion's identity: another version may number or lay out its work otherwise.
 _PLAN = 1
 
-Form = Literal["hf", "sharded"]
+Form = Literal["hf", "peft", "sharded"]
 Progress = Callable[[int], None]
 
 
@@ -75,11 +76,11 @@ def convert(
 ) -> Conversion:
     """Write ``src`` anew as ``dst``: cut for ``tensor`` x ``pipeline``, or as a Hugging Face folder.
 
-    ``to`` defaults to the other form when no layout is asked for. Moments come along between checkpoints; a
-    Hugging Face folder holds weights only. ``dtype`` (``bfloat16`` and so on) casts the weights, and refuses
-    if a number overflows. A checkpoint's every byte is read against its checksums, unless ``how.check`` is
-    false. Nothing is left behind on a failure; killed, the same call goes on where it was. ``how.progress``
-    gets the bytes written since the last call.
+    ``to`` defaults to the other form when no layout is asked for; that of LoRA adapters is PEFT's folder.
+    Moments come along between checkpoints; a Hugging Face folder holds weights only. ``dtype`` (``bfloat16``
+    and so on) casts the weights, and refuses if a number overflows. A checkpoint's every byte is read against
+    its checksums, unless ``how.check`` is false. Nothing is left behind on a failure; killed, the same call
+    goes on where it was. ``how.progress`` gets the bytes written since the last call.
     """
     plan = plan_conversion(
         src, to=to, tensor=tensor, pipeline=pipeline, split=split, dtype=dtype, allow_symlinks=allow_symlinks
@@ -119,13 +120,21 @@ def plan_conversion(
     """What ``convert`` would do, from headers alone; raises what it would raise."""
     source = read_source(src, allow_symlinks=allow_symlinks)
     name = _dtype_name(dtype)
-    form = to or ("sharded" if source.manifest is None or tensor * pipeline > 1 else "hf")
+    whole: Form = "hf" if source.adapter is None else "peft"
+    form = to or ("sharded" if source.manifest is None or tensor * pipeline > 1 else whole)
     if form == "sharded":
         return plan_to_sharded(source, tensor=tensor, pipeline=pipeline, split=split, dtype=name)
+    if form != whole:
+        found = "the weights of a whole model" if whole == "hf" else "LoRA adapters"
+        expected, todo = "a checkpoint of LoRA adapters", ""
+        if whole == "peft":
+            expected = "a whole model"
+            todo = f"--to peft writes the adapters; `trilith merge-lora BASE {src} OUT` a whole model"
+        raise BadInput(source.path, f"--to {form}", expected=expected, found=found, todo=todo)
     if tensor * pipeline > 1 or split is not None:
         found = f"tensor {tensor}, pipeline {pipeline}" + ("" if split is None else f", split {[*split]}")
         raise BadInput(
-            "convert", "--to hf", expected="no layout", found=found,
+            "convert", f"--to {form}", expected="no layout", found=found,
             todo="A Hugging Face folder is whole: leave out --tensor, --pipeline and --split",
         )  # fmt: skip
     return plan_to_hf(source, dtype=name)
@@ -134,7 +143,9 @@ def plan_conversion(
 def identify(plan: Conversion, *, allow_nonfinite: bool) -> str:
     """16 hexadecimal digits that differ if another plan, or other source files, would write other bytes."""
     digest = hashlib.sha256(
-        repr((_PLAN, plan.layout, plan.split, allow_nonfinite, plan.source.config)).encode()
+        repr(
+            (_PLAN, plan.layout, plan.split, allow_nonfinite, plan.source.config, plan.source.adapter)
+        ).encode()
     )
     for file in plan.source.files:
         digest.update(repr((str(file.path), file.identity)).encode())
@@ -160,6 +171,7 @@ def _write_hf(plan: Conversion, staging: Staging, allow_nonfinite: bool, how: Ho
         {name: (one.dtype, one.box.shape) for name, one in outputs.items()},
         companions=plan.source.companions,
         again=True,
+        adapters=plan.source.adapter is not None,
     )
     try:
         transfers = [_transfer(one, writer.writers[writer.place[name]]) for name, one in outputs.items()]
@@ -210,6 +222,7 @@ def _manifest(plan: Conversion, layout: Layout, files: Sequence[StoredFile], dir
         data_position=old.data_position if old else None,
         seeds=old.seeds if old else {},
         state={"split": list(plan.split) if plan.split else None},
+        adapter=plan.source.adapter,
         companions=tuple(store_companion(path, directory) for path in plan.source.companions),
         files=tuple(files),
         tensors=plan.tensors,
@@ -217,7 +230,11 @@ def _manifest(plan: Conversion, layout: Layout, files: Sequence[StoredFile], dir
 
 
 def _config(plan: Conversion) -> dict[str, Any]:
-    """The source's config, its dtype told anew where the weights were cast."""
+    """The source's config, its dtype told anew where the weights were cast; PEFT's for adapters."""
+    source = plan.source
+    if plan.layout is None and source.adapter is not None:
+        assert isinstance(source.family, AdaptedFamily)
+        return source.family.to_peft(source.model_config, source.adapter.base)
     config = dict(plan.source.config)
     dtypes = {one.dtype for file in plan.files for one in file.tensors}
     if len(dtypes) == 1:

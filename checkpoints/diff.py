@@ -36,7 +36,7 @@ def differences(a: Source, b: Source) -> Iterator[Difference]:
 
     Names are ours unless both are Hugging Face folders. Moments are compared where both have them.
     """
-    if a.family is not b.family:
+    if a.family.model_type != b.family.model_type:
         raise BadInput(b.path, "model_type", expected=a.family.model_type, found=b.family.model_type)
     as_hf = a.manifest is None and b.manifest is None
     ties = [source.tie(to_hf=as_hf) for source in (a, b)]

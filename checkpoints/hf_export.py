@@ -9,7 +9,7 @@ from pathlib import Path
 
 from .disk import Disk, writing
 from .dtypes import BITS
-from .hf_folder import CONFIG, INDEX, SINGLE
+from .hf_folder import ADAPTER_CONFIG, ADAPTER_MODEL, CONFIG, INDEX, SINGLE
 from .tensor_writer import TensorWriter, Written
 
 Spec = tuple[str, tuple[int, ...]]  # dtype by the format's name, and shape
@@ -48,7 +48,7 @@ def plan_shards(tensors: Mapping[str, Spec], max_shard_size: int = MAX_SHARD_SIZ
 
 class HFFolderWriter:
     """A folder being written in ``directory``, an empty directory that exists (see ``commit``); with
-    ``again`` it may hold the weights' files of a run that was killed.
+    ``again`` it may hold the weights' files of a run that was killed. With ``adapters`` the names are PEFT's.
 
     ``writers`` take the tensors; ``place[name]`` is the index of the one that holds ``name``. ``finish``
     closes them and writes the index, the config and the companions.
@@ -64,10 +64,11 @@ class HFFolderWriter:
         companions: Sequence[Path] = (),
         disk: Disk | None = None,
         again: bool = False,
+        adapters: bool = False,
     ):
         self.directory, self._config, self._companions = directory, config, companions
-        self._disk = disk or Disk()
-        self._shards = plan_shards(tensors, max_shard_size)
+        self._disk, self._config_name = disk or Disk(), ADAPTER_CONFIG if adapters else CONFIG
+        self._shards = {ADAPTER_MODEL: [*tensors]} if adapters else plan_shards(tensors, max_shard_size)
         self.place = {name: i for i, names in enumerate(self._shards.values()) for name in names}
         self.writers: list[TensorWriter] = []
         try:
@@ -92,7 +93,7 @@ class HFFolderWriter:
     def finish(self) -> list[Written]:
         """Everything on the disk, the index last; the size of each file of weights."""
         written = [writer.close() for writer in self.writers]
-        self._write_json(CONFIG, self._config)
+        self._write_json(self._config_name, self._config)
         for companion in self._companions:
             copy_file(companion, self.directory / companion.name, self._disk)
         if len(self._shards) > 1:

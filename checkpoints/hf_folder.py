@@ -18,6 +18,8 @@ from .tensor_header import MAX_TENSORS, Entry
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
+#: PEFT's names of the same, for adapters.
+ADAPTER_MODEL, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 #: What travels with a model unchanged: the tokenizer, how to generate, how to chat.
 COMPANIONS = (

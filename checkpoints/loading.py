@@ -8,9 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..models import CausalLM, Family, ModelConfig
-from ..parallel_state import BadCheckpoint, Box, ParallelState, declarations, stored_box
+from ..models import AdaptedFamily, CausalLM, Family, LoraConfig, ModelConfig
+from ..parallel_state import BadCheckpoint, BadInput, Box, ParallelState, declarations, stored_box
 from ..parallel_state.engine import local_data
+from .adapter import read_adapter
 from .source import Source, read_source
 
 
@@ -24,27 +25,60 @@ def load_weights(
     """
     source = read_source(path)
     check_same_model(source, family, config)
-    tie = source.tie()
+    load_source(source, model, finite=finite)
+
+
+def load_source(source: Source, model: CausalLM, *, finite: bool = True) -> None:
+    """Fill, in place, those of the model's parameters that the source's family has; adapters, or all else."""
+    tie, (stated,) = source.tie(), source.family.declarations(source.model_config)
     for name, tensor, box in stored_parts(model, model.state):
-        fill(tensor, source.read(name, box, tie, finite=finite))
+        if name in stated:
+            fill(tensor, source.read(name, box, tie, finite=finite))
 
 
 def load_model(
-    path: str | Path, *, dtype: torch.dtype = torch.float32, state: ParallelState | None = None
+    path: str | Path,
+    *,
+    adapter: str | Path | None = None,
+    dtype: torch.dtype = torch.float32,
+    state: ParallelState | None = None,
 ) -> CausalLM:
-    """The model of a Hugging Face folder or a checkpoint, whole or as this rank's part of a layout."""
+    """The model of a Hugging Face folder or a checkpoint, whole or as this rank's part of a layout.
+
+    ``adapter``: with LoRA adapters of a PEFT folder or a checkpoint of theirs. A ``path`` that is such a
+    checkpoint gives them on the base that it names.
+    """
     source = read_source(path)
-    model = source.family.build(source.model_config, state=state, device="cpu", dtype=dtype)
-    load_weights(path, model, source.family, source.model_config)
+    if source.adapter is not None and adapter is None:
+        path, adapter, source = _base_of(source), path, read_source(_base_of(source))
+    added = None if adapter is None else read_adapter(adapter, source)
+    family = source.family if added is None else added.family
+    model = family.build(source.model_config, state=state, device="cpu", dtype=dtype)
+    load_source(source, model)
+    if added is not None:
+        load_source(added, model)
     return model
+
+
+def _base_of(source: Source) -> str:
+    assert source.adapter is not None
+    if source.adapter.base is None:
+        raise BadInput(source.path, "base", expected="the path of a model", found="none")
+    return source.adapter.base
 
 
 def check_same_model(source: Source, family: Family, config: ModelConfig) -> None:
     """Refuse weights of another model, naming the first field in which it differs."""
-    if source.family is not family:
+    if source.family.model_type != family.model_type:
         raise BadCheckpoint(
             source.path, "model_type", expected=family.model_type, found=source.family.model_type
         )
+    if isinstance(source.family, AdaptedFamily) != isinstance(family, AdaptedFamily):
+        kinds = "a whole model", "LoRA adapters"
+        expected, found = (kinds[isinstance(one, AdaptedFamily)] for one in (family, source.family))
+        raise BadCheckpoint(source.path, expected=expected, found=found)
+    if isinstance(source.family, AdaptedFamily) and isinstance(family, AdaptedFamily):
+        _check_same_adapters(source, source.family.lora, family.lora)
     theirs = source.model_config
     for key in type(config).model_fields:
         mine, other = getattr(config, key), getattr(theirs, key)
@@ -54,20 +88,31 @@ def check_same_model(source: Source, family: Family, config: ModelConfig) -> Non
             )
 
 
+def _check_same_adapters(source: Source, theirs: LoraConfig, mine: LoraConfig) -> None:
+    for key in LoraConfig.model_fields:
+        if getattr(mine, key) != getattr(theirs, key) and key != "lora_dropout":
+            todo = "Adapters go on as they began; start a new run with lora.init_from to change them"
+            raise BadCheckpoint(
+                source.path, f"lora.{key}", expected=getattr(mine, key), found=getattr(theirs, key), todo=todo
+            )
+
+
 def stored_parts(
-    model: nn.Module, state: ParallelState, choose: Callable[[nn.Parameter], Tensor] | None = None
+    model: nn.Module, state: ParallelState, choose: Callable[[nn.Parameter], Tensor | None] | None = None
 ) -> Iterator[tuple[str, Tensor, Box]]:
     """What this rank stores: name, the local tensor without padding (memory is shared), and its box of the
     whole.
 
-    ``choose`` takes something else of the same shape: a moment, say. Padding rows
-    are set to zero on the way. Parameters of which this rank stores nothing are left out.
+    ``choose`` takes something else of the same shape: a moment, say, or nothing. Padding rows are set to zero
+    on the way. Parameters of which this rank stores nothing are left out.
     """
     stated = declarations(model)
     for name, parameter in model.named_parameters():
+        chosen = parameter if choose is None else choose(parameter)
+        if chosen is None:
+            continue
         declaration = stated[name]
-        box = stored_box(parameter, declaration, state)
-        tensor = local_data(parameter if choose is None else choose(parameter))
+        box, tensor = stored_box(parameter, declaration, state), local_data(chosen)
         true = declaration.true_part(box)
         if true != box:
             tensor[true.shape[0] :].zero_()

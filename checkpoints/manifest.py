@@ -65,6 +65,17 @@ class StoredTensor(_Strict):
     parts: tuple[Part, ...]
 
 
+class StoredAdapter(_Strict):
+    """LoRA: the tensors are adapters of ``lora`` (see ``models.LoraConfig``), for the weights in ``base``.
+
+    ``fingerprint`` tells whether these are still the same (see ``adapter``); PEFT's folders have none.
+    """
+
+    lora: dict[str, JsonValue]
+    base: str | None
+    fingerprint: str | None = None
+
+
 class Manifest(_Strict):
     """The whole of a checkpoint but the numbers. ``kind`` is ``weights`` (converted) or ``training``.
 
@@ -82,6 +93,7 @@ class Manifest(_Strict):
     data_position: JsonValue = None
     seeds: dict[str, int] = {}
     state: dict[str, JsonValue] = {}
+    adapter: StoredAdapter | None = None
     companions: tuple[StoredFile, ...] = ()
     files: tuple[StoredFile, ...]
     tensors: dict[str, StoredTensor]

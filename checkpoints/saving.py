@@ -21,7 +21,7 @@ from .disk import DiskFailed, writing
 from .dtypes import name_of
 from .find import complete_checkpoints, step_directory, step_of
 from .loading import stored_parts
-from .manifest import Manifest, Part, StoredFile, StoredTensor
+from .manifest import Manifest, Part, StoredAdapter, StoredFile, StoredTensor
 from .tensor_writer import TensorWriter
 from .training import Progress, moment_of
 from .training_names import MOMENTS, moment_name
@@ -41,6 +41,8 @@ class Contents:
     hf_config: Mapping[str, Any]
     split: Sequence[int] | None = None
     companions: Sequence[Path] = ()
+    #: Of LoRA adapters (``family`` is theirs): what they are, and for which base.
+    adapter: StoredAdapter | None = None
 
 
 class Saver:
@@ -194,6 +196,7 @@ class Saver:
             step=progress.step,
             data_position=progress.data,
             state={"split": list(contents.split) if contents.split else None},
+            adapter=contents.adapter,
             companions=tuple(store_companion(path, directory) for path in contents.companions),
             files=tuple(result[0] for result in results if result is not None),
             tensors=_stored_tensors(self._table, results),

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..models import Family, ModelConfig, family_of
+from ..models import Family, LoraConfig, ModelConfig, adapted, family_of
 from ..parallel_state import BadInput, Box
 from .expectation import expected_tensors
 from .find import latest_checkpoint
-from .hf_folder import CONFIG, HFFolder
+from .hf_folder import ADAPTER_CONFIG, CONFIG, HFFolder
 from .hub import local_folder
-from .manifest import MANIFEST, Manifest
+from .manifest import MANIFEST, Manifest, StoredAdapter
 from .plan import Copy, Stored, Tie, Whole, copies
 from .tensor_file import TensorFile
 
@@ -28,6 +28,7 @@ class Source:
     like).
 
     ``manifest`` is ``None`` for a Hugging Face folder. ``catalog`` is under the names of the source itself.
+    ``adapter`` is there if the tensors are LoRA adapters, and says of which base; HF's names are then PEFT's.
     """
 
     path: Path
@@ -37,10 +38,15 @@ class Source:
     catalog: Mapping[str, Whole]
     manifest: Manifest | None = None
     warnings: list[str] = field(default_factory=list)
+    adapter: StoredAdapter | None = None
 
     @cached_property
     def family(self) -> Family:
-        return family_of(self.config, self._config_file)
+        """The model's; of LoRA adapters the one whose tensors are these alone."""
+        family = family_of(self.config, self._config_file)
+        if self.adapter is None:
+            return family
+        return adapted(family, LoraConfig.model_validate(self.adapter.lora))
 
     @cached_property
     def model_config(self) -> ModelConfig:
@@ -107,6 +113,9 @@ def read_source(path: str | Path, *, allow_symlinks: bool = False) -> Source:
             source = _sharded(found.directory, found.manifest)
             source.warnings.extend(found.warnings)
             return source
+    if (path / ADAPTER_CONFIG).exists() and not (path / CONFIG).exists():
+        todo = f"`trilith merge-lora BASE {path} OUT` makes a whole model of them and their base"
+        raise BadInput(path, expected="a model's folder", found="LoRA adapters without their base", todo=todo)
     return _hugging_face(path, allow_symlinks)
 
 
@@ -121,7 +130,8 @@ def _sharded(path: Path, manifest: Manifest) -> Source:
     }
     companions = [path / companion.name for companion in manifest.companions]
     files = list(manifest.open_files(path))
-    return Source(path, dict(manifest.config), companions, files, catalog, manifest)
+    config = dict(manifest.config)
+    return Source(path, config, companions, files, catalog, manifest, adapter=manifest.adapter)
 
 
 def _hugging_face(path: Path, allow_symlinks: bool) -> Source:

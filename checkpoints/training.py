@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from ..models import CausalLM, Family, ModelConfig
 from ..parallel_state import BadCheckpoint, Layout, ParallelState
 from ..parallel_state.engine import local_data
+from .adapter import check_same_base
 from .agree import together
 from .find import latest_checkpoint
-from .loading import check_same_model, fill, stored_parts
+from .loading import check_same_model, fill, load_source, stored_parts
+from .manifest import StoredAdapter
 from .source import read_source
 from .training_names import MOMENTS, moment_name
 from .verify import verify_files
@@ -60,8 +62,13 @@ def load_training(
     optimizer: torch.optim.Optimizer,
     family: Family,
     config: ModelConfig,
+    *,
+    adapter: StoredAdapter | None = None,
 ) -> Progress:
-    """Fill the model and the optimizer from a run's checkpoint, whatever layout wrote it. Collective."""
+    """Fill the model and the optimizer from a run's checkpoint, whatever layout wrote it. Collective.
+
+    ``adapter``: of LoRA, what the run is now; a checkpoint of adapters for another base is refused.
+    """
     state = model.state
 
     def load() -> Progress:
@@ -75,17 +82,13 @@ def load_training(
                 todo="Start from it with model.init_from",
             )
         check_same_model(source, family, config)
+        if adapter is not None and source.adapter is not None:
+            check_same_base(source.adapter, adapter, path)
         # Every byte is read against its checksum before a run goes on: each rank sees to some of the files.
         verify_files(path, manifest, range(state.rank, len(manifest.files), state.layout.world))
         tie = source.tie()
-        for name, tensor, box in stored_parts(model, state):
-            fill(tensor, source.read(name, box, tie))
-        for parameter in model.parameters():
-            device = local_data(parameter).device  # where fused AdamW looks for it
-            optimizer.state[parameter] = {
-                "step": torch.tensor(float(manifest.step), dtype=torch.float32, device=device),
-                **{moment: torch.zeros_like(parameter, requires_grad=False) for moment in MOMENTS},
-            }
+        load_source(source, model)
+        begin_moments(model, optimizer, updates=manifest.step)
         for moment in MOMENTS:
             for name, tensor, box in stored_parts(model, state, moment_of(optimizer, moment)):
                 fill(tensor, source.read(moment_name(moment, name), box, tie))
@@ -95,11 +98,27 @@ def load_training(
     return together(load, world=state.layout.world, group=state.file_group)[state.rank]
 
 
-def moment_of(optimizer: torch.optim.Optimizer, moment: str) -> Callable[[nn.Parameter], Tensor]:
-    """From a parameter to its moment, to say which of the optimizer's tensors ``stored_parts`` gives."""
+def begin_moments(model: nn.Module, optimizer: torch.optim.Optimizer, *, updates: int = 0) -> None:
+    """Zero moments of every trained parameter, after ``updates`` updates.
 
-    def choose(parameter: nn.Parameter) -> Tensor:
-        value: Tensor = optimizer.state[parameter][moment]
+    AdamW makes its moments at its first update; a step that is skipped must leave them to be saved as well.
+    """
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            device = local_data(parameter).device  # where fused AdamW looks for it
+            optimizer.state[parameter] = {
+                "step": torch.tensor(float(updates), dtype=torch.float32, device=device),
+                **{moment: torch.zeros_like(parameter, requires_grad=False) for moment in MOMENTS},
+            }
+
+
+def moment_of(optimizer: torch.optim.Optimizer, moment: str) -> Callable[[nn.Parameter], Tensor | None]:
+    """From a parameter to its moment, to say which of the optimizer's tensors ``stored_parts`` gives; a
+    frozen parameter has none.
+    """
+
+    def choose(parameter: nn.Parameter) -> Tensor | None:
+        value: Tensor | None = optimizer.state[parameter][moment] if parameter.requires_grad else None
         return value
 
     return choose

@@ -18,8 +18,11 @@ def convert(
     ],
     dst: Annotated[Path, typer.Argument(help="a new folder")],
     to: Annotated[
-        Literal["hf", "sharded"] | None,
-        typer.Option("--to", help="hf or sharded; default: hf from a checkpoint, else sharded"),
+        Literal["hf", "peft", "sharded"] | None,
+        typer.Option(
+            "--to",
+            help="hf, sharded, or peft for LoRA adapters; default: the other form",
+        ),
     ] = None,
     tensor: Annotated[int, typer.Option(min=1, help="cut for this many tensor ranks")] = 1,
     pipeline: Annotated[int, typer.Option(min=1, help="and this many pipeline stages")] = 1,
@@ -45,6 +48,7 @@ def convert(
     trilith convert Llama-3.2-1B sharded --tensor 4 --pipeline 2
     trilith convert sharded other --tensor 2
     trilith convert other Llama-again --to hf
+    trilith convert lora-run adapter --to peft
     """
     from ..checkpoints import How, carry_out, plan_conversion
     from .progress import byte_progress
@@ -72,10 +76,10 @@ def convert(
 
 def _compare(source: Source, dst: Path, dtype: str | None) -> None:
     """Read both sides back: every number or, after a cast, names and shapes."""
-    from ..checkpoints import differences, read_source, verify
+    from ..checkpoints import differences, read_converted, verify
     from ..parallel_state import BadCheckpoint
 
-    written = read_source(dst)
+    written = read_converted(dst, source)
     if written.manifest is not None:
         verify(written.path, written.manifest)
     for one in differences(source, written):

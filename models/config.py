@@ -13,12 +13,12 @@ from ..layers import padded_vocabulary
 from ..parallel_state import BadInput, Layout
 
 
-def _names(text: str) -> frozenset[str]:
+def names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
 #: Keys of a config.json that do not change the forward pass of a causal language model.
-INERT = _names("""
+INERT = names("""
     _attn_implementation _attn_implementation_autoset _name_or_path _commit_hash architectures
     auto_map bad_words_ids begin_suppress_tokens bos_token_id
     chunk_size_feed_forward classifier_dropout decoder_start_token_id diversity_penalty do_sample
@@ -36,7 +36,7 @@ INERT = _names("""
 """)
 
 #: Keys that change the forward pass in ways that no family here computes; null or false passes.
-DENIED = _names("""
+DENIED = names("""
     quantization_config sliding_window attn_logit_softcapping final_logit_softcapping logits_scaling
     logit_scale embedding_multiplier residual_multiplier attention_multiplier partial_rotary_factor
     num_local_experts num_experts n_routed_experts use_qk_norm qk_layernorm query_pre_attn_scalar

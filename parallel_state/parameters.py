@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -58,14 +60,19 @@ def stored_box(parameter: Tensor, declaration: Declaration, state: ParallelState
     return box
 
 
-def initialize(model: nn.Module, seed: int, *, state: ParallelState | None = None) -> None:
+def initialize(
+    model: nn.Module, seed: int, *, among: Container[str] | None = None, state: ParallelState | None = None
+) -> None:
     """Fill every declared parameter as a function of (seed, its name) alone; padding becomes zero.
 
-    The bits do not depend on the layout, on FSDP, or on which stage of a pipeline asks.
+    ``among``: only those of these names. The bits do not depend on the layout, on FSDP, or on which stage of
+    a pipeline asks.
     """
     state = state or ParallelState.alone()
     stated = declarations(model)
     for name, parameter in model.named_parameters():
+        if among is not None and name not in among:
+            continue
         declaration = stated[name]
         box = stored_box(parameter, declaration, state)
         _fill(local_data(parameter), box, declaration, seed_of(seed, name))

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..layers import IGNORE
-from ..models import CausalLM, family_of
+from ..models import CausalLM, LoraConfig, adapted, family_of
 from ..parallel_state import (
     Box,
     Layout,
@@ -54,6 +54,7 @@ class Case:
     seed: int = 7
     documents: bool = False  # several a row: positions start again where one starts
     memory: MemorySection = field(default_factory=MemorySection)
+    lora: dict[str, Any] | None = None
 
 
 @dataclass
@@ -86,6 +87,8 @@ def train_rank(case: Case) -> RankOutcome:
     state = ParallelState.start(case.layout)
     family = family_of(case.config)
     config = family.from_hf(case.config)
+    if case.lora is not None:
+        family = adapted(family, LoraConfig.model_validate(case.lora))
     model = family.build(config, split=case.split, state=state, dtype=case.dtype)
     precision = Precision(case.dtype, case.compute or case.dtype, case.dtype)
     spare_memory(model, case.memory)
@@ -135,11 +138,11 @@ def batch(case: Case, step: int, vocab_size: int) -> Batch:
 
 
 def roughen(model: CausalLM, seed: int, state: ParallelState) -> None:
-    """Random norms and biases: at their default values most mistakes do not show."""
+    """Random norms, biases and second factors of LoRA: at their default values most mistakes do not show."""
     stated = declarations(model)
     for name, parameter in model.named_parameters():
         declaration = stated[name]
-        if len(declaration.shape) == 1:
+        if len(declaration.shape) == 1 or name.endswith("lora_B"):
             box, data = stored_box(parameter, declaration, state), local_data(parameter)
             noise = torch.zeros_like(data)
             if box.size:
@@ -153,6 +156,9 @@ def pieces(model: CausalLM, state: ParallelState, *, gradients: bool = False) ->
     found = {}
     for name, parameter in model.named_parameters():
         declaration = stated[name]
+        if gradients and not parameter.requires_grad:
+            assert parameter.grad is None, f"{name} is frozen and has a gradient"
+            continue
         tensor = parameter.grad if gradients else parameter
         assert tensor is not None, f"{name} has no gradient"
         box = stored_box(parameter, declaration, state)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..layers import checkpoint_blocks
-from ..models import CausalLM
+from ..models import AdaptedFamily, CausalLM
 from ..parallel_state import ParallelState
 from .data_parallel import resting_device, shard_over_data
 from .optimizer import make_adamw
@@ -33,7 +33,7 @@ def build(recipe: Recipe, plan: Plan, state: ParallelState) -> Parts:
     """
     master = dtype_named(recipe.dtype)
     precision = Precision(master, dtype_named(recipe.compute or recipe.dtype), master)
-    model = plan.family.build(plan.config, split=recipe.layout.split, state=state, dtype=master)
+    model = _model(recipe, plan, state, precision)
     spare_memory(model, recipe.memory)
     shard_over_data(model, state, precision, offload=recipe.memory.offload)
     model.to_empty(device=resting_device(state, offload=recipe.memory.offload))
@@ -50,6 +50,14 @@ def build(recipe: Recipe, plan: Plan, state: ParallelState) -> Parts:
         loss_chunk=recipe.memory.loss_chunk,
     )
     return Parts(model, optimizer, step)
+
+
+def _model(recipe: Recipe, plan: Plan, state: ParallelState, precision: Precision) -> CausalLM:
+    """On the meta device. What is frozen needs no digits beyond those that the step computes with."""
+    family, split, master = plan.family, recipe.layout.split, precision.master
+    if isinstance(family, AdaptedFamily):
+        return family.build(plan.config, split=split, state=state, dtype=master, base_dtype=precision.compute)
+    return family.build(plan.config, split=split, state=state, dtype=master)
 
 
 def spare_memory(model: CausalLM, memory: MemorySection) -> None:

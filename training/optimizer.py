@@ -34,7 +34,8 @@ def make_adamw(
         for params, decay in ((matrices, weight_decay), (vectors, 0.0))
         if params
     ]
-    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=fused)
+    # A pipeline stage may hold nothing that is trained.
+    return torch.optim.AdamW(groups or [{"params": []}], lr=lr, betas=betas, eps=eps, fused=fused)
 
 
 def cosine(step: int, *, peak: float, warmup: int, total: int, minimum: float = 0.0) -> float:

@@ -18,6 +18,7 @@ from .sections import (
     DataSection,
     EvaluationSection,
     LayoutSection,
+    LoraSection,
     MemorySection,
     ModelSection,
     OptimizerSection,
@@ -52,6 +53,7 @@ class Recipe(Section):
     )
     log_every: int = Field(default=10, ge=1)
     model: ModelSection
+    lora: LoraSection | None = None
     layout: LayoutSection = LayoutSection()
     data: DataSection
     optimizer: OptimizerSection = OptimizerSection()

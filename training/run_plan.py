@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints import read_source
+from ..checkpoints import Source, StoredAdapter, read_source
 from ..models import Family, ModelConfig, family_of
 from ..parallel_state import BadInput
+from .adapters import plan_adapters
 from .batches import GlobalBatches, Mixture
 from .data_parallel import check_zero
 from .recipe import Recipe, read_config
@@ -25,13 +26,21 @@ class Plan:
     config: ModelConfig
     hf_config: Mapping[str, Any]
     companions: list[Path]
+    #: Of LoRA: the model's weights, which stay; ``family`` is then of the adapters.
+    base: Source | None = None
+    adapter: StoredAdapter | None = None
 
 
 def plan(recipe: Recipe) -> Plan:
     """Read the model's config and refuse a layout that cannot hold it; reads no weights, starts nothing."""
     companions: list[Path] = []
+    source: Source | None = None
     if recipe.model.init_from is not None:
         source = read_source(recipe.model.init_from)
+        if source.adapter is not None:
+            todo = f"`trilith merge-lora BASE {source.path} OUT` makes one, or name them as lora.init_from"
+            found = "LoRA adapters"
+            raise BadInput(source.path, "model.init_from", expected="a whole model", found=found, todo=todo)
         raw: Mapping[str, Any] = source.config
         companions = list(source.companions)
         where = str(Path(recipe.model.init_from) / "config.json")
@@ -51,12 +60,18 @@ def plan(recipe: Recipe) -> Plan:
         )
     if recipe.watch.tensorboard:
         check_tensorboard()
+    adapter: StoredAdapter | None = None
+    if recipe.lora is not None:
+        if source is None:
+            expected = "a model to attach adapters to"
+            raise BadInput("recipe", "model.init_from", expected=expected, found="a model from scratch")
+        family, adapter = plan_adapters(recipe.lora, source)
     layout = recipe.layout.layout
     check_zero(layout)
     # Building every stage on the meta device refuses each cut that is not even.
     family.declarations(config, layout, split=recipe.layout.split)
     hf_config = raw if recipe.model.init_from is not None else family.to_hf(config) | dict(raw)
-    return Plan(family, config, hf_config, companions)
+    return Plan(family, config, hf_config, companions, source if adapter else None, adapter)
 
 
 def tokenizer_files(folder: Path) -> list[Path]:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from ..layers import Checkpointing
+from ..models import LoraConfig
 from ..parallel_state import FILES_TIMEOUT, Layout
 from .rows import Documents, Overlong, Samples
 
@@ -32,6 +33,15 @@ class ModelSection(Section):
     )
     tokenizer: str | None = Field(
         default=None, description="a tokenizer folder to carry along into checkpoints and exports"
+    )
+
+
+class LoraSection(LoraConfig):
+    """LoRA: the model of ``model.init_from`` stays as it is, and adapters are trained; PEFT's keys."""
+
+    init_from: str | None = Field(
+        default=None,
+        description="adapters to go on with: PEFT's folder or a LoRA run's; it says all but lora_dropout",
     )
 
 

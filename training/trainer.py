@@ -19,6 +19,7 @@ from ..parallel_state import (
     initialize,
     seed_of,
 )
+from .adapters import first_adapters
 from .build import build
 from .health import name_the_culprit
 from .metrics import StepMetrics
@@ -105,6 +106,7 @@ class Trainer:
                 self.plan.hf_config,
                 self.recipe.layout.split,
                 self.plan.companions,
+                adapter=self.plan.adapter,
             ),
             keep=self.recipe.checkpoint.keep,
             background=self.recipe.checkpoint.background,
@@ -125,12 +127,21 @@ class Trainer:
     def _start(self) -> int:
         """Resume if there is a checkpoint, else load or draw the first weights; the step to begin with."""
         newest = newest_checkpoint(self.checkpoints, self.state, say=self.terminal.say)
+        plan, lora = self.plan, self.recipe.lora
+        if lora is not None and plan.base is not None:
+            resuming, say = newest is not None, self.terminal.say
+            seed, state = self.recipe.seed, self.state
+            first_adapters(lora, plan.base, self.model, seed, state=state, resuming=resuming, say=say)
         if newest is not None:
-            progress = load_training(newest, self.model, self.optimizer, self.plan.family, self.plan.config)
+            progress = load_training(
+                newest, self.model, self.optimizer, plan.family, plan.config, adapter=plan.adapter
+            )
             self._check_progress(newest, progress)
             self.terminal.say(f"resumed from {newest} (written by {progress.layout})")
             self.watchers.began(progress.step, checkpoint=newest, progress=progress)
             return progress.step
+        if lora is not None:
+            return 0
         if self.recipe.model.init_from is not None:
             load_weights(self.recipe.model.init_from, self.model, self.plan.family, self.plan.config)
             self.terminal.say(f"weights from {self.recipe.model.init_from}")

@@ -1,0 +1,42 @@
+"""Training LoRA in a layout is training it on one device: losses, gradients, adapters after three steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from trilith.parallel_state import Layout
+from trilith.testing.training import Case, Outcome
+
+ALL = {"r": 3, "lora_alpha": 6, "target_modules": "all-linear"}
+LAST = {"r": 4, "use_rslora": True, "target_modules": ["q_proj", "o_proj"], "layers_to_transform": [4]}
+
+LAYOUTS = [
+    pytest.param("llama", ALL, {"tensor": 2}, id="tp2"),
+    pytest.param("llama-kv1", ALL, {"tensor": 2, "sequence": True}, id="shared-heads-sp2"),
+    pytest.param("llama-tied", ALL, {"pipeline": 2}, id="tied-pp2"),
+    pytest.param("llama", ALL, {"data": 2, "zero": 3}, id="zero3"),
+    pytest.param("llama", ALL, {"tensor": 2, "pipeline": 2}, id="tp2-pp2"),
+    pytest.param("gpt2", ALL, {"tensor": 2, "sequence": True}, id="gpt2-sp2"),
+    pytest.param("gpt2", ALL, {"tensor": 2, "data": 2, "zero": 1}, id="gpt2-tp2-zero1"),
+    pytest.param("llama-tied", LAST, {"pipeline": 2, "data": 2, "zero": 1}, id="a-stage-without-zero1"),
+    pytest.param("llama", LAST, {"data": 2, "zero": 2}, id="blocks-without-adapters-zero2"),
+]
+
+
+@pytest.mark.parametrize(("model", "lora", "layout"), LAYOUTS)
+def test_a_layout_trains_the_adapters_of_one_device(
+    assert_same: Callable[..., None], model: str, lora: dict[str, Any], layout: dict[str, Any]
+) -> None:
+    assert_same(model, Layout.of(**layout), lora=lora, clip=1e-3)
+
+
+def test_the_base_stays_as_it_was_to_the_bit(
+    one_device: Callable[[Case], Outcome], models: dict[str, dict[str, Any]]
+) -> None:
+    outcome = one_device(Case(models["llama"], lora=ALL, clip=1e-3))
+    for name, before in outcome.initial.items():
+        moved = not torch.equal(before, outcome.parameters[name])
+        assert moved == (".lora_" in name) == (name in outcome.gradients), name
