@@ -12,7 +12,7 @@ from .saving import Contents, Saver
 from .source import Source, read_source
 from .tensor_file import TensorFile
 from .tensor_writer import TensorWriter
-from .training import Progress, load_training, newest_checkpoint
+from .training import Progress, begin_moments, load_training, newest_checkpoint
 from .verify import verify
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "StoredAdapter",
     "TensorFile",
     "TensorWriter",
+    "begin_moments",
     "carry_out",
     "check_base",
     "complete_checkpoints",

@@ -103,9 +103,10 @@ def plan_to_sharded(
     stages = source.family.declarations(source.model_config, layout, split=split)
     weights = holdings(stages, layout, sharded=False, replicas=True)
     table = dict(weights)
-    training = source.manifest is not None and source.manifest.kind == "training"
-    if training:
-        table |= {moment_name(moment, name): held for moment in MOMENTS for name, held in weights.items()}
+    if source.manifest is not None and source.manifest.kind == "training":
+        frozen = source.manifest.frozen
+        trained = {name: held for name, held in weights.items() if name not in frozen}
+        table |= {moment_name(moment, name): held for moment in MOMENTS for name, held in trained.items()}
     tie = source.tie()
     outputs: list[list[OutputTensor]] = [[] for _ in range(layout.world)]
     stored = {}

@@ -221,7 +221,7 @@ def _manifest(plan: Conversion, layout: Layout, files: Sequence[StoredFile], dir
         step=old.step if old else None,
         data_position=old.data_position if old else None,
         seeds=old.seeds if old else {},
-        state={"split": list(plan.split) if plan.split else None},
+        state=(old.state if old else {}) | {"split": list(plan.split) if plan.split else None},
         adapter=plan.source.adapter,
         companions=tuple(store_companion(path, directory) for path in plan.source.companions),
         files=tuple(files),

@@ -200,6 +200,12 @@ class Manifest(_Strict):
                     where, f"config.{key}", expected=shown(wanted), found=shown(here), todo=todo
                 )
 
+    @property
+    def frozen(self) -> frozenset[str]:
+        """The parameters that the run does not train: they have no moments."""
+        names = self.state.get("frozen")
+        return frozenset(map(str, names)) if isinstance(names, list) else frozenset()
+
     def parts_of(self, file: int) -> dict[str, Part]:
         """The part of each tensor that a file holds."""
         return self._by_file()[file]

@@ -43,6 +43,8 @@ class Contents:
     companions: Sequence[Path] = ()
     #: Of LoRA adapters (``family`` is theirs): what they are, and for which base.
     adapter: StoredAdapter | None = None
+    #: Parameters that are not trained, so have no moments.
+    frozen: frozenset[str] = frozenset()
 
 
 class Saver:
@@ -75,7 +77,7 @@ class Saver:
         self._model, self._optimizer, self._contents = model, optimizer, contents
         self._state, self._layout = model.state, model.state.layout
         stages = contents.family.declarations(contents.config, self._layout, split=contents.split)
-        self._table = _table(stages, self._layout)
+        self._table = _table(stages, self._layout, contents.frozen)
         self._copies: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
@@ -195,7 +197,11 @@ class Saver:
             layout=self._layout,
             step=progress.step,
             data_position=progress.data,
-            state={"split": list(contents.split) if contents.split else None},
+            state={
+                "split": list(contents.split) if contents.split else None,
+                "memory": progress.memory,
+                "frozen": [*sorted(contents.frozen)],
+            },
             adapter=contents.adapter,
             companions=tuple(store_companion(path, directory) for path in contents.companions),
             files=tuple(result[0] for result in results if result is not None),
@@ -212,10 +218,13 @@ class Saver:
         return {name: tensor for name, tensor in found.items() if name in mine}
 
 
-def _table(stages: Sequence[Mapping[str, Any]], layout: Layout) -> dict[str, list[Holding]]:
+def _table(
+    stages: Sequence[Mapping[str, Any]], layout: Layout, frozen: frozenset[str]
+) -> dict[str, list[Holding]]:
     """Who writes what: the moments lie exactly as their parameters do."""
     weights = holdings(stages, layout)
-    moments = {moment_name(moment, name): held for moment in MOMENTS for name, held in weights.items()}
+    trained = {name: held for name, held in weights.items() if name not in frozen}
+    moments = {moment_name(moment, name): held for moment in MOMENTS for name, held in trained.items()}
     return weights | moments
 
 

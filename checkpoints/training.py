@@ -25,11 +25,14 @@ from .verify import verify_files
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands: the steps done, the layout that did them, what fixes the order of its samples."""
+    """Where a run stands: the steps done, the layout that did them, what fixes the order of its samples, and
+    what else the loop remembers (plain data; ``updates``: the steps that were not skipped).
+    """
 
     step: int
     layout: Layout
     data: dict[str, Any] = field(default_factory=dict)
+    memory: dict[str, Any] = field(default_factory=dict)
 
 
 def newest_checkpoint(
@@ -88,12 +91,22 @@ def load_training(
         verify_files(path, manifest, range(state.rank, len(manifest.files), state.layout.world))
         tie = source.tie()
         load_source(source, model)
-        begin_moments(model, optimizer, updates=manifest.step)
+        memory = manifest.state.get("memory")
+        memory = dict(memory) if isinstance(memory, dict) else {"updates": manifest.step}
+        begin_moments(model, optimizer, updates=int(str(memory.get("updates", manifest.step))))
         for moment in MOMENTS:
             for name, tensor, box in stored_parts(model, state, moment_of(optimizer, moment)):
+                if name in manifest.frozen:
+                    raise BadCheckpoint(
+                        path,
+                        moment_name(moment, name),
+                        expected="the moment of a parameter that is trained",
+                        found="none: it was frozen",
+                        todo="Freeze what the run began with frozen, or start a new run with init_from",
+                    )
                 fill(tensor, source.read(moment_name(moment, name), box, tie))
         data = manifest.data_position if isinstance(manifest.data_position, dict) else {}
-        return Progress(manifest.step, manifest.layout, dict(data))
+        return Progress(manifest.step, manifest.layout, dict(data), memory)
 
     return together(load, world=state.layout.world, group=state.file_group)[state.rank]
 

@@ -13,33 +13,37 @@ from .engine import local_data
 from .state import ParallelState
 
 
-def finalize_gradients(model: nn.Module, *, state: ParallelState | None = None) -> None:
+def finalize_gradients(
+    model: nn.Module, *, reduce: torch.dtype | None = None, state: ParallelState | None = None
+) -> None:
     """Sum, once a step, the gradients of which each rank holds only a part. In place.
 
     Norm weights and row biases under sequence parallelism and shared key/value heads are summed over the
     tensor axis; a tied embedding over the two ends of the pipeline. The data axes are FSDP's work and done by
-    now.
+    now. ``reduce``: sum in this dtype, if not in the gradients' own.
     """
     if state is None or state.layout.world == 1:
         return
     found = list(_gradients(model))
     if state.tensor_size > 1:
         partial = [grad for _, declaration, grad in found if "tensor" in declaration.partial]
-        _sum_together(partial, state.tensor_group)
+        _sum_together(partial, state.tensor_group, reduce)
     if state.layout.pipeline > 1 and any(declaration.ends for _, declaration, _ in found):
-        _sum_together([grad for _, declaration, grad in found if declaration.ends], state.ends_group)
+        _sum_together([grad for _, declaration, grad in found if declaration.ends], state.ends_group, reduce)
 
 
 def gradient_norm(model: nn.Module, *, state: ParallelState | None = None) -> Tensor:
     """The 2-norm over the gradients of the whole model, every element counted once; the same on every rank.
 
-    A scalar tensor in at least fp32. Collective over all ranks.
+    A scalar tensor in at least fp32. A copy of a gradient counts zero times, but what is not finite in it
+    makes the norm NaN: so all ranks know of an overflow anywhere. Collective over all ranks.
     """
     state = state or ParallelState.alone()
     squares = [
         torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32)) ** 2
+        * int(declaration.owner(state.layout, state.at))
         for _, declaration, grad in _gradients(model)
-        if declaration.owner(state.layout, state.at) and grad.numel()
+        if grad.numel()
     ]
     dtype = squares[0].dtype if squares else _norm_dtype(model)
     # Where the gradients rest, which is the host when they are offloaded: all ranks sum on one device.
@@ -50,14 +54,19 @@ def gradient_norm(model: nn.Module, *, state: ParallelState | None = None) -> Te
     return total.sqrt()
 
 
-def clip_gradients(model: nn.Module, max_norm: float, *, state: ParallelState | None = None) -> Tensor:
+def clip_gradients(
+    model: nn.Module, max_norm: float, *, loss_scale: float = 1.0, state: ParallelState | None = None
+) -> Tensor:
     """Scale all gradients so that their global norm is at most ``max_norm``; returns the norm before.
 
-    Where that is not finite they stay as they are, so that the bad ones can be told from the others.
+    ``max_norm=0`` clips nothing. ``loss_scale``: what the loss was multiplied by; gradients and norm are
+    divided by it. If the norm is not finite the gradients stay as they are, so that the culprit can be found.
     """
-    norm = gradient_norm(model, state=state)
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    scale = torch.where(torch.isfinite(norm), scale, torch.ones_like(scale))
+    norm = gradient_norm(model, state=state) / loss_scale
+    if max_norm == 0 and loss_scale == 1.0:
+        return norm
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm else torch.ones_like(norm)
+    scale = torch.where(norm.isfinite(), scale / loss_scale, 1.0)
     for _, _, grad in _gradients(model):
         grad.mul_(scale.to(grad.dtype))
     return norm
@@ -90,11 +99,11 @@ def _gradients(model: nn.Module) -> Iterable[tuple[str, Declaration, Tensor]]:
             yield name, stated[name], local_data(parameter.grad)
 
 
-def _sum_together(grads: list[Tensor], group: dist.ProcessGroup) -> None:
+def _sum_together(grads: list[Tensor], group: dist.ProcessGroup, reduce: torch.dtype | None) -> None:
     """All-reduce many small tensors as one, a dtype."""
     for dtype in sorted({grad.dtype for grad in grads}, key=str):
         same = [grad for grad in grads if grad.dtype == dtype]
-        flat = torch.cat([grad.reshape(-1) for grad in same])
+        flat = torch.cat([grad.reshape(-1) for grad in same]).to(reduce or dtype)
         dist.all_reduce(flat, group=group)
         for grad, part in zip(same, flat.split([grad.numel() for grad in same]), strict=True):
             grad.copy_(part.view_as(grad))

@@ -1,4 +1,4 @@
-"""What a run trains with, built from its recipe: the model in its layout, the optimizer, the step."""
+"""What a run trains with, built from its recipe: model, step, optimizer, update, learning rates."""
 
 from __future__ import annotations
 
@@ -10,36 +10,52 @@ from ..layers import checkpoint_blocks
 from ..models import AdaptedFamily, CausalLM
 from ..parallel_state import ParallelState
 from .data_parallel import resting_device, shard_over_data
+from .groups import freeze
+from .loss_scale import LossScale
 from .optimizer import make_adamw
 from .precision import Precision, dtype_named
 from .recipe import Recipe
+from .recipe_checks import decay_steps
 from .run_plan import Plan
+from .schedules import Schedule, scaled_rate
 from .sections import MemorySection
+from .spikes import Spikes
 from .step import TrainStep
+from .update import Update
 
 
 @dataclass(frozen=True)
 class Parts:
-    """One rank's model (weights not yet filled), its optimizer, and the step that ties them."""
+    """One rank's model (weights not yet filled), its optimizer, the step that makes gradients, the update
+    that uses them, and each step's learning rate.
+    """
 
     model: CausalLM
     optimizer: torch.optim.Optimizer
     step: TrainStep
+    update: Update
+    schedule: Schedule
 
 
 def build(recipe: Recipe, plan: Plan, state: ParallelState) -> Parts:
     """Collective: every rank builds its own part. The weights are filled after it, by a load or
     ``initialize``.
     """
-    master = dtype_named(recipe.dtype)
-    precision = Precision(master, dtype_named(recipe.compute or recipe.dtype), master)
+    master, compute = dtype_named(recipe.dtype), dtype_named(recipe.compute or recipe.dtype)
+    precision = Precision(master, compute, dtype_named(recipe.reduce or recipe.dtype))
     model = _model(recipe, plan, state, precision)
+    freeze(model, plan.groups)
     spare_memory(model, recipe.memory)
     shard_over_data(model, state, precision, offload=recipe.memory.offload)
     model.to_empty(device=resting_device(state, offload=recipe.memory.offload))
     wanted = recipe.optimizer
     optimizer = make_adamw(
-        model, lr=wanted.lr, betas=wanted.betas, eps=wanted.eps, weight_decay=wanted.weight_decay
+        model,
+        lr=wanted.lr,
+        betas=wanted.betas,
+        eps=wanted.eps,
+        weight_decay=wanted.weight_decay,
+        groups=plan.groups,
     )
     step = TrainStep(
         model,
@@ -48,8 +64,34 @@ def build(recipe: Recipe, plan: Plan, state: ParallelState) -> Parts:
         label_smoothing=wanted.label_smoothing,
         dtype=precision.compute,
         loss_chunk=recipe.memory.loss_chunk,
+        reduce=torch.promote_types(master, precision.reduce),
     )
-    return Parts(model, optimizer, step)
+    update = Update(
+        model,
+        optimizer,
+        clip=wanted.clip,
+        loss_scale=LossScale(recipe.loss_scale) if compute == torch.float16 else None,
+        spikes=Spikes(wanted.skip_spikes) if wanted.skip_spikes else None,
+    )
+    return Parts(model, optimizer, step, update, schedule_of(recipe)[0])
+
+
+def schedule_of(recipe: Recipe) -> tuple[Schedule, str]:
+    """The run's learning rates, and a line on how the peak follows from the batch, if it does."""
+    wanted = recipe.optimizer
+    peak, said = scaled_rate(
+        wanted.lr, wanted.scale_lr, batch=recipe.data.global_batch, reference=wanted.reference_batch
+    )
+    schedule = Schedule(
+        wanted.schedule,
+        peak,
+        recipe.steps,
+        warmup=wanted.warmup,
+        minimum=wanted.minimum_ratio,
+        decay=decay_steps(wanted, recipe.steps),
+        shape=wanted.decay_shape,
+    )
+    return schedule, said
 
 
 def _model(recipe: Recipe, plan: Plan, state: ParallelState, precision: Precision) -> CausalLM:

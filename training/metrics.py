@@ -15,7 +15,9 @@ class StepMetrics:
     """One step. ``loss`` is the mean over the step's tokens in nats, ``grad_norm`` is before clipping.
 
     ``memory`` is in bytes, of the rank that uses most. MFU is a share, ``None`` where the peak of the devices
-    is not known. ``skipped``: nothing was updated. Without an evaluation after it, its numbers are absent.
+    is not known. ``skipped``: why nothing was updated (``overflow``, ``spike``), if so; ``skips``: how often
+    that was so by now. ``loss_scale``: of float16 alone. Without an evaluation after it, its numbers are
+    absent.
     """
 
     step: int
@@ -28,7 +30,9 @@ class StepMetrics:
     mfu_causal: float | None = None
     mfu_full: float | None = None
     memory: int | None = None
-    skipped: bool = False
+    skipped: str | None = None
+    skips: int = 0
+    loss_scale: float | None = None
     evaluation_loss: float | None = None
     evaluation_perplexity: float | None = None
 

@@ -1,14 +1,14 @@
-"""AdamW over what this rank stores, with weight decay on matrices only; the learning rate of each step."""
+"""AdamW over what this rank stores, with weight decay on matrices only unless a group says otherwise."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Mapping
 
 import torch
 from torch import nn
 
-from ..parallel_state import BadInput, declarations
+from ..parallel_state import declarations
+from .sections import ParameterGroup
 
 
 def make_adamw(
@@ -19,51 +19,33 @@ def make_adamw(
     eps: float = 1e-8,
     weight_decay: float = 0.1,
     fused: bool = True,
+    groups: Mapping[str, ParameterGroup] | None = None,
 ) -> torch.optim.AdamW:
-    """PyTorch's AdamW in two groups: matrices decay; biases, norms and other vectors do not.
+    """PyTorch's AdamW over the parameters that require gradients: matrices decay; biases, norms and other
+    vectors do not.
 
-    Which is which follows from the whole shape, so it is the same in every layout. Source: Loshchilov and
-    Hutter 2019.
+    Which is which follows from the whole shape, so it is the same in every layout. ``groups``: from names to
+    what is different for them. Source: Loshchilov and Hutter 2019.
     """
     stated = declarations(model)
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    matrices = [p for name, p in named if len(stated[name].shape) >= 2]
-    vectors = [p for name, p in named if len(stated[name].shape) < 2]
-    groups = [
-        {"params": params, "weight_decay": decay}
-        for params, decay in ((matrices, weight_decay), (vectors, 0.0))
-        if params
+    usual = ParameterGroup(match=".")
+    sorted_out: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            group = (groups or {}).get(name, usual)
+            decay = weight_decay if len(stated[name].shape) >= 2 else 0.0
+            decay = decay if group.weight_decay is None else group.weight_decay
+            sorted_out.setdefault((group.lr_scale, decay), []).append(parameter)
+    parts = [
+        {"params": params, "weight_decay": decay, "lr_scale": scale}
+        for (scale, decay), params in sorted_out.items()
     ]
-    # A pipeline stage may hold nothing that is trained.
-    return torch.optim.AdamW(groups or [{"params": []}], lr=lr, betas=betas, eps=eps, fused=fused)
-
-
-def cosine(step: int, *, peak: float, warmup: int, total: int, minimum: float = 0.0) -> float:
-    """Linear warm-up to ``peak`` over ``warmup`` steps, then half a cosine down to ``minimum`` at ``total``.
-
-    ``step`` counts from 0; the first step already learns. Source: Loshchilov and Hutter 2017.
-    """
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    progress = min(1.0, (step - warmup) / max(1, total - warmup))
-    return minimum + (peak - minimum) * 0.5 * (1 + math.cos(math.pi * progress))
-
-
-def constant(step: int, *, peak: float, warmup: int, total: int, minimum: float = 0.0) -> float:
-    """Linear warm-up, then ``peak``."""
-    return peak * (step + 1) / warmup if step < warmup else peak
-
-
-SCHEDULES: dict[str, Callable[..., float]] = {"cosine": cosine, "constant": constant}
-
-
-def learning_rate(name: str, step: int, *, peak: float, warmup: int, total: int, minimum: float) -> float:
-    """The rate of ``step`` under the schedule with this name: a function of the step alone."""
-    if name not in SCHEDULES:
-        raise BadInput("recipe", "schedule", expected=f"one of {', '.join(SCHEDULES)}", found=repr(name))
-    return SCHEDULES[name](step, peak=peak, warmup=warmup, total=total, minimum=minimum)
+    # A pipeline stage of which nothing is trained has one group with nothing in it; torch refuses none.
+    parts = parts or [{"params": [], "weight_decay": 0.0, "lr_scale": 1.0}]
+    return torch.optim.AdamW(parts, lr=lr, betas=betas, eps=eps, fused=fused)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Each group's rate for the step to come: ``lr`` times its ``lr_scale``."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get("lr_scale", 1.0)

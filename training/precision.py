@@ -26,7 +26,9 @@ def dtype_named(name: str, where: str = "recipe", key: str = "dtype") -> torch.d
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """``master``: weights and moments; ``compute``: forward and backward; ``reduce``: sums of gradients."""
+    """``master``: weights and moments; ``compute``: forward and backward; ``reduce``: sums of gradients over
+    micro-batches and ranks.
+    """
 
     master: torch.dtype = torch.float32
     compute: torch.dtype = torch.float32
@@ -35,9 +37,8 @@ class Precision:
     @property
     def policy(self) -> MixedPrecisionPolicy:
         """FSDP2's policy: it casts weights on all-gather and gradients before reduce."""
-        mixed = self.compute != self.master
         return MixedPrecisionPolicy(
-            param_dtype=self.compute if mixed else None,
-            reduce_dtype=self.reduce if mixed else None,
+            param_dtype=self.compute if self.compute != self.master else None,
+            reduce_dtype=self.reduce if self.reduce != self.compute else None,
             cast_forward_inputs=False,
         )

@@ -13,12 +13,14 @@ from pydantic import Field, ValidationError
 
 from ..parallel_state import TIMEOUT, BadInput
 from .preempt import GRACE
+from .recipe_checks import check_optimizer, check_precision
 from .sections import (
     CheckpointSection,
     DataSection,
     EvaluationSection,
     LayoutSection,
     LoraSection,
+    LossScaleSection,
     MemorySection,
     ModelSection,
     OptimizerSection,
@@ -48,9 +50,14 @@ class Recipe(Section):
     dtype: Literal["float32", "float64", "bfloat16"] = Field(
         default="float32", description="weights and moments"
     )
-    compute: Literal["float32", "float64", "bfloat16"] | None = Field(
-        default=None, description="forward and backward; bfloat16 with float32 weights is mixed precision"
+    compute: Literal["float32", "float64", "bfloat16", "float16"] | None = Field(
+        default=None,
+        description="forward and backward; bfloat16 or float16 with float32 weights is mixed precision",
     )
+    reduce: Literal["float32", "float64", "bfloat16", "float16"] | None = Field(
+        default=None, description="sums of gradients over ranks and micro-batches; default: dtype"
+    )
+    loss_scale: LossScaleSection = Field(default=LossScaleSection(), description="of float16")
     log_every: int = Field(default=10, ge=1)
     model: ModelSection
     lora: LoraSection | None = None
@@ -73,6 +80,8 @@ class Recipe(Section):
             raise BadInput(
                 where, "model", expected="either init_from or config", found=self.model.model_dump()
             )
+        check_optimizer(self.optimizer, self.steps, where)
+        check_precision(self.dtype, self.compute, self.loss_scale, where)
         layout = self.layout.layout
         if self.data.global_batch % (layout.data * self.data.micro_batch):
             raise BadInput(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,9 @@ from ..parallel_state import BadInput
 from .adapters import plan_adapters
 from .batches import GlobalBatches, Mixture
 from .data_parallel import check_zero
+from .groups import assign, names_of
 from .recipe import Recipe, read_config
+from .sections import ParameterGroup
 from .tensorboard import check_tensorboard
 from .tokens import TokenFile
 
@@ -29,6 +31,8 @@ class Plan:
     #: Of LoRA: the model's weights, which stay; ``family`` is then of the adapters.
     base: Source | None = None
     adapter: StoredAdapter | None = None
+    #: Our names of the parameters that a group of the recipe's treats differently.
+    groups: Mapping[str, ParameterGroup] = field(default_factory=dict)
 
 
 def plan(recipe: Recipe) -> Plan:
@@ -71,7 +75,8 @@ def plan(recipe: Recipe) -> Plan:
     # Building every stage on the meta device refuses each cut that is not even.
     family.declarations(config, layout, split=recipe.layout.split)
     hf_config = raw if recipe.model.init_from is not None else family.to_hf(config) | dict(raw)
-    return Plan(family, config, hf_config, companions, source if adapter else None, adapter)
+    groups = assign(recipe.optimizer.groups, names_of(family, config))
+    return Plan(family, config, hf_config, companions, source if adapter else None, adapter, groups)
 
 
 def tokenizer_files(folder: Path) -> list[Path]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from ..layers import Checkpointing
 from ..models import LoraConfig
@@ -92,20 +92,86 @@ class DataSection(Section):
     )
 
 
+class ParameterGroup(Section):
+    """What is different for the parameters whose name matches; the first group that matches counts."""
+
+    match: str = Field(
+        min_length=1, description="a regular expression, searched in Hugging Face's name and in ours"
+    )
+    lr_scale: float = Field(
+        default=1.0, ge=0, description="their learning rate, as a multiple of the others'"
+    )
+    weight_decay: float | None = Field(
+        default=None, ge=0, description="instead of the usual; also of vectors"
+    )
+    freeze: bool = Field(default=False, description="never updated; no gradient and no moments")
+
+
+class SpikeSection(Section):
+    """Which steps are skipped because their loss or gradient norm leaps."""
+
+    deviations: float = Field(
+        default=6.0,
+        gt=0,
+        description="standard deviations above the window's mean from which a step is a spike",
+    )
+    window: int = Field(
+        default=128, ge=4, description="steps that are looked back on; nothing is skipped before half of them"
+    )
+
+
+class LossScaleSection(Section):
+    """By what the loss is multiplied under float16; all numbers are powers of two."""
+
+    initial: float = Field(default=2.0**16, gt=0)
+    growth_interval: int = Field(
+        default=2000, ge=0, description="steps without overflow after which it doubles; 0: never"
+    )
+    minimum: float = Field(default=1.0, gt=0, description="an overflow at this scale stops the run")
+    maximum: float = Field(default=2.0**24, gt=0)
+
+
 class OptimizerSection(Section):
     """AdamW and the learning rate's course."""
 
-    lr: float = Field(default=3e-4, gt=0)
-    betas: tuple[_Beta, _Beta] = (0.9, 0.95)
-    eps: float = Field(default=1e-8, gt=0)
-    weight_decay: float = Field(default=0.1, ge=0)
-    clip: float = Field(default=1.0, gt=0, description="largest global gradient norm")
-    schedule: Literal["cosine", "constant"] = Field(default="cosine", description="of the learning rate")
-    warmup: int = Field(default=0, ge=0, description="steps")
-    minimum_ratio: float = Field(
-        default=0.1, ge=0, le=1, description="the last learning rate, as a share of lr"
+    lr: float = Field(default=3e-4, gt=0, description="the highest learning rate")
+    betas: tuple[_Beta, _Beta] = Field(default=(0.9, 0.95), description="AdamW's")
+    eps: float = Field(default=1e-8, gt=0, description="AdamW's")
+    weight_decay: float = Field(default=0.1, ge=0, description="of matrices; biases, norms have none")
+    clip: float = Field(
+        default=1.0, ge=0, description='largest global gradient norm; 0 or "none": no clipping'
     )
-    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+    schedule: Literal["cosine", "linear", "wsd", "constant", "inverse_sqrt"] = Field(
+        default="cosine", description="of the learning rate"
+    )
+    warmup: int = Field(default=0, ge=0, description="steps of a straight line up to lr")
+    minimum_ratio: float = Field(
+        default=0.1, ge=0, le=1, description="the last learning rate, as a share of lr; not of constant"
+    )
+    decay: int | None = Field(
+        default=None, ge=1, description="steps of wsd's last phase; default: a tenth of the run"
+    )
+    decay_shape: Literal["1-sqrt", "linear", "cosine"] = Field(
+        default="1-sqrt", description="of wsd's last phase"
+    )
+    scale_lr: Literal["sqrt", "linear"] | None = Field(
+        default=None, description="how lr follows data.global_batch from reference_batch"
+    )
+    reference_batch: int | None = Field(
+        default=None, ge=1, description="samples a step for which lr was found good"
+    )
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1, description="share spread over the vocabulary")
+    groups: tuple[ParameterGroup, ...] = Field(
+        default=(), description="parameters with a rate or decay of their own, or frozen"
+    )
+    skip_spikes: SpikeSection | None = Field(
+        default=None, description="skip steps that leap; {} for the defaults"
+    )
+
+    @field_validator("clip", mode="before")
+    @classmethod
+    def _none_is_zero(cls, value: object) -> object:
+        return 0.0 if value == "none" else value
 
 
 class MemorySection(Section):

@@ -22,7 +22,8 @@ class TrainStep:
 
     The mean is over the valid labels of the *global* batch, whatever the micro-batches and data ranks, so it
     is the same number in every layout. ``micro_batch`` is in samples. The model has been through
-    ``shard_over_data``.
+    ``shard_over_data``. ``dtype``: of the activations; ``reduce``: of the sums of gradients outside FSDP, if
+    not the gradients' own.
     """
 
     def __init__(
@@ -34,22 +35,25 @@ class TrainStep:
         label_smoothing: float = 0.0,
         dtype: torch.dtype = torch.float32,
         loss_chunk: int = 0,
+        reduce: torch.dtype | None = None,
     ) -> None:
         self.model, self.state = model, model.state
         self.micro_batch, self.schedule_name = micro_batch, schedule
-        self.label_smoothing, self.dtype = label_smoothing, dtype
-        self.loss_chunk = loss_chunk
+        self.label_smoothing, self.dtype, self.reduce = label_smoothing, dtype, reduce
+        self.loss_chunk, self._scale = loss_chunk, 1.0
         self._schedule: PipelineScheduleSingle | None = None
         self._shape: torch.Size | None = None
         self._tokens = torch.ones(())
 
-    def __call__(self, input_ids: Tensor, labels: Tensor, positions: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, input_ids: Tensor, labels: Tensor, positions: Tensor | None = None, *, scale: float = 1.0
+    ) -> Tensor:
         """All (samples of this data rank, S), int64; labels shifted, ``IGNORE`` where they do not count.
 
         ``positions`` start again at 0 where a document starts; ``None`` is one document a row.
 
         Returns the loss, the same scalar on every rank. A step with no valid label has loss 0 and zero
-        gradients.
+        gradients. ``scale``, a power of two: the gradients are those of ``scale`` times the loss.
         """
         samples, length = input_ids.shape
         if samples % self.micro_batch:
@@ -66,16 +70,16 @@ class TrainStep:
                 expected=f"a multiple of tensor={self.state.tensor_size} under sequence parallelism",
                 found=length,
             )
-        self._tokens = self._global_tokens(labels)
+        self._tokens, self._scale = self._global_tokens(labels), scale
         if self.state.layout.pipeline > 1:
             losses = self._pipelined(input_ids, labels, positions)
         else:
             losses = self._plain(input_ids, labels, positions)
-        finalize_gradients(self.model, state=self.state)
+        finalize_gradients(self.model, reduce=self.reduce, state=self.state)
         return self._global_loss(losses)
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """A micro-batch's share of the step's mean loss, from what the model gives.
+        """A micro-batch's share of the step's mean loss, times the scale, from what the model gives.
 
         That is logits, or with ``head_in_loss`` the hidden states of the last stage.
         """
@@ -89,7 +93,7 @@ class TrainStep:
                 label_smoothing=self.label_smoothing,
                 state=self.state,
             )
-            return total / self._tokens
+            return total / self._tokens * self._scale
         per_token = vocab_parallel_cross_entropy(
             logits,
             labels,
@@ -97,7 +101,7 @@ class TrainStep:
             label_smoothing=self.label_smoothing,
             state=self.state,
         )
-        return per_token.sum() / self._tokens
+        return per_token.sum() / self._tokens * self._scale
 
     def _plain(self, input_ids: Tensor, labels: Tensor, positions: Tensor | None) -> list[Tensor]:
         losses = []
@@ -148,4 +152,4 @@ class TrainStep:
         if state.layout.world > 1:
             total = total * int(state.at.tensor == 0)
             dist.all_reduce(total)
-        return total
+        return total / self._scale

@@ -27,7 +27,7 @@ class Terminal:
         if self._first < 0:
             self._first, self._began = metrics.step, time.monotonic()
         done = metrics.step - self._first
-        if metrics.step % self.every and metrics.step != self.steps - 1 and done:
+        if metrics.step % self.every and metrics.step != self.steps - 1 and done and not metrics.skipped:
             return
         left = (time.monotonic() - self._began) / done * (self.steps - 1 - metrics.step) if done else None
         parts = [
@@ -42,7 +42,7 @@ class Terminal:
         if metrics.memory is not None:
             parts.append(f"{metrics.memory / 2**30:.2f} GiB")
         if metrics.skipped:
-            parts.append("skipped")
+            parts.append(f"skipped: {metrics.skipped}, {metrics.skips} so far")
         self._console.print("  ".join([*parts, f"{_duration(left)} left"]))
 
     def evaluation(self, metrics: StepMetrics) -> None:

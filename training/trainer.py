@@ -10,20 +10,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..checkpoints import Contents, Progress, Saver, load_training, load_weights, newest_checkpoint
+from ..checkpoints import (
+    Contents,
+    Progress,
+    Saver,
+    begin_moments,
+    load_training,
+    load_weights,
+    newest_checkpoint,
+)
 from ..parallel_state import (
     BadInput,
     ParallelState,
-    clip_gradients,
     fault,
     initialize,
     seed_of,
 )
 from .adapters import first_adapters
-from .build import build
+from .build import build, schedule_of
 from .health import name_the_culprit
 from .metrics import StepMetrics
-from .optimizer import learning_rate, set_learning_rate
+from .optimizer import set_learning_rate
 from .preempt import Preempted, StopSignals
 from .recipe import Recipe
 from .run_plan import open_data, plan
@@ -59,13 +66,15 @@ class Trainer:
             )
         parts = build(recipe, self.plan, state)
         self.model, self.optimizer, self.step = parts.model, parts.optimizer, parts.step
+        self.update, self.schedule = parts.update, parts.schedule
         self.watchers = Watchers(recipe, self.plan, parts, state, self.terminal, self._at)
 
     def run(self, after_step: Callable[[StepMetrics], None] | None = None) -> list[StepMetrics]:
         """Train from the newest complete checkpoint, or from the start, to the last step; the steps' metrics.
 
         A signal that ``signals`` noted ends it after the step at hand, with a checkpoint: ``Preempted``.
-        A rank whose loss or gradient is not finite stops all of them before the update: ``PeerFailed``.
+        A rank whose loss or gradient is not finite stops all of them before the update: ``PeerFailed``; under
+        float16 they skip the step together.
         """
         start = self._start()
         stop = min(self.recipe.steps, self.recipe.stop_after or self.recipe.steps)
@@ -86,7 +95,9 @@ class Trainer:
                 every = self.recipe.checkpoint.every
                 if number + 1 == stop or asked or (every and (number + 1) % every == 0):
                     self._at("save", number + 1)
-                    progress = Progress(step=number + 1, layout=self.state.layout, data=self._identity())
+                    progress = Progress(
+                        number + 1, self.state.layout, self._identity(), self.update.remember()
+                    )
                     saver.save(progress)
                 if asked and number + 1 < stop:
                     saver.wait()
@@ -107,6 +118,7 @@ class Trainer:
                 self.recipe.layout.split,
                 self.plan.companions,
                 adapter=self.plan.adapter,
+                frozen=frozenset(name for name, group in self.plan.groups.items() if group.freeze),
             ),
             keep=self.recipe.checkpoint.keep,
             background=self.recipe.checkpoint.background,
@@ -126,6 +138,8 @@ class Trainer:
 
     def _start(self) -> int:
         """Resume if there is a checkpoint, else load or draw the first weights; the step to begin with."""
+        if said := schedule_of(self.recipe)[1]:
+            self.terminal.say(said)
         newest = newest_checkpoint(self.checkpoints, self.state, say=self.terminal.say)
         plan, lora = self.plan, self.recipe.lora
         if lora is not None and plan.base is not None:
@@ -137,6 +151,7 @@ class Trainer:
                 newest, self.model, self.optimizer, plan.family, plan.config, adapter=plan.adapter
             )
             self._check_progress(newest, progress)
+            self.update.restore(progress.memory)
             self.terminal.say(f"resumed from {newest} (written by {progress.layout})")
             self.watchers.began(progress.step, checkpoint=newest, progress=progress)
             return progress.step
@@ -147,6 +162,7 @@ class Trainer:
             self.terminal.say(f"weights from {self.recipe.model.init_from}")
         else:
             initialize(self.model, self.recipe.seed, state=self.state)
+        begin_moments(self.model, self.optimizer)
         self.watchers.began(0)
         return 0
 
@@ -177,28 +193,30 @@ class Trainer:
         self._at("step", number + 1)
         torch.manual_seed(random_seed(recipe.seed, number, state))
         batch = self.batches.batch(number, state.data_index, state.layout.data)
-        lr = learning_rate(
-            recipe.optimizer.schedule,
-            number,
-            peak=recipe.optimizer.lr,
-            warmup=recipe.optimizer.warmup,
-            total=recipe.steps,
-            minimum=recipe.optimizer.lr * recipe.optimizer.minimum_ratio,
-        )
+        lr = self.schedule.rate(number)
         set_learning_rate(self.optimizer, lr)
         fault("step.forward", rank=state.rank, step=number + 1)
-        loss = self.step(*batch.to(state.device))
-        self.watchers.gradients(number)
-        norm = clip_gradients(self.model, recipe.optimizer.clip, state=state)
-        if not bool(torch.isfinite(loss) & torch.isfinite(norm)):
+        scale = self.update.scale
+        loss = self.step(*batch.to(state.device), scale=scale)
+        self.watchers.gradients(number, scale)
+        updated = self.update(loss)
+        if updated.fatal:
             torch.manual_seed(random_seed(recipe.seed, number, state))
             name_the_culprit(self.model, number + 1, self.watchers.forward, batch.to(state.device))
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        value, grad_norm = float(loss), float(norm)
         seconds = time.perf_counter() - began
         tokens = recipe.data.global_batch * recipe.data.sequence_length
-        return StepMetrics(number, value, grad_norm, lr, tokens, tokens / seconds, seconds)
+        return StepMetrics(
+            number,
+            float(loss),
+            updated.grad_norm,
+            lr,
+            tokens,
+            tokens / seconds,
+            seconds,
+            skipped=updated.skipped,
+            skips=self.update.skipped,
+            loss_scale=scale if self.update.loss_scale else None,
+        )
 
     def _at(self, phase: str, step: int) -> None:
         if self.beat is not None:

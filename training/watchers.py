@@ -109,10 +109,11 @@ class Watchers:
         with self.traces.around(number + 1):
             yield
 
-    def gradients(self, number: int) -> None:
-        """Whole and not yet clipped."""
+    def gradients(self, number: int, scale: float) -> None:
+        """Whole and not yet clipped, of ``scale`` times the loss."""
         if self._norms_due(number) and self.norms is not None:
-            self._measured["gradients"] = self.norms.gradients()
+            norms = self.norms.gradients()
+            self._measured["gradients"] = {name: norm / scale for name, norm in norms.items()}
 
     @property
     def memory(self) -> int:
@@ -137,8 +138,9 @@ class Watchers:
         if self._metrics is not None:
             self._metrics.write(asdict(metrics))
         if self._board is not None:
+            apart = ("step", "skipped")  # not a curve
             self._board.write(
-                number + 1, {name: value for name, value in asdict(metrics).items() if name != "step"}
+                number + 1, {name: value for name, value in asdict(metrics).items() if name not in apart}
             )
         self._done[0] = number + 1
         return metrics

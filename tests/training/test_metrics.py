@@ -42,15 +42,15 @@ def test_quiet_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_is_not_known_is_not_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    plain = StepMetrics(0, float("inf"), 0.75, 3e-4, 4096, 12_345.6, 0.33, skipped=True)
+    plain = StepMetrics(0, float("inf"), 0.75, 3e-4, 4096, 12_345.6, 0.33, skipped="overflow", skips=3)
     Terminal(steps=1, every=1).step(plain)
     said = capsys.readouterr().out
-    assert "MFU" not in said and "GiB" not in said and "skipped" in said
+    assert "MFU" not in said and "GiB" not in said and "skipped: overflow, 3 so far" in said
     log = StepLog(tmp_path / "metrics.jsonl", start=0)
     log.write(asdict(plain))
     log.close()
     (line,) = read_metrics(tmp_path / "metrics.jsonl")
-    assert "mfu_causal" not in line and line["loss"] is None and line["skipped"] is True
+    assert "mfu_causal" not in line and line["loss"] is None and line["skipped"] == "overflow"
 
 
 def test_a_resumed_log_drops_what_is_done_again_and_a_line_cut_short(tmp_path: Path) -> None:

@@ -61,6 +61,11 @@ def test_zero_puts_the_data_ranks_on_the_right_axis(recipe: Path) -> None:
             "layout.pipeline=16", r"micro-batches a step: expected at least pipeline=16", id="E12-few"
         ),
         pytest.param("model.config=x.json", r"either init_from or config", id="two-models"),
+        pytest.param("optimizer.decay=3", r"optimizer\.decay: expected schedule", id="decay-of-no-wsd"),
+        pytest.param("optimizer.scale_lr=sqrt", r"scale_lr and reference_batch together", id="half-a-rule"),
+        pytest.param("loss_scale.initial=1000", r"expected a power of two, found 1000", id="loss-scale"),
+        pytest.param("loss_scale.initial=0.5", r"between minimum=1 and", id="loss-scale-range"),
+        pytest.param("optimizer.clip=-1", r"optimizer\.clip", id="clip"),
         pytest.param("nonsense", r"expected key=value", id="no-value"),
         pytest.param("steps.more=1", r"expected a section", id="not-a-section"),
     ],
@@ -82,3 +87,21 @@ def test_a_recipe_that_is_not_there_or_not_toml_is_named(tmp_path: Path) -> None
     (tmp_path / "bad.toml").write_text("out = [")
     with pytest.raises(BadInput, match=r"bad\.toml: expected TOML"):
         load_recipe(tmp_path / "bad.toml")
+
+
+def test_a_last_phase_must_fit_between_warmup_and_end(recipe: Path) -> None:
+    wsd = ["optimizer.schedule=wsd", "optimizer.warmup=7"]
+    assert load_recipe(recipe, [*wsd, "optimizer.decay=3"]).optimizer.decay == 3
+    with pytest.raises(BadInput, match=r"optimizer\.decay: expected at most the 3 steps after the warm-up"):
+        load_recipe(recipe, [*wsd, "optimizer.decay=4"])
+
+
+def test_fp16_keeps_masters_that_hold_what_it_cannot(recipe: Path) -> None:
+    assert load_recipe(recipe, ["compute=float16"]).dtype == "float32"
+    with pytest.raises(BadInput, match=r"dtype: expected float32 with compute = float16, found bfloat16"):
+        load_recipe(recipe, ["compute=float16", "dtype=bfloat16"])
+
+
+def test_clipping_is_turned_off_by_zero_or_its_name(recipe: Path) -> None:
+    assert load_recipe(recipe, ["optimizer.clip=none"]).optimizer.clip == 0.0
+    assert load_recipe(recipe, ["optimizer.clip=0"]).optimizer.clip == 0.0

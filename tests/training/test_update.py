@@ -1,0 +1,226 @@
+"""A step that updates nothing: all ranks skip the same one, no bit of a parameter moves, a resume knows."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from trilith.checkpoints import read_source
+from trilith.parallel_state import Box, ParallelState, declarations
+from trilith.parallel_state.engine import local_data
+from trilith.testing import RankError, run_parallel
+from trilith.testing.runs import tiny_recipe, write_tokens
+from trilith.training.loss_scale import LossScale
+from trilith.training.metrics import StepMetrics, read_metrics
+from trilith.training.recipe import parse_recipe
+from trilith.training.sections import LossScaleSection, SpikeSection
+from trilith.training.spikes import Spikes
+from trilith.training.trainer import Trainer
+from trilith.training.update import Update, Updated
+from trilith.training.watchers import Watchers
+
+HALF = {
+    "dtype": "float32",
+    "compute": "float16",
+    "loss_scale": {"initial": 256.0, "growth_interval": 2},
+    "steps": 5,
+}
+SPIKES = {"optimizer": {"skip_spikes": {"window": 4, "deviations": 100.0}}}
+LAYOUTS = [
+    pytest.param({"tensor": 2}, id="tp2"),
+    pytest.param({"pipeline": 2}, id="pp2"),
+    pytest.param({"data": 2, "zero": 1}, id="zero1"),
+    pytest.param({"data": 2, "zero": 3}, id="zero3"),
+    pytest.param({"data": 2}, id="dp2", marks=pytest.mark.slow),
+    pytest.param({"tensor": 2, "pipeline": 2}, id="tp2-pp2", marks=pytest.mark.slow),
+]
+
+
+def run_with_a_leap(raw: dict[str, Any], step: int, factor: float) -> tuple[list[StepMetrics], list[bool]]:
+    """Of a run in which, at ``step``, the last rank's last gradient is multiplied: metrics; who moved when.
+
+    That gradient is a norm's: under tensor parallelism the last rank's is but a copy, which counts for
+    nothing in the norm.
+    """
+    recipe = parse_recipe(raw)
+    state = ParallelState.start(recipe.layout.layout)
+    trainer = Trainer(recipe, state, quiet=True)
+    update, gradients, moved = Update.__call__, Watchers.gradients, []
+
+    def stored() -> list[Tensor]:
+        return [local_data(parameter).clone() for parameter in trainer.model.parameters()]
+
+    def leaping(self: Watchers, number: int, scale: float) -> None:
+        if number == step and state.rank == state.layout.world - 1:
+            norms = [name for name, one in declarations(trainer.model).items() if len(one.shape) == 1]
+            last = trainer.model.get_parameter([name for name in norms if "norm" in name][-1])
+            assert last.grad is not None
+            local_data(last.grad).mul_(factor)
+        gradients(self, number, scale)
+
+    def noting(self: Update, loss: Tensor) -> Updated:
+        before = stored()
+        done = update(self, loss)
+        moved.append(any(not torch.equal(a, b) for a, b in zip(before, stored(), strict=True)))
+        return done
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Update, "__call__", noting)
+        patch.setattr(Watchers, "gradients", leaping)
+        return trainer.run(), moved
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> Path:
+    return write_tokens(tmp_path / "tokens")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_overflow_on_one_rank_skips_the_step_on_all_and_halves_the_scale(
+    tmp_path: Path, tokens: Path, layout: dict[str, Any]
+) -> None:
+    raw = tiny_recipe(tmp_path / "run", tokens, layout=layout, **HALF)
+    world = parse_recipe(raw).layout.layout.world
+    for metrics, moved in run_parallel(run_with_a_leap, world, raw, 1, math.inf):
+        assert [one.skipped for one in metrics] == [None, "overflow", None, None, None]
+        assert moved == [True, False, True, True, True]
+        assert [one.loss_scale for one in metrics] == [256, 256, 128, 128, 256]
+        assert [one.skips for one in metrics] == [0, 1, 1, 1, 1]
+        assert all(math.isfinite(one.loss) for one in metrics)
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [line.get("skipped") for line in lines] == [None, "overflow", None, None, None]
+    assert [line["grad_norm"] is None for line in lines] == [False, True, False, False, False]
+
+
+@pytest.mark.parametrize("layout", [{"pipeline": 2}, {"data": 2, "zero": 3}], ids=["pp2", "zero3"])
+def test_a_leap_of_the_norm_on_one_rank_skips_the_step_on_all(
+    tmp_path: Path, tokens: Path, layout: dict[str, Any]
+) -> None:
+    raw = tiny_recipe(tmp_path / "run", tokens, layout=layout, **SPIKES)
+    for metrics, moved in run_parallel(run_with_a_leap, 2, raw, 3, 1e9):
+        assert [one.skipped for one in metrics] == [None, None, None, "spike", None, None]
+        assert moved == [True, True, True, False, True, True]
+        assert metrics[-1].skips == 1
+
+
+def run_in_doubt(raw: dict[str, Any]) -> list[str | None]:
+    """Which steps are skipped where the last rank alone takes the third for a spike."""
+    recipe = parse_recipe(raw)
+    state = ParallelState.start(recipe.layout.layout)
+
+    def doubt(self: Spikes, loss: float, norm: float) -> bool:
+        return state.rank == state.layout.world - 1 and len(self.losses) == 2
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Spikes, "is_one", doubt)
+        return [one.skipped for one in Trainer(recipe, state, quiet=True).run()]
+
+
+def test_if_one_rank_sees_a_spike_all_skip(tmp_path: Path, tokens: Path) -> None:
+    raw = tiny_recipe(tmp_path / "run", tokens, layout={"data": 2}, steps=3, **SPIKES)
+    assert run_parallel(run_in_doubt, 2, raw) == [[None, None, "spike"]] * 2
+
+
+def outcome(out: Path) -> tuple[list[tuple[Any, ...]], dict[str, Tensor]]:
+    """Every step's numbers and every tensor of the last checkpoint."""
+    keys = ("loss", "grad_norm", "skipped", "skips", "loss_scale", "lr")
+    lines = [tuple(line.get(key) for key in keys) for line in read_metrics(out / "metrics.jsonl")]
+    source = read_source(out)
+    tie = source.tie()
+    return lines, {
+        name: source.read(name, Box.whole(whole.shape), tie) for name, whole in source.catalog.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes", "factor"),
+    [
+        pytest.param({"tensor": 2}, HALF, math.inf, id="fp16-tp2"),
+        pytest.param({"data": 2, "zero": 1}, HALF, math.inf, id="fp16-zero1"),
+        pytest.param({"pipeline": 2}, SPIKES, 1e9, id="spike-pp2"),
+        pytest.param({"data": 2, "zero": 3}, SPIKES, 1e9, id="spike-zero3"),
+    ],
+)
+def test_a_run_with_a_skipped_step_resumes_bitwise(
+    tmp_path: Path, tokens: Path, layout: dict[str, Any], changes: dict[str, Any], factor: float
+) -> None:
+    """Stopped twice: after the skipped step, whose moments did not count, and with a window half full."""
+    leap = 2
+    for name, stops in (("whole", [None]), ("parts", [1, 4, None])):
+        for stop in stops:
+            raw = tiny_recipe(tmp_path / name, tokens, layout=layout, stop_after=stop, **changes)
+            run_parallel(run_with_a_leap, 2, raw, leap, factor)
+    whole, parts = outcome(tmp_path / "whole"), outcome(tmp_path / "parts")
+    assert [line[2] is not None for line in whole[0]] == [step == leap for step in range(len(whole[0]))]
+    assert parts[0] == whole[0]
+    assert parts[1].keys() == whole[1].keys()
+    assert not [name for name in whole[1] if not torch.equal(whole[1][name], parts[1][name])]
+
+
+def test_gradients_that_do_overflow_bring_the_scale_down_until_they_do_not(
+    tmp_path: Path, tokens: Path
+) -> None:
+    top = {"initial": 2.0**24, "growth_interval": 0}
+    raw = tiny_recipe(tmp_path / "run", tokens, **HALF | {"loss_scale": top, "steps": 12}, layout={"data": 2})
+    ((metrics, moved), _) = run_parallel(run_with_a_leap, 2, raw, -1, 1.0)
+    assert metrics[0].skipped == "overflow" and metrics[-1].skipped is None and moved[-1]
+    assert moved == [one.skipped is None for one in metrics]
+    assert metrics[-1].loss_scale == 2.0 ** (24 - metrics[-1].skips)
+
+
+def test_a_checkpoint_of_nothing_but_skipped_steps_is_whole(tmp_path: Path, tokens: Path) -> None:
+    top = {"initial": 2.0**24, "growth_interval": 0}
+    raw = tiny_recipe(tmp_path / "run", tokens, **HALF | {"loss_scale": top, "steps": 1})
+    run_parallel(run_with_a_leap, 1, raw, -1, 1.0)
+    _, tensors = outcome(tmp_path / "run")
+    moments = [tensor for name, tensor in tensors.items() if name.startswith("optimizer.")]
+    assert moments and not any(bool(moment.any()) for moment in moments)
+
+
+@pytest.mark.parametrize("half", [True, False], ids=["fp16-at-its-minimum", "fp64"])
+def test_what_scaling_cannot_mend_stops_the_run(tmp_path: Path, tokens: Path, half: bool) -> None:
+    least = {"initial": 1.0, "minimum": 1.0}
+    changes = HALF | {"loss_scale": least} if half else {}
+    raw = tiny_recipe(tmp_path / "run", tokens, layout={"tensor": 2}, **changes)
+    with pytest.raises(RankError, match=r"step 2: rank 1: the gradient of norm\.weight is not finite"):
+        run_parallel(run_with_a_leap, 2, raw, 1, math.nan)
+
+
+def test_the_scale_halves_grows_and_stays_between_its_bounds() -> None:
+    scale = LossScale(LossScaleSection(initial=4, growth_interval=2, minimum=2, maximum=8))
+    seen = []
+    for finite in (True, True, True, True, True, False, True, False, True, True):
+        scale.went_well() if finite else scale.overflowed()
+        seen.append(scale.value)
+    assert seen == [4, 8, 8, 8, 8, 4, 4, 2, 2, 4]
+    assert scale.overflowed() and scale.value == 2 and not scale.overflowed() and scale.value == 2
+
+
+def test_a_spike_is_so_many_deviations_above_the_mean_of_the_window() -> None:
+    spikes = Spikes(SpikeSection(window=8, deviations=3))
+    drawn = np.random.default_rng(0).normal(3.0, 0.1, 20)
+    for number, loss in enumerate(drawn):
+        seen = drawn[max(0, number - 8) : number]
+        if number < 4:
+            assert not spikes.is_one(1e9, 1e9)
+        else:
+            limit = seen.mean() + 3 * seen.std(ddof=1)
+            assert not spikes.is_one(limit - 1e-9, 1.0) and spikes.is_one(limit + 1e-9, 1.0)
+            assert spikes.is_one(3.0, 1.0 + 1e-9), "the norm alone"
+            assert not spikes.is_one(-1e9, -1e9), "less is no spike"
+        spikes.note(float(loss), 1.0)
+
+
+def test_a_level_that_stays_is_no_spike_for_long() -> None:
+    spikes = Spikes(SpikeSection(window=16, deviations=6))
+    values = [1.0 + 0.01 * (step % 3) for step in range(32)] + [5.0] * 16
+    found = []
+    for value in values:
+        found.append(spikes.is_one(value, 1.0))
+        spikes.note(value, 1.0)
+    assert found.index(True) == 32 and not found[-1] and sum(found) < 4

@@ -1,0 +1,55 @@
+"""What a recipe's numbers must satisfy together, where one key alone cannot say it."""
+
+from __future__ import annotations
+
+import math
+
+from ..parallel_state import BadInput
+from .sections import LossScaleSection, OptimizerSection
+
+
+def check_optimizer(section: OptimizerSection, steps: int, where: str) -> None:
+    """Refuse a schedule that does not fit the run, and half a statement of how lr scales."""
+    if section.decay is not None and section.schedule != "wsd":
+        raise BadInput(
+            where,
+            "optimizer.decay",
+            expected='schedule = "wsd", the only one with a last phase',
+            found=f'schedule = "{section.schedule}"',
+        )
+    if section.schedule == "wsd" and section.warmup + decay_steps(section, steps) > steps:
+        raise BadInput(
+            where,
+            "optimizer.decay",
+            expected=f"at most the {max(0, steps - section.warmup)} steps after the warm-up",
+            found=decay_steps(section, steps),
+        )
+    if (section.scale_lr is None) != (section.reference_batch is None):
+        raise BadInput(
+            where,
+            "optimizer.scale_lr",
+            expected="scale_lr and reference_batch together, or neither",
+            found=f"scale_lr = {section.scale_lr}, reference_batch = {section.reference_batch}",
+        )
+
+
+def decay_steps(section: OptimizerSection, steps: int) -> int:
+    """How long wsd's last phase is: a tenth of the run, unless it is said."""
+    return max(1, steps // 10) if section.decay is None else section.decay
+
+
+def check_precision(dtype: str, compute: str | None, scale: LossScaleSection, where: str) -> None:
+    """float16 needs masters that hold what it cannot, and a scale that changes no bit."""
+    if compute == "float16" and dtype == "bfloat16":
+        raise BadInput(where, "dtype", expected="float32 with compute = float16", found=dtype)
+    for key in ("initial", "minimum", "maximum"):
+        value = getattr(scale, key)
+        if math.frexp(value)[0] != 0.5:
+            raise BadInput(where, f"loss_scale.{key}", expected="a power of two", found=value)
+    if not scale.minimum <= scale.initial <= scale.maximum:
+        raise BadInput(
+            where,
+            "loss_scale.initial",
+            expected=f"between minimum={scale.minimum:g} and maximum={scale.maximum:g}",
+            found=scale.initial,
+        )

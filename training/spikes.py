@@ -1,0 +1,46 @@
+"""Updates that are left out because loss or gradient norm leaps out of what the last steps had."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from typing import Any
+
+from .sections import SpikeSection
+
+
+class Spikes:
+    """A window of the last steps' losses and gradient norms, and whether a step leaps out of it.
+
+    A spike is a loss or norm more than ``deviations`` standard deviations above the window's mean. Nothing is
+    one before half a window has been seen. A spike enters the window like any step: a level that stays is
+    soon no spike any more, so a run cannot go on skipping for ever. Source: OLMo-core's
+    ``SkipStepOptimizer``.
+    """
+
+    def __init__(self, section: SpikeSection) -> None:
+        self.section = section
+        self.losses: deque[float] = deque(maxlen=section.window)
+        self.norms: deque[float] = deque(maxlen=section.window)
+
+    def is_one(self, loss: float, norm: float) -> bool:
+        """Whether a step with this loss and gradient norm should not update; it is not noted yet."""
+        if len(self.losses) < max(2, self.section.window // 2):
+            return False
+        return self._leaps(loss, self.losses) or self._leaps(norm, self.norms)
+
+    def note(self, loss: float, norm: float) -> None:
+        self.losses.append(loss)
+        self.norms.append(norm)
+
+    def _leaps(self, value: float, seen: deque[float]) -> bool:
+        return value > statistics.fmean(seen) + self.section.deviations * statistics.stdev(seen)
+
+    def remember(self) -> dict[str, Any]:
+        """Plain data for a checkpoint; JSON keeps every bit of a float."""
+        return {"losses": [*self.losses], "norms": [*self.norms]}
+
+    def restore(self, memory: dict[str, Any]) -> None:
+        for mine, theirs in ((self.losses, memory["losses"]), (self.norms, memory["norms"])):
+            mine.clear()
+            mine.extend(float(value) for value in theirs)
