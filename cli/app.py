@@ -14,6 +14,7 @@ from .diff import diff
 from .generate import generate
 from .inspect import inspect
 from .quickstart import quickstart
+from .report import report
 from .reshard import reshard
 from .tokenize import tokenize
 from .train import train
@@ -30,6 +31,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     verify,
     tokenize,
     train,
+    report,
     generate,
 )
 

@@ -1,0 +1,31 @@
+"""``trilith report RUN...``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def report(
+    runs: Annotated[
+        list[Path], typer.Argument(help="folders of runs; several are compared", metavar="RUN...")
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="the page to write; default: report.html in the run's folder, or here for several"),
+    ] = None,
+) -> None:
+    """Write one HTML page about a run: curves, throughput, memory, layouts, what was resumed, the recipe.
+
+    The page holds everything itself, so that it can be sent. Several runs are drawn over each other.
+
+    trilith report run
+    trilith report run-a run-b --out compared.html
+    """
+    from ..training.report import write_report
+
+    page = out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
+    write_report(runs, page)
+    typer.echo(str(page))
