@@ -21,9 +21,8 @@ def generate(
     tokenizer: Annotated[Path | None, typer.Option(help="a tokenizer folder, if DIR has none")] = None,
 ) -> None:
     """Continue a text with a model, on one device."""
-    import torch
-
     from ..checkpoints import load_model, read_source
+    from ..models import Sampling
     from ..models import generate as continue_tokens
     from ..training.tokenizer import load_tokenizer
 
@@ -32,12 +31,10 @@ def generate(
     ids = text.encode(prompt)
     out = continue_tokens(
         model,
-        torch.tensor([ids]),
+        [ids],
         max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        eos_id=text.eos_id,
-        generator=torch.Generator().manual_seed(seed),
+        sampling=Sampling(temperature, top_k, top_p),
+        stop=() if text.eos_id is None else (text.eos_id,),
+        seed=seed,
     )
-    typer.echo(text.decode(out[0].tolist()))
+    typer.echo(text.decode(ids + out[0]))

@@ -28,7 +28,7 @@ from .loss import IGNORE, valid_tokens, vocab_parallel_cross_entropy
 from .mlp import ACTIVATIONS, MLP, GatedMLP, activation
 from .norm import LayerNorm, RMSNorm
 from .rotary import Rope, RotaryEmbedding, inverse_frequencies
-from .scope import AttentionScope, documents
+from .scope import AttentionScope, KeyValueCache, documents
 from .stage import Stage, split_blocks
 
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
     "ColumnParallelLinear",
     "Dropout",
     "GatedMLP",
+    "KeyValueCache",
     "LayerNorm",
     "PositionEmbedding",
     "RMSNorm",

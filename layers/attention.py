@@ -35,13 +35,13 @@ def causal_attention(
     as many consecutive query heads.
     """
     grouped = q_BHSE.shape[1] != k_BKSE.shape[1]
-    mask = None if scope is None else scope.mask
+    scope = scope or AttentionScope()
     return F.scaled_dot_product_attention(
         q_BHSE,
         k_BKSE,
         v_BKSE,
-        attn_mask=mask,
-        is_causal=mask is None,
+        attn_mask=scope.mask,
+        is_causal=scope.causal,
         dropout_p=dropout,
         scale=scale,
         enable_gqa=grouped,

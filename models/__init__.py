@@ -8,6 +8,7 @@ from .gpt2 import GPT2, GPT2Config
 from .links import Link
 from .llama import LLAMA, Llama, LlamaConfig
 from .lora import LoraConfig
+from .sampling import Sampling
 from .sites import PEFT_PREFIX, Site
 from .zoo import FAMILIES, family_of
 
@@ -25,6 +26,7 @@ __all__ = [
     "LlamaConfig",
     "LoraConfig",
     "ModelConfig",
+    "Sampling",
     "Site",
     "adapted",
     "family_of",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..layers import Stage, VocabParallelEmbedding, VocabParallelHead
+from ..layers import KeyValueCache, Stage, VocabParallelEmbedding, VocabParallelHead
 from ..parallel_state import Declaration, Layout, ParallelState, declarations, local
 from .config import ModelConfig
 from .links import Link, Rule, expand
@@ -22,8 +22,9 @@ class CausalLM(nn.Module):
     ``forward(x)``: token ids (B, S) on the first stage, hidden states from the stage before on the others;
     gives hidden states, or on the last stage logits (B, S, padded vocabulary / tensor). ``positions`` (B, S),
     alike on every stage: where they restart at 0 a new document starts, and no token sees another document's.
-    ``None``: each row is one document, 0 to S - 1.
-    With ``head_in_loss`` the last stage gives normalised hidden states, and the loss takes ``head_weight``.
+    ``None``: each row is one document, 0 to S - 1. With ``head_in_loss`` the last stage gives normalised hidden
+    states, and the loss takes ``head_weight``. With a ``cache`` the tokens follow those that it holds, their
+    positions must be given, and the logits are the last token's alone: (B, 1, padded / tensor).
     """
 
     config: ModelConfig
@@ -35,7 +36,9 @@ class CausalLM(nn.Module):
     head: VocabParallelHead
     head_in_loss = False
 
-    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, positions: Tensor | None = None, cache: KeyValueCache | None = None
+    ) -> Tensor:
         raise AssertionError("each family has its own")
 
     def finish(self, x_BSD: Tensor) -> Tensor:

@@ -1,84 +1,152 @@
-"""Text from a model: the next token chosen again and again, greedily or by chance."""
+"""Text from a model in any layout: a batch of prompts, read once, then one token of each row a step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from ..layers import gather_logits
-from ..parallel_state import BadInput
+from ..layers import KeyValueCache, gather_logits
+from ..parallel_state import BadInput, seed_of
 from .family import CausalLM
+from .sampling import Sampling, choose
+
+Tokens = Sequence[int]
 
 
 @torch.no_grad()
 def generate(
     model: CausalLM,
-    tokens: Tensor,
+    prompts: Sequence[Tokens],
     *,
     max_new_tokens: int,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    eos_id: int | None = None,
-    generator: torch.Generator | None = None,
-    on_token: Callable[[Tensor], None] | None = None,
-) -> Tensor:
-    """``tokens`` (B, S) and up to ``max_new_tokens`` more: (B, S + new).
+    min_new_tokens: int = 0,
+    sampling: Sampling | None = None,
+    stop: Collection[int] = (),
+    ends: Callable[[Tokens], bool] | None = None,
+    seed: int = 0,
+    first: int = 0,
+    cached: bool = True,
+    on_tokens: Callable[[list[int | None]], None] | None = None,
+) -> list[list[int]]:
+    """The new token ids of each prompt: up to ``max_new_tokens``, a token of ``stop`` being the last.
 
-    ``temperature`` 0 takes the likeliest token; above 0 samples, from the ``top_k`` likeliest (0: all) and
-    the smallest set that holds ``top_p`` of the probability. Rows that have ended with ``eos_id`` are padded
-    with it. The whole sequence is computed again for each token.
+    Prompts may be of different lengths: a row is what it would be alone. Draws follow from ``seed`` and the
+    prompt's number, which is ``first`` for the first one, so not from the batch. A stop token cannot come
+    before ``min_new_tokens``; ``ends`` is told a row's new tokens and may end it, too. ``on_tokens`` is told
+    each step's token of each row, ``None`` where it has ended. Without ``cached`` the whole sequence is
+    computed again for each token.
+
+    Collective: all ranks of the model's layout call it alike, and all get the same. Data ranks may have
+    prompts of their own only where the weights are not sharded over them. Raises ``BadInput``.
     """
-    config = model.config
-    if not tokens.shape[1]:
+    sampling = sampling or Sampling()
+    _check(model, prompts, max_new_tokens, min_new_tokens, stop)
+    device = model.state.device if model.state.mesh is not None else next(model.parameters()).device
+    tokens_BT, positions_BT = left_padded(prompts, device)
+    longest = tokens_BT.shape[1]
+    cache = KeyValueCache(len(prompts), longest + max_new_tokens - 1) if cached else None
+    generators = [torch.Generator().manual_seed(seed_of(seed, "row", first + i)) for i in range(len(prompts))]
+    texts: list[list[int]] = [[] for _ in prompts]
+    ended = [False] * len(prompts)
+    with _generating(model):
+        read = 0
+        for number in range(max_new_tokens):
+            logits_BV = _next_logits(model, tokens_BT[:, read:], positions_BT[:, read:], cache)
+            new_B = torch.empty(len(prompts), dtype=torch.int64, device=device)
+            if logits_BV is not None:
+                uniform_B = torch.cat([torch.rand(1, generator=g, dtype=torch.float64) for g in generators])
+                banned = stop if number < min_new_tokens else ()
+                new_B = choose(logits_BV, sampling, uniform=uniform_B.to(device), banned=banned)
+            if model.state.layout.pipeline > 1:
+                last = model.state.layout.pipeline - 1
+                dist.broadcast(new_B, group=model.state.pipeline_group, group_src=last)
+            step: list[int | None] = [None if ended[i] else token for i, token in enumerate(new_B.tolist())]
+            for i, token in enumerate(step):
+                if token is not None:
+                    texts[i].append(token)
+                    enough = number + 1 >= min_new_tokens
+                    ended[i] = token in stop or (enough and ends is not None and ends(texts[i]))
+            if on_tokens is not None:
+                on_tokens(step)
+            if all(ended):
+                break
+            read = tokens_BT.shape[1] if cached else 0
+            tokens_BT = torch.cat((tokens_BT, new_B.unsqueeze(1)), dim=1)
+            positions_BT = torch.cat((positions_BT, positions_BT[:, -1:] + 1), dim=1)
+    return texts
+
+
+def left_padded(prompts: Sequence[Tokens], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Tokens and positions (B, longest); the prompts end together.
+
+    Padding stands before a prompt, each token of it at position 0 and so a document of its own: no token of
+    the prompt sees it.
+    """
+    longest = max(map(len, prompts))
+    tokens = torch.tensor([[0] * (longest - len(prompt)) + [*prompt] for prompt in prompts], device=device)
+    before = torch.tensor([[longest - len(prompt)] for prompt in prompts], device=device)
+    return tokens, (torch.arange(longest, device=device) - before).clamp(min=0)
+
+
+def _next_logits(
+    model: CausalLM, tokens_BS: Tensor, positions_BS: Tensor, cache: KeyValueCache | None
+) -> Tensor | None:
+    """The last token's logits (B, V), on the last stage; each stage hands its hidden states to the next."""
+    state, stage, config = model.state, model.stage, model.config
+    x = tokens_BS
+    if not stage.first:
+        dtype = next(model.parameters()).dtype
+        x = torch.empty(*tokens_BS.shape, config.hidden_size, dtype=dtype, device=tokens_BS.device)
+        dist.recv(x, group=state.pipeline_group, group_src=state.at.pipeline - 1)
+    y = model(x, positions=positions_BS, cache=cache)
+    if not stage.last:
+        y = y.to(next(model.parameters()).dtype).contiguous()
+        dist.send(y, group=state.pipeline_group, group_dst=state.at.pipeline + 1)
+        return None
+    return gather_logits(y[:, -1:], config.vocab_size, state=state)[:, -1]
+
+
+@contextmanager
+def _generating(model: CausalLM) -> Iterator[None]:
+    """The model as it is asked for logits and not trained; afterwards as it was."""
+    training, in_loss = model.training, model.head_in_loss
+    model.eval()
+    model.head_in_loss = False
+    try:
+        yield
+    finally:
+        model.train(training)
+        model.head_in_loss = in_loss
+
+
+def _check(model: CausalLM, prompts: Sequence[Tokens], most: int, least: int, stop: Collection[int]) -> None:
+    if not prompts or not all(map(len, prompts)):
         raise BadInput("generate", "prompt", expected="at least one token", found="none")
-    if not 0 < top_p <= 1:
-        raise BadInput("generate", "top_p", expected="above 0 and at most 1", found=top_p)
-    if tokens.shape[1] + max_new_tokens > config.max_position_embeddings:
+    if most < 1 or least > most:
+        expected = f"from 1 up, and min_new_tokens={least} or more"
+        raise BadInput("generate", "max_new_tokens", expected=expected, found=most)
+    vocabulary, positions = model.config.vocab_size, model.config.max_position_embeddings
+    outside = [token for ids in (*prompts, stop) for token in ids if not 0 <= token < vocabulary]
+    if outside:
+        expected = f"ids below the model's vocab_size={vocabulary}"
+        raise BadInput("generate", "tokens", expected=expected, found=outside[0])
+    longest = max(map(len, prompts))
+    if longest + most > positions:
         raise BadInput(
             "generate",
             "prompt and new tokens",
-            expected=f"at most the model's {config.max_position_embeddings} positions",
-            found=tokens.shape[1] + max_new_tokens,
+            expected=f"at most the model's {positions} positions",
+            found=longest + most,
         )
-    was_training = model.training
-    model.eval()
-    ended = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
-    for _ in range(max_new_tokens):
-        logits = gather_logits(model(tokens)[:, -1:], config.vocab_size, state=model.state)[:, -1]
-        new = choose(logits, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
-        if eos_id is not None:
-            new = torch.where(ended, eos_id, new)
-            ended |= new == eos_id
-        tokens = torch.cat((tokens, new.unsqueeze(1)), dim=1)
-        if on_token is not None:
-            on_token(new)
-        if bool(ended.all()):
-            break
-    model.train(was_training)
-    return tokens
-
-
-def choose(
-    logits: Tensor,
-    *,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    generator: torch.Generator | None = None,
-) -> Tensor:
-    """One token id a row, from logits (B, V)."""
-    if temperature == 0.0:
-        return logits.argmax(-1)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-    if top_k:
-        least = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
-        logits = logits.masked_fill(logits < least, float("-inf"))
-    if top_p < 1.0:
-        ordered, order = logits.sort(descending=True)
-        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
-        drop = (before >= top_p).scatter(-1, order, before >= top_p)
-        logits = logits.masked_fill(drop, float("-inf"))
-    return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)
+    if model.state.sequence:
+        raise BadInput(
+            "generate",
+            "layout.sequence",
+            expected="false: one token at a time cannot be split along the sequence",
+            found=True,
+            todo="Load the weights in the same layout without it",
+        )

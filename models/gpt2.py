@@ -15,6 +15,7 @@ from ..layers import (
     AttentionScope,
     ColumnParallelLinear,
     Dropout,
+    KeyValueCache,
     LayerNorm,
     PositionEmbedding,
     RowParallelLinear,
@@ -147,6 +148,7 @@ class Attention(nn.Module):
 
     def forward(self, x_BSD: Tensor, scope: AttentionScope) -> Tensor:
         q_BHSE, k_BHSE, v_BHSE = (split_heads(t, self.head_dim) for t in self.qkv(x_BSD))
+        k_BHSE, v_BHSE = scope.extend(self, k_BHSE, v_BHSE)
         dropout = self.dropout if self.training else 0.0
         with own_random(self.state, split=dropout > 0):
             heads_BHSE = causal_attention(q_BHSE, k_BHSE, v_BHSE, scope, dropout=dropout)
@@ -204,15 +206,17 @@ class GPT2(CausalLM):
             if not cfg.tie_word_embeddings:
                 self.head = VocabParallelHead(cfg.hidden_size, cfg.vocab_size, initial=init, state=state)
 
-    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        x_BSD, scope = x, AttentionScope(positions)
+    def forward(
+        self, x: Tensor, positions: Tensor | None = None, cache: KeyValueCache | None = None
+    ) -> Tensor:
+        x_BSD, scope = x, AttentionScope(positions, cache)
         if self.stage.first:
             if positions is None:
                 positions = default_positions(x, self.state, embedded=False)
             x_BSD = self.dropout(self.position(self.embed(x), positions))
         for block in self.layers.values():
             x_BSD = block(x_BSD, scope)
-        return self.finish(x_BSD) if self.stage.last else x_BSD
+        return self.finish(scope.asked(x_BSD)) if self.stage.last else x_BSD
 
 
 def residual_initial(cfg: GPT2Config) -> Normal:

@@ -13,6 +13,7 @@ from ..layers import (
     AttentionScope,
     ColumnParallelLinear,
     GatedMLP,
+    KeyValueCache,
     RMSNorm,
     Rope,
     RotaryEmbedding,
@@ -144,7 +145,7 @@ class Attention(nn.Module):
 
     def forward(self, x_BSD: Tensor, rope: Rope, scope: AttentionScope) -> Tensor:
         q_BHSE, k_BKSE, v_BKSE = (split_heads(t, self.head_dim) for t in self.qkv(x_BSD))
-        k_BKSE, v_BKSE = self.shared(rope(k_BKSE)), self.shared(v_BKSE)
+        k_BKSE, v_BKSE = map(self.shared, scope.extend(self, rope(k_BKSE), v_BKSE))
         dropout = self.dropout if self.training else 0.0
         with own_random(self.state, split=dropout > 0):
             heads_BHSE = causal_attention(rope(q_BHSE), k_BKSE, v_BKSE, scope, dropout=dropout)
@@ -198,15 +199,17 @@ class Llama(CausalLM):
             if not cfg.tie_word_embeddings:
                 self.head = VocabParallelHead(cfg.hidden_size, cfg.vocab_size, initial=init, state=state)
 
-    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        scope = AttentionScope(positions)
+    def forward(
+        self, x: Tensor, positions: Tensor | None = None, cache: KeyValueCache | None = None
+    ) -> Tensor:
+        scope = AttentionScope(positions, cache)
         if positions is None:
             positions = default_positions(x, self.state, embedded=not self.stage.first)
         x_BSD = self.embed(x) if self.stage.first else x
         rope = self.rotary(positions, x_BSD.dtype)
         for block in self.layers.values():
             x_BSD = block(x_BSD, rope, scope)
-        return self.finish(x_BSD) if self.stage.last else x_BSD
+        return self.finish(scope.asked(x_BSD)) if self.stage.last else x_BSD
 
 
 LLAMA = Family(
