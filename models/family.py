@@ -22,9 +22,9 @@ class CausalLM(nn.Module):
     ``forward(x)``: token ids (B, S) on the first stage, hidden states from the stage before on the others;
     gives hidden states, or on the last stage logits (B, S, padded vocabulary / tensor). ``positions`` (B, S),
     alike on every stage: where they restart at 0 a new document starts, and no token sees another document's.
-    ``None``: each row is one document, 0 to S - 1. With ``head_in_loss`` the last stage gives normalised hidden
-    states, and the loss takes ``head_weight``. With a ``cache`` the tokens follow those that it holds, their
-    positions must be given, and the logits are the last token's alone: (B, 1, padded / tensor).
+    ``None``: each row is one document, 0 to S - 1. With ``head_in_loss`` the last stage gives normalised
+    hidden states, and the loss takes ``head_weight``. With a ``cache`` the tokens follow those that it holds,
+    their positions must be given, and the logits are the last token's alone: (B, 1, padded / tensor).
     """
 
     config: ModelConfig

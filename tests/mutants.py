@@ -47,9 +47,23 @@ MUTANTS = (
     Mutant(
         "key heads in the wrong order",
         "models/llama.py",
-        "self.shared(rope(k_BKSE))",
-        "self.shared(rope(k_BKSE).flip(1))",
+        "scope.extend(self, rope(k_BKSE), v_BKSE)",
+        "scope.extend(self, rope(k_BKSE).flip(1), v_BKSE)",
         (FORWARD,),
+    ),
+    Mutant(
+        "packed documents that see those before them in the row",
+        "layers/scope.py",
+        "(positions_BS == 0).cumsum(1)",
+        "(positions_BS < 0).cumsum(1)",
+        ("tests/models/test_packing.py",),
+    ),
+    Mutant(
+        "prompts padded on the left that begin at the position of the longest",
+        "models/generate.py",
+        "- before).clamp(min=0)",
+        "- 0 * before)",
+        ("tests/models/test_generate.py",),
     ),
     Mutant(
         "gate and up swapped",
