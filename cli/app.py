@@ -13,6 +13,7 @@ from .convert import convert
 from .diff import diff
 from .generate import generate
 from .inspect import inspect
+from .parity import parity
 from .quickstart import quickstart
 from .report import report
 from .reshard import reshard
@@ -29,6 +30,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     inspect,
     diff,
     verify,
+    parity,
     tokenize,
     train,
     report,

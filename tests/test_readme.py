@@ -19,6 +19,7 @@ from trilith.training.recipe import parse_recipe
 from trilith.training.tokenizer_training import train_tokenizer
 
 README = Path(__file__).parents[1] / "README.md"
+CONVERTING = ("convert", "inspect", "parity")
 
 
 def blocks(language: str) -> list[str]:
@@ -92,8 +93,8 @@ def test_the_recipe_is_one(tmp_path: Path) -> None:
 
 
 def test_converting_works_as_shown(place: Path) -> None:
-    shown = [words for words in commands() if words[0] in ("convert", "inspect")]
-    assert len(shown) == 4
+    shown = [words for words in commands() if words[0] in CONVERTING]
+    assert len(shown) == 5
     for words in shown:
         assert run(words) == 0, words
     source, again = place / "Llama-3.2-1B", place / "Llama-again"
@@ -104,9 +105,7 @@ def test_converting_works_as_shown(place: Path) -> None:
 def test_training_works_as_shown_at_a_small_size(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (text,) = blocks("toml")
     Path("recipe.toml").write_text(text)
-    tokenize, train, resume, generate = (
-        words for words in commands() if words[0] not in ("convert", "inspect")
-    )
+    tokenize, train, resume, generate = (words for words in commands() if words[0] not in CONVERTING)
     smaller = ["steps=4", "data.sequence_length=32", "data.global_batch=4", "layout.data=1", "layout.zero=0"]
     assert run(tokenize[: tokenize.index("quickstart")] if "quickstart" in tokenize else tokenize) == 0
     assert run([*train, *smaller, "layout.tensor=1", "stop_after=2"]) == 0

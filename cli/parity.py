@@ -1,0 +1,66 @@
+"""``trilith parity HF_DIR --tensor 2 --pipeline 2``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def parity(
+    folder: Annotated[Path, typer.Argument(help="a Hugging Face folder", metavar="HF_DIR")],
+    tensor: Annotated[int, typer.Option(min=1, help="tensor-parallel ranks")] = 1,
+    pipeline: Annotated[int, typer.Option(min=1, help="pipeline stages")] = 1,
+    data: Annotated[int, typer.Option(min=1, help="data-parallel ranks")] = 1,
+    zero: Annotated[int, typer.Option(min=0, max=3, help="ZeRO stage")] = 0,
+    sequence: Annotated[bool, typer.Option("--sequence", help="sequence parallelism")] = False,
+    dtype: Annotated[
+        str, typer.Option(help="float64 tells most, then float32; in bfloat16 only gross errors show")
+    ] = "float32",
+    samples: Annotated[int, typer.Option(min=0, help="rows of the batch; 0: two a rank or more")] = 0,
+    length: Annotated[int, typer.Option(min=1, help="tokens of a row")] = 32,
+    seed: Annotated[int, typer.Option(help="of the random tokens")] = 0,
+    tolerance: Annotated[
+        float | None, typer.Option(help="largest relative difference; default: by dtype")
+    ] = None,
+    every: Annotated[bool, typer.Option("--modules", help="show every module and gradient")] = False,
+) -> None:
+    """Compare a model with transformers, and its layout with one process, module by module.
+
+    Runs one forward and backward on random tokens in transformers, here in one process, and here on as many
+    local processes as the layout has ranks. Compares every module's output, the loss and every gradient, each
+    relative to its largest number, and names the first that differs: where an error begins. Loads the model
+    once for each. Exit code 1 if anything differs by more than the tolerance.
+    """
+    from rich.console import Console
+
+    from ..parallel_state import Layout
+    from ..testing.observation import Question
+    from ..testing.parity import TOLERANCES
+    from ..testing.parity import parity as compare
+    from ..training.precision import dtype_named
+
+    layout = Layout.of(tensor=tensor, pipeline=pipeline, data=data, zero=zero, sequence=sequence)
+    question = Question(
+        str(folder),
+        layout,
+        dtype=dtype_named(dtype, "parity", "--dtype"),
+        samples=samples or layout.data * max(2, layout.pipeline),
+        length=length,
+        seed=seed,
+    )
+    assert question.dtype in TOLERANCES
+    console = Console(soft_wrap=True, highlight=False)
+    with console.status("checking") as status:
+        found = compare(question, tolerance=tolerance, say=lambda text: status.update(f"running: {text}"))
+    for one in found:
+        where = "" if one.first is None else f"{one.first.kind} of {one.first.name}"
+        verdict = f"differs first in the {where}" if where else "the same"
+        console.print(f"{one.what}: {verdict} (allowed {one.tolerance:.0e}, {dtype})")
+        for worst in (one.worst(kind) for kind in ("output", "loss", "gradient")):
+            console.print(f"  largest difference of {worst.kind:<8} {worst.relative:.1e}  {worst.name}")
+        for part in one.found if every else ():
+            console.print(f"  {part.relative:.1e}  {part.kind:<8} {part.name}")
+    if any(one.first for one in found):
+        raise typer.Exit(1)

@@ -1,0 +1,147 @@
+"""``trilith parity``: equal where it is equal, and where it is not the first module that differs is named."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from trilith.cli.app import run
+from trilith.parallel_state import BadInput, Layout
+from trilith.testing.observation import Question, differences, first_beyond
+from trilith.testing.observe_hf import observe_hf
+from trilith.testing.observe_ours import observe_ours
+from trilith.testing.parity import parity
+
+MODELS = {
+    "llama": lambda: LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=131,
+            hidden_size=24,
+            intermediate_size=40,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=1,
+            head_dim=6,
+            max_position_embeddings=64,
+            attention_bias=True,
+        )
+    ),
+    "gpt2": lambda: GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=131, n_embd=24, n_layer=3, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=0
+        )
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("models")
+    for name, make in MODELS.items():
+        torch.manual_seed(0)
+        model = make()
+        for parameter in model.parameters():
+            parameter.data.add_(torch.randn_like(parameter) * (0.3 if parameter.ndim == 1 else 0.1))
+        model.save_pretrained(root / name)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("llama", Layout.of(tensor=2, pipeline=2, sequence=True)),
+        ("gpt2", Layout.of(tensor=2, data=2, zero=3)),
+    ],
+)
+def test_a_model_is_that_of_transformers_in_any_layout(folders: Path, name: str, layout: Layout) -> None:
+    question = Question(str(folders / name), layout, dtype=torch.float64, samples=4, length=16)
+    against_hf, against_one = parity(question)
+    for one in (against_hf, against_one):
+        assert one.first is None, one.first
+        seen = {each.name for each in one.found if each.kind == "output"}
+        assert {
+            "embed",
+            "layers.2",
+            "layers.1.attention.qkv.k",
+            "layers.0.mlp.down",
+            "norm",
+            "logits",
+        } <= seen
+    assert against_one.tolerance == 1e-10
+    assert len([each for each in against_one.found if each.kind == "gradient"]) > 25
+
+
+@pytest.mark.parametrize(
+    ("sick", "named"),
+    [
+        ("model.layers.1.mlp.down_proj.weight", "layers.1.mlp.down"),
+        ("model.layers.2.self_attn.k_proj.weight", "layers.2.attention.qkv.k"),
+    ],
+)
+def test_the_first_module_that_differs_is_named(folders: Path, tmp_path: Path, sick: str, named: str) -> None:
+    """One number of one weight of one of the two is wrong."""
+    tensors = load_file(folders / "llama" / "model.safetensors")
+    tensors[sick][0, 0] += 1.0
+    (tmp_path / "config.json").write_bytes((folders / "llama" / "config.json").read_bytes())
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    question = Question(str(folders / "llama"), samples=2, length=16)
+    found = [*differences(observe_hf(question), observe_ours(replace(question, folder=str(tmp_path))))]
+    first = first_beyond(found, 1e-4)
+    assert first is not None and first.kind == "output"
+    assert first.name == named
+
+
+def test_a_loss_or_gradient_that_is_no_number_differs(folders: Path) -> None:
+    whole = observe_ours(Question(str(folders / "llama"), samples=2, length=8))
+    sick = replace(whole, loss=float("nan"))
+    first = first_beyond([*differences(whole, sick)], 1e-4)
+    assert first is not None and first.kind == "loss"
+    name = "layers.0.attention.out.weight"
+    sick = replace(
+        whole, gradients=whole.gradients | {name: torch.full_like(whole.gradients[name], torch.nan)}
+    )
+    first = first_beyond([*differences(whole, sick)], 1e-4)
+    assert first is not None and first.name == name
+
+
+def test_the_command(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(folders / "llama")
+    assert run(["parity", folder, "--tensor", "2", "--length", "16", "--modules"]) == 0
+    said = capsys.readouterr().out
+    against_hf, against_one = said.split("tensor 2 / one process: the same (allowed 1e-04, float32)")
+    assert "one process / transformers: the same" in against_hf
+    for part in (against_hf, against_one):
+        assert "output   layers.1.attention.out" in part
+        assert "gradient layers.0.mlp.gate_up.up.weight" in part
+    assert run(["parity", folder, "--length", "16", "--tolerance", "1e-12"]) == 1
+    assert "one process / transformers: differs first in the " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--tensor", "3"], "tensor: expected a divisor of num_attention_heads=4, found 3"),
+        (["--length", "65"], "--length: expected at most 64"),
+        (["--data", "2", "--samples", "3"], "--samples: expected a multiple of data=2"),
+        (["--tensor", "2", "--sequence", "--length", "15"], "--length: expected a multiple of tensor=2"),
+        (["--dtype", "int8"], "--dtype"),
+    ],
+)
+def test_what_does_not_fit_is_refused_at_once(
+    folders: Path, arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["parity", str(folders / "llama"), *arguments]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_folder_with_a_hole_is_refused_as_everywhere(folders: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((folders / "llama" / "config.json").read_bytes())
+    tensors = load_file(folders / "llama" / "model.safetensors")
+    tensors["model.norm.weight"][0] = torch.nan
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(BadInput, match="finite"):
+        parity(Question(str(tmp_path), samples=2, length=8))
