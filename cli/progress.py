@@ -1,4 +1,4 @@
-"""A progress bar in bytes: done, rate, time left. On stderr, and only where somebody can watch it."""
+"""Progress bars in bytes: done, rate, time left. On stderr, and only where somebody can watch them."""
 
 from __future__ import annotations
 
@@ -24,3 +24,32 @@ def byte_progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task(title, total=total)
         yield lambda done: progress.advance(task, done)
+
+
+@contextmanager
+def token_progress(total: int, *, quiet: bool) -> Iterator[Callable[[int, int], None]]:
+    """While it lasts, call what it gives with the bytes read and the tokens written in all."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import TransferSpeedColumn as Speed
+
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("tokenizing"),
+        BarColumn(),
+        DownloadColumn(),
+        Speed(),
+        TextColumn("{task.fields[tokens]:,} tokens"),
+        TimeRemainingColumn(),
+    )
+    with Progress(
+        *columns, console=console, transient=True, disable=quiet or not console.is_terminal
+    ) as progress:
+        task = progress.add_task("tokenizing", total=total, tokens=0, start=False)
+
+        def moved(done: int, tokens: int) -> None:
+            if not progress.tasks[0].started:  # what an earlier run finished is no part of this one's rate
+                progress.reset(task, completed=done, start=True)
+            progress.update(task, completed=done, tokens=tokens)
+
+        yield moved

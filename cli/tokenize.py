@@ -10,7 +10,11 @@ import typer
 
 def tokenize(
     inputs: Annotated[
-        list[Path], typer.Argument(help=".jsonl, .parquet, or text; also .gz and .zst", metavar="INPUT...")
+        list[Path],
+        typer.Argument(
+            help=".jsonl, .parquet, a folder of Hugging Face's datasets, or text; also .gz and .zst",
+            metavar="INPUT...",
+        ),
     ],
     tokenizer: Annotated[Path, typer.Option(help="a Hugging Face folder or a SentencePiece .model file")],
     out: Annotated[Path, typer.Option(help="name of the token file, without a suffix", metavar="PREFIX")],
@@ -23,38 +27,38 @@ def tokenize(
     split_paragraphs: Annotated[
         bool, typer.Option("--split-paragraphs", help="a document for each paragraph, not for each text file")
     ] = False,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="conversations: only the assistant's tokens are learnt")
+    ] = False,
+    chat_template: Annotated[
+        Path | None, typer.Option(help="with --chat: a Jinja file; default: the tokenizer's own template")
+    ] = None,
+    template_set: Annotated[
+        list[str] | None,
+        typer.Option(help="with --chat: a variable of the template, such as enable_thinking=false"),
+    ] = None,
+    show: Annotated[
+        int, typer.Option(min=0, help="with --chat: print so many samples, what is learnt in [[ ]]")
+    ] = 0,
     workers: Annotated[int | None, typer.Option(min=1, help="processes; default: the cores at hand")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="no progress bar")] = False,
 ) -> None:
-    """Turn text into the token file that a recipe's data.tokens names."""
+    """Turn text, or with --chat conversations, into the token file that a recipe's data.tokens names.
+
+    A conversation is a record with messages; conversations (from, value); prompt and completion; or
+    instruction, input and output. Killed or interrupted, the same command goes on where it was.
+    """
     import time
 
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
-
+    from ..training.chat_show import shown
+    from ..training.chat_template import Chat
     from ..training.documents import check_inputs
     from ..training.tokenize import tokenize as make_token_file
+    from .progress import token_progress
 
-    console, began = Console(stderr=True), time.perf_counter()
-    columns = (
-        TextColumn("tokenizing"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TextColumn("{task.fields[tokens]:,} tokens"),
-        TimeRemainingColumn(),
-    )
-    with Progress(
-        *columns, console=console, transient=True, disable=quiet or not console.is_terminal
-    ) as progress:
-        task = progress.add_task("tokenizing", total=check_inputs(inputs), tokens=0)
+    how = Chat.of(chat_template, template_set or []) if chat or chat_template or template_set else None
+    began = time.perf_counter()
+    with token_progress(check_inputs(inputs, chat=how is not None), quiet=quiet) as on_progress:
         file = make_token_file(
             inputs,
             tokenizer,
@@ -62,11 +66,19 @@ def tokenize(
             append_eos=append_eos,
             json_key=json_key,
             split_paragraphs=split_paragraphs,
+            chat=how,
             workers=workers,
-            on_progress=lambda done, tokens: progress.update(task, completed=done, tokens=tokens),
+            on_progress=on_progress,
         )
     seconds, count = time.perf_counter() - began, file.index.tokens
     typer.echo(
         f"{out}.bin: {count:,} tokens in {file.index.documents:,} documents, "
         f"{file.index.dtype}, {seconds:.1f} s, {count / seconds:,.0f} tokens/s"
     )
+    if (targets := file.index.targets) is not None:
+        typer.echo(
+            f"{out}.targets: {targets.tokens:,} tokens to learn, {targets.tokens / count:.0%}; "
+            f"{targets.left_out:,} samples left out: nothing of the assistant's in them"
+        )
+        for number in range(min(show, file.index.documents)):
+            typer.echo(f"--- sample {number + 1}\n{shown(file, number, tokenizer)}")

@@ -6,8 +6,8 @@ paragraphs), so the documents do not depend on where the cuts fall.
 
 from __future__ import annotations
 
+import functools
 import gzip
-import importlib
 import json
 import stat
 import zlib
@@ -17,12 +17,18 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, Protocol, cast
 
 from ..parallel_state import BadInput
+from .tables import dataset_files, need, read_dataset, read_parquet
 
 #: A document is tokenized whole, in memory, so it has a largest size. Unit: bytes.
 LARGEST_DOCUMENT = 2**28
 
+#: What a record of a chat set may have; a table's other columns are not read.
+CHAT_KEYS = (
+    *("messages", "conversations", "prompt", "completion", "instruction", "input", "output"),
+    *("system", "tools"),
+)
+
 _BLOCK = 2**20
-_ROWS = 1024
 
 Kind = Literal["text", "paragraphs", "lines", "rows"]
 
@@ -34,7 +40,7 @@ class Block:
     path: Path
     kind: Kind
     first: int
-    data: bytes | list[Any]
+    data: bytes | list[dict[str, Any]]
     position: int  # how many bytes of the file, as stored, have been read so far
 
 
@@ -42,8 +48,11 @@ class _Stream(Protocol):
     def read(self, size: int, /) -> bytes: ...
 
 
-def check_inputs(paths: list[Path]) -> int:
-    """Refuse inputs that are missing, of an unknown kind, or need an absent package. Returns their bytes."""
+def check_inputs(paths: list[Path], *, chat: bool = False) -> int:
+    """Refuse inputs that are missing, of an unknown kind, or need an absent package. Returns their bytes.
+
+    A chat set has records: running text is refused.
+    """
     if not paths:
         raise BadInput("input", expected="at least one file", found="none")
     total = 0
@@ -52,26 +61,41 @@ def check_inputs(paths: list[Path]) -> int:
             state = path.stat()
         except OSError as error:
             raise BadInput(path, expected="a file", found=error.strerror) from error
+        if stat.S_ISDIR(state.st_mode):
+            total += input_size(path)
+            need("pyarrow", path)
+            continue
         if not stat.S_ISREG(state.st_mode):
-            raise BadInput(
-                path, expected="a regular file", found="a folder or device", todo="Name the files in it"
-            )
+            raise BadInput(path, expected="a regular file", found="a device or pipe")
         total += state.st_size
         if path.name.endswith(".parquet"):
-            _need("pyarrow", path)
+            need("pyarrow", path)
         if path.name.endswith(".zst"):
-            _need("zstandard", path)
+            need("zstandard", path)
         if _inner_name(path).endswith(".json"):
             raise BadInput(
                 path, expected=".jsonl, .txt or .parquet", found=".json", todo="Write one object a line"
             )
+        if chat and not _inner_name(path).endswith((".jsonl", ".parquet")):
+            raise BadInput(path, expected="conversations in .jsonl or .parquet", found="another kind of file")
     return total
 
 
-def read_blocks(path: Path, *, split_paragraphs: bool, json_key: str, size: int = _BLOCK) -> Iterator[Block]:
+def input_size(path: Path) -> int:
+    """Bytes of a file, or of the files of a data set's folder."""
+    return sum(file.stat().st_size for file in (dataset_files(path) if path.is_dir() else [path]))
+
+
+def read_blocks(
+    path: Path, *, split_paragraphs: bool, json_key: str, chat: bool = False, size: int = _BLOCK
+) -> Iterator[Block]:
     """The file's blocks in order, of about ``size`` bytes unless a document is longer."""
-    if path.name.endswith(".parquet"):
-        yield from _read_parquet(path, json_key)
+    if path.is_dir() or path.name.endswith(".parquet"):
+        choose = _chat_columns if chat else functools.partial(_column, json_key)
+        first = 1
+        for rows, position in (read_dataset if path.is_dir() else read_parquet)(path, choose):
+            yield Block(path, "rows", first, rows, position)
+            first += len(rows)
         return
     kind: Kind = "paragraphs" if split_paragraphs else "text"
     if _inner_name(path).endswith(".jsonl"):
@@ -89,18 +113,38 @@ def read_blocks(path: Path, *, split_paragraphs: bool, json_key: str, size: int 
 
 def documents_of(block: Block, json_key: str) -> Iterator[tuple[str, str]]:
     """The block's documents, none of them empty, each with where it stands (``file:line``)."""
-    texts: Iterator[tuple[int, str]]
-    if block.kind == "rows":
-        rows: list[tuple[int, Any]] = list(enumerate(cast("list[Any]", block.data), block.first))
-        texts = ((row, _text(f"{block.path}:{row}", json_key, value)) for row, value in rows)
-    elif block.kind == "lines":
-        texts = _json_texts(block, cast("bytes", block.data), json_key)
+    texts: Iterator[tuple[str, str]]
+    if block.kind in ("rows", "lines"):
+        texts = ((where, _text(where, json_key, record)) for where, record in records_of(block))
     else:
         text = _decode(block, cast("bytes", block.data), block.first)
-        texts = _paragraphs(text, block.first) if block.kind == "paragraphs" else iter([(block.first, text)])
-    for line, text in texts:
+        found = _paragraphs(text, block.first) if block.kind == "paragraphs" else iter([(block.first, text)])
+        texts = ((f"{block.path}:{line}", text) for line, text in found)
+    for where, text in texts:
         if text:
-            yield f"{block.path}:{line}", text
+            yield where, text
+
+
+def records_of(block: Block) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The block's JSON objects or table rows, each with where it stands (``file:line``)."""
+    if block.kind == "rows":
+        for row, record in enumerate(cast("list[dict[str, Any]]", block.data), block.first):
+            yield f"{block.path}:{row}", record
+        return
+    for number, line in enumerate(cast("bytes", block.data).split(b"\n"), block.first):
+        if number == 1:
+            line = line.removeprefix(b"\xef\xbb\xbf")
+        if not line.strip():
+            continue
+        where = f"{block.path}:{number}"
+        try:
+            record = json.loads(_decode(block, line, number))
+        except (json.JSONDecodeError, RecursionError) as error:
+            reason = f"{error.msg} at column {error.colno}" if isinstance(error, ValueError) else "nesting"
+            raise BadInput(where, expected="one JSON object", found=reason) from error
+        if not isinstance(record, dict):
+            raise BadInput(where, expected="a JSON object", found=type(record).__name__)
+        yield where, record
 
 
 def _paragraphs(text: str, first: int) -> Iterator[tuple[int, str]]:
@@ -114,30 +158,27 @@ def _paragraphs(text: str, first: int) -> Iterator[tuple[int, str]]:
             lines = []
 
 
-def _json_texts(block: Block, data: bytes, key: str) -> Iterator[tuple[int, str]]:
-    for number, line in enumerate(data.split(b"\n"), block.first):
-        if number == 1:
-            line = line.removeprefix(b"\xef\xbb\xbf")
-        if not line.strip():
-            continue
-        where = f"{block.path}:{number}"
-        try:
-            record = json.loads(_decode(block, line, number))
-        except (json.JSONDecodeError, RecursionError) as error:
-            reason = f"{error.msg} at column {error.colno}" if isinstance(error, ValueError) else "nesting"
-            raise BadInput(where, expected="one JSON object", found=reason) from error
-        if not isinstance(record, dict) or key not in record:
-            found = f"the keys {', '.join(record)}" if isinstance(record, dict) else type(record).__name__
-            raise BadInput(
-                where, expected=f"an object with {key!r}", found=found, todo="Name its text with --json-key"
-            )
-        yield number, _text(where, key, record[key])
-
-
-def _text(where: str, key: str, value: Any) -> str:
+def _text(where: str, key: str, record: dict[str, Any]) -> str:
+    if key not in record:
+        found = f"the keys {', '.join(record)}"
+        raise BadInput(
+            where, expected=f"an object with {key!r}", found=found, todo="Name its text with --json-key"
+        )
+    value = record[key]
     if not isinstance(value, str):
         raise BadInput(where, key, expected="text", found=f"{value!r:.80}")
     return value
+
+
+def _column(key: str, names: list[str], path: Path) -> list[str]:
+    if key not in names:
+        found = f"the columns {', '.join(names)}"
+        raise BadInput(path, f"column {key!r}", found=found, todo="Name one with --json-key")
+    return [key]
+
+
+def _chat_columns(names: list[str], path: Path) -> list[str]:
+    return [name for name in names if name in CHAT_KEYS]
 
 
 def _decode(block: Block, data: bytes, first: int) -> str:
@@ -202,7 +243,7 @@ class _Zstandard:
     """A .zst file of one or more frames. The package's own reader takes a file cut short for a whole one."""
 
     def __init__(self, path: Path, raw: BinaryIO) -> None:
-        self._package = _need("zstandard", path)
+        self._package = need("zstandard", path)
         self._path, self._raw = path, raw
         self._frame, self._packed, self._begun = self._new_frame(), b"", False
 
@@ -225,34 +266,3 @@ class _Zstandard:
 
     def _new_frame(self) -> Any:
         return self._package.ZstdDecompressor().decompressobj()
-
-
-def _read_parquet(path: Path, column: str) -> Iterator[Block]:
-    _need("pyarrow", path)
-    pyarrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
-    try:
-        file = parquet.ParquetFile(path)
-        if column not in file.schema_arrow.names:
-            names = ", ".join(file.schema_arrow.names)
-            raise BadInput(
-                path, f"column {column!r}", found=f"the columns {names}", todo="Name one with --json-key"
-            )
-        size, done, rows = path.stat().st_size, 0, max(file.metadata.num_rows, 1)
-        for batch in file.iter_batches(batch_size=_ROWS, columns=[column]):
-            values = batch.column(0).to_pylist()
-            yield Block(path, "rows", done + 1, values, size * (done + len(values)) // rows)
-            done += len(values)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise BadInput(path, expected="a Parquet file", found=" ".join(str(error).split())[:200]) from error
-
-
-def _need(package: str, path: Path) -> Any:
-    try:
-        return importlib.import_module(package)
-    except ImportError as error:
-        raise BadInput(
-            path,
-            expected=f"the {package} package to read it",
-            found="none",
-            todo="pip install 'trilith[data]'",
-        ) from error

@@ -31,6 +31,7 @@ class TargetIndex(BaseModel):
     sha256: str
     probe: str
     template_sha256: str = Field(description="of the chat template that the samples went through")
+    left_out: int = Field(ge=0, description="samples with nothing to learn, which are not in the file")
 
 
 class TokenIndex(BaseModel):

@@ -57,7 +57,7 @@ class TokenWriter:
         self._names = ("tokens", "lengths", *(["targets"] if template_sha256 is not None else []))
         self._digests = {name: hashlib.sha256() for name in self._names}
         self._files: dict[str, BinaryIO] = {}
-        self._learnt = self.tokens = self.portions = 0
+        self._learnt = self.tokens = self.portions = self.left_out = 0
 
     def __enter__(self) -> TokenWriter:
         self._refuse_taken_name()
@@ -121,18 +121,27 @@ class TokenWriter:
             self._learnt += int(marks.sum())
         self.tokens += ids.size
 
-    def finished(self) -> None:
-        """One more portion of the input is in; after a kill it need not come again."""
+    def finished(self, left_out: int = 0) -> None:
+        """One more portion of the input is in; after a kill it need not come again.
+
+        ``left_out``: how many of its samples have nothing to learn.
+        """
         self.portions += 1
+        self.left_out += left_out
         if self._job:
-            self._journal.mark(self.portions, self._files)
+            self._journal.mark(self.portions, self.left_out, self._files)
 
     def commit(self) -> TokenFile:
         """Put the files in place and open them. ``BadInput`` where there is no token, or none to learn."""
-        if not self.tokens:
+        if not self.tokens and not self.left_out:
             raise BadInput(self._paths.tokens, "tokens", expected="at least one", found="none in the input")
         if self._template is not None and not self._learnt:
-            raise BadInput(self._paths.targets, "tokens to learn", expected="at least one", found="none")
+            raise BadInput(
+                self._paths.targets,
+                "tokens to learn",
+                expected="at least one",
+                found=f"none in {self.left_out} samples",
+            )
         for name, open_file in self._files.items():
             open_file.flush()
             if name != "lengths":
@@ -152,6 +161,7 @@ class TokenWriter:
                 sha256=self._digests["targets"].hexdigest(),
                 probe=probe(self._partial / "targets"),
                 template_sha256=self._template,
+                left_out=self.left_out,
             )
         index = TokenIndex(
             version=VERSION,
@@ -193,7 +203,8 @@ class TokenWriter:
                 self._digests[name].update(part)
                 self._learnt += sum(part) if name == "targets" else 0
         if mark is not None:
-            self.portions, self.tokens = mark.portions, mark.sizes["tokens"] // self._dtype.itemsize
+            self.portions, self.left_out = mark.portions, mark.left_out
+            self.tokens = mark.sizes["tokens"] // self._dtype.itemsize
 
     def _write(self, name: str, data: np.ndarray[Any, Any]) -> None:
         self._files[name].write(data.data)

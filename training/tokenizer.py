@@ -42,7 +42,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """
     path = Path(path)
     if path.is_dir():
-        return _FolderTokenizer(path)
+        return FolderTokenizer(path)
     if not path.exists():
         raise BadInput(
             path, expected="a SentencePiece .model file or a tokenizer folder", found="nothing there"
@@ -96,10 +96,11 @@ class _SentencePieceTokenizer:
         return text
 
 
-class _FolderTokenizer:
+class FolderTokenizer:
     """A Hugging Face folder read by ``AutoTokenizer``."""
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         if not any((path / name).exists() for name in _VOCABULARIES):
             raise BadInput(path, expected=f"one of {', '.join(_VOCABULARIES)}", found="none of them")
         digest = hashlib.sha256()
@@ -108,21 +109,21 @@ class _FolderTokenizer:
                 content = _read(path / name)
                 digest.update(f"{name}:{len(content)}:".encode() + content)
         self.fingerprint = digest.hexdigest()
-        self._tokenizer = _auto_tokenizer(path)
+        self.backend = _auto_tokenizer(path)
         # Added tokens may leave holes, so the largest id counts and not how many there are.
-        self.vocab_size = 1 + max(self._tokenizer.get_vocab().values(), default=-1)
+        self.vocab_size = 1 + max(self.backend.get_vocab().values(), default=-1)
         if not self.vocab_size:
             raise BadInput(path, "vocabulary", expected="at least one token", found="none")
-        self.bos_id = _id_or_none(self._tokenizer.bos_token_id)
-        self.eos_id = _id_or_none(self._tokenizer.eos_token_id)
+        self.bos_id = _id_or_none(self.backend.bos_token_id)
+        self.eos_id = _id_or_none(self.backend.eos_token_id)
 
     def encode(self, text: str) -> list[int]:
         text.encode()  # tokenizers would raise a TypeError that does not say what is wrong
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
+        ids: list[int] = self.backend.encode(text, add_special_tokens=False, verbose=False)
         return ids
 
     def decode(self, ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text: str = self.backend.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 
 

@@ -130,7 +130,7 @@ def test_f2_a_chat_set_without_a_sample_that_fits(tmp_path: Path) -> None:
 
 
 def test_f14_a_chat_set_with_nothing_to_learn_is_not_written(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="tokens to learn: expected at least one, found none"):
+    with pytest.raises(BadInput, match="tokens to learn: expected at least one, found none in 0"):
         write(tmp_path / "d", [([1, 2, 3], [0, 0, 0])], chat=True)
     assert list(tmp_path.iterdir()) == []
 

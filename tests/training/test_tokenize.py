@@ -173,8 +173,8 @@ def test_json_lines_do_not_depend_on_where_blocks_are_cut(
 class _KillsItsReader:
     """Stands for a job; whoever unpickles it dies as if for want of memory."""
 
-    def __init__(self, tokenizer: Path, json_key: str, append_eos: bool) -> None:
-        self.json_key = json_key
+    def __init__(self, tokenizer: Path, json_key: str, append_eos: bool, chat: None) -> None:
+        self.json_key, self.chat = json_key, chat
 
     def __reduce__(self) -> tuple[object, ...]:
         return (os._exit, (9,))
@@ -250,7 +250,7 @@ def test_a_worker_that_is_killed_ends_the_job(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Signals come from the worker itself, through what it unpickles: the code under test stays as it is.
-    monkeypatch.setattr(tokenize_module, "_Job", _KillsItsReader)
+    monkeypatch.setattr(tokenize_module, "Job", _KillsItsReader)
     with pytest.raises(PeerFailed, match="--workers"):
         tokenize(SOURCES, folder / "tokenizer.model", tmp_path / "out", workers=2)
     assert list(tmp_path.iterdir()) == []

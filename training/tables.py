@@ -1,0 +1,94 @@
+"""Rows of tables: Parquet files, and the folders that Hugging Face's ``Dataset.save_to_disk`` writes."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ..parallel_state import BadInput
+
+#: Some rows, their columns as keys, and how many bytes of the input have been read so far.
+Portion = tuple[list[dict[str, Any]], int]
+#: The columns to read, of those that there are.
+Choose = Callable[[list[str], Path], list[str]]
+
+_ROWS = 1024
+
+
+def need(package: str, path: Path) -> Any:
+    """The package that reads ``path``, an extra."""
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise BadInput(
+            path,
+            expected=f"the {package} package to read it",
+            found="none",
+            todo="pip install 'trilith[data]'",
+        ) from error
+
+
+def read_parquet(path: Path, choose: Choose) -> Iterator[Portion]:
+    """A Parquet file's rows in order."""
+    need("pyarrow", path)
+    pyarrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
+    try:
+        file = parquet.ParquetFile(path)
+        columns = choose(file.schema_arrow.names, path)
+        size, done, total = path.stat().st_size, 0, max(file.metadata.num_rows, 1)
+        for batch in file.iter_batches(batch_size=_ROWS, columns=columns):
+            done += batch.num_rows
+            yield batch.to_pylist(), size * done // total
+    except (pyarrow.ArrowException, OSError) as error:
+        raise BadInput(path, expected="a Parquet file", found=" ".join(str(error).split())[:200]) from error
+
+
+def dataset_files(folder: Path) -> list[Path]:
+    """The Arrow files of a data set's folder, in their order. ``BadInput`` for any other folder."""
+    if (folder / "dataset_dict.json").is_file():
+        names = sorted(path.parent.name for path in folder.glob("*/state.json"))
+        raise BadInput(
+            folder,
+            expected="one data set",
+            found=f"several: {', '.join(names)}",
+            todo=f"Name one, such as {folder / names[0]}" if names else "",
+        )
+    if not (folder / "state.json").is_file():
+        raise BadInput(
+            folder,
+            expected="a regular file, or a folder written by datasets' save_to_disk",
+            found="a folder with no state.json",
+            todo="Name the files in it",
+        )
+    try:
+        state = json.loads((folder / "state.json").read_bytes())
+        files = [folder / Path(str(part["filename"])).name for part in state["_data_files"]]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise BadInput(
+            folder / "state.json", "_data_files", expected="a list of file names", found="something else"
+        ) from error
+    for file in files:
+        if not file.is_file():
+            raise BadInput(file, expected="a file that state.json names", found="nothing there")
+    return files
+
+
+def read_dataset(folder: Path, choose: Choose) -> Iterator[Portion]:
+    """A data set's rows in order."""
+    need("pyarrow", folder)
+    pyarrow, ipc = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.ipc")
+    before = 0
+    for path in dataset_files(folder):
+        try:
+            with pyarrow.memory_map(str(path)) as source, ipc.open_stream(source) as reader:
+                columns = choose(reader.schema.names, path)
+                for batch in reader:
+                    for first in range(0, batch.num_rows, _ROWS):
+                        yield batch.select(columns).slice(first, _ROWS).to_pylist(), before + source.tell()
+        except (pyarrow.ArrowException, OSError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise BadInput(path, expected="a stream of Arrow tables", found=reason) from error
+        before += path.stat().st_size
