@@ -74,6 +74,9 @@ class AdaptedFamily(Family):
             shapes[link.hf] = tuple(map(max, shapes.get(link.hf, (0, 0)), link.hf_box.stop))
         return links, shapes
 
+    def links_of_all(self, config: ModelConfig) -> list[Link]:
+        return [*self.base.links(config)[0], *self.links(config)[0]]
+
     def sites(self, config: ModelConfig) -> tuple[Site, ...]:
         """Where the adapters are, in the order of the model's tensors.
 

@@ -105,6 +105,10 @@ class Family:
         shapes = {name: declaration.true_shape for name, declaration in stated.items()}
         return expand(self.rules, shapes, config.num_hidden_layers)
 
+    def links_of_all(self, config: ModelConfig) -> list[Link]:
+        """Ties of every tensor that the built model holds."""
+        return self.links(config)[0]
+
     def to_hf(self, config: ModelConfig) -> dict[str, Any]:
         """A config.json for a model that was born here."""
         return {"model_type": self.model_type, "architectures": [self.architecture], **config.to_hf()}

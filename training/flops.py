@@ -8,7 +8,7 @@ from math import prod
 
 import torch
 
-from ..models import Family, ModelConfig
+from ..models import AdaptedFamily, Family, ModelConfig
 
 #: Tables that are looked up, not multiplied by; tied to the output layer, the first is its matrix after all.
 _TOKENS, _LOOKED_UP = "embed.weight", frozenset({"embed.weight", "position.weight"})
@@ -36,22 +36,24 @@ PEAKS: tuple[tuple[str, float], ...] = (
 class TokenFlops:
     """FLOPs of one token in one forward pass; a multiplication and its addition are two.
 
-    ``matrices``: every weight matrix. ``attention``: scores and their sum over the values, as if each token
-    saw all of its sequence.
+    ``matrices``: every weight matrix that is trained. ``attention``: scores and their sum over the values, as
+    if each token saw all of its sequence. ``frozen``: the other matrices, which have no gradient (LoRA's
+    base): backward costs as much again, not twice.
     """
 
     matrices: float
     attention: float
+    frozen: float = 0.0
 
     @property
     def full(self) -> float:
         """Forward and backward, attention as if without a mask: torchtitan's and nanotron's count."""
-        return 3 * (self.matrices + self.attention)
+        return 3 * (self.matrices + self.attention) + 2 * self.frozen
 
     @property
     def causal(self) -> float:
         """Forward and backward, the half of attention that a causal mask leaves: Megatron-LM's count."""
-        return 3 * (self.matrices + self.attention / 2)
+        return 3 * (self.matrices + self.attention / 2) + 2 * self.frozen
 
 
 def flops_per_token(family: Family, config: ModelConfig, sequence_length: int) -> TokenFlops:
@@ -60,6 +62,15 @@ def flops_per_token(family: Family, config: ModelConfig, sequence_length: int) -
     Padding of the vocabulary, norms, activations and what is computed again to save memory do not count.
     Source: Narayanan et al. 2021 (appendix); Chowdhery et al. 2022 (appendix B).
     """
+    heads = config.num_attention_heads * int(getattr(config, "head_dim", 0))
+    return TokenFlops(
+        matrices=_of_matrices(family, config),
+        attention=4.0 * config.num_hidden_layers * heads * sequence_length,
+        frozen=_of_matrices(family.base, config) if isinstance(family, AdaptedFamily) else 0.0,
+    )
+
+
+def _of_matrices(family: Family, config: ModelConfig) -> float:
     (stated,) = family.declarations(config)
     multiplied = (
         prod(one.true_shape)
@@ -67,10 +78,7 @@ def flops_per_token(family: Family, config: ModelConfig, sequence_length: int) -
         if len(one.shape) == 2
         and (name not in _LOOKED_UP or (name == _TOKENS and config.tie_word_embeddings))
     )
-    heads = config.num_attention_heads * int(getattr(config, "head_dim", 0))
-    return TokenFlops(
-        matrices=2.0 * sum(multiplied), attention=4.0 * config.num_hidden_layers * heads * sequence_length
-    )
+    return 2.0 * sum(multiplied)
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,7 @@ class Watchers:
         held_out = open_held_out(recipe, plan.config.vocab_size)
         self.forward = ForwardOnly(model, micro_batch=recipe.data.micro_batch, dtype=dtype)
         self.evaluate = None if held_out is None else Evaluator(self.forward, held_out)
-        links, _ = plan.family.links(plan.config)
+        links = plan.family.links_of_all(plan.config)
         self.norms = Norms(model, links) if watch.norms else None
         self.activations = Activations(model, links) if watch.norms and watch.activation_norms else None
         self.traces = Traces(

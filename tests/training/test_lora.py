@@ -1,0 +1,216 @@
+"""Runs that train LoRA: checkpoints of adapters alone, resumed, given to PEFT; a base that must be the same."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from trilith.checkpoints import convert, differences, load_model, read_adapter, read_source
+from trilith.layers import gather_logits
+from trilith.parallel_state import BadInput, Box, ParallelState
+from trilith.parallel_state.engine import local_data
+from trilith.testing import RankError, run_parallel
+from trilith.testing.runs import TINY_LLAMA, run_recipe, tiny_recipe, write_tokens
+from trilith.training.build import build
+from trilith.training.metrics import read_metrics
+from trilith.training.recipe import parse_recipe
+from trilith.training.run_plan import plan
+
+LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A model with random norms and biases, in fp32."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**TINY_LLAMA))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 0.5 if parameter.ndim == 1 else 0.0, 0.1)
+    model.save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> Path:
+    return write_tokens(tmp_path / "tokens")
+
+
+def recipe(out: Path, base: Path, tokens: Path, **changes: Any) -> dict[str, Any]:
+    raw = tiny_recipe(out, tokens, **{"lora": LORA, "steps": 4, **changes})
+    raw["model"] = {"init_from": str(base)}
+    return raw
+
+
+def run(raw: dict[str, Any]) -> None:
+    run_parallel(run_recipe, parse_recipe(raw).layout.layout.world, raw)
+
+
+def losses(out: Path) -> list[tuple[float, float]]:
+    return [(line["loss"], line["grad_norm"]) for line in read_metrics(out / "metrics.jsonl")]
+
+
+def tensors(out: Path) -> dict[str, torch.Tensor]:
+    source = read_source(out)
+    return {
+        name: source.read(name, Box.whole(whole.shape), source.tie())
+        for name, whole in source.catalog.items()
+    }
+
+
+def test_a_run_resumes_bitwise_and_in_another_layout_as_if_nothing_had_changed(
+    tmp_path: Path, base: Path, tokens: Path
+) -> None:
+    run(recipe(tmp_path / "whole", base, tokens))
+    run(recipe(tmp_path / "same", base, tokens, stop_after=2))
+    shutil.copytree(tmp_path / "same", tmp_path / "other")
+    run(recipe(tmp_path / "same", base, tokens))
+    run(recipe(tmp_path / "other", base, tokens, layout={"tensor": 2, "pipeline": 2}))
+    whole, same, other = (tensors(tmp_path / name) for name in ("whole", "same", "other"))
+    assert losses(tmp_path / "same") == losses(tmp_path / "whole")
+    assert all(name.rpartition(".")[2] in ("lora_A", "lora_B") for name in whole)
+    assert {name.split(".")[1] for name in whole if name.startswith("optimizer")} == {"exp_avg", "exp_avg_sq"}
+    assert whole.keys() == same.keys() == other.keys()
+    for name, tensor in whole.items():
+        assert torch.equal(same[name], tensor), name
+        scale = float(tensor.abs().max())
+        assert float((other[name] - tensor).abs().max()) <= 1e-10 * scale, name
+
+
+def test_what_a_run_trains_peft_loads_and_gives_back(tmp_path: Path, base: Path, tokens: Path) -> None:
+    run(recipe(tmp_path / "run", base, tokens, dtype="float32", layout={"tensor": 2, "data": 2, "zero": 3}))
+    before = {path.name: path.read_bytes() for path in base.iterdir()}
+    convert(tmp_path / "run", tmp_path / "adapter")
+    theirs: Any = peft.PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter"
+    )
+    ids = torch.randint(131, (2, 16), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected, plain = theirs(ids).logits, theirs.get_base_model()
+        for ours in (load_model(tmp_path / "run"), load_model(base, adapter=tmp_path / "adapter")):
+            logits = gather_logits(ours(ids), 131)
+            torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+        with theirs.disable_adapter():
+            assert float((plain(ids).logits - expected).abs().max()) > 1e-2
+    theirs.save_pretrained(tmp_path / "again")
+    again = load_file(tmp_path / "again" / "adapter_model.safetensors")
+    sent = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert again.keys() == sent.keys() and all(torch.equal(again[name], sent[name]) for name in sent)
+    returned = read_adapter(tmp_path / "again", read_source(base))
+    assert not list(differences(returned, read_source(tmp_path / "run")))
+    assert {path.name: path.read_bytes() for path in base.iterdir()} == before
+
+
+def test_adapters_are_resharded_with_their_moments_and_started_from(
+    tmp_path: Path, base: Path, tokens: Path
+) -> None:
+    run(recipe(tmp_path / "run", base, tokens))
+    convert(tmp_path / "run", tmp_path / "cut", to="sharded", tensor=2, pipeline=3)
+    assert not list(differences(read_source(tmp_path / "cut"), read_source(tmp_path / "run")))
+    convert(tmp_path / "cut", tmp_path / "adapter", to="peft")
+    for name in ("cut", "adapter"):
+        changes = {"steps": 1, "lora": {"init_from": str(tmp_path / name)}}
+        run(recipe(tmp_path / f"from-{name}", base, tokens, **changes))
+    first = losses(tmp_path / "from-cut")
+    assert first == losses(tmp_path / "from-adapter")
+    assert first[0] != losses(tmp_path / "run")[0]
+
+
+def numbers(raw: dict[str, Any]) -> dict[str, set[torch.dtype]]:
+    """The formats in which this rank stores base and adapters."""
+    loaded = parse_recipe(raw)
+    model = build(loaded, plan(loaded), ParallelState.start(loaded.layout.layout)).model
+    kinds: dict[str, set[torch.dtype]] = {"base": set(), "adapters": set()}
+    for name, parameter in model.named_parameters():
+        kinds["adapters" if "lora_" in name else "base"].add(local_data(parameter).dtype)
+        assert parameter.requires_grad == ("lora_" in name)
+    return kinds
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_under_bfloat16_the_base_is_kept_in_it_and_the_adapters_are_not(
+    tmp_path: Path, base: Path, tokens: Path, zero: int
+) -> None:
+    """It would be cast at each use anyway."""
+    mixed = {"dtype": "float32", "compute": "bfloat16", "layout": {"data": 2, "zero": zero}}
+    raw = recipe(tmp_path / "run", base, tokens, **mixed)
+    for kinds in run_parallel(numbers, 2, raw):
+        assert kinds == {"base": {torch.bfloat16}, "adapters": {torch.float32}}
+    run(raw)
+    assert {whole.dtype for whole in read_source(tmp_path / "run").catalog.values()} == {"F32"}
+    exact = recipe(tmp_path / "exact", base, tokens, steps=1)
+    run(exact)
+    assert losses(tmp_path / "run")[0][0] == pytest.approx(losses(tmp_path / "exact")[0][0], rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"lora": LORA | {"r": 8}}, r"lora\.r: expected 8, found 4"),
+        ({"lora": LORA | {"target_modules": ["q_proj"]}}, r"lora\.target_modules"),
+        ({"lora": None}, "expected a whole model, found LoRA adapters"),
+    ],
+    ids=["rank", "targets", "no-lora"],
+)
+def test_a_run_goes_on_with_the_adapters_that_it_began_with(
+    tmp_path: Path, base: Path, tokens: Path, changes: dict[str, Any], words: str
+) -> None:
+    run(recipe(tmp_path / "run", base, tokens, stop_after=1))
+    with pytest.raises(RankError, match=words):
+        run(recipe(tmp_path / "run", base, tokens, **changes))
+
+
+def test_another_base_is_refused_and_the_same_elsewhere_is_not(
+    tmp_path: Path, base: Path, tokens: Path
+) -> None:
+    run(recipe(tmp_path / "run", base, tokens, stop_after=1))
+    convert(base, tmp_path / "moved", tensor=2)
+    run(recipe(tmp_path / "run", tmp_path / "moved", tokens, stop_after=2))
+    assert len(losses(tmp_path / "run")) == 2
+    weights = load_file(base / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][0, 0] += 1e-3
+    save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(RankError, match="that the adapters were trained on"):
+        run(recipe(tmp_path / "run", base, tokens))
+    with pytest.raises(BadInput, match="that the adapters were trained on"):
+        read_adapter(tmp_path / "run", read_source(base))
+
+
+REFUSED = [
+    ({"lora": {"target_modules": ["q_prj"]}}, r"targets among .* q_proj.* found .'q_prj'"),
+    ({"lora": {"target_modules": ["lm_head", "q_proj"]}}, r"ends of names such as .* found 'lm_head'"),
+    ({"lora": {"target_modules": ["embed_tokens"]}}, "linears of the blocks"),
+    ({"lora": {"target_modules": r".*norm"}}, "linears of the blocks"),
+    ({"lora": {"target_modules": "("}}, "a regular expression"),
+    ({"lora": {"layers_to_transform": [3]}}, "blocks 0 to 2, found 3"),
+    ({"lora": {"r": 0}}, r"lora\.r"),
+    ({"lora": {"use_dora": True}}, r"lora\.use_dora"),
+    ({"lora": {"r": 4, "init_from": "somewhere"}}, r"lora\.r: expected nothing beside lora\.init_from"),
+    ({"layout": {"tensor": 3}}, "tensor"),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), REFUSED, ids=lambda value: str(value)[:40])
+def test_what_cannot_be_attached_is_refused_before_anything_starts(
+    tmp_path: Path, base: Path, tokens: Path, changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(BadInput, match=words):
+        plan(parse_recipe(recipe(tmp_path / "run", base, tokens, **changes)))
+
+
+def test_a_model_from_scratch_gets_no_adapters(tmp_path: Path, tokens: Path) -> None:
+    with pytest.raises(BadInput, match=r"model\.init_from: expected a model to attach adapters to"):
+        plan(parse_recipe(tiny_recipe(tmp_path / "run", tokens, lora=LORA)))
+
+
+def test_adapters_are_no_model_to_fine_tune(tmp_path: Path, base: Path, tokens: Path) -> None:
+    run(recipe(tmp_path / "run", base, tokens, steps=1))
+    convert(tmp_path / "run", tmp_path / "adapter")
+    for path in (tmp_path / "run", tmp_path / "adapter"):
+        with pytest.raises(BadInput, match="LoRA adapters"):
+            plan(parse_recipe(recipe(tmp_path / "full", path, tokens, lora=None)))
