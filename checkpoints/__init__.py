@@ -2,12 +2,13 @@
 
 from .adapter import check_base, fingerprint, read_adapter, read_converted, stored_adapter
 from .agree import rank_at_fault, together
-from .convert import How, carry_out, convert, plan_conversion
+from .convert import How, carry_out, convert
 from .diff import Difference, differences
 from .find import complete_checkpoints, latest_checkpoint, step_directory
 from .hf_folder import HFFolder
 from .loading import load_model, load_source, load_weights
 from .manifest import Manifest, StoredAdapter
+from .planning import plan_conversion, plan_merge
 from .saving import Contents, Saver
 from .source import Source, read_source
 from .tensor_file import TensorFile
@@ -41,6 +42,7 @@ __all__ = [
     "load_weights",
     "newest_checkpoint",
     "plan_conversion",
+    "plan_merge",
     "rank_at_fault",
     "read_adapter",
     "read_converted",

@@ -16,6 +16,7 @@ from .dtypes import BITS
 from .hf_export import MAX_SHARD_SIZE, plan_shards
 from .hf_folder import ADAPTER_MODEL
 from .manifest import Part, StoredTensor
+from .merge import Merge
 from .plan import Copy, Tie, copies
 from .source import Source
 from .training_names import MOMENTS, moment_name
@@ -52,7 +53,7 @@ class OutputFile:
 @dataclass(frozen=True)
 class Conversion:
     """``layout`` is ``None`` for a Hugging Face folder; ``tensors`` is then empty, else what the manifest
-    says of each.
+    says of each. ``merge``: LoRA adapters that are added to the weights on the way.
     """
 
     source: Source
@@ -60,6 +61,7 @@ class Conversion:
     layout: Layout | None
     split: tuple[int, ...] | None
     tensors: dict[str, StoredTensor]
+    merge: Merge | None = None
 
     @property
     def nbytes(self) -> int:

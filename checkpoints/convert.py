@@ -2,35 +2,29 @@
 
 from __future__ import annotations
 
-import gc
-import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ..models import AdaptedFamily
 from ..parallel_state import BadInput, Layout, fault
 from .budget import block_within
 from .commit import Staging, staged
 from .companions import store_companion
-from .conversion import Conversion, OutputTensor, plan_to_hf, plan_to_sharded
+from .conversion import Conversion, OutputTensor
 from .disk import Disk
-from .dtypes import TORCH, WEIGHTS
+from .dtypes import TORCH
 from .execute import execute
 from .hf_export import HFFolderWriter
 from .journal import EVERY, JOURNAL, Journal
 from .manifest import Manifest, StoredFile
-from .source import read_source
+from .merge import Merge
+from .planning import Form, identify, no_collector, plan_conversion
 from .tensor_writer import TensorWriter
 from .transfer import Transfer
 from .verify import checksum_of, verify_file, verify_rest
 
-#: Part of a conversion's identity: another version may number or lay out its work otherwise.
-_PLAN = 1
-
-Form = Literal["hf", "peft", "sharded"]
 Progress = Callable[[int], None]
 
 
@@ -47,18 +41,6 @@ class How:
     check: bool = True
     note_every: int = EVERY
     progress: Progress = lambda done: None
-
-
-@contextmanager
-def _no_collector() -> Iterator[None]:
-    """A plan is many small objects and no cycles; with torch in memory the collector takes 0.1 s a time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def convert(
@@ -89,7 +71,7 @@ def convert(
     return plan
 
 
-@_no_collector()
+@no_collector()
 def carry_out(plan: Conversion, dst: Path, *, allow_nonfinite: bool = False, how: How = How()) -> None:
     """Write what was planned as ``dst``; see ``convert``."""
     identity = identify(plan, allow_nonfinite=allow_nonfinite)
@@ -106,63 +88,6 @@ def carry_out(plan: Conversion, dst: Path, *, allow_nonfinite: bool = False, how
             _write_sharded(plan, plan.layout, staging, allow_nonfinite, how)
 
 
-@_no_collector()
-def plan_conversion(
-    src: str | Path,
-    *,
-    to: Form | None = None,
-    tensor: int = 1,
-    pipeline: int = 1,
-    split: Sequence[int] | None = None,
-    dtype: str | None = None,
-    allow_symlinks: bool = False,
-) -> Conversion:
-    """What ``convert`` would do, from headers alone; raises what it would raise."""
-    source = read_source(src, allow_symlinks=allow_symlinks)
-    name = _dtype_name(dtype)
-    whole: Form = "hf" if source.adapter is None else "peft"
-    form = to or ("sharded" if source.manifest is None or tensor * pipeline > 1 else whole)
-    if form == "sharded":
-        return plan_to_sharded(source, tensor=tensor, pipeline=pipeline, split=split, dtype=name)
-    if form != whole:
-        found = "the weights of a whole model" if whole == "hf" else "LoRA adapters"
-        expected, todo = "a checkpoint of LoRA adapters", ""
-        if whole == "peft":
-            expected = "a whole model"
-            todo = f"--to peft writes the adapters; `trilith merge-lora BASE {src} OUT` a whole model"
-        raise BadInput(source.path, f"--to {form}", expected=expected, found=found, todo=todo)
-    if tensor * pipeline > 1 or split is not None:
-        found = f"tensor {tensor}, pipeline {pipeline}" + ("" if split is None else f", split {[*split]}")
-        raise BadInput(
-            "convert", f"--to {form}", expected="no layout", found=found,
-            todo="A Hugging Face folder is whole: leave out --tensor, --pipeline and --split",
-        )  # fmt: skip
-    return plan_to_hf(source, dtype=name)
-
-
-def identify(plan: Conversion, *, allow_nonfinite: bool) -> str:
-    """16 hexadecimal digits that differ if another plan, or other source files, would write other bytes."""
-    digest = hashlib.sha256(
-        repr(
-            (_PLAN, plan.layout, plan.split, allow_nonfinite, plan.source.config, plan.source.adapter)
-        ).encode()
-    )
-    for file in plan.source.files:
-        digest.update(repr((str(file.path), file.identity)).encode())
-    for output in plan.files:
-        digest.update(repr(output).encode())
-    return digest.hexdigest()[:16]
-
-
-def _dtype_name(dtype: str | None) -> str | None:
-    if dtype is None:
-        return None
-    names = {str(TORCH[name]).removeprefix("torch."): name for name in WEIGHTS}
-    if dtype not in names:
-        raise BadInput("convert", "--dtype", expected=f"one of {', '.join(names)}", found=repr(dtype))
-    return names[dtype]
-
-
 def _write_hf(plan: Conversion, staging: Staging, allow_nonfinite: bool, how: How) -> None:
     outputs = {one.name: one for file in plan.files for one in file.tensors}
     writer = HFFolderWriter(
@@ -174,7 +99,9 @@ def _write_hf(plan: Conversion, staging: Staging, allow_nonfinite: bool, how: Ho
         adapters=plan.source.adapter is not None,
     )
     try:
-        transfers = [_transfer(one, writer.writers[writer.place[name]]) for name, one in outputs.items()]
+        transfers = [
+            _transfer(one, writer.writers[writer.place[name]], plan.merge) for name, one in outputs.items()
+        ]
         _move(plan, transfers, writer.writers, staging, allow_nonfinite, how)
         writer.finish()
     finally:
@@ -245,8 +172,17 @@ def _config(plan: Conversion) -> dict[str, Any]:
     return config
 
 
-def _transfer(one: OutputTensor, writer: TensorWriter) -> Transfer:
-    return Transfer(one.name, one.box, one.copies, writer)
+def _transfer(one: OutputTensor, writer: TensorWriter, merge: Merge | None = None) -> Transfer:
+    return Transfer(one.name, one.box, one.copies, writer, merge.change(one.name) if merge else None)
+
+
+def _memory(plan: Conversion, how: How) -> tuple[int, int]:
+    """Bytes of a block, and workers. A block that is changed is there in fp32 as well, beside its factors."""
+    if plan.merge is None:
+        return block_within(how.max_ram, how.workers)
+    factors = how.workers * plan.merge.bytes_of_a_worker
+    block, workers = block_within(None if how.max_ram is None else how.max_ram - factors, how.workers)
+    return block // 2, workers
 
 
 def _move(
@@ -259,7 +195,7 @@ def _move(
 ) -> None:
     """Move the numbers; a checkpoint's checksums are taken from what is read, and compared at the end."""
     source, manifest = plan.source, plan.source.manifest if how.check else None
-    block, workers = block_within(how.max_ram, how.workers)
+    block, workers = _memory(plan, how)
     seen = [checksum_of(file) for file in source.files] if manifest is not None else []
     fault("convert.before_data", rank=0)
 

@@ -198,6 +198,8 @@ class _Work:
             made = self._buffer("made", part.shape, pieces[0][1].dtype)
             for overlap, piece in pieces:
                 made[overlap.within(part).slices] = piece
+        if transfer.change is not None:
+            made, crc = transfer.change(made, part), None
         if made.dtype != transfer.dtype:
             made, overflows = self._cast(transfer, made)
             crc = None

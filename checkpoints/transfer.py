@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import pairwise, zip_longest
@@ -16,19 +16,23 @@ from .dtypes import TORCH
 from .plan import Copy
 from .tensor_writer import TensorWriter
 
+#: From some numbers as they are stored, and their box of the whole tensor, to others in their place.
+Change = Callable[[Tensor, Box], Tensor]
+
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
     """``copies`` fill ``box`` of the whole tensor ``name``, which becomes all of ``target``.
 
     ``target`` is the file whose tensor ``name`` has the box's shape, or a CPU tensor of that shape. Its dtype
-    may differ from the stored one.
+    may differ from the stored one. ``change`` is made on the way, a block at a time.
     """
 
     name: str
     box: Box
     copies: tuple[Copy, ...]
     target: TensorWriter | Tensor
+    change: Change | None = None
 
     @property
     def dtype(self) -> torch.dtype:

@@ -13,6 +13,7 @@ from .convert import convert
 from .diff import diff
 from .generate import generate
 from .inspect import inspect
+from .merge_lora import merge_lora
 from .parity import parity
 from .quickstart import quickstart
 from .report import report
@@ -34,6 +35,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     tokenize,
     train,
     report,
+    merge_lora,
     generate,
 )
 

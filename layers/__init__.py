@@ -23,7 +23,7 @@ from .embedding import (
     padded_vocabulary,
 )
 from .linear import ColumnParallelLinear, RowParallelLinear, linears
-from .lora import attach_lora
+from .lora import attach_lora, lora_scale
 from .loss import IGNORE, valid_tokens, vocab_parallel_cross_entropy
 from .mlp import ACTIVATIONS, MLP, GatedMLP, activation
 from .norm import LayerNorm, RMSNorm
@@ -67,6 +67,7 @@ __all__ = [
     "inverse_frequencies",
     "leave_tensor",
     "linears",
+    "lora_scale",
     "merge_heads",
     "own_random",
     "padded_vocabulary",

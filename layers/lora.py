@@ -41,6 +41,11 @@ from .linear import ColumnParallelLinear, RowParallelLinear
 FACTORS = ("lora_A", "lora_B")
 
 
+def lora_scale(r: int, alpha: float, *, rslora: bool) -> float:
+    """What the product of the factors is multiplied by."""
+    return alpha / (sqrt(r) if rslora else r)
+
+
 def attach_lora(
     layer: ColumnParallelLinear | RowParallelLinear,
     *,
@@ -79,7 +84,7 @@ def attach_lora(
         b = replace(a, shape=(base.shape[0], r), cut=cut, partial=() if cut else ("tensor",))
         declare_parameter(module, "lora_B", replace(b, initial=Constant(0.0)), layer.state)
     rows = [None if part is None else part.slice for part in parts]
-    scale = alpha / (sqrt(r) if rslora else r)
+    scale = lora_scale(r, alpha, rslora=rslora)
     layer.adapters.append(
         _LowRank(inner, list(zip(numbers, outer, rows, strict=True)), scale, dropout, row, layer.state)
     )

@@ -1,4 +1,4 @@
-"""Runs that train LoRA: checkpoints of adapters alone, resumed, given to PEFT; a base that must be the same."""
+"""Runs that train LoRA: checkpoints of adapters alone, resumed, given to PEFT; the base must be the same."""
 
 from __future__ import annotations
 
