@@ -16,6 +16,7 @@ from .inspect import inspect
 from .merge_lora import merge_lora
 from .parity import parity
 from .quickstart import quickstart
+from .recipe import recipe
 from .report import report
 from .reshard import reshard
 from .tokenize import tokenize
@@ -36,6 +37,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     train,
     report,
     merge_lora,
+    recipe,
     generate,
 )
 

@@ -1,0 +1,129 @@
+"""Loss scale, fp16 and the dtype of gradient sums: exact laws, in layouts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from trilith.layers import IGNORE
+from trilith.models import CausalLM, family_of
+from trilith.parallel_state import Layout, ParallelState, initialize
+from trilith.parallel_state.engine import local_data
+from trilith.testing import run_parallel
+from trilith.training.data_parallel import shard_over_data
+from trilith.training.precision import Precision
+from trilith.training.step import TrainStep
+
+CONFIG: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 131,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+}
+SAMPLES, LENGTH = 4, 8
+Gradients = dict[str, Tensor]
+
+
+def built(layout: Layout, precision: Precision) -> CausalLM:
+    state = ParallelState.start(layout)
+    family = family_of(CONFIG)
+    model = family.build(family.from_hf(CONFIG), state=state, dtype=precision.master)
+    shard_over_data(model, state, precision)
+    model.to_empty(device="cpu")
+    initialize(model, 3, state=state)
+    return model
+
+
+def gradients(
+    model: CausalLM, precision: Precision, scale: float, only: int | None = None
+) -> tuple[float, Gradients]:
+    """Of one step at this scale: the loss and this rank's gradients. ``only``: the data rank that counts."""
+    tokens = torch.randint(131, (SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+    each = SAMPLES // model.state.layout.data
+    mine = slice(model.state.data_index * each, (model.state.data_index + 1) * each)
+    ids, labels = tokens[mine, :-1].contiguous(), tokens[mine, 1:].clone()
+    if only not in (None, model.state.data_index):
+        labels[:] = IGNORE
+    micro = 1 if model.state.layout.pipeline > 1 else each
+    step = TrainStep(model, micro_batch=micro, dtype=precision.compute)
+    loss = float(step(ids, labels, scale=scale))
+    found = {name: local_data(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return loss, found
+
+
+FP64 = Precision(torch.float64, torch.float64, torch.float64)
+HALF = Precision(torch.float32, torch.float16, torch.float32)
+LAYOUTS = [
+    Layout.of(tensor=2, sequence=True),
+    Layout.of(pipeline=2),
+    Layout.of(data=2, zero=3),
+]
+
+
+def at_two_scales(layout: Layout) -> list[str]:
+    """Names whose gradients at scale 4096, divided by it, differ in any bit from those at scale 1."""
+    model = built(layout, FP64)
+    (loss, plain), (scaled_loss, scaled) = (gradients(model, FP64, scale) for scale in (1.0, 4096.0))
+    assert scaled_loss == loss and plain.keys() == scaled.keys() and plain
+    assert all(bool(grad.any()) for grad in plain.values() if grad.numel())
+    return [name for name in plain if not torch.equal(scaled[name] / 4096, plain[name])]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_the_scale_changes_no_bit_of_loss_or_gradients(layout: Layout) -> None:
+    assert run_parallel(at_two_scales, layout.world, layout) == [[]] * layout.world
+
+
+def errors_of_half(layout: Layout) -> tuple[float, float]:
+    """The worst relative error of fp16's gradients against fp64's at scale 2^10 and at 2^-16."""
+    _, exact = gradients(built(layout, FP64), FP64, 1.0)
+    model = built(layout, HALF)
+
+    def worst(scale: float) -> float:
+        _, found = gradients(model, HALF, scale)
+        assert {grad.dtype for grad in found.values()} == {torch.float32}
+        return max(
+            float((found[name] / scale - grad).norm() / grad.norm())
+            for name, grad in exact.items()
+            if grad.numel()
+        )
+
+    return worst(2.0**10), worst(2.0**-16)
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS[:2], Layout.of(data=2)], ids=str)
+def test_fp16_gradients_keep_their_digits_by_the_scale(layout: Layout) -> None:
+    for good, lost in run_parallel(errors_of_half, layout.world, layout):
+        assert good < 0.01 and lost > 10 * good
+
+
+def sums_of_gradients(layout: Layout, dtype: torch.dtype) -> tuple[int, int]:
+    """How many elements are not the ranks' gradients added in ``dtype``; how many another would change."""
+    wide, narrow = torch.float32, torch.bfloat16
+    precision = Precision(wide, narrow, dtype)
+    model = built(layout, precision)
+    _, both = gradients(model, precision, 1.0)
+    # Alone a rank's mean is over half the tokens, so its gradients are twice as large, exactly.
+    alone = [gradients(model, precision, 1.0, only=rank)[1] for rank in (0, 1)]
+    wrong = different = 0
+    for name, found in both.items():
+        sums = {
+            one: ((alone[0][name].to(one) + alone[1][name].to(one)).to(wide) / 2) for one in (wide, narrow)
+        }
+        wrong += int((found != sums[dtype]).sum())
+        different += int((sums[wide] != sums[narrow]).sum())
+    return wrong, different
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layout", [Layout.of(data=2), Layout.of(data=2, zero=3)], ids=str)
+def test_gradients_are_summed_in_the_chosen_dtype(layout: Layout, dtype: torch.dtype) -> None:
+    for wrong, different in run_parallel(sums_of_gradients, 2, layout, dtype):
+        assert wrong == 0 and different > 100
