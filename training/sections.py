@@ -123,12 +123,12 @@ class SpikeSection(Section):
 class LossScaleSection(Section):
     """By what the loss is multiplied under float16; all numbers are powers of two."""
 
-    initial: float = Field(default=2.0**16, gt=0)
+    initial: float = Field(default=2.0**16, gt=0, description="at the first step")
     growth_interval: int = Field(
         default=2000, ge=0, description="steps without overflow after which it doubles; 0: never"
     )
     minimum: float = Field(default=1.0, gt=0, description="an overflow at this scale stops the run")
-    maximum: float = Field(default=2.0**24, gt=0)
+    maximum: float = Field(default=2.0**24, gt=0, description="it doubles no further")
 
 
 class OptimizerSection(Section):
