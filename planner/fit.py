@@ -1,0 +1,50 @@
+"""Whether a plan fits its device, and what would make it fit, the cheapest in time first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Change:
+    """Overrides of a recipe, such as ``memory.checkpointing=full``, and what they cost."""
+
+    overrides: tuple[str, ...]
+    cost: str
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A change, or several together, and the bytes that the heaviest rank then needs."""
+
+    changes: tuple[Change, ...]
+    total: int
+
+    @property
+    def overrides(self) -> str:
+        return " ".join(text for change in self.changes for text in change.overrides)
+
+
+def changes_that_fit(
+    changes: Sequence[Change], total: Callable[[Sequence[Change]], int | None], room: int, *, most: int = 3
+) -> list[Fit]:
+    """The changes, cheapest first, that bring ``total`` down to ``room``: each alone, or else together.
+
+    ``total`` gives the bytes under some changes, ``None`` where a recipe cannot have them. Where no change
+    suffices alone they are added up in order, leaving out those that do not help, until they do.
+    """
+    alone = [Fit((change,), size) for change in changes if (size := total([change])) is not None]
+    enough = [fit for fit in alone if fit.total <= room]
+    if enough:
+        return enough[:most]
+    together: list[Change] = []
+    best = total([])
+    for change in changes:
+        size = total([*together, change])
+        if size is None or (best is not None and size >= best):
+            continue
+        together, best = [*together, change], size
+        if size <= room:
+            return [Fit(tuple(together), size)]
+    return []

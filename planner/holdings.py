@@ -1,0 +1,54 @@
+"""What one rank holds of a model's parameters, counted from their declarations."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from ..parallel_state import Coordinates, Declaration, Layout
+
+_BLOCK = re.compile(r"layers\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class RankParameters:
+    """Numbers of elements. ``groups`` are what FSDP gathers at once: each block, and the rest (``""``)."""
+
+    #: Of this stage, by the tensor axis alone: what a rank computes with.
+    stage: int
+    #: Between steps, after FSDP cut dim 0 over the data axes.
+    stored: int
+    #: The two again, of what is trained.
+    trained: int
+    trained_stored: int
+    groups: Mapping[str, int]
+
+    @property
+    def root(self) -> int:
+        return self.groups.get("", 0)
+
+    @property
+    def largest_block(self) -> int:
+        return max((size for name, size in self.groups.items() if name), default=0)
+
+
+def rank_parameters(
+    stated: Mapping[str, Declaration],
+    layout: Layout,
+    at: Coordinates,
+    *,
+    frozen: Collection[str] = (),
+) -> RankParameters:
+    """Count the parameters of the stage whose declarations these are, for the rank at these coordinates."""
+    groups: dict[str, int] = {}
+    stage = stored = trained = trained_stored = 0
+    for name, declaration in stated.items():
+        here, kept = declaration.box(layout, at).size, declaration.shard_box(layout, at).size
+        found = _BLOCK.match(name)
+        group = found[1] if found else ""
+        groups[group] = groups.get(group, 0) + here
+        stage, stored = stage + here, stored + kept
+        if name not in frozen:
+            trained, trained_stored = trained + here, trained_stored + kept
+    return RankParameters(stage, stored, trained, trained_stored, groups)

@@ -1,0 +1,149 @@
+"""The memory of one rank in a step, by kind, at its worst moment: in the loss, or in a block's backward.
+
+FSDP2's own bytes a parameter, measured (bf16 compute, fp32 weights, moments and sums, between micro-batches,
+2 data ranks): 18, 12, 10, 8 at ZeRO 0 to 3. The textbook's (Rajbhandari et al. 2020): 16, 10, 9, 8, since it
+has sums in bf16 and keeps no gathered weights beside sharded ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from ..layers import Stage, checkpointed, padded_vocabulary
+from ..parallel_state import Coordinates, Declaration
+from .activations import block_shape, kept_in_block, norm_bytes
+from .holdings import RankParameters, rank_parameters
+from .pipeline import in_flight
+from .work import Work
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes on the device by kind. ``logits`` and ``block`` are two moments, of which the worse one counts.
+
+    ``gathered``: weights that are whole beside the stored shards. ``activations``: kept for backward, of all
+    micro-batches in flight. ``logits``: in the last stage's loss. ``block``: while one block is in its
+    backward, what it computes again, its gradients, and what is gathered and summed over the data ranks.
+    ``pipeline``: torch's buffers for receiving. ``host``: what offload puts into the host's memory.
+    """
+
+    weights: int = 0
+    gathered: int = 0
+    gradients: int = 0
+    moments: int = 0
+    activations: int = 0
+    pipeline: int = 0
+    logits: int = 0
+    block: int = 0
+    host: int = 0
+
+    @property
+    def total(self) -> int:
+        """On the device at the worst moment."""
+        lasting = self.weights + self.gathered + self.gradients + self.moments
+        return lasting + self.activations + self.pipeline + max(self.logits, self.block)
+
+
+def plan_memory(
+    work: Work,
+    stated: Mapping[str, Declaration],
+    stage: Stage,
+    at: Coordinates,
+    *,
+    frozen: Collection[str] = (),
+) -> MemoryPlan:
+    """The memory of the rank at these coordinates, which holds ``stage`` with these declarations.
+
+    ``frozen`` names parameters without gradient and moments. Activations are counted as if all were trained.
+    """
+    held = rank_parameters(stated, work.layout, at, frozen=frozen)
+    resting = held.stored * work.master
+    moments = 2 * held.trained_stored * work.master
+    sharded, whole = _gradients(work, held)
+    kept, again = _activations(work, stated, stage, at)
+    return MemoryPlan(
+        weights=0 if work.offload else resting,
+        gathered=_gathered(work, held),
+        gradients=whole + (0 if work.offload else sharded),
+        moments=0 if work.offload else moments,
+        activations=kept,
+        pipeline=_pipeline_buffers(work, stage),
+        logits=_logits(work, stage),
+        block=again + _communicated(work, held),
+        host=resting + moments + sharded if work.offload else 0,
+    )
+
+
+def _gathered(work: Work, held: RankParameters) -> int:
+    """Weights as they are computed with; FSDP has them beside the stored ones also on one data rank."""
+    return (held.stage if work.layout.zero < 3 else held.root) * work.compute
+
+
+def _communicated(work: Work, held: RankParameters) -> int:
+    """Of the block at hand and the next: weights on their way in, gradients on their way out."""
+    coming = 2 * held.largest_block * work.compute if work.layout.zero == 3 else 0
+    return coming + ((held.root + held.largest_block) * work.reduce if held.trained else 0)
+
+
+def _gradients(work: Work, held: RankParameters) -> tuple[int, int]:
+    """(summed over the data ranks and sharded, whole and not summed yet)."""
+    sharded = held.trained_stored * work.master
+    if work.micro_batches == 1:
+        return sharded, 0
+    if work.layout.zero >= 2:  # FSDP keeps the last group's input of the sum until the next backward
+        return sharded, held.root * work.reduce if held.trained else 0
+    # Sums over the micro-batches; they go as the sharded ones come.
+    return (sharded, held.trained * work.reduce) if work.offload else (0, held.trained * work.reduce)
+
+
+def _activations(
+    work: Work, stated: Mapping[str, Declaration], stage: Stage, at: Coordinates
+) -> tuple[int, int]:
+    """(kept by all micro-batches in flight, needed besides by one block in its backward)."""
+    tokens, layout = work.tokens, work.layout
+    kept, again = 0.0, 0.0
+    residual = work.config.hidden_size / (layout.tensor if layout.sequence else 1)
+    rms = True
+    for number in stage.blocks:
+        shape = block_shape(work, stated, number, at)
+        rms = shape.rms
+        forgets = checkpointed(number, work.checkpointing, work.checkpoint_every)
+        one = kept_in_block(work, shape, work.checkpointing if forgets else "none")
+        kept, again = kept + one.kept * tokens, max(again, one.again)
+    if stage.last:
+        kept += (norm_bytes(work, residual, work.config.hidden_size, rms=rms)) * tokens
+        kept += work.config.hidden_size * work.compute * tokens
+    if layout.pipeline > 1:
+        kept += residual * work.compute * tokens  # a stage keeps its output until its backward
+    head_dim = getattr(work.config, "head_dim", 0)
+    rope = 2 * work.sequence_length * head_dim * work.compute
+    held = in_flight(work.schedule, at.pipeline, layout.pipeline, work.micro_batches)
+    columns = padded_vocabulary(work.config.vocab_size) // layout.tensor if stage.last else 0
+    if not work.loss_chunk:  # GPipe has made the losses of the other micro-batches too
+        kept += columns * (work.inner + work.compute) * tokens * (held - 1) / held
+    return int(held * (kept + rope)), int(again * tokens)
+
+
+def _logits(work: Work, stage: Stage) -> int:
+    """Of the loss, on the last stage: the softmax is kept, its gradient is made beside it."""
+    if not stage.last:
+        return 0
+    columns = padded_vocabulary(work.config.vocab_size) // work.layout.tensor
+    cast = work.compute if work.compute < work.inner else 0
+    if work.loss_chunk:
+        chunk = min(work.loss_chunk, work.tokens)
+        weight = columns * work.config.hidden_size * (work.inner + cast)
+        hidden = work.tokens * work.config.hidden_size * work.compute
+        return chunk * columns * (work.inner + cast) + weight + hidden
+    output = work.compute if work.layout.pipeline > 1 else 0  # which torch's stage keeps
+    return work.tokens * columns * (2 * work.inner + output + cast)
+
+
+def _pipeline_buffers(work: Work, stage: Stage) -> int:
+    """Torch's stage has a buffer a micro-batch for what it receives, both ways, from the first step on."""
+    if work.layout.pipeline == 1:
+        return 0
+    piece = work.tokens * work.config.hidden_size * work.compute
+    piece //= work.layout.tensor if work.layout.sequence else 1
+    return work.micro_batches * piece * ((not stage.first) + (not stage.last))

@@ -1,0 +1,41 @@
+"""What a rank does in a step, as far as its memory depends on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..layers import Checkpointing
+from ..models import ModelConfig
+from ..parallel_state import Layout
+
+
+@dataclass(frozen=True)
+class Work:
+    """One step of one model in one layout. Sizes of numbers are in bytes."""
+
+    config: ModelConfig
+    layout: Layout
+    sequence_length: int
+    micro_batch: int
+    micro_batches: int
+    schedule: str = "1f1b"
+    #: Weights and moments; forward and backward; sums of gradients.
+    master: int = 4
+    compute: int = 4
+    reduce: int = 4
+    checkpointing: Checkpointing = "none"
+    checkpoint_every: int = 2
+    loss_chunk: int = 0
+    offload: bool = False
+    #: Whether RMSNorm is one kernel, which keeps its input alone (CUDA), or several (a CPU).
+    fused_norm: bool = True
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro-batch, before the sequence is split."""
+        return self.micro_batch * self.sequence_length
+
+    @property
+    def inner(self) -> int:
+        """Bytes of a number in the loss: at least fp32."""
+        return max(self.compute, 4)
