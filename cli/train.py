@@ -19,13 +19,28 @@ def train(
         typer.Option("--nproc", help="local processes; default: as many as the recipe's layout has ranks"),
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="no progress lines")] = False,
+    dry: Annotated[
+        bool,
+        typer.Option("--dry-run", help="start nothing; say what a rank needs, and whether its device has it"),
+    ] = False,
+    rank: Annotated[
+        int | None, typer.Option("--rank", help="with --dry-run: which rank; default: the heaviest")
+    ] = None,
+    device_memory: Annotated[
+        str | None, typer.Option("--device-memory", help="with --dry-run: of each device, such as 80GB")
+    ] = None,
 ) -> None:
     """Train, or resume training, as a recipe says.
 
     A run that has a complete checkpoint in its folder goes on from it, in whatever layout the recipe now asks
     for. On several hosts start it with torchrun: torchrun --nnodes 2 --nproc-per-node 8 --no-python trilith
-    train RECIPE.toml
+    train RECIPE.toml. With --dry-run any number of ranks is planned on this machine, without data or GPU.
     """
+    if dry:
+        from .dry_run import show_dry_run
+
+        show_dry_run(recipe, overrides or [], rank=rank, device_memory=device_memory)
+        return
     from ..training.evaluation import open_held_out
     from ..training.launch import check_device, check_launch, launch, own_rank, process_group, under_torchrun
     from ..training.preempt import StopSignals

@@ -8,10 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Change:
-    """Overrides of a recipe, such as ``memory.checkpointing=full``, and what they cost."""
+    """Overrides of a recipe that belong together, such as ``memory.checkpointing=full``."""
 
     overrides: tuple[str, ...]
-    cost: str
+
+    def replaces(self, other: Change) -> bool:
+        """Whether it says otherwise what the other one says."""
+        keys = {text.partition("=")[0] for text in self.overrides}
+        return any(text.partition("=")[0] in keys for text in other.overrides)
 
 
 @dataclass(frozen=True)
@@ -41,10 +45,11 @@ def changes_that_fit(
     together: list[Change] = []
     best = total([])
     for change in changes:
-        size = total([*together, change])
+        tried = [*(one for one in together if not change.replaces(one)), change]
+        size = total(tried)
         if size is None or (best is not None and size >= best):
             continue
-        together, best = [*together, change], size
+        together, best = tried, size
         if size <= room:
             return [Fit(tuple(together), size)]
     return []

@@ -58,7 +58,7 @@ def plan_memory(
     ``frozen`` names parameters without gradient and moments. Activations are counted as if all were trained.
     """
     held = rank_parameters(stated, work.layout, at, frozen=frozen)
-    resting = held.stored * work.master
+    resting = held.trained_stored * work.master + (held.stored - held.trained_stored) * work.frozen
     moments = 2 * held.trained_stored * work.master
     sharded, whole = _gradients(work, held)
     kept, again = _activations(work, stated, stage, at)

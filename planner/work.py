@@ -21,6 +21,8 @@ class Work:
     schedule: str = "1f1b"
     #: Weights and moments; forward and backward; sums of gradients.
     master: int = 4
+    #: Weights that are not trained.
+    frozen: int = 4
     compute: int = 4
     reduce: int = 4
     checkpointing: Checkpointing = "none"

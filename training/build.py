@@ -43,8 +43,7 @@ def build(recipe: Recipe, plan: Plan, state: ParallelState) -> Parts:
     """
     master, compute = dtype_named(recipe.dtype), dtype_named(recipe.compute or recipe.dtype)
     precision = Precision(master, compute, dtype_named(recipe.reduce or recipe.dtype))
-    model = _model(recipe, plan, state, precision)
-    freeze(model, plan.groups)
+    model = model_on_meta(recipe, plan, state)
     spare_memory(model, recipe.memory)
     shard_over_data(model, state, precision, offload=recipe.memory.offload)
     model.to_empty(device=resting_device(state, offload=recipe.memory.offload))
@@ -94,12 +93,19 @@ def schedule_of(recipe: Recipe) -> tuple[Schedule, str]:
     return schedule, said
 
 
-def _model(recipe: Recipe, plan: Plan, state: ParallelState, precision: Precision) -> CausalLM:
-    """On the meta device. What is frozen needs no digits beyond those that the step computes with."""
-    family, split, master = plan.family, recipe.layout.split, precision.master
+def model_on_meta(recipe: Recipe, plan: Plan, state: ParallelState) -> CausalLM:
+    """This rank's part, without memory; for any rank of any layout, if the state is a stand-in.
+
+    What is frozen needs no digits beyond those that the step computes with.
+    """
+    family, split, master = plan.family, recipe.layout.split, dtype_named(recipe.dtype)
     if isinstance(family, AdaptedFamily):
-        return family.build(plan.config, split=split, state=state, dtype=master, base_dtype=precision.compute)
-    return family.build(plan.config, split=split, state=state, dtype=master)
+        frozen = dtype_named(recipe.compute or recipe.dtype)
+        model = family.build(plan.config, split=split, state=state, dtype=master, base_dtype=frozen)
+    else:
+        model = family.build(plan.config, split=split, state=state, dtype=master)
+    freeze(model, plan.groups)
+    return model
 
 
 def spare_memory(model: CausalLM, memory: MemorySection) -> None:

@@ -76,10 +76,8 @@ class Recipe(Section):
 
     def check(self, where: str) -> None:
         """Refuse numbers that do not fit each other, before anything is read or started."""
-        if (self.model.init_from is None) == (self.model.config is None):
-            raise BadInput(
-                where, "model", expected="either init_from or config", found=self.model.model_dump()
-            )
+        if self.model.init_from is None and self.model.config is None:
+            raise BadInput(where, "model", expected="init_from or config", found=self.model.model_dump())
         check_optimizer(self.optimizer, self.steps, where)
         check_precision(self.dtype, self.compute, self.loss_scale, where)
         layout = self.layout.layout
@@ -103,6 +101,15 @@ class Recipe(Section):
         if absent:
             raise BadInput(
                 where, "watch.trace_ranks", expected=f"ranks from 0 to {layout.world - 1}", found=absent[0]
+            )
+        if self.memory.loss_chunk and self.layout.schedule == "gpipe" and layout.pipeline > 1:
+            raise BadInput(
+                where,
+                "memory.loss_chunk",
+                expected="0 with layout.schedule=gpipe, or 1f1b",
+                found=self.memory.loss_chunk,
+                todo="GPipe makes the losses of all micro-batches before it goes back: each would hold a "
+                "gradient of the output layer",
             )
         if layout.sequence and self.data.sequence_length % layout.tensor:
             raise BadInput(
@@ -147,6 +154,14 @@ def parse_recipe(raw: dict[str, Any], where: str = "recipe") -> Recipe:
         raise BadInput(where, key, expected=expected, found=repr(first["input"])) from None
     recipe.check(where)
     return recipe
+
+
+def with_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
+    """The recipe with ``section.key=value`` changes, checked again."""
+    raw = recipe.model_dump()
+    for override in overrides:
+        _apply(raw, override)
+    return parse_recipe(raw)
 
 
 def _apply(raw: dict[str, Any], override: str) -> None:

@@ -55,6 +55,8 @@ def plan(recipe: Recipe) -> Plan:
         companions = tokenizer_files(Path(recipe.model.tokenizer))
     family = family_of(raw, where)
     config = family.from_hf(raw, where)
+    if source is not None and recipe.model.config is not None:
+        _check_stated(recipe, family, config, where)
     if recipe.data.sequence_length > config.max_position_embeddings:
         raise BadInput(
             "recipe",
@@ -77,6 +79,19 @@ def plan(recipe: Recipe) -> Plan:
     hf_config = raw if recipe.model.init_from is not None else family.to_hf(config) | dict(raw)
     groups = assign(recipe.optimizer.groups, names_of(family, config))
     return Plan(family, config, hf_config, companions, source if adapter else None, adapter, groups)
+
+
+def _check_stated(recipe: Recipe, family: Family, config: ModelConfig, where: str) -> None:
+    """Weights of another model than the recipe states are refused, by the first field that differs."""
+    raw = read_config(recipe.model)
+    stated = family_of(raw, "recipe: model.config").from_hf(raw, "recipe: model.config")
+    there, wanted = config.model_dump(), stated.model_dump()
+    if type(stated) is not type(config):
+        raise BadInput(where, "model_type", expected=raw["model_type"], found=family.model_type)
+    for key, value in wanted.items():
+        if there[key] != value:
+            todo = "recipe: model.config states what model.init_from must hold"
+            raise BadInput(where, key, expected=value, found=there[key], todo=todo)
 
 
 def tokenizer_files(folder: Path) -> list[Path]:

@@ -29,7 +29,8 @@ class ModelSection(Section):
         default=None, description="a Hugging Face folder or a trilith checkpoint to start from"
     )
     config: str | dict[str, Any] | None = Field(
-        default=None, description="a config.json, or its fields, to start from scratch"
+        default=None,
+        description="a config.json, or its fields, to start from scratch; beside init_from, what that must hold",
     )
     tokenizer: str | None = Field(
         default=None, description="a tokenizer folder to carry along into checkpoints and exports"
@@ -189,6 +190,11 @@ class MemorySection(Section):
     offload: bool = Field(
         default=False,
         description="weights, gradients and moments rest in the host's memory, where the optimizer steps",
+    )
+    device_gb: float | None = Field(
+        default=None,
+        gt=0,
+        description="of a device, in 10^9 bytes, for a dry run; default: the GPU here",
     )
 
 

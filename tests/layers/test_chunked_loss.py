@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 from trilith.layers import chunked_cross_entropy, vocab_parallel_cross_entropy
+from trilith.models import family_of
 from trilith.parallel_state import BadInput
 from trilith.testing import LiveBytes
 
@@ -88,3 +89,15 @@ def test_what_is_no_chunk_and_no_label_is_refused() -> None:
     labels[0, 0] = V
     with pytest.raises(IndexError, match="out of range"):
         chunked_cross_entropy(hidden, weight, labels, V, chunk=4)
+
+
+def test_without_gradients_a_model_gives_logits_all_the_same() -> None:
+    """Evaluation and generation know no chunks."""
+    config = {"model_type": "gpt2", "vocab_size": V, "n_embd": 8, "n_layer": 1, "n_head": 1, "n_positions": 8}
+    family = family_of(config)
+    model = family.build(family.from_hf(config), device="cpu")
+    model.head_in_loss = True
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    assert model(tokens).shape == (1, 4, 8)
+    with torch.no_grad():
+        assert model(tokens).shape[-1] >= V

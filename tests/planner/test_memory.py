@@ -1,9 +1,9 @@
-"""The planner's bytes against those of real ranks: parameters, gradients and moments exactly, the rest closely."""
+"""The planner's bytes against real ranks': parameters, gradients and moments exactly, the rest closely."""
 
 from __future__ import annotations
 
 import gc
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -49,7 +49,7 @@ LENGTH = 128
 class Case:
     model: str
     layout: Layout
-    memory: MemorySection = MemorySection()
+    memory: MemorySection = field(default_factory=MemorySection)
     compute: torch.dtype = torch.float32
     micro_batch: int = 2
     micro_batches: int = 2

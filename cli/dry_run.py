@@ -1,0 +1,64 @@
+"""What ``trilith train RECIPE.toml --dry-run`` says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def show_dry_run(
+    recipe: Path, overrides: Sequence[str], *, rank: int | None, device_memory: str | None
+) -> None:
+    """Print a rank's memory and the step's numbers; ``BadInput`` afterwards if the rank does not fit."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from ..training.dry_run import dry_run
+    from ..training.recipe import load_recipe
+    from .sizes import parse_size
+
+    room = parse_size(device_memory, "--device-memory") if device_memory is not None else None
+    found = dry_run(load_recipe(recipe, overrides), rank=rank, room=room)
+    console = Console(highlight=False, soft_wrap=True)
+    layout, one, memory = found.recipe.layout.layout, found.rank, found.rank.memory
+    console.print(f"layout         {layout}: {found.ranks:,} ranks")
+    console.print(
+        f"parameters     {found.parameters:,}; rank {one.rank} computes with {one.parameters:,}, "
+        f"stores {one.stored:,}, trains {one.trained:,} of these"
+    )
+    console.print(
+        f"global batch   {found.recipe.data.global_batch:,} samples, {found.tokens:,} tokens; "
+        f"{found.micro_batches:,} micro-batches of {found.recipe.data.micro_batch} a rank; "
+        f"pipeline bubble {found.bubble:.1%}"
+    )
+    console.print(
+        f"model FLOPs    {found.flops.full / 1e9:,.2f} G a token counting all of attention, "
+        f"{found.flops.causal / 1e9:,.2f} G counting the causal half"
+    )
+    table = Table(title=f"memory of rank {one.rank}", title_justify="left")
+    table.add_column("kind")
+    table.add_column("GB", justify="right")
+    for kind, size in (
+        ("weights, stored", memory.weights),
+        ("weights, gathered to compute", memory.gathered),
+        ("gradients", memory.gradients),
+        ("moments of the optimizer", memory.moments),
+        ("activations", memory.activations),
+        ("pipeline's receive buffers", memory.pipeline),
+        ("in the loss", memory.logits),
+        ("or in a block's backward", memory.block),
+        ("runtime (assumed)", one.runtime),
+    ):
+        table.add_row(kind, f"{size / 1e9:,.2f}")
+    table.add_section()
+    table.add_row("at the worst moment", f"{one.total / 1e9:,.2f}")
+    if memory.host:
+        table.add_row("beside, on the host", f"{memory.host / 1e9:,.2f}")
+    console.print(table)
+    for note in found.notes:
+        console.print(f"not here       {note}", markup=False)
+    found.check(str(recipe))
+    if found.room is None:
+        console.print("fits?          the device's memory is not known: say --device-memory 80GB")
+    else:
+        console.print(f"fits           {one.total / 1e9:,.1f} of {found.room / 1e9:,.1f} GB")

@@ -1,0 +1,121 @@
+"""Recipes for real work fit their devices; a run that does not fit is refused, with what would."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import trilith
+from trilith.cli.app import run
+from trilith.training.dry_run import dry_run, heaviest, rank_plan
+from trilith.training.recipe import load_recipe, with_overrides
+from trilith.training.run_plan import plan
+
+RECIPES = Path(trilith.__path__[0]).resolve() / "recipes"
+
+#: Recipe -> its ranks, and the parameters of the model in billions, as its makers state them.
+REAL = {
+    "llama-3.2-1b-1gpu": (1, 1.24),
+    "llama-3.2-1b-8gpus": (8, 1.24),
+    "llama-3.1-8b-8gpus": (8, 8.03),
+    "llama-3.1-70b-64gpus": (64, 70.6),
+    "llama-3.1-405b-16384gpus": (16384, 405.9),
+    "gpt3-175b-1024gpus": (1024, 174.6),
+    "lora-llama-3.1-8b-1gpu": (1, 8.03),
+    "lora-llama-3.1-70b-8gpus": (8, 70.6),
+}
+
+
+def test_every_recipe_is_listed() -> None:
+    assert {path.stem for path in RECIPES.glob("*.toml")} == REAL.keys()
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_a_real_recipe_fits_its_devices(name: str) -> None:
+    ranks, billions = REAL[name]
+    found = dry_run(load_recipe(RECIPES / f"{name}.toml"))
+    assert found.ranks == ranks
+    assert found.parameters / 1e9 == pytest.approx(billions, rel=0.005)
+    assert found.room == 80_000_000_000
+    assert 0.2 * found.room < found.rank.total < found.room
+    found.check(name)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("dry") / "recipe.toml"
+    path.write_text(f"""
+        out = "{path.parent / "run"}"
+        steps = 1
+        compute = "bfloat16"
+        [model.config]
+        model_type = "llama"
+        vocab_size = 8192
+        hidden_size = 256
+        intermediate_size = 1024
+        num_hidden_layers = 6
+        num_attention_heads = 4
+        [layout]
+        pipeline = 2
+        data = 8
+        [data]
+        tokens = "{path.parent / "tokens"}"
+        sequence_length = 512
+        global_batch = 64
+        micro_batch = 2
+    """)
+    return path
+
+
+def test_it_says_what_a_rank_needs_and_starts_nothing(
+    small: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["train", str(small), "--dry-run", "--device-memory", "10GB"]) == 0
+    said = capsys.readouterr().out
+    assert "16 ranks" in said and "4 micro-batches of 2 a rank" in said and "bubble 20.0%" in said
+    assert "not here" in said and "tokenize" in said
+    assert "fits" in said and "of 10.0 GB" in said
+    assert not (small.parent / "run").exists()
+
+
+def test_what_does_not_fit_is_refused_and_each_change_named_makes_it_fit(
+    small: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = load_recipe(small)
+    room = int(0.9 * heaviest(recipe, plan(recipe)).total)
+    assert run(["train", str(small), "--dry-run", "--device-memory", str(room)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error:") and error.count("\n") == 1 and "GB too much" in error
+    ways = re.findall(r"((?:[a-z]+\.[a-z_]+=\S+ )+)\(", error)
+    assert ways and ways[0].startswith("memory.")
+    for way in ways:
+        assert run(["train", str(small), "--dry-run", "--device-memory", str(room), *way.split()]) == 0
+
+
+def test_where_no_single_change_suffices_several_do_together(small: Path) -> None:
+    recipe = load_recipe(small)
+    room = int(0.3 * heaviest(recipe, plan(recipe)).total)
+    (fit,) = dry_run(recipe, room=room).fits
+    assert len(fit.changes) > 1 and fit.total <= room
+    changed = with_overrides(recipe, fit.overrides.split())
+    assert heaviest(changed, plan(changed)).total == fit.total
+
+
+def test_the_heaviest_rank_is_the_default_and_any_can_be_asked_for(
+    small: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = load_recipe(small)
+    planned = plan(recipe)
+    totals = [rank_plan(recipe, planned, rank).total for rank in range(16)]
+    assert heaviest(recipe, planned).total == max(totals)
+    assert len(set(totals)) == 2  # a stage's ranks are alike
+    assert dry_run(recipe, rank=15).rank.total == totals[15]
+    assert run(["train", str(small), "--dry-run", "--rank", "16"]) == 2
+    assert "0 to 15" in capsys.readouterr().err
+
+
+def test_a_chunked_loss_is_refused_with_gpipe(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = ["memory.loss_chunk=64", "layout.schedule=gpipe"]
+    assert run(["train", str(small), "--dry-run", *overrides]) == 2
+    assert "memory.loss_chunk" in capsys.readouterr().err

@@ -1,0 +1,226 @@
+"""A run that is only thought through: one rank's memory, the step's numbers, whether it fits. Starts nothing.
+
+Any number of ranks takes seconds: a rank's model is built on the meta device, with no process and no group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+
+import torch
+
+from ..layers import Stage
+from ..models import AdaptedFamily, LoraConfig, adapted
+from ..parallel_state import BadInput, Declaration, ParallelState, declarations
+from ..planner import Change, Fit, MemoryPlan, Work, bubble, changes_that_fit, plan_memory, rank_parameters
+from .build import model_on_meta
+from .flops import TokenFlops, flops_per_token
+from .precision import dtype_named
+from .recipe import Recipe, with_overrides
+from .run_plan import Plan, open_data, plan
+
+#: Of a GPU: what its context, its libraries' workspaces, NCCL and torch's caching take. Assumed, unmeasured.
+RUNTIME = 3_000_000_000
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """One rank of a recipe: its memory, and how many parameters it computes with and stores."""
+
+    rank: int
+    memory: MemoryPlan
+    runtime: int
+    parameters: int
+    stored: int
+    trained: int
+
+    @property
+    def total(self) -> int:
+        return self.memory.total + self.runtime
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What ``dry_run`` found out. ``notes``: what a real run would stop at; ``room``: ``None`` if unknown."""
+
+    recipe: Recipe
+    parameters: int
+    ranks: int
+    rank: RankPlan
+    micro_batches: int
+    bubble: float
+    flops: TokenFlops
+    room: int | None
+    fits: list[Fit]
+    notes: list[str]
+
+    @property
+    def tokens(self) -> int:
+        return self.recipe.data.global_batch * self.recipe.data.sequence_length
+
+    def check(self, where: str) -> None:
+        """``BadInput`` if the rank does not fit its device, with by how much and what would make it fit."""
+        if self.room is None or self.rank.total <= self.room:
+            return
+        ways = "; or ".join(f"{fit.overrides} ({fit.total / 1e9:.1f} GB)" for fit in self.fits)
+        raise BadInput(
+            where,
+            f"memory of rank {self.rank.rank}",
+            expected=f"at most {self.room / 1e9:.1f} GB, the device's",
+            found=f"{self.rank.total / 1e9:.1f} GB, {(self.rank.total - self.room) / 1e9:.1f} GB too much",
+            todo=f"Cheapest first: {ways}" if ways else "No single change suffices: take more ranks",
+        )
+
+
+def dry_run(recipe: Recipe, *, rank: int | None = None, room: int | None = None) -> DryRun:
+    """Think through a checked recipe for ``rank``, by default the one that needs most memory.
+
+    ``room``: bytes of a device; default: the recipe's ``memory.device_gb``, else the GPU's here if the recipe
+    runs on one. Raises ``BadInput`` for what the recipe could not build, and for a rank that is not there.
+    """
+    planned, missing = plan_without_weights(recipe)
+    base = planned.family.base if isinstance(planned.family, AdaptedFamily) else planned.family
+    layout = recipe.layout.layout
+    found = rank_plan(recipe, planned, rank) if rank is not None else heaviest(recipe, planned)
+    (stated,) = base.declarations(planned.config)
+    room = room if room is not None else _room(recipe)
+    micro_batches = _micro_batches(recipe)
+    too_much = room is not None and found.total > room
+    return DryRun(
+        recipe,
+        sum(prod(one.true_shape) for one in stated.values()),
+        layout.world,
+        found,
+        micro_batches,
+        bubble(layout.pipeline, micro_batches),
+        flops_per_token(base, planned.config, recipe.data.sequence_length),
+        room,
+        _fits(recipe, room) if too_much and room is not None else [],
+        missing + _missing(recipe),
+    )
+
+
+def heaviest(recipe: Recipe, planned: Plan) -> RankPlan:
+    """Of the ranks that differ in memory: the first of each pipeline stage."""
+    layout = recipe.layout.layout
+    step = layout.world // layout.pipeline
+    plans = [rank_plan(recipe, planned, stage * step) for stage in range(layout.pipeline)]
+    return max(plans, key=lambda one: one.total)
+
+
+def rank_plan(recipe: Recipe, planned: Plan, rank: int) -> RankPlan:
+    """The memory of one rank of the recipe's layout."""
+    layout = recipe.layout.layout
+    state = ParallelState.stand_in(layout, rank)
+    stated, frozen = _parameters(recipe, planned, state)
+    master, compute = (dtype_named(name).itemsize for name in (recipe.dtype, recipe.compute or recipe.dtype))
+    work = Work(
+        planned.config,
+        layout,
+        recipe.data.sequence_length,
+        recipe.data.micro_batch,
+        _micro_batches(recipe),
+        schedule=recipe.layout.schedule,
+        master=master,
+        frozen=compute,
+        compute=compute,
+        reduce=master,
+        checkpointing=recipe.memory.checkpointing,
+        checkpoint_every=recipe.memory.checkpoint_every,
+        loss_chunk=recipe.memory.loss_chunk,
+        offload=recipe.memory.offload,
+        fused_norm=recipe.device == "cuda",
+    )
+    stage = Stage.of(planned.config.num_hidden_layers, split=recipe.layout.split, state=state)
+    memory = plan_memory(work, stated, stage, state.at, frozen=frozen)
+    held = rank_parameters(stated, layout, state.at, frozen=frozen)
+    runtime = RUNTIME if recipe.device == "cuda" else 0
+    return RankPlan(rank, memory, runtime, held.stage, held.stored, held.trained_stored)
+
+
+def _parameters(
+    recipe: Recipe, planned: Plan, state: ParallelState
+) -> tuple[dict[str, Declaration], set[str]]:
+    """The declarations of this rank's stage, and the names of what is frozen."""
+    if not isinstance(planned.family, AdaptedFamily):  # one build a stage serves all ranks and questions
+        stages = planned.family.declarations(planned.config, state.layout, split=recipe.layout.split)
+        return stages[state.at.pipeline], set()
+    model = model_on_meta(recipe, planned, state)
+    return declarations(model), {name for name, one in model.named_parameters() if not one.requires_grad}
+
+
+def plan_without_weights(recipe: Recipe) -> tuple[Plan, list[str]]:
+    """The plan, and what is not here: where ``model.config`` says it, the weights may be missing."""
+    if recipe.model.init_from is None or recipe.model.config is None:
+        return plan(recipe), []
+    try:
+        return plan(recipe), []
+    except BadInput as error:
+        if Path(recipe.model.init_from).exists():
+            raise
+        missing = [f"weights: {error}"]
+    bare = recipe.model.model_copy(update={"init_from": None})
+    planned = plan(recipe.model_copy(update={"model": bare, "lora": None}))
+    if recipe.lora is None:
+        return planned, missing
+    family = adapted(planned.family, LoraConfig.model_validate(recipe.lora.model_dump(exclude={"init_from"})))
+    family.check(planned.config, "recipe: lora")
+    return replace(planned, family=family), missing
+
+
+def _micro_batches(recipe: Recipe) -> int:
+    return recipe.data.global_batch // (recipe.layout.layout.data * recipe.data.micro_batch)
+
+
+def _room(recipe: Recipe) -> int | None:
+    if recipe.memory.device_gb is not None:
+        return int(recipe.memory.device_gb * 1e9)
+    if recipe.device == "cuda" and torch.cuda.is_available():
+        return torch.cuda.get_device_properties(0).total_memory
+    return None
+
+
+def _missing(recipe: Recipe) -> list[str]:
+    """What is not here and a dry run does not need."""
+    try:
+        open_data(recipe)
+    except BadInput as error:
+        return [f"data: {error}"]
+    return []
+
+
+def _fits(recipe: Recipe, room: int) -> list[Fit]:
+    def total(changes: Sequence[Change]) -> int | None:
+        overrides = [text for change in changes for text in change.overrides]
+        try:
+            changed = with_overrides(recipe, overrides)
+            return heaviest(changed, plan_without_weights(changed)[0]).total
+        except BadInput:
+            return None
+
+    return changes_that_fit(_changes(recipe), total, room)
+
+
+def _changes(recipe: Recipe) -> list[Change]:
+    """What saves memory, by what it costs in time."""
+    layout, memory, found = recipe.layout, recipe.memory, []
+    if not memory.loss_chunk:
+        found.append(Change(("memory.loss_chunk=1024",)))
+    if memory.checkpointing == "none":
+        found.append(Change(("memory.checkpointing=selective",)))
+    most = 3 if layout.pipeline == 1 else 1
+    if layout.data > 1:
+        found += [Change((f"layout.zero={zero}",)) for zero in range(layout.zero + 1, most + 1)]
+    if recipe.data.micro_batch > 1:
+        found.append(Change((f"data.micro_batch={recipe.data.micro_batch // 2}",)))
+    if memory.checkpointing != "full":
+        found.append(Change(("memory.checkpointing=full",)))
+    if layout.tensor < 8 and layout.data % 2 == 0:
+        halved = f"layout.data={layout.data // 2}"
+        found.append(Change((f"layout.tensor={2 * layout.tensor}", "layout.sequence=true", halved)))
+    if not memory.offload:
+        found.append(Change(("memory.offload=true",)))
+    return found
