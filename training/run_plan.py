@@ -90,7 +90,7 @@ def _check_stated(recipe: Recipe, family: Family, config: ModelConfig, where: st
         raise BadInput(where, "model_type", expected=raw["model_type"], found=family.model_type)
     for key, value in wanted.items():
         if there[key] != value:
-            todo = "recipe: model.config states what model.init_from must hold"
+            todo = "model.config in the recipe states what model.init_from must hold"
             raise BadInput(where, key, expected=value, found=there[key], todo=todo)
 
 

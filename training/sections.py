@@ -30,7 +30,7 @@ class ModelSection(Section):
     )
     config: str | dict[str, Any] | None = Field(
         default=None,
-        description="a config.json, or its fields, to start from scratch; beside init_from, what that must hold",
+        description="a config.json, or its fields, to start from scratch; beside init_from: what that holds",
     )
     tokenizer: str | None = Field(
         default=None, description="a tokenizer folder to carry along into checkpoints and exports"
