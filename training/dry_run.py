@@ -115,7 +115,7 @@ def rank_plan(recipe: Recipe, planned: Plan, rank: int) -> RankPlan:
     """The memory of one rank of the recipe's layout."""
     layout = recipe.layout.layout
     state = ParallelState.stand_in(layout, rank)
-    stated, frozen = _parameters(recipe, planned, state)
+    stated, frozen, frozen_bytes = _parameters(recipe, planned, state)
     master, compute = (dtype_named(name).itemsize for name in (recipe.dtype, recipe.compute or recipe.dtype))
     work = Work(
         planned.config,
@@ -125,9 +125,9 @@ def rank_plan(recipe: Recipe, planned: Plan, rank: int) -> RankPlan:
         _micro_batches(recipe),
         schedule=recipe.layout.schedule,
         master=master,
-        frozen=compute,
+        frozen=frozen_bytes,
         compute=compute,
-        reduce=master,
+        reduce=dtype_named(recipe.reduce or recipe.dtype).itemsize,
         checkpointing=recipe.memory.checkpointing,
         checkpoint_every=recipe.memory.checkpoint_every,
         loss_chunk=recipe.memory.loss_chunk,
@@ -143,13 +143,15 @@ def rank_plan(recipe: Recipe, planned: Plan, rank: int) -> RankPlan:
 
 def _parameters(
     recipe: Recipe, planned: Plan, state: ParallelState
-) -> tuple[dict[str, Declaration], set[str]]:
-    """The declarations of this rank's stage, and the names of what is frozen."""
-    if not isinstance(planned.family, AdaptedFamily):  # one build a stage serves all ranks and questions
+) -> tuple[dict[str, Declaration], set[str], int]:
+    """The declarations of this rank's stage, the names of what is frozen, and the bytes of a number of it."""
+    if not isinstance(planned.family, AdaptedFamily) and not planned.groups:
+        # One build a stage serves all ranks and questions.
         stages = planned.family.declarations(planned.config, state.layout, split=recipe.layout.split)
-        return stages[state.at.pipeline], set()
+        return stages[state.at.pipeline], set(), 0
     model = model_on_meta(recipe, planned, state)
-    return declarations(model), {name for name, one in model.named_parameters() if not one.requires_grad}
+    frozen = {name: one.dtype.itemsize for name, one in model.named_parameters() if not one.requires_grad}
+    return declarations(model), set(frozen), max(frozen.values(), default=0)
 
 
 def plan_without_weights(recipe: Recipe) -> tuple[Plan, list[str]]:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
+import torch
 import trilith
+from safetensors.torch import save_file
 from trilith.cli.app import run
+from trilith.models import family_of
+from trilith.parallel_state import BadInput
 from trilith.training.dry_run import dry_run, heaviest, rank_plan
 from trilith.training.recipe import load_recipe, with_overrides
 from trilith.training.run_plan import plan
@@ -113,6 +118,23 @@ def test_the_heaviest_rank_is_the_default_and_any_can_be_asked_for(
     assert dry_run(recipe, rank=15).rank.total == totals[15]
     assert run(["train", str(small), "--dry-run", "--rank", "16"]) == 2
     assert "0 to 15" in capsys.readouterr().err
+
+
+def test_weights_of_another_model_than_the_recipe_states_are_refused(small: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(small)
+    folder = tmp_path / "weights"
+    folder.mkdir()
+    config = recipe.model.config
+    assert isinstance(config, dict)
+    family = family_of(config)
+    stated = family.from_hf(config)
+    _, shapes = family.links(stated)
+    save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(family.to_hf(stated)))
+    assert plan(with_overrides(recipe, [f"model.init_from={folder}"])).config == stated
+    changed = [f"model.init_from={folder}", "model.config.num_hidden_layers=7"]
+    with pytest.raises(BadInput, match=r"num_hidden_layers: expected 7, found 6"):
+        plan(with_overrides(recipe, changed))
 
 
 def test_a_chunked_loss_is_refused_with_gpipe(small: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -60,7 +60,6 @@ def test_zero_puts_the_data_ranks_on_the_right_axis(recipe: Path) -> None:
         pytest.param(
             "layout.pipeline=16", r"micro-batches a step: expected at least pipeline=16", id="E12-few"
         ),
-        pytest.param("model.config=x.json", r"either init_from or config", id="two-models"),
         pytest.param("optimizer.decay=3", r"optimizer\.decay: expected schedule", id="decay-of-no-wsd"),
         pytest.param("optimizer.scale_lr=sqrt", r"scale_lr and reference_batch together", id="half-a-rule"),
         pytest.param("loss_scale.initial=1000", r"expected a power of two, found 1000", id="loss-scale"),
