@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..models import AdaptedFamily, CausalLM, Family, LoraConfig, ModelConfig
-from ..parallel_state import BadCheckpoint, BadInput, Box, ParallelState, declarations, stored_box
-from ..parallel_state.engine import local_data
+from ..parallel_state import BadCheckpoint, BadInput, ParallelState
 from .adapter import read_adapter
 from .source import Source, read_source
+from .stored import stored_parts
 
 
 def load_weights(
@@ -95,30 +94,6 @@ def _check_same_adapters(source: Source, theirs: LoraConfig, mine: LoraConfig) -
             raise BadCheckpoint(
                 source.path, f"lora.{key}", expected=getattr(mine, key), found=getattr(theirs, key), todo=todo
             )
-
-
-def stored_parts(
-    model: nn.Module, state: ParallelState, choose: Callable[[nn.Parameter], Tensor | None] | None = None
-) -> Iterator[tuple[str, Tensor, Box]]:
-    """What this rank stores: name, the local tensor without padding (memory is shared), and its box of the
-    whole.
-
-    ``choose`` takes something else of the same shape: a moment, say, or nothing. Padding rows are set to zero
-    on the way. Parameters of which this rank stores nothing are left out.
-    """
-    stated = declarations(model)
-    for name, parameter in model.named_parameters():
-        chosen = parameter if choose is None else choose(parameter)
-        if chosen is None:
-            continue
-        declaration = stated[name]
-        box, tensor = stored_box(parameter, declaration, state), local_data(chosen)
-        true = declaration.true_part(box)
-        if true != box:
-            tensor[true.shape[0] :].zero_()
-            tensor = tensor[: true.shape[0]]
-        if true.size:
-            yield name, tensor, true
 
 
 @torch.no_grad()

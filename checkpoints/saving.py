@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,15 +12,16 @@ import torch
 from torch import Tensor
 
 from ..models import CausalLM, Family, ModelConfig
-from ..parallel_state import BadCheckpoint, BadInput, Box, Holding, Layout, fault, holdings
+from ..parallel_state import BadInput, Box, Holding, Layout, fault, holdings
 from .agree import together
-from .commit import Staging, clear_unfinished, remove_checkpoint
+from .commit import Staging, clear_unfinished
 from .companions import store_companion
 from .disk import DiskFailed, writing
 from .dtypes import name_of
-from .find import complete_checkpoints, step_directory, step_of
-from .loading import stored_parts
+from .find import step_directory
 from .manifest import Manifest, Part, StoredAdapter, StoredFile, StoredTensor
+from .retention import delete_old, set_aside
+from .stored import Place, places
 from .tensor_writer import TensorWriter
 from .training import Progress, moment_of
 from .training_names import MOMENTS, moment_name
@@ -78,6 +78,8 @@ class Saver:
         self._state, self._layout = model.state, model.state.layout
         stages = contents.family.declarations(contents.config, self._layout, split=contents.split)
         self._table = _table(stages, self._layout, contents.frozen)
+        # Found out once: a run that saves waits for what is done here.
+        self._mine = [place for place in places(model, self._state) if self._owns(place)]
         self._copies: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
@@ -148,7 +150,7 @@ class Saver:
         def begin() -> str | None:
             if rank:
                 return None
-            _set_aside(target)
+            set_aside(target)
             staging.append(Staging.begin(target))
             return str(staging[0].directory)
 
@@ -182,7 +184,7 @@ class Saver:
     def _retain(self, step: int) -> None:
         """After all ranks know of the commit, which nobody waits for; what cannot be deleted ends no run."""
         try:
-            _delete_old(self.root, self.keep, step)
+            delete_old(self.root, self.keep, step)
         except (OSError, BadInput, DiskFailed) as error:
             self._lines.append(f"old checkpoints stay: {error}")
 
@@ -208,14 +210,18 @@ class Saver:
             tensors=_stored_tensors(self._table, results),
         )
 
+    def _owns(self, place: Place) -> bool:
+        return any(one.rank == self._state.rank for one in self._table.get(place.name, ()))
+
     def _own_tensors(self) -> dict[str, Tensor]:
         """What this rank writes: of all that it stores, that which it owns."""
-        mine = {name for name, held in self._table.items() for one in held if one.rank == self._state.rank}
-        found = {name: tensor for name, tensor, _ in stored_parts(self._model, self._state)}
+        found = {place.name: place.part(place.parameter) for place in self._mine}
         for moment in MOMENTS:
-            parts = stored_parts(self._model, self._state, moment_of(self._optimizer, moment))
-            found |= {moment_name(moment, name): tensor for name, tensor, _ in parts}
-        return {name: tensor for name, tensor in found.items() if name in mine}
+            choose = moment_of(self._optimizer, moment)
+            for place in self._mine:
+                if (tensor := choose(place.parameter)) is not None:
+                    found[moment_name(moment, place.name)] = place.part(tensor)
+        return found
 
 
 def _table(
@@ -264,33 +270,3 @@ def _write_file(
         writer.abandon()
     (dtype,) = {dtype for dtype, _ in spec.values()}
     return StoredFile(name=file, size=written.size, crc32=written.crc), dtype
-
-
-def _set_aside(target: Path) -> None:
-    """A damaged checkpoint of this step, passed over on resume, makes way for the one written again."""
-    if not target.is_dir() or not any(target.iterdir()):
-        return
-    try:
-        Manifest.load(target)
-    except BadCheckpoint:
-        aside = target.with_name(f"{target.name}.damaged")
-        shutil.rmtree(aside, ignore_errors=True)
-        target.rename(aside)
-
-
-def _delete_old(root: Path, keep: int, step: int) -> None:
-    """Delete the good checkpoints up to ``step``, just committed, but for the newest ``keep``.
-
-    A damaged one counts for nothing and is left alone, and so is what claims to be newer.
-    """
-    good = [path for path in complete_checkpoints(root) if step_of(path) <= step and _is_good(path)]
-    for old in good[:-keep]:
-        remove_checkpoint(old)
-
-
-def _is_good(path: Path) -> bool:
-    try:
-        Manifest.load(path)
-    except BadCheckpoint:
-        return False
-    return True

@@ -16,9 +16,10 @@ from ..parallel_state.engine import local_data
 from .adapter import check_same_base
 from .agree import together
 from .find import latest_checkpoint
-from .loading import check_same_model, fill, load_source, stored_parts
+from .loading import check_same_model, fill, load_source
 from .manifest import StoredAdapter
 from .source import read_source
+from .stored import stored_parts
 from .training_names import MOMENTS, moment_name
 from .verify import verify_files
 

@@ -182,6 +182,8 @@ MUTANTS = (
         "old checkpoint deleted before the new one is committed",
         "checkpoints/saving.py",
         "            staging[0].publish(manifest.to_bytes())\n",
+        "            from .commit import remove_checkpoint\n"
+        "            from .find import complete_checkpoints\n\n"
         "            for old in complete_checkpoints(self.root)[::-1][self.keep - 1 :]:\n"
         "                remove_checkpoint(old)\n            staging[0].publish(manifest.to_bytes())\n",
         (

@@ -1,0 +1,41 @@
+"""Which checkpoints of a run stay, and which make way."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from ..parallel_state import BadCheckpoint
+from .commit import remove_checkpoint
+from .find import complete_checkpoints, step_of
+from .manifest import Manifest
+
+
+def set_aside(target: Path) -> None:
+    """A damaged checkpoint of this step, passed over on resume, makes way for the one written again."""
+    if not target.is_dir() or not any(target.iterdir()):
+        return
+    try:
+        Manifest.load(target)
+    except BadCheckpoint:
+        aside = target.with_name(f"{target.name}.damaged")
+        shutil.rmtree(aside, ignore_errors=True)
+        target.rename(aside)
+
+
+def delete_old(root: Path, keep: int, step: int) -> None:
+    """Delete the good checkpoints up to ``step``, just committed, but for the newest ``keep``.
+
+    A damaged one counts for nothing and is left alone, and so is what claims to be newer.
+    """
+    good = [path for path in complete_checkpoints(root) if step_of(path) <= step and _is_good(path)]
+    for old in good[:-keep]:
+        remove_checkpoint(old)
+
+
+def _is_good(path: Path) -> bool:
+    try:
+        Manifest.load(path)
+    except BadCheckpoint:
+        return False
+    return True

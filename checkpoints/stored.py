@@ -1,0 +1,61 @@
+"""What a rank stores of a model: of each parameter, and of what has its shape, a box without padding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from ..parallel_state import Box, ParallelState, declarations, stored_box
+from ..parallel_state.engine import local_data
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A parameter and the box of the whole that this rank stores of it, padding left out."""
+
+    name: str
+    parameter: nn.Parameter
+    box: Box
+    padded: bool
+
+    def part(self, tensor: Tensor) -> Tensor:
+        """Of the parameter, or of a moment of it: the local tensor of the box's shape; memory is shared.
+
+        Rows of padding are set to zero on the way.
+        """
+        held = local_data(tensor)
+        if self.padded:
+            rows = self.box.shape[0]
+            held[rows:].zero_()
+            held = held[:rows]
+        return held
+
+
+def places(model: nn.Module, state: ParallelState) -> list[Place]:
+    """Of every parameter of the model, also those of which this rank stores nothing but padding."""
+    stated = declarations(model)
+    found = []
+    for name, parameter in model.named_parameters():
+        box = stored_box(parameter, stated[name], state)
+        true = stated[name].true_part(box)
+        found.append(Place(name, parameter, true, true != box))
+    return found
+
+
+def stored_parts(
+    model: nn.Module, state: ParallelState, choose: Callable[[nn.Parameter], Tensor | None] | None = None
+) -> Iterator[tuple[str, Tensor, Box]]:
+    """What this rank stores: name, the local tensor without padding (memory is shared), and its box of the
+    whole.
+
+    ``choose`` takes something else of the same shape: a moment, say, or nothing. Parameters of which this
+    rank stores nothing are left out.
+    """
+    for place in places(model, state):
+        chosen = place.parameter if choose is None else choose(place.parameter)
+        if chosen is not None:
+            part = place.part(chosen)
+            if place.box.size:
+                yield place.name, part, place.box
