@@ -79,7 +79,9 @@ def run(arguments: Sequence[str], commands: Sequence[Callable[..., Any]] = COMMA
     the traceback first. 130 is an interrupt.
     """
     try:
-        code = make_app(commands)(list(arguments), prog_name="trilith", standalone_mode=False)
+        # As its context's ``obj`` a command finds its own words: with them it may start ranks of itself.
+        words = list(arguments)
+        code = make_app(commands)(words, prog_name="trilith", standalone_mode=False, obj=words)
         return code if isinstance(code, int) else 0
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED

@@ -9,32 +9,78 @@ import typer
 
 
 def generate(
+    context: typer.Context,
     source: Annotated[
         Path, typer.Argument(help="a Hugging Face folder or a trilith checkpoint", metavar="DIR")
     ],
-    prompt: Annotated[str, typer.Option(help="the text to continue")],
+    prompt: Annotated[
+        list[str] | None, typer.Option("--prompt", "-p", help="the text to continue; may be given again")
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="a file of prompts: one a line, or .jsonl with prompt or messages in each"),
+    ] = None,
+    chat: Annotated[
+        bool,
+        typer.Option("--chat", help="prompts are a user's messages, put into the tokenizer's chat template"),
+    ] = False,
+    system: Annotated[str | None, typer.Option(help="the system's message of a chat")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="how many tokens to add at most")] = 64,
+    min_new_tokens: Annotated[int, typer.Option(min=0, help="and at least, before it may stop")] = 0,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token")] = 0.0,
     top_k: Annotated[int, typer.Option(min=0, help="sample from the k likeliest tokens; 0: from all")] = 0,
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="sample from this much probability")] = 1.0,
-    seed: Annotated[int, typer.Option(help="of the sampling")] = 0,
+    seed: Annotated[int, typer.Option(help="of the sampling; no prompt changes another's")] = 0,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="a text that ends it, besides the model's own tokens; repeatable")
+    ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="only --stop and the most tokens end it")
+    ] = False,
+    batch: Annotated[int, typer.Option(min=1, help="prompts computed at once")] = 16,
+    out: Annotated[Path | None, typer.Option(help="write one JSON object a prompt into this file")] = None,
+    tensor: Annotated[int, typer.Option(min=1, help="cut each layer over so many local processes")] = 1,
+    pipeline: Annotated[int, typer.Option(min=1, help="and the blocks over so many stages")] = 1,
+    dtype: Annotated[str, typer.Option(help="of weights and arithmetic: float32, bfloat16, ...")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     tokenizer: Annotated[Path | None, typer.Option(help="a tokenizer folder, if DIR has none")] = None,
+    status: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Continue a text with a model, on one device."""
-    from ..checkpoints import load_model, read_source
-    from ..models import Sampling
-    from ..models import generate as continue_tokens
-    from ..training.tokenizer import load_tokenizer
+    """Continue texts with a model, on one device or in a layout.
 
-    text = load_tokenizer(tokenizer or read_source(source).path)
-    model = load_model(source)
-    ids = text.encode(prompt)
-    out = continue_tokens(
-        model,
-        [ids],
+    One prompt is written out as it grows; of several, one JSON object each: prompt, text, tokens, finish
+    (stop or length). Any layout gives the same text. Ranks may also be started by torchrun.
+    """
+    from ..models import Sampling
+    from ..parallel_state import Layout
+    from ..training.generate_run import run_generation
+    from ..training.generation import Request
+    from ..training.prompts import read_prompts
+
+    request = Request(
+        source,
+        read_prompts(prompt or [], prompts),
+        tokenizer=tokenizer,
+        chat=chat,
+        system=system,
         max_new_tokens=max_new_tokens,
+        min_new_tokens=min_new_tokens,
         sampling=Sampling(temperature, top_k, top_p),
-        stop=() if text.eos_id is None else (text.eos_id,),
+        stop=stop or [],
+        ignore_eos=ignore_eos,
         seed=seed,
+        batch=batch,
+        dtype=dtype,
     )
-    typer.echo(text.decode(ids + out[0]))
+    layout = Layout.of(tensor=tensor, pipeline=pipeline)
+    code = run_generation(
+        request,
+        layout,
+        words=context.obj,
+        write=lambda text: typer.echo(text, nl=False),
+        note=lambda text: typer.echo(text, err=True),
+        device=device,
+        out=out,
+        status=status,
+    )
+    raise typer.Exit(code)

@@ -17,6 +17,10 @@ _FOLDER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt"
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
+#: One turn of a conversation: its ``role`` and ``content``.
+Message = dict[str, str]
+
+
 class Tokenizer(Protocol):
     """What a data set needs of a tokenizer. ``fingerprint`` names its files' contents (a SHA-256 in hex)."""
 
@@ -31,6 +35,16 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: list[int]) -> str:
         """The text of ``ids``, nothing left out and nothing tidied."""
+        ...
+
+    def prompt(self, text: str) -> list[int]:
+        """The ids of ``text`` as a model meets it at the start of a document: with a first special token
+        where the tokenizer's files ask for one.
+        """
+        ...
+
+    def chat(self, messages: list[Message]) -> list[int]:
+        """The ids of a conversation in the chat template, up to where the answer begins; or ``BadInput``."""
         ...
 
 
@@ -95,6 +109,13 @@ class _SentencePieceTokenizer:
         text: str = self._processor.DecodeIds(ids)
         return text
 
+    def prompt(self, text: str) -> list[int]:
+        return self.encode(text)
+
+    def chat(self, messages: list[Message]) -> list[int]:
+        expected = "a Hugging Face tokenizer folder, for a chat template"
+        raise BadInput("generate", "tokenizer", expected=expected, found="a SentencePiece .model file")
+
 
 class FolderTokenizer:
     """A Hugging Face folder read by ``AutoTokenizer``."""
@@ -125,6 +146,23 @@ class FolderTokenizer:
     def decode(self, ids: list[int]) -> str:
         text: str = self.backend.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
+
+    def prompt(self, text: str) -> list[int]:
+        text.encode()
+        ids: list[int] = self.backend.encode(text, add_special_tokens=True, verbose=False)
+        return ids[:-1] if len(ids) > 1 and ids[-1] == self.eos_id else ids  # some end every text
+
+    def chat(self, messages: list[Message]) -> list[int]:
+        if not self.backend.chat_template:
+            raise BadInput(self.path, "chat_template", expected="one, for a chat", found="none")
+        try:
+            text: str = self.backend.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # whatever Jinja, or the template itself, raises
+            reason = " ".join(str(error).split())[:200]
+            raise BadInput(self.path, "chat_template", expected="to accept it", found=reason) from error
+        return self.encode(text)
 
 
 def _auto_tokenizer(path: Path) -> Any:

@@ -1,0 +1,202 @@
+"""``trilith generate``: what it writes, from prompts of all kinds, on one rank and on several."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from trilith.cli.app import run
+from trilith.testing import run_fresh
+from trilith.testing.runs import TINY_LLAMA
+from trilith.training import generate_run
+from trilith.training.tokenizer_training import train_tokenizer
+
+CORPUS = "The quick brown fox jumps over the lazy dog. Pack my box with five dozen liquor jugs.\n" * 20
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+Out = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model with a tokenizer and a chat template."""
+    path = tmp_path_factory.mktemp("generate") / "model"
+    train_tokenizer([CORPUS], path, vocab_size=300)
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    config = {**TINY_LLAMA, "vocab_size": 300, "max_position_embeddings": 256, "initializer_range": 0.5}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**config))
+    # A run of byte tokens that is no UTF-8 is decoded otherwise as it grows: this model writes words.
+    pieces = AutoTokenizer.from_pretrained(path).get_vocab()
+    odd = [number for piece, number in pieces.items() if piece.startswith("<")]
+    model.get_input_embeddings().weight.data[odd] = 0.0
+    model.save_pretrained(path)
+    return path
+
+
+def words(folder: Path, *more: str) -> list[str]:
+    return ["generate", str(folder), "--ignore-eos", "--max-new-tokens", "12", *more]
+
+
+def written(capfd: Out, folder: Path, *more: str) -> str:
+    assert run(words(folder, *more)) == 0
+    return capfd.readouterr().out
+
+
+def expected(folder: Path, prompt: str) -> str:
+    """transformers' own, from its own tokenizer."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    model: Any = LlamaForCausalLM.from_pretrained(folder)
+    ids = tokenizer(prompt, return_tensors="pt").input_ids
+    out = model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+    text: str = tokenizer.decode(out[0], clean_up_tokenization_spaces=False)
+    return text
+
+
+def test_one_prompt_is_written_as_it_grows_and_is_transformers_text(folder: Path, capfd: Out) -> None:
+    assert run(words(folder, "--prompt", "The quick")) == 0
+    out, err = capfd.readouterr()
+    assert out == expected(folder, "The quick") + "\n"
+    assert err.startswith("12 tokens in ") and err.endswith(" tokens/s\n")
+
+
+def rows(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_several_prompts_are_a_line_of_json_each(folder: Path, tmp_path: Path, capfd: Out) -> None:
+    prompts = ["The quick", "Pack my box with", "dog"]
+    file = tmp_path / "prompts.txt"
+    file.write_text(f"{prompts[1]}\n\n{prompts[2]}\n")
+    found = rows(written(capfd, folder, "-p", prompts[0], "--prompts", str(file), "--batch", "2"))
+    assert [row["prompt"] for row in found] == prompts
+    assert [row["prompt"] + row["text"] for row in found] == [expected(folder, one) for one in prompts]
+    assert all((row["tokens"], row["finish"]) == (12, "length") for row in found)
+    out = tmp_path / "out.jsonl"
+    assert written(capfd, folder, "-p", prompts[0], "--prompts", str(file), "--out", str(out)) == ""
+    assert rows(out.read_text()) == found
+
+
+def test_draws_do_not_depend_on_the_batch(folder: Path, tmp_path: Path, capfd: Out) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("box", "fox jumps", "five")))
+    how = ("--prompts", str(file), "--temperature", "1.2", "--top-k", "40", "--seed")
+    one = written(capfd, folder, *how, "3", "--batch", "1")
+    assert one == written(capfd, folder, *how, "3", "--batch", "3") != written(capfd, folder, *how, "4")
+
+
+def test_a_stop_text_ends_it_and_is_not_shown(folder: Path, capfd: Out) -> None:
+    (free,) = rows(written(capfd, folder, "-p", "The quick", "-p", "dog"))[:1]
+    text = free["text"]
+    stop = text[len(text) // 2 : len(text) // 2 + 2]
+    cut = text[: text.index(stop)]
+    assert written(capfd, folder, "-p", "The quick", "--stop", stop) == f"The quick{cut}\n"
+    found = rows(written(capfd, folder, "-p", "The quick", "-p", "dog", "--stop", stop))[0]
+    assert (found["text"], found["finish"]) == (cut, "stop") and found["tokens"] < 12
+
+
+def test_the_models_own_stop_tokens_are_those_of_all_its_files(
+    folder: Path, tmp_path: Path, capfd: Out
+) -> None:
+    import shutil
+
+    copy = tmp_path / "model"
+    shutil.copytree(folder, copy)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer(expected(folder, "The quick"), add_special_tokens=False).input_ids
+    new = ids[len(tokenizer("The quick", add_special_tokens=False).input_ids) :]
+    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [299, new[4]]}))
+    arguments = ["generate", str(copy), "-p", "The quick", "-p", "dog", "--max-new-tokens", "12"]
+    assert run(arguments) == 0
+    row = rows(capfd.readouterr().out)[0]
+    assert row["finish"] == "stop" and row["tokens"] <= 5
+    assert expected(folder, "The quick").startswith("The quick" + row["text"])
+
+
+def test_a_chat_goes_through_the_template_and_shows_the_answer(
+    folder: Path, tmp_path: Path, capfd: Out
+) -> None:
+    asked = "<system>Be brief.\n<user>The quick\n<assistant>"
+    answer = written(capfd, folder, "--chat", "--system", "Be brief.", "-p", "The quick")
+    assert asked + answer == expected(folder, asked) + "\n"
+    file = tmp_path / "chats.jsonl"
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "The quick"}]
+    file.write_text(json.dumps({"messages": messages}) + "\n" + json.dumps({"prompt": "dog"}) + "\n")
+    first, second = rows(written(capfd, folder, "--prompts", str(file)))
+    assert first["text"] + "\n" == answer and first["prompt"] == messages
+    assert "dog" + second["text"] == expected(folder, "dog")
+
+
+def on_a_rank(arguments: list[str]) -> None:
+    sys.exit(run(arguments))
+
+
+def test_ranks_write_the_same_text_and_only_the_first_of_them(folder: Path, capfd: Out) -> None:
+    prompts = ("-p", "The quick", "-p", "Pack my box with", "--temperature", "0.9")
+    alone = written(capfd, folder, *prompts)
+    arguments = words(folder, *prompts, "--pipeline", "2")
+    ranks = run_fresh(on_a_rank, 2, arguments, process_group=False)
+    assert all(code == 0 for code in ranks), [code.output for code in ranks]
+    for line in alone.splitlines():
+        assert line in ranks[0].output
+        assert not any(line in code.output for code in ranks[1:])
+
+
+def test_a_layout_starts_its_ranks_with_the_same_words(
+    folder: Path, capfd: Out, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[tuple[list[str], int]] = []
+
+    def launch(arguments: list[str], world: int, status: Path) -> int:
+        started.append((arguments, world))
+        (status / "figures").write_text("so many tokens")
+        return 3
+
+    monkeypatch.setattr(generate_run, "launch", launch)
+    asked = words(folder, "-p", "dog", "--tensor", "2", "--pipeline", "2")
+    assert run(asked) == 3
+    ((arguments, world),) = started
+    assert world == 4 and arguments[:-2] == asked and arguments[-2] == "--status"
+    assert capfd.readouterr().err == "so many tokens\n"
+    assert run(words(folder, "-p", "dog", "--tensor", "3")) == 2 and len(started) == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ((), "prompt: expected --prompt TEXT or --prompts FILE, found neither"),
+        (("-p", ""), "prompt 1: prompt: expected at least one token"),
+        (("--prompts", "nowhere.txt"), "nowhere.txt: expected a text file"),
+        (("-p", "x", "--tensor", "3"), "tensor: expected a divisor of num_attention_heads=4, found 3"),
+        (("-p", "x", "--max-new-tokens", "400"), "at most the model's 256 positions"),
+        (("-p", "x", "--top-p", "0"), "top_p: expected above 0"),
+        (("-p", "x", "--dtype", "int3"), "int3"),
+        (("-p", "x", "--out", "no/such/folder"), "out: expected a file that can be written"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_cannot_be_is_one_line_and_code_2(
+    folder: Path, more: tuple[str, ...], says: str, capfd: Out
+) -> None:
+    assert run(words(folder, *more)) == 2
+    out, err = capfd.readouterr()
+    assert says in err and err.count("\n") == 1 and not out
+
+
+@pytest.mark.parametrize(
+    ("line", "says"), [("{", "2: expected JSON"), ('{"text": "x"}', "2: expected prompt (text) or messages")]
+)
+def test_a_bad_line_of_a_file_is_named(
+    folder: Path, tmp_path: Path, line: str, says: str, capfd: Out
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps({"prompt": "dog"}) + f"\n{line}\n")
+    assert run(words(folder, "--prompts", str(file))) == 2
+    assert says in capfd.readouterr().err
