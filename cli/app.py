@@ -21,6 +21,7 @@ from .report import report
 from .reshard import reshard
 from .tokenize import tokenize
 from .train import train
+from .train_tokenizer import train_tokenizer
 from .verify import verify
 
 #: Every command: a module of this room with one function. Heavy imports belong inside the function, so that
@@ -33,6 +34,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     diff,
     verify,
     parity,
+    train_tokenizer,
     tokenize,
     train,
     report,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -21,8 +22,16 @@ class Batch(NamedTuple):
     positions: Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
-        positions = None if self.positions is None else self.positions.to(device)
-        return Batch(self.input_ids.to(device), self.labels.to(device), positions)
+        """On ``device``; from pinned memory the copy runs while this returns."""
+        return self._each(lambda one: one.to(device, non_blocking=True))
+
+    def pinned(self) -> Batch:
+        """In memory that a GPU copies from by itself."""
+        return self._each(torch.Tensor.pin_memory)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        positions = None if self.positions is None else change(self.positions)
+        return Batch(change(self.input_ids), change(self.labels), positions)
 
     def split(self, size: int) -> list[Batch]:
         """Micro-batches of ``size`` rows, in order."""

@@ -74,7 +74,7 @@ class ChatTemplate:
     ) -> None:
         self._tokenizer = tokenizer.backend
         self._where = file or tokenizer.path
-        self.text = _read(file) if file is not None else _own(tokenizer)
+        self.text = read_template(file) if file is not None else _own(tokenizer)
         self.marked = _MARKED.search(self.text) is not None
         self.variables: dict[str, Any] = {
             name: {"true": True, "false": False}.get(value, value)
@@ -180,7 +180,8 @@ def _ends(found: Any) -> NDArray[np.int64]:
     return np.array([end for _, end in found["offset_mapping"]], dtype=np.int64)
 
 
-def _read(file: Path) -> str:
+def read_template(file: Path) -> str:
+    """A template's text. ``BadInput`` for a file that cannot be read."""
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

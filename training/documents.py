@@ -125,6 +125,14 @@ def documents_of(block: Block, json_key: str) -> Iterator[tuple[str, str]]:
             yield where, text
 
 
+def paragraphs_of(paths: list[Path], json_key: str) -> Iterator[str]:
+    """The inputs' documents in pieces between blank lines, whitespace kept, to train a tokenizer on."""
+    for path in paths:
+        for block in read_blocks(path, split_paragraphs=False, json_key=json_key):
+            for _, text in documents_of(block, json_key):
+                yield from (part for part in text.split("\n\n") if part.strip())
+
+
 def records_of(block: Block) -> Iterator[tuple[str, dict[str, Any]]]:
     """The block's JSON objects or table rows, each with where it stands (``file:line``)."""
     if block.kind == "rows":

@@ -91,6 +91,7 @@ class DataSection(Section):
     overlong: Overlong = Field(
         default="refuse", description="of chat sets: what becomes of a sample longer than sequence_length"
     )
+    prefetch: int = Field(default=2, ge=0, description="batches made ahead, in a thread; 0: none")
 
 
 class ParameterGroup(Section):

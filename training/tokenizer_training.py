@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..parallel_state import BadInput
+from .chat_template import read_template
 from .tokenizer import Tokenizer, load_tokenizer
 
 #: Unigram log probabilities are rounded to multiples of 1/64. Sums below 2**18, some 25,000 tokens, are then
@@ -38,6 +39,7 @@ def train_tokenizer(
     *,
     vocab_size: int,
     model_type: Literal["bpe", "unigram"] = "bpe",
+    chat_template: Path | None = None,
 ) -> Tokenizer:
     """Train on ``texts`` (paragraphs, say) and write ``folder``; the same texts give the same bytes.
 
@@ -48,6 +50,8 @@ def train_tokenizer(
 
     One exception: beside a ``config.json`` of ``model_type`` qwen2, transformers 5.23 puts Qwen's own
     pipeline in place of whatever tokenizer the folder holds.
+
+    ``chat_template`` is a Jinja file that the folder is to carry, for conversations.
 
     ``vocab_size`` counts the 3 special tokens and 256 byte tokens. ``BadInput`` where the texts do not fill
     or fit it, or the folder exists and is not empty. Source: Kudo and Richardson, SentencePiece, 2018.
@@ -61,8 +65,9 @@ def train_tokenizer(
         )
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise BadInput(folder, expected="a new or empty folder", found="something in its place")
+    template = None if chat_template is None else read_template(chat_template)
     model = _train(texts, vocab_size, model_type)
-    _write(folder, model, model_type)
+    _write(folder, model, model_type, template)
     return load_tokenizer(folder)
 
 
@@ -110,7 +115,7 @@ def _round_scores(model: bytes) -> bytes:
     return rounded
 
 
-def _write(folder: Path, model: bytes, model_type: str) -> None:
+def _write(folder: Path, model: bytes, model_type: str, template: str | None) -> None:
     """Write the folder beside its place and rename it there, so that it is never seen half written."""
     partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}-{secrets.token_hex(4)}")
     partial.mkdir(parents=True)
@@ -127,6 +132,8 @@ def _write(folder: Path, model: bytes, model_type: str) -> None:
         }
         _write_json(partial / "tokenizer_config.json", config)
         _write_json(partial / "special_tokens_map.json", special)
+        if template is not None:
+            (partial / "chat_template.jinja").write_text(template, encoding="utf-8")
         partial.rename(folder)
     except OSError as error:
         if folder.exists() and any(folder.iterdir()):

@@ -27,11 +27,13 @@ from ..parallel_state import (
     seed_of,
 )
 from .adapters import first_adapters
+from .batch import Batch
 from .build import build, schedule_of
 from .health import name_the_culprit
 from .metrics import StepMetrics
 from .optimizer import set_learning_rate
 from .preempt import Preempted, StopSignals
+from .prefetch import Prefetch
 from .recipe import Recipe
 from .run_plan import open_data, plan
 from .status import Heartbeat
@@ -79,10 +81,15 @@ class Trainer:
         start = self._start()
         stop = min(self.recipe.steps, self.recipe.stop_after or self.recipe.steps)
         done = []
-        with self.watchers.running(start), self._saver() as saver:
+        ahead, device = self.recipe.data.prefetch, self.state.device
+        with (
+            self.watchers.running(start),
+            Prefetch(self._batch, start, stop, ahead=ahead, device=device) as batch_of,
+            self._saver() as saver,
+        ):
             for number in range(start, stop):
                 with self.watchers.around(number):
-                    metrics = self._one_step(number)
+                    metrics = self._one_step(number, batch_of)
                 asked, failed, memory = self._most_of_any_rank(
                     self.signals.asked, saver.failed, self.watchers.memory
                 )
@@ -187,12 +194,15 @@ class Trainer:
             "seed": self.recipe.seed,
         }
 
-    def _one_step(self, number: int) -> StepMetrics:
+    def _batch(self, number: int) -> Batch:
+        return self.batches.batch(number, self.state.data_index, self.state.layout.data)
+
+    def _one_step(self, number: int, batch_of: Callable[[int], Batch]) -> StepMetrics:
         recipe, state = self.recipe, self.state
         began = time.perf_counter()
         self._at("step", number + 1)
         torch.manual_seed(random_seed(recipe.seed, number, state))
-        batch = self.batches.batch(number, state.data_index, state.layout.data)
+        batch = batch_of(number)
         lr = self.schedule.rate(number)
         set_learning_rate(self.optimizer, lr)
         fault("step.forward", rank=state.rank, step=number + 1)

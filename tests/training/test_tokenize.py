@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trilith.cli.app import run
 from trilith.cli.tokenize import tokenize as command
 from trilith.parallel_state import BadInput, PeerFailed
 from trilith.training import documents as documents_module
@@ -334,3 +335,17 @@ def test_the_command(folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> None
     assert texts_of(TokenFile.open(tmp_path / "out"), tokenizer, eos=False) == ["one", "two"]
     again = CliRunner().invoke(app, arguments)
     assert isinstance(again.exception, BadInput) and "an existing file" in str(again.exception)
+
+
+def test_a_tokenizer_trained_by_the_command_is_the_functions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    template = tmp_path / "chat.jinja"
+    template.write_text("{{ messages }}")
+    words = ["train-tokenizer", *map(str, SOURCES), "--vocab-size", "400", "--out", str(tmp_path / "t")]
+    assert run([*words, "--chat-template", str(template)]) == 0
+    assert "400 ids, bpe" in capsys.readouterr().out
+    parts = [part for path in SOURCES for part in path.read_text().split("\n\n") if part.strip()]
+    same = train_tokenizer(parts, tmp_path / "same", vocab_size=400)
+    assert load_tokenizer(tmp_path / "t").fingerprint == same.fingerprint
+    assert (tmp_path / "t" / "chat_template.jinja").read_text() == "{{ messages }}"

@@ -1,0 +1,59 @@
+"""The batches of coming steps, made by a thread while a step computes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+
+import torch
+
+from .batch import Batch
+
+
+class Prefetch:
+    """``prefetch(step)`` is ``make(step)``, for steps from ``start`` to ``stop - 1`` in this order.
+
+    While a step computes, a thread makes up to ``ahead`` batches of the next ones; with 0 there is no thread.
+    A batch is a function of its step alone, so the numbers are the same either way. An error of ``make``
+    reaches the caller at its own step. Leaving the context ends the thread. On a GPU the batches lie in
+    pinned memory, so that the copy does not wait.
+    """
+
+    def __init__(
+        self, make: Callable[[int], Batch], start: int, stop: int, *, ahead: int, device: torch.device
+    ) -> None:
+        self._make, self._steps, self._ahead, self._device = make, iter(range(start, stop)), ahead, device
+        self._coming: deque[Future[Batch]] = deque()
+        self._thread = (
+            ThreadPoolExecutor(1, thread_name_prefix="batches", initializer=self._begin) if ahead else None
+        )
+
+    def __enter__(self) -> Prefetch:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+
+    def __call__(self, step: int) -> Batch:
+        if self._thread is None:
+            return self._make(step)
+        # One more than it holds in the end: the one to give now.
+        while len(self._coming) <= self._ahead and (coming := next(self._steps, None)) is not None:
+            self._coming.append(self._thread.submit(self._made, coming))
+        return self._coming.popleft().result()
+
+    def _made(self, step: int) -> Batch:
+        batch = self._make(step)
+        return batch.pinned() if self._device.type == "cuda" else batch
+
+    def _begin(self) -> None:
+        if self._device.type == "cuda":  # or pinning would open a context on the first GPU, of every rank
+            torch.cuda.set_device(self._device)
