@@ -36,6 +36,22 @@ def test_on_one_device_it_is_torchs_clipping(limit: float) -> None:
         torch.testing.assert_close(mine.grad, other.grad, rtol=1e-13, atol=0)
 
 
+@pytest.mark.parametrize("limit", [0.0, 0.5], ids=["no-clipping", "clipping"])
+def test_gradients_of_a_multiple_of_the_loss_are_divided_by_it(limit: float) -> None:
+    scaled, plain = with_gradients(), with_gradients()
+    for parameter in scaled.parameters():
+        parameter.grad.mul_(1024)
+    assert torch.equal(clip_gradients(scaled, limit, loss_scale=1024), clip_gradients(plain, limit))
+    for mine, other in zip(scaled.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad, other.grad)
+
+
+def test_without_a_limit_gradients_stay_as_they_are() -> None:
+    ours, same = with_gradients(), with_gradients()
+    assert float(clip_gradients(ours, 0.0)) == float(gradient_norm(same)) > 0
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(ours.parameters(), same.parameters(), strict=True))
+
+
 def test_bf16_gradients_are_measured_in_fp32() -> None:
     model = with_gradients(torch.bfloat16)
     assert gradient_norm(model).dtype == torch.float32

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
+from trilith.parallel_state import ParallelState
+from trilith.testing import run_parallel
+from trilith.testing.runs import tiny_recipe, write_tokens
+from trilith.training.recipe import parse_recipe
 from trilith.training.schedules import Schedule, scaled_rate
+from trilith.training.trainer import Trainer
 
 PEAK, TOTAL, WARMUP, DECAY = 3e-4, 40, 7, 12
 
@@ -124,3 +133,27 @@ def test_the_rate_scales_with_the_batch_by_the_rule_and_says_so() -> None:
         "learning rate 0.0005 = 0.001 x 8 / 16, for a batch of 8 samples",
     )
     assert scaled_rate(1e-3, None, batch=8, reference=16) == (1e-3, "")
+
+
+def run_and_listen(raw: dict[str, Any]) -> tuple[list[float], str]:
+    """A run's learning rates, and what it said."""
+    recipe = parse_recipe(raw)
+    said = io.StringIO()
+    with redirect_stdout(said):
+        metrics = Trainer(recipe, ParallelState.start(recipe.layout.layout)).run()
+    return [one.lr for one in metrics], said.getvalue()
+
+
+@pytest.mark.parametrize("layout", [{}, {"data": 2}], ids=["one-process", "dp2"])
+def test_a_run_follows_its_schedule_and_says_how_its_rate_was_scaled(
+    tmp_path: Path, layout: dict[str, Any]
+) -> None:
+    wanted = {"schedule": "wsd", "decay": 2, "decay_shape": "linear", "minimum_ratio": 0.0, "warmup": 2}
+    scaled = {"lr": 1e-3, "scale_lr": "sqrt", "reference_batch": 2}
+    raw = tiny_recipe(
+        tmp_path / "run", write_tokens(tmp_path / "tokens"), layout=layout, optimizer=wanted | scaled
+    )
+    (rates, said), *others = run_parallel(run_and_listen, len(layout) + 1, raw)
+    assert rates == pytest.approx([1e-3, 2e-3, 2e-3, 2e-3, 2e-3, 1e-3])
+    assert "learning rate 0.002 = 0.001 x sqrt(8 / 2), for a batch of 8 samples" in said
+    assert all(other == rates and "learning rate" not in quiet for other, quiet in others)
