@@ -21,6 +21,8 @@ ROOT = Path(__file__).resolve().parent.parent
 FORWARD = "tests/models/test_hugging_face.py::test_logits_and_gradients_are_transformers"
 PARITY = "tests/parity/test_layouts.py::test_it_equals_one_device"
 PAIRS = "tests/parity/test_combinations.py::test_every_pair_of_choices_equals_one_device"
+UPDATE = "tests/training/test_update.py"
+GROUPS = "tests/training/test_groups.py"
 RESUME = "tests/training/test_resume.py::test_resuming_in_the_same_layout_is_bitwise"
 ROUND_TRIP = "tests/checkpoints/test_convert.py::test_there_and_through_another_layout_and_back_is_bitwise_D6"
 
@@ -64,6 +66,76 @@ MUTANTS = (
         "- before).clamp(min=0)",
         "- 0 * before)",
         ("tests/models/test_generate.py",),
+    ),
+    Mutant(
+        "an overflow in a copy of a gradient that no rank hears of",
+        "parallel_state/gradients.py",
+        "        if grad.numel()\n    ]",
+        "        if grad.numel() and declaration.owner(state.layout, state.at)\n    ]",
+        (f"{UPDATE}::test_an_overflow_on_one_rank_skips_the_step_on_all_and_halves_the_scale",),
+    ),
+    Mutant(
+        "skipped steps that count as AdamW's after a resume",
+        "checkpoints/training.py",
+        'updates=int(str(memory.get("updates", manifest.step)))',
+        "updates=manifest.step",
+        (f"{UPDATE}::test_a_run_with_a_skipped_step_resumes_bitwise",),
+    ),
+    Mutant(
+        "gradients that stay multiplied by the loss scale",
+        "parallel_state/gradients.py",
+        "torch.where(norm.isfinite(), scale / loss_scale, 1.0)",
+        "torch.where(norm.isfinite(), scale, 1.0)",
+        ("tests/parallel_state/test_gradients.py",),
+    ),
+    Mutant(
+        "a loss that is not multiplied by its scale",
+        "training/step.py",
+        "return per_token.sum() / self._tokens * self._scale",
+        "return per_token.sum() / self._tokens",
+        ("tests/parity/test_loss_scale.py::test_the_scale_changes_no_bit_of_loss_or_gradients",),
+    ),
+    Mutant(
+        "spikes on which a rank decides by itself",
+        "training/update.py",
+        "dist.all_reduce(found, op=dist.ReduceOp.MAX)",
+        "pass",
+        (f"{UPDATE}::test_if_one_rank_sees_a_spike_all_skip",),
+    ),
+    Mutant(
+        "a window of losses that a resume forgets",
+        "training/update.py",
+        'self.spikes.restore(memory["spikes"])',
+        "pass",
+        (f"{UPDATE}::test_a_run_with_a_skipped_step_resumes_bitwise",),
+    ),
+    Mutant(
+        "gradients summed in the format that they are computed in",
+        "training/precision.py",
+        "reduce_dtype=self.reduce if self.reduce != self.compute else None",
+        "reduce_dtype=None",
+        ("tests/parity/test_loss_scale.py::test_gradients_are_summed_in_the_chosen_dtype",),
+    ),
+    Mutant(
+        "parameter groups of which the last counts",
+        "training/groups.py",
+        "left = [ours for ours in found if ours not in assigned]",
+        "left = found",
+        (f"{GROUPS}::test_a_pattern_finds_their_names_and_ours_and_the_first_group_counts",),
+    ),
+    Mutant(
+        "frozen parameters that are trained",
+        "training/groups.py",
+        "parameter.requires_grad_(False)",
+        "parameter.requires_grad_(True)",
+        (f"{GROUPS}::test_each_parameter_gets_its_rate_and_its_decay_and_the_update_is_adamws",),
+    ),
+    Mutant(
+        "WSD that decays from the end of the warm-up",
+        "training/schedules.py",
+        "start, curve = self.total - self.decay, CURVES[self.shape]",
+        "start, curve = self.warmup, CURVES[self.shape]",
+        ("tests/training/test_schedules.py::test_each_law_at_points_worked_out_by_hand",),
     ),
     Mutant(
         "gate and up swapped",
