@@ -25,7 +25,7 @@ class Prefetch:
         self, make: Callable[[int], Batch], start: int, stop: int, *, ahead: int, device: torch.device
     ) -> None:
         self._make, self._steps, self._ahead, self._device = make, iter(range(start, stop)), ahead, device
-        self._coming: deque[Future[Batch]] = deque()
+        self._coming: deque[tuple[int, Future[Batch]]] = deque()
         self._thread = (
             ThreadPoolExecutor(1, thread_name_prefix="batches", initializer=self._begin) if ahead else None
         )
@@ -47,8 +47,10 @@ class Prefetch:
             return self._make(step)
         # One more than it holds in the end: the one to give now.
         while len(self._coming) <= self._ahead and (coming := next(self._steps, None)) is not None:
-            self._coming.append(self._thread.submit(self._made, coming))
-        return self._coming.popleft().result()
+            self._coming.append((coming, self._thread.submit(self._made, coming)))
+        made, batch = self._coming.popleft()
+        assert made == step, (made, step)
+        return batch.result()
 
     def _made(self, step: int) -> Batch:
         batch = self._make(step)

@@ -100,8 +100,12 @@ def _parse(line: bytes) -> object:
 def _mark(line: object) -> Mark | None:
     match line:
         case {"portions": int(portions), "left_out": int(left_out), "sizes": dict(sizes)}:
-            return Mark(portions, left_out, sizes)
+            return Mark(portions, left_out, sizes) if _all_whole(sizes) else None
     return None
+
+
+def _all_whole(sizes: dict[object, object]) -> bool:
+    return all(isinstance(size, int) for size in sizes.values())
 
 
 def _held(path: Path) -> int:

@@ -156,9 +156,7 @@ class FolderTokenizer:
         if not self.backend.chat_template:
             raise BadInput(self.path, "chat_template", expected="one, for a chat", found="none")
         try:
-            text: str = self.backend.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
-            )
+            text: str = self.backend.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # whatever Jinja, or the template itself, raises
             reason = " ".join(str(error).split())[:200]
             raise BadInput(self.path, "chat_template", expected="to accept it", found=reason) from error
