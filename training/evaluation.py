@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..layers import IGNORE, valid_tokens, vocab_parallel_cross_entropy
+from ..layers import IGNORE, valid_tokens
 from ..parallel_state import BadInput
 from .batch import Batch
 from .batches import GlobalBatches
 from .forward import ForwardOnly
 from .recipe import Recipe
 from .run_plan import open_data
+from .step import TrainStep
 
 
 class Evaluator:
@@ -27,20 +28,19 @@ class Evaluator:
     do not divide the samples, the last ones are given rows that do not count.
     """
 
-    def __init__(self, forward: ForwardOnly, held_out: HeldOut) -> None:
-        self.forward, self.held_out = forward, held_out
-        self.model, self.state = forward.model, forward.model.state
+    def __init__(self, forward: ForwardOnly, step: TrainStep, held_out: HeldOut) -> None:
+        self.forward, self.step, self.held_out = forward, step, held_out
+        self.model, self.state = step.model, step.state
 
     def __call__(self) -> float:
         state = self.state
         # Summed in fp64 wherever there is one: held-out sets are large.
         found = torch.zeros(2, dtype=torch.float64, device=state.device)
 
-        def add(logits: Tensor, labels: Tensor) -> None:
-            size = self.model.config.vocab_size
-            losses = vocab_parallel_cross_entropy(logits, labels, size, state=state)
+        def add(given: Tensor, labels: Tensor) -> None:
+            total = self.step.total_loss(given, labels)
             if state.at.tensor == 0:
-                found[0] += losses.sum(dtype=torch.float64)
+                found[0] += total
                 found[1] += valid_tokens(labels)
 
         with evaluating(self.model):

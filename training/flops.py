@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from math import prod
 
 import torch
 
 from ..models import AdaptedFamily, Family, ModelConfig
+from ..parallel_state import Declaration
 
 #: Tables that are looked up, not multiplied by; tied to the output layer, the first is its matrix after all.
 _TOKENS, _LOOKED_UP = "embed.weight", frozenset({"embed.weight", "position.weight"})
@@ -36,49 +38,52 @@ PEAKS: tuple[tuple[str, float], ...] = (
 class TokenFlops:
     """FLOPs of one token in one forward pass; a multiplication and its addition are two.
 
-    ``matrices``: every weight matrix that is trained. ``attention``: scores and their sum over the values, as
-    if each token saw all of its sequence. ``frozen``: the other matrices, which have no gradient (LoRA's
-    base): backward costs as much again, not twice.
+    ``matrices``: every weight matrix. ``attention``: scores and their sum over the values, as if each token
+    saw all of its sequence. ``trained``: the matrices that a backward pass makes gradients of.
     """
 
     matrices: float
     attention: float
-    frozen: float = 0.0
+    trained: float
 
     @property
     def full(self) -> float:
         """Forward and backward, attention as if without a mask: torchtitan's and nanotron's count."""
-        return 3 * (self.matrices + self.attention) + 2 * self.frozen
+        return 2 * self.matrices + self.trained + 3 * self.attention
 
     @property
     def causal(self) -> float:
         """Forward and backward, the half of attention that a causal mask leaves: Megatron-LM's count."""
-        return 3 * (self.matrices + self.attention / 2) + 2 * self.frozen
+        return self.full - 1.5 * self.attention
 
 
-def flops_per_token(family: Family, config: ModelConfig, sequence_length: int) -> TokenFlops:
-    """What the model costs by its config, the same in every layout.
+def flops_per_token(
+    family: Family, config: ModelConfig, sequence_length: int, *, frozen: Collection[str] = ()
+) -> TokenFlops:
+    """What the model costs by its config, the same in every layout; ``frozen``: our names of what stays.
 
     Padding of the vocabulary, norms, activations and what is computed again to save memory do not count.
     Source: Narayanan et al. 2021 (appendix); Chowdhery et al. 2022 (appendix B).
     """
+    (trained,) = family.declarations(config)
+    trained = {name: one for name, one in trained.items() if name not in frozen}
+    (whole,) = (family.base if isinstance(family, AdaptedFamily) else family).declarations(config)
     heads = config.num_attention_heads * int(getattr(config, "head_dim", 0))
+    tied = config.tie_word_embeddings
     return TokenFlops(
-        matrices=_of_matrices(family, config),
+        matrices=_multiplied(whole | trained, tied=tied),
         attention=4.0 * config.num_hidden_layers * heads * sequence_length,
-        frozen=_of_matrices(family.base, config) if isinstance(family, AdaptedFamily) else 0.0,
+        trained=_multiplied(trained, tied=tied),
     )
 
 
-def _of_matrices(family: Family, config: ModelConfig) -> float:
-    (stated,) = family.declarations(config)
-    multiplied = (
+def _multiplied(stated: Mapping[str, Declaration], *, tied: bool) -> float:
+    """Two a weight of each matrix that a token is multiplied with."""
+    return 2.0 * sum(
         prod(one.true_shape)
         for name, one in stated.items()
-        if len(one.shape) == 2
-        and (name not in _LOOKED_UP or (name == _TOKENS and config.tie_word_embeddings))
+        if len(one.shape) == 2 and (name not in _LOOKED_UP or (tied and name == _TOKENS))
     )
-    return 2.0 * sum(multiplied)
 
 
 @dataclass(frozen=True, slots=True)

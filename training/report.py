@@ -119,10 +119,10 @@ def _facts(run: RunRecord) -> dict[str, str]:
     }
 
 
-def _skipped(steps: list[int]) -> str:
+def _skipped(steps: list[str]) -> str:
     if not steps:
         return "none"
-    return f"{len(steps)}: {', '.join(map(str, steps[:20]))}{' ...' if len(steps) > 20 else ''}"
+    return f"{len(steps)}: {', '.join(steps[:20])}{' ...' if len(steps) > 20 else ''}"
 
 
 def _events(run: RunRecord) -> str:

@@ -34,9 +34,10 @@ class RunRecord:
         return dict(self.attempts[-1].get("recipe", {})) if self.attempts else {}
 
     @property
-    def skipped(self) -> list[int]:
-        """Steps, from 1, that updated nothing."""
-        return [int(line["step"]) + 1 for line in self.steps if line.get("skipped")]
+    def skipped(self) -> list[str]:
+        """Steps, from 1, that updated nothing, and why."""
+        found = ((int(line["step"]) + 1, line.get("skipped")) for line in self.steps)
+        return [f"{step} ({why})" for step, why in found if why]
 
     @property
     def state(self) -> str:

@@ -78,30 +78,30 @@ class TrainStep:
         finalize_gradients(self.model, reduce=self.reduce, state=self.state)
         return self._global_loss(losses)
 
-    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """A micro-batch's share of the step's mean loss, times the scale, from what the model gives.
+    def loss(self, given: Tensor, labels: Tensor) -> Tensor:
+        """A micro-batch's share of the step's mean loss, times the scale, from what the model gives."""
+        total = self.total_loss(given, labels, label_smoothing=self.label_smoothing)
+        return total / self._tokens * self._scale
 
-        That is logits, or with ``head_in_loss`` the hidden states of the last stage.
+    def total_loss(self, given: Tensor, labels: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
+        """The sum over a micro-batch's valid tokens, the same on the ranks of a tensor group.
+
+        ``given``: logits, or with ``head_in_loss`` the hidden states of the last stage.
         """
+        size, state = self.model.config.vocab_size, self.state
         if self.model.head_in_loss:
-            total = chunked_cross_entropy(
-                logits,
+            return chunked_cross_entropy(
+                given,
                 self.model.head_weight,
                 labels,
-                self.model.config.vocab_size,
+                size,
                 chunk=self.loss_chunk,
-                label_smoothing=self.label_smoothing,
-                state=self.state,
+                label_smoothing=label_smoothing,
+                state=state,
             )
-            return total / self._tokens * self._scale
-        per_token = vocab_parallel_cross_entropy(
-            logits,
-            labels,
-            self.model.config.vocab_size,
-            label_smoothing=self.label_smoothing,
-            state=self.state,
-        )
-        return per_token.sum() / self._tokens * self._scale
+        return vocab_parallel_cross_entropy(
+            given, labels, size, label_smoothing=label_smoothing, state=state
+        ).sum()
 
     def _plain(self, input_ids: Tensor, labels: Tensor, positions: Tensor | None) -> list[Tensor]:
         losses = []

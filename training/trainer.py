@@ -163,6 +163,7 @@ class Trainer:
             self.watchers.began(progress.step, checkpoint=newest, progress=progress)
             return progress.step
         if lora is not None:
+            self.watchers.began(0)
             return 0
         if self.recipe.model.init_from is not None:
             load_weights(self.recipe.model.init_from, self.model, self.plan.family, self.plan.config)

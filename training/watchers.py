@@ -46,11 +46,12 @@ class Watchers:
         watch, model, dtype = recipe.watch, parts.model, parts.step.dtype
         self.events = Events(self.out / "events.jsonl" if self.first else None)
         peak = watch.peak_flops or peak_flops(state.device, dtype)
-        flops = flops_per_token(plan.family, plan.config, recipe.data.sequence_length)
+        frozen = {name for name, group in plan.groups.items() if group.freeze}
+        flops = flops_per_token(plan.family, plan.config, recipe.data.sequence_length, frozen=frozen)
         self.mfu = Mfu(flops, state.layout.world, peak)
         held_out = open_held_out(recipe, plan.config.vocab_size)
         self.forward = ForwardOnly(model, micro_batch=recipe.data.micro_batch, dtype=dtype)
-        self.evaluate = None if held_out is None else Evaluator(self.forward, held_out)
+        self.evaluate = None if held_out is None else Evaluator(self.forward, parts.step, held_out)
         links = plan.family.links_of_all(plan.config)
         self.norms = Norms(model, links) if watch.norms else None
         self.activations = Activations(model, links) if watch.norms and watch.activation_norms else None

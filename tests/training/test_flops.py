@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
-from trilith.models import family_of
+from trilith.models import LoraConfig, adapted, family_of
 from trilith.testing import run_parallel
 from trilith.testing.runs import TINY_GPT2, TINY_LLAMA, run_recipe, tiny_recipe, write_tokens
 from trilith.training.flops import Mfu, flops_per_token, peak_flops, peak_named
@@ -50,6 +50,17 @@ def test_the_conventions_differ_by_half_of_attention() -> None:
     assert mfu is not None
     assert mfu.full == pytest.approx(1000 * flops.full / 4e9)
     assert mfu.causal == pytest.approx(1000 * flops.causal / 4e9)
+
+
+def test_what_is_frozen_costs_no_gradient_of_its_weights() -> None:
+    family = family_of(TINY_LLAMA)
+    config = family.from_hf(TINY_LLAMA)
+    whole = flops_per_token(family, config, LENGTH)
+    down = {f"layers.{i}.mlp.down.weight" for i in range(3)}
+    assert whole.full - flops_per_token(family, config, LENGTH, frozen=down).full == 2 * 3 * 32 * 48
+    lora = adapted(family, LoraConfig(r=2, target_modules=("down_proj",)))
+    tuned, adapters = flops_per_token(lora, config, LENGTH), 3 * 2 * (32 + 48)
+    assert tuned.full == whole.full - whole.trained + 6 * adapters
 
 
 @pytest.mark.parametrize(

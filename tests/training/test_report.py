@@ -176,9 +176,9 @@ def test_an_attempt_that_ended_without_a_word_is_listed() -> None:
 
 def test_skipped_steps_are_listed() -> None:
     lines = steps(4)
-    lines[2] |= {"skipped": True, "loss": None}
+    lines[2] |= {"skipped": "overflow", "loss": None}
     page = Page(make_report([RunRecord("r", lines, [], None)]))
-    assert page.row("skipped steps") == ["1: 3"]
+    assert page.row("skipped steps") == ["1: 3 (overflow)"]
     assert page.row("3")[0] == "not finite"
 
 

@@ -20,6 +20,7 @@ from trilith.training.run_plan import plan
 
 #: 5 held-out samples: neither 2 data ranks nor micro-batches of 2 divide them.
 EVALUATION = {"every": 2, "samples": 5}
+LORA = {"r": 2, "target_modules": ["v_proj"]}
 WATCH = {"norms": 3, "activation_norms": True, "tensorboard": True}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {},
@@ -27,7 +28,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "sp2": {"tensor": 2, "sequence": True},
     "pp2": {"pipeline": 2},
     "dp2-zero3": {"data": 2, "zero": 3},
+    "pp2-chunked": {"pipeline": 2},
 }
+#: Where the logits are made a few tokens at a time, and blocks are computed twice.
+SPARING = {"memory": {"loss_chunk": 7, "checkpointing": "full"}}
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +54,8 @@ def watched(place: Path, name: str, *, model: dict[str, Any] | None = None) -> P
     raw = tiny_recipe(place / f"{name}-watched{'-gpt2' if model else ''}", place / "tokens", steps=3)
     raw |= {"layout": LAYOUTS[name], "watch": WATCH}
     raw["evaluation"] = EVALUATION | {"tokens": str(place / "held-out")}
-    return run(raw | ({"model": {"config": model}} if model else {}))
+    sparing = SPARING if name.endswith("chunked") else {}
+    return run(raw | sparing | ({"model": {"config": model}} if model else {}))
 
 
 def evaluations(out: Path) -> dict[int, float]:
@@ -121,6 +126,22 @@ def test_the_evaluation_is_transformers_loss_and_the_norms_are_the_exported_weig
     assert [*norms["activations"]] == ["transformer.h.0", "transformer.h.1", "transformer.h.2"]
     squares = sum(norm**2 for norm in norms["gradients"].values())
     assert math.sqrt(squares) == pytest.approx(last["grad_norm"], rel=1e-10)
+
+
+def test_lora_s_norms_have_peft_s_names_and_the_base_hugging_face_s(place: Path) -> None:
+    raw = tiny_recipe(place / "lora", place / "tokens", steps=1, watch={"norms": 1, "peak_flops": 1e12})
+    raw |= {
+        "model": {"init_from": str(watched(place, "one"))},
+        "lora": {"r": 2, "target_modules": ["v_proj"]},
+    }
+    (line,) = read_lines(run(raw) / "norms.jsonl")
+    frozen = line["weights"].keys() - line["gradients"].keys()
+    assert frozen == read_lines(watched(place, "one") / "norms.jsonl")[0]["weights"].keys()
+    assert {name.rpartition(".lora_")[2] for name in line["gradients"]} == {"A.weight", "B.weight"}
+    assert all(".self_attn.v_proj.lora_" in name for name in line["gradients"])
+    assert [one["event"] for one in read_events(place / "lora" / "events.jsonl")] == [
+        *("started", "saved", "finished")
+    ]
 
 
 def test_tensorboard_has_each_step_once_after_a_resume(place: Path) -> None:
