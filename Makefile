@@ -1,5 +1,5 @@
 # `make check` is exactly what CI runs.
-.PHONY: check lint typecheck test mutants faults
+.PHONY: check lint typecheck test mutants faults browser
 
 export OMP_NUM_THREADS ?= 1
 
@@ -26,3 +26,7 @@ mutants:
 # Which of the listed bad inputs and kills have a test: their numbers stand in the tests' names.
 faults:
 	python tests/faults.py
+
+# Reports in a headless Chromium (apt-get install chromium): sizes, light and dark, contrast, nothing fetched.
+browser:
+	python tests/browser.py

@@ -1,8 +1,10 @@
-"""What the docs show works: the reader of checkpoints, which knows nothing of this library."""
+"""What the docs show works: the reader of checkpoints, which knows nothing of this library; watching."""
 
 from __future__ import annotations
 
 import re
+import shlex
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from trilith.checkpoints import convert
+from trilith.cli.app import run
 from trilith.testing import run_parallel
 from trilith.testing.runs import TINY_LLAMA, run_recipe, tiny_recipe, write_tokens
 
@@ -50,3 +53,22 @@ def test_the_reader_reads_what_a_run_writes(tmp_path: Path, read: Callable[[str,
     assert moment.shape == read(str(folder), "layers.0.mlp.gate_up.up.weight").shape == (48, 32)
     assert float(moment.min()) >= 0
     assert float(moment.max()) > 0
+
+
+def test_what_is_watched_is_watched_as_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = (DOCS / "watching.md").read_text()
+    (recipe,) = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
+    held_out = write_tokens(tmp_path / "held-out", seed=1)
+    for name in ("run", "other-run"):
+        raw = tiny_recipe(tmp_path / name, held_out, steps=2) | tomllib.loads(recipe)
+        raw["evaluation"]["tokens"] = str(held_out)  # the ranks are in another folder
+        raw["watch"] |= {"trace_steps": [2], "norms": 2}  # sooner
+        run_parallel(run_recipe, 1, raw)
+    for name in ("metrics.jsonl", "events.jsonl", "norms.jsonl", "tensorboard", "traces"):
+        assert (tmp_path / "run" / name).exists(), name
+    commands = re.findall(r"^trilith (.*?)(?: #|$)", text, re.MULTILINE)
+    assert len(commands) == 2
+    for command in commands:
+        assert run(shlex.split(command)) == 0
+    assert (tmp_path / "run" / "report.html").exists() and (tmp_path / "compared.html").exists()

@@ -105,11 +105,12 @@ def test_converting_works_as_shown(place: Path) -> None:
 def test_training_works_as_shown_at_a_small_size(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (text,) = blocks("toml")
     Path("recipe.toml").write_text(text)
-    tokenize, train, resume, generate = (words for words in commands() if words[0] not in CONVERTING)
+    tokenize, train, resume, report, generate = (words for words in commands() if words[0] not in CONVERTING)
     smaller = ["steps=4", "data.sequence_length=32", "data.global_batch=4", "layout.data=1", "layout.zero=0"]
     assert run(tokenize[: tokenize.index("quickstart")] if "quickstart" in tokenize else tokenize) == 0
     assert run([*train, *smaller, "layout.tensor=1", "stop_after=2"]) == 0
     assert run([*resume[:2], *smaller[:3], "layout.pipeline=1", *resume[2:]]) == 0
     assert "resumed from" in capfd.readouterr().out
+    assert run(report) == 0 and Path("run/report.html").exists()
     assert run([*generate, "--max-new-tokens", "4"]) == 0
     assert "def main():" in capfd.readouterr().out

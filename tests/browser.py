@@ -1,0 +1,201 @@
+"""Reports in a real browser: ``make browser``, where Chromium is installed. Not part of ``make check``.
+
+Drives a headless Chromium through its pipe, on a phone and a wide screen, in light and dark: nothing is
+fetched, nothing is complained about, nothing is wider than the screen, text stands out from its ground and is
+large enough to read. Screenshots are left in the folder that is printed.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from trilith.training.report import make_report
+from trilith.training.run_record import RunRecord
+
+SCREENS = {"phone": (360, 800), "desktop": (1280, 900)}
+SCHEMES = ("light", "dark")
+
+#: What is wrong on the page, as a list of sentences.
+LOOK = """(() => {
+  const wrong = [], root = document.documentElement;
+  if (root.scrollWidth > innerWidth) wrong.push(`the page is ${root.scrollWidth} wide on ${innerWidth}`);
+  const numbers = colour => colour.match(/[\\d.]+/g).map(Number);
+  const light = colour => { const [r, g, b] = numbers(colour).slice(0, 3).map(v => {
+    v /= 255; return v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4; });
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
+  const ground = element => { for (let e = element; e; e = e.parentElement) {
+    const colour = getComputedStyle(e).backgroundColor;
+    if (!/, 0\\)$/.test(colour) && colour !== 'transparent') return colour; } return 'rgb(255,255,255)'; };
+  const contrast = (a, b) => { const [x, y] = [light(a), light(b)].sort((p, q) => q - p);
+    return (x + 0.05) / (y + 0.05); };
+  const check = (element, colour, least, what) => { const found = contrast(colour, ground(element));
+    if (found < least) wrong.push(`${what}: contrast ${found.toFixed(2)} below ${least}`); };
+  document.querySelectorAll('h1, h2, th, td, caption, figcaption, .unit, li, summary').forEach(
+    e => check(e, getComputedStyle(e).color, 4.5, e.tagName));
+  document.querySelectorAll('svg text').forEach(e => { check(e, getComputedStyle(e).fill, 4.5, 'svg text');
+    const height = e.getBoundingClientRect().height;
+    if (height < 10) wrong.push(`svg text is ${height.toFixed(1)} high`);
+    const box = e.getBoundingClientRect(), all = e.ownerSVGElement.getBoundingClientRect();
+    if (box.left < all.left - 1 || box.right > all.right + 1) wrong.push(`cut off: ${e.textContent}`); });
+  document.querySelectorAll('.curve').forEach(e => check(e, getComputedStyle(e).stroke, 3, 'a curve'));
+  if (document.querySelectorAll('figure > svg').length !== 6) wrong.push('not six charts');
+  return wrong; })()"""
+
+
+class Browser:
+    """A headless Chromium, spoken to over its DevTools pipe."""
+
+    def __init__(self, read: int, write: int) -> None:
+        self._read, self._write, self._left, self._count = read, write, b"", 0
+        self.events: list[dict[str, Any]] = []
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+
+    def call(self, method: str, **parameters: Any) -> dict[str, Any]:
+        self._count += 1
+        message: dict[str, Any] = {"id": self._count, "method": method, "params": parameters}
+        if hasattr(self, "_session"):
+            message["sessionId"] = self._session
+        os.write(self._write, json.dumps(message).encode() + b"\0")
+        while True:
+            answer = self._next()
+            if answer.get("id") == self._count:
+                if "error" in answer:
+                    raise RuntimeError(f"{method}: {answer['error']}")
+                return dict(answer["result"])
+            self.events.append(answer)
+
+    def wait(self, method: str) -> None:
+        while not any(event.get("method") == method for event in self.events):
+            self.events.append(self._next())
+
+    def _next(self) -> dict[str, Any]:
+        while b"\0" not in self._left:
+            self._left += os.read(self._read, 1 << 20)
+        first, _, self._left = self._left.partition(b"\0")
+        return dict(json.loads(first))
+
+
+@contextmanager
+def chromium() -> Iterator[Browser]:
+    program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if program is None:
+        sys.exit("No Chromium here: apt-get install chromium, or run this where there is one")
+    theirs_in, ours_out = os.pipe()
+    ours_in, theirs_out = os.pipe()
+
+    def inherit() -> None:
+        # Chromium reads file 3 and writes file 4; moved up first, so that neither overwrites the other.
+        high_in, high_out = os.dup2(theirs_in, 30), os.dup2(theirs_out, 31)
+        os.dup2(high_in, 3)
+        os.dup2(high_out, 4)
+
+    with tempfile.TemporaryDirectory() as profile:
+        options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}"]
+        process = subprocess.Popen(
+            [program, *options, "--remote-debugging-pipe"],
+            pass_fds=(3, 4, theirs_in, theirs_out),
+            preexec_fn=inherit,
+            stderr=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+        )
+        try:
+            yield Browser(ours_in, ours_out)
+        finally:
+            process.kill()
+            process.wait()
+
+
+def look(page: Path, screen: str, scheme: str, picture: Path) -> list[str]:
+    """What is wrong with the page on this screen."""
+    with chromium() as browser:
+        width, height = SCREENS[screen]
+        for domain in ("Network", "Log", "Runtime", "Page"):
+            browser.call(f"{domain}.enable")
+        browser.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=screen == "phone",
+        )
+        wanted = [{"name": "prefers-color-scheme", "value": scheme}]
+        browser.call("Emulation.setEmulatedMedia", features=wanted)
+        browser.call("Page.navigate", url=page.as_uri())
+        browser.wait("Page.loadEventFired")
+        found = browser.call("Runtime.evaluate", expression=LOOK, returnByValue=True)
+        wrong = [str(one) for one in found["result"]["value"]]
+        ground = browser.call(
+            "Runtime.evaluate", expression="getComputedStyle(document.body).backgroundColor"
+        )
+        if (ground["result"]["value"] == "rgb(255, 255, 255)") != (scheme == "light"):
+            wrong.append(f"{scheme} is {ground['result']['value']}")
+        shot = browser.call("Page.captureScreenshot", captureBeyondViewport=True)
+        picture.write_bytes(base64.b64decode(shot["data"]))
+        for event in browser.events:
+            if event.get("method") == "Network.requestWillBeSent":
+                url = event["params"]["request"]["url"]
+                if url != page.as_uri() and not url.startswith("data:"):
+                    wrong.append(f"fetched {url}")
+            if event.get("method") in ("Log.entryAdded", "Runtime.exceptionThrown"):
+                wrong.append(f"complained: {event['params']}")
+    return wrong
+
+
+def example(name: str, steps: int) -> RunRecord:
+    """A run with everything that a report shows."""
+    lines = [
+        {
+            "step": n,
+            "loss": 2 + 3 * math.exp(-n / 90),
+            "grad_norm": 0.4 + 1e4 * math.exp(-n / 9),
+            "seconds": 0.3,
+        }
+        | {"lr": 3e-4 * (1 - n / steps), "tokens": 8192, "tokens_per_second": 21_000.0 + 900 * math.sin(n)}
+        | {"mfu_causal": 0.41, "mfu_full": 0.46, "memory": 2**31}
+        | ({"evaluation_loss": 2.1 + 3 * math.exp(-n / 90)} if n % 40 == 39 else {})
+        | ({"skipped": "overflow"} if n == 70 else {})
+        for n in range(steps)
+    ]
+    begun = {"time": 1.7e9, "layout": "tensor 2, pipeline 2", "world": 4, "recipe": {"steps": steps}}
+    again = begun | {"checkpoint": "step-00000100", "written_by": "tensor 2, pipeline 2", "world": 1}
+    events = [
+        begun | {"event": "started", "step": 0, "weights": "a/very/long/path/" * 8},
+        again | {"event": "resumed", "step": 100, "layout": "one rank"},
+        {"event": "failed", "step": steps, "time": 1.7e9, "why": "no reason " * 30},
+    ]
+    return RunRecord(name, lines, events, f"{name}/checkpoints/step-00000100")
+
+
+def main() -> int:
+    folder = Path(tempfile.mkdtemp(prefix="trilith-browser-"))
+    pages = {
+        "one": [example("run", 300)],
+        "compared": [example(f"runs/number-{n}", 200 + n) for n in range(4)],
+    }
+    bad = 0
+    for name, runs in pages.items():
+        page = folder / f"{name}.html"
+        page.write_text(make_report(runs), encoding="utf-8")
+        for screen in SCREENS:
+            for scheme in SCHEMES:
+                wrong = look(page, screen, scheme, folder / f"{name}-{screen}-{scheme}.png")
+                print(f"{name} {screen} {scheme}: {'; '.join(wrong[:5]) or 'ok'}")
+                bad += bool(wrong)
+    print(f"screenshots: {folder}")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
