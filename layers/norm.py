@@ -12,15 +12,18 @@ class RMSNorm(nn.Module):
     """``x / rms(x) * weight`` over the last dim, fp32 inside. (B, S, D) in and out.
 
     The weight lies whole on every rank; where the tokens are split over the tensor axis its gradient is a
-    part. Source: Zhang and Sennrich 2019.
+    part, and always where each rank normalises its own ``heads`` (B, H, S, E). Source: Zhang and Sennrich
+    2019.
     """
 
     weight: nn.Parameter
 
-    def __init__(self, dim: int, eps: float = 1e-6, *, state: ParallelState | None = None) -> None:
+    def __init__(
+        self, dim: int, eps: float = 1e-6, *, heads: bool = False, state: ParallelState | None = None
+    ) -> None:
         super().__init__()
         self.dim, self.eps = dim, eps
-        _declare_norm(self, "weight", dim, 1.0, state or ParallelState.alone())
+        _declare_norm(self, "weight", dim, 1.0, state or ParallelState.alone(), heads=heads)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, (self.dim,), local(self.weight), self.eps)
@@ -49,6 +52,8 @@ class LayerNorm(nn.Module):
         return f"{self.dim}, eps={self.eps}"
 
 
-def _declare_norm(module: nn.Module, name: str, dim: int, value: float, state: ParallelState) -> None:
-    partial = ("tensor",) if state.sequence else ()
+def _declare_norm(
+    module: nn.Module, name: str, dim: int, value: float, state: ParallelState, *, heads: bool = False
+) -> None:
+    partial = ("tensor",) if state.sequence or heads else ()
     declare_parameter(module, name, Declaration((dim,), partial=partial, initial=Constant(value)), state)

@@ -22,7 +22,7 @@ class KeyValueCache:
         self._packed = False
         self._held: dict[nn.Module, tuple[Tensor, Tensor]] = {}
 
-    def admit(self, positions_BS: Tensor) -> Tensor | None:
+    def admit(self, positions_BS: Tensor, window: int | None = None) -> Tensor | None:
         """Make room for the next S tokens of each row; their mask (B, 1, S, T), or ``None`` if they need
         none.
 
@@ -39,9 +39,9 @@ class KeyValueCache:
         else:
             documents_BS = documents_BS + self._documents[:, start - 1 : start]
         self._documents[:, start : self.used] = documents_BS
-        if not self._packed and (start == 0 or new == 1):
+        if not self._packed and (start == 0 or new == 1) and not _bites(window, self.used):
             return None
-        return _same_document_before(documents_BS, self._documents[:, : self.used])
+        return _same_document_before(documents_BS, self._documents[:, : self.used], window)
 
     def extend(self, block: nn.Module, k_BKSE: Tensor, v_BKSE: Tensor) -> tuple[Tensor, Tensor]:
         """Keep the new tokens' keys and values; all so far, (B, K, T, E), sharing the cache's memory."""
@@ -64,10 +64,18 @@ class AttentionScope:
     ``positions``: (B, S) or (S,), int64, of the whole sequence. They restart at 0 where a document starts,
     and a token sees its own document alone, up to itself. Rows that hold one document each (and ``None``)
     need no mask: attention is then plainly causal. With a ``cache`` positions (B, S) are those of the tokens
-    that follow what it holds.
+    that follow what it holds. With a ``window`` a token sees so many tokens, itself included, and positions
+    must be given (Beltagy et al. 2020).
     """
 
-    def __init__(self, positions: Tensor | None = None, cache: KeyValueCache | None = None) -> None:
+    def __init__(
+        self,
+        positions: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+        *,
+        window: int | None = None,
+    ) -> None:
+        assert window is None or positions is not None, "a window needs positions"
         #: (B, 1, S, T), true where a query (second to last) sees a key; ``None``: all that is before it.
         self.mask: Tensor | None = None
         #: Whether keys and queries are the same tokens, in need of nothing but their order.
@@ -76,11 +84,11 @@ class AttentionScope:
         if cache is not None:
             assert positions is not None, "what follows a cache needs positions"
             first = cache.used == 0
-            self.mask = cache.admit(positions)
+            self.mask = cache.admit(positions, window)
             self.causal = first and self.mask is None
-        elif positions is not None and _restart(positions):
+        elif positions is not None and (_bites(window, positions.shape[-1]) or _restart(positions)):
             documents_BS = documents(positions.reshape(-1, positions.shape[-1]))
-            self.mask, self.causal = _same_document_before(documents_BS, documents_BS), False
+            self.mask, self.causal = _same_document_before(documents_BS, documents_BS, window), False
 
     def extend(self, block: nn.Module, k_BKSE: Tensor, v_BKSE: Tensor) -> tuple[Tensor, Tensor]:
         """The keys and values that this forward's queries meet in ``block``: the cache's and these."""
@@ -96,10 +104,17 @@ def documents(positions_BS: Tensor) -> Tensor:
     return (positions_BS == 0).cumsum(1)
 
 
-def _same_document_before(queries_BS: Tensor, keys_BT: Tensor) -> Tensor:
+def _same_document_before(queries_BS: Tensor, keys_BT: Tensor, window: int | None) -> Tensor:
     """(B, 1, S, T): the queries are the last S of the T tokens."""
-    same_BST = queries_BS.unsqueeze(2) == keys_BT.unsqueeze(1)
-    return same_BST.tril(keys_BT.shape[1] - queries_BS.shape[1]).unsqueeze(1)
+    same_BST, first = queries_BS.unsqueeze(2) == keys_BT.unsqueeze(1), keys_BT.shape[1] - queries_BS.shape[1]
+    seen_BST = same_BST.tril(first)
+    if window is not None:
+        seen_BST = seen_BST.triu(first - window + 1)
+    return seen_BST.unsqueeze(1)
+
+
+def _bites(window: int | None, tokens: int) -> bool:
+    return window is not None and tokens > window
 
 
 def _restart(positions: Tensor) -> bool:

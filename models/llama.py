@@ -87,6 +87,21 @@ class LlamaConfig(ModelConfig):
                 where, "hidden_act", expected=f"one of {', '.join(ACTIVATIONS)}", found=repr(self.hidden_act)
             )
 
+    # What the families that share this model differ in.
+    @property
+    def qkv_bias(self) -> bool:
+        return self.attention_bias
+
+    @property
+    def head_norms(self) -> bool:
+        """Whether each head's query and key are normalised before they are rotated."""
+        return False
+
+    @property
+    def window(self) -> int | None:
+        """How many tokens a token sees, itself included; ``None``: all before it."""
+        return None
+
     @property
     def scaling(self) -> dict[str, Any] | None:
         return self.rope_scaling.model_dump() if self.rope_scaling else None
@@ -132,11 +147,17 @@ class Attention(nn.Module):
         self.qkv = ColumnParallelLinear(
             cfg.hidden_size,
             {"q": q, "k": kv, "v": kv},
-            cfg.attention_bias,
+            cfg.qkv_bias,
             unit=cfg.head_dim,
             shared=("k", "v"),
             initial=init,
             state=state,
+        )
+        self.q_norm, self.k_norm = (
+            RMSNorm(cfg.head_dim, cfg.rms_norm_eps, heads=True, state=state)
+            if cfg.head_norms
+            else nn.Identity()
+            for _ in range(2)
         )
         self.shared = SharedHeads(cfg.num_attention_heads, cfg.num_key_value_heads, state=state)
         self.out = RowParallelLinear(
@@ -145,10 +166,11 @@ class Attention(nn.Module):
 
     def forward(self, x_BSD: Tensor, rope: Rope, scope: AttentionScope) -> Tensor:
         q_BHSE, k_BKSE, v_BKSE = (split_heads(t, self.head_dim) for t in self.qkv(x_BSD))
-        k_BKSE, v_BKSE = map(self.shared, scope.extend(self, rope(k_BKSE), v_BKSE))
+        q_BHSE, k_BKSE = rope(self.q_norm(q_BHSE)), rope(self.k_norm(k_BKSE))
+        k_BKSE, v_BKSE = map(self.shared, scope.extend(self, k_BKSE, v_BKSE))
         dropout = self.dropout if self.training else 0.0
         with own_random(self.state, split=dropout > 0):
-            heads_BHSE = causal_attention(rope(q_BHSE), k_BKSE, v_BKSE, scope, dropout=dropout)
+            heads_BHSE = causal_attention(q_BHSE, k_BKSE, v_BKSE, scope, dropout=dropout)
         out: Tensor = self.out(merge_heads(heads_BHSE))
         return out
 
@@ -179,6 +201,8 @@ class Block(nn.Module):
 class Llama(CausalLM):
     """Llama, or this pipeline rank's stage of it."""
 
+    config: LlamaConfig
+
     def __init__(
         self, cfg: LlamaConfig, *, split: Sequence[int] | None = None, state: ParallelState | None = None
     ) -> None:
@@ -202,9 +226,10 @@ class Llama(CausalLM):
     def forward(
         self, x: Tensor, positions: Tensor | None = None, cache: KeyValueCache | None = None
     ) -> Tensor:
-        scope = AttentionScope(positions, cache)
+        given, window = positions, self.config.window
         if positions is None:
             positions = default_positions(x, self.state, embedded=not self.stage.first)
+        scope = AttentionScope(positions if window else given, cache, window=window)
         x_BSD = self.embed(x) if self.stage.first else x
         rope = self.rotary(positions, x_BSD.dtype)
         for block in self.layers.values():

@@ -9,8 +9,12 @@ from ..parallel_state import BadInput
 from .family import Family
 from .gpt2 import GPT2_FAMILY
 from .llama import LLAMA
+from .mistral import MISTRAL
+from .qwen import QWEN2, QWEN3
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, GPT2_FAMILY)}
+FAMILIES: dict[str, Family] = {
+    family.model_type: family for family in (LLAMA, GPT2_FAMILY, MISTRAL, QWEN2, QWEN3)
+}
 
 
 def family_of(raw: Mapping[str, Any], where: str = "config.json") -> Family:

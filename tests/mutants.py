@@ -49,8 +49,8 @@ MUTANTS = (
     Mutant(
         "key heads in the wrong order",
         "models/llama.py",
-        "scope.extend(self, rope(k_BKSE), v_BKSE)",
-        "scope.extend(self, rope(k_BKSE).flip(1), v_BKSE)",
+        "scope.extend(self, k_BKSE, v_BKSE)",
+        "scope.extend(self, k_BKSE.flip(1), v_BKSE)",
         (FORWARD,),
     ),
     Mutant(
@@ -210,7 +210,7 @@ MUTANTS = (
     Mutant(
         "norm gradient not reduced under sequence parallelism",
         "layers/norm.py",
-        'partial = ("tensor",) if state.sequence else ()',
+        'partial = ("tensor",) if state.sequence or heads else ()',
         "partial = ()",
         (PAIRS,),
     ),

@@ -14,9 +14,12 @@ from trilith.testing import run_parallel
 from trilith.testing.runs import TINY_GPT2, TINY_LLAMA
 from trilith.testing.training import roughen
 
+PLAIN = {key: value for key, value in TINY_LLAMA.items() if key != "attention_bias"}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": TINY_LLAMA,
     "llama-kv1": {**TINY_LLAMA, "num_key_value_heads": 1},
+    "mistral": PLAIN | {"model_type": "mistral", "sliding_window": 5},
+    "qwen3": PLAIN | {"model_type": "qwen3"},
     "gpt2": TINY_GPT2,
 }
 #: The pieces in which the 14 tokens arrive: a prompt, one token, several at once, one token.

@@ -64,7 +64,34 @@ def gpt2(name: str, key: str, changes: dict[str, Any]) -> Any:
     return pytest.param(GPT2_CONFIG, changes, key, id=name)
 
 
+MISTRAL_CONFIG = {**LLAMA_CONFIG, "model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+#: Qwen2.5-7B's keys.
+QWEN2_CONFIG = {
+    **LLAMA_CONFIG,
+    "model_type": "qwen2",
+    "architectures": ["Qwen2ForCausalLM"],
+    "max_window_layers": 28,
+    "sliding_window": 131072,
+    "use_sliding_window": False,
+}
+QWEN3_CONFIG = {**LLAMA_CONFIG, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
+
+
+def of(config: dict[str, Any], name: str, key: str, changes: dict[str, Any]) -> Any:
+    return pytest.param(config, changes, key, id=name)
+
+
 REFUSED = [
+    of(MISTRAL_CONFIG, "mistral-window", "sliding_window", {"sliding_window": 0}),
+    of(MISTRAL_CONFIG, "mistral-window-text", "sliding_window", {"sliding_window": "4096"}),
+    of(MISTRAL_CONFIG, "mistral-bias", "attention_bias", {"attention_bias": True}),
+    of(MISTRAL_CONFIG, "mistral-layer-types", "layer_types", {"layer_types": ["sliding_attention"]}),
+    of(QWEN2_CONFIG, "qwen2-window", "use_sliding_window", {"use_sliding_window": True}),
+    of(QWEN2_CONFIG, "qwen2-layer-types", "layer_types", {"layer_types": ["sliding_attention"] * 3}),
+    of(QWEN2_CONFIG, "qwen2-bias", "attention_bias", {"attention_bias": True}),
+    of(QWEN3_CONFIG, "qwen3-window", "use_sliding_window", {"use_sliding_window": True}),
+    of(QWEN3_CONFIG, "qwen3-layer-types", "layer_types", {"layer_types": "full_attention"}),
+    of(QWEN3_CONFIG, "qwen3-mlp-bias", "mlp_bias", {"mlp_bias": True}),
     llama("D3", "model_type", {"model_type": ABSENT}),
     llama("D3-null", "model_type", {"model_type": None}),
     llama("D4", "model_type", {"model_type": "mamba"}),
@@ -173,7 +200,7 @@ def test_it_is_refused_in_one_line_that_names_the_key(
 
 
 def test_an_unsupported_model_is_told_what_is_supported() -> None:  # D4
-    with pytest.raises(BadInput, match="expected one of gpt2, llama, found 'mamba'"):
+    with pytest.raises(BadInput, match="expected one of gpt2, llama, mistral, qwen2, qwen3, found"):
         read(LLAMA_CONFIG, {"model_type": "mamba"})
 
 
@@ -182,6 +209,14 @@ ACCEPTED = [
     ("D6-null", LLAMA_CONFIG, {"num_key_value_heads": None}, {"num_key_value_heads": 6}),
     ("head_dim", LLAMA_CONFIG, {"head_dim": 10}, {"head_dim": 10}),
     ("plain", LLAMA_CONFIG, {}, {"head_dim": 8, "rope_scaling": None}),
+    ("mistral", MISTRAL_CONFIG, {"sliding_window": 4096}, {"window": 4096, "qkv_bias": False}),
+    ("mistral-no-window", MISTRAL_CONFIG, {"sliding_window": None}, {"window": None}),
+    ("mistral-absent-window", MISTRAL_CONFIG, {}, {"window": 4096}),
+    ("qwen2", QWEN2_CONFIG, {}, {"window": None, "qkv_bias": True, "attention_bias": False, "head_dim": 8}),
+    ("qwen2-layers", QWEN2_CONFIG, {"layer_types": ["full_attention"] * 3}, {"window": None}),
+    ("qwen3", QWEN3_CONFIG, {"sliding_window": None}, {"head_norms": True, "head_dim": 128}),
+    ("qwen3-head", QWEN3_CONFIG, {"head_dim": 16}, {"head_dim": 16, "qkv_bias": False}),
+    ("qwen3-bias", QWEN3_CONFIG, {"attention_bias": True}, {"qkv_bias": True}),
     ("D13-whole", LLAMA_CONFIG, {"rope_theta": 500_000}, {"rope_theta": 5e5}),
     ("D13-absent", LLAMA_CONFIG, {"rope_theta": ABSENT}, {"rope_theta": 1e4}),
     (

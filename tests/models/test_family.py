@@ -53,6 +53,9 @@ def test_a_family_is_found_by_its_model_type() -> None:
     assert {name: family.model_type for name, family in FAMILIES.items()} == {
         "llama": "llama",
         "gpt2": "gpt2",
+        "mistral": "mistral",
+        "qwen2": "qwen2",
+        "qwen3": "qwen3",
     }
 
 

@@ -17,10 +17,14 @@ from trilith.testing.runs import TINY_GPT2, TINY_LLAMA
 from trilith.training.data_parallel import shard_over_data
 from trilith.training.precision import Precision
 
+PLAIN = {key: value for key, value in TINY_LLAMA.items() if key != "attention_bias"}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": TINY_LLAMA,
     "llama-untied": {**TINY_LLAMA, "tie_word_embeddings": False, "num_key_value_heads": 4},
     "llama-kv1": {**TINY_LLAMA, "num_key_value_heads": 1},
+    "mistral": {**PLAIN, "model_type": "mistral", "sliding_window": 6},
+    "qwen2": {**PLAIN, "model_type": "qwen2"},
+    "qwen3": {**PLAIN, "model_type": "qwen3"},
     "gpt2": {**TINY_GPT2, "bos_token_id": 0, "eos_token_id": 0},
 }
 PROMPTS = [[5, 17, 90, 2, 41], [77], [3, 3, 60, 8, 12, 100, 31, 9], [1, 2]]
@@ -29,11 +33,8 @@ NEW = 16
 
 
 def made(name: str) -> Any:
-    config = {key: value for key, value in MODELS[name].items() if key != "model_type"}
-    if name == "gpt2":
-        theirs: Any = transformers.GPT2LMHeadModel(transformers.GPT2Config(**config))
-    else:
-        theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config))
+    config = transformers.AutoConfig.for_model(**MODELS[name])
+    theirs: Any = transformers.AutoModelForCausalLM.from_config(config)
     torch.manual_seed(0)
     for key, p in theirs.named_parameters():  # weights large enough that the text is not one token
         scale = p.ndim == 1 and key.endswith("weight")
@@ -77,7 +78,7 @@ def on_a_rank(folder: Path, layout: Layout) -> list[list[list[int]]]:
     return [generate(model, PROMPTS, max_new_tokens=NEW, **how) for how in HOW.values()]
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-kv1", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "llama-kv1", "mistral", "gpt2"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_every_layout_writes_the_same(name: str, layout: Layout, folders: dict[str, Path]) -> None:
     model = load_model(folders[name])

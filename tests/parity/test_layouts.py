@@ -30,6 +30,18 @@ def test_it_equals_one_device(model: str, layout: Layout, assert_same: Callable[
     assert_same(model, layout)
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [Layout.of(tensor=2, sequence=True), Layout.of(tensor=2, pipeline=2), Layout.of(data=2, zero=3)],
+    ids=str,
+)
+@pytest.mark.parametrize("model", ["mistral", "qwen2", "qwen3", "qwen3-kv1"])
+def test_llamas_relatives_equal_one_device(
+    model: str, layout: Layout, assert_same: Callable[..., None]
+) -> None:
+    assert_same(model, layout)
+
+
 @pytest.mark.parametrize("model", ["llama-tied", "gpt2"])
 def test_replicas_of_shards_equal_one_device(model: str, assert_same: Callable[..., None]) -> None:
     assert_same(model, Layout.of(data=4, zero=2, data_replicate=2))

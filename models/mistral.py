@@ -1,0 +1,44 @@
+"""Mistral: Llama without biases, whose tokens see the last ``sliding_window`` tokens alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field
+
+from ..parallel_state import BadInput
+from .family import Family
+from .llama import NAMES, Llama, LlamaConfig
+
+
+class MistralConfig(LlamaConfig):
+    """The fields of a Mistral config.json; ``sliding_window`` null: no window (from version 0.2 on)."""
+
+    max_position_embeddings: int = Field(default=131072, gt=0)
+    sliding_window: int | None = Field(default=4096, gt=0)
+
+    @classmethod
+    def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
+        fields = super().read(raw, where)
+        if "sliding_window" in raw:  # null says something, which elsewhere is as if the key were absent
+            fields["sliding_window"] = raw["sliding_window"]
+        return fields
+
+    def check(self, where: str) -> None:
+        super().check(where)
+        check_no_biases(self, where)
+
+    @property
+    def window(self) -> int | None:
+        return self.sliding_window
+
+
+def check_no_biases(config: LlamaConfig, where: str) -> None:
+    """Refuse Llama's switches for biases in families that do not know them: transformers ignores them."""
+    for key in ("attention_bias", "mlp_bias"):
+        if getattr(config, key):
+            raise BadInput(where, key, expected="false: this family has no such switch", found=True)
+
+
+MISTRAL = Family("mistral", "MistralForCausalLM", MistralConfig, Llama, NAMES)

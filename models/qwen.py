@@ -1,0 +1,93 @@
+"""Qwen 2, 2.5 and 3: Llama with biases on queries, keys and values (2), or with normalised heads (3)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field
+
+from ..parallel_state import BadInput
+from .family import Family
+from .links import Rename
+from .llama import NAMES, Llama, LlamaConfig
+from .mistral import check_no_biases
+
+#: Keys of windows over some of the blocks, which are off in every released model and refused if on.
+_WINDOWS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
+
+
+class Qwen2Config(LlamaConfig):
+    """The fields of a Qwen 2 or 2.5 config.json that the model computes with."""
+
+    max_position_embeddings: int = Field(default=32768, gt=0)
+
+    @classmethod
+    def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
+        check_no_windows(raw, where)
+        return super().read(raw, where)
+
+    @classmethod
+    def read_keys(cls) -> set[str]:
+        return {*super().read_keys(), *_WINDOWS}
+
+    def check(self, where: str) -> None:
+        super().check(where)
+        check_no_biases(self, where)
+
+    @property
+    def qkv_bias(self) -> bool:
+        return True
+
+
+class Qwen3Config(LlamaConfig):
+    """The fields of a Qwen 3 config.json that the model computes with."""
+
+    max_position_embeddings: int = Field(default=32768, gt=0)
+
+    @classmethod
+    def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
+        check_no_windows(raw, where)
+        # Hugging Face's default is a number, not a share of the hidden size.
+        return super().read(raw if raw.get("head_dim") is not None else {**raw, "head_dim": 128}, where)
+
+    @classmethod
+    def read_keys(cls) -> set[str]:
+        return {*super().read_keys(), *_WINDOWS}
+
+    def check(self, where: str) -> None:
+        super().check(where)
+        if self.mlp_bias:
+            raise BadInput(where, "mlp_bias", expected="false: this family has no such switch", found=True)
+
+    @property
+    def head_norms(self) -> bool:
+        return True
+
+
+def check_no_windows(raw: Mapping[str, Any], where: str) -> None:
+    """Refuse a window over some blocks; ``sliding_window`` alone says nothing as long as it is not used."""
+    if raw.get("use_sliding_window") not in (None, False):
+        expected = "false: windows over some of the blocks are not supported"
+        raise BadInput(where, "use_sliding_window", expected=expected, found=raw["use_sliding_window"])
+    kinds = raw.get("layer_types")
+    if kinds is not None and (not isinstance(kinds, list) or set(kinds) - {"full_attention"}):
+        raise BadInput(
+            where, "layer_types", expected="full_attention for every block", found=repr(kinds)[:80]
+        )
+
+
+QWEN2 = Family("qwen2", "Qwen2ForCausalLM", Qwen2Config, Llama, NAMES)
+QWEN3 = Family(
+    "qwen3",
+    "Qwen3ForCausalLM",
+    Qwen3Config,
+    Llama,
+    (
+        *NAMES,
+        *(
+            Rename(f"layers.{{i}}.attention.{one}.weight", f"model.layers.{{i}}.self_attn.{one}.weight")
+            for one in ("q_norm", "k_norm")
+        ),
+    ),
+)
