@@ -1,0 +1,130 @@
+"""The worked example of docs/fine_tuning.md, command by command, on a model smaller than quickstart's."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn import functional as F
+from trilith.checkpoints import convert, load_model
+from trilith.cli.app import run
+from trilith.layers import gather_logits
+from trilith.models import CausalLM
+from trilith.training.corpus import standard_library
+from trilith.training.metrics import read_metrics
+from trilith.training.tokenizer_training import train_tokenizer
+from trilith.training.tokens import TokenFile
+
+TEXT = (Path(__file__).parents[1] / "docs" / "fine_tuning.md").read_text(encoding="utf-8")
+SMALLER = ["steps=60", "data.sequence_length=48", "data.global_batch=8", "data.micro_batch=8"]
+SMALLER += ["optimizer.warmup=2"]
+
+PRETRAINING = """
+out = "pretrained"
+steps = 60
+[model]
+tokenizer = "tokenizer"
+config = { model_type = "llama", vocab_size = 400, hidden_size = 32, intermediate_size = 64, \
+num_hidden_layers = 2, num_attention_heads = 4, num_key_value_heads = 2, max_position_embeddings = 128, \
+tie_word_embeddings = true, bos_token_id = 1, eos_token_id = 2 }
+[data]
+tokens = "sources"
+sequence_length = 48
+global_batch = 8
+micro_batch = 8
+[optimizer]
+lr = 2e-2
+warmup = 10
+"""
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", TEXT, re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with ``quickstart/hf``, pretrained for a moment on Python's sources, and the doc's recipes."""
+    folder = tmp_path_factory.mktemp("example")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        sources = list(standard_library(60_000))
+        train_tokenizer(sources, folder / "tokenizer", vocab_size=400)
+        Path("sources.txt").write_text("\n\n".join(sources), encoding="utf-8")
+        do("trilith tokenize sources.txt --tokenizer tokenizer --out sources")
+        Path("pretrained.toml").write_text(PRETRAINING)
+        assert run(["train", "pretrained.toml", "--quiet"]) == 0
+        convert("pretrained", "quickstart/hf")
+        for text in blocks("toml"):
+            Path(tomllib.loads(text)["out"].replace("-run", ".toml")).write_text(text)
+        for line in (line for block in blocks("bash") for line in block.splitlines()):
+            do(line)
+    return folder
+
+
+def do(line: str) -> None:
+    """One line of the doc, its runs shortened and in this process."""
+    words = shlex.split(line)
+    if words[:2] == ["trilith", "quickstart"]:
+        return
+    if words[0] == "python":
+        code, _, file = words[2:]
+        text = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout
+        assert len(text) > 100_000
+        Path(file).write_text(text[:100_000], encoding="utf-8")
+        return
+    more = {"train": [*SMALLER, "--quiet"], "generate": ["--max-new-tokens", "4"]}
+    more["tokenize"] = ["--workers", "1"]
+    assert run([*words[1:], *more.get(words[1], [])]) == 0, line
+
+
+@torch.no_grad()
+def loss_of(model: CausalLM, place: Path) -> float:
+    """On the same stretch of the new text."""
+    tokens = torch.from_numpy(TokenFile.open(place / "reference").tokens[: 64 * 49].astype("int64")).view(
+        64, 49
+    )
+    logits = gather_logits(model(tokens[:, :-1]), 400)
+    return float(F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()))
+
+
+def test_the_new_text_is_learnt(place: Path) -> None:
+    before = loss_of(load_model(place / "quickstart" / "hf"), place)
+    for name in ("merged", "full"):
+        after = loss_of(load_model(place / name), place)
+        assert after < before - 0.05
+        steps = read_metrics(place / f"{name.replace('merged', 'lora')}-run" / "metrics.jsonl")
+        assert len(steps) == 60
+
+
+def test_peft_and_transformers_load_the_results(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    (code,) = blocks("python")
+    space: dict[str, Any] = {}
+    exec(compile(code, "fine_tuning.md", "exec"), space)
+    assert float(space["gap"]) < 1e-4
+    ids = space["ids"]
+    pairs = (("lora-run", space["adapted"]), ("full-run", space["full"]))
+    for name, theirs in pairs:
+        ours = load_model(name)
+        with torch.no_grad():
+            torch.testing.assert_close(
+                gather_logits(ours(ids), 400), theirs(ids).logits, rtol=1e-4, atol=1e-4
+            )
+
+
+def test_lora_changed_the_linears_and_full_fine_tuning_everything(place: Path) -> None:
+    before, merged, full = (
+        load_file(place / name / "model.safetensors") for name in ("quickstart/hf", "merged", "full")
+    )
+    changed = {name for name in before if not torch.equal(before[name], merged[name])}
+    assert changed == {name for name in before if name.endswith("_proj.weight")}
+    assert not [name for name in before if torch.equal(before[name], full[name])]
