@@ -6,7 +6,7 @@ from .convert import How, carry_out, convert
 from .diff import Difference, differences
 from .find import complete_checkpoints, latest_checkpoint, step_directory
 from .hf_folder import HFFolder
-from .loading import load_model, load_source, load_weights
+from .loading import load_model, load_source, load_weights, read_with_adapter
 from .manifest import Manifest, StoredAdapter
 from .planning import plan_conversion, plan_merge
 from .saving import Contents, Saver
@@ -47,6 +47,7 @@ __all__ = [
     "read_adapter",
     "read_converted",
     "read_source",
+    "read_with_adapter",
     "step_directory",
     "stored_adapter",
     "together",

@@ -47,23 +47,23 @@ def load_model(
     ``adapter``: with LoRA adapters of a PEFT folder or a checkpoint of theirs. A ``path`` that is such a
     checkpoint gives them on the base that it names.
     """
-    source = read_source(path)
-    if source.adapter is not None and adapter is None:
-        path, adapter, source = _base_of(source), path, read_source(_base_of(source))
-    added = None if adapter is None else read_adapter(adapter, source)
+    source, added = read_with_adapter(path, adapter)
     family = source.family if added is None else added.family
     model = family.build(source.model_config, state=state, device="cpu", dtype=dtype)
-    load_source(source, model)
-    if added is not None:
-        load_source(added, model)
+    for one in (source, added):
+        if one is not None:
+            load_source(one, model)
     return model
 
 
-def _base_of(source: Source) -> str:
-    assert source.adapter is not None
-    if source.adapter.base is None:
-        raise BadInput(source.path, "base", expected="the path of a model", found="none")
-    return source.adapter.base
+def read_with_adapter(path: str | Path, adapter: str | Path | None = None) -> tuple[Source, Source | None]:
+    """A model's weights and, if there are any, the LoRA adapters for it; see ``load_model``."""
+    source = read_source(path)
+    if source.adapter is not None and adapter is None:
+        if source.adapter.base is None:
+            raise BadInput(source.path, "base", expected="the path of a model", found="none")
+        adapter, source = source.path, read_source(source.adapter.base)
+    return source, None if adapter is None else read_adapter(adapter, source)
 
 
 def check_same_model(source: Source, family: Family, config: ModelConfig) -> None:

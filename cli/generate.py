@@ -44,6 +44,10 @@ def generate(
     dtype: Annotated[str, typer.Option(help="of weights and arithmetic: float32, bfloat16, ...")] = "float32",
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     tokenizer: Annotated[Path | None, typer.Option(help="a tokenizer folder, if DIR has none")] = None,
+    adapter: Annotated[
+        Path | None,
+        typer.Option(help="LoRA adapters for DIR: PEFT's, or a run's, which may be DIR itself"),
+    ] = None,
     status: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Continue texts with a model, on one device or in a layout.
@@ -71,6 +75,7 @@ def generate(
         seed=seed,
         batch=batch,
         dtype=dtype,
+        adapter=adapter,
     )
     layout = Layout.of(tensor=tensor, pipeline=pipeline)
     code = run_generation(

@@ -26,6 +26,8 @@ from trilith.training.tokens import TokenFile
 TEXT = (Path(__file__).parents[1] / "docs" / "fine_tuning.md").read_text(encoding="utf-8")
 SMALLER = ["steps=60", "data.sequence_length=48", "data.global_batch=8", "data.micro_batch=8"]
 SMALLER += ["optimizer.warmup=2"]
+#: Greedily, so small a model writes little but blanks.
+WRITE = ["--prompt", "The for statement", "--max-new-tokens", "24", "--temperature", "1", "--seed", "1"]
 
 PRETRAINING = """
 out = "pretrained"
@@ -119,6 +121,18 @@ def test_peft_and_transformers_load_the_results(place: Path, monkeypatch: pytest
             torch.testing.assert_close(
                 gather_logits(ours(ids), 400), theirs(ids).logits, rtol=1e-4, atol=1e-4
             )
+
+
+def test_adapters_write_what_the_merged_model_writes(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(place)
+    said = []
+    for words in (["merged"], ["lora-run"], ["quickstart/hf", "--adapter", "adapter"], ["quickstart/hf"]):
+        capfd.readouterr()
+        assert run(["generate", *words, *WRITE]) == 0
+        said.append(capfd.readouterr().out)
+    assert said[0] == said[1] == said[2] != said[3]
 
 
 def test_lora_changed_the_linears_and_full_fine_tuning_everything(place: Path) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..checkpoints import Source, load_weights, read_source
+from ..checkpoints import Source, load_source, read_with_adapter
 from ..models import Sampling, generate
 from ..parallel_state import BadInput, Layout, ParallelState
 from .continuation import Continuation
@@ -36,6 +36,7 @@ class Request:
     seed: int = 0
     batch: int = 16
     dtype: str = "float32"
+    adapter: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Prepared:
     """The prompts as ids and the ids that end a row, found out before any rank starts."""
 
     source: Source
+    adapter: Source | None
     tokenizer: Tokenizer
     ids: list[list[int]]
     stop: frozenset[int]
@@ -50,11 +52,11 @@ class Prepared:
 
 def prepare(request: Request, layout: Layout) -> Prepared:
     """Read everything but the weights. Raises ``BadInput`` for what cannot be generated from."""
-    source = read_source(request.source)
+    source, adapter = read_with_adapter(request.source, request.adapter)
     tokenizer = load_tokenizer(request.tokenizer or source.path)
     config = source.model_config
     check_vocabulary(tokenizer.vocab_size, config.vocab_size, request.tokenizer or source.path)
-    source.family.declarations(config, layout)  # refuses a layout that cannot cut the model
+    (adapter or source).family.declarations(config, layout)  # refuses a layout that cannot cut the model
     dtype_named(request.dtype)
     ids = [
         prompt_ids(prompt, tokenizer, chat=request.chat, system=request.system, where=f"prompt {number}")
@@ -65,7 +67,7 @@ def prepare(request: Request, layout: Layout) -> Prepared:
         expected = f"at most the model's {config.max_position_embeddings} positions"
         raise BadInput("generate", "prompt and new tokens", expected=expected, found=longest)
     stop = frozenset() if request.ignore_eos else stop_ids(source, tokenizer)
-    return Prepared(source, tokenizer, ids, stop)
+    return Prepared(source, adapter, tokenizer, ids, stop)
 
 
 def stop_ids(source: Source, tokenizer: Tokenizer) -> frozenset[int]:
@@ -104,10 +106,13 @@ def continue_prompts(
     """Collective: every rank calls it. ``on_row`` is told each prompt's continuation when its batch is done;
     ``on_text``, for a single prompt, its pieces as they come.
     """
-    source, config = prepared.source, prepared.source.model_config
-    model = source.family.build(config, state=state, dtype=dtype_named(request.dtype))
+    source, adapter = prepared.source, prepared.adapter
+    family = (adapter or source).family
+    model = family.build(source.model_config, state=state, dtype=dtype_named(request.dtype))
     model.to_empty(device=state.device)
-    load_weights(source.path, model, source.family, config)
+    for one in (source, adapter):
+        if one is not None:
+            load_source(one, model)
     began, tokens = time.perf_counter(), 0
     for first, rows in _batches(prepared.ids, request.batch):
         watch = [Continuation(prepared.tokenizer, ids, prepared.stop, request.stop) for ids in rows]
