@@ -133,8 +133,8 @@ MUTANTS = (
     Mutant(
         "a loss that is not multiplied by its scale",
         "training/step.py",
-        "return per_token.sum() / self._tokens * self._scale",
-        "return per_token.sum() / self._tokens",
+        "return total / self._tokens * self._scale",
+        "return total / self._tokens",
         ("tests/parity/test_loss_scale.py::test_the_scale_changes_no_bit_of_loss_or_gradients",),
     ),
     Mutant(
