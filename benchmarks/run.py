@@ -13,6 +13,7 @@ HERE = Path(__file__).resolve().parent
 TITLES = {
     "conversion": "Conversion against cp and transformers",
     "resharding": "Resharding against cp and torch.distributed.checkpoint",
+    "memory": "What sparing memory saves and costs",
     "saving": "Saving against a raw write and torch.distributed.checkpoint",
 }
 

@@ -7,10 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from trilith.layers import Checkpointing
-from trilith.parallel_state import Layout
+from trilith.models import family_of
+from trilith.parallel_state import Layout, ParallelState
 from trilith.testing import run_parallel
 from trilith.testing.training import Case, Outcome, first_difference, outcome, train_rank
+from trilith.training import data_parallel
+from trilith.training.precision import Precision
 from trilith.training.sections import MemorySection
 
 SEQUENCE, STAGES, ZERO = Layout.of(tensor=2, sequence=True), Layout.of(pipeline=2), Layout.of(data=2, zero=3)
@@ -83,3 +87,32 @@ def test_offloaded_equals_one_device(layout: Layout, assert_same: Callable[..., 
     """On a CPU the host's memory is the device's own, so this shows the plumbing: weights, sums, clipping."""
     memory = MemorySection(offload=True, checkpointing="full", loss_chunk=7)
     assert_same("llama", layout, memory=memory)
+
+
+def policies(offload: bool) -> list[tuple[str, bool]]:
+    """Of every ``fully_shard`` of a model: the kind of its offload policy, and whether pages are pinned."""
+    seen: list[Any] = []
+    shard = data_parallel.fully_shard
+    state = ParallelState.start(Layout.of(data=2, zero=3))
+    family = family_of(MODEL)
+    model = family.build(family.from_hf(MODEL), state=state)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            data_parallel,
+            "fully_shard",
+            lambda module, **said: (seen.append(said["offload_policy"]), shard(module, **said))[1],
+        )
+        data_parallel.shard_over_data(model, state, Precision(), offload=offload)
+    return [(type(policy).__name__, getattr(policy, "pin_memory", False)) for policy in seen]
+
+
+MODEL = {"model_type": "gpt2", "vocab_size": 64, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 8}
+
+
+def test_offload_reaches_fsdp_and_the_optimizer_steps_on_the_host() -> None:
+    """Nothing is pinned where the device is the host itself."""
+    assert run_parallel(policies, 2, True)[0] == [("CPUOffloadPolicy", False)] * 3
+    assert run_parallel(policies, 2, False)[0] == [("OffloadPolicy", False)] * 3
+    on_a_gpu = ParallelState(Layout(), 0, device=torch.device("cuda", 1))
+    assert data_parallel.resting_device(on_a_gpu, offload=True) == torch.device("cpu")
+    assert data_parallel.resting_device(on_a_gpu, offload=False) == torch.device("cuda", 1)
