@@ -23,6 +23,8 @@ class RankParameters:
     trained: int
     trained_stored: int
     groups: Mapping[str, int]
+    #: Of these what is trained: whose gradients are summed together.
+    trained_groups: Mapping[str, int]
 
     @property
     def root(self) -> int:
@@ -30,7 +32,19 @@ class RankParameters:
 
     @property
     def largest_block(self) -> int:
-        return max((size for name, size in self.groups.items() if name), default=0)
+        return _largest_block(self.groups)
+
+    @property
+    def trained_root(self) -> int:
+        return self.trained_groups.get("", 0)
+
+    @property
+    def largest_trained_block(self) -> int:
+        return _largest_block(self.trained_groups)
+
+
+def _largest_block(groups: Mapping[str, int]) -> int:
+    return max((size for name, size in groups.items() if name), default=0)
 
 
 def rank_parameters(
@@ -42,6 +56,7 @@ def rank_parameters(
 ) -> RankParameters:
     """Count the parameters of the stage whose declarations these are, for the rank at these coordinates."""
     groups: dict[str, int] = {}
+    trained_groups: dict[str, int] = {}
     stage = stored = trained = trained_stored = 0
     for name, declaration in stated.items():
         here, kept = declaration.box(layout, at).size, declaration.shard_box(layout, at).size
@@ -51,4 +66,5 @@ def rank_parameters(
         stage, stored = stage + here, stored + kept
         if name not in frozen:
             trained, trained_stored = trained + here, trained_stored + kept
-    return RankParameters(stage, stored, trained, trained_stored, groups)
+            trained_groups[group] = trained_groups.get(group, 0) + here
+    return RankParameters(stage, stored, trained, trained_stored, groups, trained_groups)

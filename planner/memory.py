@@ -62,6 +62,7 @@ def plan_memory(
     moments = 2 * held.trained_stored * work.master
     sharded, whole = _gradients(work, held)
     kept, again = _activations(work, stated, stage, at)
+    head = "embed.weight" if work.config.tie_word_embeddings else "head.weight"
     return MemoryPlan(
         weights=0 if work.offload else resting,
         gathered=_gathered(work, held),
@@ -69,7 +70,7 @@ def plan_memory(
         moments=0 if work.offload else moments,
         activations=kept,
         pipeline=_pipeline_buffers(work, stage),
-        logits=_logits(work, stage),
+        logits=_logits(work, stage, trained=head not in frozen),
         block=again + _communicated(work, held),
         host=resting + moments + sharded if work.offload else 0,
     )
@@ -83,7 +84,7 @@ def _gathered(work: Work, held: RankParameters) -> int:
 def _communicated(work: Work, held: RankParameters) -> int:
     """Of the block at hand and the next: weights on their way in, gradients on their way out."""
     coming = 2 * held.largest_block * work.compute if work.layout.zero == 3 else 0
-    return coming + ((held.root + held.largest_block) * work.reduce if held.trained else 0)
+    return coming + (held.trained_root + held.largest_trained_block) * work.reduce
 
 
 def _gradients(work: Work, held: RankParameters) -> tuple[int, int]:
@@ -92,7 +93,7 @@ def _gradients(work: Work, held: RankParameters) -> tuple[int, int]:
     if work.micro_batches == 1:
         return sharded, 0
     if work.layout.zero >= 2:  # FSDP keeps the last group's input of the sum until the next backward
-        return sharded, held.root * work.reduce if held.trained else 0
+        return sharded, held.trained_root * work.reduce
     # Sums over the micro-batches; they go as the sharded ones come.
     return (sharded, held.trained * work.reduce) if work.offload else (0, held.trained * work.reduce)
 
@@ -125,7 +126,7 @@ def _activations(
     return int(held * (kept + rope)), int(again * tokens)
 
 
-def _logits(work: Work, stage: Stage) -> int:
+def _logits(work: Work, stage: Stage, *, trained: bool) -> int:
     """Of the loss, on the last stage: the softmax is kept, its gradient is made beside it."""
     if not stage.last:
         return 0
@@ -133,7 +134,7 @@ def _logits(work: Work, stage: Stage) -> int:
     cast = work.compute if work.compute < work.inner else 0
     if work.loss_chunk:
         chunk = min(work.loss_chunk, work.tokens)
-        weight = columns * work.config.hidden_size * (work.inner + cast)
+        weight = columns * work.config.hidden_size * (work.inner + cast) * int(trained)
         hidden = work.tokens * work.config.hidden_size * work.compute
         return chunk * columns * (work.inner + cast) + weight + hidden
     output = work.compute if work.layout.pipeline > 1 else 0  # which torch's stage keeps
