@@ -10,16 +10,16 @@ def show_dry_run(
     recipe: Path, overrides: Sequence[str], *, rank: int | None, device_memory: str | None
 ) -> None:
     """Print a rank's memory and the step's numbers; ``BadInput`` afterwards if the rank does not fit."""
-    from rich.console import Console
     from rich.table import Table
 
+    from ..training.console import plain_console
     from ..training.dry_run import dry_run
     from ..training.recipe import load_recipe
     from .sizes import parse_size
 
     room = parse_size(device_memory, "--device-memory") if device_memory is not None else None
     found = dry_run(load_recipe(recipe, overrides), rank=rank, room=room)
-    console = Console(highlight=False, soft_wrap=True)
+    console = plain_console(soft_wrap=True)
     layout, one, memory = found.recipe.layout.layout, found.rank, found.rank.memory
     console.print(f"layout         {layout}: {found.ranks:,} ranks")
     console.print(
@@ -56,7 +56,7 @@ def show_dry_run(
         table.add_row("beside, on the host", f"{memory.host / 1e9:,.2f}")
     console.print(table)
     for note in found.notes:
-        console.print(f"not here       {note}", markup=False)
+        console.print(f"not here       {note}")
     found.check(str(recipe))
     if found.room is None:
         console.print("fits?          the device's memory is not known: say --device-memory 80GB")

@@ -20,28 +20,26 @@ def inspect(
     """
     from math import prod
 
-    from rich.console import Console
     from rich.table import Table
 
     from ..checkpoints import read_source
     from ..parallel_state import BadInput
+    from ..training.console import plain_console
 
     found = read_source(source)
-    console = Console(highlight=False, soft_wrap=True)
+    console = plain_console(soft_wrap=True)
     manifest = found.manifest
     kind = "Hugging Face folder" if manifest is None else f"checkpoint ({manifest.kind})"
     parameters = sum(
         prod(one.shape) for name, one in found.catalog.items() if not name.startswith("optimizer.")
     )
-    console.print(
-        f"{found.path}: {kind} of {found.family.model_type}, {parameters:,} parameters", markup=False
-    )
+    console.print(f"{found.path}: {kind} of {found.family.model_type}, {parameters:,} parameters")
     if manifest is not None:
         console.print(
             f"layout: {manifest.layout}" + (f"; step {manifest.step}" if manifest.step is not None else "")
         )
     for warning in found.warnings:
-        console.print(f"warning: {warning}", markup=False)
+        console.print(f"warning: {warning}")
     if tensor is not None:
         if tensor not in found.catalog:
             raise BadInput(found.path, tensor, expected="a tensor of this name", found="none")
@@ -53,8 +51,7 @@ def inspect(
         ).double()
         console.print(
             f"{tensor}  {whole.dtype} {list(whole.shape)}  min {values.min():.6g}  max {values.max():.6g}  "
-            f"mean {values.mean():.6g}  std {values.std():.6g}",
-            markup=False,
+            f"mean {values.mean():.6g}  std {values.std():.6g}"
         )
         return
     files = Table(title="files", title_justify="left")

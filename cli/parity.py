@@ -33,12 +33,11 @@ def parity(
     relative to its largest number, and names the first that differs: where an error begins. Loads the model
     once for each. Exit code 1 if anything differs by more than the tolerance.
     """
-    from rich.console import Console
-
     from ..parallel_state import Layout
     from ..testing.observation import Question
     from ..testing.parity import TOLERANCES
     from ..testing.parity import parity as compare
+    from ..training.console import plain_console
     from ..training.precision import dtype_named
 
     layout = Layout.of(tensor=tensor, pipeline=pipeline, data=data, zero=zero, sequence=sequence)
@@ -51,7 +50,7 @@ def parity(
         seed=seed,
     )
     assert question.dtype in TOLERANCES
-    console = Console(soft_wrap=True, highlight=False)
+    console = plain_console(soft_wrap=True)
     with console.status("checking") as status:
         found = compare(question, tolerance=tolerance, say=lambda text: status.update(f"running: {text}"))
     for one in found:

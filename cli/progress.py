@@ -9,13 +9,14 @@ from contextlib import contextmanager
 @contextmanager
 def byte_progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
     """While it lasts, call what it gives with the bytes done since the last call, from any thread."""
-    from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
     from rich.progress import TransferSpeedColumn as Speed
 
-    console = Console(stderr=True)
+    from ..training.console import plain_console
+
+    console = plain_console(stderr=True)
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         DownloadColumn(),
         Speed(),
@@ -29,11 +30,12 @@ def byte_progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
 @contextmanager
 def token_progress(total: int, *, quiet: bool) -> Iterator[Callable[[int, int], None]]:
     """While it lasts, call what it gives with the bytes read and the tokens written in all."""
-    from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
     from rich.progress import TransferSpeedColumn as Speed
 
-    console = Console(stderr=True)
+    from ..training.console import plain_console
+
+    console = plain_console(stderr=True)
     columns = (
         TextColumn("tokenizing"),
         BarColumn(),

@@ -19,19 +19,20 @@ def quickstart(
     Works offline on a laptop's CPU, on the sources of Python's standard library. Prints a table of what was
     checked and exits with 1 if one check failed.
     """
-    from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
+    from ..training.console import plain_console
     from ..training.quickstart import Quickstart
 
-    console = Console(highlight=False)
-    checks = Quickstart(out, lambda text: console.print(text, markup=False, soft_wrap=True)).run()
+    console = plain_console()
+    checks = Quickstart(out, lambda text: console.print(text, soft_wrap=True)).run()
     table = Table(title="What was checked", title_justify="left")
     for column in ("check", "figure", "goal", ""):
         table.add_column(column)
     for check in checks:
-        table.add_row(check.what, check.figure, check.goal, "ok" if check.passed else "[red]FAILED[/red]")
+        table.add_row(check.what, check.figure, check.goal, "ok" if check.passed else Text("FAILED", "red"))
     console.print(table)
-    console.print(f"curves: {out / 'loss.png'}   model: {out / 'hf'}   run: {out / 'run'}", markup=False)
+    console.print(f"curves: {out / 'loss.png'}   model: {out / 'hf'}   run: {out / 'run'}")
     if not all(check.passed for check in checks):
         raise typer.Exit(1)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 
-from rich.console import Console
-
+from .console import plain_console
 from .metrics import StepMetrics
 
 
@@ -17,7 +16,7 @@ class Terminal:
 
     def __init__(self, *, steps: int, every: int, quiet: bool = False) -> None:
         self.steps, self.every = steps, every
-        self._console = Console(quiet=quiet, soft_wrap=True, highlight=False)
+        self._console = plain_console(quiet=quiet, soft_wrap=True)
         self._began, self._first = time.monotonic(), -1
 
     def say(self, text: str) -> None:
