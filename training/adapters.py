@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..checkpoints import Source, StoredAdapter, load_source, read_adapter, stored_adapter
-from ..models import AdaptedFamily, CausalLM, LoraConfig, adapted
+from ..models import AdaptedFamily, CausalLM, Family, LoraConfig, adapted
 from ..parallel_state import BadInput, ParallelState, initialize
 from .sections import LoraSection
 
@@ -40,6 +40,7 @@ def _as_begun(lora: LoraSection, begun: str, base: Source) -> AdaptedFamily:
 def first_adapters(
     lora: LoraSection,
     base: Source,
+    family: Family,
     model: CausalLM,
     seed: int,
     *,
@@ -56,5 +57,5 @@ def first_adapters(
         load_source(read_adapter(lora.init_from, base), model)
         say(f"adapters from {lora.init_from}")
         return
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    initialize(model, seed, among=trained, state=state)
+    (stated,) = family.declarations(base.model_config)  # a group of the recipe's may freeze some of them
+    initialize(model, seed, among=stated, state=state)

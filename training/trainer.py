@@ -151,8 +151,8 @@ class Trainer:
         plan, lora = self.plan, self.recipe.lora
         if lora is not None and plan.base is not None:
             resuming, say = newest is not None, self.terminal.say
-            seed, state = self.recipe.seed, self.state
-            first_adapters(lora, plan.base, self.model, seed, state=state, resuming=resuming, say=say)
+            seed, state, family = self.recipe.seed, self.state, plan.family
+            first_adapters(lora, plan.base, family, self.model, seed, state=state, resuming=resuming, say=say)
         if newest is not None:
             progress = load_training(
                 newest, self.model, self.optimizer, plan.family, plan.config, adapter=plan.adapter
@@ -162,13 +162,10 @@ class Trainer:
             self.terminal.say(f"resumed from {newest} (written by {progress.layout})")
             self.watchers.began(progress.step, checkpoint=newest, progress=progress)
             return progress.step
-        if lora is not None:
-            self.watchers.began(0)
-            return 0
-        if self.recipe.model.init_from is not None:
+        if lora is None and self.recipe.model.init_from is not None:
             load_weights(self.recipe.model.init_from, self.model, self.plan.family, self.plan.config)
             self.terminal.say(f"weights from {self.recipe.model.init_from}")
-        else:
+        elif lora is None:
             initialize(self.model, self.recipe.seed, state=self.state)
         begin_moments(self.model, self.optimizer)
         self.watchers.began(0)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from trilith.checkpoints import convert, differences, load_model, read_adapter, read_source
 from trilith.layers import gather_logits
-from trilith.parallel_state import BadInput, Box, ParallelState
+from trilith.parallel_state import BadInput, Box, ParallelState, initialize
 from trilith.parallel_state.engine import local_data
 from trilith.testing import RankError, run_parallel
 from trilith.testing.runs import TINY_LLAMA, run_recipe, tiny_recipe, write_tokens
@@ -146,6 +146,44 @@ def test_under_bfloat16_the_base_is_kept_in_it_and_the_adapters_are_not(
     exact = recipe(tmp_path / "exact", base, tokens, steps=1)
     run(exact)
     assert losses(tmp_path / "run")[0][0] == pytest.approx(losses(tmp_path / "exact")[0][0], rel=1e-2)
+
+
+def test_a_run_that_has_only_skipped_steps_is_saved_and_goes_on(
+    tmp_path: Path, base: Path, tokens: Path
+) -> None:
+    """float16, whose loss scale is too high at first."""
+    half = {"dtype": "float32", "compute": "float16", "loss_scale": {"initial": 2.0**24}}
+    run(recipe(tmp_path / "run", base, tokens, stop_after=1, **half))
+    moments = [one for name, one in tensors(tmp_path / "run").items() if name.startswith("optimizer.")]
+    assert moments and not any(bool(one.any()) for one in moments)
+    run(recipe(tmp_path / "run", base, tokens, **half))
+    skipped = [line.get("skipped") for line in read_metrics(tmp_path / "run" / "metrics.jsonl")]
+    assert skipped[0] == "overflow" and skipped[-1] is None and len(skipped) == 4
+    assert any(bool(one.any()) for name, one in tensors(tmp_path / "run").items() if "lora_B" in name)
+
+
+@pytest.mark.parametrize("layout", [{}, {"tensor": 2, "pipeline": 2}], ids=str)
+def test_groups_find_adapters_by_pefts_names_and_freeze_some(
+    tmp_path: Path, base: Path, tokens: Path, layout: dict[str, int]
+) -> None:
+    """A stays as it was drawn (LoRA-FA), and the last block's B hardly move, at their own rate."""
+    groups = [
+        {"match": r"self_attn\.[qv]_proj\.lora_A", "freeze": True},
+        {"match": r"^base_model\.model\.model\.layers\.2\..*lora_B\.weight$", "lr_scale": 1e-9},
+    ]
+    raw = recipe(tmp_path / "run", base, tokens, layout=layout, optimizer={"groups": groups})
+    run(raw | {"stop_after": 2})
+    run(raw)
+    source, last = read_source(tmp_path / "run"), tensors(tmp_path / "run")
+    model = source.family.build(source.model_config, device="cpu", dtype=torch.float64)
+    initialize(model, raw["seed"])
+    drawn = {name: one.detach() for name, one in model.named_parameters() if one.requires_grad}
+    moved = {name: float((last[name] - one).abs().max()) for name, one in drawn.items()}
+    frozen = {name for name in drawn if "attention" in name and "lora_A" in name}
+    assert frozen == {name for name in drawn if moved[name] == 0}
+    assert frozen == {name for name in drawn if f"optimizer.exp_avg.{name}" not in last}
+    slow = {name for name in drawn if "layers.2." in name and "lora_B" in name}
+    assert slow == {name for name in drawn if 0 < moved[name] < 1e-6}
 
 
 @pytest.mark.parametrize(
