@@ -9,6 +9,7 @@ import pytest
 import torch
 from trilith.parallel_state import Layout
 from trilith.testing.training import Case, Outcome
+from trilith.training.sections import MemorySection
 
 ALL = {"r": 3, "lora_alpha": 6, "target_modules": "all-linear"}
 LAST = {"r": 4, "use_rslora": True, "target_modules": ["q_proj", "o_proj"], "layers_to_transform": [4]}
@@ -31,6 +32,11 @@ def test_a_layout_trains_the_adapters_of_one_device(
     assert_same: Callable[..., None], model: str, lora: dict[str, Any], layout: dict[str, Any]
 ) -> None:
     assert_same(model, Layout.of(**layout), lora=lora, clip=1e-3)
+
+
+def test_what_spares_memory_changes_nothing(assert_same: Callable[..., None]) -> None:
+    spared = MemorySection(checkpointing="full", loss_chunk=8)
+    assert_same("llama-tied", Layout.of(data=2, zero=3), lora=ALL, clip=1e-3, memory=spared)
 
 
 def test_the_base_stays_as_it_was_to_the_bit(
