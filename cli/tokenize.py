@@ -21,6 +21,13 @@ def tokenize(
     append_eos: Annotated[
         bool, typer.Option("--append-eos/--no-append-eos", help="end each document with the end token")
     ] = True,
+    bos: Annotated[
+        bool | None,
+        typer.Option(
+            "--bos/--no-bos",
+            help="begin each document with the start token; default: where the tokenizer does so to a text",
+        ),
+    ] = None,
     json_key: Annotated[
         str, typer.Option(help="where a line of JSON or a Parquet table has the text")
     ] = "text",
@@ -64,6 +71,7 @@ def tokenize(
             tokenizer,
             out,
             append_eos=append_eos,
+            bos=bos,
             json_key=json_key,
             split_paragraphs=split_paragraphs,
             chat=how,
@@ -75,6 +83,10 @@ def tokenize(
         f"{out}.bin: {count:,} tokens in {file.index.documents:,} documents, "
         f"{file.index.dtype}, {seconds:.1f} s, {count / seconds:,.0f} tokens/s"
     )
+    if how is None:
+        start = file.index.bos_id
+        said = "no start token" if start is None else f"the start token, id {start}"
+        typer.echo(f"each document begins with {said}")
     if (targets := file.index.targets) is not None:
         typer.echo(
             f"{out}.targets: {targets.tokens:,} tokens to learn, {targets.tokens / count:.0%}; "

@@ -37,6 +37,7 @@ class Job:
     json_key: str
     append_eos: bool
     chat: Chat | None = None
+    bos_id: int | None = None  # what a document begins with; a conversation's template writes its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +123,8 @@ def _encode(block: Block, job: Job, tokenizer: Tokenizer) -> Encoded:
         if job.append_eos and tokenizer.eos_id is not None:
             ids.append(tokenizer.eos_id)
         if ids:
-            parts.append(np.array(ids, dtype=dtype))
+            begin = [] if job.bos_id is None else [job.bos_id]
+            parts.append(np.array([*begin, *ids], dtype=dtype))
     lengths = np.array([part.size for part in parts], dtype=np.int64)
     return Encoded(np.concatenate(parts) if parts else np.empty(0, dtype), lengths)
 

@@ -45,6 +45,7 @@ class TokenIndex(BaseModel):
     documents: int = Field(ge=1)
     vocab_size: int = Field(ge=1, le=2**32)
     eos_id: int | None = Field(ge=0)
+    bos_id: int | None = Field(default=None, ge=0, description="what each document of text begins with")
     tokenizer_fingerprint: str
     sha256: str
     probe: str

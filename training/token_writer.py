@@ -43,13 +43,15 @@ class TokenWriter:
         *,
         vocab_size: int,
         eos_id: int | None = None,
+        bos_id: int | None = None,
         tokenizer_fingerprint: str = "",
         template_sha256: str | None = None,
         job: str = "",
     ) -> None:
         self._paths = TokenPaths.of(name)
         self._partial = self._paths.name.with_name(self._paths.name.name + ".partial")
-        self._vocab_size, self._eos_id, self._fingerprint = vocab_size, eos_id, tokenizer_fingerprint
+        self._vocab_size, self._fingerprint = vocab_size, tokenizer_fingerprint
+        self._eos_id, self._bos_id = eos_id, bos_id
         self._template, self._job = template_sha256, job
         if not 1 <= vocab_size <= 2**32:
             raise BadInput(self._paths.index, "vocab_size", expected="1 to 2**32", found=vocab_size)
@@ -170,6 +172,7 @@ class TokenWriter:
             documents=lengths.size,
             vocab_size=self._vocab_size,
             eos_id=self._eos_id,
+            bos_id=self._bos_id,
             tokenizer_fingerprint=self._fingerprint,
             sha256=self._digests["tokens"].hexdigest(),
             probe=probe(self._partial / "tokens"),
@@ -177,8 +180,7 @@ class TokenWriter:
             targets=targets,
         )
         with (self._partial / "index").open("wb") as file:
-            plain = {"targets"} if targets is None else set()
-            file.write(json.dumps(index.model_dump(exclude=plain), indent=2).encode() + b"\n")
+            file.write(json.dumps(index.model_dump(exclude_defaults=True), indent=2).encode() + b"\n")
             _sync(file)
         (self._partial / "tokens").rename(self._paths.tokens)
         (self._partial / "documents").rename(self._paths.documents)

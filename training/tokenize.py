@@ -24,6 +24,7 @@ def tokenize(
     out: Path,
     *,
     append_eos: bool = True,
+    bos: bool | None = None,
     json_key: str = "text",
     split_paragraphs: bool = False,
     chat: Chat | None = None,
@@ -36,8 +37,9 @@ def tokenize(
     Face data set have it as a column; any other file is UTF-8 text and one document, or with
     ``split_paragraphs`` one document for each paragraph between blank lines. ``.gz`` and ``.zst`` are
     unpacked on the way. Empty documents are left out. ``append_eos`` ends each document with the tokenizer's
-    end of sequence. ``workers`` is the number of processes (default: as many as there are cores and work
-    for). ``on_progress`` is called with (bytes of the inputs read, tokens written).
+    end of sequence; ``bos`` begins each with its begin of sequence (None: where the tokenizer's own files ask
+    for it, as they then do for a prompt). ``workers`` is the number of processes (default: as many as there
+    are cores and work for). ``on_progress`` is called with (bytes of the inputs read, tokens written).
 
     With ``chat`` each record is a conversation (see ``chat_formats``), written out by the chat template, and
     only the assistant's tokens are to be learnt. Samples without any are left out; the index counts them.
@@ -55,7 +57,8 @@ def tokenize(
         raise BadInput(
             tokenizer, "eos", expected="an end of sequence token", found="none", todo="Use --no-append-eos"
         )
-    job = Job(tokenizer, json_key, append_eos, chat)
+    bos_id = _begin(loaded, tokenizer, bos, chat)
+    job = Job(tokenizer, json_key, append_eos, chat, bos_id)
     workers = useful_workers(size) if workers is None else workers
     if workers < 1:
         raise BadInput("tokenize", "workers", expected="at least 1", found=workers)
@@ -64,9 +67,10 @@ def tokenize(
         out,
         vocab_size=loaded.vocab_size,
         eos_id=loaded.eos_id,
+        bos_id=bos_id,
         tokenizer_fingerprint=loaded.fingerprint,
         template_sha256=template_sha256,
-        job=_name(inputs, loaded, append_eos, json_key, split_paragraphs, template_sha256),
+        job=_name(inputs, loaded, bos_id, append_eos, json_key, split_paragraphs, template_sha256),
     )
     with writer:
         # What an earlier call finished is read past, which takes a small part of the time.
@@ -77,6 +81,19 @@ def tokenize(
             if on_progress is not None:
                 on_progress(done, writer.tokens)
         return writer.commit()
+
+
+def _begin(loaded: Tokenizer, where: Path, bos: bool | None, chat: Chat | None) -> int | None:
+    """What each document begins with."""
+    if chat is not None:
+        if bos is not None:
+            found = "--bos" if bos else "--no-bos"
+            raise BadInput("--chat", expected="neither --bos nor --no-bos: the template decides", found=found)
+        return None
+    if bos and loaded.bos_id is None:
+        expected = "a begin of sequence token"
+        raise BadInput(where, "bos", expected=expected, found="none", todo="Use --no-bos")
+    return loaded.bos_id if bos or (bos is None and loaded.starts_with_bos) else None
 
 
 def _name(inputs: list[Path], loaded: Tokenizer, *options: object) -> str:

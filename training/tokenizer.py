@@ -28,6 +28,7 @@ class Tokenizer(Protocol):
     bos_id: int | None
     eos_id: int | None
     fingerprint: str
+    starts_with_bos: bool  # whether its files ask for ``bos_id`` before a text; ``prompt`` then puts it there
 
     def encode(self, text: str) -> list[int]:
         """The ids of ``text``, with no special token added. ``UnicodeEncodeError`` for a lone surrogate."""
@@ -99,6 +100,7 @@ class _SentencePieceTokenizer:
         self.bos_id = _id_or_none(self._processor.bos_id())
         self.eos_id = _id_or_none(self._processor.eos_id())
         self.fingerprint = hashlib.sha256(model).hexdigest()
+        self.starts_with_bos = False  # a .model does not say, and ``EncodeAsIds`` adds none
 
     def encode(self, text: str) -> list[int]:
         text.encode()  # SentencePiece would raise a RuntimeError about its own types
@@ -137,6 +139,8 @@ class FolderTokenizer:
             raise BadInput(path, "vocabulary", expected="at least one token", found="none")
         self.bos_id = _id_or_none(self.backend.bos_token_id)
         self.eos_id = _id_or_none(self.backend.eos_token_id)
+        # Of a text and not of "": where both are one token, that could as well be the end.
+        self.starts_with_bos = self.bos_id is not None and self.prompt("a")[:1] == [self.bos_id]
 
     def encode(self, text: str) -> list[int]:
         text.encode()  # tokenizers would raise a TypeError that does not say what is wrong

@@ -174,8 +174,8 @@ def test_json_lines_do_not_depend_on_where_blocks_are_cut(
 class _KillsItsReader:
     """Stands for a job; whoever unpickles it dies as if for want of memory."""
 
-    def __init__(self, tokenizer: Path, json_key: str, append_eos: bool, chat: None) -> None:
-        self.json_key, self.chat = json_key, chat
+    def __init__(self, tokenizer: Path, json_key: str, append_eos: bool, chat: None, bos_id: None) -> None:
+        self.json_key, self.chat, self.bos_id = json_key, chat, bos_id
 
     def __reduce__(self) -> tuple[object, ...]:
         return (os._exit, (9,))
