@@ -88,6 +88,11 @@ class AdaptedFamily(Family):
         """Refuse targets that name nothing in this model, and blocks that it does not have."""
         lora = self.lora
         lora.check_patterns(where)
+        blocks = lora.layers_to_transform
+        for number in (blocks,) if isinstance(blocks, int) else blocks or ():
+            if not 0 <= number < config.num_hidden_layers:
+                expected = f"blocks 0 to {config.num_hidden_layers - 1}"
+                raise BadInput(where, "layers_to_transform", expected=expected, found=number)
         every = linear_sites(self.base, config)
         for key, among in (("target_modules", self.sites(config)), ("exclude_modules", every)):
             names = getattr(lora, key)
@@ -95,11 +100,6 @@ class AdaptedFamily(Family):
                 if not any(site.name == name or site.name.endswith(f".{name}") for site in among):
                     expected = f"ends of names such as {leaves(every)}"
                     raise BadInput(where, key, expected=expected, found=repr(name))
-        blocks = lora.layers_to_transform
-        for number in (blocks,) if isinstance(blocks, int) else blocks or ():
-            if not 0 <= number < config.num_hidden_layers:
-                expected = f"blocks 0 to {config.num_hidden_layers - 1}"
-                raise BadInput(where, "layers_to_transform", expected=expected, found=number)
 
     def to_peft(self, config: ModelConfig, base_path: str | None) -> dict[str, object]:
         """The adapter_config.json of these adapters, so that ``peft`` attaches them to the same modules."""
@@ -138,6 +138,9 @@ def _sites(family: AdaptedFamily, config: ModelConfig) -> tuple[Site, ...]:
                     "linears of the blocks: LoRA on embeddings, norms and the output layer is not supported"
                 )
                 raise BadInput("lora", "target_modules", expected=expected, found=module)
+    if not found and family.lora.layers_pattern:
+        expected = f"what precedes a block's number in {every[0].name}"
+        raise BadInput("lora", "layers_pattern", expected=expected, found=repr(family.lora.layers_pattern))
     if not found:
         expected = f"targets among {leaves(every)}"
         raise BadInput("lora", "target_modules", expected=expected, found=repr(family.lora.target_modules))

@@ -76,6 +76,10 @@ class LoraConfig(BaseModel):
         fields = {key: value for key, value in raw.items() if key in cls.model_fields and value is not None}
         if not fields.get("target_modules"):
             raise BadInput(where, "target_modules", expected="names of modules, or a pattern", found="none")
+        if isinstance(
+            fields["target_modules"], str
+        ):  # even all-linear, which peft spells out before it saves
+            _check_no_blocks(where, fields)
         try:
             return cls(**fields)
         except ValidationError as error:
@@ -95,9 +99,9 @@ class LoraConfig(BaseModel):
         """Whether the linear of this HF name gets an adapter; PEFT's ``check_target_module_exists``."""
         if self.exclude_modules and _matches(self.exclude_modules, module):
             return False
-        if isinstance(self.target_modules, str):  # PEFT, too, heeds the block's number only beside a list
-            return self.all_linear or re.fullmatch(self.target_modules, module) is not None
-        return _matches(self.target_modules, module) and self._is_in_a_wanted_block(module)
+        if not self.all_linear and not _matches(self.target_modules, module):
+            return False
+        return self._is_in_a_wanted_block(module)
 
     @property
     def all_linear(self) -> bool:
@@ -110,9 +114,16 @@ class LoraConfig(BaseModel):
         return _by_pattern(self.alpha_pattern, module, self.lora_alpha)
 
     def check_patterns(self, where: str) -> None:
-        """Refuse what is no regular expression."""
+        """Refuse what is no regular expression, and what peft refuses beside one."""
+        if isinstance(self.target_modules, str) and not self.all_linear:
+            _check_no_blocks(where, self.model_dump())
+        if self.layers_pattern and self.layers_to_transform is None:
+            expected = "layers_to_transform beside it: peft refuses it alone"
+            raise BadInput(where, "layers_pattern", expected=expected, found=repr(self.layers_pattern))
         patterns: dict[str, str] = {key: "rank_pattern" for key in self.rank_pattern}
         patterns |= {key: "alpha_pattern" for key in self.alpha_pattern}
+        for one in self._layers_patterns:
+            patterns[one] = "layers_pattern"
         for key in ("target_modules", "exclude_modules"):
             if isinstance(value := getattr(self, key), str):
                 patterns[value] = key
@@ -123,14 +134,27 @@ class LoraConfig(BaseModel):
                 found = f"{pattern!r}: {error}"
                 raise BadInput(where, key, expected="a regular expression", found=found) from None
 
+    @property
+    def _layers_patterns(self) -> tuple[str, ...]:
+        given = self.layers_pattern or ()
+        return (given,) if isinstance(given, str) else given
+
     def _is_in_a_wanted_block(self, module: str) -> bool:
         wanted = self.layers_to_transform
         if wanted is None or wanted == ():
             return True
-        patterns = (self.layers_pattern,) if isinstance(self.layers_pattern, str) else self.layers_pattern
-        tries = [rf"(?:^|.*?\.){one}\.(\d+)\." for one in patterns or ()] or [r".*?\.[^.]*\.(\d+)\."]
+        patterns = self._layers_patterns
+        tries = [rf"(?:^|.*?\.){one}\.(?P<idx>\d+)\." for one in patterns] or [r".*?\.[^.]*\.(?P<idx>\d+)\."]
         found = next((match for one in tries if (match := re.match(one, module))), None)
-        return found is not None and int(found[1]) in ((wanted,) if isinstance(wanted, int) else wanted)
+        return found is not None and int(found["idx"]) in ((wanted,) if isinstance(wanted, int) else wanted)
+
+
+def _check_no_blocks(where: str, fields: Mapping[str, Any]) -> None:
+    for key in ("layers_to_transform", "layers_pattern"):
+        if fields.get(key) is not None:
+            expected = "absent: peft refuses it where target_modules is a string and no list"
+            todo = "List the modules, or let the pattern say the blocks"
+            raise BadInput(where, key, expected=expected, found=repr(fields[key]), todo=todo)
 
 
 def _matches(wanted: Names, module: str) -> bool:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from trilith.checkpoints import load_model, read_adapter, read_source
 from trilith.layers import gather_logits, vocab_parallel_cross_entropy
 from trilith.models import PEFT_PREFIX, LoraConfig, adapted, family_of
+from trilith.parallel_state import BadInput
 
 LLAMA = LlamaConfig(
     vocab_size=131, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
@@ -108,3 +111,56 @@ def test_a_config_as_written_means_the_modules_that_peft_takes(name: str, theirs
     sites = adapted(family, LoraConfig.model_validate(TARGETS[name][1])).sites(family.from_hf(raw))
     named = {key.rpartition(".lora_A")[0] for key, _ in theirs.named_parameters() if ".lora_A" in key}
     assert {PEFT_PREFIX + site.name for site in sites} == named
+
+
+def logits_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return gather_logits(model(ids), 131)
+
+
+@pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize(
+    "blocks", [{"layers_to_transform": 1}, {"layers_to_transform": [0, 2], "layers_pattern": ["h", "layers"]}]
+)
+def test_all_linear_of_some_blocks_is_exported_so_that_peft_takes_the_same(
+    tmp_path: Path, config: Any, blocks: dict[str, Any]
+) -> None:
+    """PEFT refuses these blocks beside the word all-linear: the names are spelled out for it."""
+    theirs = base_model(config)
+    theirs.save_pretrained(tmp_path / "base")
+    base = read_source(tmp_path / "base")
+    family = adapted(base.family, LoraConfig.model_validate({"r": 3, **blocks}))
+    family.check(base.model_config, "lora")
+    wanted = blocks["layers_to_transform"]
+    numbers = {name.split(".")[2] for name in (site.name for site in family.sites(base.model_config))}
+    assert numbers == {str(one) for one in (wanted if isinstance(wanted, list) else [wanted])}
+
+    shapes = family.links(base.model_config)[1]
+    weights = {name: torch.randn(shape) * 0.2 for name, shape in shapes.items()}
+    (tmp_path / "adapter").mkdir()
+    save_file(weights, tmp_path / "adapter" / "adapter_model.safetensors", metadata={"format": "pt"})
+    said = family.to_peft(base.model_config, str(tmp_path / "base"))
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(said))
+    ids = torch.randint(131, (2, 20))
+    plain = theirs.eval()(ids).logits.detach()
+    with_adapter: Any = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter").eval()
+    assert {
+        name.replace(".default", "") for name, _ in with_adapter.named_parameters() if "lora_" in name
+    } == {*weights}
+    expected = logits_of(load_model(tmp_path / "base", adapter=tmp_path / "adapter"), ids)
+    torch.testing.assert_close(with_adapter(ids).logits, expected, rtol=1e-5, atol=1e-5)
+    assert float((plain - expected).abs().max()) > 1e-2
+
+
+@pytest.mark.parametrize("target", ["all-linear", r".*q_proj"])
+@pytest.mark.parametrize("key", ["layers_to_transform", "layers_pattern"])
+def test_what_peft_refuses_beside_a_string_of_targets_is_refused_here(target: str, key: str) -> None:
+    raw = {
+        "peft_type": "LORA",
+        "target_modules": target,
+        key: [1] if key == "layers_to_transform" else "layers",
+    }
+    with pytest.raises(ValueError, match=f"`{key}` cannot be used when `target_modules` is a str"):
+        peft.LoraConfig(**{name: value for name, value in raw.items() if name != "peft_type"})
+    with pytest.raises(BadInput, match=f"{key}: expected absent: peft refuses it"):
+        LoraConfig.from_peft(raw)

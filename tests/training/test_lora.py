@@ -226,6 +226,16 @@ REFUSED = [
     ({"lora": {"target_modules": r".*norm"}}, "linears of the blocks"),
     ({"lora": {"target_modules": "("}}, "a regular expression"),
     ({"lora": {"layers_to_transform": [3]}}, "blocks 0 to 2, found 3"),
+    (
+        {"lora": {"target_modules": r".*q_proj", "layers_to_transform": 1}},
+        r"lora: layers_to_transform: expected absent: peft refuses it",
+    ),
+    ({"lora": {"layers_pattern": "layers"}}, "expected layers_to_transform beside it"),
+    (
+        {"lora": {"layers_to_transform": 1, "layers_pattern": "h"}},
+        r"layers_pattern: expected what precedes a block's number in model\.layers\.0\.",
+    ),
+    ({"lora": {"layers_to_transform": 1, "layers_pattern": "("}}, "a regular expression"),
     ({"lora": {"r": 0}}, r"lora\.r"),
     ({"lora": {"use_dora": True}}, r"lora\.use_dora"),
     ({"lora": {"r": 4, "init_from": "somewhere"}}, r"lora\.r: expected nothing beside lora\.init_from"),
