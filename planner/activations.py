@@ -1,9 +1,9 @@
 """What a block keeps from its forward for its backward, in bytes a token.
 
 Korthikanti et al. 2022 count 34 bytes times the hidden size a token in GPT's block, and attention's scores
-beside. Here the scores are never kept (flash attention), a gated feed-forward has a third matrix, key/value
-heads may be few, and under sequence parallelism the gathered input of a product is kept whole, not gathered
-again. Dropout's masks are not counted.
+beside. Here the scores are not kept (flash attention; a CPU keeps them if they are dropped), a gated
+feed-forward has a third matrix, key/value heads may be few, and under sequence parallelism the gathered input
+of a product is kept whole, not gathered again. A product whose weight is frozen keeps no input.
 
 D hidden   r ranks that share a sequence   t tensor ranks   Q, K query and key/value widths   F feed-forward
 
@@ -13,11 +13,14 @@ none       2 D/r (inputs of the norms) + 2 D (inputs of the products) + (2 Q + 2
 selective  D/r + (2 Q + 2 K)/t + 2 F/t (plain: F/t), and attention's part of the residual stream
 full       D/r
 =========  =====================================================================================
+
+Dropout on the residual stream adds a mask of each branch; an adapter the r numbers between its factors and,
+where its input is dropped, a copy of that and a mask. A mask is a byte a number on a GPU, a number on a CPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from ..layers import Checkpointing
@@ -39,6 +42,14 @@ class BlockShape:
     gated: bool
     rms: bool
     cut: bool
+    #: Inputs that the products keep for their weights, or for adapters that see them as they are; attention's
+    #: output, which attention keeps itself, left out.
+    inputs: int
+    #: Norms whose weights are trained, of two.
+    trained_norms: int
+    #: Of all adapters here: widths of their inputs, and of what lies between their factors.
+    adapted: int = 0
+    ranks: int = 0
 
 
 @dataclass(frozen=True)
@@ -49,51 +60,87 @@ class Kept:
     again: float
 
 
-def block_shape(work: Work, stated: Mapping[str, Declaration], number: int, at: Coordinates) -> BlockShape:
-    """Read the shape of block ``number`` off its declared weights."""
-    layout, config = work.layout, work.config
+def block_shape(
+    work: Work,
+    stated: Mapping[str, Declaration],
+    number: int,
+    at: Coordinates,
+    *,
+    frozen: Collection[str] = (),
+) -> BlockShape:
+    """Read the shape of block ``number`` off its declared weights; ``frozen``: names of what has no gradient."""
+    layout, config, block = work.layout, work.config, f"layers.{number}."
 
     def rows(name: str) -> int:
-        return stated[f"layers.{number}.{name}.weight"].box(layout, at).shape[0]
+        return stated[f"{block}{name}.weight"].box(layout, at).shape[0]
 
-    gated = f"layers.{number}.mlp.gate_up.gate.weight" in stated
+    def trained(name: str) -> bool:
+        return any(
+            one.startswith(f"{block}{name}.")
+            and one not in frozen
+            and not (work.adapter_dropout and one.endswith((".lora_A", ".lora_B")))
+            for one in stated
+        )
+
+    gated = f"{block}mlp.gate_up.gate.weight" in stated
     query, heads = rows("attention.qkv.q"), config.num_attention_heads // layout.tensor
     head_dim = query // heads
-    all_kv = stated[f"layers.{number}.attention.qkv.k.weight"].shape[0] // head_dim
+    all_kv = stated[f"{block}attention.qkv.k.weight"].shape[0] // head_dim
     first, last = all_kv * at.tensor // layout.tensor, -(-all_kv * (at.tensor + 1) // layout.tensor)
+    feed_forward = rows("mlp.gate_up.gate" if gated else "mlp.up")
+    products = {
+        "attention.qkv": config.hidden_size,
+        "mlp.gate_up" if gated else "mlp.up": config.hidden_size,
+        "mlp.down": feed_forward,
+    }
+    factors = [
+        one.box(layout, at).shape
+        for name, one in stated.items()
+        if name.startswith(block) and name.endswith(".lora_A")
+    ]
     return BlockShape(
         hidden=config.hidden_size,
         residual=config.hidden_size / (layout.tensor if layout.sequence else 1),
         query=query,
         key_value=(last - first) * head_dim,
         heads=heads,
-        feed_forward=rows("mlp.gate_up.gate" if gated else "mlp.up"),
+        feed_forward=feed_forward,
         gated=gated,
-        rms=f"layers.{number}.attention_norm.bias" not in stated,
+        rms=f"{block}attention_norm.bias" not in stated,
         cut=layout.tensor > 1,
+        inputs=sum(width for name, width in products.items() if trained(name)),
+        trained_norms=trained("attention_norm") + trained("mlp_norm"),
+        adapted=sum(width for _, width in factors),
+        ranks=sum(rank for rank, _ in factors),
     )
 
 
-def norm_bytes(work: Work, width: float, hidden: int, *, rms: bool) -> float:
+def norm_bytes(work: Work, width: float, hidden: int, *, rms: bool, trained: bool = True) -> float:
     """What a norm over ``hidden`` keeps of a token whose share here is ``width`` numbers."""
     share, inner = width / hidden, work.inner
     if not rms:
         return width * work.compute + 2 * share * inner  # input; mean and scale
-    if work.fused_norm:
+    if work.fused:
         return width * work.compute + share * inner
-    return 2 * width * inner + share * inner  # input and normalised input, in the norm's own dtype
+    return (1 + trained) * width * inner + share * inner  # input and normalised input, in the norm's dtype
 
 
 def kept_in_block(work: Work, shape: BlockShape, mode: Checkpointing) -> Kept:
     """Bytes a token of a block under this mode of checkpointing."""
     b, widest = work.compute, shape.residual * work.compute
     attention = (2 * shape.query + 2 * shape.key_value) * b + shape.heads * work.inner
-    branches = 4 if shape.gated else 2
+    branches = 3 if shape.gated else 1
+    norms = (
+        norm_bytes(work, shape.residual, shape.hidden, rms=shape.rms, trained=number < shape.trained_norms)
+        for number in range(2)
+    )
     everything = (
-        2 * norm_bytes(work, shape.residual, shape.hidden, rms=shape.rms)
-        + 2 * shape.hidden * b
+        sum(norms)
+        + shape.inputs * b
         + attention
         + branches * shape.feed_forward * b
+        + _adapters(work, shape)
+        + _dropout(work, shape)
     )
     # Gradients that backward holds at once: of the feed-forward's branches, or of the residual stream.
     working = (2 * shape.feed_forward + 2 * shape.hidden) * b
@@ -102,8 +149,29 @@ def kept_in_block(work: Work, shape: BlockShape, mode: Checkpointing) -> Kept:
     if mode in ("full", "every"):
         return Kept(widest, everything - widest + working)
     sums = 2 * widest if shape.cut else _whole_products(shape) * b
-    kept = widest + attention + (2 if shape.gated else 1) * shape.feed_forward * b + sums
+    products = (2 if shape.gated else 1) * shape.feed_forward * b
+    kept = widest + attention + products + sums + shape.ranks * b
     return Kept(kept, everything + working - attention - widest)
+
+
+def _adapters(work: Work, shape: BlockShape) -> float:
+    """What lies between the factors; of a dropped input what is left of it, and the mask."""
+    dropped = shape.adapted * (work.compute + work.mask) if work.adapter_dropout else 0
+    return shape.ranks * work.compute + dropped
+
+
+def _dropout(work: Work, shape: BlockShape) -> float:
+    """Masks of both branches; on a CPU, which has no fused attention that drops, the scores thrice."""
+    masks = 2 * shape.residual * work.mask if getattr(work.config, "resid_pdrop", 0.0) else 0.0
+    if work.fused or not attention_drops(work):
+        return masks
+    repeated = 2 * (shape.query - shape.key_value)  # key/value heads, one for each query head
+    return masks + (3 * shape.heads * work.sequence_length + repeated) * work.compute
+
+
+def attention_drops(work: Work) -> bool:
+    """Whether attention's weights are dropped; families name it after Hugging Face's configs."""
+    return any(getattr(work.config, name, 0.0) for name in ("attn_pdrop", "attention_dropout"))
 
 
 def _whole_products(shape: BlockShape) -> int:

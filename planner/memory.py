@@ -55,13 +55,13 @@ def plan_memory(
 ) -> MemoryPlan:
     """The memory of the rank at these coordinates, which holds ``stage`` with these declarations.
 
-    ``frozen`` names parameters without gradient and moments. Activations are counted as if all were trained.
+    ``frozen`` names parameters without gradient and moments, for which nothing is kept either.
     """
     held = rank_parameters(stated, work.layout, at, frozen=frozen)
     resting = held.trained_stored * work.master + (held.stored - held.trained_stored) * work.frozen
     moments = 2 * held.trained_stored * work.master
     sharded, whole = _gradients(work, held)
-    kept, again = _activations(work, stated, stage, at)
+    kept, again = _activations(work, stated, stage, at, frozen)
     head = "embed.weight" if work.config.tie_word_embeddings else "head.weight"
     return MemoryPlan(
         weights=0 if work.offload else resting,
@@ -99,7 +99,7 @@ def _gradients(work: Work, held: RankParameters) -> tuple[int, int]:
 
 
 def _activations(
-    work: Work, stated: Mapping[str, Declaration], stage: Stage, at: Coordinates
+    work: Work, stated: Mapping[str, Declaration], stage: Stage, at: Coordinates, frozen: Collection[str]
 ) -> tuple[int, int]:
     """(kept by all micro-batches in flight, needed besides by one block in its backward)."""
     tokens, layout = work.tokens, work.layout
@@ -107,11 +107,13 @@ def _activations(
     residual = work.config.hidden_size / (layout.tensor if layout.sequence else 1)
     rms = True
     for number in stage.blocks:
-        shape = block_shape(work, stated, number, at)
+        shape = block_shape(work, stated, number, at, frozen=frozen)
         rms = shape.rms
         forgets = checkpointed(number, work.checkpointing, work.checkpoint_every)
         one = kept_in_block(work, shape, work.checkpointing if forgets else "none")
         kept, again = kept + one.kept * tokens, max(again, one.again)
+    if stage.first and getattr(work.config, "embd_pdrop", 0.0):
+        kept += residual * work.mask * tokens
     if stage.last:
         kept += (norm_bytes(work, residual, work.config.hidden_size, rms=rms)) * tokens
         kept += work.config.hidden_size * work.compute * tokens

@@ -29,8 +29,10 @@ class Work:
     checkpoint_every: int = 2
     loss_chunk: int = 0
     offload: bool = False
-    #: Whether RMSNorm is one kernel, which keeps its input alone (CUDA), or several (a CPU).
-    fused_norm: bool = True
+    #: Whether the input of LoRA's adapters is dropped in part.
+    adapter_dropout: bool = False
+    #: Whether RMSNorm, dropout and attention that drops are one kernel each (CUDA), or several (a CPU).
+    fused: bool = True
 
     @property
     def tokens(self) -> int:
@@ -41,3 +43,8 @@ class Work:
     def inner(self) -> int:
         """Bytes of a number in the loss: at least fp32."""
         return max(self.compute, 4)
+
+    @property
+    def mask(self) -> int:
+        """Bytes of a number's mask in dropout: a fused one keeps a byte."""
+        return 1 if self.fused else self.compute

@@ -132,7 +132,8 @@ def rank_plan(recipe: Recipe, planned: Plan, rank: int) -> RankPlan:
         checkpoint_every=recipe.memory.checkpoint_every,
         loss_chunk=recipe.memory.loss_chunk,
         offload=recipe.memory.offload,
-        fused_norm=recipe.device == "cuda",
+        adapter_dropout=isinstance(planned.family, AdaptedFamily) and planned.family.lora.lora_dropout > 0,
+        fused=recipe.device == "cuda",
     )
     stage = Stage.of(planned.config.num_hidden_layers, split=recipe.layout.split, state=state)
     memory = plan_memory(work, stated, stage, state.at, frozen=frozen)

@@ -107,7 +107,7 @@ def measure(case: Case) -> Measured:
         checkpointing=case.memory.checkpointing,
         checkpoint_every=case.memory.checkpoint_every,
         loss_chunk=case.memory.loss_chunk,
-        fused_norm=False,
+        fused=False,
     )
     counted = rank_parameters(stated, case.layout, state.at)
     return Measured(
