@@ -68,8 +68,9 @@ def block_shape(
     *,
     frozen: Collection[str] = (),
 ) -> BlockShape:
-    """Read the shape of block ``number`` off its declared weights; ``frozen``: names of what has no gradient."""
+    """Read the shape of block ``number`` off its declared weights; ``frozen`` names what has no gradient."""
     layout, config, block = work.layout, work.config, f"layers.{number}."
+    own = [name for name in stated if name.startswith(block)]
 
     def rows(name: str) -> int:
         return stated[f"{block}{name}.weight"].box(layout, at).shape[0]
@@ -79,7 +80,7 @@ def block_shape(
             one.startswith(f"{block}{name}.")
             and one not in frozen
             and not (work.adapter_dropout and one.endswith((".lora_A", ".lora_B")))
-            for one in stated
+            for one in own
         )
 
     gated = f"{block}mlp.gate_up.gate.weight" in stated
@@ -93,11 +94,7 @@ def block_shape(
         "mlp.gate_up" if gated else "mlp.up": config.hidden_size,
         "mlp.down": feed_forward,
     }
-    factors = [
-        one.box(layout, at).shape
-        for name, one in stated.items()
-        if name.startswith(block) and name.endswith(".lora_A")
-    ]
+    factors = [stated[name].box(layout, at).shape for name in own if name.endswith(".lora_A")]
     return BlockShape(
         hidden=config.hidden_size,
         residual=config.hidden_size / (layout.tensor if layout.sequence else 1),

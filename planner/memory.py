@@ -106,7 +106,13 @@ def _activations(
     kept, again = 0.0, 0.0
     residual = work.config.hidden_size / (layout.tensor if layout.sequence else 1)
     rms = True
+    # Backward ends at the first trained parameter; later stages of torch's send theirs back in any case.
+    trained = {".".join(name.split(".")[:2]) for name in stated if name not in frozen}
+    reached = not stage.first or bool(trained & {"embed.weight", "position.weight"})
     for number in stage.blocks:
+        reached = reached or f"layers.{number}" in trained
+        if not reached:
+            continue
         shape = block_shape(work, stated, number, at, frozen=frozen)
         rms = shape.rms
         forgets = checkpointed(number, work.checkpointing, work.checkpoint_every)

@@ -36,7 +36,7 @@ EVERY = LoraConfig(r=4)
 
 
 def saved(config: dict[str, Any], lora: LoraConfig | None) -> tuple[int, float]:
-    """Bytes that the one block saves, without parameters and rotations, which all blocks share; and the plan's."""
+    """Bytes that the one block saves, without parameters and rotations (blocks share these); the plan's."""
     family = family_of(config)
     if lora is not None:
         family = adapted(family, lora)

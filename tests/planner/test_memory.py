@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from trilith.models import family_of
+from trilith.models import LoraConfig, adapted, family_of
 from trilith.parallel_state import Layout, ParallelState, declarations, initialize
 from trilith.parallel_state.engine import local_data
 from trilith.planner import MemoryPlan, Work, bubble, in_flight, plan_memory, rank_parameters
@@ -53,6 +53,9 @@ class Case:
     compute: torch.dtype = torch.float32
     micro_batch: int = 2
     micro_batches: int = 2
+    #: Adapters on a frozen base, whose weights are in ``compute``; or what of the model is frozen.
+    lora: LoraConfig | None = None
+    frozen: tuple[str, ...] = ()
 
 
 @dataclass
@@ -72,9 +75,15 @@ def measure(case: Case) -> Measured:
     state = ParallelState.start(case.layout)
     family = family_of(CONFIGS[case.model])
     config = family.from_hf(CONFIGS[case.model])
-    model = family.build(config, state=state)
+    if case.lora is None:
+        model = family.build(config, state=state)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not name.startswith(case.frozen or ("-",)))
+    else:
+        model = adapted(family, case.lora).build(config, state=state, base_dtype=case.compute)
     spare_memory(model, case.memory)
     stated = declarations(model)
+    frozen = {name: one.dtype.itemsize for name, one in model.named_parameters() if not one.requires_grad}
     shard_over_data(model, state, Precision(torch.float32, case.compute, torch.float32))
     gc.collect()
     with LiveBytes() as memory:
@@ -107,21 +116,24 @@ def measure(case: Case) -> Measured:
         checkpointing=case.memory.checkpointing,
         checkpoint_every=case.memory.checkpoint_every,
         loss_chunk=case.memory.loss_chunk,
+        frozen=max(frozen.values(), default=0),
+        adapter_dropout=case.lora is not None and case.lora.lora_dropout > 0,
         fused=False,
     )
-    counted = rank_parameters(stated, case.layout, state.at)
+    counted = rank_parameters(stated, case.layout, state.at, frozen=frozen)
     return Measured(
         sum(local_data(p).numel() for p in model.parameters()),
         gradients,
         moments,
         memory.peak,
-        plan_memory(work, stated, model.stage, state.at),
+        plan_memory(work, stated, model.stage, state.at, frozen=frozen),
         counted.stored,
         counted.trained_stored,
     )
 
 
 SEQUENCE = Layout.of(tensor=2, sequence=True)
+LORA = LoraConfig(r=8, lora_dropout=0.05)
 CASES = [
     Case("llama", Layout.of(data=2, zero=1)),
     Case("gpt2", Layout.of(data=2, zero=2)),
@@ -132,6 +144,15 @@ CASES = [
     Case("llama", Layout(), MemorySection(loss_chunk=64), torch.bfloat16, micro_batch=4),
     Case("gpt2", Layout(), MemorySection(checkpointing="every")),
     Case("llama", Layout()),
+    Case("llama", Layout(), MemorySection(loss_chunk=64), lora=LORA),
+    Case(
+        "llama",
+        Layout.of(data=2, zero=3),
+        MemorySection(checkpointing="full", loss_chunk=64),
+        torch.bfloat16,
+        lora=LORA,
+    ),
+    Case("llama", Layout.of(data=2, zero=2), frozen=("embed", "layers.0", "layers.1", "layers.2")),
 ]
 
 
