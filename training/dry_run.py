@@ -17,10 +17,10 @@ from ..models import AdaptedFamily, LoraConfig, adapted
 from ..parallel_state import BadInput, Declaration, ParallelState, declarations
 from ..planner import Change, Fit, MemoryPlan, Work, bubble, changes_that_fit, plan_memory, rank_parameters
 from .build import model_on_meta
-from .flops import TokenFlops, flops_per_token
+from .flops import TokenFlops
 from .precision import dtype_named
 from .recipe import Recipe, with_overrides
-from .run_plan import Plan, open_data, plan
+from .run_plan import Plan, flops_of, open_data, plan
 
 #: Of a GPU: what its context, its libraries' workspaces, NCCL and torch's caching take. Assumed, unmeasured.
 RUNTIME = 3_000_000_000
@@ -61,6 +61,15 @@ class DryRun:
     def tokens(self) -> int:
         return self.recipe.data.global_batch * self.recipe.data.sequence_length
 
+    @property
+    def _tried(self) -> str:
+        keys = dict.fromkeys(
+            text.partition("=")[0] for one in _changes(self.recipe) for text in one.overrides
+        )
+        if not keys:
+            return "nothing in the recipe is left to change"
+        return f"{', '.join(keys)} do not suffice, alone or together"
+
     def check(self, where: str) -> None:
         """``BadInput`` if the rank does not fit its device, with by how much and what would make it fit."""
         if self.room is None or self.rank.total <= self.room:
@@ -71,7 +80,7 @@ class DryRun:
             f"memory of rank {self.rank.rank}",
             expected=f"at most {self.room / 1e9:.1f} GB, the device's",
             found=f"{self.rank.total / 1e9:.1f} GB, {(self.rank.total - self.room) / 1e9:.1f} GB too much",
-            todo=f"Cheapest first: {ways}" if ways else "No single change suffices: take more ranks",
+            todo=f"Cheapest first: {ways}" if ways else f"Take more ranks: {self._tried}",
         )
 
 
@@ -96,7 +105,7 @@ def dry_run(recipe: Recipe, *, rank: int | None = None, room: int | None = None)
         found,
         micro_batches,
         bubble(layout.pipeline, micro_batches),
-        flops_per_token(base, planned.config, recipe.data.sequence_length),
+        flops_of(recipe, planned),
         room,
         _fits(recipe, room) if too_much and room is not None else [],
         missing + _missing(recipe),

@@ -13,6 +13,7 @@ from ..parallel_state import BadInput
 from .adapters import plan_adapters
 from .batches import GlobalBatches, Mixture
 from .data_parallel import check_zero
+from .flops import TokenFlops, flops_per_token
 from .groups import assign, names_of
 from .recipe import Recipe, read_config
 from .sections import ParameterGroup
@@ -79,6 +80,12 @@ def plan(recipe: Recipe) -> Plan:
     hf_config = raw if recipe.model.init_from is not None else family.to_hf(config) | dict(raw)
     groups = assign(recipe.optimizer.groups, names_of(family, config))
     return Plan(family, config, hf_config, companions, source if adapter else None, adapter, groups)
+
+
+def flops_of(recipe: Recipe, plan: Plan) -> TokenFlops:
+    """Of one of the run's tokens: what is frozen costs no gradients of its own."""
+    frozen = {name for name, group in plan.groups.items() if group.freeze}
+    return flops_per_token(plan.family, plan.config, recipe.data.sequence_length, frozen=frozen)
 
 
 def _check_stated(recipe: Recipe, family: Family, config: ModelConfig, where: str) -> None:

@@ -13,13 +13,13 @@ from ..parallel_state import ParallelState
 from .build import Parts
 from .evaluation import Evaluator, open_held_out, perplexity
 from .events import Events
-from .flops import Mfu, flops_per_token, peak_flops
+from .flops import Mfu, peak_flops
 from .forward import ForwardOnly
 from .memory_use import memory_used
 from .metrics import StepLog, StepMetrics
 from .norms import Activations, Norms
 from .recipe import Recipe
-from .run_plan import Plan
+from .run_plan import Plan, flops_of
 from .tensorboard import EventFiles
 from .terminal import Terminal
 from .traces import Traces
@@ -46,9 +46,7 @@ class Watchers:
         watch, model, dtype = recipe.watch, parts.model, parts.step.dtype
         self.events = Events(self.out / "events.jsonl" if self.first else None)
         peak = watch.peak_flops or peak_flops(state.device, dtype)
-        frozen = {name for name, group in plan.groups.items() if group.freeze}
-        flops = flops_per_token(plan.family, plan.config, recipe.data.sequence_length, frozen=frozen)
-        self.mfu = Mfu(flops, state.layout.world, peak)
+        self.mfu = Mfu(flops_of(recipe, plan), state.layout.world, peak)
         held_out = open_held_out(recipe, plan.config.vocab_size)
         self.forward = ForwardOnly(model, micro_batch=recipe.data.micro_batch, dtype=dtype)
         self.evaluate = None if held_out is None else Evaluator(self.forward, parts.step, held_out)

@@ -107,6 +107,27 @@ def test_where_no_single_change_suffices_several_do_together(small: Path) -> Non
     assert heaviest(changed, plan(changed)).total == fit.total
 
 
+def test_where_nothing_suffices_it_says_what_was_tried(small: Path) -> None:
+    with pytest.raises(
+        BadInput, match=r"Take more ranks: memory.loss_chunk, .*memory.offload do not suffice"
+    ):
+        dry_run(load_recipe(small), room=1_000_000).check("here")
+    least = ["memory.loss_chunk=64", "memory.checkpointing=full", "memory.offload=true", "layout.tensor=8"]
+    least += ["layout.data=1", "layout.pipeline=1", "layout.zero=0", "data.micro_batch=1"]
+    config = "model.config.num_attention_heads=8"
+    with pytest.raises(BadInput, match="Take more ranks: nothing in the recipe is left to change"):
+        dry_run(load_recipe(small, [*least, config]), room=1_000_000).check("here")
+
+
+def test_what_is_frozen_costs_no_gradients_in_the_flops(small: Path) -> None:
+    """The run's MFU takes them from the same function."""
+    adapters = dry_run(load_recipe(RECIPES / "lora-llama-3.1-8b-1gpu.toml"))
+    assert adapters.flops.trained == 2 * adapters.rank.trained
+    frozen = load_recipe(small, ["optimizer.groups=[{match='mlp', freeze=true}]"])
+    spared = dry_run(load_recipe(small)).flops.full - dry_run(frozen).flops.full
+    assert spared == 2 * 6 * 3 * 256 * 1024
+
+
 def test_the_heaviest_rank_is_the_default_and_any_can_be_asked_for(
     small: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
