@@ -57,12 +57,15 @@ def tokenize(
     """
     import time
 
+    from ..parallel_state import BadInput
     from ..training.chat_show import shown
     from ..training.chat_template import Chat
     from ..training.documents import check_inputs
     from ..training.tokenize import tokenize as make_token_file
     from .progress import token_progress
 
+    if show and not (chat or chat_template or template_set):
+        raise BadInput("tokenize", "--show", expected="--chat with it", found=show)
     how = Chat.of(chat_template, template_set or []) if chat or chat_template or template_set else None
     began = time.perf_counter()
     with token_progress(check_inputs(inputs, chat=how is not None), quiet=quiet) as on_progress:

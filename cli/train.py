@@ -41,6 +41,11 @@ def train(
 
         show_dry_run(recipe, overrides or [], rank=rank, device_memory=device_memory)
         return
+    from ..parallel_state import BadInput
+
+    for option, value in (("--rank", rank), ("--device-memory", device_memory)):
+        if value is not None:
+            raise BadInput("train", option, expected="--dry-run with it", found=value)
     from ..training.evaluation import open_held_out
     from ..training.launch import check_device, check_launch, launch, own_rank, process_group, under_torchrun
     from ..training.preempt import StopSignals

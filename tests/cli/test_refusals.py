@@ -140,3 +140,26 @@ def test_an_empty_prompt_is_refused(folder: Path, capfd: pytest.CaptureFixture[s
 
     assert generate(prompt="") == 2  # without a tokenizer, said first
     assert "tokenizer" in capfd.readouterr().err
+
+
+def test_options_that_go_with_another_are_refused_without_it(
+    recipe: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for words in (["--rank", "0"], ["--device-memory", "80GB"]):
+        assert run(["train", str(recipe), *words]) == 2
+        assert f"{words[0]}: expected --dry-run with it" in capfd.readouterr().err
+    assert not (recipe.parent / "run").exists()
+    text = recipe.parent / "text.txt"
+    text.write_text("words")
+    tokenize = [
+        "tokenize",
+        str(text),
+        "--tokenizer",
+        "none",
+        "--out",
+        str(recipe.parent / "out"),
+        "--show",
+        "1",
+    ]
+    assert run(tokenize) == 2
+    assert "--show: expected --chat with it" in capfd.readouterr().err
