@@ -1,12 +1,12 @@
 """Floor 4: Hugging Face folders and sharded checkpoints, read, written, converted and verified."""
 
-from .adapter import check_base, fingerprint, read_adapter, read_converted, stored_adapter
+from .adapter import check_base, fingerprint, read_adapter, read_converted, read_lora, stored_adapter
 from .agree import rank_at_fault, together
 from .convert import How, carry_out, convert
 from .diff import Difference, differences
 from .find import complete_checkpoints, latest_checkpoint, step_directory
 from .hf_folder import HFFolder
-from .loading import load_model, load_source, load_weights, read_with_adapter
+from .loading import check_whole, load_model, load_source, load_weights, read_with_adapter
 from .manifest import Manifest, StoredAdapter
 from .planning import plan_conversion, plan_merge
 from .saving import Contents, Saver
@@ -31,6 +31,7 @@ __all__ = [
     "begin_moments",
     "carry_out",
     "check_base",
+    "check_whole",
     "complete_checkpoints",
     "convert",
     "differences",
@@ -46,6 +47,7 @@ __all__ = [
     "rank_at_fault",
     "read_adapter",
     "read_converted",
+    "read_lora",
     "read_source",
     "read_with_adapter",
     "step_directory",

@@ -6,6 +6,7 @@ import hashlib
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -68,6 +69,25 @@ def read_adapter(path: str | Path, base: Source) -> Source:
     return source
 
 
+def read_lora(path: str | Path) -> LoraConfig:
+    """Which adapters a PEFT folder or a checkpoint of a LoRA run holds; needs neither weights nor base."""
+    path = local_folder(path)
+    if (path / ADAPTER_CONFIG).exists():
+        return _peft_config(path)[0]
+    source = read_source(path)
+    if source.adapter is None:
+        raise BadInput(source.path, expected="LoRA adapters", found="the weights of a whole model")
+    return LoraConfig.model_validate(source.adapter.lora)
+
+
+def _peft_config(path: Path) -> tuple[LoraConfig, dict[str, Any]]:
+    where = path / ADAPTER_CONFIG
+    raw = parse_object(read_small(contained(path, ADAPTER_CONFIG), _MAX_CONFIG), where)
+    lora = LoraConfig.from_peft(raw, str(where))
+    lora.check_patterns(str(where))
+    return lora, raw
+
+
 def read_converted(path: Path, source: Source) -> Source:
     """What a conversion of ``source`` wrote, in whatever form."""
     if (path / ADAPTER_CONFIG).exists():
@@ -94,10 +114,7 @@ def check_same_base(trained: StoredAdapter, here: StoredAdapter, where: object) 
 
 
 def _peft_folder(path: Path, base: Source) -> Source:
-    where = path / ADAPTER_CONFIG
-    raw = parse_object(read_small(contained(path, ADAPTER_CONFIG), _MAX_CONFIG), where)
-    lora = LoraConfig.from_peft(raw, str(where))
-    lora.check_patterns(str(where))
+    lora, raw = _peft_config(path)
     named = raw.get("base_model_name_or_path")
     stored = StoredAdapter(lora=lora.model_dump(mode="json"), base=named if isinstance(named, str) else None)
     if not (file_path := contained(path, ADAPTER_MODEL)).exists():

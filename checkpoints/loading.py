@@ -20,9 +20,11 @@ def load_weights(
     """Fill the model's parameters, in place, from a Hugging Face folder or a checkpoint of any layout.
 
     The model may be cut, sharded by FSDP, a pipeline's stage. Weights are cast to the parameters' dtype;
-    padding becomes zero. Raises ``BadInput`` or ``BadCheckpoint`` for a source that is not of this model.
+    padding becomes zero. Raises ``BadInput`` or ``BadCheckpoint`` for a source that is not of this model, or
+    holds LoRA adapters, which would leave all else unfilled (see ``load_model``).
     """
     source = read_source(path)
+    check_whole(source)
     check_same_model(source, family, config)
     load_source(source, model, finite=finite)
 
@@ -64,6 +66,13 @@ def read_with_adapter(path: str | Path, adapter: str | Path | None = None) -> tu
             raise BadInput(source.path, "base", expected="the path of a model", found="none")
         adapter, source = source.path, read_source(source.adapter.base)
     return source, None if adapter is None else read_adapter(adapter, source)
+
+
+def check_whole(source: Source) -> None:
+    """Refuse LoRA adapters where the weights of a whole model are needed."""
+    if source.adapter is not None:
+        todo = f"`trilith merge-lora BASE {source.path} OUT` makes one; `load_model` loads both"
+        raise BadInput(source.path, expected="a whole model", found="LoRA adapters", todo=todo)
 
 
 def check_same_model(source: Source, family: Family, config: ModelConfig) -> None:

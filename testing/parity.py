@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..checkpoints import read_source
+from ..checkpoints import check_whole, read_source
 from ..parallel_state import BadInput, Layout
 from ..training.data_parallel import check_zero
 from .failures import RankError
@@ -44,6 +44,7 @@ class Comparison:
 def check(question: Question) -> None:
     """Refuse, before anything starts, a layout that cannot hold the model or a batch that cannot be cut."""
     source, layout = read_source(question.folder), question.layout
+    check_whole(source)
     check_zero(layout)
     source.family.declarations(source.model_config, layout, split=question.split)
     if question.length > source.model_config.max_position_embeddings:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..checkpoints import Source, StoredAdapter, load_source, read_adapter, stored_adapter
+from ..checkpoints import Source, StoredAdapter, load_source, read_adapter, read_lora, stored_adapter
 from ..models import AdaptedFamily, CausalLM, Family, LoraConfig, adapted
 from ..parallel_state import BadInput, ParallelState, initialize
 from .sections import LoraSection
@@ -16,25 +16,36 @@ def plan_adapters(lora: LoraSection, base: Source) -> tuple[AdaptedFamily, Store
     Raises ``BadInput`` for targets that the model does not have.
     """
     if lora.init_from is None:
-        wanted = LoraConfig.model_validate(lora.model_dump(exclude={"init_from"}))
-        family = adapted(base.family, wanted)
+        family = adapted(base.family, recipe_shape(lora))
         family.check(base.model_config, "recipe: lora")
     else:
-        family = _as_begun(lora, lora.init_from, base)
+        _check_alone(lora)
+        begun = read_adapter(lora.init_from, base).family
+        assert isinstance(begun, AdaptedFamily)
+        family = adapted(base.family, _with_dropout(lora, begun.lora))
     return family, stored_adapter(family, base)
 
 
-def _as_begun(lora: LoraSection, begun: str, base: Source) -> AdaptedFamily:
-    """The adapters of ``init_from``, with the dropout of the recipe if it says one."""
+def recipe_shape(lora: LoraSection) -> LoraConfig:
+    """What the recipe says of its adapters; where it names others to go on with, they say it."""
+    if lora.init_from is None:
+        return LoraConfig.model_validate(lora.model_dump(exclude={"init_from"}))
+    _check_alone(lora)
+    return _with_dropout(lora, read_lora(lora.init_from))
+
+
+def _check_alone(lora: LoraSection) -> None:
     said = sorted(lora.model_fields_set - {"init_from", "lora_dropout"})
     if said:
         expected = "nothing beside lora.init_from, which says it, but lora_dropout"
         raise BadInput("recipe", f"lora.{said[0]}", expected=expected, found=getattr(lora, said[0]))
-    family = read_adapter(begun, base).family
-    assert isinstance(family, AdaptedFamily)
+
+
+def _with_dropout(lora: LoraSection, begun: LoraConfig) -> LoraConfig:
+    """The adapters of ``init_from``, with the dropout of the recipe if it says one."""
     if "lora_dropout" not in lora.model_fields_set:
-        return family
-    return adapted(base.family, family.lora.model_copy(update={"lora_dropout": lora.lora_dropout}))
+        return begun
+    return begun.model_copy(update={"lora_dropout": lora.lora_dropout})
 
 
 def first_adapters(

@@ -16,6 +16,7 @@ from ..layers import Stage
 from ..models import AdaptedFamily, LoraConfig, adapted
 from ..parallel_state import BadInput, Declaration, ParallelState, declarations
 from ..planner import Change, Fit, MemoryPlan, Work, bubble, changes_that_fit, plan_memory, rank_parameters
+from .adapters import recipe_shape
 from .build import model_on_meta
 from .flops import TokenFlops
 from .precision import dtype_named
@@ -178,7 +179,14 @@ def plan_without_weights(recipe: Recipe) -> tuple[Plan, list[str]]:
     planned = plan(recipe.model_copy(update={"model": bare, "lora": None}))
     if recipe.lora is None:
         return planned, missing
-    family = adapted(planned.family, LoraConfig.model_validate(recipe.lora.model_dump(exclude={"init_from"})))
+    lora = LoraConfig()
+    if recipe.lora.init_from is None or Path(recipe.lora.init_from).exists():
+        lora = recipe_shape(recipe.lora)
+    else:
+        missing.append(
+            f"adapters: no {recipe.lora.init_from}: counted as r={lora.r} on {lora.target_modules}"
+        )
+    family = adapted(planned.family, lora)
     family.check(planned.config, "recipe: lora")
     return replace(planned, family=family), missing
 

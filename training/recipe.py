@@ -158,7 +158,7 @@ def parse_recipe(raw: dict[str, Any], where: str = "recipe") -> Recipe:
 
 def with_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
     """The recipe with ``section.key=value`` changes, checked again."""
-    raw = recipe.model_dump()
+    raw = recipe.model_dump(exclude_unset=True)  # what is said and what is default may differ in meaning
     for override in overrides:
         _apply(raw, override)
     return parse_recipe(raw)

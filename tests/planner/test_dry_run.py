@@ -158,6 +158,26 @@ def test_weights_of_another_model_than_the_recipe_states_are_refused(small: Path
         plan(with_overrides(recipe, changed))
 
 
+def test_adapters_to_go_on_with_say_what_they_are_without_the_weights(small: Path, tmp_path: Path) -> None:
+    """Also where changes are tried to make it fit; none of them may count as said of the adapters."""
+    shape = {"r": 64, "target_modules": ["q_proj"]}
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "lora_alpha": 8, **shape}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    absent = ["model.init_from=absent"]
+    stated = dry_run(
+        load_recipe(small, [*absent, "lora.r=64", 'lora.target_modules=["q_proj"]', "lora.lora_alpha=8"])
+    )
+    recipe = load_recipe(small, [*absent, f"lora.init_from={tmp_path}"])
+    room = int(0.9 * stated.rank.total)
+    found = dry_run(recipe, room=room)
+    assert found.rank.trained == stated.rank.trained > 0 and found.rank.total == stated.rank.total
+    assert found.fits and all(fit.total <= room for fit in found.fits)
+
+    unknown = dry_run(load_recipe(small, [*absent, f"lora.init_from={tmp_path / 'absent'}"]))
+    assert unknown.rank.trained == dry_run(load_recipe(small, [*absent, "lora.r=8"])).rank.trained
+    assert any("counted as r=8 on all-linear" in note for note in unknown.notes)
+
+
 def test_a_chunked_loss_is_refused_with_gpipe(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     overrides = ["memory.loss_chunk=64", "layout.schedule=gpipe"]
     assert run(["train", str(small), "--dry-run", *overrides]) == 2

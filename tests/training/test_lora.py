@@ -11,8 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-from trilith.checkpoints import convert, differences, load_model, read_adapter, read_source
+from trilith.checkpoints import convert, differences, load_model, load_weights, read_adapter, read_source
+from trilith.cli.app import run as trilith
 from trilith.layers import gather_logits
+from trilith.models import AdaptedFamily
 from trilith.parallel_state import BadInput, Box, ParallelState, initialize
 from trilith.parallel_state.engine import local_data
 from trilith.testing import RankError, run_parallel
@@ -262,3 +264,18 @@ def test_adapters_are_no_model_to_fine_tune(tmp_path: Path, base: Path, tokens: 
     for path in (tmp_path / "run", tmp_path / "adapter"):
         with pytest.raises(BadInput, match="LoRA adapters"):
             plan(parse_recipe(recipe(tmp_path / "full", path, tokens, lora=None)))
+
+
+def test_adapters_are_not_loaded_as_a_whole_model(
+    tmp_path: Path, base: Path, tokens: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All else of the model would be left as the memory was."""
+    run(recipe(tmp_path / "run", base, tokens, steps=1))
+    source = read_source(tmp_path / "run")
+    assert isinstance(source.family, AdaptedFamily)
+    for family in (source.family, source.family.base):
+        model = family.build(source.model_config, device="cpu")
+        with pytest.raises(BadInput, match="expected a whole model, found LoRA adapters"):
+            load_weights(tmp_path / "run", model, family, source.model_config)
+    assert trilith(["parity", str(tmp_path / "run")]) == 2
+    assert "expected a whole model, found LoRA adapters" in capsys.readouterr().err

@@ -118,6 +118,10 @@ def test_two_runs_with_one_seed_are_bitwise_equal_and_another_seed_is_not_D0(
     for name, seed in (("a", 3), ("b", 3), ("c", 4)):
         run(tiny_recipe(tmp_path / name, tokens, seed=seed, layout={"data": 2}, steps=2))
     assert losses(tmp_path / "a") == losses(tmp_path / "b") != losses(tmp_path / "c")
+    one, same, other = (tensors(tmp_path / name) for name in "abc")
+    assert one.keys() == same.keys()
+    assert all(torch.equal(one[name], same[name]) for name in one)
+    assert any(not torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.mark.parametrize(
