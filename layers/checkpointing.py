@@ -10,15 +10,16 @@ every      the input alone of every n-th block; the others keep everything
 full       the input alone of every block
 =========  ==========================================================================================
 
-Loss and gradients are bit for bit those without it: dropout draws the same masks again. Recomputed
+Loss and gradients are bit for bit those without it: dropout draws the same masks again, also after an
+attention that is kept and had drawn its own. Recomputed
 collectives come in the same order on all ranks of a group, since these hold parts of one block. Sources: Chen
 et al. 2016; Korthikanti et al. 2022, section 5.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any, Literal
 
@@ -32,6 +33,7 @@ from torch.utils.checkpoint import (
 )
 
 from ..parallel_state import BadInput
+from ..parallel_state.engine import TorchDispatchMode
 
 Checkpointing = Literal["none", "selective", "every", "full"]
 
@@ -72,15 +74,73 @@ def _forgetful(forward: Callable[..., Any], *, selective: bool) -> Callable[...,
             return forward(x, *more, **named)
         if not selective:
             return checkpoint(forward, x, *more, use_reentrant=False, **named)
-        contexts = partial(_contexts, hidden_size=x.shape[-1])
+        contexts = partial(_contexts, hidden_size=x.shape[-1], device=x.device)
         return checkpoint(forward, x, *more, use_reentrant=False, context_fn=contexts, **named)
 
     return again
 
 
-def _contexts(hidden_size: int) -> _Contexts:
-    contexts: _Contexts = create_selective_checkpoint_contexts(partial(_policy, hidden_size=hidden_size))
-    return contexts
+def _contexts(hidden_size: int, device: torch.device) -> _Contexts:
+    forward, again = create_selective_checkpoint_contexts(partial(_policy, hidden_size=hidden_size))
+    left: list[list[Tensor]] = []
+    generators = _generators(device)
+    return _Both(forward, _Note(left, generators)), _Both(again, _Repeat(left, generators))
+
+
+class _Both(AbstractContextManager[None]):
+    """Both of them, ``inner`` within ``outer``."""
+
+    def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> None:
+        self._both = (outer, inner)
+        self._open = ExitStack()
+
+    def __enter__(self) -> None:
+        for one in self._both:
+            self._open.enter_context(one)
+
+    def __exit__(self, *raised: Any) -> None:
+        self._open.__exit__(*raised)
+
+
+class _Note(TorchDispatchMode):
+    """Notes where each attention leaves the random generators.
+
+    On a GPU attention with dropout is one operator, and draws. Recomputation takes its kept output and does
+    not run it: the generators would stay behind, and every later mask of the block would be another.
+    """
+
+    def __init__(self, left: list[list[Tensor]], generators: Sequence[torch.Generator]) -> None:
+        super().__init__()
+        self._left, self._generators = left, generators
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if _is_attention(_name(func)):
+            self._left.append([generator.get_state() for generator in self._generators])
+        return out
+
+
+class _Repeat(TorchDispatchMode):
+    """Moves the generators, after each attention that is not run again, to where it had left them."""
+
+    def __init__(self, left: list[list[Tensor]], generators: Sequence[torch.Generator]) -> None:
+        super().__init__()
+        self._left, self._generators = iter(left), generators
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if _is_attention(_name(func)):
+            for generator, state in zip(self._generators, next(self._left), strict=True):
+                generator.set_state(state)
+        return out
+
+
+def _generators(device: torch.device) -> list[torch.Generator]:
+    """The host's, and the device's own if it has one: these themselves need no operator and no wait."""
+    if device.type != "cuda":
+        return [torch.default_generator]
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return [torch.default_generator, torch.cuda.default_generators[index]]
 
 
 def _policy(
@@ -92,11 +152,19 @@ def _policy(
     the product is only a part, and it is the sum that is kept (a piece of it under sequence parallelism); on
     one device the feed-forward's last product joins the residual stream, and nothing needs it again.
     """
-    name: str = op.name() if hasattr(op, "name") and callable(op.name) else str(op)
+    name = _name(op)
     if name in ("aten::mm", "aten::addmm"):
         inner: int = arguments[-2].shape[-1]
         return _KEEP if inner == hidden_size else _AGAIN
-    return _KEEP if name in _SUMS or "attention" in name or "attn" in name else _AGAIN
+    return _KEEP if name in _SUMS or _is_attention(name) else _AGAIN
+
+
+def _name(op: Any) -> str:
+    return str(op.name()) if hasattr(op, "name") and callable(op.name) else str(op)
+
+
+def _is_attention(name: str) -> bool:
+    return "attention" in name or "attn" in name
 
 
 _KEEP, _AGAIN = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 #: What we use of torch beyond its public names: (module, attribute) pairs that ``self_check`` looks for.
 PRIVATE = (
@@ -21,6 +22,7 @@ PRIVATE = (
     ("torch.ops._c10d_functional", "reduce_scatter_tensor"),
     ("torch.ops._c10d_functional", "wait_tensor"),
     ("torch.distributed.tensor.DTensor", "_local_tensor"),
+    ("torch.utils._python_dispatch", "TorchDispatchMode"),
 )
 
 

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from trilith.layers import Checkpointing, checkpoint_blocks
 from trilith.models import family_of
@@ -90,6 +91,44 @@ def test_each_keeps_fewer_bytes_alive_than_the_one_before() -> None:
     per_block = (none - full) / 4
     assert none - every == pytest.approx(2 * per_block)
     assert (none - selective) / 4 > 0.4 * per_block
+
+
+@torch.library.custom_op("trilith_tests::drawing_attention", mutates_args=())
+def drawing_attention(x: Tensor) -> Tensor:
+    """Stands for a GPU's fused attention with dropout: one operator, which draws its mask."""
+    return x * (torch.rand_like(x) > 0.5)
+
+
+drawing_attention.register_autograd(lambda ctx, grad: grad)
+
+
+class DrawingBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = x + F.dropout(self.second(drawing_attention(self.first(x))), 0.5)
+        return x + F.dropout(self.first(x).tanh(), 0.5)
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_dropout_after_an_attention_that_draws_has_the_same_masks_again(mode: Checkpointing) -> None:
+    def found(mode: Checkpointing) -> list[Tensor]:
+        torch.manual_seed(0)
+        blocks = [DrawingBlock(), DrawingBlock()]
+        checkpoint_blocks(enumerate(blocks), mode)
+        y = x = torch.randn(4, 8, requires_grad=True)
+        for block in blocks:
+            y = block(y)
+        y.square().sum().backward()
+        after = torch.rand(3)
+        inputs = [x, *(p for block in blocks for p in block.parameters())]
+        return [y, after, *(one.grad for one in inputs if one.grad is not None)]
+
+    for one, other in zip(found("none"), found(mode), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_names_stay_and_evaluation_runs_once() -> None:
