@@ -23,9 +23,8 @@ class CausalLM(nn.Module):
     gives hidden states, or on the last stage logits (B, S, padded vocabulary / tensor). ``positions`` (B, S),
     alike on every stage: where they restart at 0 a new document starts, and no token sees another document's.
     ``None``: each row is one document, 0 to S - 1. With ``head_in_loss`` the last stage gives normalised
-    hidden states where gradients are wanted, and the loss takes ``head_weight``. With a ``cache`` the tokens
-    follow those that it holds, their positions must be given, and the logits are the last token's alone:
-    (B, 1, padded / tensor).
+    hidden states, and the loss takes ``head_weight``. With a ``cache`` the tokens follow those that it holds,
+    their positions must be given, and the logits are the last token's alone: (B, 1, padded / tensor).
     """
 
     config: ModelConfig
@@ -43,9 +42,13 @@ class CausalLM(nn.Module):
         raise AssertionError("each family has its own")
 
     def finish(self, x_BSD: Tensor) -> Tensor:
-        """From the last block to the logits, or in training as far as ``head_in_loss`` wants it."""
+        """From the last block to the logits, or as far as ``head_in_loss`` wants it."""
         x_BSD = self.norm(x_BSD)
-        if self.head_in_loss and torch.is_grad_enabled():
+        if self.head_in_loss:
+            if torch.is_grad_enabled() and not x_BSD.requires_grad:
+                # Nothing before the head is trained. FSDP waits for a gradient of what the model gives, and
+                # without one would never sum the head's over the data ranks.
+                x_BSD = x_BSD.detach().requires_grad_()
             return x_BSD
         logits: Tensor = self.embed.project(x_BSD) if self.config.tie_word_embeddings else self.head(x_BSD)
         return logits

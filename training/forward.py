@@ -14,7 +14,7 @@ from .batch import Batch
 
 
 class ForwardOnly:
-    """``forward(batch, each=...)`` computes logits as a training step would, and no gradient.
+    """``forward(batch, each=...)`` computes what the loss takes, as a training step would, and no gradient.
 
     Not through torch's schedules: those fix the number of micro-batches and set themselves up anew where
     training follows. ``micro_batch`` is in samples; ``dtype`` is that of the activations. The model has been
@@ -27,9 +27,9 @@ class ForwardOnly:
 
     @torch.no_grad()
     def __call__(
-        self, batch: Batch, *, each: Callable[[Tensor, Tensor], None] = lambda logits, labels: None
+        self, batch: Batch, *, each: Callable[[Tensor, Tensor], None] = lambda given, labels: None
     ) -> None:
-        """The samples of this data rank. On the last stage ``each(logits, labels)`` is called for each
+        """The samples of this data rank. On the last stage ``each(given, labels)`` is called for each
         micro-batch, with what ``CausalLM`` gives.
         """
         for part in batch.split(self.micro_batch):

@@ -86,10 +86,10 @@ class TrainStep:
     def total_loss(self, given: Tensor, labels: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
         """The sum over a micro-batch's valid tokens, the same on the ranks of a tensor group.
 
-        ``given``: logits, or with ``head_in_loss``, where gradients are wanted, the hidden states.
+        ``given``: logits, or with ``head_in_loss`` the hidden states of the last stage.
         """
         size, state = self.model.config.vocab_size, self.state
-        if self.model.head_in_loss and torch.is_grad_enabled():
+        if self.model.head_in_loss:
             return chunked_cross_entropy(
                 given,
                 self.model.head_weight,

@@ -1,0 +1,90 @@
+"""Whole runs under a chunked loss: an output layer trained alone; evaluation that makes no whole logits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from trilith.checkpoints import read_source
+from trilith.parallel_state import Box, ParallelState
+from trilith.testing import LiveBytes, run_parallel
+from trilith.testing.runs import TINY_LLAMA, run_recipe, tiny_recipe, write_tokens
+from trilith.training.build import build
+from trilith.training.evaluation import Evaluator, open_held_out
+from trilith.training.forward import ForwardOnly
+from trilith.training.metrics import StepMetrics
+from trilith.training.recipe import parse_recipe
+from trilith.training.run_plan import plan
+
+UNTIED = {**TINY_LLAMA, "tie_word_embeddings": False}
+HEAD_ALONE = [{"match": "^(lm_)?head", "lr_scale": 1.0}, {"match": ".", "freeze": True}]
+ONE: dict[str, Any] = {}
+ZERO = {"data": 2, "zero": 3}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("chunked")
+    write_tokens(folder / "tokens")
+    return folder
+
+
+def head_alone(
+    place: Path, name: str, layout: dict[str, Any], chunk: int
+) -> tuple[list[StepMetrics], Tensor]:
+    """The steps of a run that trains the output layer alone, and that layer in the end."""
+    optimizer = {"lr": 1e-2, "warmup": 0, "clip": 0.0, "groups": HEAD_ALONE}
+    raw = tiny_recipe(place / name, place / "tokens", steps=3, optimizer=optimizer)
+    raw |= {"layout": layout, "memory": {"loss_chunk": chunk}, "model": {"config": UNTIED}}
+    (steps, *_) = run_parallel(run_recipe, 2 if layout else 1, raw)
+    source = read_source(place / name)
+    whole = source.catalog["head.weight"]
+    return steps, source.read("head.weight", Box.whole(whole.shape), source.tie())
+
+
+def test_an_output_layer_trained_alone_is_summed_over_the_data_ranks(place: Path) -> None:
+    expected, weight = head_alone(place, "whole", ONE, 0)
+    for name, layout in (("one", ONE), ("zero", ZERO)):
+        steps, found = head_alone(place, name, layout, 5)
+        for step, other in zip(steps, expected, strict=True):
+            assert step.loss == pytest.approx(other.loss, rel=1e-10)
+            assert step.grad_norm == pytest.approx(other.grad_norm, rel=1e-10)
+        assert float((found - weight).abs().max()) <= 1e-10 * float(weight.abs().max())
+
+
+WIDE = {**UNTIED, "vocab_size": 512}
+
+
+def evaluated(raw: dict[str, Any]) -> tuple[float, int]:
+    """The loss on held-out tokens of made-up weights, and the bytes alive at the worst moment."""
+    recipe = parse_recipe(raw)
+    state = ParallelState.start(recipe.layout.layout)
+    parts = build(recipe, plan(recipe), state)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in parts.model.parameters():
+            parameter.normal_(0.0, 0.1)
+    forward = ForwardOnly(parts.model, micro_batch=recipe.data.micro_batch, dtype=torch.float64)
+    held_out = open_held_out(recipe, WIDE["vocab_size"])
+    assert held_out is not None
+    with LiveBytes() as memory:
+        loss = Evaluator(forward, parts.step, held_out)()
+    return loss, memory.peak
+
+
+@pytest.mark.parametrize("layout", [ONE, ZERO], ids=str)
+def test_evaluation_makes_a_chunk_of_logits_at_a_time(place: Path, layout: dict[str, Any]) -> None:
+    raw = tiny_recipe(place / "none", place / "tokens", data={"sequence_length": 64, "micro_batch": 4})
+    raw |= {"layout": layout, "model": {"config": WIDE}}
+    raw["evaluation"] = {"tokens": str(place / "tokens"), "samples": 7}
+    world = 2 if layout else 1
+    whole, chunked = (
+        run_parallel(evaluated, world, raw | {"memory": {"loss_chunk": chunk}})[0] for chunk in (0, 6)
+    )
+    assert chunked[0] == pytest.approx(whole[0], rel=1e-12)
+    logits = 4 * 64 * 512 * 8
+    assert whole[1] > logits
+    assert chunked[1] < whole[1] - 0.8 * logits
