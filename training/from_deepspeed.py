@@ -20,12 +20,18 @@ _DTYPES = {
     "float32": "float32",
 }
 
+#: The learning rate of DeepSpeed's Adam, and of its WarmupLR and WarmupDecayLR, where the file says none.
+_LR = 1e-3
 #: Sections and keys that say how DeepSpeed does its work, not what is computed: nothing is lost.
 _ENGINE = "how DeepSpeed does it; torch's FSDP2 and pipelining have no such setting"
 #: What is computed otherwise, or not at all.
 _OTHER = "there is nothing of this kind here"
 _KNOWN = {
     "zero_optimization": _ENGINE,
+    "zero_optimization.offload_optimizer.ratio": "all of it is offloaded",
+    "bf16": _ENGINE,
+    "torch_autocast": _ENGINE,
+    "tensorboard": "event files are in the run's folder",
     "wall_clock_breakdown": "every step's seconds are in metrics.jsonl",
     "flops_profiler": "every step's tokens a second are in metrics.jsonl",
     "comms_logger": _ENGINE,
@@ -59,12 +65,10 @@ def from_deepspeed(
     found.blank("model.init_from", "a Hugging Face folder, or model.config to start from scratch")
     found.blank("data.tokens", "what `trilith tokenize` wrote")
     found.blank("data.sequence_length", "tokens a row")
-    sections = [
-        _precision(given, found),
-        *_layout(given, found, ranks),
-        *_optimizer(given, found),
-        *_memory(given, found),
-    ]
+    _precision(given, found)
+    _layout(given, found, ranks)
+    _optimizer(given, found)
+    _memory(given, found)
     if (every := given.whole("steps_per_print", least=1)) is not None:
         found.set("log_every", every)
     _reduction(given, found)
@@ -76,11 +80,10 @@ def from_deepspeed(
             expected="a DeepSpeed configuration",
             found=f"keys {', '.join(list(given.raw)[:5]) or '(none)'}",
         )
-    for one in (given, *sections):
-        for key, value in one.left():
-            found.miss(key, value, _KNOWN.get(key, _KNOWN.get(key.split(".")[0], _OTHER)))
-        for key in one.unsaid:
-            found.miss(key, "auto", "Hugging Face's Trainer fills it in: translate its training_args.json")
+    for key, value in given.left():
+        found.miss(key, value, _KNOWN.get(key, _KNOWN.get(key.split(".")[0], _OTHER)))
+    for key in given.unsaid():
+        found.miss(key, "auto", "Hugging Face's Trainer fills it in: translate its training_args.json")
     found.check()
     return found
 
@@ -99,7 +102,7 @@ _NAMES = {
 }
 
 
-def _precision(given: Given, found: Translation) -> Given:
+def _precision(given: Given, found: Translation) -> None:
     half, brain = given.section("fp16"), given.section("bf16")
     if half.flag("enabled") and brain.flag("enabled"):
         raise given.bad("fp16.enabled", "fp16 or bf16", "both")
@@ -112,9 +115,6 @@ def _precision(given: Given, found: Translation) -> Given:
     elif cast.flag("enabled"):
         name = str(cast.text("dtype")).removeprefix("torch.")
         found.set("compute", _DTYPES.get(name, "bfloat16"), "weights and moments stay in float32")
-    for key, value in [*brain.left(), *cast.left()]:
-        found.miss(key, value, _ENGINE)
-    return half
 
 
 def _loss_scale(half: Given, found: Translation) -> None:
@@ -137,7 +137,7 @@ def _loss_scale(half: Given, found: Translation) -> None:
         found.miss(half.path("hysteresis"), patience, "the scale halves at the first overflow")
 
 
-def _layout(given: Given, found: Translation, ranks: int | None) -> list[Given]:
+def _layout(given: Given, found: Translation, ranks: int | None) -> None:
     tensor, pipeline = given.section("tensor_parallel"), given.section("pipeline")
     t = tensor.whole("autotp_size", least=1) or tensor.section("tp").whole("tp_size", least=1) or 1
     p = pipeline.value("stages")
@@ -170,10 +170,9 @@ def _layout(given: Given, found: Translation, ranks: int | None) -> list[Given]:
     for key, value in (("tensor", t), ("pipeline", p), ("data", data)):
         if value > 1 or key == "data":
             found.set(f"layout.{key}", value)
-    return [tensor, pipeline]
 
 
-def _optimizer(given: Given, found: Translation) -> list[Given]:
+def _optimizer(given: Given, found: Translation) -> None:
     section = given.section("optimizer")
     kind, params = section.text("type"), section.section("params")
     if kind is not None and kind.lower().replace("_", "") not in _ADAMS:
@@ -182,6 +181,8 @@ def _optimizer(given: Given, found: Translation) -> list[Given]:
         found.miss("optimizer", None, "made in the program, so the file does not say it: AdamW's defaults")
     if (rate := params.number("lr")) is not None:
         found.set("optimizer.lr", rate)
+    elif params.raw.get("lr") != "auto":
+        found.set("optimizer.lr", _LR, "DeepSpeed's and torch's where none is said")
     betas = params.value("betas")
     found.set("optimizer.betas", betas if betas is not None else [0.9, 0.999])
     found.set("optimizer.eps", params.number("eps", 1e-8))
@@ -193,42 +194,55 @@ def _optimizer(given: Given, found: Translation) -> list[Given]:
         if not (ignored == "bias_correction" and params.raw.get(ignored) is False):
             params.value(ignored)
     found.set("optimizer.clip", given.number("gradient_clipping", 0.0))
-    return [section, params, *_schedule(given, found)]
+    _schedule(given, found, rate)
 
 
-def _schedule(given: Given, found: Translation) -> list[Given]:
+def _schedule(given: Given, found: Translation, rate: float | None) -> None:
+    """``rate``: the optimizer's, over which WarmupLR and WarmupDecayLR write their own."""
     section = given.section("scheduler")
     kind, params = section.text("type"), section.section("params")
     found.set("optimizer.schedule", "constant")
     known = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
     if kind is None:
-        return [section, params]
+        return
     if kind not in known:
         found.miss(
             "scheduler.type", kind, f"one of {', '.join(known)} has a counterpart; the rate is constant"
         )
-        return [section]
+        return
     found.set("optimizer.schedule", known[kind])
-    if (peak := params.number("warmup_max_lr")) is not None:
-        found.set("optimizer.lr", peak)
+    if kind != "WarmupCosineLR":
+        _peak(params, found, kind, rate)
     if params.number("warmup_min_lr", 0.0):
         found.miss(
             "scheduler.params.warmup_min_lr", params.value("warmup_min_lr"), "the warm-up begins near 0"
         )
     if (warmup := params.whole("warmup_num_steps", 1000)) is not None:
         found.set("optimizer.warmup", warmup)
-    if kind != "WarmupCosineLR" and (params.text("warmup_type") or "log") == "log":
-        found.miss("scheduler.params.warmup_type", "log", "the warm-up is a straight line")
+    if (shape := params.text("warmup_type") or "log") != "linear":
+        found.miss("scheduler.params.warmup_type", shape, "the warm-up is a straight line")
     if (total := params.whole("total_num_steps", least=1)) is not None:
         found.set("steps", total)
     least = (params.number("cos_min_ratio", 1e-4) or 0.0) if kind == "WarmupCosineLR" else 0.0
     if kind == "WarmupCosineLR" and params.number("warmup_min_ratio", 0.0):
         found.miss("scheduler.params.warmup_min_ratio", params.value("warmup_min_ratio"), "it begins near 0")
     found.set("optimizer.minimum_ratio", least)
-    return [section, params]
 
 
-def _memory(given: Given, found: Translation) -> list[Given]:
+def _peak(params: Given, found: Translation, kind: str, rate: float | None) -> None:
+    peak = params.number("warmup_max_lr")
+    if peak is None and params.raw.get("warmup_max_lr") == "auto":
+        return
+    said = (
+        "the scheduler's warmup_max_lr" if peak is not None else f"{kind}'s where warmup_max_lr is not said"
+    )
+    peak = _LR if peak is None else peak
+    found.set("optimizer.lr", peak, said)
+    if rate is not None and rate != peak:
+        found.miss("optimizer.params.lr", rate, f"{kind} writes over it: {peak:g}")
+
+
+def _memory(given: Given, found: Translation) -> None:
     zero = given.section("zero_optimization")
     stage = zero.whole("stage", 0)
     if stage not in (0, 1, 2, 3):
@@ -251,8 +265,7 @@ def _memory(given: Given, found: Translation) -> list[Given]:
         found.set("layout.data_replicate", data // shard, f"MiCS: replicas of {shard} shards each")
     if "activation_checkpointing" in given.raw:
         found.set("memory.checkpointing", "full", "the section says how; that it is done, the model's code")
-    checkpointing = given.section("activation_checkpointing")
-    return [zero, checkpointing]
+    given.section("activation_checkpointing")  # its keys are listed
 
 
 def _reduction(given: Given, found: Translation) -> None:
@@ -264,6 +277,8 @@ def _reduction(given: Given, found: Translation) -> None:
         if value is not None:
             if value not in _DTYPES:
                 raise given.bad(key, f"one of {', '.join(_DTYPES)}", value)
+            if found.values.get("reduce", _DTYPES[value]) != _DTYPES[value]:
+                found.miss("communication_data_type", found.values["reduce"], "data_types counts here")
             found.set("reduce", _DTYPES[value])
     if given.flag("fp32_allreduce"):
         found.set("reduce", "float32")

@@ -9,7 +9,8 @@ from typing import Any
 
 from ..parallel_state import BadInput
 from .deepspeed_autos import deepspeed_file, fill_in
-from .translation import Given, Translation, is_off
+from .from_fsdp import fsdp
+from .translation import Given, Translation
 
 _OTHER = "there is nothing of this kind here"
 #: Keys that say nothing about what is trained, or what is so here anyway.
@@ -51,10 +52,16 @@ _SCHEDULES = {
     "constant_with_warmup": "constant",
     "inverse_sqrt": "inverse_sqrt",
     "cosine_with_min_lr": "cosine",
+    "cosine_warmup_with_min_lr": "cosine",
     "polynomial": "linear",
     "warmup_stable_decay": "wsd",
 }
-_FSDP = {"full_shard": 3, "hybrid_shard": 3, "shard_grad_op": 2, "hybrid_shard_zero2": 2, "no_shard": 0}
+#: Why keys of a section are left, where there is a better reason.
+_KNOWN = {
+    "fsdp_config": "each block is wrapped, and FSDP2 is used, as torch has it",
+    "gradient_checkpointing_kwargs": "full checkpointing has no settings",
+    "activation_checkpointing_kwargs": "full checkpointing has no settings",
+}
 
 
 def from_trainer(raw: Mapping[str, Any], where: str, *, ranks: int | None = None) -> Translation:
@@ -88,24 +95,35 @@ def from_trainer(raw: Mapping[str, Any], where: str, *, ranks: int | None = None
         found.set("data.sequence_length", length)
     else:
         found.blank("data.sequence_length", "tokens a row")
+    _rows(given, found)
     _batch(given, found, ranks or 1)
     steps = _steps(given, found)
     _precision(given, found)
-    _optimizer(given, found)
+    _optimizer(given, found, theirs)
     _schedule(given, found, steps, theirs.get("scheduler") or {})
-    _fsdp(given, found, ranks or 1)
+    fsdp(given, found, ranks or 1)
     if given.flag("gradient_checkpointing") or given.flag("activation_checkpointing"):
         found.set("memory.checkpointing", "full")
     for key in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):
-        given.value(key)
+        given.section(key).value("use_reentrant")  # the same numbers either way
     _saving(given, found, steps)
     _watching(given, found)
     defaults = _defaults()
     for key, value in given.left():
         if key not in _MEANINGLESS and not (key in defaults and defaults[key] == value):
-            found.miss(key, value, _OTHER)
+            found.miss(key, value, _KNOWN.get(key.split(".")[0], _OTHER))
     found.check()
     return found
+
+
+def _rows(given: Given, found: Translation) -> None:
+    """TRL's: how conversations become rows."""
+    packing = given.value("packing")
+    if packing is not None:
+        what = "packed" if packing else "single"
+        found.set("data.samples", what, "of conversations: `trilith tokenize --chat` makes the tokens")
+    if given.flag("assistant_only_loss"):
+        found.miss("assistant_only_loss", True, "`trilith tokenize --chat` says it: only these are learnt")
 
 
 def _batch(given: Given, found: Translation, ranks: int) -> None:
@@ -143,11 +161,17 @@ def _precision(given: Given, found: Translation) -> None:
         found.set("compute", "float16" if half else "bfloat16", "weights and moments stay in float32")
 
 
-def _optimizer(given: Given, found: Translation) -> None:
+def _optimizer(given: Given, found: Translation, theirs: Mapping[str, Any]) -> None:
+    """``theirs``: DeepSpeed's configuration, whose scheduler and optimizer, if it has them, say the rate."""
+    rate = given.number("learning_rate", 5e-5)
+    peaked = (theirs.get("scheduler") or {}).get("type") in ("WarmupLR", "WarmupDecayLR")
+    if not (peaked or theirs.get("optimizer")):
+        found.set("optimizer.lr", rate)
+    elif found.values.get("optimizer.lr") != rate:
+        found.miss("learning_rate", rate, "DeepSpeed's file says another, which counts")
     kind = given.text("optim") or "adamw_torch"
     if not (kind.startswith("adamw_") and "bit" not in kind and "bnb" not in kind and "paged" not in kind):
         found.miss("optim", kind, "AdamW is the only optimizer here")
-    found.set("optimizer.lr", given.number("learning_rate", 5e-5))
     found.set("optimizer.betas", [given.number("adam_beta1", 0.9), given.number("adam_beta2", 0.999)])
     found.set("optimizer.eps", given.number("adam_epsilon", 1e-8))
     found.set("optimizer.weight_decay", given.number("weight_decay", 0.0))
@@ -171,7 +195,7 @@ def _schedule(given: Given, found: Translation, steps: int | None, theirs: Mappi
         "optimizer.schedule", _SCHEDULES.get(kind, "cosine" if kind.startswith("cosine") else "constant")
     )
     rate, least = found.values["optimizer.lr"] or 1.0, 0.0
-    if kind == "cosine_with_min_lr":
+    if kind in ("cosine_with_min_lr", "cosine_warmup_with_min_lr"):
         least = more.number("min_lr_rate") or (more.number("min_lr", 0.0) or 0.0) / rate
     elif kind == "polynomial":
         least = (more.number("lr_end", 1e-7) or 0.0) / rate
@@ -182,12 +206,9 @@ def _schedule(given: Given, found: Translation, steps: int | None, theirs: Mappi
         if (decay := more.whole("num_decay_steps", least=1)) is not None:
             found.set("optimizer.decay", decay)
         found.set("optimizer.decay_shape", more.text("decay_type") or "cosine")
-        more.value("num_stable_steps")
         if (shape := more.text("warmup_type") or "linear") != "linear":
             found.miss("lr_scheduler_kwargs.warmup_type", shape, "the warm-up is a straight line")
     found.set("optimizer.minimum_ratio", least)
-    for key, value in more.left():
-        found.miss(key, value, _OTHER)
     _warmup(given, found, steps, kind)
 
 
@@ -205,28 +226,6 @@ def _warmup(given: Given, found: Translation, steps: int | None, kind: str) -> N
     else:
         found.set("optimizer.warmup", 0)
         found.miss("warmup_ratio", share, "a share of steps that the file does not say; set optimizer.warmup")
-
-
-def _fsdp(given: Given, found: Translation, ranks: int) -> None:
-    value, section = given.value("fsdp"), given.section("fsdp_config")
-    if not value:
-        return
-    words = value if isinstance(value, list) else ["full_shard"] if value is True else str(value).split()
-    for word in map(str, words):
-        if word in _FSDP:
-            found.set("layout.zero", _FSDP[word])
-        elif word == "offload":
-            found.set("memory.offload", True)
-        elif word not in ("auto_wrap", "no_wrap"):
-            raise given.bad("fsdp", f"words out of {', '.join(_FSDP)}, offload, auto_wrap", value)
-        if word.startswith("hybrid") and ranks > 1:
-            found.miss("fsdp", word, "set layout.data_replicate to the number of hosts")
-    if section.flag("activation_checkpointing"):
-        found.set("memory.checkpointing", "full")
-    wraps = ("transformer_layer_cls_to_wrap", "fsdp_transformer_layer_cls_to_wrap", "min_num_params")
-    for key, one in section.left():
-        if key.rpartition(".")[2] not in wraps and not is_off(one):
-            found.miss(key, one, "each block is wrapped, and FSDP2 is used, as torch has it")
 
 
 def _saving(given: Given, found: Translation, steps: int | None) -> None:

@@ -80,17 +80,18 @@ class Translation:
 
 
 class Given:
-    """A JSON object that is read key by key; what nobody asked for is left and can be listed.
+    """A JSON object that is read key by key; what nobody asked for, here or in its sections, can be listed.
 
-    ``autos`` says what the string "auto" stands for, by dotted key; other autos are noted in ``unsaid``.
+    ``autos`` says what the string "auto" stands for, by dotted key; ``unsaid`` lists the other autos.
     """
 
     def __init__(
         self, raw: Mapping[str, Any], where: str, prefix: str = "", autos: Mapping[str, Any] | None = None
     ) -> None:
         self.raw, self.where, self.prefix, self.autos = raw, where, prefix, autos or {}
-        self.unsaid: list[str] = []
+        self._unsaid: list[str] = []
         self._asked: set[str] = set()
+        self._sections: dict[str, Given] = {}
 
     def path(self, key: str) -> str:
         return f"{self.prefix}.{key}" if self.prefix else key
@@ -102,7 +103,7 @@ class Given:
         if value != "auto":
             return value
         if self.path(key) not in self.autos:
-            self.unsaid.append(self.path(key))
+            self._unsaid.append(self.path(key))
         return self.autos.get(self.path(key))
 
     def number(self, key: str, default: float | None = None, *, least: float = 0.0) -> float | None:
@@ -142,13 +143,32 @@ class Given:
         value = self.raw.get(key)
         if value is not None and not isinstance(value, dict):
             raise self.bad(key, "an object", value)
-        return Given(value or {}, self.where, self.path(key), self.autos)
+        if key not in self._sections:
+            self._sections[key] = Given(value or {}, self.where, self.path(key), self.autos)
+        return self._sections[key]
 
     def left(self) -> Iterator[tuple[str, Any]]:
         """Keys that nobody asked for, with their values; what is off, empty or automatic says nothing."""
         for key, value in self.raw.items():
-            if key not in self._asked and not is_off(value) and value != "auto":
+            if key in self._sections:
+                if not self._sections[key].off:
+                    yield from self._sections[key].left()
+            elif key not in self._asked and not is_off(value) and value != "auto":
                 yield self.path(key), value
+
+    def unsaid(self) -> Iterator[str]:
+        """Keys that were asked for and are an "auto" that stands for nothing known."""
+        yield from self._unsaid
+        for section in self._sections.values():
+            yield from section.unsaid()
+
+    @property
+    def off(self) -> bool:
+        """Whether the whole object asks for nothing."""
+        enabled = self.raw.get("enabled")
+        if enabled == "auto":
+            enabled = self.autos.get(self.path("enabled"))
+        return enabled is False or is_off(self.raw)
 
     def bad(self, key: str, expected: str, found: Any) -> BadInput:
         return BadInput(self.where, self.path(key), expected=expected, found=_short(found))

@@ -139,6 +139,7 @@ def test_zero3_with_offload_and_fp16(tmp_path: Path) -> None:
         "activation_checkpointing.partition_activations",
         "fp16.hysteresis",
         "progressive_layer_drop",
+        "zero_optimization.offload_optimizer.pin_memory",
         "zero_optimization.overlap_comm",
         "zero_optimization.reduce_bucket_size",
         "zero_optimization.stage3_gather_16bit_weights_on_model_save",
