@@ -33,7 +33,7 @@ def parity(
     relative to its largest number, and names the first that differs: where an error begins. Loads the model
     once for each. Exit code 1 if anything differs by more than the tolerance.
     """
-    from ..parallel_state import Layout
+    from ..parallel_state import BadInput, Layout
     from ..testing.observation import Question
     from ..testing.parity import TOLERANCES
     from ..testing.parity import parity as compare
@@ -49,7 +49,11 @@ def parity(
         length=length,
         seed=seed,
     )
-    assert question.dtype in TOLERANCES
+    if question.dtype not in TOLERANCES:
+        known = ", ".join(str(one).removeprefix("torch.") for one in TOLERANCES)
+        raise BadInput("parity", "--dtype", expected=f"one of {known}", found=dtype)
+    if tolerance is not None and not 0 <= tolerance < float("inf"):
+        raise BadInput("parity", "--tolerance", expected="a number from 0", found=tolerance)
     console = plain_console(soft_wrap=True)
     with console.status("checking") as status:
         found = compare(question, tolerance=tolerance, say=lambda text: status.update(f"running: {text}"))

@@ -41,15 +41,18 @@ def recipe(
     from ..training.from_trainer import from_trainer
     from ..training.translation import read_object
 
+    if out is not None:
+        if out.exists():
+            raise BadInput(
+                out, expected="a new file", found="one that exists", todo="Remove it or choose another"
+            )
+        if not out.parent.is_dir():
+            raise BadInput(out, expected="a file in a folder that exists", found=f"no folder {out.parent}")
     translate = from_deepspeed if origin is Origin.deepspeed else from_trainer
     found = translate(read_object(file), str(file), ranks=ranks)
     if out is None:
         typer.echo(found.toml(), nl=False)
     else:
-        if out.exists():
-            raise BadInput(
-                out, expected="a new file", found="one that exists", todo="Remove it or choose another"
-            )
         out.write_text(found.toml(), encoding="utf-8")
     for line in found.missed:
         typer.echo(f"not mapped: {line}", err=True)

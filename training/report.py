@@ -9,6 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from ..parallel_state import BadInput
 from .chart import Chart, Series, shown
 from .html_table import folded, table
 from .report_style import STYLE
@@ -43,7 +44,15 @@ _MOST_ROWS = 1000
 
 
 def write_report(folders: Sequence[Path], out: Path) -> None:
-    """Read the runs' folders and write the page. ``BadInput`` for a folder in which no run has written."""
+    """Read the runs' folders and write the page.
+
+    ``BadInput`` for a folder in which no run has written, or an ``out`` that cannot be a file.
+    """
+    if out.is_dir():
+        raise BadInput(out, expected="a file to write", found="a folder", todo=f"Say {out / 'report.html'}")
+    above = next(one for one in out.absolute().parents if one.exists())
+    if not above.is_dir():
+        raise BadInput(out, expected="a file in a folder", found=f"{above}, which is a file")
     page = make_report([read_run(folder) for folder in folders])
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(page, encoding="utf-8")

@@ -163,3 +163,40 @@ def test_options_that_go_with_another_are_refused_without_it(
     ]
     assert run(tokenize) == 2
     assert "--show: expected --chat with it" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--tolerance", "nan"], "--tolerance: expected a number from 0"),
+        (["--tolerance=-1e-3"], "--tolerance: expected a number from 0"),
+        (["--tolerance", "inf"], "--tolerance: expected a number from 0"),
+        (["--dtype", "float8"], "--dtype: expected"),
+        (["--dtype", "int64"], "--dtype: expected"),
+    ],
+)
+def test_a_comparison_that_would_say_nothing_is_refused(
+    folder: Path, capfd: pytest.CaptureFixture[str], words: list[str], says: str
+) -> None:
+    assert run(["parity", str(folder), *words]) == 2
+    assert says in capfd.readouterr().err
+
+
+def test_a_place_where_no_file_can_be_is_refused_before_the_work(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    configuration = tmp_path / "ds.json"
+    configuration.write_text('{"train_batch_size": 8}')
+    for words, says in (
+        (
+            ["recipe", "from-deepspeed", str(configuration), "--out", str(tmp_path / "no" / "x.toml")],
+            "no folder",
+        ),
+        (["recipe", "from-deepspeed", str(configuration), "--out", str(tmp_path)], "one that exists"),
+        (["report", str(tmp_path / "run"), "--out", str(tmp_path)], "found a folder"),
+        (["report", str(tmp_path / "run"), "--out", str(tmp_path / "file" / "x.html")], "which is a file"),
+    ):
+        assert run(words) == 2, words
+        assert says in capfd.readouterr().err, words
+    assert (tmp_path / "file").read_text() == "mine"
