@@ -33,12 +33,12 @@ class Recipe(Section):
     """One run."""
 
     out: str = Field(description="the run's folder: checkpoints, metrics.jsonl, status")
-    steps: int = Field(ge=1)
+    steps: int = Field(ge=1, description="updates of the whole run")
     stop_after: int | None = Field(
         default=None, ge=1, description="stop early at this step; the schedule still aims at `steps`"
     )
-    seed: int = Field(default=0, ge=0)
-    device: Literal["cpu", "cuda"] = "cpu"
+    seed: int = Field(default=0, ge=0, description="of initial weights, dropout and the order of data")
+    device: Literal["cpu", "cuda"] = Field(default="cpu", description="what each rank computes on")
     grace: float = Field(
         default=GRACE, gt=0, description="seconds after SIGTERM or Ctrl-C by which the run has saved and left"
     )
@@ -58,7 +58,7 @@ class Recipe(Section):
         default=None, description="sums of gradients over ranks and micro-batches; default: dtype"
     )
     loss_scale: LossScaleSection = Field(default=LossScaleSection(), description="of float16")
-    log_every: int = Field(default=10, ge=1)
+    log_every: int = Field(default=10, ge=1, description="steps between lines on the terminal")
     model: ModelSection
     lora: LoraSection | None = None
     layout: LayoutSection = LayoutSection()

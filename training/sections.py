@@ -49,12 +49,21 @@ class LoraSection(LoraConfig):
 class LayoutSection(Section):
     """How the model lies on the ranks; see `trilith.parallel_state.Layout`."""
 
-    tensor: int = Field(default=1, ge=1)
-    pipeline: int = Field(default=1, ge=1)
-    data: int = Field(default=1, ge=1)
-    data_replicate: int = Field(default=1, ge=1)
-    zero: int = Field(default=0, ge=0, le=3)
-    sequence: bool = False
+    tensor: int = Field(default=1, ge=1, description="ranks that each linear is cut over")
+    pipeline: int = Field(default=1, ge=1, description="stages of blocks, one after the other")
+    data: int = Field(default=1, ge=1, description="ranks, or groups of them, with rows of their own")
+    data_replicate: int = Field(
+        default=1, ge=1, description="of the data ranks: whole copies, inside each of which zero shards"
+    )
+    zero: int = Field(
+        default=0,
+        ge=0,
+        le=3,
+        description="what data ranks share out: 0 nothing, 1 moments, 2 gradients too, 3 weights too",
+    )
+    sequence: bool = Field(
+        default=False, description="sequence parallelism: what tensor ranks repeat is cut along the row"
+    )
     split: list[int] | None = Field(default=None, description="blocks of each pipeline stage, by hand")
     schedule: Literal["gpipe", "1f1b"] = Field(default="1f1b", description="of the pipeline")
 
@@ -73,11 +82,11 @@ class LayoutSection(Section):
 class DataSection(Section):
     """What to train on: token files written by `trilith tokenize`, named without their suffix."""
 
-    tokens: str | list[str]
+    tokens: str | list[str] = Field(description="the token file, or several to mix")
     weights: list[float] | None = Field(
         default=None, description="how often each token file is drawn from; default: by size"
     )
-    sequence_length: int = Field(ge=1)
+    sequence_length: int = Field(ge=1, description="tokens of a row")
     global_batch: int = Field(ge=1, description="rows of sequence_length a step, over all ranks")
     micro_batch: int = Field(default=1, ge=1, description="rows that a rank computes at once")
     documents: Documents = Field(
