@@ -21,7 +21,7 @@ def show_dry_run(
     found = dry_run(load_recipe(recipe, overrides), rank=rank, room=room)
     console = plain_console(soft_wrap=True)
     layout, one, memory = found.recipe.layout.layout, found.rank, found.rank.memory
-    console.print(f"layout         {layout}: {found.ranks:,} ranks")
+    console.print(f"layout         {layout}{f': {found.ranks:,} ranks' if found.ranks > 1 else ''}")
     console.print(
         f"parameters     {found.parameters:,}; rank {one.rank} computes with {one.parameters:,}, "
         f"stores {one.stored:,}, trains {one.trained:,} of these"

@@ -111,5 +111,5 @@ def model_on_meta(recipe: Recipe, plan: Plan, state: ParallelState) -> CausalLM:
 def spare_memory(model: CausalLM, memory: MemorySection) -> None:
     """Activation checkpointing and where the logits are made: before FSDP takes the model, in place."""
     blocks = ((int(number), block) for number, block in model.layers.items())
-    checkpoint_blocks(blocks, memory.checkpointing, every=memory.checkpoint_every)
+    checkpoint_blocks(blocks, memory.checkpointing, every=memory.every)
     model.head_in_loss = memory.loss_chunk > 0

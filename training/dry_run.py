@@ -139,7 +139,7 @@ def rank_plan(recipe: Recipe, planned: Plan, rank: int) -> RankPlan:
         compute=compute,
         reduce=dtype_named(recipe.reduce or recipe.dtype).itemsize,
         checkpointing=recipe.memory.checkpointing,
-        checkpoint_every=recipe.memory.checkpoint_every,
+        checkpoint_every=recipe.memory.every,
         loss_chunk=recipe.memory.loss_chunk,
         offload=recipe.memory.offload,
         adapter_dropout=isinstance(planned.family, AdaptedFamily) and planned.family.lora.lora_dropout > 0,
@@ -236,7 +236,9 @@ def _changes(recipe: Recipe) -> list[Change]:
         found += [Change((f"layout.zero={zero}",)) for zero in range(layout.zero + 1, most + 1)]
     if recipe.data.micro_batch > 1:
         found.append(Change((f"data.micro_batch={recipe.data.micro_batch // 2}",)))
-    if memory.checkpointing != "full":
+    if memory.checkpointing == "every":
+        found += [Change(("memory.checkpoint_every=1",))] if memory.every > 1 else []
+    elif memory.checkpointing != "full":
         found.append(Change(("memory.checkpointing=full",)))
     if layout.tensor < 8 and layout.data % 2 == 0:
         halved = f"layout.data={layout.data // 2}"

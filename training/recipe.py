@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError
 
 from ..parallel_state import TIMEOUT, BadInput
 from .preempt import GRACE
-from .recipe_checks import check_optimizer, check_precision
+from .recipe_checks import check_idle, check_optimizer, check_precision
 from .sections import (
     CheckpointSection,
     DataSection,
@@ -80,6 +80,7 @@ class Recipe(Section):
             raise BadInput(where, "model", expected="init_from or config", found=self.model.model_dump())
         check_optimizer(self.optimizer, self.steps, where)
         check_precision(self.dtype, self.compute, self.loss_scale, where)
+        check_idle(self.memory, self.watch, where)
         layout = self.layout.layout
         if self.data.global_batch % (layout.data * self.data.micro_batch):
             raise BadInput(

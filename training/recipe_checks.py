@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from ..parallel_state import BadInput
-from .sections import LossScaleSection, OptimizerSection
+from .sections import LossScaleSection, MemorySection, OptimizerSection, WatchSection
 
 
 def check_optimizer(section: OptimizerSection, steps: int, where: str) -> None:
@@ -52,4 +52,22 @@ def check_precision(dtype: str, compute: str | None, scale: LossScaleSection, wh
             "loss_scale.initial",
             expected=f"between minimum={scale.minimum:g} and maximum={scale.maximum:g}",
             found=scale.initial,
+        )
+
+
+def check_idle(memory: MemorySection, watch: WatchSection, where: str) -> None:
+    """Refuse a key that does nothing because another is not set."""
+    if memory.checkpoint_every is not None and memory.checkpointing != "every":
+        raise BadInput(
+            where,
+            "memory.checkpoint_every",
+            expected='checkpointing = "every" beside it',
+            found=f'checkpointing = "{memory.checkpointing}"',
+        )
+    if watch.activation_norms and not watch.norms:
+        raise BadInput(
+            where,
+            "watch.activation_norms",
+            expected="watch.norms, the steps between norms, beside it",
+            found="watch.norms = 0",
         )

@@ -193,7 +193,9 @@ class MemorySection(Section):
         description="what blocks forget and compute again in backward: none; selective, all but products and "
         "attention; every, every n-th block all; full, all blocks all",
     )
-    checkpoint_every: int = Field(default=2, ge=1, description="the n of checkpointing = every")
+    checkpoint_every: int | None = Field(
+        default=None, ge=1, description="the n of checkpointing = every; default: 2"
+    )
     loss_chunk: int = Field(
         default=0, ge=0, description="tokens whose logits there are at once; 0: those of a micro-batch"
     )
@@ -206,6 +208,11 @@ class MemorySection(Section):
         gt=0,
         description="of a device, in 10^9 bytes, for a dry run; default: the GPU here",
     )
+
+    @property
+    def every(self) -> int:
+        """Every how many blocks one forgets, where checkpointing is "every"."""
+        return self.checkpoint_every or 2
 
 
 class CheckpointSection(Section):

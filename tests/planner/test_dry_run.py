@@ -82,6 +82,9 @@ def test_it_says_what_a_rank_needs_and_starts_nothing(
     assert "not here" in said and "tokenize" in said
     assert "fits" in said and "of 10.0 GB" in said
     assert not (small.parent / "run").exists()
+    assert run(["train", str(small), "--dry-run", "layout.pipeline=1", "layout.data=1"]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.split() == ["layout", "one", "rank"]
 
 
 def test_what_does_not_fit_is_refused_and_each_change_named_makes_it_fit(

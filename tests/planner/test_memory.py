@@ -114,7 +114,7 @@ def measure(case: Case) -> Measured:
         case.micro_batches,
         compute=case.compute.itemsize,
         checkpointing=case.memory.checkpointing,
-        checkpoint_every=case.memory.checkpoint_every,
+        checkpoint_every=case.memory.every,
         loss_chunk=case.memory.loss_chunk,
         frozen=max(frozen.values(), default=0),
         adapter_dropout=case.lora is not None and case.lora.lora_dropout > 0,

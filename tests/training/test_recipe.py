@@ -104,3 +104,17 @@ def test_fp16_keeps_masters_that_hold_what_it_cannot(recipe: Path) -> None:
 def test_clipping_is_turned_off_by_zero_or_its_name(recipe: Path) -> None:
     assert load_recipe(recipe, ["optimizer.clip=none"]).optimizer.clip == 0.0
     assert load_recipe(recipe, ["optimizer.clip=0"]).optimizer.clip == 0.0
+
+
+@pytest.mark.parametrize(
+    ("idle", "beside"),
+    [
+        ("memory.checkpoint_every=2", "memory.checkpointing=every"),
+        ("watch.activation_norms=true", "watch.norms=5"),
+    ],
+)
+def test_a_key_that_would_do_nothing_is_refused(recipe: Path, idle: str, beside: str) -> None:
+    with pytest.raises(BadInput, match=f"{idle.split('=')[0]}: expected .* beside it, found"):
+        load_recipe(recipe, [idle])
+    load_recipe(recipe, [beside])
+    load_recipe(recipe, [idle, beside])
