@@ -118,7 +118,7 @@ def _activations(
         forgets = checkpointed(number, work.checkpointing, work.checkpoint_every)
         one = kept_in_block(work, shape, work.checkpointing if forgets else "none")
         kept, again = kept + one.kept * tokens, max(again, one.again)
-    if stage.first and getattr(work.config, "embd_pdrop", 0.0):
+    if stage.first and getattr(work.config, "embd_pdrop", 0.0) > 0:
         kept += residual * work.mask * tokens
     if stage.last:
         kept += (norm_bytes(work, residual, work.config.hidden_size, rms=rms)) * tokens
