@@ -36,6 +36,11 @@ def causal_attention(
     """
     grouped = q_BHSE.shape[1] != k_BKSE.shape[1]
     scope = scope or AttentionScope()
+    if grouped and scope.mask is not None:
+        # A GPU's flash attention takes no mask and its memory-efficient one no groups: between them all
+        # scores would be written out.
+        k_BKSE, v_BKSE = (t.repeat_interleave(q_BHSE.shape[1] // t.shape[1], dim=1) for t in (k_BKSE, v_BKSE))
+        grouped = False
     return F.scaled_dot_product_attention(
         q_BHSE,
         k_BKSE,

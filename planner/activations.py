@@ -5,6 +5,9 @@ beside. Here the scores are not kept (flash attention; a CPU keeps them if they 
 feed-forward has a third matrix, key/value heads may be few, and under sequence parallelism the gathered input
 of a product is kept whole, not gathered again. A product whose weight is frozen keeps no input.
 
+Not counted is what a mask takes, that is several documents a row or a window: keys and values are then as
+wide as queries, and a GPU's memory-efficient attention keeps the mask as B S S numbers a block.
+
 D hidden   r ranks that share a sequence   t tensor ranks   Q, K query and key/value widths   F feed-forward
 
 =========  =====================================================================================

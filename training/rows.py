@@ -137,10 +137,11 @@ class SampleRows:
             learnt = self.targets[begin + 1 : begin + places + 1]
             ids[at : at + places] = tokens[:-1]
             labels[at : at + places] = np.where(learnt, tokens[1:].astype(np.int64), IGNORE)
-            at += places
             starts.append(at)
-        # What is left is padding, a document of its own: nothing sees it, and it has no labels.
-        restart(positions, np.array([start for start in starts if start < self.length], dtype=np.int64))
+            at += places
+        # What is left is padding. It goes on with the last sample, which does not see it, and has no labels:
+        # a row of one sample needs no mask for its padding's sake.
+        restart(positions, np.array(starts, dtype=np.int64))
 
 
 def restart(positions: Ids, starts: Ids) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn import functional as F
 from trilith.layers import (
     MLP,
     AttentionScope,
@@ -66,6 +69,24 @@ def test_a_token_sees_its_own_document_up_to_itself() -> None:
     for row, start, stop in ((0, 0, 3), (0, 3, 5), (0, 5, 6), (0, 6, 7), (1, 0, 7)):
         piece = (slice(row, row + 1), slice(None), slice(start, stop))
         torch.testing.assert_close(packed[piece], causal_attention(q[piece], k[piece], v[piece]))
+
+
+def test_heads_that_share_keys_under_a_mask_are_given_a_kernel_that_takes_both(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a GPU none takes a mask and groups: it would fall back to writing out all scores."""
+    seen, kernel = [], F.scaled_dot_product_attention
+
+    def watched(q: Tensor, k: Tensor, v: Tensor, **said: Any) -> Tensor:
+        seen.append((q.shape[1], k.shape[1], v.shape[1], said["attn_mask"] is None, said["enable_gqa"]))
+        out: Tensor = kernel(q, k, v, **said)
+        return out
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    q, k = torch.randn(1, 6, 4, 4), torch.randn(1, 2, 4, 4)
+    causal_attention(q, k, k, AttentionScope(torch.tensor([[0, 1, 0, 1]])))
+    causal_attention(q, k, k)
+    assert seen == [(6, 6, 6, False, False), (6, 2, 2, True, True)]
 
 
 @pytest.mark.parametrize("positions", [None, torch.arange(7), torch.arange(7).expand(2, -1)])
