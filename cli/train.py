@@ -46,6 +46,8 @@ def train(
     for option, value in (("--rank", rank), ("--device-memory", device_memory)):
         if value is not None:
             raise BadInput("train", option, expected="--dry-run with it", found=value)
+
+    from ..training.determinism import deterministic
     from ..training.evaluation import open_held_out
     from ..training.launch import check_device, check_launch, launch, own_rank, process_group, under_torchrun
     from ..training.preempt import StopSignals
@@ -67,6 +69,7 @@ def train(
     if under_torchrun() or layout.world == 1:
         check_launch(layout, device=loaded.device)
         with (
+            deterministic(loaded.deterministic),
             StopSignals(loaded.grace) as signals,
             watched(Path(loaded.out) / "status", own_rank(), layout.world) as beat,
             process_group(

@@ -54,6 +54,7 @@ def table(model: type[BaseModel], keys: list[str]) -> str:
 
 def test_every_section_of_these_has_its_table() -> None:
     assert [name for name, _, _ in TABLES] == [
+        "Recipe",
         "OptimizerSection",
         "ParameterGroup",
         "SpikeSection",

@@ -39,6 +39,9 @@ class Recipe(Section):
     )
     seed: int = Field(default=0, ge=0, description="of initial weights, dropout and the order of data")
     device: Literal["cpu", "cuda"] = Field(default="cpu", description="what each rank computes on")
+    deterministic: bool = Field(
+        default=False, description="only algorithms that give the same bits each time, on CUDA too; slower"
+    )
     grace: float = Field(
         default=GRACE, gt=0, description="seconds after SIGTERM or Ctrl-C by which the run has saved and left"
     )
