@@ -58,7 +58,7 @@ def tokenize(
     import time
 
     from ..parallel_state import BadInput
-    from ..training.chat_show import shown
+    from ..training.chat_show import shown, warnings_of
     from ..training.chat_template import Chat
     from ..training.documents import check_inputs
     from ..training.tokenize import tokenize as make_token_file
@@ -95,5 +95,7 @@ def tokenize(
             f"{out}.targets: {targets.tokens:,} tokens to learn, {targets.tokens / count:.0%}; "
             f"{targets.left_out:,} samples left out: nothing of the assistant's in them"
         )
+        for warning in warnings_of(file, how, tokenizer) if how is not None else []:
+            typer.echo(f"warning: {warning}", err=True)
         for number in range(min(show, file.index.documents)):
             typer.echo(f"--- sample {number + 1}\n{shown(file, number, tokenizer)}")

@@ -24,6 +24,7 @@ from .chat_formats import Conversation
 from .tokenizer import FolderTokenizer, Tokenizer
 
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +76,13 @@ class ChatTemplate:
         self._tokenizer = tokenizer.backend
         self._where = file or tokenizer.path
         self.text = read_template(file) if file is not None else _own(tokenizer)
-        self.marked = _MARKED.search(self.text) is not None
+        self.marked = _MARKED.search(_COMMENT.sub("", self.text)) is not None
         self.variables: dict[str, Any] = {
             name: {"true": True, "false": False}.get(value, value)
             for name, value in (variables or {}).items()
         }
+        added = self._tokenizer.added_tokens_decoder.items()
+        self._special = {*self._tokenizer.all_special_ids, *(id for id, token in added if token.special)}
         if not self._tokenizer.is_fast:
             raise BadInput(tokenizer.path, "tokenizer.json", expected="one, to follow characters to tokens")
 
@@ -125,6 +128,37 @@ class ChatTemplate:
         for start, end in spans:
             learnt[(starts < end) & (ends > start)] = 1
         return found["input_ids"], learnt
+
+    def learns_the_header(self) -> bool:
+        """Whether what stands before an answer, such as ``<|im_start|>assistant``, would be learnt with it.
+
+        So it is in a template without marks that writes no prompt to answer when asked for one. Tried on a
+        question and an answer; False where the template does not take these.
+        """
+        question, answer = {"role": "user", "content": "3+4"}, {"role": "assistant", "content": "seven7seven"}
+        if self.marked:
+            return False
+        try:
+            asked = Conversation([question])
+            prompt, bare = self._prompt(asked, 1, "a question"), self._text([question], asked, "a question")
+            whole = self._text([question, answer], asked, "an answer")
+        except BadInput:
+            return False
+        header, found, _ = whole.removeprefix(prompt).partition("seven7seven")
+        return prompt == bare and whole.startswith(prompt) and bool(found) and bool(header.strip())
+
+    def lacks_end(self, ids: list[int], learnt: NDArray[np.uint8]) -> bool:
+        """Whether an answer's end mark is not learnt: a special token right behind what is learnt, which, but
+        for blanks, does not itself end with one.
+        """
+        edges = np.flatnonzero(np.diff(learnt, prepend=0, append=0).astype(bool)).reshape(-1, 2).tolist()
+        for start, end in edges:
+            if end == len(ids) or ids[end] not in self._special:
+                continue
+            last = next((one for one in ids[start:end][::-1] if self._tokenizer.decode([one]).strip()), None)
+            if last not in self._special:
+                return True
+        return False
 
     def _spans(self, text: str, conversation: Conversation, where: str) -> list[tuple[int, int]]:
         """Where in the text the assistant speaks."""

@@ -43,13 +43,14 @@ class Job:
 @dataclass(frozen=True, slots=True)
 class Encoded:
     """A block's ids end to end, and how many each document has; of a chat set which are to be learnt, and how
-    many samples were left out for want of such.
+    many samples were left out for want of such, and how many learn an answer without its end mark.
     """
 
     ids: NDArray[Any]
     lengths: NDArray[np.int64]
     targets: NDArray[np.uint8] | None = None
     left_out: int = 0
+    unended: int = 0
 
 
 def useful_workers(size: int) -> int:
@@ -130,16 +131,17 @@ def _encode(block: Block, job: Job, tokenizer: Tokenizer) -> Encoded:
 
 
 def _encode_chat(block: Block, template: ChatTemplate, dtype: str) -> Encoded:
-    parts, targets, left_out = [np.empty(0, dtype)], [np.empty(0, np.uint8)], 0
+    parts, targets, left_out, unended = [np.empty(0, dtype)], [np.empty(0, np.uint8)], 0, 0
     for where, record in records_of(block):
         ids, learnt = template.encode(conversation_of(record, where), where)
         if learnt[1:].any():  # the first token follows nothing, so nothing predicts it
             parts.append(np.array(ids, dtype=dtype))
             targets.append(learnt)
+            unended += template.lacks_end(ids, learnt)
         else:
             left_out += 1
     lengths = np.array([part.size for part in parts[1:]], dtype=np.int64)
-    return Encoded(np.concatenate(parts), lengths, np.concatenate(targets), left_out)
+    return Encoded(np.concatenate(parts), lengths, np.concatenate(targets), left_out, unended)
 
 
 def _begin_worker() -> None:

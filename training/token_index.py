@@ -32,6 +32,9 @@ class TargetIndex(BaseModel):
     probe: str
     template_sha256: str = Field(description="of the chat template that the samples went through")
     left_out: int = Field(ge=0, description="samples with nothing to learn, which are not in the file")
+    unended: int = Field(
+        default=0, ge=0, description="samples that learn an answer and not the special token that ends it"
+    )
 
 
 class TokenIndex(BaseModel):

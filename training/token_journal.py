@@ -21,12 +21,13 @@ _LARGEST = 2**26
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """So many portions of the input are finished, of which so many samples were left out; and then the files
-    had these sizes.
+    """So many portions of the input are finished, of which so many samples were left out and so many learn no
+    end mark; and then the files had these sizes.
     """
 
     portions: int
     left_out: int
+    unended: int
     sizes: Mapping[str, int]
 
 
@@ -53,7 +54,7 @@ class Journal:
         """Whether there is something to go on from."""
         return self._found() is not None
 
-    def mark(self, portions: int, left_out: int, files: Mapping[str, BinaryIO]) -> None:
+    def mark(self, portions: int, left_out: int, unended: int, files: Mapping[str, BinaryIO]) -> None:
         """Note that so many portions are finished, unless the last note is too young."""
         if time.monotonic() - self._last < self._every:
             return
@@ -61,7 +62,7 @@ class Journal:
             file.flush()
             os.fsync(file.fileno())
         sizes = {name: file.tell() for name, file in files.items()}
-        self._write({"portions": portions, "left_out": left_out, "sizes": sizes})
+        self._write({"portions": portions, "left_out": left_out, "unended": unended, "sizes": sizes})
         self._last = time.monotonic()
 
     def close(self) -> None:
@@ -99,8 +100,13 @@ def _parse(line: bytes) -> object:
 
 def _mark(line: object) -> Mark | None:
     match line:
-        case {"portions": int(portions), "left_out": int(left_out), "sizes": dict(sizes)}:
-            return Mark(portions, left_out, sizes) if _all_whole(sizes) else None
+        case {
+            "portions": int(portions),
+            "left_out": int(left_out),
+            "unended": int(unended),
+            "sizes": dict(sizes),
+        }:
+            return Mark(portions, left_out, unended, sizes) if _all_whole(sizes) else None
     return None
 
 

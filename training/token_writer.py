@@ -59,7 +59,7 @@ class TokenWriter:
         self._names = ("tokens", "lengths", *(["targets"] if template_sha256 is not None else []))
         self._digests = {name: hashlib.sha256() for name in self._names}
         self._files: dict[str, BinaryIO] = {}
-        self._learnt = self.tokens = self.portions = self.left_out = 0
+        self._learnt = self.tokens = self.portions = self.left_out = self.unended = 0
 
     def __enter__(self) -> TokenWriter:
         self._refuse_taken_name()
@@ -123,15 +123,16 @@ class TokenWriter:
             self._learnt += int(marks.sum())
         self.tokens += ids.size
 
-    def finished(self, left_out: int = 0) -> None:
+    def finished(self, left_out: int = 0, unended: int = 0) -> None:
         """One more portion of the input is in; after a kill it need not come again.
 
-        ``left_out``: how many of its samples have nothing to learn.
+        ``left_out``: how many of its samples have nothing to learn. ``unended``: how many learn no end mark.
         """
         self.portions += 1
         self.left_out += left_out
+        self.unended += unended
         if self._job:
-            self._journal.mark(self.portions, self.left_out, self._files)
+            self._journal.mark(self.portions, self.left_out, self.unended, self._files)
 
     def commit(self) -> TokenFile:
         """Put the files in place and open them. ``BadInput`` where there is no token, or none to learn."""
@@ -164,6 +165,7 @@ class TokenWriter:
                 probe=probe(self._partial / "targets"),
                 template_sha256=self._template,
                 left_out=self.left_out,
+                unended=self.unended,
             )
         index = TokenIndex(
             version=VERSION,
@@ -205,7 +207,7 @@ class TokenWriter:
                 self._digests[name].update(part)
                 self._learnt += sum(part) if name == "targets" else 0
         if mark is not None:
-            self.portions, self.left_out = mark.portions, mark.left_out
+            self.portions, self.left_out, self.unended = mark.portions, mark.left_out, mark.unended
             self.tokens = mark.sizes["tokens"] // self._dtype.itemsize
 
     def _write(self, name: str, data: np.ndarray[Any, Any]) -> None:

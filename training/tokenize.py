@@ -77,7 +77,7 @@ def tokenize(
         blocks = itertools.islice(_blocks(inputs, job, split_paragraphs), writer.portions, None)
         for done, encoded in encode_all(blocks, job, loaded, workers):
             writer.add_documents(encoded.ids, encoded.lengths, encoded.targets)
-            writer.finished(encoded.left_out)
+            writer.finished(encoded.left_out, encoded.unended)
             if on_progress is not None:
                 on_progress(done, writer.tokens)
         return writer.commit()
