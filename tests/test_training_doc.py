@@ -10,6 +10,7 @@ from typing import Any, get_args, get_origin
 import pytest
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+from trilith.cli.app import COMMANDS
 from trilith.testing.runs import tiny_recipe
 from trilith.training import sections
 from trilith.training.recipe import Recipe, parse_recipe
@@ -50,6 +51,49 @@ def table(model: type[BaseModel], keys: list[str]) -> str:
         said = f"{field.description}{f': {words}' if words else ''}".replace("|", "\\|")
         lines.append(f"| `{name}` | {default_of(field)} | {said} |")
     return "\n".join(lines) + "\n"
+
+
+SECTIONS = [
+    ("The top", Recipe),
+    ("[model]", sections.ModelSection),
+    ("[lora]", sections.LoraSection),
+    ("[layout]", sections.LayoutSection),
+    ("[data]", sections.DataSection),
+    ("[optimizer]", sections.OptimizerSection),
+    ("[[optimizer.groups]]", sections.ParameterGroup),
+    ("[optimizer.skip_spikes]", sections.SpikeSection),
+    ("[loss_scale]", sections.LossScaleSection),
+    ("[memory]", sections.MemorySection),
+    ("[checkpoint]", sections.CheckpointSection),
+    ("[evaluation]", sections.EvaluationSection),
+    ("[watch]", sections.WatchSection),
+]
+
+
+def reference() -> str:
+    """docs/recipe.md."""
+    parts = [
+        "# Every key of a recipe\n\nOn the command line: `trilith train recipe.toml section.key=value`.\n"
+    ]
+    parts += [f"## `{title}`\n\n{table(model, [])}" for title, model in SECTIONS]
+    return "\n".join(parts).replace("`The top`", "The top")
+
+
+def test_the_reference_has_every_section_and_key() -> None:
+    assert {model for _, model in SECTIONS} == {
+        one
+        for one in [Recipe, *vars(sections).values()]
+        if isinstance(one, type)
+        and issubclass(one, BaseModel)
+        and one.__name__ not in ("Section", "LoraConfig", "BaseModel")
+    }
+    assert (DOC.parent / "recipe.md").read_text() == reference(), f"docs/recipe.md should be:\n{reference()}"
+
+
+def test_the_changelog_names_every_command() -> None:
+    log = (DOC.parents[1] / "CHANGELOG.md").read_text()
+    (line,) = re.findall(r"- Commands: (.*?)\.\n", log, re.DOTALL)
+    assert set(re.findall(r"`([\w-]+)`", line)) == {one.__name__.replace("_", "-") for one in COMMANDS}
 
 
 def test_every_section_of_these_has_its_table() -> None:

@@ -62,15 +62,15 @@ class Recipe(Section):
     )
     loss_scale: LossScaleSection = Field(default=LossScaleSection(), description="of float16")
     log_every: int = Field(default=10, ge=1, description="steps between lines on the terminal")
-    model: ModelSection
-    lora: LoraSection | None = None
-    layout: LayoutSection = LayoutSection()
-    data: DataSection
-    optimizer: OptimizerSection = OptimizerSection()
-    memory: MemorySection = MemorySection()
-    checkpoint: CheckpointSection = CheckpointSection()
-    evaluation: EvaluationSection | None = None
-    watch: WatchSection = WatchSection()
+    model: ModelSection = Field(description="where it comes from")
+    lora: LoraSection | None = Field(default=None, description="adapters on a frozen model")
+    layout: LayoutSection = Field(default=LayoutSection(), description="on which ranks")
+    data: DataSection = Field(description="what it learns")
+    optimizer: OptimizerSection = Field(default=OptimizerSection(), description="AdamW, rates")
+    memory: MemorySection = Field(default=MemorySection(), description="what is given up for it")
+    checkpoint: CheckpointSection = Field(default=CheckpointSection(), description="when saved")
+    evaluation: EvaluationSection | None = Field(default=None, description="on held-out tokens")
+    watch: WatchSection = Field(default=WatchSection(), description="what else is written down")
 
     @property
     def digest(self) -> str:

@@ -29,6 +29,7 @@ COLUMNS = (
     *("loss", "evaluation_loss", "evaluation_perplexity", "lr", "grad_norm", "tokens_per_second"),
     *("mfu_causal", "mfu_full", "memory", "seconds"),
 )
+UNITS = {"memory": "memory (GiB)"}
 #: Even if something were not escaped, the policy lets nothing run and nothing be fetched.
 _FRAME = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8">
@@ -192,7 +193,7 @@ def _steps(run: RunRecord) -> str:
     every = max(1, -(-len(run.steps) // _MOST_ROWS))
     columns = [key for key in COLUMNS if any(key in line for line in run.steps)]
     rows = [[str(line["step"] + 1), *(_cell(line, key) for key in columns)] for line in run.steps[::every]]
-    head = ["step", *(key.replace("_", " ") for key in columns)]
+    head = ["step", *(UNITS.get(key, key.replace("_", " ")) for key in columns)]
     which = "every step" if every == 1 else f"one step in {every}; all of them are in metrics.jsonl"
     return folded(f"Numbers ({which})", table(rows, head=head, numbers=True))
 
@@ -200,4 +201,8 @@ def _steps(run: RunRecord) -> str:
 def _cell(line: dict[str, Any], key: str) -> str:
     if key not in line:
         return ""
-    return "not finite" if line[key] is None else repr(line[key])
+    if line[key] is None:
+        return "not finite"
+    if key == "memory":
+        return f"{line[key] / 2**30:.2f}"
+    return f"{line[key]:.1%}" if key.startswith("mfu") else repr(line[key])

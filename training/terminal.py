@@ -9,13 +9,14 @@ from .metrics import StepMetrics
 
 
 class Terminal:
-    """A line every few steps: loss, gradient norm, learning rate, tokens a second, MFU, memory, time left.
+    """A line after the first step, at multiples of ``every`` and after the last (``stop``):
+    loss, gradient norm, learning rate, tokens a second, MFU, memory, time left.
 
     MFU counts half of attention, as a causal mask leaves it; in brackets all of it.
     """
 
-    def __init__(self, *, steps: int, every: int, quiet: bool = False) -> None:
-        self.steps, self.every = steps, every
+    def __init__(self, *, steps: int, every: int, stop: int | None = None, quiet: bool = False) -> None:
+        self.steps, self.every, self._stop = steps, every, stop or steps
         self._console = plain_console(quiet=quiet, soft_wrap=True)
         self._began, self._first = time.monotonic(), -1
 
@@ -26,7 +27,8 @@ class Terminal:
         if self._first < 0:
             self._first, self._began = metrics.step, time.monotonic()
         done = metrics.step - self._first
-        if metrics.step % self.every and metrics.step != self.steps - 1 and done and not metrics.skipped:
+        last = metrics.step + 1 == self._stop
+        if (metrics.step + 1) % self.every and not last and done and not metrics.skipped:
             return
         left = (time.monotonic() - self._began) / done * (self.steps - 1 - metrics.step) if done else None
         parts = [

@@ -57,7 +57,9 @@ class Trainer:
         self.out = Path(recipe.out)
         self.beat, self.signals = beat, signals or StopSignals()
         self.first = state.rank == 0
-        self.terminal = Terminal(steps=recipe.steps, every=recipe.log_every, quiet=quiet or not self.first)
+        self.terminal = Terminal(
+            steps=recipe.steps, every=recipe.log_every, stop=recipe.stop_after, quiet=quiet or not self.first
+        )
         self.batches = open_data(recipe)
         if self.batches.vocab_size > self.plan.config.vocab_size:
             raise BadInput(

@@ -28,10 +28,10 @@ def test_the_line_has_loss_norm_rate_speed_and_time_left(
         terminal.step(step(number))
         now[0] += 2.0
     lines = capsys.readouterr().out.splitlines()
-    assert [int(re.findall(r"step +(\d+)/100", line)[0]) for line in lines] == [*range(1, 100, 10), 100]
+    assert [int(re.findall(r"step +(\d+)/100", line)[0]) for line in lines] == [1, *range(10, 101, 10)]
     assert lines[1] == (
-        "step  11/100  loss 2.5000  grad norm 0.750  lr 3.00e-04  12,346 tokens/s  MFU 41.2% (full 45.7%)  "
-        "1.50 GiB  02:58 left"
+        "step  10/100  loss 2.5000  grad norm 0.750  lr 3.00e-04  12,346 tokens/s  MFU 41.2% (full 45.7%)  "
+        "1.50 GiB  03:00 left"
     )
     assert lines[0].endswith("--:-- left") and lines[-1].endswith("00:00 left")
 
