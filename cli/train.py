@@ -1,4 +1,4 @@
-"""``trilith train RECIPE.toml``."""
+"""``trilith train RECIPE``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ import typer
 
 
 def train(
-    recipe: Annotated[Path, typer.Argument(help="the run, as a TOML file", metavar="RECIPE.toml")],
+    recipe: Annotated[
+        Path,
+        typer.Argument(help="a TOML file, or a shipped recipe's name", metavar="RECIPE"),
+    ],
     overrides: Annotated[
         list[str] | None, typer.Argument(help="changes to it, such as layout.tensor=2 data.global_batch=64")
     ] = None,
@@ -34,7 +37,7 @@ def train(
 
     A run that has a complete checkpoint in its folder goes on from it, in whatever layout the recipe now asks
     for. On several hosts start it with torchrun: torchrun --nnodes 2 --nproc-per-node 8 --no-python trilith
-    train RECIPE.toml. With --dry-run any number of ranks is planned on this machine, without data or GPU.
+    train RECIPE. With --dry-run any number of ranks is planned on this machine, without data or GPU.
     """
     if dry:
         from .dry_run import show_dry_run

@@ -27,6 +27,7 @@ from .sections import (
     Section,
     WatchSection,
 )
+from .shipped import recipe_file
 
 
 class Recipe(Section):
@@ -126,12 +127,12 @@ class Recipe(Section):
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe and apply ``section.key=value`` overrides, whose values are TOML (bare words are
-    strings).
+    strings). A name that is no file may be that of a recipe in ``shipped_recipes``.
 
     Paths inside it are relative to the working directory. Raises ``BadInput`` with the key, expected and
     found.
     """
-    path = Path(path)
+    path = recipe_file(path)
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
+import sys
+import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import trilith
 from safetensors.torch import save_file
-from trilith.cli.app import run
+from trilith.cli.app import make_app, run
 from trilith.models import family_of
 from trilith.parallel_state import BadInput
 from trilith.training.dry_run import dry_run, heaviest, rank_plan
 from trilith.training.recipe import load_recipe, with_overrides
 from trilith.training.run_plan import plan
+from typer.main import get_command
 
 RECIPES = Path(trilith.__path__[0]).resolve() / "recipes"
 
@@ -45,6 +51,52 @@ def test_a_real_recipe_fits_its_devices(name: str) -> None:
     assert found.room == 80_000_000_000
     assert 0.2 * found.room < found.rank.total < found.room
     found.check(name)
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_the_command_in_a_recipes_comment_is_one(name: str) -> None:
+    """Its options exist; conversations are tokenized as such, for the model that is tuned."""
+    text = (RECIPES / f"{name}.toml").read_text()
+    (line,) = re.findall(r"# trilith (tokenize .*)", text)
+    words = line.split()
+    command: Any = get_command(make_app())
+    with command.commands["tokenize"].make_context("tokenize", words[1:]) as context:
+        chat, folder = context.params["chat"], str(context.params["tokenizer"])
+    recipe = load_recipe(name)
+    assert chat == (recipe.lora is not None)
+    if recipe.lora is not None:
+        assert folder == recipe.model.init_from and folder.endswith("-Instruct")
+
+
+def test_a_shipped_recipe_goes_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(["train", "llama-3.2-1b-1gpu", "--dry-run"]) == 0
+    assert "fits" in capsys.readouterr().out
+    assert run(["train", "llama-3.2-2b", "--dry-run"]) == 2
+    error = capsys.readouterr().err
+    assert all(f"{name}" in error for name in REAL) and error.count("\n") == 1
+    (tmp_path / "llama-3.2-1b-1gpu").write_text("none = 1")
+    with pytest.raises(BadInput, match=r"llama-3\.2-1b-1gpu: "):
+        load_recipe("llama-3.2-1b-1gpu")  # a file of that name comes first
+
+
+def test_a_wheel_holds_the_recipes(tmp_path: Path) -> None:
+    """Built from a copy: setuptools leaves a folder behind in what it builds from."""
+    source = tmp_path / "source"
+    skipped = shutil.ignore_patterns(
+        ".*", "build", "tests", "benchmarks", "docs", "*.egg-info", "__pycache__"
+    )
+    shutil.copytree(RECIPES.parent, source, ignore=skipped)
+    build = "from setuptools import build_meta; print(build_meta.build_wheel('..'))"
+    made = subprocess.run(
+        [sys.executable, "-c", build], cwd=source, capture_output=True, text=True, timeout=120
+    )
+    assert made.returncode == 0, made.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    held = set(zipfile.ZipFile(wheel).namelist())
+    assert {f"trilith/recipes/{name}.toml" for name in REAL} <= held
 
 
 @pytest.fixture(scope="module")
