@@ -94,13 +94,15 @@ def test_what_is_no_chunk_and_no_label_is_refused() -> None:
         chunked_cross_entropy(hidden, weight, labels, V, chunk=4)
 
 
-def test_without_gradients_a_model_gives_logits_all_the_same() -> None:
-    """Evaluation and generation know no chunks."""
+def test_with_the_head_in_the_loss_a_model_gives_hidden_states() -> None:
+    """Evaluation too, which has no gradients, takes them to the chunked loss; generation asks for logits."""
     config = {"model_type": "gpt2", "vocab_size": V, "n_embd": 8, "n_layer": 1, "n_head": 1, "n_positions": 8}
     family = family_of(config)
     model = family.build(family.from_hf(config), device="cpu")
-    model.head_in_loss = True
     tokens = torch.zeros(1, 4, dtype=torch.int64)
-    assert model(tokens).shape == (1, 4, 8)
-    with torch.no_grad():
-        assert model(tokens).shape[-1] >= V
+    for gradients in (True, False):
+        with torch.set_grad_enabled(gradients):
+            model.head_in_loss = True
+            assert model(tokens).shape == (1, 4, 8)
+            model.head_in_loss = False
+            assert model(tokens).shape[-1] >= V
