@@ -72,6 +72,8 @@ def parity(
     Raises ``BadInput`` for a layout or batch that does not fit.
     """
     check(question)
+    # Not every process need be in this one's directory: those of the pool may be older than a change of it.
+    question = replace(question, folder=str(read_source(question.folder).path.absolute()))
     single = replace(question, layout=Layout(), split=None)
     try:
         say("transformers")

@@ -108,6 +108,17 @@ def test_a_loss_or_gradient_that_is_no_number_differs(folders: Path) -> None:
     assert first is not None and first.name == name
 
 
+def test_a_folder_may_be_named_from_the_directory_at_hand(
+    folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = observe_ours(Question(str(folders / "llama"), samples=2, length=8))  # starts the pool, elsewhere
+    monkeypatch.chdir(folders)
+    (one,) = parity(Question("llama", samples=2, length=8))
+    assert one.first is None and whole.outputs.keys() == {
+        each.name for each in one.found if each.kind == "output"
+    }
+
+
 def test_the_command(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = str(folders / "llama")
     assert run(["parity", folder, "--tensor", "2", "--length", "16", "--modules"]) == 0
