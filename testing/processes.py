@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import IO, Any
 
 import torch.distributed as dist
 
@@ -26,13 +26,18 @@ from .transport import pack, unpack
 START = 180.0
 
 
+def _printout() -> IO[bytes]:
+    """A file without a name for what a process prints, open for as long as whoever asks holds it."""
+    return tempfile.TemporaryFile()
+
+
 class Process:
     """One rank's process: the pipe to it, the file that catches what it prints, its life line."""
 
     def __init__(self, template: Template, *, fresh: bool) -> None:
         self.pipe: Connection
         self.pipe, theirs = Pipe()
-        self._printed = tempfile.TemporaryFile()  # noqa: SIM115 - open for as long as the process lives
+        self._printed = _printout()
         self._life, their_life = os.pipe()
         self._pid: int | None = None
         self._code: int | None = None
@@ -119,7 +124,7 @@ class Template:
 
     def __init__(self) -> None:
         self._requests, theirs = socket.socketpair()
-        self._printed = tempfile.TemporaryFile()  # noqa: SIM115 - open for as long as the process lives
+        self._printed = _printout()
         self._process = subprocess.Popen(
             # -P: the working directory must not shadow packages, as the checkout's own folders would.
             [sys.executable, "-P", "-m", "trilith.testing.template", str(theirs.fileno())],
