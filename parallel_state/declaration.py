@@ -73,9 +73,12 @@ class Declaration:
     def shard_box(self, layout: Layout, at: Coordinates) -> Box:
         """What the rank holds between steps: its box, cut on dim 0 over (data_shard, context) as FSDP does.
 
-        ``torch.chunk``: pieces of ``ceil(rows / ranks)`` rows, the last ones shorter or empty.
+        ``torch.chunk``: pieces of ``ceil(rows / ranks)`` rows, the last ones shorter or empty. At ``zero=0``
+        nothing is cut, and the context ranks hold the same.
         """
         box = self.box(layout, at)
+        if layout.zero == 0:
+            return box
         ranks, index = layout.data_shard * layout.context, at.data_shard * layout.context + at.context
         rows = box.shape[0]
         piece = -(-rows // ranks)
@@ -93,6 +96,7 @@ class Declaration:
         cut_over = () if self.cut is None else (self.cut.axis,)
         return (
             at.data_replicate == 0
+            and (layout.zero > 0 or at.context == 0)
             and ("tensor" in cut_over or at.tensor == 0)
             and not (self.ends and at.pipeline != 0)
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
+from math import lcm
 
 from .errors import BadInput
 
@@ -28,8 +29,9 @@ class Layout:
 
     ``world = tensor * context * data_shard * data_replicate * pipeline``. ``expert`` divides ``context *
     data_shard`` and is a second view of the same ranks. ``zero`` is the ZeRO stage of the data axes: 0 keeps
-    every rank whole (all data ranks in ``data_replicate``), 1 to 3 shard over ``data_shard``. ``sequence``
-    turns on Megatron's sequence parallelism along the tensor axis.
+    every rank whole (all data ranks in ``data_replicate``), 1 to 3 shard over ``data_shard`` and ``context``.
+    ``sequence`` turns on Megatron's sequence parallelism along the tensor axis. ``ring`` passes attention's
+    keys and values around the context ranks, a piece at a time, instead of gathering them.
     """
 
     tensor: int = 1
@@ -40,11 +42,12 @@ class Layout:
     expert: int = 1
     zero: int = 0
     sequence: bool = False
+    ring: bool = False
 
     def __post_init__(self) -> None:
         for f in fields(self):
             value = getattr(self, f.name)
-            if f.name == "sequence":
+            if f.type == "bool":
                 if not isinstance(value, bool):
                     raise BadInput("layout", f.name, expected="true or false", found=repr(value))
             elif not isinstance(value, int) or isinstance(value, bool) or value < (f.name != "zero"):
@@ -81,6 +84,7 @@ class Layout:
         data_replicate: int = 1,
         expert: int = 1,
         sequence: bool = False,
+        ring: bool = False,
     ) -> Layout:
         """A layout from one number of data ranks: replicas at ``zero=0``, shards from ``zero=1`` on.
 
@@ -105,6 +109,7 @@ class Layout:
             expert=expert,
             zero=zero,
             sequence=sequence,
+            ring=ring,
         )
 
     @property
@@ -133,6 +138,29 @@ class Layout:
                 found=world,
                 todo=f"Start {self.world} ranks (torchrun --nproc-per-node {self.world}) or change an axis",
             )
+
+    @property
+    def length_unit(self) -> int:
+        """What a sequence's length must be a multiple of, to be cut over the context and tensor axes."""
+        unit = 2 * self.context if self.context > 1 else 1
+        return lcm(unit, self.context * self.tensor) if self.sequence else unit
+
+    def check_length(self, length: int, where: str, key: str) -> None:
+        """Refuse a sequence length that cannot be cut into the layout's equal pieces."""
+        unit = self.length_unit
+        if length % unit == 0:
+            return
+        reasons = [f"2 x context={self.context}"] if self.context > 1 else []
+        reasons += [f"tensor={self.tensor} under sequence parallelism"] if self.sequence else []
+        below = length // unit * unit
+        near = [str(n) for n in (below, below + unit) if n]
+        raise BadInput(
+            where,
+            key,
+            expected=f"a multiple of {' and '.join(reasons)}",
+            found=length,
+            todo=f"Nearest legal lengths: {' or '.join(near)}",
+        )
 
     def coordinates(self, rank: int) -> Coordinates:
         """Where ``rank`` stands."""

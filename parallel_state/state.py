@@ -23,7 +23,8 @@ FILES_TIMEOUT = timedelta(hours=1)
 #: Device -> torch's backends; files and flags are agreed on the CPU wherever the model computes.
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
-# The mesh has no axis of its own for context: FSDP shards over data_shard and context as one.
+# The mesh has no axis of its own for context: FSDP shards over data_shard and context as one, and where
+# nothing is sharded the context ranks are replicas.
 _MESH_AXES = ("pipeline", "data_replicate", "fsdp", "tensor")
 
 
@@ -43,6 +44,7 @@ class ParallelState:
         device: torch.device | None = None,
         mesh: DeviceMesh | None = None,
         ends: dist.ProcessGroup | None = None,
+        context: dist.ProcessGroup | None = None,
         files: dist.ProcessGroup | None = None,
     ) -> None:
         self.layout = layout
@@ -50,7 +52,7 @@ class ParallelState:
         self.at: Coordinates = layout.coordinates(rank)
         self.device = device or torch.device("cpu")
         self.mesh = mesh
-        self._ends, self._files = ends, files
+        self._ends, self._context, self._files = ends, context, files
         # Taken once: cutting a mesh costs milliseconds, and every collective asks for its group.
         self._tensor_mesh = None if mesh is None else mesh["tensor"]
         # Without replicas FSDP is not told of the axis: it would all-reduce over one rank all the same.
@@ -81,7 +83,10 @@ class ParallelState:
             device = torch.device("cuda", torch.cuda.current_device())
         rank = dist.get_rank()
         _agree_on_a_seed()
-        sizes = (layout.pipeline, layout.data_replicate, layout.data_shard * layout.context, layout.tensor)
+        copies, shards = layout.data_replicate, layout.data_shard * layout.context
+        if layout.zero == 0:
+            copies, shards = copies * shards, 1
+        sizes = (layout.pipeline, copies, shards, layout.tensor)
         ranks = torch.arange(layout.world).view(sizes)
         # Groups of our own, not those of torch's mesh: these bear our timeout, and of a mesh of one axis
         # torch takes the world's group, in which sends between neighbours would count among all ranks'
@@ -90,12 +95,15 @@ class ParallelState:
         mesh = DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=_MESH_AXES)
         stages = _line(ranks, rank, 0)
         ends = [stages[0], stages[-1]] if rank in (stages[0], stages[-1]) else [rank]
+        first = rank - layout.coordinates(rank).context * layout.tensor
+        around = [first + piece * layout.tensor for piece in range(layout.context)]
         return cls(
             layout,
             rank,
             device=device,
             mesh=mesh,
             ends=_group(ends, timeout) if layout.pipeline > 1 else None,
+            context=_group(around, timeout) if layout.context > 1 else None,
             files=_group([*range(layout.world)], max(timeout, files_timeout), backend="gloo"),
         )
 
@@ -121,6 +129,20 @@ class ParallelState:
     def sequence(self) -> bool:
         """Whether activations between the blocks are split along the sequence over the tensor axis."""
         return self.layout.sequence and self.layout.tensor > 1
+
+    @property
+    def context_size(self) -> int:
+        return self.layout.context
+
+    @property
+    def context_index(self) -> int:
+        return self.at.context
+
+    @property
+    def context_group(self) -> dist.ProcessGroup:
+        """The ranks that hold the other pieces of the same sequences, in order."""
+        assert self._context is not None, "a stand-in has no process groups, and one context rank no others"
+        return self._context
 
     @property
     def tensor_group(self) -> dist.ProcessGroup:

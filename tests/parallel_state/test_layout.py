@@ -90,6 +90,7 @@ def test_data_ranks_are_replicas_without_zero_and_shards_with_it(
         pytest.param(lambda: Layout(**_as_any(tensor=True)), "tensor", "whole number", id="E11-bool"),
         pytest.param(lambda: Layout(**_as_any(context="2")), "context", "whole number", id="E11-text"),
         pytest.param(lambda: Layout(**_as_any(sequence=1)), "sequence", "true or false", id="E11-sequence"),
+        pytest.param(lambda: Layout(**_as_any(ring="yes")), "ring", "true or false", id="E11-ring"),
         pytest.param(lambda: Layout(zero=4), "zero", "0, 1, 2 or 3", id="E14-four"),
         pytest.param(lambda: Layout(zero=-1), "zero", "from 0 up", id="E14-negative"),
         pytest.param(lambda: Layout(data_shard=2), "zero", "data_shard=2", id="E14-shards-at-stage-0"),
@@ -122,6 +123,34 @@ def test_a_world_that_is_not_the_product_of_the_axes_is_refused(world: int) -> N
 
 def test_expert_is_no_factor_of_the_world() -> None:
     assert Layout(context=2, data_shard=2, expert=4, zero=1).world == 4
+
+
+@pytest.mark.parametrize(
+    ("layout", "length", "expected", "nearest"),
+    [
+        (Layout.of(context=2), 10, "2 x context=2", "8 or 12"),
+        (Layout.of(context=4), 5, "2 x context=4", "8"),
+        (Layout.of(tensor=2, sequence=True), 7, "tensor=2 under sequence parallelism", "6 or 8"),
+        (
+            Layout.of(context=2, tensor=3, sequence=True),
+            16,
+            "2 x context=2 and tensor=3 under sequence parallelism",
+            "12 or 24",
+        ),
+    ],
+    ids=["E7-two", "E7-too-short", "E9-sequence", "E7-and-sequence"],
+)
+def test_a_length_that_cannot_be_cut_is_refused_with_the_nearest_that_can(
+    layout: Layout, length: int, expected: str, nearest: str
+) -> None:
+    with pytest.raises(BadInput) as error:
+        layout.check_length(length, "recipe", "data.sequence_length")
+    assert str(error.value) == (
+        f"recipe: data.sequence_length: expected a multiple of {expected}, found {length}. "
+        f"Nearest legal lengths: {nearest}"
+    )
+    for legal in map(int, nearest.split(" or ")):
+        layout.check_length(legal, "recipe", "data.sequence_length")
 
 
 def test_a_layout_reads_as_its_unusual_numbers() -> None:

@@ -83,6 +83,8 @@ def groups(layout: Layout) -> dict[str, list[int]]:
         found["data_replicate"] = dist.get_process_group_ranks(state.data_mesh.get_group("data_replicate"))
     if layout.pipeline > 1:
         found["ends"] = dist.get_process_group_ranks(state.ends_group)
+    if layout.context > 1:
+        found["context"] = dist.get_process_group_ranks(state.context_group)
     return found
 
 
@@ -93,6 +95,9 @@ def groups(layout: Layout) -> dict[str, list[int]]:
         Layout.of(tensor=2, data=2, zero=1),
         Layout.of(data=4, zero=2, data_replicate=2),
         Layout.of(pipeline=2, data=2),
+        Layout.of(context=2, tensor=2),
+        Layout.of(context=2, data=2),
+        Layout.of(context=2, data=2, zero=3),
     ],
     ids=str,
 )
@@ -100,7 +105,10 @@ def test_process_groups_are_the_ranks_along_their_axes(layout: Layout) -> None:
     for rank, found in enumerate(run_parallel(groups, 4, layout)):
         assert ("data_replicate" in found) == (layout.data_replicate > 1 or not layout.zero)
         ends = found.pop("ends", None)
-        assert found == {axis: layout.ranks_along((axis,), rank) for axis in found}
+        # FSDP shards over the context ranks too, or has them for replicas.
+        joined = "data_shard" if layout.zero else "data_replicate"
+        axes = {axis: (axis, "context") if axis == joined else (axis,) for axis in found}
+        assert found == {axis: layout.ranks_along(axes[axis], rank) for axis in found}
         if ends is not None:
             along = layout.ranks_along(("pipeline",), rank)
             assert ends == [along[0], along[-1]]
