@@ -5,8 +5,9 @@ from .declaration import Cut, Declaration, declarations
 from .errors import BadCheckpoint, BadInput, PeerFailed
 from .fault import fault
 from .gradients import clip_gradients, finalize_gradients, gradient_norm, last_not_finite
-from .initial import Constant, Initial, Normal, Uniform, seed_of
+from .initial import Constant, Initial, Normal, Own, Uniform, seed_of
 from .layout import AXES, Coordinates, Layout
+from .own import declare
 from .parameters import declare_parameter, initialize, local, stored_box
 from .reshard import Holding, holdings, parts
 from .state import BACKENDS, FILES_TIMEOUT, TIMEOUT, ParallelState
@@ -27,11 +28,13 @@ __all__ = [
     "Initial",
     "Layout",
     "Normal",
+    "Own",
     "ParallelState",
     "PeerFailed",
     "Uniform",
     "clip_gradients",
     "declarations",
+    "declare",
     "declare_parameter",
     "fault",
     "finalize_gradients",

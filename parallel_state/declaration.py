@@ -8,7 +8,7 @@ from torch import nn
 
 from .boxes import Box
 from .errors import BadInput
-from .initial import ZERO, Initial
+from .initial import OWN, ZERO, Initial
 from .layout import Coordinates, Layout
 
 
@@ -103,7 +103,8 @@ class Declaration:
 
 
 def declarations(model: nn.Module) -> dict[str, Declaration]:
-    """The declaration of every parameter, by its name; an undeclared parameter lies whole on all ranks.
+    """The declaration of every parameter, by its name; an undeclared parameter lies whole on all ranks, and
+    begins as its module's ``reset_parameters`` has it.
 
     A parameter that two modules share is listed once, as ``named_parameters`` does.
     """
@@ -112,5 +113,5 @@ def declarations(model: nn.Module) -> dict[str, Declaration]:
     for name, parameter in model.named_parameters():
         path, _, leaf = name.rpartition(".")
         stated = modules[path].__dict__.get("declared", {})
-        found[name] = stated.get(leaf) or Declaration(tuple(parameter.shape))
+        found[name] = stated.get(leaf) or Declaration(tuple(parameter.shape), initial=OWN)
     return found

@@ -39,9 +39,14 @@ class Constant:
     value: float
 
 
-Initial = Normal | Uniform | Constant
+@dataclass(frozen=True, slots=True)
+class Own:
+    """What ``reset_parameters`` of the parameter's module makes of it: the way of ``torch.nn``'s layers."""
 
-ZERO = Constant(0.0)
+
+Initial = Normal | Uniform | Constant | Own
+
+ZERO, OWN = Constant(0.0), Own()
 
 
 def seed_of(*parts: object) -> int:
@@ -58,6 +63,7 @@ def fill(local: Tensor, box: Box, shape: tuple[int, ...], initial: Initial, seed
     dtype.
     """
     assert tuple(local.shape) == box.shape, (local.shape, box)
+    assert not isinstance(initial, Own), "its module knows how, and is not here"
     if isinstance(initial, Constant):
         local.fill_(initial.value)
         return

@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from .boxes import Box
 from .declaration import Declaration, declarations
 from .engine import local_data
-from .initial import fill, seed_of
+from .initial import Own, fill, seed_of
+from .own import own_values
 from .state import ParallelState
 
 
@@ -63,18 +64,27 @@ def stored_box(parameter: Tensor, declaration: Declaration, state: ParallelState
 def initialize(
     model: nn.Module, seed: int, *, among: Container[str] | None = None, state: ParallelState | None = None
 ) -> None:
-    """Fill every declared parameter as a function of (seed, its name) alone; padding becomes zero.
+    """Fill every parameter as a function of (seed, its name) alone; padding becomes zero.
 
-    ``among``: only those of these names. The bits do not depend on the layout, on FSDP, or on which stage of
-    a pipeline asks.
+    Those that nobody declared, such as of ``torch.nn``'s layers, as their modules' ``reset_parameters`` does;
+    ``BadInput`` names one whose module has none. ``among``: only those of these names. The bits do not depend
+    on the layout, on FSDP, or on which stage of a pipeline asks.
     """
     state = state or ParallelState.alone()
-    stated = declarations(model)
+    stated, modules = declarations(model), dict(model.named_modules())
+    drawn: dict[str, dict[str, Tensor]] = {}
     for name, parameter in model.named_parameters():
         if among is not None and name not in among:
             continue
         declaration = stated[name]
         box = stored_box(parameter, declaration, state)
+        if isinstance(declaration.initial, Own):
+            path, _, leaf = name.rpartition(".")
+            if path not in drawn:
+                drawn[path] = own_values(modules[path], path, stated, seed_of(seed, path))
+            with torch.no_grad():
+                local_data(parameter).copy_(drawn[path][leaf][box.slices])
+            continue
         _fill(local_data(parameter), box, declaration, seed_of(seed, name))
 
 

@@ -14,12 +14,18 @@ Source: Rajbhandari et al. 2020; FSDP2 is torch's.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import TypeVar
+
 import torch
+from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
 from ..models import CausalLM
 from ..parallel_state import BadInput, Layout, ParallelState
 from .precision import Precision
+
+Model = TypeVar("Model", bound=nn.Module)
 
 
 def check_zero(layout: Layout) -> None:
@@ -35,21 +41,27 @@ def check_zero(layout: Layout) -> None:
 
 
 def shard_over_data(
-    model: CausalLM, state: ParallelState, precision: Precision, *, offload: bool = False
-) -> CausalLM:
-    """Hand the model's parameters to FSDP2 over the data axes, a block at a time, in place.
+    model: Model,
+    state: ParallelState,
+    precision: Precision,
+    *,
+    offload: bool = False,
+    blocks: Iterable[nn.Module] | None = None,
+) -> Model:
+    """Hand the parameters of any model to FSDP2 over the data axes, a block at a time, in place.
 
     The model may be on the meta device; ``model.to_empty`` and ``initialize`` or a load come after, on the
-    host where ``offload`` keeps weights, gradients and moments there (``resting_device``).
+    host where ``offload`` keeps weights, gradients and moments there (``resting_device``). ``blocks``: what
+    ZeRO-3 gathers at a time, each with a ``forward``; otherwise ``find_blocks``.
     """
     check_zero(state.layout)
     again, mesh, policy = state.layout.zero == 3, state.data_mesh, precision.policy
     # Pages of a host without accelerator need no pinning, and cannot be.
     resting = CPUOffloadPolicy(pin_memory=state.device.type != "cpu") if offload else OffloadPolicy()
-    for block in model.layers.values():
+    for block in find_blocks(model) if blocks is None else blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=again, mp_policy=policy, offload_policy=resting)
     # Where the loss computes the logits, it takes the output layer's weight after the model's forward.
-    again = again and not model.head_in_loss
+    again = again and not (isinstance(model, CausalLM) and model.head_in_loss)
     fully_shard(model, mesh=mesh, reshard_after_forward=again, mp_policy=policy, offload_policy=resting)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -59,15 +71,24 @@ def shard_over_data(
     return model
 
 
+def find_blocks(model: nn.Module) -> list[nn.Module]:
+    """The members, with parameters, of every ``ModuleList``, ``ModuleDict`` or ``Sequential`` of a model that
+    is in no other; none where there is no such list.
+    """
+    if isinstance(model, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+        return [child for child in model.children() if next(child.parameters(), None) is not None]
+    return [block for child in model.children() for block in find_blocks(child)]
+
+
 def resting_device(state: ParallelState, *, offload: bool) -> torch.device:
     """Where weights are between steps, and so where the optimizer steps."""
     return torch.device("cpu") if offload else state.device
 
 
-def before_backward(model: CausalLM, *, last: bool) -> None:
+def before_backward(model: nn.Module, state: ParallelState, *, last: bool) -> None:
     """Tell FSDP, before each micro-batch's forward, what its backward does with gradients and weights."""
     assert isinstance(model, FSDPModule)
-    zero = model.state.layout.zero
+    zero = state.layout.zero
     model.set_requires_gradient_sync(last or zero >= 2)
     # Weights stay gathered between micro-batches (but for stage 3) and must be dropped after the last one:
     # otherwise the next step would compute with those from before the update.

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from ..parallel_state import declarations
 from .sections import ParameterGroup
@@ -24,21 +26,23 @@ def make_adamw(
     """PyTorch's AdamW over the parameters that require gradients: matrices decay; biases, norms and other
     vectors do not.
 
-    Which is which follows from the whole shape, so it is the same in every layout. ``groups``: from names to
-    what is different for them. Source: Loshchilov and Hutter 2019.
+    Takes any model. Which is which follows from the whole shape, so it is the same in every layout.
+    ``groups``: from names to what is different for them. Source: Loshchilov and Hutter 2019.
     """
     stated = declarations(model)
     usual = ParameterGroup(match=".")
-    sorted_out: dict[tuple[float, float], list[nn.Parameter]] = {}
+    sorted_out: dict[tuple[float, float, DeviceMesh | None], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             group = (groups or {}).get(name, usual)
             decay = weight_decay if len(stated[name].shape) >= 2 else 0.0
             decay = decay if group.weight_decay is None else group.weight_decay
-            sorted_out.setdefault((group.lr_scale, decay), []).append(parameter)
+            # A fused kernel takes tensors of one mesh at a time; what is not declared is on a smaller one.
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            sorted_out.setdefault((group.lr_scale, decay, mesh), []).append(parameter)
     parts = [
         {"params": params, "weight_decay": decay, "lr_scale": scale}
-        for (scale, decay), params in sorted_out.items()
+        for (scale, decay, _), params in sorted_out.items()
     ]
     # A pipeline stage of which nothing is trained has one group with nothing in it; torch refuses none.
     parts = parts or [{"params": [], "weight_decay": 0.0, "lr_scale": 1.0}]

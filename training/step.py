@@ -107,7 +107,7 @@ class TrainStep:
         losses = []
         parts = Batch(input_ids, labels, positions).split(self.micro_batch)
         for number, (x, y, at) in enumerate(parts):
-            before_backward(self.model, last=number == len(parts) - 1)
+            before_backward(self.model, self.state, last=number == len(parts) - 1)
             loss = self.loss(self.model(x, at), y)
             loss.backward()
             losses.append(loss.detach())

@@ -13,6 +13,7 @@ from trilith.parallel_state import (
     Cut,
     Declaration,
     Layout,
+    Own,
     ParallelState,
     declarations,
     declare_parameter,
@@ -126,5 +127,5 @@ def test_declarations_name_every_parameter_once() -> None:
     found = declarations(Tied())
     assert found == {
         "first.weight": Declaration((4, 3), cut=Cut(0), rows=3),
-        "plain.weight": Declaration((2, 3)),
+        "plain.weight": Declaration((2, 3), initial=Own()),
     }

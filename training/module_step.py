@@ -1,0 +1,122 @@
+"""One step's forward and backward of any module, in any layout: gradients of one mean, ready to clip."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from ..parallel_state import BadInput, ParallelState, finalize_gradients
+from ..parallel_state.engine import local_data
+from .data_parallel import before_backward
+
+#: Tensors by name, each with the samples on dim 0.
+Samples = Mapping[str, Tensor]
+#: From what the model gives, and the samples, to the *sum* of the losses and how many they are.
+SumAndCount = Callable[[Any, Samples], tuple[Tensor, Tensor | int]]
+
+
+class ModuleStep:
+    """``step(samples)`` leaves in ``.grad`` the gradients of the mean loss over the whole step.
+
+    ``loss`` gives a sum and a count for each micro-batch, alike on the ranks of a tensor group. All sums are
+    divided by all counts, of every micro-batch and data rank, so that the mean is the same number in every
+    layout. The model is called with those tensors of the micro-batch that its ``forward`` names;
+    ``micro_batch`` is in samples. With more than one data rank it has been through ``shard_over_data``.
+    """
+
+    def __init__(
+        self, model: nn.Module, loss: SumAndCount, *, micro_batch: int, state: ParallelState | None = None
+    ) -> None:
+        self.model, self.loss, self.micro_batch = model, loss, micro_batch
+        self.state = state or ParallelState.alone()
+        self._names = named_by(model)
+        layout = self.state.layout
+        if layout.context > 1:
+            raise BadInput(
+                "layout", "context", expected="1 for a module of your own", found=layout.context,
+                todo="Its attention would have to fetch keys and values of other ranks",
+            )  # fmt: skip
+        if layout.data > 1 and not isinstance(model, FSDPModule):
+            todo = "Call shard_over_data(model, state, Precision(...)) before"
+            raise BadInput(
+                "step", "model", expected=f"one shared over data={layout.data} ranks", found="none", todo=todo
+            )
+
+    def __call__(self, samples: Samples) -> Tensor:
+        """``samples``: those of this data rank (``own_samples``). Returns the mean, alike on every rank."""
+        parts = [*cut_samples(samples, self.micro_batch)]
+        sums = self._plain(parts)
+        finalize_gradients(self.model, state=self.state)
+        total, count = self._over_all_ranks(sums)
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                local_data(parameter.grad).div_(count)
+        return total / count
+
+    def _plain(self, parts: list[Samples]) -> list[tuple[Tensor, Tensor | int]]:
+        sums = []
+        for number, part in enumerate(parts):
+            if isinstance(self.model, FSDPModule):
+                before_backward(self.model, self.state, last=number == len(parts) - 1)
+            given = self.model(**{name: part[name] for name in part if self._names(name)})
+            total, count = self.loss(given, part)
+            total.backward()
+            sums.append((total.detach(), count))
+        return sums
+
+    def _over_all_ranks(self, sums: list[tuple[Tensor, Tensor | int]]) -> tuple[Tensor, Tensor]:
+        """In fp64: a count is exact there, and a sum loses nothing."""
+        state = self.state
+        totals = torch.tensor([[float(total), float(count)] for total, count in sums], dtype=torch.float64)
+        both = totals.sum(0).to(state.device)
+        if state.layout.world > 1:
+            both = both * int(state.at.tensor == 0)  # its neighbours on the tensor axis have the same
+            dist.all_reduce(both)
+        return both[0], both[1].clamp(min=1)
+
+
+def own_samples(samples: Samples, state: ParallelState | None = None) -> Samples:
+    """Of a whole batch, the equal piece of this data rank. ``BadInput`` where it cannot be cut evenly."""
+    state = state or ParallelState.alone()
+    found, data = count_samples(samples), state.layout.data
+    if found % data:
+        raise BadInput("batch", "samples", expected=f"a multiple of data={data}", found=found)
+    each = found // data
+    return {
+        name: one[state.data_index * each : (state.data_index + 1) * each] for name, one in samples.items()
+    }
+
+
+def cut_samples(samples: Samples, micro_batch: int) -> Iterable[Samples]:
+    """Micro-batches, in order. ``BadInput`` where ``micro_batch`` does not divide the samples."""
+    found = count_samples(samples)
+    if found % micro_batch:
+        expected = f"a divisor of the {found} samples of a data rank"
+        raise BadInput("step", "micro_batch", expected=expected, found=micro_batch)
+    for start in range(0, found, micro_batch):
+        yield {name: one[start : start + micro_batch] for name, one in samples.items()}
+
+
+def count_samples(samples: Samples) -> int:
+    """How many there are; ``BadInput`` where tensors disagree or there are none."""
+    counts = {name: len(one) for name, one in samples.items()}
+    if len(set(counts.values())) != 1:
+        raise BadInput(
+            "batch", expected="tensors with the same number of samples on dim 0", found=counts or "none"
+        )
+    return next(iter(counts.values()))
+
+
+def named_by(model: nn.Module) -> Callable[[str], bool]:
+    """Whether ``forward`` takes a keyword of this name."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+        return lambda name: True
+    names = {one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
+    return names.__contains__
