@@ -8,6 +8,7 @@ from .find import complete_checkpoints, latest_checkpoint, step_directory
 from .hf_folder import HFFolder
 from .loading import check_whole, load_model, load_source, load_weights, read_with_adapter
 from .manifest import Manifest, StoredAdapter
+from .module import load_module, module_contents, save_module
 from .planning import plan_conversion, plan_merge
 from .saving import Contents, Saver
 from .source import Source, read_source
@@ -38,9 +39,11 @@ __all__ = [
     "fingerprint",
     "latest_checkpoint",
     "load_model",
+    "load_module",
     "load_source",
     "load_training",
     "load_weights",
+    "module_contents",
     "newest_checkpoint",
     "plan_conversion",
     "plan_merge",
@@ -50,6 +53,7 @@ __all__ = [
     "read_lora",
     "read_source",
     "read_with_adapter",
+    "save_module",
     "step_directory",
     "stored_adapter",
     "together",

@@ -92,7 +92,7 @@ def read_converted(path: Path, source: Source) -> Source:
     """What a conversion of ``source`` wrote, in whatever form."""
     if (path / ADAPTER_CONFIG).exists():
         return _peft_folder(path, replace(source, adapter=None))
-    return read_source(path)
+    return read_source(path, module=source.module)
 
 
 def check_base(adapter: StoredAdapter, base: Source, where: object) -> None:

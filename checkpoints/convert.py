@@ -150,6 +150,7 @@ def _manifest(plan: Conversion, layout: Layout, files: Sequence[StoredFile], dir
         seeds=old.seeds if old else {},
         state=(old.state if old else {}) | {"split": list(plan.split) if plan.split else None},
         adapter=plan.source.adapter,
+        module=None if plan.source.module is None else plan.source.module.module,
         companions=tuple(store_companion(path, directory) for path in plan.source.companions),
         files=tuple(files),
         tensors=plan.tensors,

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 from ..parallel_state import BadCheckpoint, BadInput, Box, Layout
 from .coverage import check_coverage
 from .dtypes import BITS
+from .module_family import StoredModule
 from .plain_files import check_plain_name, contained, read_small, stat_regular
 from .strict_json import parse_object, shown
 from .tensor_file import TensorFile
@@ -81,7 +82,7 @@ class Manifest(_Strict):
 
     ``config`` is Hugging Face's configuration verbatim. ``layout`` wrote the checkpoint; any other can read
     it. ``step``, ``data_position``, ``seeds`` and ``state`` (scheduler and the like) belong to a training
-    run.
+    run. ``module``: of what no family describes, how its tensors lie.
     """
 
     version: Literal[1] = VERSION
@@ -94,6 +95,7 @@ class Manifest(_Strict):
     seeds: dict[str, int] = {}
     state: dict[str, JsonValue] = {}
     adapter: StoredAdapter | None = None
+    module: StoredModule | None = None
     companions: tuple[StoredFile, ...] = ()
     files: tuple[StoredFile, ...]
     tensors: dict[str, StoredTensor]

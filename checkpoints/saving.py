@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..models import CausalLM, Family, ModelConfig
-from ..parallel_state import BadInput, Box, Holding, Layout, fault, holdings
+from ..parallel_state import BadInput, Box, Holding, Layout, ParallelState, fault, holdings
 from .agree import together
 from .commit import Staging, clear_unfinished
 from .companions import store_companion
@@ -20,6 +20,7 @@ from .disk import DiskFailed, writing
 from .dtypes import name_of
 from .find import step_directory
 from .manifest import Manifest, Part, StoredAdapter, StoredFile, StoredTensor
+from .module_family import ModuleFamily
 from .retention import delete_old, set_aside
 from .stored import Place, places
 from .tensor_writer import TensorWriter
@@ -59,25 +60,30 @@ class Saver:
     ask it on all ranks alike, and ``wait`` then raises it on all of them. Leaving the context waits for the
     thread, so a process group may be destroyed after it and not before; after an error only some seconds,
     since the other ranks wait to hear of it. ``said`` is called, from the thread that calls ``save``,
-    ``wait`` or ``poll``, with a line on each checkpoint that was committed.
+    ``wait`` or ``poll``, with a line on each checkpoint that was committed. ``state``: of a module that does
+    not have it by itself. Without an ``optimizer`` the checkpoints hold weights alone.
     """
 
     def __init__(
         self,
         root: Path,
-        model: CausalLM,
-        optimizer: torch.optim.Optimizer,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
         contents: Contents,
         *,
+        state: ParallelState | None = None,
         keep: int = 2,
         background: bool = False,
         said: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.root, self.keep, self.background, self._said = root, keep, background, said
         self._model, self._optimizer, self._contents = model, optimizer, contents
-        self._state, self._layout = model.state, model.state.layout
+        if state is None:
+            assert isinstance(model, CausalLM), "a module of a user's comes with its state"
+            state = model.state
+        self._state, self._layout = state, state.layout
         stages = contents.family.declarations(contents.config, self._layout, split=contents.split)
-        self._table = _table(stages, self._layout, contents.frozen)
+        self._table = _table(stages, self._layout, contents.frozen, () if optimizer is None else MOMENTS)
         # Found out once: a run that saves waits for what is done here.
         self._mine = [place for place in places(model, self._state) if self._owns(place)]
         self._copies: dict[str, Tensor] = {}
@@ -193,7 +199,7 @@ class Saver:
     ) -> Manifest:
         contents = self._contents
         return Manifest(
-            kind="training",
+            kind="training" if self._optimizer is not None else "weights",
             model_type=contents.family.model_type,
             config=dict(contents.hf_config),
             layout=self._layout,
@@ -205,6 +211,7 @@ class Saver:
                 "frozen": [*sorted(contents.frozen)],
             },
             adapter=contents.adapter,
+            module=contents.family.module if isinstance(contents.family, ModuleFamily) else None,
             companions=tuple(store_companion(path, directory) for path in contents.companions),
             files=tuple(result[0] for result in results if result is not None),
             tensors=_stored_tensors(self._table, results),
@@ -216,6 +223,8 @@ class Saver:
     def _own_tensors(self) -> dict[str, Tensor]:
         """What this rank writes: of all that it stores, that which it owns."""
         found = {place.name: place.part(place.parameter) for place in self._mine}
+        if self._optimizer is None:
+            return found
         for moment in MOMENTS:
             choose = moment_of(self._optimizer, moment)
             for place in self._mine:
@@ -225,13 +234,13 @@ class Saver:
 
 
 def _table(
-    stages: Sequence[Mapping[str, Any]], layout: Layout, frozen: frozenset[str]
+    stages: Sequence[Mapping[str, Any]], layout: Layout, frozen: frozenset[str], moments: Sequence[str]
 ) -> dict[str, list[Holding]]:
     """Who writes what: the moments lie exactly as their parameters do."""
     weights = holdings(stages, layout)
     trained = {name: held for name, held in weights.items() if name not in frozen}
-    moments = {moment_name(moment, name): held for moment in MOMENTS for name, held in trained.items()}
-    return weights | moments
+    theirs = {moment_name(moment, name): held for moment in moments for name, held in trained.items()}
+    return weights | theirs
 
 
 def _stored_tensors(

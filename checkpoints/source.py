@@ -18,6 +18,7 @@ from .find import latest_checkpoint
 from .hf_folder import ADAPTER_CONFIG, CONFIG, HFFolder
 from .hub import local_folder
 from .manifest import MANIFEST, Manifest, StoredAdapter
+from .module_family import ModuleFamily, module_family
 from .plan import Copy, Stored, Tie, Whole, copies
 from .tensor_file import TensorFile
 
@@ -39,10 +40,14 @@ class Source:
     manifest: Manifest | None = None
     warnings: list[str] = field(default_factory=list)
     adapter: StoredAdapter | None = None
+    #: Of a module that no family describes: what a checkpoint says of it, or who reads a folder.
+    module: ModuleFamily | None = None
 
     @cached_property
     def family(self) -> Family:
         """The model's; of LoRA adapters the one whose tensors are these alone."""
+        if self.module is not None:
+            return self.module
         family = family_of(self.config, self._config_file)
         if self.adapter is None:
             return family
@@ -94,10 +99,13 @@ class Source:
         return out
 
 
-def read_source(path: str | Path, *, allow_symlinks: bool = False) -> Source:
+def read_source(
+    path: str | Path, *, allow_symlinks: bool = False, module: ModuleFamily | None = None
+) -> Source:
     """Open a Hugging Face folder, a checkpoint, or a run's newest checkpoint; reads headers, no weights.
 
-    An id such as ``org/model`` is looked for in the hub's cache, or fetched (see ``hub``).
+    An id such as ``org/model`` is looked for in the hub's cache, or fetched (see ``hub``). ``module`` reads
+    a Hugging Face folder of what is not in the zoo.
 
     Raises ``BadInput`` or ``BadCheckpoint`` for what is not one, is incomplete, or does not hold what its
     config says.
@@ -116,7 +124,7 @@ def read_source(path: str | Path, *, allow_symlinks: bool = False) -> Source:
     if (path / ADAPTER_CONFIG).exists() and not (path / CONFIG).exists():
         todo = f"`trilith merge-lora BASE {path} OUT` makes a whole model of them and their base"
         raise BadInput(path, expected="a model's folder", found="LoRA adapters without their base", todo=todo)
-    return _hugging_face(path, allow_symlinks)
+    return _hugging_face(path, allow_symlinks, module)
 
 
 def _sharded(path: Path, manifest: Manifest) -> Source:
@@ -131,12 +139,13 @@ def _sharded(path: Path, manifest: Manifest) -> Source:
     companions = [path / companion.name for companion in manifest.companions]
     files = list(manifest.open_files(path))
     config = dict(manifest.config)
-    return Source(path, config, companions, files, catalog, manifest, adapter=manifest.adapter)
+    module = None if manifest.module is None else module_family(manifest.module, config)
+    return Source(path, config, companions, files, catalog, manifest, adapter=manifest.adapter, module=module)
 
 
-def _hugging_face(path: Path, allow_symlinks: bool) -> Source:
+def _hugging_face(path: Path, allow_symlinks: bool, module: ModuleFamily | None) -> Source:
     folder = HFFolder(path, allow_symlinks=allow_symlinks)
-    family = family_of(folder.config, str(path / CONFIG))
+    family = module or family_of(folder.config, str(path / CONFIG))
     config = family.from_hf(folder.config, str(path / CONFIG))
     found = expected_tensors(folder, family, config)
     files = list({id(file): file for file, _ in found.values()}.values())
@@ -147,4 +156,6 @@ def _hugging_face(path: Path, allow_symlinks: bool) -> Source:
         catalog[name] = Whole(
             entry.shape, entry.dtype, (Stored(numbers[id(file)], key, Box.whole(entry.shape)),)
         )
-    return Source(path, folder.config, folder.companions, files, catalog, None, folder.warnings)
+    return Source(
+        path, folder.config, folder.companions, files, catalog, None, folder.warnings, module=module
+    )

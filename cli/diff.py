@@ -18,7 +18,8 @@ def diff(
 
     from ..checkpoints import differences, read_source
 
-    found = list(islice(differences(read_source(a), read_source(b)), most + 1))
+    first = read_source(a)
+    found = list(islice(differences(first, read_source(b, module=first.module)), most + 1))
     for one in found[:most]:
         figures = f"  {one.elements:,} elements, max abs {one.absolute:.3g}, max rel {one.relative:.3g}"
         typer.echo(f"{one.name}: {one.what}" + (figures if one.elements else ""))

@@ -5,7 +5,7 @@ from .config import ModelConfig
 from .family import CausalLM, Family
 from .generate import generate
 from .gpt2 import GPT2, GPT2Config
-from .links import Link
+from .links import Link, Rename, Rule, Split, Transpose
 from .llama import LLAMA, Llama, LlamaConfig
 from .lora import LoraConfig
 from .sampling import Sampling
@@ -26,8 +26,12 @@ __all__ = [
     "LlamaConfig",
     "LoraConfig",
     "ModelConfig",
+    "Rename",
+    "Rule",
     "Sampling",
     "Site",
+    "Split",
+    "Transpose",
     "adapted",
     "family_of",
     "generate",

@@ -1,0 +1,180 @@
+"""Checkpoints of a module that no family describes: any layout reads them, every command knows them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from trilith.checkpoints import convert, load_module, read_source, save_module
+from trilith.cli.app import run
+from trilith.layers import GatedMLP, VocabParallelEmbedding
+from trilith.models import Rename, Split, Transpose
+from trilith.parallel_state import BadCheckpoint, BadInput, Layout, ParallelState, initialize
+from trilith.testing import run_parallel
+from trilith.testing.training import Pieces, assemble, pieces
+from trilith.training.data_parallel import shard_over_data
+from trilith.training.optimizer import make_adamw
+from trilith.training.precision import Precision
+
+NAMES = (
+    Rename("embed.weight", "wte"),
+    Split(("blocks.{i}.gate_up.gate.weight", "blocks.{i}.gate_up.up.weight"), "h.{i}.fused"),
+    Transpose("blocks.{i}.down.weight", "h.{i}.down"),
+    Rename("gain.weight", "gain.weight"),
+    Rename("gain.bias", "gain.bias"),
+)
+CONFIG = {"model_type": "embedder", "architectures": ["Embedder"], "width": 8}
+
+
+class Embedder(nn.Module):
+    def __init__(self, width: int = 8, *, state: ParallelState | None = None) -> None:
+        super().__init__()
+        self.embed = VocabParallelEmbedding(37, width, state=state)
+        self.blocks = nn.ModuleList([GatedMLP(width, 16, state=state) for _ in range(2)])
+        self.gain = nn.LayerNorm(width)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        y: Tensor = self.gain(x)
+        return y
+
+
+def trained(state: ParallelState, seed: int) -> tuple[nn.Module, torch.optim.AdamW]:
+    model = shard_over_data(Embedder(state=state), state, Precision())
+    initialize(model, seed, state=state)
+    optimizer = make_adamw(model, lr=0.1)
+    for _ in range(2):
+        model(torch.arange(8).view(1, 8)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def save(root: str, layout: Layout, seed: int = 1) -> None:
+    state = ParallelState.start(layout)
+    model, optimizer = trained(state, seed)
+    save_module(root, model, optimizer, step=2, data={"at": 5}, config=CONFIG, names=NAMES, state=state)
+
+
+def there_and_back(root: str, layouts: Sequence[Layout]) -> list[Pieces]:
+    """Write in the first layout, load and write again in each of the others; the weights and moments held."""
+    found = []
+    for number, layout in enumerate(layouts):
+        state = ParallelState.start(layout)
+        model, optimizer = trained(state, seed=number)
+        if number:
+            progress = load_module(f"{root}/{number - 1}", model, optimizer, state=state)
+            assert (progress.step, progress.data, progress.memory) == (2, {"at": 5}, {"updates": 2})
+        save_module(
+            f"{root}/{number}",
+            model,
+            optimizer,
+            step=2,
+            data={"at": 5},
+            config=CONFIG,
+            names=NAMES,
+            state=state,
+        )
+        found.append(pieces(model, state))
+    return found
+
+
+def test_any_layout_reads_what_any_wrote_bitwise_with_moments(tmp_path: Path) -> None:
+    layouts = [Layout(tensor=2), Layout.of(data=2, zero=3), Layout.of(data=2), Layout(tensor=2)]
+    ranks = run_parallel(there_and_back, 2, str(tmp_path), layouts)
+    first, *others = (assemble([rank[number] for rank in ranks]) for number in range(len(layouts)))
+    for other in others:
+        for name, whole in first.items():
+            rows = 37 if name == "embed.weight" else len(whole)
+            assert torch.equal(whole[:rows], other[name][:rows]), name
+    for number in range(1, len(layouts)):
+        assert run(["diff", f"{tmp_path}/0", f"{tmp_path}/{number}"]) == 0
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("module")
+    run_parallel(save, 2, str(root / "run"), Layout(tensor=2))
+    return root / "run"
+
+
+def test_the_commands_know_it(written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["inspect", str(written)]) == 0
+    assert "checkpoint (training) of embedder, 1,080 parameters" in capsys.readouterr().out
+    assert run(["verify", str(written)]) == 0
+    out = tmp_path / "four"
+    assert run(["reshard", str(written), str(out), "--tensor", "4"]) == 0
+    assert run(["diff", str(written), str(out)]) == 0
+    files = [load_file(file) for file in sorted(out.glob("*.safetensors"))]
+    assert [file["blocks.1.down.weight"].shape for file in files] == [(8, 4)] * 4
+    assert [len(file["embed.weight"]) for file in files] == [32, 5, 0, 0]  # 37 rows of 128, padding left out
+    assert [file["gain.weight"].shape for file in files] == [(8,)] * 4
+    source = read_source(out)
+    assert source.manifest is not None
+    assert source.manifest.state["memory"] == {"updates": 2}
+    capsys.readouterr()
+    assert run(["reshard", str(written), str(tmp_path / "no"), "--tensor", "3"]) == 2
+    assert "tensor=3 divides, found 128" in capsys.readouterr().err
+    assert run(["reshard", str(written), str(tmp_path / "no"), "--pipeline", "2"]) == 2
+    assert "pipeline: expected 1, found 2" in capsys.readouterr().err
+
+
+def test_it_is_exported_under_other_names_and_read_back(written: Path, tmp_path: Path) -> None:
+    assert run(["convert", str(written), str(tmp_path / "hf"), "--to", "hf", "--verify"]) == 0
+    theirs = load_file(tmp_path / "hf" / "model.safetensors")
+    assert set(theirs) == {"wte", "gain.weight", "gain.bias"} | {
+        f"h.{i}.{n}" for i in (0, 1) for n in ("fused", "down")
+    }
+    model = Embedder()
+    load_module(tmp_path / "hf", model, names=NAMES)
+    assert torch.equal(theirs["h.1.down"].T, model.blocks[1].down.weight)
+    assert torch.equal(theirs["h.0.fused"][16:], model.blocks[0].gate_up.up.weight)
+    assert theirs["wte"].shape == (37, 8)
+    save_module(tmp_path / "again", model, config=CONFIG, names=NAMES)
+    assert run(["diff", str(written), str(tmp_path / "again")]) == 0
+    assert run(["diff", str(written), str(tmp_path / "hf")]) == 0
+
+
+def test_what_does_not_fit_is_refused_by_name(written: Path, tmp_path: Path) -> None:
+    with pytest.raises(BadCheckpoint, match=r"embed\.weight: expected \[37, 12\], found \[37, 8\]"):
+        load_module(written, Embedder(12))
+    with pytest.raises(BadCheckpoint, match=r"weight: expected \[2, 2\], found no such parameter"):
+        load_module(written, nn.Linear(2, 2))
+    model = Embedder()
+    with pytest.raises(BadInput, match="expected AdamW, whose moments are known, found SGD"):
+        save_module(tmp_path, model, torch.optim.SGD(model.parameters()))
+    with pytest.raises(BadInput, match="running_mean: expected parameters alone, found a persistent buffer"):
+        save_module(tmp_path, nn.BatchNorm1d(3))
+    with pytest.raises(BadInput, match=r"dtype: expected one for all parameters, found torch\.float32 and"):
+        save_module(tmp_path, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()))
+    assert not any(tmp_path.iterdir())
+    save_module(tmp_path / "weights", model)
+    with pytest.raises(BadCheckpoint, match="expected moments, found weights alone"):
+        load_module(tmp_path / "weights", model, make_adamw(model, lr=1.0))
+    with pytest.raises(BadInput, match="expected a table of Hugging Face's names, found none"):
+        convert(tmp_path / "weights", tmp_path / "hf", to="hf")
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (NAMES[1:], r"embed\.weight: expected a rule for every parameter"),
+        (
+            (*NAMES, Rename("blocks.{i}.down.weight", "h.{i}.other")),
+            r"blocks\.0\.down\.weight: expected one rule",
+        ),
+        ((*NAMES, Rename("haed", "head")), "head: expected a rule for a parameter, found none named"),
+    ],
+)
+def test_a_table_that_does_not_cover_each_parameter_once_is_refused(
+    names: Sequence[Rename], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(BadInput, match=said):
+        save_module(tmp_path, Embedder(), names=names)
+    assert not any(tmp_path.iterdir())
