@@ -29,7 +29,7 @@ from .mlp import ACTIVATIONS, MLP, GatedMLP, activation
 from .norm import LayerNorm, RMSNorm
 from .rotary import Rope, RotaryEmbedding, inverse_frequencies
 from .scope import AttentionScope, KeyValueCache, documents
-from .stage import Stage, split_blocks
+from .stage import Stage, all_stages, split_blocks
 
 __all__ = [
     "ACTIVATIONS",
@@ -49,6 +49,7 @@ __all__ = [
     "RowParallelLinear",
     "SharedHeads",
     "Stage",
+    "all_stages",
     "VocabParallelEmbedding",
     "VocabParallelHead",
     "activation",

@@ -10,27 +10,48 @@ from ..parallel_state import BadInput, ParallelState
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Blocks ``start <= i < stop``; the first stage also embeds, the last also makes the logits."""
+    """The ``blocks`` of a stage; the first stage also embeds, the last also makes the logits.
 
-    start: int
-    stop: int
+    What a rank holds is a ``Stage`` too. Where that is several of the model's, they are its ``parts``, in the
+    model's order, and between two of them the activations visit other ranks.
+    """
+
+    blocks: tuple[int, ...]
     first: bool = True
     last: bool = True
+    number: int = 0
+    pieces: tuple[Stage, ...] = ()
 
     @property
-    def blocks(self) -> range:
-        return range(self.start, self.stop)
+    def parts(self) -> tuple[Stage, ...]:
+        """The stages that run one at a time: itself, if it is one."""
+        return self.pieces or (self,)
 
     @staticmethod
     def of(
         num_layers: int, *, split: Sequence[int] | None = None, state: ParallelState | None = None
     ) -> Stage:
-        """The stage of this pipeline rank; ``split`` gives the number of blocks of each stage by hand."""
+        """What this pipeline rank holds; ``split`` gives the number of blocks of each stage by hand."""
         state = state or ParallelState.alone()
-        counts = split_blocks(num_layers, state.layout.pipeline, split)
-        index = state.at.pipeline
-        start = sum(counts[:index])
-        return Stage(start, start + counts[index], index == 0, index == len(counts) - 1)
+        every = all_stages(num_layers, state.layout.stages, split)
+        parts = tuple(every[number] for number in state.layout.stages_of(state.at.pipeline))
+        if len(parts) == 1:
+            return parts[0]
+        blocks = tuple(block for part in parts for block in part.blocks)
+        return Stage(
+            blocks, any(p.first for p in parts), any(p.last for p in parts), parts[0].number, pieces=parts
+        )
+
+
+def all_stages(num_layers: int, stages: int, split: Sequence[int] | None = None) -> list[Stage]:
+    """Every stage of a model, in its order: each block is in exactly one."""
+    found: list[Stage] = []
+    start = 0
+    for number, count in enumerate(split_blocks(num_layers, stages, split)):
+        blocks = tuple(range(start, start + count))
+        found.append(Stage(blocks, number == 0, number == stages - 1, number))
+        start += count
+    return found
 
 
 def split_blocks(num_layers: int, stages: int, split: Sequence[int] | None = None) -> list[int]:

@@ -8,6 +8,7 @@ from .gpt2 import GPT2, GPT2Config
 from .links import Link, Rename, Rule, Split, Transpose
 from .llama import LLAMA, Llama, LlamaConfig
 from .lora import LoraConfig
+from .relay import through_stages
 from .sampling import Sampling
 from .sites import PEFT_PREFIX, Site
 from .zoo import FAMILIES, family_of
@@ -35,4 +36,5 @@ __all__ = [
     "adapted",
     "family_of",
     "generate",
+    "through_stages",
 ]

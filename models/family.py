@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -25,6 +25,7 @@ class CausalLM(nn.Module):
     ``None``: each row is one document, 0 to S - 1. With ``head_in_loss`` the last stage gives normalised
     hidden states, and the loss takes ``head_weight``. With a ``cache`` the tokens follow those that it holds,
     their positions must be given, and the logits are the last token's alone: (B, 1, padded / tensor).
+    ``stage``: which one of ``self.stage.parts`` runs, where this rank holds several.
     """
 
     config: ModelConfig
@@ -37,9 +38,19 @@ class CausalLM(nn.Module):
     head_in_loss = False
 
     def forward(
-        self, x: Tensor, positions: Tensor | None = None, cache: KeyValueCache | None = None
+        self,
+        x: Tensor,
+        positions: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+        *,
+        stage: Stage | None = None,
     ) -> Tensor:
         raise AssertionError("each family has its own")
+
+    def blocks_of(self, stage: Stage) -> Iterator[nn.Module]:
+        """The blocks of one stage, in order."""
+        assert not stage.pieces, "of several stages one runs at a time: say which"
+        return (self.layers[str(number)] for number in stage.blocks)
 
     def finish(self, x_BSD: Tensor) -> Tensor:
         """From the last block to the logits, or as far as ``head_in_loss`` wants it."""

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..layers import KeyValueCache, gather_logits
+from ..layers import KeyValueCache, Stage, gather_logits
 from ..parallel_state import BadInput, seed_of
 from .family import CausalLM
+from .relay import through_stages
 from .sampling import Sampling, choose
 
 Tokens = Sequence[int]
@@ -48,21 +49,26 @@ def generate(
     device = model.state.device if model.state.mesh is not None else next(model.parameters()).device
     tokens_BT, positions_BT = left_padded(prompts, device)
     longest = tokens_BT.shape[1]
-    cache = KeyValueCache(len(prompts), longest + max_new_tokens - 1) if cached else None
+    room = longest + max_new_tokens - 1
+    # A cache for each stage of this rank: a forward through one is told of the tokens once.
+    caches = {
+        stage.number: KeyValueCache(len(prompts), room) if cached else None for stage in model.stage.parts
+    }
     generators = [torch.Generator().manual_seed(seed_of(seed, "row", first + i)) for i in range(len(prompts))]
     texts: list[list[int]] = [[] for _ in prompts]
     ended = [False] * len(prompts)
     with _generating(model):
         read = 0
         for number in range(max_new_tokens):
-            logits_BV = _next_logits(model, tokens_BT[:, read:], positions_BT[:, read:], cache)
+            logits_BV = _next_logits(model, tokens_BT[:, read:], positions_BT[:, read:], caches)
             new_B = torch.empty(len(prompts), dtype=torch.int64, device=device)
             if logits_BV is not None:
                 uniform_B = torch.cat([torch.rand(1, generator=g, dtype=torch.float64) for g in generators])
                 banned = stop if number < min_new_tokens else ()
                 new_B = choose(logits_BV, sampling, uniform=uniform_B.to(device), banned=banned)
-            if model.state.layout.pipeline > 1:
-                last = model.state.layout.pipeline - 1
+            layout = model.state.layout
+            if layout.pipeline > 1:
+                last = layout.rank_of_stage(layout.stages - 1)
                 dist.broadcast(new_B, group=model.state.pipeline_group, group_src=last)
             step: list[int | None] = [None if ended[i] else token for i, token in enumerate(new_B.tolist())]
             for i, token in enumerate(step):
@@ -93,21 +99,18 @@ def left_padded(prompts: Sequence[Tokens], device: torch.device) -> tuple[Tensor
 
 
 def _next_logits(
-    model: CausalLM, tokens_BS: Tensor, positions_BS: Tensor, cache: KeyValueCache | None
+    model: CausalLM, tokens_BS: Tensor, positions_BS: Tensor, caches: Mapping[int, KeyValueCache | None]
 ) -> Tensor | None:
-    """The last token's logits (B, V), on the last stage; each stage hands its hidden states to the next."""
-    state, stage, config = model.state, model.stage, model.config
-    x = tokens_BS
-    if not stage.first:
-        dtype = next(model.parameters()).dtype
-        x = torch.empty(*tokens_BS.shape, config.hidden_size, dtype=dtype, device=tokens_BS.device)
-        dist.recv(x, group=state.pipeline_group, group_src=state.at.pipeline - 1)
-    y = model(x, positions=positions_BS, cache=cache)
-    if not stage.last:
-        y = y.to(next(model.parameters()).dtype).contiguous()
-        dist.send(y, group=state.pipeline_group, group_dst=state.at.pipeline + 1)
-        return None
-    return gather_logits(y[:, -1:], config.vocab_size, state=state)[:, -1]
+    """The last token's logits (B, V), where the last stage is; each stage hands its hidden states on."""
+
+    def run(stage: Stage, x: Tensor) -> Tensor:
+        y: Tensor = model(x, positions=positions_BS, cache=caches[stage.number], stage=stage)
+        return y
+
+    config, dtype = model.config, next(model.parameters()).dtype
+    shape = (*tokens_BS.shape, config.hidden_size)
+    y = through_stages(model, tokens_BS, run, shape=shape, dtype=dtype)
+    return None if y is None else gather_logits(y[:, -1:], config.vocab_size, state=model.state)[:, -1]
 
 
 @contextmanager

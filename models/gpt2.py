@@ -207,16 +207,22 @@ class GPT2(CausalLM):
                 self.head = VocabParallelHead(cfg.hidden_size, cfg.vocab_size, initial=init, state=state)
 
     def forward(
-        self, x: Tensor, positions: Tensor | None = None, cache: KeyValueCache | None = None
+        self,
+        x: Tensor,
+        positions: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+        *,
+        stage: Stage | None = None,
     ) -> Tensor:
+        stage = stage or self.stage
         x_BSD, scope = x, AttentionScope(positions, cache)
-        if self.stage.first:
+        if stage.first:
             if positions is None:
                 positions = default_positions(x, self.state, embedded=False)
             x_BSD = self.dropout(self.position(self.embed(x), positions))
-        for block in self.layers.values():
+        for block in self.blocks_of(stage):
             x_BSD = block(x_BSD, scope)
-        return self.finish(scope.asked(x_BSD)) if self.stage.last else x_BSD
+        return self.finish(scope.asked(x_BSD)) if stage.last else x_BSD
 
 
 def residual_initial(cfg: GPT2Config) -> Normal:

@@ -224,17 +224,23 @@ class Llama(CausalLM):
                 self.head = VocabParallelHead(cfg.hidden_size, cfg.vocab_size, initial=init, state=state)
 
     def forward(
-        self, x: Tensor, positions: Tensor | None = None, cache: KeyValueCache | None = None
+        self,
+        x: Tensor,
+        positions: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+        *,
+        stage: Stage | None = None,
     ) -> Tensor:
+        stage = stage or self.stage
         given, window = positions, self.config.window
         if positions is None:
-            positions = default_positions(x, self.state, embedded=not self.stage.first)
+            positions = default_positions(x, self.state, embedded=not stage.first)
         scope = AttentionScope(positions if window else given, cache, window=window)
-        x_BSD = self.embed(x) if self.stage.first else x
+        x_BSD = self.embed(x) if stage.first else x
         rope = self.rotary(positions, x_BSD.dtype)
-        for block in self.layers.values():
+        for block in self.blocks_of(stage):
             x_BSD = block(x_BSD, rope, scope)
-        return self.finish(scope.asked(x_BSD)) if self.stage.last else x_BSD
+        return self.finish(scope.asked(x_BSD)) if stage.last else x_BSD
 
 
 LLAMA = Family(

@@ -7,11 +7,13 @@ Collectives here are torch's functional ones: they return new tensors, wait for 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
@@ -23,6 +25,9 @@ PRIVATE = (
     ("torch.ops._c10d_functional", "wait_tensor"),
     ("torch.distributed.tensor.DTensor", "_local_tensor"),
     ("torch.utils._python_dispatch", "TorchDispatchMode"),
+    ("torch.distributed.fsdp.FSDPModule", "_get_fsdp_state"),
+    ("torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState", "_root_post_backward_final_callback"),
+    ("torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup", "post_backward"),
 )
 
 
@@ -79,3 +84,51 @@ def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 def local_data(x: Tensor) -> Tensor:
     """What this rank stores of ``x``, sharing memory and outside autograd."""
     return x._local_tensor.detach() if isinstance(x, DTensor) else x.detach()
+
+
+def fsdp_modules(module: nn.Module) -> list[FSDPModule]:
+    """Every module in it, itself included, that FSDP shards by itself."""
+    return [one for one in module.modules() if isinstance(one, FSDPModule)]
+
+
+def computed_with(modules: Iterable[FSDPModule]) -> Iterator[nn.Parameter]:
+    """The whole parameters that these modules compute with, be they gathered at the moment or not.
+
+    Autograd's graph is made of these; ``module.parameters()`` gives the shards when they are not gathered.
+    """
+    for group in _groups(modules):
+        for held in group.fsdp_params:
+            whole = getattr(held, "_unsharded_param", None)
+            if whole is not None:
+                yield whole
+
+
+def sum_gradients(modules: Iterable[FSDPModule]) -> None:
+    """Sum over the data ranks, now, what gradients these modules have so far, and keep shards of the sums.
+
+    FSDP does it in hooks of a backward pass that reaches a module's input; one that computes the gradients of
+    the weights alone, later, runs no such hook.
+    """
+    for group in _groups(modules):
+        before, group.reduce_grads = group.reduce_grads, True
+        group.post_backward()
+        group.reduce_grads = before
+
+
+def end_backward(root: FSDPModule) -> None:
+    """After a step's last backward: sum what is left, wait for it, let go of gathered weights."""
+    root.set_is_last_backward(True)
+    root.set_reshard_after_backward(True)
+    root.set_requires_gradient_sync(True)
+    for group in _groups(fsdp_modules(cast(nn.Module, root))):
+        group.post_backward()
+    cast(Any, root)._get_fsdp_state()._root_post_backward_final_callback()
+
+
+def _groups(modules: Iterable[FSDPModule]) -> Iterator[Any]:
+    """What FSDP gathers and sums at once: one group a module, or none where others hold all parameters."""
+    for module in modules:
+        state = cast(Any, module)._get_fsdp_state()
+        several = getattr(state, "_fsdp_param_groups", None)  # one alone before torch 2.12
+        one = getattr(state, "_fsdp_param_group", None) if several is None else None
+        yield from several if several is not None else ([] if one is None else [one])

@@ -32,6 +32,8 @@ class Layout:
     every rank whole (all data ranks in ``data_replicate``), 1 to 3 shard over ``data_shard`` and ``context``.
     ``sequence`` turns on Megatron's sequence parallelism along the tensor axis. ``ring`` passes attention's
     keys and values around the context ranks, a piece at a time, instead of gathering them.
+    A pipeline rank holds ``virtual_stages`` stages of the model: every ``pipeline``-th one, or with
+    ``v_shape`` two, one on the way down and one on the way back up, so that the first rank holds both ends.
     """
 
     tensor: int = 1
@@ -43,6 +45,8 @@ class Layout:
     zero: int = 0
     sequence: bool = False
     ring: bool = False
+    virtual_stages: int = 1
+    v_shape: bool = False
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -71,6 +75,13 @@ class Layout:
                 expected=f"a divisor of context * data_shard = {self.context * self.data_shard}",
                 found=self.expert,
             )
+        if self.virtual_stages > 1 and self.pipeline == 1:
+            raise BadInput(
+                "layout", "virtual_stages", expected="1 with pipeline=1", found=self.virtual_stages
+            )
+        if self.v_shape and self.virtual_stages != 2:
+            expected = "2, one on the way down and one on the way up"
+            raise BadInput("layout", "virtual_stages", expected=expected, found=self.virtual_stages)
 
     @classmethod
     def of(
@@ -85,6 +96,8 @@ class Layout:
         expert: int = 1,
         sequence: bool = False,
         ring: bool = False,
+        virtual_stages: int = 1,
+        v_shape: bool = False,
     ) -> Layout:
         """A layout from one number of data ranks: replicas at ``zero=0``, shards from ``zero=1`` on.
 
@@ -110,6 +123,8 @@ class Layout:
             zero=zero,
             sequence=sequence,
             ring=ring,
+            virtual_stages=virtual_stages,
+            v_shape=v_shape,
         )
 
     @property
@@ -121,6 +136,24 @@ class Layout:
     def data(self) -> int:
         """How many ranks see different samples."""
         return self.data_shard * self.data_replicate
+
+    @property
+    def stages(self) -> int:
+        """How many pieces the model's blocks are cut into."""
+        return self.pipeline * self.virtual_stages
+
+    def stages_of(self, pipeline: int) -> tuple[int, ...]:
+        """The numbers of the stages that a pipeline rank holds, from the model's first blocks on."""
+        if self.v_shape:
+            return (pipeline, 2 * self.pipeline - 1 - pipeline)
+        return tuple(range(pipeline, self.stages, self.pipeline))
+
+    def rank_of_stage(self, stage: int) -> int:
+        """The pipeline rank that holds a stage."""
+        assert 0 <= stage < self.stages, (stage, self.stages)
+        if self.v_shape:
+            return min(stage, 2 * self.pipeline - 1 - stage)
+        return stage % self.pipeline
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -4,7 +4,15 @@ from .activations import BlockShape, Kept, block_shape, kept_in_block
 from .fit import Change, Fit, changes_that_fit
 from .holdings import RankParameters, rank_parameters
 from .memory import MemoryPlan, plan_memory
-from .pipeline import bubble, in_flight
+from .pipeline import (
+    SCHEDULE_NAMES,
+    ScheduleKind,
+    ScheduleName,
+    bubble,
+    check_schedule,
+    in_flight,
+    schedule_kind,
+)
 from .work import Work
 
 __all__ = [
@@ -14,12 +22,17 @@ __all__ = [
     "Kept",
     "MemoryPlan",
     "RankParameters",
+    "SCHEDULE_NAMES",
+    "ScheduleKind",
+    "ScheduleName",
     "Work",
     "block_shape",
     "bubble",
     "changes_that_fit",
+    "check_schedule",
     "in_flight",
     "kept_in_block",
     "plan_memory",
     "rank_parameters",
+    "schedule_kind",
 ]

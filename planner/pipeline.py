@@ -1,6 +1,107 @@
-"""A pipeline's idle time, and how many micro-batches a stage holds at once."""
+"""The schedules of a pipeline by name: what each asks of a layout, its idle time, what a rank holds at once.
+
+======================  ==============================  ===========  =======================================
+name                    stages of a rank                backward     source
+======================  ==============================  ===========  =======================================
+gpipe                   one                             whole        Huang et al. 2019
+1f1b                    one                             whole        Narayanan et al. 2019
+interleaved             several, every pipeline-th      whole        Narayanan et al. 2021
+interleaved-zero-bubble several, every pipeline-th      in two       Qi et al. 2023 (ZB1P), interleaved
+zbv                     two, down and up again          in two       Qi et al. 2023, section 6
+dualpipev               two, down and up again          in two       DeepSeek-AI 2024, cut in half
+======================  ==============================  ===========  =======================================
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from ..parallel_state import BadInput, Layout
+
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zbv", "dualpipev"]
+
+SCHEDULE_NAMES: tuple[ScheduleName, ...] = get_args(ScheduleName)
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleKind:
+    """What a schedule asks for.
+
+    ``two_backwards``: the gradient of a stage's input is computed first, so that the stage before can go on,
+    and those of its weights later, where the rank would wait.
+    """
+
+    name: str
+    interleaved: bool = False
+    v_shape: bool = False
+    two_backwards: bool = False
+
+    @property
+    def virtual_stages(self) -> int:
+        """Stages of a rank, unless the recipe says another number."""
+        return 2 if self.interleaved or self.v_shape else 1
+
+    def least_micro_batches(self, pipeline: int) -> int:
+        """Below it torch has no such schedule, or the pipeline never fills."""
+        return 2 * pipeline if self.name == "dualpipev" else pipeline
+
+    def runs(self, pipeline: int, micro_batches: int) -> bool:
+        """Whether there is such a schedule: interleaved ones go in rounds of equally many micro-batches."""
+        if micro_batches < self.least_micro_batches(pipeline):
+            return False
+        return not self.interleaved or micro_batches % (micro_batches // pipeline) == 0
+
+
+_KINDS = {
+    kind.name: kind
+    for kind in (
+        ScheduleKind("gpipe"),
+        ScheduleKind("1f1b"),
+        ScheduleKind("interleaved", interleaved=True),
+        ScheduleKind("interleaved-zero-bubble", interleaved=True, two_backwards=True),
+        ScheduleKind("zbv", v_shape=True, two_backwards=True),
+        ScheduleKind("dualpipev", v_shape=True, two_backwards=True),
+    )
+}
+
+
+def schedule_kind(name: str, where: str = "layout") -> ScheduleKind:
+    """The schedule of this name; ``BadInput`` if there is none."""
+    if name not in _KINDS:
+        raise BadInput(where, "schedule", expected=f"one of {', '.join(_KINDS)}", found=repr(name))
+    return _KINDS[name]
+
+
+def check_schedule(name: str, layout: Layout, micro_batches: int, where: str = "layout") -> None:
+    """Refuse stages or micro-batches that the schedule cannot run; without a pipeline all goes."""
+    if layout.pipeline == 1:
+        return
+    kind, virtual = schedule_kind(name, where), layout.virtual_stages
+    if kind.interleaved and (virtual < 2 or layout.v_shape):
+        raise BadInput(where, "virtual_stages", expected=f"at least 2 with {name}", found=virtual)
+    if not kind.interleaved and (virtual, layout.v_shape) != (kind.virtual_stages, kind.v_shape):
+        todo = "Only interleaved and interleaved-zero-bubble take other numbers"
+        expected = f"{kind.virtual_stages} with {name}"
+        raise BadInput(where, "virtual_stages", expected=expected, found=virtual, todo=todo)
+    if kind.runs(layout.pipeline, micro_batches):
+        return
+    least = kind.least_micro_batches(layout.pipeline)
+    expected = f"at least {least} with {name} over pipeline={layout.pipeline}"
+    if micro_batches >= least:
+        rounds = micro_batches // layout.pipeline
+        expected = f"a multiple of {rounds}, its rounds of at least pipeline={layout.pipeline}, with {name}"
+    legal = [n for n in range(1, 2 * max(least, micro_batches) + 1) if kind.runs(layout.pipeline, n)]
+    near = sorted(sorted(legal, key=lambda n: (abs(n - micro_batches), n))[:2])
+    if micro_batches < least:
+        near = [least]
+    raise BadInput(
+        where,
+        "micro-batches a step",
+        expected=expected,
+        found=micro_batches,
+        todo=f"Nearest legal: {' or '.join(map(str, near))}; change micro_batch or global_batch",
+    )
 
 
 def bubble(stages: int, micro_batches: int) -> float:

@@ -76,7 +76,13 @@ class _Look:
         if model.stage.last:
             tied = "embed.weight" if model.config.tie_word_embeddings else "head.weight"
             box = stated[tied].box(self.state.layout, self.state.at)
-            model.register_forward_hook(self._hook([("logits", stated[tied].true_part(box))]))
+            note = self._hook([("logits", stated[tied].true_part(box))])
+
+            def logits(module: nn.Module, arguments: Any, told: dict[str, Any], given: Any) -> None:
+                if (told.get("stage") or model.stage).last:
+                    note(module, arguments, given)
+
+            model.register_forward_hook(logits, with_kwargs=True)
 
     def _hook(self, places: list[tuple[str, Box | None]]) -> Callable[[nn.Module, Any, Any], None]:
         def look(module: nn.Module, arguments: Any, given: Any) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from ..checkpoints import check_whole, read_source
 from ..parallel_state import BadInput, Layout
-from ..training.data_parallel import check_zero
+from ..planner import check_schedule
 from .failures import RankError
 from .observation import Difference, Observation, Question, differences, first_beyond
 from .observe_hf import observe_hf
@@ -45,7 +45,6 @@ def check(question: Question) -> None:
     """Refuse, before anything starts, a layout that cannot hold the model or a batch that cannot be cut."""
     source, layout = read_source(question.folder), question.layout
     check_whole(source)
-    check_zero(layout)
     source.family.declarations(source.model_config, layout, split=question.split)
     if question.length > source.model_config.max_position_embeddings:
         most = source.model_config.max_position_embeddings
@@ -54,6 +53,7 @@ def check(question: Question) -> None:
     if rest or each < layout.pipeline:
         expected = f"a multiple of data={layout.data}, at least {layout.data * layout.pipeline}"
         raise BadInput("parity", "--samples", expected=expected, found=question.samples)
+    check_schedule(question.schedule, layout, each, "parity")
     if layout.sequence and question.length % layout.tensor:
         expected = f"a multiple of tensor={layout.tensor} under sequence parallelism"
         raise BadInput("parity", "--length", expected=expected, found=question.length)

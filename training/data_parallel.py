@@ -22,22 +22,10 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
 from ..models import CausalLM
-from ..parallel_state import BadInput, Layout, ParallelState
+from ..parallel_state import ParallelState
 from .precision import Precision
 
 Model = TypeVar("Model", bound=nn.Module)
-
-
-def check_zero(layout: Layout) -> None:
-    """Refuse ZeRO 2 and 3 with a pipeline: torch's stage keeps whole gradients, so they save no memory."""
-    if layout.pipeline > 1 and layout.zero > 1:
-        raise BadInput(
-            "layout",
-            "zero",
-            expected=f"0 or 1 with pipeline={layout.pipeline}",
-            found=layout.zero,
-            todo="Use zero=1: a pipeline stage keeps whole gradients until its last micro-batch",
-        )
 
 
 def shard_over_data(
@@ -54,7 +42,6 @@ def shard_over_data(
     host where ``offload`` keeps weights, gradients and moments there (``resting_device``). ``blocks``: what
     ZeRO-3 gathers at a time, each with a ``forward``; otherwise ``find_blocks``.
     """
-    check_zero(state.layout)
     again, mesh, policy = state.layout.zero == 3, state.data_mesh, precision.policy
     # Pages of a host without accelerator need no pinning, and cannot be.
     resting = CPUOffloadPolicy(pin_memory=state.device.type != "cpu") if offload else OffloadPolicy()

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from ..models import CausalLM
+from ..layers import Stage
+from ..models import CausalLM, through_stages
 from .batch import Batch
 
 
@@ -39,28 +39,19 @@ class ForwardOnly:
                 module.reshard()
 
     def _micro_batch(self, part: Batch, each: Callable[[Tensor, Tensor], None]) -> None:
-        stage = self.model.stage
-        x = part.input_ids if stage.first else self._received(*part.input_ids.shape)
-        out = self.model(x, part.positions)
-        if stage.last:
-            each(out, part.labels)
-        else:
-            self._exchange(dist.isend, out.contiguous(), +1)
-
-    def _received(self, samples: int, length: int) -> Tensor:
-        """The hidden states that the stage before sends."""
-        state = self.model.state
+        state, (samples, length) = self.model.state, part.input_ids.shape
         here = length // state.tensor_size if state.sequence else length
-        shape = (samples, here, self.model.config.hidden_size)
-        hidden = torch.empty(shape, dtype=self.dtype, device=state.device)
-        self._exchange(dist.irecv, hidden, -1)
-        return hidden
 
-    def _exchange(self, way: Callable[..., object], x: Tensor, step: int) -> None:
-        """With a neighbour in the pipeline; batched, as the schedules do it, so that NCCL needs no second
-        connection.
-        """
-        state = self.model.state
-        peer = state.at.pipeline + step
-        for work in dist.batch_isend_irecv([dist.P2POp(way, x, group=state.pipeline_group, group_peer=peer)]):
-            work.wait()
+        def run(stage: Stage, x: Tensor) -> Tensor:
+            out: Tensor = self.model(x, part.positions, stage=stage)
+            return out
+
+        out = through_stages(
+            self.model,
+            part.input_ids,
+            run,
+            shape=(samples, here, self.model.config.hidden_size),
+            dtype=self.dtype,
+        )
+        if out is not None:
+            each(out, part.labels)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -58,12 +60,9 @@ def name_the_culprit(model: CausalLM, step: int, forward: ForwardOnly, batch: Ba
     else:
         gradients: list[str | None] = [None] * state.layout.world
         dist.all_gather_object(gradients, last_not_finite(model, state=state))
-        # The last stage that has one; of its ranks the first, since the data axes are summed by now.
-        last_first = sorted(
-            range(len(gradients)), key=lambda rank: (-state.layout.coordinates(rank).pipeline, rank)
-        )
-        named = (f"rank {rank}: the gradient of {gradients[rank]}" for rank in last_first if gradients[rank])
-        what = next(named, "the loss")
+        # The last in the model; of its ranks the first, since the data axes are summed by now.
+        named = [(-_depth(name), rank, name) for rank, name in enumerate(gradients) if name is not None]
+        what = f"rank {min(named)[1]}: the gradient of {min(named)[2]}" if named else "the loss"
     raise PeerFailed(f"step {step}: {what} is not finite; nothing was updated")
 
 
@@ -75,25 +74,33 @@ def looking(model: CausalLM) -> Iterator[list[Origin]]:
     """
     found: list[Origin] = []
     names = {module: name for name, module in model.named_modules()}
-    count = {"outputs": 0, "micro_batches": -1}
+    count = {"outputs": 0, "micro_batches": -1, "stage": 0}
+    first = model.stage.parts[0].number
 
-    def begin(module: nn.Module, inputs: Any) -> None:
-        count["micro_batches"] += 1
+    def begin(module: nn.Module, inputs: Any, told: dict[str, Any]) -> None:
+        count["stage"] = told["stage"].number
+        count["micro_batches"] += count["stage"] == first
         count["outputs"] = 0
 
     def look(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         count["outputs"] += 1
         if not found and not _all_finite(output):
-            place = (count["micro_batches"], model.state.at.pipeline, count["outputs"])
+            place = (count["micro_batches"], count["stage"], count["outputs"])
             found.append(Origin(*place, True, model.state.rank, name))
 
-    hooks = [model.register_forward_pre_hook(begin)]
+    hooks = [model.register_forward_pre_hook(begin, with_kwargs=True)]
     hooks += [module.register_forward_hook(partial(look, name)) for module, name in names.items()]
     try:
         yield found
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _depth(parameter: str) -> float:
+    """Where in the model a parameter is used: its block's number, or before or behind all blocks."""
+    block = re.match(r"layers\.(\d+)\.", parameter)
+    return int(block[1]) if block else -1 if parameter.startswith(("embed.", "position.")) else math.inf
 
 
 def _all_finite(output: Any) -> bool:

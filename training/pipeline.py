@@ -1,22 +1,124 @@
-"""The pipeline of a step: torch's schedules over this rank's stage of the model."""
+"""The pipeline of a step: torch's schedules over this rank's stages of a model, by name."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import (
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
 
-from ..layers import padded_vocabulary
+from ..layers import Stage
 from ..models import CausalLM
-from ..parallel_state import BadInput
+from ..parallel_state import ParallelState
+from ..planner import check_schedule
+from .stage_driver import DrivenStage, StageModule, after_schedule, before_schedule
 
-SCHEDULES: dict[str, type[PipelineScheduleSingle]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+#: Torch's class of each schedule; ``planner.SCHEDULE_NAMES`` are the same names.
+CLASSES: dict[str, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "interleaved-zero-bubble": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+    "dualpipev": ScheduleDualPipeV,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Travels:
+    """What one stage hands to the next, of one micro-batch on one rank."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def meta(self) -> Tensor:
+        floating = self.dtype.is_floating_point
+        return torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=floating)
+
+
+class Pipeline:
+    """``step`` runs one step's micro-batches forward and backward through the stages of all ranks."""
+
+    def __init__(self, schedule: Any, stages: Sequence[StageModule], *, zero: int) -> None:
+        self._schedule, self._zero = schedule, zero
+        self._roots: list[FSDPModule] = list(
+            dict.fromkeys(root for stage in stages for root in stage.root or ())
+        )
+
+    def step(
+        self, *inputs: Tensor, target: Tensor | None = None, return_outputs: bool = False, **told: Any
+    ) -> tuple[list[Tensor], Any]:
+        """Collective over the pipeline. All tensors are of all micro-batches, which dim 0 is cut into.
+
+        ``inputs`` are the model's, on the rank that holds the first stage; ``target`` the loss function's, on
+        the one with the last; ``told`` goes to every stage's forward by name. Returns the losses of the
+        micro-batches, in order and on the rank with the last stage, and there on request the outputs.
+        Gradients are in ``.grad``, added to what was there, summed over the data ranks.
+        """
+        losses: list[Tensor] = []
+        before_schedule(self._roots, zero=self._zero)
+        outputs = self._schedule.step(
+            *inputs, target=target, losses=losses, return_outputs=return_outputs, **told
+        )
+        after_schedule(self._roots)
+        return [loss.detach() for loss in losses], outputs
 
 
 def make_schedule(
+    stages: Sequence[nn.Module],
+    loss: Callable[[Tensor, Tensor], Tensor],
+    *,
+    name: str,
+    microbatches: int,
+    entry: Travels,
+    travels: Travels,
+    state: ParallelState,
+) -> Pipeline:
+    """The schedule ``name`` over this rank's stages, the modules that ``state.layout.stages_of`` numbers.
+
+    A stage takes and gives one tensor like ``travels``; the model's first takes one like ``entry``, its last
+    gives what ``loss(given, target)`` takes, which returns the micro-batch's share of the step's loss.
+    The stages may be views of one model (``StageModule``), and may be sharded by FSDP's ``fully_shard``.
+
+    Shapes between stages are stated, not found out by a trial run. Raises ``BadInput`` for an unknown name,
+    and for micro-batches or stages that the schedule cannot run.
+    """
+    layout = state.layout
+    check_schedule(name, layout, microbatches)
+    numbers = layout.stages_of(state.at.pipeline)
+    assert len(stages) == len(numbers), f"{len(stages)} modules for the stages {numbers}"
+    seats = [one if isinstance(one, StageModule) else _seat(one) for one in stages]
+    driven = [
+        DrivenStage(
+            seat,
+            number,
+            layout.stages,
+            state.device,
+            takes=(travels if number else entry).meta(),
+            gives=travels.meta(),
+            group=state.pipeline_group,
+            zero=layout.zero,
+        )
+        for seat, number in zip(seats, numbers, strict=True)
+    ]
+    several = name not in ("gpipe", "1f1b")
+    # The loss of a micro-batch is its share of the step's mean, so gradients are summed as they are.
+    schedule = CLASSES[name](driven if several else driven[0], microbatches, loss_fn=loss, scale_grads=False)
+    return Pipeline(schedule, seats, zero=layout.zero)
+
+
+def schedule_of_model(
     model: CausalLM,
     loss: Callable[[Tensor, Tensor], Tensor],
     *,
@@ -24,43 +126,34 @@ def make_schedule(
     microbatches: int,
     shape: tuple[int, int],
     dtype: torch.dtype,
-) -> PipelineScheduleSingle:
-    """The schedule that runs one step over this stage.
-
-    ``shape``: (B, S) of one micro-batch; ``dtype``: of the activations.
-
-    Shapes between stages are stated, not found out by a trial run. Raises ``BadInput`` for an unknown name or
-    fewer micro-batches than stages, which no schedule can keep busy.
+) -> Pipeline:
+    """``make_schedule`` for a model of the zoo. ``shape``: (B, S) of one micro-batch; ``dtype``: of the
+    activations.
     """
-    if name not in SCHEDULES:
-        raise BadInput("recipe", "schedule", expected=f"one of {', '.join(SCHEDULES)}", found=repr(name))
-    layout, state = model.state.layout, model.state
-    if microbatches < layout.pipeline:
-        raise BadInput(
-            "recipe",
-            "micro-batches a step",
-            expected=f"at least pipeline={layout.pipeline}",
-            found=microbatches,
-            todo="Make the micro-batch smaller or the global batch larger",
-        )
-    batch, length = shape
-    config = model.config
+    state, (batch, length) = model.state, shape
     here = length // state.tensor_size if state.sequence else length
-
-    def meta(*size: int, of: torch.dtype = dtype) -> Tensor:
-        return torch.empty(size, dtype=of, device="meta", requires_grad=of.is_floating_point)
-
-    tokens = meta(batch, length, of=torch.int64)
-    hidden = meta(batch, here, config.hidden_size)
-    logits = meta(batch, length, padded_vocabulary(config.vocab_size) // state.tensor_size)
-    stage = PipelineStage(
-        model,
-        state.at.pipeline,
-        layout.pipeline,
-        state.device,
-        input_args=tokens if model.stage.first else hidden,
-        output_args=logits if model.stage.last and not model.head_in_loss else hidden,
-        group=state.pipeline_group,
+    return make_schedule(
+        [stage_view(model, stage) for stage in model.stage.parts],
+        loss,
+        name=name,
+        microbatches=microbatches,
+        entry=Travels(shape, torch.int64),
+        travels=Travels((batch, here, model.config.hidden_size), dtype),
+        state=state,
     )
-    # The loss of a micro-batch is its share of the step's mean, so gradients are summed as they are.
-    return SCHEDULES[name](stage, microbatches, loss_fn=loss, scale_grads=False)
+
+
+def stage_view(model: CausalLM, stage: Stage) -> StageModule:
+    """One of the stages that a rank's model holds, as a module of its own: no parameter exists twice."""
+
+    def forward(x: Tensor, positions: Tensor | None = None) -> Tensor:
+        out: Tensor = model(x, positions, stage=stage)
+        return out
+
+    ends = [module for name, module in model.named_children() if name != "layers"]
+    uses = [*model.blocks_of(stage), *(ends if stage.first or stage.last else ())]
+    return StageModule(forward, uses, model if isinstance(model, FSDPModule) else None)
+
+
+def _seat(module: nn.Module) -> StageModule:
+    return StageModule(module, [module], module if isinstance(module, FSDPModule) else None)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError
 
 from ..parallel_state import TIMEOUT, BadInput
+from ..planner import check_schedule
 from .preempt import GRACE
 from .recipe_checks import check_idle, check_optimizer, check_precision
 from .sections import (
@@ -94,14 +95,7 @@ class Recipe(Section):
                 found=self.data.global_batch,
             )
         micro_batches = self.data.global_batch // (layout.data * self.data.micro_batch)
-        if micro_batches < layout.pipeline:
-            raise BadInput(
-                where,
-                "micro-batches a step",
-                expected=f"at least pipeline={layout.pipeline}",
-                found=micro_batches,
-                todo="Make micro_batch smaller or global_batch larger",
-            )
+        check_schedule(self.layout.schedule, layout, micro_batches, where)
         absent = [rank for rank in self.watch.trace_ranks if not 0 <= rank < layout.world]
         if absent:
             raise BadInput(

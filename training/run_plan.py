@@ -12,7 +12,6 @@ from ..models import Family, ModelConfig, family_of
 from ..parallel_state import BadInput
 from .adapters import plan_adapters
 from .batches import GlobalBatches, Mixture
-from .data_parallel import check_zero
 from .flops import TokenFlops, flops_per_token
 from .groups import assign, names_of
 from .recipe import Recipe, read_config
@@ -74,7 +73,6 @@ def plan(recipe: Recipe) -> Plan:
             raise BadInput("recipe", "model.init_from", expected=expected, found="a model from scratch")
         family, adapter = plan_adapters(recipe.lora, source)
     layout = recipe.layout.layout
-    check_zero(layout)
     # Building every stage on the meta device refuses each cut that is not even.
     family.declarations(config, layout, split=recipe.layout.split)
     hf_config = raw if recipe.model.init_from is not None else family.to_hf(config) | dict(raw)

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from ..layers import Checkpointing
 from ..models import LoraConfig
 from ..parallel_state import FILES_TIMEOUT, Layout
+from ..planner import ScheduleName, schedule_kind
 from .rows import Documents, Overlong, Samples
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -65,7 +66,12 @@ class LayoutSection(Section):
         default=False, description="sequence parallelism: what tensor ranks repeat is cut along the row"
     )
     split: list[int] | None = Field(default=None, description="blocks of each pipeline stage, by hand")
-    schedule: Literal["gpipe", "1f1b"] = Field(default="1f1b", description="of the pipeline")
+    schedule: ScheduleName = Field(default="1f1b", description="of the pipeline; docs/pipeline.md")
+    virtual_stages: int | None = Field(
+        default=None,
+        ge=1,
+        description="stages of a pipeline rank, for interleaved schedules; default: 2, or 1 with gpipe, 1f1b",
+    )
 
     @property
     def layout(self) -> Layout:
@@ -76,7 +82,16 @@ class LayoutSection(Section):
             data_replicate=self.data_replicate,
             zero=self.zero,
             sequence=self.sequence,
+            virtual_stages=self.stages_of_a_rank,
+            v_shape=self.pipeline > 1 and schedule_kind(self.schedule).v_shape,
         )
+
+    @property
+    def stages_of_a_rank(self) -> int:
+        """Without a pipeline one, whatever the schedule: it says nothing then."""
+        if self.pipeline == 1:
+            return 1
+        return self.virtual_stages or schedule_kind(self.schedule).virtual_stages
 
 
 class DataSection(Section):

@@ -7,14 +7,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from ..layers import chunked_cross_entropy, valid_tokens, vocab_parallel_cross_entropy
 from ..models import CausalLM
 from ..parallel_state import BadInput, finalize_gradients
 from .batch import Batch
 from .data_parallel import before_backward
-from .pipeline import make_schedule
+from .pipeline import Pipeline, schedule_of_model
 
 
 class TrainStep:
@@ -41,7 +40,7 @@ class TrainStep:
         self.micro_batch, self.schedule_name = micro_batch, schedule
         self.label_smoothing, self.dtype, self.reduce = label_smoothing, dtype, reduce
         self.loss_chunk, self._scale = loss_chunk, 1.0
-        self._schedule: PipelineScheduleSingle | None = None
+        self._schedule: Pipeline | None = None
         self._shape: torch.Size | None = None
         self._tokens = torch.ones(())
 
@@ -115,7 +114,7 @@ class TrainStep:
 
     def _pipelined(self, input_ids: Tensor, labels: Tensor, positions: Tensor | None) -> list[Tensor]:
         if self._schedule is None or input_ids.shape != self._shape:
-            self._schedule = make_schedule(
+            self._schedule = schedule_of_model(
                 self.model,
                 self.loss,
                 name=self.schedule_name,
@@ -124,16 +123,11 @@ class TrainStep:
                 dtype=self.dtype,
             )
             self._shape = input_ids.shape
-        losses: list[Tensor] = []
         stage = self.model.stage
         arguments = (input_ids,) if stage.first else ()
         # Every stage attends and rotates by position, so every stage is told; the schedule cuts keywords too.
         told: dict[str, Any] = {} if positions is None else {"positions": positions}
-        if stage.last:
-            self._schedule.step(*arguments, target=labels, losses=losses, return_outputs=False, **told)
-        else:
-            self._schedule.step(*arguments, return_outputs=False, **told)
-        return [loss.detach() for loss in losses]
+        return self._schedule.step(*arguments, target=labels if stage.last else None, **told)[0]
 
     def _global_tokens(self, labels: Tensor) -> Tensor:
         """Valid labels of the whole step, at least 1; of the ranks that share a data piece one counts."""

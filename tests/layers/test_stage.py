@@ -37,6 +37,36 @@ def test_stages_hold_every_block_once_in_order(num_layers: int, pipeline: int, t
     assert [stage.last for stage in stages] == [False] * (pipeline - 1) + [True]
 
 
+@given(st.integers(1, 60), st.integers(2, 5), st.integers(1, 4), st.booleans(), st.integers(1, 2))
+def test_every_block_is_held_once_with_several_stages_a_rank(
+    num_layers: int, pipeline: int, virtual: int, v_shape: bool, tensor: int
+) -> None:
+    virtual = 2 if v_shape else virtual
+    if pipeline * virtual > num_layers:
+        return
+    layout = Layout.of(tensor=tensor, pipeline=pipeline, virtual_stages=virtual, v_shape=v_shape)
+    held = [
+        Stage.of(num_layers, state=ParallelState.stand_in(layout, rank * tensor)) for rank in range(pipeline)
+    ]
+    assert sorted(block for stage in held for block in stage.blocks) == list(range(num_layers))
+    parts = sorted((part for stage in held for part in stage.parts), key=lambda part: part.number)
+    assert [part.number for part in parts] == list(range(layout.stages))
+    assert [block for part in parts for block in part.blocks] == list(range(num_layers)), "in order"
+    assert [part.first for part in parts] == [True] + [False] * (layout.stages - 1)
+    assert [part.last for part in parts] == [False] * (layout.stages - 1) + [True]
+    for rank, stage in enumerate(held):
+        assert [part.number for part in stage.parts] == sorted(layout.stages_of(rank))
+        assert all(layout.rank_of_stage(part.number) == rank for part in stage.parts)
+        assert stage.first == (rank == 0) and stage.last == (rank == (0 if v_shape else pipeline - 1))
+
+
+def test_the_two_shapes() -> None:
+    loop = Layout.of(pipeline=3, virtual_stages=2)
+    assert [loop.stages_of(rank) for rank in range(3)] == [(0, 3), (1, 4), (2, 5)]
+    shaped = Layout.of(pipeline=3, virtual_stages=2, v_shape=True)
+    assert [shaped.stages_of(rank) for rank in range(3)] == [(0, 5), (1, 4), (2, 3)]
+
+
 @pytest.mark.parametrize(
     ("layers", "stages", "counts"),
     [(5, 2, [3, 2]), (5, 4, [1, 2, 1, 1]), (126, 16, [7, *[8] * 14, 7]), (8, 4, [2, 2, 2, 2])],
@@ -48,7 +78,7 @@ def test_an_uneven_number_of_blocks_is_split_as_stated(layers: int, stages: int,
 
 def test_a_split_by_hand_is_kept() -> None:
     state = ParallelState.stand_in(Layout.of(pipeline=3), 1)
-    assert Stage.of(6, split=(1, 2, 3), state=state) == Stage(1, 3, first=False, last=False)
+    assert Stage.of(6, split=(1, 2, 3), state=state) == Stage((1, 2), first=False, last=False, number=1)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from trilith.models import CausalLM, family_of
 from trilith.parallel_state import Layout, ParallelState, finalize_gradients, initialize
 from trilith.testing import run_parallel
 from trilith.testing.training import Pieces, assemble, pieces, roughen
-from trilith.training.pipeline import make_schedule
+from trilith.training.pipeline import schedule_of_model
 
 VOCAB, SEED = 131, 5
 LLAMA: dict[str, Any] = {
@@ -109,12 +109,12 @@ def together(model: str, layout: Layout) -> tuple[Tensor | None, float, Pieces]:
         losses.append(loss(logits, labels))
         losses[0].backward()
     else:
-        schedule = make_schedule(
+        schedule = schedule_of_model(
             made, loss, name="1f1b", microbatches=2, shape=(1, ids.shape[1]), dtype=torch.float64
         )
         arguments = (ids,) if made.stage.first else ()
         target = labels if made.stage.last else None
-        logits = schedule.step(*arguments, positions=positions, target=target, losses=losses)
+        losses, logits = schedule.step(*arguments, positions=positions, target=target, return_outputs=True)
     finalize_gradients(made, state=state)
     last = whole_logits(made, logits) if made.stage.last else None
     return last, sum(float(one.detach()) for one in losses), pieces(made, state, gradients=True)

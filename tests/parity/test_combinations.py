@@ -43,7 +43,6 @@ class Choice:
             (self.sequence and tensor == 1)
             or (self.model == "gpt2" and self.key_value_heads != 2)
             or (self.zero and data == 1)
-            or (self.zero > 1 and pipeline > 1)
             or (pipeline == 1 and (self.schedule != "1f1b" or self.split))
             or 4 // data < pipeline * self.micro_batch  # micro-batches of a data rank
         )

@@ -14,7 +14,7 @@ from trilith.models import CausalLM, family_of
 from trilith.parallel_state import BadInput, Layout, ParallelState, gradient_norm, initialize
 from trilith.parallel_state.engine import local_data
 from trilith.testing import RankError, run_parallel
-from trilith.training.data_parallel import check_zero, shard_over_data
+from trilith.training.data_parallel import shard_over_data
 from trilith.training.precision import Precision
 from trilith.training.step import TrainStep
 
@@ -190,10 +190,3 @@ def test_every_rank_refuses_alike(
         run_parallel(refusal, 2, Layout.of(**layout), micro_batch, schedule, length)
     causes = [failure.cause for failure in error.value.failures]
     assert len(causes) == 2 and all(isinstance(cause, BadInput) and words in str(cause) for cause in causes)
-
-
-@pytest.mark.parametrize("zero", [2, 3])
-def test_sharded_gradients_under_a_pipeline_are_refused(zero: int) -> None:  # E14
-    with pytest.raises(BadInput, match=f"zero: expected 0 or 1 with pipeline=2, found {zero}"):
-        check_zero(Layout.of(pipeline=2, data=2, zero=zero))
-    check_zero(Layout.of(data=2, zero=zero))

@@ -58,7 +58,7 @@ def test_zero_puts_the_data_ranks_on_the_right_axis(recipe: Path) -> None:
             "layout.data=3", r"data\.global_batch: expected a multiple of data=3", id="E13-global-batch"
         ),
         pytest.param(
-            "layout.pipeline=16", r"micro-batches a step: expected at least pipeline=16", id="E12-few"
+            "layout.pipeline=16", r"micro-batches a step: expected at least 16 with 1f1b", id="E12-few"
         ),
         pytest.param("optimizer.decay=3", r"optimizer\.decay: expected schedule", id="decay-of-no-wsd"),
         pytest.param("optimizer.scale_lr=sqrt", r"scale_lr and reference_batch together", id="half-a-rule"),

@@ -1,0 +1,96 @@
+"""One stage of a pipeline as torch's schedules drive it, its parameters sharded over the data axes or not.
+
+Torch's own stage keeps whole gradients until the last micro-batch, and wants gathered weights to stay. Here
+FSDP's hooks gather and drop a block at a time, as without a pipeline (``zero`` 3), and gradients are summed
+over the data ranks as soon as those of a micro-batch are there (``zero`` 2 and 3), be they made in one
+backward pass or in two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
+
+from ..parallel_state.engine import computed_with, end_backward, fsdp_modules, sum_gradients
+
+
+class StageModule(nn.Module):
+    """What a stage computes: ``forward``, and the modules whose parameters it uses.
+
+    ``root`` is what FSDP holds them by, if it does: the model that several stages of a rank are views of, or
+    the one module itself.
+    """
+
+    def __init__(
+        self, forward: Callable[..., Tensor], uses: Sequence[nn.Module], root: FSDPModule | None = None
+    ) -> None:
+        super().__init__()
+        self._run, self.root = forward, None if root is None else (root,)  # a tuple: no submodule
+        self.uses = nn.ModuleList(uses)
+        self.sharded = [one for module in uses for one in fsdp_modules(module)]
+        if root is not None and root not in self.sharded:
+            self.sharded.append(root)
+
+    def forward(self, *inputs: Any, **told: Any) -> Tensor:
+        return self._run(*inputs, **told)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Also those that FSDP has put aside: autograd's graph is made of them."""
+        yield from dict.fromkeys((*super().parameters(recurse), *computed_with(self.sharded)))
+
+
+class DrivenStage(PipelineStage):
+    """Torch's stage, with gradients summed at every micro-batch from ``zero`` 2 on."""
+
+    def __init__(
+        self,
+        module: StageModule,
+        number: int,
+        stages: int,
+        device: torch.device,
+        *,
+        takes: Tensor,
+        gives: Tensor,
+        group: dist.ProcessGroup,
+        zero: int,
+    ) -> None:
+        super().__init__(module, number, stages, device, input_args=takes, output_args=gives, group=group)
+        self.module, self.sums_each = module, zero >= 2
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        """Of one micro-batch; a whole backward pass runs FSDP's hooks, which sum block by block."""
+        self._sync(self.sums_each and full_backward)
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        self._sync(False)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """The second of two passes: it ends at the weights, where FSDP has no hook."""
+        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        if self.sums_each:
+            sum_gradients(self.module.sharded)
+
+    def _sync(self, now: bool) -> None:
+        for module in self.module.sharded:
+            module.set_requires_gradient_sync(now, recurse=False)
+
+
+def before_schedule(roots: Sequence[FSDPModule], *, zero: int) -> None:
+    """Before a step: gathered weights stay for all of it, or with ``zero`` 3 for as long as a block runs."""
+    for root in roots:
+        root.set_is_last_backward(False)
+        root.set_reshard_after_backward(zero == 3)
+        root.set_requires_gradient_sync(False)
+
+
+def after_schedule(roots: Sequence[FSDPModule]) -> None:
+    """After a step: gradients that are not summed yet are, and no weight stays gathered."""
+    for root in roots:
+        end_backward(root)
