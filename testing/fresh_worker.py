@@ -24,6 +24,7 @@ def main(parent: Connection) -> int:
     The interpreter then ends as any script's does, threads, process group and all: tests look at just that.
     """
     faulthandler.register(signal.SIGUSR1, all_threads=False)
+    faulthandler.enable()  # and where it was when a signal of the system's ended it
     parent.send_bytes(pack(Ready()))
     call = unpack(parent.recv_bytes())
     assert isinstance(call, Call), call

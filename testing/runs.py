@@ -6,12 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
-from ..parallel_state import ParallelState
-from ..training.metrics import StepMetrics
+from ..checkpoints import read_source
+from ..models import CausalLM, family_of
+from ..parallel_state import Box, Layout, ParallelState, initialize
+from ..training.data_parallel import shard_over_data
+from ..training.metrics import StepMetrics, read_metrics
+from ..training.precision import Precision
 from ..training.recipe import parse_recipe
 from ..training.token_writer import TokenWriter
 from ..training.trainer import Trainer
+from .pool import run_parallel
 
 TINY_LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -37,6 +43,18 @@ TINY_GPT2: dict[str, Any] = {
     "resid_pdrop": 0.1,
     "embd_pdrop": 0.1,
     "attn_pdrop": 0.1,
+}
+
+#: Two blocks, and an output layer that is the embedding.
+TINIEST_LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 131,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
 }
 
 
@@ -70,3 +88,32 @@ def run_recipe(raw: dict[str, Any]) -> list[StepMetrics]:
     """Run it on the ranks that call this together, in their process group; the metrics of the steps."""
     recipe = parse_recipe(raw)
     return Trainer(recipe, ParallelState.start(recipe.layout.layout), quiet=True).run()
+
+
+def train(raw: dict[str, Any]) -> list[StepMetrics]:
+    """Run it on ranks of the pool, as many as its layout has; rank 0's metrics of the steps."""
+    metrics: list[StepMetrics] = run_parallel(run_recipe, parse_recipe(raw).layout.layout.world, raw)[0]
+    return metrics
+
+
+def losses(out: Path) -> list[tuple[float, float]]:
+    """The loss and the gradient norm of every step that the run's folder has noted."""
+    return [(line["loss"], line["grad_norm"]) for line in read_metrics(out / "metrics.jsonl")]
+
+
+def whole_tensors(out: Path) -> dict[str, Tensor]:
+    """Every tensor of the newest checkpoint, whole: weights and both moments."""
+    source = read_source(out)
+    tie = source.tie()
+    return {name: source.read(name, Box.whole(whole.shape), tie) for name, whole in source.catalog.items()}
+
+
+def built(layout: Layout, precision: Precision, config: dict[str, Any] = TINIEST_LLAMA) -> CausalLM:
+    """This rank's part of a model with its initial weights, sharded over the data axes."""
+    state = ParallelState.start(layout)
+    family = family_of(config)
+    model = family.build(family.from_hf(config), state=state, dtype=precision.master)
+    shard_over_data(model, state, precision)
+    model.to_empty(device="cpu")
+    initialize(model, 3, state=state)
+    return model

@@ -25,6 +25,7 @@ def main(parent: Connection) -> NoReturn:
     """Serve the parent."""
     # With this signal the parent asks a silent rank where it is; it answers on stderr, even from inside C++.
     faulthandler.register(signal.SIGUSR1, all_threads=False)
+    faulthandler.enable()  # and where it was when a signal of the system's ended it
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(parent, inbox), daemon=True).start()
     torch.set_num_threads(1)

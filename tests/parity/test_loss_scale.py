@@ -2,42 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 from trilith.layers import IGNORE
-from trilith.models import CausalLM, family_of
-from trilith.parallel_state import Layout, ParallelState, initialize
+from trilith.models import CausalLM
+from trilith.parallel_state import Layout
 from trilith.parallel_state.engine import local_data
 from trilith.testing import run_parallel
-from trilith.training.data_parallel import shard_over_data
+from trilith.testing.runs import built
 from trilith.training.precision import Precision
 from trilith.training.step import TrainStep
 
-CONFIG: dict[str, Any] = {
-    "model_type": "llama",
-    "vocab_size": 131,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "tie_word_embeddings": True,
-}
 SAMPLES, LENGTH = 4, 8
 Gradients = dict[str, Tensor]
-
-
-def built(layout: Layout, precision: Precision) -> CausalLM:
-    state = ParallelState.start(layout)
-    family = family_of(CONFIG)
-    model = family.build(family.from_hf(CONFIG), state=state, dtype=precision.master)
-    shard_over_data(model, state, precision)
-    model.to_empty(device="cpu")
-    initialize(model, 3, state=state)
-    return model
 
 
 def gradients(

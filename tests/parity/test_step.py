@@ -10,35 +10,15 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from trilith.layers import IGNORE
-from trilith.models import CausalLM, family_of
-from trilith.parallel_state import BadInput, Layout, ParallelState, gradient_norm, initialize
+from trilith.parallel_state import BadInput, Layout, gradient_norm
 from trilith.parallel_state.engine import local_data
 from trilith.testing import RankError, run_parallel
-from trilith.training.data_parallel import shard_over_data
+from trilith.testing.runs import built
 from trilith.training.precision import Precision
 from trilith.training.step import TrainStep
 
-CONFIG: dict[str, Any] = {
-    "model_type": "llama",
-    "vocab_size": 131,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "tie_word_embeddings": True,
-}
+FP64 = Precision(torch.float64, torch.float64, torch.float64)
 SAMPLES, LENGTH = 4, 8
-
-
-def built(layout: Layout) -> CausalLM:
-    state = ParallelState.start(layout)
-    family = family_of(CONFIG)
-    model = family.build(family.from_hf(CONFIG), state=state, dtype=torch.float64)
-    shard_over_data(model, state, Precision(torch.float64, torch.float64, torch.float64))
-    model.to_empty(device="cpu")
-    initialize(model, 3, state=state)
-    return model
 
 
 def whole_batch() -> tuple[Tensor, Tensor]:
@@ -48,7 +28,7 @@ def whole_batch() -> tuple[Tensor, Tensor]:
 
 def step_with(layout: Layout, counting: list[int]) -> tuple[float, float, bool]:
     """Of a step in which only these samples count: loss, gradient norm, whether every gradient is zero."""
-    model = built(layout)
+    model = built(layout, FP64)
     ids, labels = whole_batch()
     for sample in set(range(SAMPLES)) - set(counting):
         labels[sample] = IGNORE
@@ -88,7 +68,7 @@ def test_samples_that_do_not_count_weigh_nothing_wherever_they_lie(layout: Layou
 
 def two_sizes(layout: Layout) -> list[float]:
     """The loss of a step over all samples, and of one over half of them."""
-    model = built(layout)
+    model = built(layout, FP64)
     ids, labels = whole_batch()
     step = TrainStep(model, micro_batch=1, dtype=torch.float64)
     return [float(step(ids[:count], labels[:count])) for count in (SAMPLES, SAMPLES // 2)]
@@ -102,7 +82,7 @@ def test_a_step_may_be_smaller_than_the_one_before() -> None:
 
 def sizes(layout: Layout) -> dict[str, int]:
     """How many numbers this rank stores, before a step and after it."""
-    model = built(layout)
+    model = built(layout, FP64)
     ids, labels = whole_batch()
 
     def stored() -> int:
@@ -138,7 +118,7 @@ class Collectives(TorchDispatchMode):
 
 
 def second_step(layout: Layout) -> Counter[str]:
-    model = built(layout)
+    model = built(layout, FP64)
     step, batch = TrainStep(model, micro_batch=1, dtype=torch.float64), whole_batch()
     step(*batch)
     with Collectives() as counter:
@@ -169,7 +149,7 @@ def test_a_stage_of_zero_pays_these_collectives_a_step(
 
 
 def refusal(layout: Layout, micro_batch: int, schedule: str, length: int) -> None:
-    step = TrainStep(built(layout), micro_batch=micro_batch, schedule=schedule, dtype=torch.float64)
+    step = TrainStep(built(layout, FP64), micro_batch=micro_batch, schedule=schedule, dtype=torch.float64)
     ids, labels = whole_batch()
     step(ids[:, :length], labels[:, :length])
 

@@ -174,7 +174,11 @@ def test_a_rank_stuck_while_another_has_failed_does_not_hold_up_the_report():
 
 @pytest.mark.parametrize(
     ("how", "words"),
-    [(0, "rank 1 died with exit code 7"), (signal.SIGKILL, "rank 1 was killed by SIGKILL")],
+    [
+        (0, "rank 1 died with exit code 7"),
+        (signal.SIGKILL, "rank 1 was killed by SIGKILL"),
+        (signal.SIGABRT, "rank 1 was killed by SIGABRT"),
+    ],
 )
 def test_a_death_is_reported_at_once_with_its_rank_and_signal(how, words):
     run_parallel(get_pid, 3)
@@ -185,4 +189,6 @@ def test_a_death_is_reported_at_once_with_its_rank_and_signal(how, words):
     assert caught.value.rank == 1
     assert str(caught.value).startswith(words)
     assert "last words" in caught.value.failures[0].output
+    # A crash in C++ says where in Python it was called.
+    assert ("in die_on" in caught.value.failures[0].output) == (how == signal.SIGABRT)
     assert len(set(run_parallel(get_pid, 3))) == 3

@@ -7,16 +7,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from trilith.checkpoints import convert, read_source
+from trilith.checkpoints import convert
 from trilith.models import family_of
-from trilith.parallel_state import BadInput, Box
-from trilith.testing import RankError, run_parallel
-from trilith.testing.runs import TINY_GPT2, TINY_LLAMA, run_recipe, tiny_recipe, write_tokens
+from trilith.parallel_state import BadInput
+from trilith.testing import RankError
+from trilith.testing.runs import (
+    TINY_GPT2,
+    TINY_LLAMA,
+    losses,
+    tiny_recipe,
+    train,
+    whole_tensors,
+    write_tokens,
+)
 from trilith.training.groups import assign, freeze, names_of
-from trilith.training.metrics import read_metrics
 from trilith.training.optimizer import make_adamw, set_learning_rate
-from trilith.training.recipe import parse_recipe
 from trilith.training.sections import ParameterGroup
 
 FAMILY = family_of(TINY_LLAMA)
@@ -110,20 +115,6 @@ def tokens(tmp_path: Path) -> Path:
     return write_tokens(tmp_path / "tokens")
 
 
-def run(raw: dict[str, Any]) -> None:
-    run_parallel(run_recipe, parse_recipe(raw).layout.layout.world, raw)
-
-
-def tensors(out: Path) -> dict[str, Tensor]:
-    source = read_source(out)
-    tie = source.tie()
-    return {name: source.read(name, Box.whole(whole.shape), tie) for name, whole in source.catalog.items()}
-
-
-def losses(out: Path) -> list[tuple[float, float]]:
-    return [(line["loss"], line["grad_norm"]) for line in read_metrics(out / "metrics.jsonl")]
-
-
 @pytest.mark.parametrize(
     "layout",
     [
@@ -134,15 +125,15 @@ def losses(out: Path) -> list[tuple[float, float]]:
 )
 def test_groups_train_alike_in_every_layout(tmp_path: Path, tokens: Path, layout: dict[str, Any]) -> None:
     """Resumed on the way; against one process, to 1e-10; frozen parameters bit for bit."""
-    run(tiny_recipe(tmp_path / "whole", tokens, steps=4, **GROUPS))
-    run(tiny_recipe(tmp_path / "parts", tokens, steps=4, layout=layout, stop_after=2, **GROUPS))
-    run(tiny_recipe(tmp_path / "parts", tokens, steps=4, layout=layout, **GROUPS))
-    run(tiny_recipe(tmp_path / "usual", tokens, steps=4))
+    train(tiny_recipe(tmp_path / "whole", tokens, steps=4, **GROUPS))
+    train(tiny_recipe(tmp_path / "parts", tokens, steps=4, layout=layout, stop_after=2, **GROUPS))
+    train(tiny_recipe(tmp_path / "parts", tokens, steps=4, layout=layout, **GROUPS))
+    train(tiny_recipe(tmp_path / "usual", tokens, steps=4))
     assert losses(tmp_path / "whole") == [
         pytest.approx(pair, rel=1e-10) for pair in losses(tmp_path / "parts")
     ]
     assert losses(tmp_path / "usual")[-1] != pytest.approx(losses(tmp_path / "whole")[-1], rel=1e-4)
-    whole, parts, usual = (tensors(tmp_path / name) for name in ("whole", "parts", "usual"))
+    whole, parts, usual = (whole_tensors(tmp_path / name) for name in ("whole", "parts", "usual"))
     assert whole.keys() == parts.keys() < usual.keys()
     frozen = {name.removeprefix("optimizer.exp_avg.") for name in usual.keys() - whole.keys()}
     assert "embed.weight" in frozen and "layers.0.mlp_norm.weight" in frozen
@@ -154,22 +145,22 @@ def test_groups_train_alike_in_every_layout(tmp_path: Path, tokens: Path, layout
 
 def test_groups_resume_bitwise_and_convert(tmp_path: Path, tokens: Path) -> None:
     layout = {"tensor": 2}
-    run(tiny_recipe(tmp_path / "whole", tokens, layout=layout, **GROUPS))
-    run(tiny_recipe(tmp_path / "parts", tokens, layout=layout, stop_after=3, **GROUPS))
-    run(tiny_recipe(tmp_path / "parts", tokens, layout=layout, **GROUPS))
+    train(tiny_recipe(tmp_path / "whole", tokens, layout=layout, **GROUPS))
+    train(tiny_recipe(tmp_path / "parts", tokens, layout=layout, stop_after=3, **GROUPS))
+    train(tiny_recipe(tmp_path / "parts", tokens, layout=layout, **GROUPS))
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
-    whole, parts = tensors(tmp_path / "whole"), tensors(tmp_path / "parts")
+    whole, parts = whole_tensors(tmp_path / "whole"), whole_tensors(tmp_path / "parts")
     assert not [name for name in whole if not torch.equal(whole[name], parts[name])]
     convert(tmp_path / "whole" / "checkpoints" / "step-00000006", tmp_path / "other", pipeline=3)
-    other = tensors(tmp_path / "other")
+    other = whole_tensors(tmp_path / "other")
     assert other.keys() == whole.keys()
     assert not [name for name in whole if not torch.equal(whole[name], other[name])]
 
 
 def test_a_run_goes_on_only_with_what_it_trained(tmp_path: Path, tokens: Path) -> None:
-    run(tiny_recipe(tmp_path / "run", tokens, stop_after=2, **GROUPS))
+    train(tiny_recipe(tmp_path / "run", tokens, stop_after=2, **GROUPS))
     with pytest.raises(RankError, match=r"optimizer\.exp_avg\.embed\.weight.*it was frozen"):
-        run(tiny_recipe(tmp_path / "run", tokens))
+        train(tiny_recipe(tmp_path / "run", tokens))
 
 
 def test_a_stage_of_which_nothing_is_trained(tmp_path: Path, tokens: Path) -> None:
@@ -179,7 +170,7 @@ def test_a_stage_of_which_nothing_is_trained(tmp_path: Path, tokens: Path) -> No
     for name, layout in (("whole", {}), ("parts", {"pipeline": 2, "split": [1, 2]})):
         raw = tiny_recipe(tmp_path / name, tokens, steps=2, layout=layout, **only_last)
         raw["model"] = {"config": TINY_LLAMA | {"tie_word_embeddings": False}}
-        run(raw)
+        train(raw)
     assert losses(tmp_path / "whole") == [
         pytest.approx(pair, rel=1e-10) for pair in losses(tmp_path / "parts")
     ]

@@ -15,10 +15,17 @@ from trilith.checkpoints import convert, differences, load_model, load_weights, 
 from trilith.cli.app import run as trilith
 from trilith.layers import gather_logits
 from trilith.models import AdaptedFamily
-from trilith.parallel_state import BadInput, Box, ParallelState, initialize
+from trilith.parallel_state import BadInput, ParallelState, initialize
 from trilith.parallel_state.engine import local_data
 from trilith.testing import RankError, run_parallel
-from trilith.testing.runs import TINY_LLAMA, run_recipe, tiny_recipe, write_tokens
+from trilith.testing.runs import (
+    TINY_LLAMA,
+    losses,
+    tiny_recipe,
+    train,
+    whole_tensors,
+    write_tokens,
+)
 from trilith.training.build import build
 from trilith.training.metrics import read_metrics
 from trilith.training.recipe import parse_recipe
@@ -49,31 +56,15 @@ def recipe(out: Path, base: Path, tokens: Path, **changes: Any) -> dict[str, Any
     return raw
 
 
-def run(raw: dict[str, Any]) -> None:
-    run_parallel(run_recipe, parse_recipe(raw).layout.layout.world, raw)
-
-
-def losses(out: Path) -> list[tuple[float, float]]:
-    return [(line["loss"], line["grad_norm"]) for line in read_metrics(out / "metrics.jsonl")]
-
-
-def tensors(out: Path) -> dict[str, torch.Tensor]:
-    source = read_source(out)
-    return {
-        name: source.read(name, Box.whole(whole.shape), source.tie())
-        for name, whole in source.catalog.items()
-    }
-
-
 def test_a_run_resumes_bitwise_and_in_another_layout_as_if_nothing_had_changed(
     tmp_path: Path, base: Path, tokens: Path
 ) -> None:
-    run(recipe(tmp_path / "whole", base, tokens))
-    run(recipe(tmp_path / "same", base, tokens, stop_after=2))
+    train(recipe(tmp_path / "whole", base, tokens))
+    train(recipe(tmp_path / "same", base, tokens, stop_after=2))
     shutil.copytree(tmp_path / "same", tmp_path / "other")
-    run(recipe(tmp_path / "same", base, tokens))
-    run(recipe(tmp_path / "other", base, tokens, layout={"tensor": 2, "pipeline": 2}))
-    whole, same, other = (tensors(tmp_path / name) for name in ("whole", "same", "other"))
+    train(recipe(tmp_path / "same", base, tokens))
+    train(recipe(tmp_path / "other", base, tokens, layout={"tensor": 2, "pipeline": 2}))
+    whole, same, other = (whole_tensors(tmp_path / name) for name in ("whole", "same", "other"))
     assert losses(tmp_path / "same") == losses(tmp_path / "whole")
     assert all(name.rpartition(".")[2] in ("lora_A", "lora_B") for name in whole)
     assert {name.split(".")[1] for name in whole if name.startswith("optimizer")} == {"exp_avg", "exp_avg_sq"}
@@ -85,7 +76,7 @@ def test_a_run_resumes_bitwise_and_in_another_layout_as_if_nothing_had_changed(
 
 
 def test_what_a_run_trains_peft_loads_and_gives_back(tmp_path: Path, base: Path, tokens: Path) -> None:
-    run(recipe(tmp_path / "run", base, tokens, dtype="float32", layout={"tensor": 2, "data": 2, "zero": 3}))
+    train(recipe(tmp_path / "run", base, tokens, dtype="float32", layout={"tensor": 2, "data": 2, "zero": 3}))
     before = {path.name: path.read_bytes() for path in base.iterdir()}
     convert(tmp_path / "run", tmp_path / "adapter")
     theirs: Any = peft.PeftModel.from_pretrained(
@@ -111,13 +102,13 @@ def test_what_a_run_trains_peft_loads_and_gives_back(tmp_path: Path, base: Path,
 def test_adapters_are_resharded_with_their_moments_and_started_from(
     tmp_path: Path, base: Path, tokens: Path
 ) -> None:
-    run(recipe(tmp_path / "run", base, tokens))
+    train(recipe(tmp_path / "run", base, tokens))
     convert(tmp_path / "run", tmp_path / "cut", to="sharded", tensor=2, pipeline=3)
     assert not list(differences(read_source(tmp_path / "cut"), read_source(tmp_path / "run")))
     convert(tmp_path / "cut", tmp_path / "adapter", to="peft")
     for name in ("cut", "adapter"):
         changes = {"steps": 1, "lora": {"init_from": str(tmp_path / name)}}
-        run(recipe(tmp_path / f"from-{name}", base, tokens, **changes))
+        train(recipe(tmp_path / f"from-{name}", base, tokens, **changes))
     first = losses(tmp_path / "from-cut")
     assert first == losses(tmp_path / "from-adapter")
     assert first[0] != losses(tmp_path / "run")[0]
@@ -143,10 +134,10 @@ def test_under_bfloat16_the_base_is_kept_in_it_and_the_adapters_are_not(
     raw = recipe(tmp_path / "run", base, tokens, **mixed)
     for kinds in run_parallel(numbers, 2, raw):
         assert kinds == {"base": {torch.bfloat16}, "adapters": {torch.float32}}
-    run(raw)
+    train(raw)
     assert {whole.dtype for whole in read_source(tmp_path / "run").catalog.values()} == {"F32"}
     exact = recipe(tmp_path / "exact", base, tokens, steps=1)
-    run(exact)
+    train(exact)
     assert losses(tmp_path / "run")[0][0] == pytest.approx(losses(tmp_path / "exact")[0][0], rel=1e-2)
 
 
@@ -155,13 +146,13 @@ def test_a_run_that_has_only_skipped_steps_is_saved_and_goes_on(
 ) -> None:
     """float16, whose loss scale is too high at first."""
     half = {"dtype": "float32", "compute": "float16", "loss_scale": {"initial": 2.0**24}}
-    run(recipe(tmp_path / "run", base, tokens, stop_after=1, **half))
-    moments = [one for name, one in tensors(tmp_path / "run").items() if name.startswith("optimizer.")]
+    train(recipe(tmp_path / "run", base, tokens, stop_after=1, **half))
+    moments = [one for name, one in whole_tensors(tmp_path / "run").items() if name.startswith("optimizer.")]
     assert moments and not any(bool(one.any()) for one in moments)
-    run(recipe(tmp_path / "run", base, tokens, **half))
+    train(recipe(tmp_path / "run", base, tokens, **half))
     skipped = [line.get("skipped") for line in read_metrics(tmp_path / "run" / "metrics.jsonl")]
     assert skipped[0] == "overflow" and skipped[-1] is None and len(skipped) == 4
-    assert any(bool(one.any()) for name, one in tensors(tmp_path / "run").items() if "lora_B" in name)
+    assert any(bool(one.any()) for name, one in whole_tensors(tmp_path / "run").items() if "lora_B" in name)
 
 
 @pytest.mark.parametrize("layout", [{}, {"tensor": 2, "pipeline": 2}], ids=str)
@@ -174,9 +165,9 @@ def test_groups_find_adapters_by_pefts_names_and_freeze_some(
         {"match": r"^base_model\.model\.model\.layers\.2\..*lora_B\.weight$", "lr_scale": 1e-9},
     ]
     raw = recipe(tmp_path / "run", base, tokens, layout=layout, optimizer={"groups": groups})
-    run(raw | {"stop_after": 2})
-    run(raw)
-    source, last = read_source(tmp_path / "run"), tensors(tmp_path / "run")
+    train(raw | {"stop_after": 2})
+    train(raw)
+    source, last = read_source(tmp_path / "run"), whole_tensors(tmp_path / "run")
     model = source.family.build(source.model_config, device="cpu", dtype=torch.float64)
     initialize(model, raw["seed"])
     drawn = {name: one.detach() for name, one in model.named_parameters() if one.requires_grad}
@@ -200,23 +191,23 @@ def test_groups_find_adapters_by_pefts_names_and_freeze_some(
 def test_a_run_goes_on_with_the_adapters_that_it_began_with(
     tmp_path: Path, base: Path, tokens: Path, changes: dict[str, Any], words: str
 ) -> None:
-    run(recipe(tmp_path / "run", base, tokens, stop_after=1))
+    train(recipe(tmp_path / "run", base, tokens, stop_after=1))
     with pytest.raises(RankError, match=words):
-        run(recipe(tmp_path / "run", base, tokens, **changes))
+        train(recipe(tmp_path / "run", base, tokens, **changes))
 
 
 def test_another_base_is_refused_and_the_same_elsewhere_is_not(
     tmp_path: Path, base: Path, tokens: Path
 ) -> None:
-    run(recipe(tmp_path / "run", base, tokens, stop_after=1))
+    train(recipe(tmp_path / "run", base, tokens, stop_after=1))
     convert(base, tmp_path / "moved", tensor=2)
-    run(recipe(tmp_path / "run", tmp_path / "moved", tokens, stop_after=2))
+    train(recipe(tmp_path / "run", tmp_path / "moved", tokens, stop_after=2))
     assert len(losses(tmp_path / "run")) == 2
     weights = load_file(base / "model.safetensors")
     weights["model.layers.1.mlp.up_proj.weight"][0, 0] += 1e-3
     save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(RankError, match="that the adapters were trained on"):
-        run(recipe(tmp_path / "run", base, tokens))
+        train(recipe(tmp_path / "run", base, tokens))
     with pytest.raises(BadInput, match="that the adapters were trained on"):
         read_adapter(tmp_path / "run", read_source(base))
 
@@ -259,7 +250,7 @@ def test_a_model_from_scratch_gets_no_adapters(tmp_path: Path, tokens: Path) -> 
 
 
 def test_adapters_are_no_model_to_fine_tune(tmp_path: Path, base: Path, tokens: Path) -> None:
-    run(recipe(tmp_path / "run", base, tokens, steps=1))
+    train(recipe(tmp_path / "run", base, tokens, steps=1))
     convert(tmp_path / "run", tmp_path / "adapter")
     for path in (tmp_path / "run", tmp_path / "adapter"):
         with pytest.raises(BadInput, match="LoRA adapters"):
@@ -270,7 +261,7 @@ def test_adapters_are_not_loaded_as_a_whole_model(
     tmp_path: Path, base: Path, tokens: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """All else of the model would be left as the memory was."""
-    run(recipe(tmp_path / "run", base, tokens, steps=1))
+    train(recipe(tmp_path / "run", base, tokens, steps=1))
     source = read_source(tmp_path / "run")
     assert isinstance(source.family, AdaptedFamily)
     for family in (source.family, source.family.base):

@@ -9,10 +9,16 @@ from typing import Any
 import pytest
 import torch
 from trilith.checkpoints import read_source
-from trilith.parallel_state import BadInput, Box
-from trilith.testing import RankError, run_parallel
-from trilith.testing.runs import TINY_GPT2, run_recipe, tiny_recipe, write_tokens
-from trilith.training.metrics import read_metrics
+from trilith.parallel_state import BadInput
+from trilith.testing import RankError
+from trilith.testing.runs import (
+    TINY_GPT2,
+    losses,
+    tiny_recipe,
+    train,
+    whole_tensors,
+    write_tokens,
+)
 from trilith.training.recipe import parse_recipe
 
 SAME = [
@@ -49,32 +55,17 @@ def tokens(tmp_path: Path) -> Path:
     return write_tokens(tmp_path / "tokens")
 
 
-def run(raw: dict[str, Any]) -> None:
-    run_parallel(run_recipe, parse_recipe(raw).layout.layout.world, raw)
-
-
-def losses(out: Path) -> list[tuple[float, float]]:
-    return [(line["loss"], line["grad_norm"]) for line in read_metrics(out / "metrics.jsonl")]
-
-
-def tensors(out: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of the newest checkpoint, whole: weights and both moments."""
-    source = read_source(out)
-    tie = source.tie()
-    return {name: source.read(name, Box.whole(whole.shape), tie) for name, whole in source.catalog.items()}
-
-
 @pytest.mark.parametrize(("layout", "changes"), SAME)
 def test_resuming_in_the_same_layout_is_bitwise(
     tmp_path: Path, tokens: Path, layout: dict[str, Any], changes: dict[str, Any]
 ) -> None:
-    run(tiny_recipe(tmp_path / "whole", tokens, layout=layout, **changes))
-    run(tiny_recipe(tmp_path / "parts", tokens, layout=layout, stop_after=2, **changes))
-    run(tiny_recipe(tmp_path / "parts", tokens, layout=layout, stop_after=4, **changes))
-    run(tiny_recipe(tmp_path / "parts", tokens, layout=layout, **changes))
+    train(tiny_recipe(tmp_path / "whole", tokens, layout=layout, **changes))
+    train(tiny_recipe(tmp_path / "parts", tokens, layout=layout, stop_after=2, **changes))
+    train(tiny_recipe(tmp_path / "parts", tokens, layout=layout, stop_after=4, **changes))
+    train(tiny_recipe(tmp_path / "parts", tokens, layout=layout, **changes))
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     assert len(losses(tmp_path / "whole")) == 6
-    whole, parts = tensors(tmp_path / "whole"), tensors(tmp_path / "parts")
+    whole, parts = whole_tensors(tmp_path / "whole"), whole_tensors(tmp_path / "parts")
     assert whole.keys() == parts.keys()
     assert any(name.startswith("optimizer.exp_avg_sq.") for name in whole)
     different = [name for name in whole if not torch.equal(whole[name], parts[name])]
@@ -84,11 +75,11 @@ def test_resuming_in_the_same_layout_is_bitwise(
 def test_saving_in_the_background_changes_no_bit_D2(tmp_path: Path, tokens: Path) -> None:
     layout = {"tensor": 2, "data": 2, "zero": 1}
     background = {"checkpoint": {"background": True, "every": 1}}
-    run(tiny_recipe(tmp_path / "whole", tokens, layout=layout))
-    run(tiny_recipe(tmp_path / "parts", tokens, layout=layout, stop_after=3, **background))
-    run(tiny_recipe(tmp_path / "parts", tokens, layout=layout, **background))
+    train(tiny_recipe(tmp_path / "whole", tokens, layout=layout))
+    train(tiny_recipe(tmp_path / "parts", tokens, layout=layout, stop_after=3, **background))
+    train(tiny_recipe(tmp_path / "parts", tokens, layout=layout, **background))
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
-    whole, parts = tensors(tmp_path / "whole"), tensors(tmp_path / "parts")
+    whole, parts = whole_tensors(tmp_path / "whole"), whole_tensors(tmp_path / "parts")
     assert whole.keys() == parts.keys()
     assert not [name for name in whole if not torch.equal(whole[name], parts[name])]
 
@@ -97,14 +88,14 @@ def test_saving_in_the_background_changes_no_bit_D2(tmp_path: Path, tokens: Path
 def test_resuming_in_another_layout_goes_on_as_if_nothing_had_changed(
     tmp_path: Path, tokens: Path, before: dict[str, Any], after: dict[str, Any]
 ) -> None:
-    run(tiny_recipe(tmp_path / "whole", tokens))
-    run(tiny_recipe(tmp_path / "parts", tokens, layout=before, stop_after=3, data={"micro_batch": 1}))
-    run(tiny_recipe(tmp_path / "parts", tokens, layout=after, data={"micro_batch": 1}))
+    train(tiny_recipe(tmp_path / "whole", tokens))
+    train(tiny_recipe(tmp_path / "parts", tokens, layout=before, stop_after=3, data={"micro_batch": 1}))
+    train(tiny_recipe(tmp_path / "parts", tokens, layout=after, data={"micro_batch": 1}))
     whole, parts = losses(tmp_path / "whole"), losses(tmp_path / "parts")
     assert len(whole) == len(parts) == 6
     for one, other in zip(whole, parts, strict=True):
         assert other == pytest.approx(one, rel=1e-10)
-    expected, found = tensors(tmp_path / "whole"), tensors(tmp_path / "parts")
+    expected, found = whole_tensors(tmp_path / "whole"), whole_tensors(tmp_path / "parts")
     assert expected.keys() == found.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(
@@ -116,9 +107,9 @@ def test_two_runs_with_one_seed_are_bitwise_equal_and_another_seed_is_not_D0(
     tmp_path: Path, tokens: Path
 ) -> None:
     for name, seed in (("a", 3), ("b", 3), ("c", 4)):
-        run(tiny_recipe(tmp_path / name, tokens, seed=seed, layout={"data": 2}, steps=2))
+        train(tiny_recipe(tmp_path / name, tokens, seed=seed, layout={"data": 2}, steps=2))
     assert losses(tmp_path / "a") == losses(tmp_path / "b") != losses(tmp_path / "c")
-    one, same, other = (tensors(tmp_path / name) for name in "abc")
+    one, same, other = (whole_tensors(tmp_path / name) for name in "abc")
     assert one.keys() == same.keys()
     assert all(torch.equal(one[name], same[name]) for name in one)
     assert any(not torch.equal(one[name], other[name]) for name in one)
@@ -135,36 +126,39 @@ def test_two_runs_with_one_seed_are_bitwise_equal_and_another_seed_is_not_D0(
 def test_a_run_is_not_resumed_with_another_order_of_samples(
     tmp_path: Path, tokens: Path, changes: dict[str, Any]
 ) -> None:
-    run(tiny_recipe(tmp_path / "run", tokens, stop_after=2))
+    train(tiny_recipe(tmp_path / "run", tokens, stop_after=2))
     with pytest.raises(RankError, match=r"Resume with the data that the run began with"):
-        run(tiny_recipe(tmp_path / "run", tokens, **changes))
+        train(tiny_recipe(tmp_path / "run", tokens, **changes))
 
 
 def test_a_run_is_not_resumed_with_other_tokens_F12(tmp_path: Path, tokens: Path) -> None:
-    run(tiny_recipe(tmp_path / "run", tokens, stop_after=2))
+    train(tiny_recipe(tmp_path / "run", tokens, stop_after=2))
     other = write_tokens(tmp_path / "other", seed=1)
     with pytest.raises(RankError, match=r"data\.fingerprint"):
-        run(tiny_recipe(tmp_path / "run", other))
+        train(tiny_recipe(tmp_path / "run", other))
 
 
 def test_a_checkpoint_of_another_model_is_refused_by_name_G13(tmp_path: Path, tokens: Path) -> None:
-    run(tiny_recipe(tmp_path / "run", tokens, stop_after=2))
+    train(tiny_recipe(tmp_path / "run", tokens, stop_after=2))
     config = tiny_recipe(tmp_path, tokens)["model"]["config"] | {"intermediate_size": 64}
     with pytest.raises(RankError, match=r"intermediate_size: expected 64, found 48"):
-        run(tiny_recipe(tmp_path / "run", tokens, model={"config": config}))
+        train(tiny_recipe(tmp_path / "run", tokens, model={"config": config}))
 
 
 def test_weights_alone_start_a_run_but_do_not_resume_one(tmp_path: Path, tokens: Path) -> None:
-    run(tiny_recipe(tmp_path / "first", tokens))
+    train(tiny_recipe(tmp_path / "first", tokens))
     raw = tiny_recipe(tmp_path / "second", tokens, steps=1, model={"init_from": str(tmp_path / "first")})
     raw["model"].pop("config")
-    run(raw)
-    continued, scratch = losses(tmp_path / "second")[0][0], losses(tmp_path / "first")[0][0]
+    train(raw)
+    continued, scratch = (
+        losses(tmp_path / "second")[0][0],
+        losses(tmp_path / "first")[0][0],
+    )
     assert continued < scratch - 0.01
 
 
 def test_old_checkpoints_go_only_after_the_new_one_is_complete(tmp_path: Path, tokens: Path) -> None:
-    run(tiny_recipe(tmp_path / "run", tokens, checkpoint={"every": 1, "keep": 2}))
+    train(tiny_recipe(tmp_path / "run", tokens, checkpoint={"every": 1, "keep": 2}))
     kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert kept == ["step-00000005", "step-00000006"]
 
@@ -174,7 +168,7 @@ def test_damaged_checkpoints_count_for_nothing_and_the_last_good_one_stays(
 ) -> None:
     """Two newer ones are damaged; a run that ends before their steps keeps what it commits."""
     out = tmp_path / "run"
-    run(tiny_recipe(out, tokens, checkpoint={"every": 1, "keep": 9}))
+    train(tiny_recipe(out, tokens, checkpoint={"every": 1, "keep": 9}))
     for step in (5, 6):
         file = next((out / "checkpoints" / f"step-{step:08d}").glob("rank-*"))
         file.write_bytes(file.read_bytes()[:-1])
@@ -183,7 +177,7 @@ def test_damaged_checkpoints_count_for_nothing_and_the_last_good_one_stays(
     (out / "checkpoints" / "step-00000004").rename(out / "checkpoints" / "step-00000003")
     manifest = out / "checkpoints" / "step-00000003" / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"step": 4', '"step": 3'))
-    run(tiny_recipe(out, tokens, checkpoint={"keep": 1}, stop_after=4))
+    train(tiny_recipe(out, tokens, checkpoint={"keep": 1}, stop_after=4))
     left = sorted(path.name for path in (out / "checkpoints").iterdir())
     assert left == ["step-00000004", "step-00000005", "step-00000006"]
     assert read_source(out).path.name == "step-00000004"
@@ -191,7 +185,7 @@ def test_damaged_checkpoints_count_for_nothing_and_the_last_good_one_stays(
 
 def test_a_run_killed_in_its_first_save_begins_again(tmp_path: Path, tokens: Path) -> None:
     (tmp_path / "run" / "checkpoints" / "step-00000002.tmp-0123456789abcdef").mkdir(parents=True)
-    run(tiny_recipe(tmp_path / "run", tokens, stop_after=2))
+    train(tiny_recipe(tmp_path / "run", tokens, stop_after=2))
     assert len(losses(tmp_path / "run")) == 2
 
 
@@ -199,11 +193,11 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_written_again_G4(
     tmp_path: Path, tokens: Path
 ) -> None:
     raw = tiny_recipe(tmp_path / "run", tokens, checkpoint={"every": 2})
-    run(raw)
+    train(raw)
     before = losses(tmp_path / "run")
     newest = tmp_path / "run" / "checkpoints" / "step-00000006"
     (newest / "rank-00000-of-00001.safetensors").unlink()
-    run(raw)
+    train(raw)
     assert losses(tmp_path / "run") == before
     assert read_source(newest).manifest is not None
     assert newest.with_name("step-00000006.damaged").exists()
@@ -217,10 +211,10 @@ def test_a_recipe_that_contradicts_itself_is_refused_before_anything_starts(
 
 
 def test_a_flipped_bit_is_seen_before_a_run_goes_on_G8(tmp_path: Path, tokens: Path) -> None:
-    run(tiny_recipe(tmp_path / "run", tokens, stop_after=2))
+    train(tiny_recipe(tmp_path / "run", tokens, stop_after=2))
     (file,) = (tmp_path / "run" / "checkpoints").glob("*/*.safetensors")
     data = bytearray(file.read_bytes())
     data[-100] ^= 1
     file.write_bytes(data)
     with pytest.raises(RankError, match=r"CRC-32: expected [0-9a-f]{8}, found [0-9a-f]{8}"):
-        run(tiny_recipe(tmp_path / "run", tokens))
+        train(tiny_recipe(tmp_path / "run", tokens))

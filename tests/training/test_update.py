@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from trilith.checkpoints import read_source
-from trilith.parallel_state import Box, ParallelState, declarations
+from trilith.parallel_state import ParallelState, declarations
 from trilith.parallel_state.engine import local_data
 from trilith.testing import RankError, run_parallel
-from trilith.testing.runs import tiny_recipe, write_tokens
+from trilith.testing.runs import tiny_recipe, whole_tensors, write_tokens
 from trilith.training.loss_scale import LossScale
 from trilith.training.metrics import StepMetrics, read_metrics
 from trilith.training.recipe import parse_recipe
@@ -130,11 +129,7 @@ def outcome(out: Path) -> tuple[list[tuple[Any, ...]], dict[str, Tensor]]:
     """Every step's numbers and every tensor of the last checkpoint."""
     keys = ("loss", "grad_norm", "skipped", "skips", "loss_scale", "lr")
     lines = [tuple(line.get(key) for key in keys) for line in read_metrics(out / "metrics.jsonl")]
-    source = read_source(out)
-    tie = source.tie()
-    return lines, {
-        name: source.read(name, Box.whole(whole.shape), tie) for name, whole in source.catalog.items()
-    }
+    return lines, whole_tensors(out)
 
 
 @pytest.mark.parametrize(

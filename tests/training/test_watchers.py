@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from trilith.checkpoints import read_source
-from trilith.parallel_state import BadInput, Box
+from trilith.parallel_state import BadInput
 from trilith.testing import run_parallel
-from trilith.testing.runs import TINY_GPT2, run_recipe, tiny_recipe, write_tokens
+from trilith.testing.runs import TINY_GPT2, run_recipe, tiny_recipe, whole_tensors, write_tokens
 from trilith.training.events import read_events
 from trilith.training.metrics import read_lines, read_metrics
 from trilith.training.recipe import parse_recipe
@@ -79,12 +78,6 @@ def test_evaluation_and_norms_are_the_same_in_every_layout(place: Path, name: st
             assert norms[kind][parameter] == pytest.approx(norm, rel=1e-10, abs=1e-12 * largest), parameter
 
 
-def tensors(out: Path) -> dict[str, torch.Tensor]:
-    source = read_source(out)
-    tie = source.tie()
-    return {name: source.read(name, Box.whole(whole.shape), tie) for name, whole in source.catalog.items()}
-
-
 @pytest.mark.parametrize("name", ["one", "pp2", "dp2-zero3"])
 def test_watching_changes_no_bit_of_a_run_with_dropout(place: Path, name: str) -> None:
     seen = watched(place, name, model=TINY_GPT2)
@@ -94,7 +87,7 @@ def test_watching_changes_no_bit_of_a_run_with_dropout(place: Path, name: str) -
         read_metrics(alone / "metrics.jsonl"), read_metrics(seen / "metrics.jsonl"), strict=True
     ):
         assert (line["loss"], line["grad_norm"]) == (other["loss"], other["grad_norm"])
-    expected, found = tensors(alone), tensors(seen)
+    expected, found = whole_tensors(alone), whole_tensors(seen)
     assert not [name for name in expected if not torch.equal(expected[name], found[name])]
 
 
