@@ -158,9 +158,9 @@ def refusal(layout: Layout, micro_batch: int, schedule: str, length: int) -> Non
     ("layout", "micro_batch", "schedule", "length", "words"),
     [
         pytest.param({"tensor": 2, "sequence": True}, 1, "1f1b", 7, "multiple of tensor=2", id="E9"),
-        pytest.param({"pipeline": 2}, 4, "1f1b", 8, "at least pipeline=2, found 1", id="E12"),
+        pytest.param({"pipeline": 2}, 4, "1f1b", 8, "over pipeline=2, found 1", id="E12"),
         pytest.param({"tensor": 2}, 3, "1f1b", 8, "divisor of the 4 samples", id="E13"),
-        pytest.param({"pipeline": 2}, 1, "zigzag", 8, "one of gpipe, 1f1b, found 'zigzag'", id="schedule"),
+        pytest.param({"pipeline": 2}, 1, "zigzag", 8, "dualpipev, found 'zigzag'", id="schedule"),
     ],
 )
 def test_every_rank_refuses_alike(
