@@ -21,7 +21,7 @@ SCRIPT = "__mp_main__"
 
 @dataclass(frozen=True)
 class FunctionName:
-    """A function at module level: the module, the file that defines it, and its name there."""
+    """A function, or a class, at module level: the module, the file that defines it, and its name there."""
 
     module: str
     file: str
@@ -31,8 +31,8 @@ class FunctionName:
     def of(cls, fn: Callable[..., Any]) -> FunctionName:
         """``ValueError`` for what another process cannot find by name: closures, lambdas, bound methods."""
         advice = "Define it with `def` at the top of a module and pass what it needs as arguments"
-        if not isinstance(fn, FunctionType):
-            raise ValueError(f"{fn!r} is not a plain function. {advice}")
+        if not isinstance(fn, FunctionType | type):
+            raise ValueError(f"{fn!r} is not a plain function or class. {advice}")
         name = fn.__qualname__
         if "<" in name:
             raise ValueError(f"{name} of {fn.__module__} is a lambda or lives in another function. {advice}")

@@ -1,0 +1,104 @@
+"""What every module of a model is given and gives, and the gradients of both, in the order of computation."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+
+class Event(NamedTuple):
+    """The ``leaf``-th tensor of the ``call``-th call of ``module`` in micro-batch ``micro`` (of all ranks'):
+    what it was given (``input``) or gave (``output``).
+    """
+
+    micro: int
+    module: str
+    call: int
+    side: str
+    leaf: int
+
+
+@dataclass
+class Seen:
+    """In the order in which they came: on the way forward, and their gradients on the way back."""
+
+    forward: dict[Event, Tensor] = field(default_factory=dict)
+    backward: dict[Event, Tensor] = field(default_factory=dict)
+
+
+class Witness:
+    """Hooks on every module, until ``leave``. ``first``: the number of this rank's first micro-batch.
+
+    Each tensor on its way in or out of a module is a copy there, so that its gradient is that of this way
+    alone. A stage says with ``partly`` that what the model as a whole takes and gives is not that of a whole
+    model.
+    """
+
+    def __init__(self, model: nn.Module, *, first: int = 0, partly: bool = False) -> None:
+        self.seen = Seen()
+        self._micro, self._partly = first - 1, partly
+        self._calls: Counter[tuple[int, str]] = Counter()
+        self._hooks = []
+        for name, module in model.named_modules():
+            self._hooks += [
+                module.register_forward_pre_hook(self._before(name), with_kwargs=True),
+                module.register_forward_hook(self._after(name)),
+            ]
+
+    def leave(self) -> Seen:
+        """Take the hooks away."""
+        for hook in self._hooks:
+            hook.remove()
+        return self.seen
+
+    def _before(self, name: str) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            if not name:
+                self._micro += 1
+            self._calls[self._micro, name] += 1
+            return self._note(name, "input", (args, kwargs))
+
+        return hook
+
+    def _after(self, name: str) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: Any, given: Any) -> Any:
+            return self._note(name, "output", given)
+
+        return hook
+
+    def _note(self, name: str, side: str, value: Any) -> Any:
+        if self._partly and not name:
+            return value
+        micro, call, leaves = self._micro, self._calls[self._micro, name], Counter[str]()
+
+        def note(tensor: Tensor) -> Tensor:
+            event = Event(micro, name, call, side, leaves[side])
+            leaves[side] += 1
+            self.seen.forward[event] = tensor.detach().clone()
+            if not tensor.requires_grad:
+                return tensor
+            copy = tensor * 1  # no view: what follows may change it in place
+            copy.register_hook(lambda gradient: self._note_gradient(event, gradient))
+            return copy
+
+        return _each(value, note)
+
+    def _note_gradient(self, event: Event, gradient: Tensor) -> None:
+        self.seen.backward[event] = gradient.detach().clone()
+
+
+def _each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same nest of tuples, lists and dicts, its tensors changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: _each(one, change) for key, one in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_each(one, change) for one in value))
+    if isinstance(value, tuple | list):
+        return type(value)(_each(one, change) for one in value)
+    return value

@@ -1,0 +1,165 @@
+"""Mistakes that users of parallel layers make, made on purpose: the first module that differs is named."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from trilith.layers import (
+    ColumnParallelLinear,
+    LayerNorm,
+    RMSNorm,
+    RowParallelLinear,
+    enter_tensor,
+    gather_from_tensor,
+    leave_tensor,
+    split_to_tensor,
+)
+from trilith.parallel_state import (
+    BadInput,
+    Cut,
+    Declaration,
+    Layout,
+    Normal,
+    ParallelState,
+    declare_parameter,
+    local,
+)
+from trilith.testing import LayoutVariance, assert_layout_invariant
+from trilith.testing.placement import place
+from trilith.training.module_step import Samples
+
+D, HIDDEN = 8, 16
+BATCH = {
+    "x": torch.randn(4, 6, D, generator=torch.Generator().manual_seed(1)),
+    "wanted": torch.randn(4, 6, D, generator=torch.Generator().manual_seed(2)),
+}
+TENSOR, SEQUENCE = Layout(tensor=2), Layout(tensor=2, sequence=True)
+
+
+class Hand(nn.Module):
+    """A feed-forward net cut by hand, as somebody would who knows the pairs and makes one ``mistake``."""
+
+    def __init__(self, mistake: str, *, state: ParallelState | None) -> None:
+        super().__init__()
+        self.mistake, self.state = mistake, state or ParallelState.alone()
+        start, cut = Normal(0.3), None if mistake == "uncut" else Cut(0)
+        if mistake == "undeclared":
+            self.up = nn.Parameter(torch.zeros(HIDDEN // self.state.tensor_size, D))
+        else:
+            declare_parameter(self, "up", Declaration((HIDDEN, D), cut=cut, initial=start), self.state)
+        declare_parameter(self, "down", Declaration((D, HIDDEN), cut=Cut(1), initial=start), self.state)
+        partial = ("tensor",) if (self.state.sequence or mistake == "twice") and mistake != "partial" else ()
+        declare_parameter(self, "bias", Declaration((D,), partial=partial, initial=start), self.state)
+
+    def forward(self, x: Tensor) -> Tensor:
+        up, down, bias = (local(getattr(self, name)) for name in ("up", "down", "bias"))
+        x = x if self.mistake == "copy" else enter_tensor(x, self.state)
+        h = F.linear(x, up).tanh()
+        if self.mistake == "every bias":
+            return leave_tensor(F.linear(h, down) + bias, self.state)
+        y = F.linear(h, down)
+        y = y if self.mistake == "sum" else leave_tensor(y, self.state)
+        return y + bias
+
+
+class Net(nn.Module):
+    def __init__(self, mistake: str = "", *, state: ParallelState | None = None) -> None:
+        super().__init__()
+        self.state, self.mistake = state or ParallelState.alone(), mistake
+        self.first = nn.Linear(D, D)
+        self.norm = RMSNorm(D, state=state)
+        self.hand = Hand(mistake, state=state)
+        self.mlp = nn.ModuleDict(
+            {
+                "up": ColumnParallelLinear(D, HIDDEN, state=state),
+                "down": RowParallelLinear(HIDDEN, D, state=state),
+            }
+        )
+        self.last = LayerNorm(D, state=state)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.state.sequence:
+            x = split_to_tensor(x, self.state, dim=1)
+            if self.mistake == "order":
+                x = x.flip(1)  # as if a rank held another piece
+        x = x + self.hand(self.norm(x))
+        h = self.mlp["up"](x)
+        if self.mistake == "gate":  # halves of a rank's own piece are no halves of the whole
+            a, b = h.chunk(2, dim=-1)
+            h = torch.cat([a.tanh() * b, b], dim=-1)
+        x = self.last(x + self.mlp["down"](h))
+        return gather_from_tensor(x, self.state, dim=1) if self.state.sequence else x
+
+
+def loss(y: Tensor, samples: Samples) -> tuple[Tensor, int]:
+    return (y - samples["wanted"]).square().sum(), y.numel()
+
+
+def test_what_is_right_is_right_in_every_layout() -> None:
+    layouts = [TENSOR, SEQUENCE, Layout.of(data=2, zero=2), Layout.of(tensor=2, data=2, zero=3)]
+    found = assert_layout_invariant(Net, BATCH, layouts=layouts, loss=loss)
+    assert list(found) == layouts
+    for one in found.values():
+        assert 0 < one.gradients < 1e-12
+        assert one.forward < 1e-12
+        assert one.weights < 1e-10
+    assert_layout_invariant(Net, BATCH, layouts=[TENSOR], checkpoint=False)  # weighed at random
+
+
+@pytest.mark.parametrize(
+    ("mistake", "layout", "phase", "module", "said"),
+    [
+        ("sum", TENSOR, "forward", "hand", "only a part on each rank"),
+        ("copy", TENSOR, "backward", "hand", "only a part on each rank.*copy_to_tensor"),
+        ("partial", SEQUENCE, "gradient", "hand", r'hand\.bias.*only a part.*partial=\("tensor",\)'),
+        ("twice", TENSOR, "gradient", "hand", "2 times too large.*does not belong there"),
+        ("undeclared", TENSOR, "structure", "hand", r"hand\.up is \(8, 8\), and \(16, 8\).*cut=Cut\(0\)"),
+        ("every bias", TENSOR, "forward", "hand", "one vector too much at every place, as of a bias"),
+        ("order", SEQUENCE, "forward", "", "what it gives to norm differs"),
+        ("gate", TENSOR, "forward", "", r"the model itself: what it gives to mlp\.down differs"),
+    ],
+)
+def test_the_first_module_that_differs_is_named(
+    mistake: str, layout: Layout, phase: str, module: str, said: str
+) -> None:
+    with pytest.raises(LayoutVariance, match=said) as caught:
+        assert_layout_invariant(
+            partial(Net, mistake), BATCH, layouts=[layout], loss=loss, steps=1, checkpoint=False
+        )
+    fault = caught.value.fault
+    assert (fault.phase, fault.module) == (phase, module), str(caught.value)
+
+
+def test_what_other_processes_cannot_find_is_refused_with_the_way_to_do_it() -> None:
+    with pytest.raises(
+        ValueError, match=r"is a lambda or lives in another function\. Define it with `def` at the top"
+    ):
+        assert_layout_invariant(lambda *, state: Net(state=state), BATCH)
+
+
+def test_a_layout_that_the_module_refuses_is_refused_in_its_words() -> None:
+    with pytest.raises(BadInput, match="that tensor=3 divides, found 16"):
+        assert_layout_invariant(Net, BATCH, layouts=[Layout(tensor=3)], checkpoint=False)
+
+
+def test_pieces_are_told_from_parts_and_from_the_whole() -> None:
+    whole = torch.arange(12.0).view(2, 6)
+    a, b = whole.chunk(2, dim=1)
+
+    def kind(*parts: Tensor) -> str:
+        return place(whole, parts, tolerance=1e-6).kind
+
+    assert kind(whole, whole) == "whole"
+    assert kind(a, b) == "cut"
+    assert kind(whole * 0.25, whole * 0.75) == "partial"
+    assert kind(whole[:, :4], whole[:, 2:]) == "shared"
+    assert kind(F.pad(whole, (0, 2))[:, :4], F.pad(whole, (0, 2))[:, 4:]) == "cut"  # padding is not looked at
+    assert kind(whole, whole + 1) == "differs"
+    assert "rank 0 holds piece 1, rank 1 holds piece 0" in place(whole, [b, a], tolerance=1e-6).note
+    assert "2 times too large" in place(whole, [2 * whole] * 2, tolerance=1e-6).note
+    assert "shape (3, 3), of (2, 6)" in place(whole, [torch.ones(3, 3)] * 2, tolerance=1e-6).note
