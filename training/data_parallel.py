@@ -62,9 +62,14 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     """The members, with parameters, of every ``ModuleList``, ``ModuleDict`` or ``Sequential`` of a model that
     is in no other; none where there is no such list.
     """
-    if isinstance(model, nn.ModuleList | nn.ModuleDict | nn.Sequential):
-        return [child for child in model.children() if next(child.parameters(), None) is not None]
-    return [block for child in model.children() for block in find_blocks(child)]
+    found = []
+    for child in model.children():
+        has_forward = not isinstance(child, nn.ModuleList | nn.ModuleDict)
+        if has_forward and isinstance(model, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+            found += [child] if next(child.parameters(), None) is not None else []
+        else:
+            found += find_blocks(child)
+    return [*dict.fromkeys(found)]
 
 
 def resting_device(state: ParallelState, *, offload: bool) -> torch.device:

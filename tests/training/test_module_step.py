@@ -106,6 +106,8 @@ def test_blocks_are_found_in_lists_but_not_in_lists_within_lists() -> None:
     nested = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.ReLU())
     assert find_blocks(nested) == [nested[0]]
     assert find_blocks(nn.Linear(2, 2)) == []
+    grouped = nn.ModuleList([nn.ModuleDict({"a": nested[0], "b": nested[0]})])  # a dict computes nothing
+    assert find_blocks(grouped) == [nested[0]]
 
 
 def test_batches_that_cannot_be_cut_are_refused_with_both_numbers() -> None:
