@@ -188,7 +188,7 @@ class _Work:
             if (overlap := copy.target.intersect(part)) is not None:
                 whole = read[copy.file, copy.key]
                 piece = whole.numbers[source_of(copy, overlap).within(whole.box).slices]
-                pieces.append((overlap, piece.T if copy.transpose else piece))
+                pieces.append((overlap, (piece.T if copy.transpose else piece).view(overlap.shape)))
                 if piece.shape == whole.numbers.shape and not copy.transpose:
                     crc = whole.crc
         if len(pieces) == 1 and pieces[0][1].is_contiguous():

@@ -87,13 +87,14 @@ class Source:
         if not pieces:
             return torch.empty(box.shape)  # all of it is padding
         if len(pieces) == 1 and not pieces[0][0].transpose:
-            out = pieces[0][1]
+            out = pieces[0][1].view(box.shape)
         else:
             first = pieces[0][1]
             fill = float("nan") if first.is_floating_point() else 0
             out = torch.full(box.shape, fill, dtype=first.dtype)
             for copy, piece in pieces:
-                out[copy.target.within(box).slices] = piece.T if copy.transpose else piece
+                turned = piece.T if copy.transpose else piece
+                out[copy.target.within(box).slices] = turned.view(copy.target.shape)
         if finite and out.is_floating_point() and not bool(torch.isfinite(out).all()):
             raise BadInput(self.path, name, expected="finite numbers", found="a NaN or an infinity")
         return out

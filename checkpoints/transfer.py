@@ -89,5 +89,5 @@ def slabs(group: Sequence[Transfer]) -> Iterator[Box]:
 
 def source_of(copy: Copy, part: Box) -> Box:
     """Where ``part`` of the copy's target lies in the stored tensor."""
-    inner = part.within(copy.target)
+    inner = part.within(copy.target).with_dims(len(copy.source.start))
     return (inner.transposed() if copy.transpose else inner).shift(copy.source.start)

@@ -1,6 +1,7 @@
 """Floor 2: parallel layers. With ``state=None`` each is its ``torch.nn`` counterpart on one device."""
 
 from .attention import SharedHeads, causal_attention, merge_heads, split_heads
+from .balancing import Balance, Balancing, routers, set_auxiliary_losses, set_auxiliary_scale
 from .checkpointing import Checkpointing, checkpoint_blocks, checkpointed
 from .chunked_loss import chunked_cross_entropy
 from .collectives import (
@@ -13,6 +14,7 @@ from .collectives import (
     scatter_sequence,
     split_to_tensor,
 )
+from .dispatch import Dispatch
 from .dropout import Dropout, own_random
 from .embedding import (
     PositionEmbedding,
@@ -22,16 +24,31 @@ from .embedding import (
     gather_logits,
     padded_vocabulary,
 )
+from .experts import Experts
+from .grouped import grouped_mm
 from .linear import ColumnParallelLinear, RowParallelLinear, linears
 from .lora import attach_lora, lora_scale
 from .loss import IGNORE, valid_tokens, vocab_parallel_cross_entropy
 from .mlp import ACTIVATIONS, MLP, GatedMLP, activation
+from .moe import GatedShared, MoE
 from .norm import LayerNorm, RMSNorm
 from .rotary import Rope, RotaryEmbedding, inverse_frequencies
+from .router import TopKRouter
 from .scope import AttentionScope, KeyValueCache, documents
 from .stage import Stage, all_stages, split_blocks
 
 __all__ = [
+    "set_auxiliary_scale",
+    "set_auxiliary_losses",
+    "routers",
+    "grouped_mm",
+    "TopKRouter",
+    "MoE",
+    "GatedShared",
+    "Experts",
+    "Dispatch",
+    "Balancing",
+    "Balance",
     "ACTIVATIONS",
     "IGNORE",
     "MLP",

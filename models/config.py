@@ -119,24 +119,48 @@ class ModelConfig(BaseModel):
     def check(self, where: str) -> None:
         """Refuse numbers that do not fit each other."""
 
-    def check_layout(self, layout: Layout) -> None:
-        """Refuse a tensor axis that does not divide what it cuts, naming the nearest that does."""
-        units = {
+    @property
+    def routed_experts(self) -> int:
+        """Experts of a block that has a router; 0: none has."""
+        return 0
+
+    @property
+    def experts_of_token(self) -> int:
+        """How many of them a token goes through."""
+        return 0
+
+    @property
+    def tensor_units(self) -> dict[str, int]:
+        """What the tensor axis must divide, by names for users."""
+        return {
             self.spelled("num_attention_heads"): self.num_attention_heads,
             self.spelled("intermediate_size"): self.intermediate_size,
             "the padded vocabulary": padded_vocabulary(self.vocab_size),
         }
+
+    def check_layout(self, layout: Layout) -> None:
+        """Refuse axes that do not divide what they cut, naming the nearest that do."""
+        units = self.tensor_units
         common = math.gcd(*units.values())
         for key, number in units.items():
             if number % layout.tensor:
-                legal = sorted(divisors(common), key=lambda n: abs(n - layout.tensor))
                 raise BadInput(
                     "layout",
                     "tensor",
                     expected=f"a divisor of {key}={number}",
                     found=layout.tensor,
-                    todo=f"Nearest legal tensor: {' or '.join(map(str, sorted(legal[:2])))}",
+                    todo=f"Nearest legal tensor: {_nearest(common, layout.tensor)}",
                 )
+        experts = self.routed_experts
+        if layout.expert > 1 and (not experts or experts % layout.expert):
+            both = math.gcd(experts, layout.expert_pool) if experts else 1
+            raise BadInput(
+                "layout",
+                "expert",
+                expected=f"a divisor of {experts} experts" if experts else "1: this model has no experts",
+                found=layout.expert,
+                todo=f"Nearest legal expert: {_nearest(both, layout.expert)}",
+            )
 
     def to_hf(self) -> dict[str, Any]:
         """A config.json's dict, for a model that did not come from Hugging Face."""
@@ -145,6 +169,12 @@ class ModelConfig(BaseModel):
 
 def divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _nearest(number: int, size: int) -> str:
+    """The divisors of ``number`` that are nearest to ``size``."""
+    legal = sorted(divisors(number), key=lambda n: abs(n - size))
+    return " or ".join(map(str, sorted(legal[:2])))
 
 
 def _judge(key: str, value: object, harmless: Mapping[str, tuple[object, ...]], where: str) -> None:

@@ -15,7 +15,10 @@ from ..parallel_state import Box
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The elements of ``ours`` in ``ours_box`` are those of ``hf`` in ``hf_box``, perhaps transposed."""
+    """The elements of ``ours`` in ``ours_box`` are those of ``hf`` in ``hf_box``, perhaps transposed.
+
+    Of a stack ``ours_box`` has one more dim than ``hf_box``, the first, of one element.
+    """
 
     ours: str
     ours_box: Box
@@ -25,13 +28,14 @@ class Link:
 
     def to_hf(self, box: Box) -> Box:
         """Where a box inside ``ours_box`` lies in HF's tensor."""
-        inner = box.within(self.ours_box)
+        inner = box.within(self.ours_box).with_dims(len(self.hf_box.start))
         return (inner.transposed() if self.transpose else inner).shift(self.hf_box.start)
 
     def to_ours(self, box: Box) -> Box:
         """Where a box inside ``hf_box`` lies in our tensor."""
         inner = box.within(self.hf_box)
-        return (inner.transposed() if self.transpose else inner).shift(self.ours_box.start)
+        inner = inner.transposed() if self.transpose else inner
+        return inner.with_dims(len(self.ours_box.start)).shift(self.ours_box.start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +63,15 @@ class Split:
     transpose: bool = False
 
 
-Rule = Rename | Transpose | Split
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Ours counts experts on dim 0; theirs, with ``{e}`` in the name, is a tensor for each of them."""
+
+    ours: str
+    hf: str
+
+
+Rule = Rename | Transpose | Split | Stack
 
 
 def expand(
@@ -99,6 +111,13 @@ def _links(rule: Rule, shapes: Mapping[str, tuple[int, ...]], i: int | None) -> 
     present = [name(one) for one in ours if name(one) in shapes]
     assert len(present) in (0, len(ours)), f"{rule.hf} needs all of {ours}"
     links, offset = [], 0
+    if isinstance(rule, Stack):
+        for one in present:
+            whole = Box.whole(shapes[one])
+            for expert in range(whole.stop[0]):
+                hf = rule.hf.format(i=i, e=expert)
+                links.append(Link(one, whole.narrow(0, expert, expert + 1), hf, Box.whole(whole.stop[1:])))
+        return links
     for one in present:
         whole = Box.whole(shapes[one])
         turned = transpose and len(whole.shape) == 2

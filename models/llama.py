@@ -178,12 +178,16 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """Attention and feed-forward, each on a normalised copy of the residual stream and added to it."""
 
-    def __init__(self, cfg: LlamaConfig, *, state: ParallelState | None = None) -> None:
+    def __init__(self, cfg: LlamaConfig, number: int, *, state: ParallelState | None = None) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, state=state)
         self.attention = Attention(cfg, state=state)
         self.mlp_norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, state=state)
-        self.mlp = GatedMLP(
+        self.mlp = self.feed_forward(cfg, number, state)
+
+    def feed_forward(self, cfg: LlamaConfig, number: int, state: ParallelState | None) -> nn.Module:
+        """That of block ``number``; families with experts have another."""
+        return GatedMLP(
             cfg.hidden_size,
             cfg.intermediate_size,
             act=cfg.hidden_act,
@@ -202,6 +206,7 @@ class Llama(CausalLM):
     """Llama, or this pipeline rank's stage of it."""
 
     config: LlamaConfig
+    block: type[Block] = Block
 
     def __init__(
         self, cfg: LlamaConfig, *, split: Sequence[int] | None = None, state: ParallelState | None = None
@@ -217,7 +222,7 @@ class Llama(CausalLM):
                 cfg.vocab_size, cfg.hidden_size, ends=ends, initial=init, state=state
             )
         self.rotary = RotaryEmbedding(cfg.head_dim, cfg.rope_theta, cfg.scaling)
-        self.layers = nn.ModuleDict({str(i): Block(cfg, state=state) for i in self.stage.blocks})
+        self.layers = nn.ModuleDict({str(i): self.block(cfg, i, state=state) for i in self.stage.blocks})
         if self.stage.last:
             self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, state=state)
             if not cfg.tie_word_embeddings:

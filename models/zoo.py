@@ -10,10 +10,12 @@ from .family import Family
 from .gpt2 import GPT2_FAMILY
 from .llama import LLAMA
 from .mistral import MISTRAL
+from .mixtral import MIXTRAL
 from .qwen import QWEN2, QWEN3
+from .qwen_moe import QWEN3_MOE
 
 FAMILIES: dict[str, Family] = {
-    family.model_type: family for family in (LLAMA, GPT2_FAMILY, MISTRAL, QWEN2, QWEN3)
+    family.model_type: family for family in (LLAMA, GPT2_FAMILY, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE)
 }
 
 

@@ -63,6 +63,16 @@ class Box:
         """The box of a matrix's transpose."""
         return Box(self.start[::-1], self.stop[::-1])
 
+    def with_dims(self, dims: int) -> Box:
+        """The same elements with so many dims: leading dims of the first element alone come or go."""
+        more = dims - len(self.start)
+        if more >= 0:
+            return Box((0,) * more + self.start, (1,) * more + self.stop)
+        assert all(bounds == (0, 1) for bounds in zip(self.start[:-more], self.stop[:-more], strict=True)), (
+            self
+        )
+        return Box(self.start[-more:], self.stop[-more:])
+
     def narrow(self, dim: int, start: int, stop: int) -> Box:
         """The part between ``start`` and ``stop`` of ``dim``, counted from this box's own start."""
         a, b = list(self.start), list(self.stop)

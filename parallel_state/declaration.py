@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 
 from torch import nn
 
@@ -29,7 +30,8 @@ class Declaration:
     holds ``shape[0]``, checkpoints and exports hold ``rows``. ``partial`` names the axes over which each
     rank's gradient is only a part, to be summed (a norm's weight under sequence parallelism, a shared
     key/value head). ``ends`` marks a parameter that both ends of a pipeline hold (a tied embedding).
-    ``initial`` fills it.
+    ``experts`` marks a stack whose dim 0 counts experts, which lie in equal pieces along the layout's
+    ``expert`` axis, beside ``cut``. ``initial`` fills it.
     """
 
     shape: tuple[int, ...]
@@ -37,6 +39,7 @@ class Declaration:
     rows: int | None = None
     partial: tuple[str, ...] = ()
     ends: bool = False
+    experts: bool = False
     initial: Initial = ZERO
 
     @property
@@ -46,24 +49,35 @@ class Declaration:
 
     def check(self, layout: Layout, name: str) -> None:
         """Refuse a layout that cannot cut this parameter into equal pieces of whole units."""
+        if self.experts and self.shape[0] % layout.expert:
+            legal = _nearest(gcd(self.shape[0], layout.expert_pool), layout.expert)
+            raise BadInput(
+                name,
+                "experts",
+                expected=f"a number that expert={layout.expert} divides",
+                found=self.shape[0],
+                todo=f"Nearest legal expert: {legal}",
+            )
         if self.cut is None:
             return
         size, dim = getattr(layout, self.cut.axis), self.shape[self.cut.dim]
         if dim % (size * self.cut.unit):
             units = dim // self.cut.unit
-            legal = [n for n in range(1, units + 1) if units % n == 0]
-            near = sorted(sorted(legal, key=lambda n: abs(n - size))[:2])
             raise BadInput(
                 name,
                 f"{units} units of {self.cut.unit} on dim {self.cut.dim}",
                 expected=f"a number that {self.cut.axis}={size} divides",
                 found=units,
-                todo=f"Nearest legal {self.cut.axis}: {' or '.join(map(str, near))}",
+                todo=f"Nearest legal {self.cut.axis}: {_nearest(units, size)}",
             )
 
     def box(self, layout: Layout, at: Coordinates) -> Box:
         """What the rank at these coordinates holds, padding included, before its data axes shard it."""
         whole = Box.whole(self.shape)
+        if self.experts:
+            length = self.shape[0] // layout.expert
+            first = layout.data_place(at, experts=True)[2] * length
+            whole = whole.narrow(0, first, first + length)
         if self.cut is None:
             return whole
         size, index = getattr(layout, self.cut.axis), getattr(at, self.cut.axis)
@@ -71,18 +85,26 @@ class Declaration:
         return whole.narrow(self.cut.dim, index * length, (index + 1) * length)
 
     def shard_box(self, layout: Layout, at: Coordinates) -> Box:
-        """What the rank holds between steps: its box, cut on dim 0 over (data_shard, context) as FSDP does.
+        """What the rank holds between steps: its box, cut on ``shard_dim`` over the data axes as FSDP does.
 
         ``torch.chunk``: pieces of ``ceil(rows / ranks)`` rows, the last ones shorter or empty. At ``zero=0``
         nothing is cut, and the context ranks hold the same.
         """
-        box = self.box(layout, at)
-        if layout.zero == 0:
-            return box
-        ranks, index = layout.data_shard * layout.context, at.data_shard * layout.context + at.context
-        rows = box.shape[0]
+        box, dim = self.box(layout, at), self.shard_dim(layout)
+        ranks, index = layout.data_sizes(self.experts)[1], layout.data_place(at, self.experts)[1]
+        rows = box.shape[dim]
         piece = -(-rows // ranks)
-        return box.narrow(0, min(index * piece, rows), min((index + 1) * piece, rows))
+        return box.narrow(dim, min(index * piece, rows), min((index + 1) * piece, rows))
+
+    def shard_dim(self, layout: Layout) -> int:
+        """The dim that FSDP cuts: the first; of stacked experts that are too few for it, the second."""
+        if not self.experts:
+            return 0
+        ranks, rows = layout.data_sizes(experts=True)[1], self.shape[1]
+        if self.cut is not None and self.cut.dim == 1:
+            rows //= getattr(layout, self.cut.axis)
+        here = self.shape[0] // layout.expert
+        return int(here % ranks != 0 and rows % ranks == 0)
 
     def true_part(self, box: Box) -> Box:
         """The part of a box that is no padding; empty (zero rows) where all of it is."""
@@ -91,12 +113,16 @@ class Declaration:
         start, stop = (min(bound, self.rows) for bound in (box.start[0], box.stop[0]))
         return Box((start, *box.start[1:]), (stop, *box.stop[1:]))
 
-    def owner(self, layout: Layout, at: Coordinates) -> bool:
-        """Whether, of the ranks that hold the same box, this is the one that counts and writes it."""
+    def owner(self, layout: Layout, at: Coordinates, *, sharded: bool = True) -> bool:
+        """Whether, of the ranks that hold the same box, this is the one that counts and writes it.
+
+        Not ``sharded``: before the data axes shard it.
+        """
         cut_over = () if self.cut is None else (self.cut.axis,)
+        copy, shard, _ = layout.data_place(at, self.experts)
         return (
-            at.data_replicate == 0
-            and (layout.zero > 0 or at.context == 0)
+            copy == 0
+            and (sharded or shard == 0)
             and ("tensor" in cut_over or at.tensor == 0)
             and not (self.ends and at.pipeline != 0)
         )
@@ -115,3 +141,9 @@ def declarations(model: nn.Module) -> dict[str, Declaration]:
         stated = modules[path].__dict__.get("declared", {})
         found[name] = stated.get(leaf) or Declaration(tuple(parameter.shape), initial=OWN)
     return found
+
+
+def _nearest(number: int, size: int) -> str:
+    """The divisors of ``number`` that are nearest to ``size``."""
+    legal = [n for n in range(1, number + 1) if number % n == 0]
+    return " or ".join(map(str, sorted(sorted(legal, key=lambda n: abs(n - size))[:2])))

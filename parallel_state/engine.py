@@ -7,7 +7,7 @@ Collectives here are torch's functional ones: they return new tensors, wait for 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -22,6 +22,7 @@ PRIVATE = (
     ("torch.ops._c10d_functional", "all_reduce"),
     ("torch.ops._c10d_functional", "all_gather_into_tensor"),
     ("torch.ops._c10d_functional", "reduce_scatter_tensor"),
+    ("torch.ops._c10d_functional", "all_to_all_single"),
     ("torch.ops._c10d_functional", "wait_tensor"),
     ("torch.distributed.tensor.DTensor", "_local_tensor"),
     ("torch.utils._python_dispatch", "TorchDispatchMode"),
@@ -78,6 +79,15 @@ def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     if dim != 0:
         x = torch.cat(x.chunk(size, dim=dim), dim=0)
     out = _ops.reduce_scatter_tensor(x.contiguous(), "sum", size, group.group_name)
+    return cast(Tensor, _ops.wait_tensor(out))
+
+
+def all_to_all(x: Tensor, received: Sequence[int], sent: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """``sent[r]`` rows of ``x``, in order, go to each rank; ``received[r]`` come from each, kept in order.
+
+    The host knows the numbers of rows; any of them may be 0.
+    """
+    out = _ops.all_to_all_single(x.contiguous(), [*received], [*sent], group.group_name)
     return cast(Tensor, _ops.wait_tensor(out))
 
 

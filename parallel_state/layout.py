@@ -28,7 +28,8 @@ class Layout:
     """The numbers that say how one model lies on many ranks.
 
     ``world = tensor * context * data_shard * data_replicate * pipeline``. ``expert`` divides ``context *
-    data_shard`` and is a second view of the same ranks. ``zero`` is the ZeRO stage of the data axes: 0 keeps
+    data_shard`` (``context`` times all data ranks at ``zero=0``) and is a second view of the same ranks:
+    neighbours in it hold different experts. ``zero`` is the ZeRO stage of the data axes: 0 keeps
     every rank whole (all data ranks in ``data_replicate``), 1 to 3 shard over ``data_shard`` and ``context``.
     ``sequence`` turns on Megatron's sequence parallelism along the tensor axis. ``ring`` passes attention's
     keys and values around the context ranks, a piece at a time, instead of gathering them.
@@ -68,12 +69,16 @@ class Layout:
                 found=0,
                 todo="Set zero, or move the data ranks to data_replicate",
             )
-        if (self.context * self.data_shard) % self.expert:
+        if self.expert_pool % self.expert:
+            legal = [n for n in range(1, self.expert_pool + 1) if self.expert_pool % n == 0]
+            near = sorted(sorted(legal, key=lambda n: abs(n - self.expert))[:2])
+            axes = "context * data_shard" if self.zero else "context * data"
             raise BadInput(
                 "layout",
                 "expert",
-                expected=f"a divisor of context * data_shard = {self.context * self.data_shard}",
+                expected=f"a divisor of {axes} = {self.expert_pool}",
                 found=self.expert,
+                todo=f"Nearest legal expert: {' or '.join(map(str, near))}",
             )
         if self.virtual_stages > 1 and self.pipeline == 1:
             raise BadInput(
@@ -154,6 +159,28 @@ class Layout:
         if self.v_shape:
             return min(stage, 2 * self.pipeline - 1 - stage)
         return stage % self.pipeline
+
+    @property
+    def expert_pool(self) -> int:
+        """The ranks that ``expert`` divides: those that one copy of the weights lies on, without ZeRO all
+        data ranks.
+        """
+        return self.context * (self.data_shard if self.zero else self.data)
+
+    def data_sizes(self, experts: bool = False) -> tuple[int, int, int]:
+        """How the data and context ranks hold a weight: in so many copies, of so many shards, of so many
+        parts that are never whole on one rank. The last is 1 but for the second view, that of ``experts``.
+        """
+        expert = self.expert if experts else 1
+        rest = self.expert_pool // expert
+        return (self.data_replicate, rest, expert) if self.zero else (rest, 1, expert)
+
+    def data_place(self, at: Coordinates, experts: bool = False) -> tuple[int, int, int]:
+        """Which of each of ``data_sizes`` a rank holds."""
+        _, shards, expert = self.data_sizes(experts)
+        index = (at.data_replicate * self.data_shard + at.data_shard) * self.context + at.context
+        rest, part = divmod(index, expert)
+        return *divmod(rest, shards), part
 
     @property
     def sizes(self) -> tuple[int, ...]:

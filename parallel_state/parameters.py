@@ -33,11 +33,13 @@ def declare_parameter(
     if not local.is_meta:
         seed = int(torch.randint(2**62, (), device="cpu"))
         _fill(local, box, declaration, seed)
-    mesh = state.tensor_mesh
+    mesh, shape = state.tensor_mesh, declaration.shape
+    if declaration.experts and state.layout.expert > 1:  # FSDP wants both meshes of one root
+        mesh, shape = state.expert_tensor_mesh, (box.shape[0], *shape[1:])
     if mesh is not None:
         cut = declaration.cut is not None and declaration.cut.axis == "tensor"
         placement = Shard(declaration.cut.dim) if cut and declaration.cut else Replicate()
-        whole = torch.empty(declaration.shape, device="meta")
+        whole = torch.empty(shape, device="meta")
         local = DTensor.from_local(
             local, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
         )

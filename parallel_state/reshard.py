@@ -38,9 +38,7 @@ def holdings(
     found: dict[str, list[Holding]] = {name: [] for stage in stages for name in stage}
     for rank, at in enumerate(layout.places()):
         for name, declaration in stages[at.pipeline].items():
-            owner = declaration.owner(layout, at)
-            if not sharded and (at.data_shard or at.context):
-                owner = False
+            owner = declaration.owner(layout, at, sharded=sharded)
             if not owner and not replicas:
                 continue
             box = declaration.shard_box(layout, at) if sharded else declaration.box(layout, at)

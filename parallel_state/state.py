@@ -27,6 +27,9 @@ BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 # nothing is sharded the context ranks are replicas.
 _MESH_AXES = ("pipeline", "data_replicate", "fsdp", "tensor")
 
+# The same ranks, seen for experts.
+_EXPERT_AXES = ("pipeline", "expert_replicate", "expert_shard", "expert", "tensor")
+
 
 class ParallelState:
     """What a parallel layer is told, as its last, keyword-only argument, about the ranks around it.
@@ -43,6 +46,7 @@ class ParallelState:
         *,
         device: torch.device | None = None,
         mesh: DeviceMesh | None = None,
+        experts: DeviceMesh | None = None,
         ends: dist.ProcessGroup | None = None,
         context: dist.ProcessGroup | None = None,
         files: dist.ProcessGroup | None = None,
@@ -52,6 +56,9 @@ class ParallelState:
         self.at: Coordinates = layout.coordinates(rank)
         self.device = device or torch.device("cpu")
         self.mesh = mesh
+        self._experts = experts
+        self._expert_group = None if experts is None else experts["expert"].get_group()
+        self._expert_tensor_mesh = None if experts is None else experts["tensor"]
         self._ends, self._context, self._files = ends, context, files
         # Taken once: cutting a mesh costs milliseconds, and every collective asks for its group.
         self._tensor_mesh = None if mesh is None else mesh["tensor"]
@@ -83,9 +90,7 @@ class ParallelState:
             device = torch.device("cuda", torch.cuda.current_device())
         rank = dist.get_rank()
         _agree_on_a_seed()
-        copies, shards = layout.data_replicate, layout.data_shard * layout.context
-        if layout.zero == 0:
-            copies, shards = copies * shards, 1
+        copies, shards, _ = layout.data_sizes()
         sizes = (layout.pipeline, copies, shards, layout.tensor)
         ranks = torch.arange(layout.world).view(sizes)
         # Groups of our own, not those of torch's mesh: these bear our timeout, and of a mesh of one axis
@@ -93,6 +98,7 @@ class ParallelState:
         # collectives.
         groups = [_group(_line(ranks, rank, axis), timeout) for axis in range(len(sizes))]
         mesh = DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=_MESH_AXES)
+        experts = _expert_mesh(layout, rank, groups, device, timeout) if layout.expert > 1 else None
         stages = _line(ranks, rank, 0)
         ends = [stages[0], stages[-1]] if rank in (stages[0], stages[-1]) else [rank]
         first = rank - layout.coordinates(rank).context * layout.tensor
@@ -102,6 +108,7 @@ class ParallelState:
             rank,
             device=device,
             mesh=mesh,
+            experts=experts,
             ends=_group(ends, timeout) if layout.pipeline > 1 else None,
             context=_group(around, timeout) if layout.context > 1 else None,
             files=_group([*range(layout.world)], max(timeout, files_timeout), backend="gloo"),
@@ -177,6 +184,24 @@ class ParallelState:
         return self._data_mesh
 
     @property
+    def expert_group(self) -> dist.ProcessGroup:
+        """The ranks among which whole sets of experts are dealt out, and tokens sent."""
+        assert self._expert_group is not None, "a stand-in has no process groups, and expert=1 no such"
+        return self._expert_group
+
+    @property
+    def expert_tensor_mesh(self) -> DeviceMesh | None:
+        """``tensor_mesh`` for parameters that are cut over ``expert``."""
+        return None if self.tensor_size == 1 else self._expert_tensor_mesh
+
+    @property
+    def expert_data_mesh(self) -> DeviceMesh:
+        """``data_mesh`` for parameters that are cut over ``expert``: the ranks that hold the same ones."""
+        assert self._experts is not None, "a stand-in has no process groups, and expert=1 no such"
+        replicated = not self.layout.zero or self.layout.data_replicate > 1
+        return self._experts[("expert_replicate", "expert_shard") if replicated else ("expert_shard",)]
+
+    @property
     def data_index(self) -> int:
         """Which piece of the global batch this rank reads, of ``layout.data``."""
         return self.at.data_replicate * self.layout.data_shard + self.at.data_shard
@@ -208,6 +233,23 @@ def _group(ranks: Sequence[int], timeout: timedelta, backend: str | None = None)
         [*ranks], timeout=timeout, backend=backend, use_local_synchronization=True
     )
     return group
+
+
+def _expert_mesh(
+    layout: Layout,
+    rank: int,
+    groups: Sequence[dist.ProcessGroup],
+    device: torch.device,
+    timeout: timedelta,
+) -> DeviceMesh:
+    """The second view of the ranks; of ``groups`` the first and the last, pipeline and tensor, are its own
+    too.
+    """
+    ranks = torch.arange(layout.world).view(layout.pipeline, *layout.data_sizes(experts=True), layout.tensor)
+    inner = [_group(_line(ranks, rank, axis), timeout) for axis in (1, 2, 3)]
+    return DeviceMesh.from_group(
+        [groups[0], *inner, groups[-1]], device.type, mesh=ranks, mesh_dim_names=_EXPERT_AXES
+    )
 
 
 def _init_process_group(device: torch.device, timeout: timedelta) -> None:

@@ -33,6 +33,18 @@ TINY_LLAMA: dict[str, Any] = {
     "attention_bias": True,
 }
 
+TINY_MIXTRAL: dict[str, Any] = {
+    **{key: value for key, value in TINY_LLAMA.items() if not key.endswith(("_bias", "_embeddings"))},
+    "model_type": "mixtral",
+    "max_position_embeddings": 64,
+    "intermediate_size": 20,
+    "num_hidden_layers": 2,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "output_router_logits": True,
+    "router_aux_loss_coef": 0.1,
+}
+
 TINY_GPT2: dict[str, Any] = {
     "model_type": "gpt2",
     "vocab_size": 131,

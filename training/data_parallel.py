@@ -14,15 +14,16 @@ Source: Rajbhandari et al. 2020; FSDP2 is torch's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from ..models import CausalLM
-from ..parallel_state import ParallelState
+from ..parallel_state import Layout, ParallelState, declarations
 from .precision import Precision
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -45,11 +46,36 @@ def shard_over_data(
     again, mesh, policy = state.layout.zero == 3, state.data_mesh, precision.policy
     # Pages of a host without accelerator need no pinning, and cannot be.
     resting = CPUOffloadPolicy(pin_memory=state.device.type != "cpu") if offload else OffloadPolicy()
+    cut, stacks = shard_dims(model, state.layout), stacks_of_experts(model) if state.layout.expert > 1 else []
+    for stack in stacks:
+        fully_shard(
+            stack,
+            mesh=state.expert_data_mesh,  # over the ranks that hold the same experts
+            reshard_after_forward=again,
+            shard_placement_fn=cut,
+            mp_policy=policy,
+            offload_policy=resting,
+        )
     for block in find_blocks(model) if blocks is None else blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=again, mp_policy=policy, offload_policy=resting)
+        if block not in stacks:
+            fully_shard(
+                block,
+                mesh=mesh,
+                reshard_after_forward=again,
+                shard_placement_fn=cut,
+                mp_policy=policy,
+                offload_policy=resting,
+            )
     # Where the loss computes the logits, it takes the output layer's weight after the model's forward.
     again = again and not (isinstance(model, CausalLM) and model.head_in_loss)
-    fully_shard(model, mesh=mesh, reshard_after_forward=again, mp_policy=policy, offload_policy=resting)
+    fully_shard(
+        model,
+        mesh=mesh,
+        reshard_after_forward=again,
+        shard_placement_fn=cut,
+        mp_policy=policy,
+        offload_policy=resting,
+    )
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # The loss is already divided by the step's tokens, so gradients are summed, never averaged.
@@ -70,6 +96,26 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
         else:
             found += find_blocks(child)
     return [*dict.fromkeys(found)]
+
+
+def stacks_of_experts(model: nn.Module) -> list[nn.Module]:
+    """The modules whose parameters are stacks of experts."""
+    return [
+        module
+        for module in model.modules()
+        if any(stated.experts for stated in module.__dict__.get("declared", {}).values())
+    ]
+
+
+def shard_dims(model: nn.Module, layout: Layout) -> Callable[[nn.Parameter], Shard | None]:
+    """For FSDP: which dim of a parameter it cuts, as the declarations say; ``None`` is the first."""
+    stated = declarations(model)
+    dims = {parameter: stated[name].shard_dim(layout) for name, parameter in model.named_parameters()}
+
+    def cut(parameter: nn.Parameter) -> Shard | None:
+        return Shard(dims[parameter]) if dims[parameter] else None
+
+    return cut
 
 
 def resting_device(state: ParallelState, *, offload: bool) -> torch.device:

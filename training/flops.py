@@ -69,20 +69,33 @@ def flops_per_token(
     trained = {name: one for name, one in trained.items() if name not in frozen}
     (whole,) = (family.base if isinstance(family, AdaptedFamily) else family).declarations(config)
     heads = config.num_attention_heads * int(getattr(config, "head_dim", 0))
-    tied = config.tie_word_embeddings
     return TokenFlops(
-        matrices=_multiplied(whole | trained, tied=tied),
+        matrices=_multiplied(whole | trained, config),
         attention=4.0 * config.num_hidden_layers * heads * sequence_length,
-        trained=_multiplied(trained, tied=tied),
+        trained=_multiplied(trained, config),
     )
 
 
-def _multiplied(stated: Mapping[str, Declaration], *, tied: bool) -> float:
+def active_parameters(stated: Mapping[str, Declaration], config: ModelConfig) -> int:
+    """Of these weights, those that one token meets: of a stack of experts as many as the token goes through.
+
+    Padding is left out; tables that are looked up count.
+    """
+    return sum(_met(one, config) for one in stated.values())
+
+
+def _met(one: Declaration, config: ModelConfig) -> int:
+    size = prod(one.true_shape)
+    return size * config.experts_of_token // one.shape[0] if one.experts else size
+
+
+def _multiplied(stated: Mapping[str, Declaration], config: ModelConfig) -> float:
     """Two a weight of each matrix that a token is multiplied with."""
     return 2.0 * sum(
-        prod(one.true_shape)
+        _met(one, config)
         for name, one in stated.items()
-        if len(one.shape) == 2 and (name not in _LOOKED_UP or (tied and name == _TOKENS))
+        if (len(one.shape) == 2 or one.experts)
+        and (name not in _LOOKED_UP or (config.tie_word_embeddings and name == _TOKENS))
     )
 
 

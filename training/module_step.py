@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from ..layers import routers
 from ..parallel_state import BadInput, ParallelState, finalize_gradients
 from ..parallel_state.engine import local_data
 from .data_parallel import before_backward
@@ -42,6 +43,13 @@ class ModuleStep:
                 "layout", "context", expected="1 for a module of your own", found=layout.context,
                 todo="Its attention would have to fetch keys and values of other ranks",
             )  # fmt: skip
+        for name, router in routers(model):
+            if router.balance or router.z_loss:
+                raise BadInput(
+                    "step", f"{name}.balance", expected="0: how many losses the step has is known at its end",
+                    found=router.balance or router.z_loss,
+                    todo="Use bias_corrected routers and Balancing, or a step of your own",
+                )  # fmt: skip
         if layout.data > 1 and not isinstance(model, FSDPModule):
             todo = "Call shard_over_data(model, state, Precision(...)) before"
             raise BadInput(

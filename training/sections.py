@@ -56,6 +56,12 @@ class LayoutSection(Section):
     data_replicate: int = Field(
         default=1, ge=1, description="of the data ranks: whole copies, inside each of which zero shards"
     )
+    expert: int = Field(
+        default=1,
+        ge=1,
+        description="ranks that the experts are dealt out over; a divisor of the data ranks that zero shards "
+        "over, without zero of data",
+    )
     zero: int = Field(
         default=0,
         ge=0,
@@ -80,6 +86,7 @@ class LayoutSection(Section):
             pipeline=self.pipeline,
             data=self.data,
             data_replicate=self.data_replicate,
+            expert=self.expert,
             zero=self.zero,
             sequence=self.sequence,
             virtual_stages=self.stages_of_a_rank,

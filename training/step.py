@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..layers import chunked_cross_entropy, valid_tokens, vocab_parallel_cross_entropy
+from ..layers import chunked_cross_entropy, set_auxiliary_scale, valid_tokens, vocab_parallel_cross_entropy
 from ..models import CausalLM
 from ..parallel_state import BadInput, finalize_gradients
 from .batch import Batch
@@ -70,6 +70,7 @@ class TrainStep:
                 found=length,
             )
         self._tokens, self._scale = self._global_tokens(labels), scale
+        set_auxiliary_scale(self.model, scale / (samples * self.state.layout.data))
         if self.state.layout.pipeline > 1:
             losses = self._pipelined(input_ids, labels, positions)
         else:

@@ -14,11 +14,16 @@ from trilith.testing.runs import TINY_LLAMA
 PLAIN = {key: value for key, value in TINY_LLAMA.items() if key not in ("attention_bias", "model_type")}
 
 
-@pytest.mark.parametrize("kind", ["mistral", "qwen2", "qwen3"])
+EXPERTS = {"mixtral": {"num_local_experts": 6}, "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 12}}
+
+
+@pytest.mark.parametrize("kind", ["mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"])
 def test_there_and_through_a_layout_and_back_is_bitwise(kind: str, tmp_path: Path) -> None:
     source, sharded, back = (tmp_path / name for name in ("hf", "sharded", "back"))
     torch.manual_seed(0)
-    theirs: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **PLAIN))
+    theirs: Any = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(kind, **PLAIN, **EXPERTS.get(kind, {}))
+    )
     for p in theirs.parameters():
         torch.nn.init.normal_(p)
     theirs.save_pretrained(source)

@@ -75,6 +75,34 @@ QWEN2_CONFIG = {
     "use_sliding_window": False,
 }
 QWEN3_CONFIG = {**LLAMA_CONFIG, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
+#: Mixtral 8x7B's keys.
+MIXTRAL_CONFIG = {
+    **LLAMA_CONFIG,
+    "model_type": "mixtral",
+    "architectures": ["MixtralForCausalLM"],
+    "num_experts_per_tok": 2,
+    "num_local_experts": 8,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.02,
+    "sliding_window": None,
+}
+#: Qwen3-30B-A3B's keys, as transformers 4 wrote them.
+QWEN3_MOE_CONFIG = {
+    **LLAMA_CONFIG,
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "decoder_sparse_step": 1,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 16,
+    "norm_topk_prob": True,
+    "num_experts": 8,
+    "num_experts_per_tok": 4,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+    "sliding_window": None,
+    "use_sliding_window": False,
+}
 
 
 def of(config: dict[str, Any], name: str, key: str, changes: dict[str, Any]) -> Any:
@@ -92,6 +120,18 @@ REFUSED = [
     of(QWEN3_CONFIG, "qwen3-window", "use_sliding_window", {"use_sliding_window": True}),
     of(QWEN3_CONFIG, "qwen3-layer-types", "layer_types", {"layer_types": "full_attention"}),
     of(QWEN3_CONFIG, "qwen3-mlp-bias", "mlp_bias", {"mlp_bias": True}),
+    of(MIXTRAL_CONFIG, "mixtral-jitter", "router_jitter_noise", {"router_jitter_noise": 0.1}),
+    of(MIXTRAL_CONFIG, "mixtral-top-k", "num_experts_per_tok", {"num_experts_per_tok": 9}),
+    of(MIXTRAL_CONFIG, "mixtral-no-experts", "num_local_experts", {"num_local_experts": 0}),
+    of(MIXTRAL_CONFIG, "mixtral-bias", "attention_bias", {"attention_bias": True}),
+    of(QWEN3_MOE_CONFIG, "qwen3-moe-top-k", "num_experts_per_tok", {"num_experts_per_tok": 9}),
+    of(QWEN3_MOE_CONFIG, "qwen3-moe-two-names", "num_local_experts", {"num_local_experts": 4}),
+    of(QWEN3_MOE_CONFIG, "qwen3-moe-dense", "mlp_only_layers", {"mlp_only_layers": [0, 1, 2]}),
+    of(QWEN3_MOE_CONFIG, "qwen3-moe-step", "mlp_only_layers", {"decoder_sparse_step": 4}),
+    of(QWEN3_MOE_CONFIG, "qwen3-moe-layers", "mlp_only_layers.0", {"mlp_only_layers": ["0"]}),
+    of(QWEN3_MOE_CONFIG, "qwen3-moe-window", "use_sliding_window", {"use_sliding_window": True}),
+    of(QWEN3_MOE_CONFIG, "qwen3-moe-coef", "router_aux_loss_coef", {"router_aux_loss_coef": -1.0}),
+    of(QWEN3_MOE_CONFIG, "qwen3-moe-coef-inf", "router_aux_loss_coef", {"router_aux_loss_coef": INF}),
     llama("D3", "model_type", {"model_type": ABSENT}),
     llama("D3-null", "model_type", {"model_type": None}),
     llama("D4", "model_type", {"model_type": "mamba"}),
@@ -200,7 +240,9 @@ def test_it_is_refused_in_one_line_that_names_the_key(
 
 
 def test_an_unsupported_model_is_told_what_is_supported() -> None:  # D4
-    with pytest.raises(BadInput, match="expected one of gpt2, llama, mistral, qwen2, qwen3, found"):
+    with pytest.raises(
+        BadInput, match="expected one of gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, found"
+    ):
         read(LLAMA_CONFIG, {"model_type": "mamba"})
 
 
@@ -217,6 +259,22 @@ ACCEPTED = [
     ("qwen3", QWEN3_CONFIG, {"sliding_window": None}, {"head_norms": True, "head_dim": 128}),
     ("qwen3-head", QWEN3_CONFIG, {"head_dim": 16}, {"head_dim": 16, "qkv_bias": False}),
     ("qwen3-bias", QWEN3_CONFIG, {"attention_bias": True}, {"qkv_bias": True}),
+    (
+        "mixtral",
+        MIXTRAL_CONFIG,
+        {"rope_theta": ABSENT},
+        {"window": None, "routed_experts": 8, "rope_theta": 1e6},
+    ),
+    ("mixtral-kv", MIXTRAL_CONFIG, {"num_key_value_heads": None}, {"num_key_value_heads": 6}),
+    ("mixtral-jitter", MIXTRAL_CONFIG, {"router_jitter_noise": 0.0}, {"experts_of_token": 2}),
+    ("qwen3-moe", QWEN3_MOE_CONFIG, {}, {"routed_experts": 8, "normalized": True, "routers": 3}),
+    (
+        "qwen3-moe-new",
+        QWEN3_MOE_CONFIG,
+        {"num_experts": ABSENT, "num_local_experts": 4},
+        {"routed_experts": 4},
+    ),
+    ("qwen3-moe-some", QWEN3_MOE_CONFIG, {"decoder_sparse_step": 2, "mlp_only_layers": [0]}, {"routers": 1}),
     ("D13-whole", LLAMA_CONFIG, {"rope_theta": 500_000}, {"rope_theta": 5e5}),
     ("D13-absent", LLAMA_CONFIG, {"rope_theta": ABSENT}, {"rope_theta": 1e4}),
     (

@@ -56,6 +56,8 @@ def test_a_family_is_found_by_its_model_type() -> None:
         "mistral": "mistral",
         "qwen2": "qwen2",
         "qwen3": "qwen3",
+        "mixtral": "mixtral",
+        "qwen3_moe": "qwen3_moe",
     }
 
 

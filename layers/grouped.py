@@ -1,0 +1,43 @@
+"""Rows in groups, each multiplied with a matrix of its own: the product that experts are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+#: What torch's kernel wants the rows of both matrices to be a multiple of.
+_ALIGNED_BYTES = 16
+
+
+def grouped_mm(x_MD: Tensor, w_EFD: Tensor, counts: Sequence[int]) -> Tensor:
+    """``x W_e^T`` for the rows of each group: (M, D) and (E, F, D) give (M, F).
+
+    ``counts``: how many of the rows, in order, belong to each of the E; they add up to M and may be 0. In
+    bf16 on a GPU from Ampere on, with D and F multiples of 8, torch's one kernel (``F.grouped_mm``), else a
+    product a group, with the same numbers.
+    """
+    if _has_kernel(x_MD, w_EFD):
+        ends = torch.tensor(counts, device=x_MD.device).cumsum(0).to(torch.int32)
+        # A gradient of the product may come broadcast (of a sum), which the kernel's backward refuses.
+        return _contiguous_gradient(F.grouped_mm(x_MD, w_EFD.transpose(1, 2), offs=ends))
+    groups = zip(x_MD.split([*counts]), w_EFD.unbind(), strict=True)
+    return torch.cat([F.linear(rows, weight) for rows, weight in groups])
+
+
+def _has_kernel(x: Tensor, w: Tensor) -> bool:
+    rows = (x.shape[-1] * x.element_size(), w.shape[1] * w.element_size())
+    return (
+        x.device.type == "cuda"
+        and x.dtype == w.dtype == torch.bfloat16
+        and torch.cuda.get_device_capability(x.device) >= (8, 0)
+        and not any(length % _ALIGNED_BYTES for length in rows)
+    )
+
+
+def _contiguous_gradient(y: Tensor) -> Tensor:
+    if y.requires_grad:
+        y.register_hook(torch.Tensor.contiguous)
+    return y

@@ -1,0 +1,171 @@
+"""Mixtures of experts: against a plain loop over tokens, and on any ranks against one device, in fp64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from trilith.layers import Experts, GatedMLP, GatedShared, MoE, TopKRouter, grouped_mm
+from trilith.parallel_state import BadInput, Layout, ParallelState, declarations
+from trilith.parallel_state.engine import local_data
+from trilith.testing import run_parallel
+from trilith.testing.equality import compare_with_one_device, made_alike
+
+E, K, D, F_ = 8, 2, 12, 16
+
+
+def make(state: ParallelState | None, *, gated: bool = True, shared: bool = False) -> MoE:
+    """Of its experts one is never chosen: its bias is low."""
+    router = TopKRouter(D, E, K, score="sigmoid", bias_corrected=True, balance=0.1, z_loss=0.01, state=state)
+    assert router.bias is not None
+    router.bias[3] = -100.0
+    net = GatedShared(D, GatedMLP(D, F_, state=state), state=state) if shared else None
+    return MoE(router, Experts(E, D, F_, gated=gated, state=state), shared=net, state=state).double()
+
+
+def by_token(moe: MoE, x_BSD: Tensor) -> Tensor:
+    """The definition."""
+    weights, chosen = moe.router(x_BSD)
+    rows = []
+    for x, w, experts in zip(x_BSD.flatten(0, 1), weights.flatten(0, 1), chosen.flatten(0, 1), strict=True):
+        y = torch.zeros_like(x)
+        for weight, e in zip(w, experts.tolist(), strict=True):
+            inner = moe.experts.up[e] @ x
+            inner = (
+                moe.experts.act(moe.experts.gate[e] @ x) * inner
+                if moe.experts.gated
+                else moe.experts.act(inner)
+            )
+            y = y + weight * (moe.experts.down[e] @ inner)
+        rows.append(y)
+    return torch.stack(rows).view_as(x_BSD)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_on_one_device_it_is_its_definition(gated: bool) -> None:
+    moe = make(None, gated=gated)
+    x = torch.randn(2, 7, D, dtype=torch.float64, requires_grad=True)
+    other = x.detach().clone().requires_grad_()
+    y, wanted = moe(x), by_token(moe, other)
+    torch.testing.assert_close(y, wanted, rtol=1e-12, atol=1e-14)
+    y.pow(2).sum().backward()
+    found = {name: p.grad for name, p in moe.named_parameters()}
+    moe.zero_grad()
+    wanted.pow(2).sum().backward()
+    torch.testing.assert_close(x.grad, other.grad, rtol=1e-10, atol=1e-14)
+    for name, p in moe.named_parameters():
+        torch.testing.assert_close(found[name], p.grad, rtol=1e-10, atol=1e-14)
+    assert float(moe.experts.up.grad[3].abs().max()) == 0.0  # nobody chose it
+
+
+def test_shared_experts_are_added_behind_their_gate() -> None:
+    torch.manual_seed(3)
+    moe = make(None, shared=True)
+    x = torch.randn(2, 7, D, dtype=torch.float64)
+    assert isinstance(moe.shared, GatedShared)
+    extra = torch.sigmoid(F.linear(x, moe.shared.gate)) * moe.shared.net(x)
+    torch.testing.assert_close(moe(x), by_token(moe, x) + extra, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 4, 0], [0, 0, 7, 0], [0, 0, 0, 0], [7, 0, 0, 0]])
+def test_groups_may_be_empty(counts: list[int]) -> None:
+    x = torch.randn(sum(counts), 5, requires_grad=True)
+    w = torch.randn(4, 6, 5, requires_grad=True)
+    y = grouped_mm(x, w, counts)
+    expert = torch.arange(4).repeat_interleave(torch.tensor(counts))
+    torch.testing.assert_close(y, torch.einsum("md,mfd->mf", x, w[expert]))
+    y.sum().backward()
+    assert w.grad is not None and [bool(g.any()) for g in w.grad] == [bool(c) for c in counts]
+
+
+def tensor_rank(layout: Layout, shared: bool) -> None:
+    state = ParallelState.start(layout)
+    x = torch.randn(2, 8, D, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    dim = 1 if layout.sequence else None
+    compare_with_one_device(
+        lambda state: make(state, shared=shared), x, state, input_dim=dim, output_dim=dim, tolerance=1e-11
+    )
+
+
+def test_cut_inside_the_experts_it_is_the_same() -> None:
+    for sequence in (False, True):
+        run_parallel(tensor_rank, 2, Layout(tensor=2, sequence=sequence), sequence)
+
+
+#: Rows of each data rank: unevenly many, one has none.
+ROWS = [3, 0, 1, 2]
+
+
+def expert_rank(layout: Layout) -> None:
+    """Each rank its own rows; an expert's gradients are whole in its expert group, the router's a part."""
+    state = ParallelState.start(layout)
+    whole, mine = made_alike(make, state)
+    assert isinstance(mine, MoE) and isinstance(whole, MoE)
+    whole.router.row_scale = mine.router.row_scale = 1 / sum(ROWS)
+    x = torch.randn(sum(ROWS), 5, D, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    first = sum(ROWS[: state.data_index])
+    here = slice(first, first + ROWS[state.data_index])
+    x_whole, x_mine = x.clone().requires_grad_(), x[here].clone().requires_grad_()
+    y_whole, y_mine = whole(x_whole), mine(x_mine)
+    torch.testing.assert_close(y_mine, y_whole[here], rtol=1e-11, atol=1e-14)
+    y_whole.pow(2).sum().backward()
+    y_mine.pow(2).sum().backward()
+    assert x_mine.grad is not None and x_whole.grad is not None
+    torch.testing.assert_close(x_mine.grad, x_whole.grad[here], rtol=1e-11, atol=1e-14)
+    stated, others = declarations(mine), dict(whole.named_parameters())
+    for name, parameter in mine.named_parameters():
+        grad = parameter.grad
+        assert grad is not None, name
+        mesh = state.expert_data_mesh if stated[name].experts else state.data_mesh
+        grad = local_data(grad)
+        for axis in range(mesh.ndim):  # FSDP's work
+            dist.all_reduce(grad, group=mesh.get_group(axis))
+        wanted = others[name].grad
+        assert wanted is not None
+        box = stated[name].box(layout, state.at)
+        torch.testing.assert_close(grad, wanted[box.slices], rtol=1e-10, atol=1e-14, msg=name)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Layout.of(data=4, expert=4), Layout.of(data=4, expert=2), Layout.of(data=4, expert=2, zero=1)],
+    ids=str,
+)
+def test_dealt_out_over_ranks_it_is_the_same(layout: Layout) -> None:
+    run_parallel(expert_rank, 4, layout)
+
+
+def test_experts_that_the_ranks_do_not_divide_are_refused() -> None:
+    layout = Layout.of(data=6, expert=6)
+    with pytest.raises(BadInput, match=r"expert=6 divides, found 8. Nearest legal expert: 1 or 2") as error:
+        make(ParallelState.stand_in(layout))
+    assert "\n" not in str(error.value)
+
+
+def fast_and_slow(dtype: torch.dtype) -> tuple[Any, ...]:
+    torch.manual_seed(0)
+    counts = [5, 0, 40, 19]
+    x = torch.randn(64, 32, device="cuda", dtype=dtype, requires_grad=True)
+    w = torch.randn(4, 48, 32, device="cuda", dtype=dtype, requires_grad=True)
+    y = grouped_mm(x, w, counts)
+    loop = torch.cat([F.linear(rows, one) for rows, one in zip(x.split(counts), w, strict=True)])
+    return x, w, y, loop
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_kernel_has_the_numbers_of_the_loop() -> None:
+    x, w, y, loop = fast_and_slow(torch.bfloat16)
+    assert type(y.grad_fn).__name__ != type(loop.grad_fn).__name__
+    torch.testing.assert_close(y, loop, rtol=0.02, atol=0.02)
+    found = torch.autograd.grad(y.sum(), (x, w))
+    for one, other in zip(found, torch.autograd.grad(loop.sum(), (x, w)), strict=True):
+        torch.testing.assert_close(one, other, rtol=0.02, atol=0.1)
+
+
+def test_a_model_may_hold_experts_anywhere() -> None:
+    model = nn.Sequential(nn.Linear(D, D), make(None).float())
+    assert model(torch.randn(1, 3, D)).shape == (1, 3, D)

@@ -1,0 +1,52 @@
+"""Models with experts train as on one device, wherever the experts lie; their balance loss is in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from trilith.parallel_state import Layout
+from trilith.training.sections import MemorySection
+
+LAYOUTS = [
+    ("mixtral", Layout.of(data=2, expert=2)),
+    ("mixtral", Layout.of(data=4, expert=4, zero=1)),
+    ("mixtral", Layout.of(tensor=2, data=2, expert=2, zero=2, sequence=True)),
+    ("qwen3_moe", Layout.of(pipeline=2, data=2, expert=2, zero=1)),
+    ("qwen3_moe", Layout.of(data=4, expert=2, zero=3)),
+]
+MORE = [
+    Layout.of(tensor=2),
+    Layout.of(tensor=4, sequence=True),
+    Layout.of(data=4, zero=3),
+    Layout.of(data=4, expert=2),
+    Layout.of(data=4, expert=4),
+    Layout.of(data=4, expert=2, zero=1, data_replicate=2),
+    Layout.of(data=4, expert=2, zero=2),
+    Layout.of(tensor=2, data=2, expert=2),
+    Layout.of(tensor=2, data=2, expert=2, zero=3),
+    Layout.of(tensor=2, pipeline=2),
+    Layout.of(pipeline=2, data=2, expert=2),
+    Layout.of(tensor=2, pipeline=2, data=2, expert=2, zero=1, sequence=True),
+]
+
+
+@pytest.mark.parametrize(("model", "layout"), LAYOUTS, ids=str)
+def test_experts_equal_one_device(model: str, layout: Layout, assert_same: Callable[..., None]) -> None:
+    assert_same(model, layout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", MORE, ids=str)
+@pytest.mark.parametrize("model", ["mixtral", "qwen3_moe"])
+def test_experts_equal_one_device_in_every_layout(
+    model: str, layout: Layout, assert_same: Callable[..., None]
+) -> None:
+    assert_same(model, layout)
+
+
+@pytest.mark.parametrize("memory", [MemorySection(checkpointing="full")], ids=["full"])
+def test_blocks_that_are_computed_again_route_and_count_as_before(
+    memory: MemorySection, assert_same: Callable[..., None]
+) -> None:
+    assert_same("mixtral", Layout.of(data=2, expert=2, zero=3), memory=memory, micro_batch=2)

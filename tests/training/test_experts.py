@@ -1,0 +1,126 @@
+"""Runs of a model with experts: stopped and gone on with wherever the experts lie, and converted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trilith.checkpoints import load_weights, read_source
+from trilith.cli.app import run as command
+from trilith.parallel_state import BadInput, Box, Layout, ParallelState
+from trilith.testing import run_parallel
+from trilith.testing.runs import TINY_LLAMA, TINY_MIXTRAL, run_recipe, tiny_recipe, write_tokens
+from trilith.testing.training import Pieces, assemble, pieces
+from trilith.training.data_parallel import shard_over_data
+from trilith.training.metrics import read_metrics
+from trilith.training.precision import Precision
+from trilith.training.recipe import parse_recipe
+from trilith.training.run_plan import plan
+
+EP2 = {"data": 2, "expert": 2, "zero": 1}
+EP4 = {"data": 4, "expert": 4, "zero": 3}
+
+
+def recipe(folder: Path, tokens: Path, layout: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    changes = {"model": {"config": TINY_MIXTRAL}} | changes
+    changes["data"] = {"micro_batch": 1} | changes.get("data", {})
+    return tiny_recipe(folder, tokens, layout=layout, **changes)
+
+
+def run(raw: dict[str, Any]) -> None:
+    run_parallel(run_recipe, parse_recipe(raw).layout.layout.world, raw)
+
+
+def lines(out: Path, *keys: str) -> list[list[float]]:
+    return [[line[key] for key in keys] for line in read_metrics(out / "metrics.jsonl")]
+
+
+def tensors(path: Path) -> dict[str, torch.Tensor]:
+    source = read_source(path)
+    tie = source.tie()
+    return {name: source.read(name, Box.whole(whole.shape), tie) for name, whole in source.catalog.items()}
+
+
+def load_rank(layout: Layout, path: str) -> Pieces:
+    state, source = ParallelState.start(layout), read_source(path)
+    model = source.family.build(source.model_config, state=state, dtype=torch.float64)
+    shard_over_data(model, state, Precision(*[torch.float64] * 3))
+    model.to_empty(device="cpu")
+    load_weights(path, model, source.family, source.model_config)
+    return pieces(model, state)
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> Path:
+    return write_tokens(tmp_path / "tokens")
+
+
+def test_a_run_goes_on_wherever_the_experts_lie_and_is_converted(tmp_path: Path, tokens: Path) -> None:
+    """Experts on 2 ranks, on 4, on 1, on 2 again, on 4: as if nothing had changed."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run(recipe(whole, tokens, {}))
+    for stop, layout in enumerate((EP2, EP4, {}, EP2)):
+        run(recipe(parts, tokens, layout, stop_after=stop + 1))
+    run(recipe(parts, tokens, EP4))
+    keys = ("loss", "grad_norm")
+    for one, other in zip(lines(whole, *keys), lines(parts, *keys), strict=True):
+        assert other == pytest.approx(one, rel=1e-10)
+    expected, found = tensors(whole), tensors(parts)
+    assert expected.keys() == found.keys()
+    assert "optimizer.exp_avg_sq.layers.1.mlp.experts.down" in found
+    for name, tensor in expected.items():
+        worst = float((found[name] - tensor).abs().max())
+        assert worst <= 1e-10 * float(tensor.abs().max()), name
+
+    loaded = assemble(run_parallel(load_rank, 4, Layout.of(data=4, expert=2, zero=1), str(parts)))
+    unpadded = {name: one[Box.whole(tuple(found[name].shape)).slices] for name, one in loaded.items()}
+    assert all(torch.equal(one, found[name]) for name, one in unpadded.items()) and len(loaded) > 10
+
+    hf, back = tmp_path / "hf", tmp_path / "back"
+    assert command(["convert", str(parts), str(hf), "--to", "hf"]) == 0
+    assert command(["convert", str(hf), str(back), "--tensor", "2", "--pipeline", "2"]) == 0
+    again = tensors(back)
+    assert all(torch.equal(again[name], found[name]) for name in again) and len(again) > 10
+
+
+@pytest.mark.parametrize(
+    "layout", [{"data": 2, "expert": 2}, pytest.param(EP4, marks=pytest.mark.slow)], ids=str
+)
+def test_stopped_and_gone_on_with_in_one_layout_it_is_bitwise(
+    tmp_path: Path, tokens: Path, layout: dict[str, Any]
+) -> None:
+    run(recipe(tmp_path / "whole", tokens, layout, steps=4))
+    for stop in (2, 4):
+        run(recipe(tmp_path / "parts", tokens, layout, steps=4, stop_after=stop))
+    keys = ("loss", "grad_norm")
+    assert lines(tmp_path / "whole", *keys) == lines(tmp_path / "parts", *keys)
+    whole, parts = tensors(tmp_path / "whole"), tensors(tmp_path / "parts")
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+@pytest.mark.parametrize(
+    ("layout", "config", "words"),
+    [
+        ({"data": 6, "expert": 4}, TINY_MIXTRAL, r"a divisor of context \* data = 6, found 4.*2 or 3"),
+        ({"data": 4, "expert": 3, "zero": 1}, TINY_MIXTRAL, r"context \* data_shard = 4, found 3.*2 or 4"),
+        (
+            {"data": 8, "expert": 8},
+            TINY_MIXTRAL,
+            "a divisor of 4 experts, found 8. Nearest legal expert: 2 or 4",
+        ),
+        (
+            {"data": 2, "expert": 2},
+            TINY_LLAMA,
+            "1: this model has no experts, found 2. Nearest legal expert: 1",
+        ),
+    ],
+)
+def test_experts_that_cannot_be_dealt_out_are_refused_before_anything_starts(
+    tmp_path: Path, layout: dict[str, Any], config: dict[str, Any], words: str
+) -> None:
+    raw = recipe(tmp_path, tmp_path / "none", layout, model={"config": config}, data={"global_batch": 24})
+    with pytest.raises(BadInput, match=words) as error:
+        plan(parse_recipe(raw))
+    assert "\n" not in str(error.value)
