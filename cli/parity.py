@@ -15,6 +15,8 @@ def parity(
     data: Annotated[int, typer.Option(min=1, help="data-parallel ranks")] = 1,
     zero: Annotated[int, typer.Option(min=0, max=3, help="ZeRO stage")] = 0,
     sequence: Annotated[bool, typer.Option("--sequence", help="sequence parallelism")] = False,
+    context: Annotated[int, typer.Option(min=1, help="context-parallel ranks, which share each row")] = 1,
+    ring: Annotated[bool, typer.Option("--ring", help="keys and values go around the context ranks")] = False,
     dtype: Annotated[
         str, typer.Option(help="float64 tells most, then float32; in bfloat16 only gross errors show")
     ] = "float32",
@@ -40,7 +42,15 @@ def parity(
     from ..training.console import plain_console
     from ..training.precision import dtype_named
 
-    layout = Layout.of(tensor=tensor, pipeline=pipeline, data=data, zero=zero, sequence=sequence)
+    layout = Layout.of(
+        tensor=tensor,
+        pipeline=pipeline,
+        data=data,
+        zero=zero,
+        sequence=sequence,
+        context=context,
+        ring=ring,
+    )
     question = Question(
         str(folder),
         layout,

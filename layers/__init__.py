@@ -36,6 +36,7 @@ from .rotary import Rope, RotaryEmbedding, inverse_frequencies
 from .router import TopKRouter
 from .scope import AttentionScope, KeyValueCache, documents
 from .stage import Stage, all_stages, split_blocks
+from .zigzag import cut_sequence, token_places
 
 __all__ = [
     "set_auxiliary_scale",
@@ -76,6 +77,7 @@ __all__ = [
     "checkpointed",
     "chunked_cross_entropy",
     "copy_to_tensor",
+    "cut_sequence",
     "default_positions",
     "documents",
     "enter_tensor",
@@ -94,6 +96,7 @@ __all__ = [
     "split_blocks",
     "split_heads",
     "split_to_tensor",
+    "token_places",
     "valid_tokens",
     "vocab_parallel_cross_entropy",
 ]

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..parallel_state import ParallelState
+from .context_attention import context_attention
 from .scope import AttentionScope
 
 
@@ -32,8 +33,10 @@ def causal_attention(
     """Scaled dot-product attention: each position sees itself and what came before, within the ``scope``.
 
     (B, H, S, E) like ``q``. Query heads may be a multiple of the key/value heads: each of these then serves
-    as many consecutive query heads.
+    as many consecutive query heads. Over several context ranks (``scope``) it is collective.
     """
+    if scope is not None and scope.context is not None:
+        return context_attention(q_BHSE, k_BKSE, v_BKSE, scope.context, dropout=dropout, scale=scale)
     grouped = q_BHSE.shape[1] != k_BKSE.shape[1]
     scope = scope or AttentionScope()
     if grouped and scope.mask is not None:

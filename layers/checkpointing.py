@@ -5,7 +5,8 @@ mode       kept for backward
 =========  ==========================================================================================
 none       every intermediate result
 selective  a block's input, its matrix products and attention, and sums over the tensor axis; norms,
-           rotation, activation functions and gathers are computed again
+           rotation, activation functions and gathers are computed again (over several context ranks
+           attention, too: it is in many pieces there)
 every      the input alone of every n-th block; the others keep everything
 full       the input alone of every block
 =========  ==========================================================================================
@@ -48,13 +49,18 @@ def checkpointed(number: int, mode: Checkpointing, every: int = 1) -> bool:
 
 
 def checkpoint_blocks(
-    blocks: Iterable[tuple[int, nn.Module]], mode: Checkpointing, *, every: int = 1
+    blocks: Iterable[tuple[int, nn.Module]],
+    mode: Checkpointing,
+    *,
+    every: int = 1,
+    keep_attention: bool = True,
 ) -> None:
     """Let these blocks, given with their global numbers, compute again what they need in backward. In place.
 
     No module is added, so no parameter changes its name. FSDP's hooks, on the block itself, stay outside: a
     block is gathered once for its recomputation and its backward. Without gradients (evaluation, generation)
-    nothing changes. Raises ``BadInput`` for an unknown mode or ``every`` below 1.
+    nothing changes. ``keep_attention=False``: the selective mode computes attention again, too. Raises
+    ``BadInput`` for an unknown mode or ``every`` below 1.
     """
     if mode not in ("none", "selective", "every", "full"):
         expected = "none, selective, every or full"
@@ -63,10 +69,12 @@ def checkpoint_blocks(
         raise BadInput("memory", "checkpoint_every", expected="at least 1", found=every)
     for number, block in blocks:
         if checkpointed(number, mode, every):
-            block.forward = _forgetful(block.forward, selective=mode == "selective")
+            block.forward = _forgetful(
+                block.forward, selective=mode == "selective", keep_attention=keep_attention
+            )
 
 
-def _forgetful(forward: Callable[..., Any], *, selective: bool) -> Callable[..., Any]:
+def _forgetful(forward: Callable[..., Any], *, selective: bool, keep_attention: bool) -> Callable[..., Any]:
     """The block's forward in the same signature, whatever the family's is."""
 
     def again(x: Tensor, *more: Any, **named: Any) -> Any:
@@ -74,14 +82,15 @@ def _forgetful(forward: Callable[..., Any], *, selective: bool) -> Callable[...,
             return forward(x, *more, **named)
         if not selective:
             return checkpoint(forward, x, *more, use_reentrant=False, **named)
-        contexts = partial(_contexts, hidden_size=x.shape[-1], device=x.device)
+        policy = partial(_policy, hidden_size=x.shape[-1], keep_attention=keep_attention)
+        contexts = partial(_contexts, policy, x.device)
         return checkpoint(forward, x, *more, use_reentrant=False, context_fn=contexts, **named)
 
     return again
 
 
-def _contexts(hidden_size: int, device: torch.device) -> _Contexts:
-    forward, again = create_selective_checkpoint_contexts(partial(_policy, hidden_size=hidden_size))
+def _contexts(policy: Callable[..., CheckpointPolicy], device: torch.device) -> _Contexts:
+    forward, again = create_selective_checkpoint_contexts(policy)
     left: list[list[Tensor]] = []
     generators = _generators(device)
     return _Both(forward, _Note(left, generators)), _Both(again, _Repeat(left, generators))
@@ -144,7 +153,12 @@ def _generators(device: torch.device) -> list[torch.Generator]:
 
 
 def _policy(
-    ctx: SelectiveCheckpointContext, op: Any, *arguments: Any, hidden_size: int, **named: Any
+    ctx: SelectiveCheckpointContext,
+    op: Any,
+    *arguments: Any,
+    hidden_size: int,
+    keep_attention: bool,
+    **named: Any,
 ) -> CheckpointPolicy:
     """What is dear to compute is kept.
 
@@ -156,7 +170,7 @@ def _policy(
     if name in ("aten::mm", "aten::addmm"):
         inner: int = arguments[-2].shape[-1]
         return _KEEP if inner == hidden_size else _AGAIN
-    return _KEEP if name in _SUMS or _is_attention(name) else _AGAIN
+    return _KEEP if name in _SUMS or (keep_attention and _is_attention(name)) else _AGAIN
 
 
 def _name(op: Any) -> str:

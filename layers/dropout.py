@@ -1,9 +1,9 @@
 """Dropout whose masks agree where tensor ranks hold the same activations and differ where these are split.
 
 The masks follow torch's global generators. Seed those alike on the ranks of one tensor group, and by (seed,
-step, data rank, stage) across them, as the training loop does: a resumed run then draws the same masks, with
-no state to save. The masks depend on the layout (a rank draws for the part it holds), so runs with dropout
-are reproducible within one layout and only statistically alike across layouts.
+step, data and context rank, stage) across them, as the training loop does: a resumed run then draws the same
+masks, with no state to save. The masks depend on the layout (a rank draws for the part it holds), so runs
+with dropout are reproducible within one layout and only statistically alike across layouts.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from ..parallel_state import Cut, Declaration, Initial, Normal, ParallelState, declare_parameter, local
 from .collectives import enter_tensor, gather_from_tensor, leave_tensor
+from .zigzag import token_places
 
 #: In memory, vocabularies are padded to a multiple of this in every layout; checkpoints hold no padding.
 VOCABULARY_MULTIPLE = 128
@@ -166,7 +167,8 @@ def _repr(rows: int, dim: int, padded: int, state: ParallelState) -> str:
 def default_positions(x: Tensor, state: ParallelState, *, embedded: bool) -> Tensor:
     """Positions 0 to S-1 of the whole sequence, for token ids (B, S) or, ``embedded``, hidden states.
 
-    Hidden states under sequence parallelism are this rank's piece (B, S / tensor, D).
+    Hidden states under sequence parallelism are this rank's piece (B, S / tensor, D). Over several context
+    ranks ``x`` is this rank's chunks of the sequence, and so are the positions: (S / context,).
     """
     length = x.shape[1] * (state.tensor_size if embedded and state.sequence else 1)
-    return torch.arange(length, device=x.device)
+    return token_places(length, state, x.device)

@@ -8,6 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ..parallel_state import ParallelState
+from .context_scope import ContextScope
+
 
 class KeyValueCache:
     """What generation keeps of the tokens so far: of each block on this rank their keys and values.
@@ -66,6 +69,9 @@ class AttentionScope:
     need no mask: attention is then plainly causal. With a ``cache`` positions (B, S) are those of the tokens
     that follow what it holds. With a ``window`` a token sees so many tokens, itself included, and positions
     must be given (Beltagy et al. 2020).
+
+    Where the ``state`` has several context ranks, tokens and positions are this rank's chunks of the sequence
+    (``cut_sequence``), keys and values are fetched from the others, and there is no cache.
     """
 
     def __init__(
@@ -74,14 +80,20 @@ class AttentionScope:
         cache: KeyValueCache | None = None,
         *,
         window: int | None = None,
+        state: ParallelState | None = None,
     ) -> None:
         assert window is None or positions is not None, "a window needs positions"
         #: (B, 1, S, T), true where a query (second to last) sees a key; ``None``: all that is before it.
         self.mask: Tensor | None = None
         #: Whether keys and queries are the same tokens, in need of nothing but their order.
         self.causal = True
+        #: What is seen of the sequence over several context ranks; ``None``: all of it is here.
+        self.context: ContextScope | None = None
         self._cache = cache
-        if cache is not None:
+        if state is not None and state.context_size > 1:
+            assert cache is None, "a cache holds whole sequences, not a context rank's chunks"
+            self.context = ContextScope(positions, window=window, state=state)
+        elif cache is not None:
             assert positions is not None, "what follows a cache needs positions"
             first = cache.used == 0
             self.mask = cache.admit(positions, window)

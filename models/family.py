@@ -24,8 +24,9 @@ class CausalLM(nn.Module):
     alike on every stage: where they restart at 0 a new document starts, and no token sees another document's.
     ``None``: each row is one document, 0 to S - 1. With ``head_in_loss`` the last stage gives normalised
     hidden states, and the loss takes ``head_weight``. With a ``cache`` the tokens follow those that it holds,
-    their positions must be given, and the logits are the last token's alone: (B, 1, padded / tensor).
-    ``stage``: which one of ``self.stage.parts`` runs, where this rank holds several.
+    their positions must be given, and the logits are the last token's alone: (B, 1, padded / tensor). Over
+    several context ranks ids, hidden states and positions are this rank's chunks (``cut_sequence``), S their
+    tokens. ``stage``: which one of ``self.stage.parts`` runs, where this rank holds several.
     """
 
     config: ModelConfig

@@ -145,6 +145,14 @@ def _check(model: CausalLM, prompts: Sequence[Tokens], most: int, least: int, st
             expected=f"at most the model's {positions} positions",
             found=longest + most,
         )
+    if model.state.context_size > 1:
+        raise BadInput(
+            "generate",
+            "layout.context",
+            expected="1: one token at a time cannot be cut along the sequence",
+            found=model.state.context_size,
+            todo="Load the weights in the same layout without it",
+        )
     if model.state.sequence:
         raise BadInput(
             "generate",

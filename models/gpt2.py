@@ -215,7 +215,7 @@ class GPT2(CausalLM):
         stage: Stage | None = None,
     ) -> Tensor:
         stage = stage or self.stage
-        x_BSD, scope = x, AttentionScope(positions, cache)
+        x_BSD, scope = x, AttentionScope(positions, cache, state=self.state)
         if stage.first:
             if positions is None:
                 positions = default_positions(x, self.state, embedded=False)

@@ -240,7 +240,7 @@ class Llama(CausalLM):
         given, window = positions, self.config.window
         if positions is None:
             positions = default_positions(x, self.state, embedded=not stage.first)
-        scope = AttentionScope(positions if window else given, cache, window=window)
+        scope = AttentionScope(positions if window else given, cache, window=window, state=self.state)
         x_BSD = self.embed(x) if stage.first else x
         rope = self.rotary(positions, x_BSD.dtype)
         for block in self.blocks_of(stage):

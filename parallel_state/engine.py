@@ -24,6 +24,8 @@ PRIVATE = (
     ("torch.ops._c10d_functional", "reduce_scatter_tensor"),
     ("torch.ops._c10d_functional", "all_to_all_single"),
     ("torch.ops._c10d_functional", "wait_tensor"),
+    ("torch.ops.aten", "_scaled_dot_product_flash_attention_for_cpu"),
+    ("torch.ops.aten", "_scaled_dot_product_flash_attention_for_cpu_backward"),
     ("torch.distributed.tensor.DTensor", "_local_tensor"),
     ("torch.utils._python_dispatch", "TorchDispatchMode"),
     ("torch.distributed.fsdp.FSDPModule", "_get_fsdp_state"),
@@ -89,6 +91,54 @@ def all_to_all(x: Tensor, received: Sequence[int], sent: Sequence[int], group: d
     """
     out = _ops.all_to_all_single(x.contiguous(), [*received], [*sent], group.group_name)
     return cast(Tensor, _ops.wait_tensor(out))
+
+
+def begin_to_pass_on(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Send ``x`` to the next rank of the ring while the one before sends its own, of the same shape.
+
+    Returns at once; ``arrived`` waits. An all-to-all in which each rank has something for one other alone:
+    unlike sends it comes in order with the group's other collectives, and needs no tags.
+    """
+    size, rank = group.size(), group.rank()
+    here = [x.numel() if peer == (rank + 1) % size else 0 for peer in range(size)]
+    there = [x.numel() if peer == (rank - 1) % size else 0 for peer in range(size)]
+    coming = _ops.all_to_all_single(x.contiguous().view(-1), there, here, group.group_name)
+    return cast(Tensor, coming)
+
+
+def arrived(coming: Tensor, like: Tensor) -> Tensor:
+    """What the rank before passed on, once it is there, in the shape of ``like``."""
+    return cast(Tensor, _ops.wait_tensor(coming)).view(like.shape)
+
+
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """A CPU's fused attention with the log of each query's sum, which ``F.scaled_dot_product_attention``
+    keeps to itself: (B, H, S, E) in q's dtype, (B, H, S) in at least fp32. As many heads in all three.
+    """
+    out, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, causal, scale=scale
+    )
+    return out, log_sums
+
+
+def flash_attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    log_sums: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v. ``out`` and ``log_sums`` may be those over more keys than ``k`` holds: the
+    gradients are then these keys' part.
+    """
+    parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, k, v, out, log_sums, 0.0, causal, scale=scale
+    )
+    return cast(tuple[Tensor, Tensor, Tensor], tuple(parts))
 
 
 def local_data(x: Tensor) -> Tensor:

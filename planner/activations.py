@@ -17,6 +17,9 @@ selective  D/r + (2 Q + 2 K)/t + 2 F/t (plain: F/t), and attention's part of the
 full       D/r
 =========  =====================================================================================
 
+A token is one of those here: over c context ranks a row has S/c. There backward fetches keys and values again
+(c times 2 K/t numbers, around a ring 4 K/t) and makes their gradients; selective computes attention again.
+
 Dropout on the residual stream adds a mask of each branch; an adapter the r numbers between its factors and,
 where its input is dropped, a copy of that and a mask. A mask is a byte a number on a GPU, a number on a CPU.
 """
@@ -143,15 +146,28 @@ def kept_in_block(work: Work, shape: BlockShape, mode: Checkpointing) -> Kept:
         + _dropout(work, shape)
     )
     # Gradients that backward holds at once: of the feed-forward's branches, or of the residual stream.
-    working = (2 * shape.feed_forward + 2 * shape.hidden) * b
+    working = max((2 * shape.feed_forward + 2 * shape.hidden) * b, _fetched(work, shape))
     if mode == "none":
         return Kept(everything, working)
     if mode in ("full", "every"):
         return Kept(widest, everything - widest + working)
     sums = 2 * widest if shape.cut else _whole_products(shape) * b
     products = (2 if shape.gated else 1) * shape.feed_forward * b
-    kept = widest + attention + products + sums + shape.ranks * b
-    return Kept(kept, everything + working - attention - widest)
+    kept = widest + products + sums + shape.ranks * b
+    if work.layout.context > 1:  # whose attention is computed again
+        return Kept(kept, everything + working - widest)
+    return Kept(kept + attention, everything + working - attention - widest)
+
+
+def _fetched(work: Work, shape: BlockShape) -> float:
+    """In the backward of attention over several context ranks: all their keys and values or, around a ring,
+    one rank's and the next one's; the gradients of these; those of the queries here.
+    """
+    ranks = work.layout.context
+    if ranks == 1:
+        return 0.0
+    pieces, sums = (2, 3) if work.layout.ring else (1 + ranks, 1 + ranks)
+    return 2 * shape.key_value * (pieces * work.compute + sums * work.inner) + shape.query * work.inner
 
 
 def _adapters(work: Work, shape: BlockShape) -> float:
@@ -163,7 +179,7 @@ def _adapters(work: Work, shape: BlockShape) -> float:
 def _dropout(work: Work, shape: BlockShape) -> float:
     """Masks of both branches; on a CPU, which has no fused attention that drops, the scores thrice."""
     masks = 2 * shape.residual * work.mask if getattr(work.config, "resid_pdrop", 0.0) else 0.0
-    if work.fused or not attention_drops(work):
+    if work.fused or work.layout.context > 1 or not attention_drops(work):
         return masks
     repeated = 2 * (shape.query - shape.key_value)  # key/value heads, one for each query head
     return masks + (3 * shape.heads * work.sequence_length + repeated) * work.compute

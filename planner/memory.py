@@ -126,7 +126,7 @@ def _activations(
     if layout.pipeline > 1:
         kept += residual * work.compute * tokens  # a stage keeps its output until its backward
     head_dim = getattr(work.config, "head_dim", 0)
-    rope = 2 * work.sequence_length * head_dim * work.compute
+    rope = 2 * work.length * head_dim * work.compute
     held = in_flight(work.schedule, at.pipeline, layout.pipeline, work.micro_batches)
     columns = padded_vocabulary(work.config.vocab_size) // layout.tensor if stage.last else 0
     if not work.loss_chunk:  # GPipe has made the losses of the other micro-batches too

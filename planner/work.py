@@ -35,9 +35,14 @@ class Work:
     fused: bool = True
 
     @property
+    def length(self) -> int:
+        """Of a row, on this rank's piece of it over the context axis, before tensor ranks split that."""
+        return self.sequence_length // self.layout.context
+
+    @property
     def tokens(self) -> int:
-        """Of a micro-batch, before the sequence is split."""
-        return self.micro_batch * self.sequence_length
+        """Of a micro-batch, as many of each row as ``length`` says."""
+        return self.micro_batch * self.length
 
     @property
     def inner(self) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,6 +16,7 @@ from ..layers import (
     RMSNorm,
     RowParallelLinear,
     VocabParallelEmbedding,
+    token_places,
 )
 from ..models import CausalLM
 from ..parallel_state import Box, Declaration, ParallelState, declarations
@@ -64,6 +67,7 @@ class _Look:
     def __init__(self, model: CausalLM, question: Question, first_row: int) -> None:
         self.state, self.question, self.first_row = model.state, question, first_row
         self.outputs: _Outputs = {}
+        self.seen: Counter[str] = Counter()
         stated = declarations(model)
         for name, module in model.named_modules():
             places: list[tuple[str, Box | None]] = []
@@ -94,16 +98,25 @@ class _Look:
         return look
 
     def _note(self, name: str, rows: Box | None, output: Tensor) -> None:
-        """A micro-batch's output: (1, length, features), or a piece of the last two dims."""
+        """A micro-batch's output: (1, length, features), or a piece of the last two dims.
+
+        Over context ranks the tokens are two runs of the whole sequence, or a part of these.
+        """
         if output.ndim != 3:  # of single heads
             return
         held = self.outputs.setdefault(name, [])
-        sample, length = self.first_row + len(held), output.shape[1]
-        begin = self.state.tensor_index * length if length < self.question.length else 0
+        self.seen[name] += 1
+        sample, length = self.first_row + self.seen[name] - 1, output.shape[1]
+        places = token_places(self.question.length // self.state.context_size, self.state)
+        begin = self.state.tensor_index * length if length < len(places) else 0
+        places = places[begin : begin + length]
         first = 0 if rows is None else rows.start[0]
         features = output.shape[2] if rows is None else rows.shape[0]  # without padding
-        box = Box((sample, begin, first), (sample + 1, begin + length, first + features))
-        held.append((box, output[..., :features].clone()))
+        breaks = ((places.diff() != 1).nonzero().flatten() + 1).tolist()
+        for start, stop in pairwise([0, *breaks, length]):
+            at = int(places[start])
+            box = Box((sample, at, first), (sample + 1, at + stop - start, first + features))
+            held.append((box, output[:, start:stop, :features].clone()))
 
 
 def _products(

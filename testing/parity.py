@@ -54,9 +54,7 @@ def check(question: Question) -> None:
         expected = f"a multiple of data={layout.data}, at least {layout.data * layout.pipeline}"
         raise BadInput("parity", "--samples", expected=expected, found=question.samples)
     check_schedule(question.schedule, layout, each, "parity")
-    if layout.sequence and question.length % layout.tensor:
-        expected = f"a multiple of tensor={layout.tensor} under sequence parallelism"
-        raise BadInput("parity", "--length", expected=expected, found=question.length)
+    layout.check_length(question.length, "parity", "--length")
 
 
 def parity(

@@ -24,6 +24,7 @@ PAIRS = "tests/parity/test_combinations.py::test_every_pair_of_choices_equals_on
 UPDATE = "tests/training/test_update.py"
 GROUPS = "tests/training/test_groups.py"
 RESUME = "tests/training/test_resume.py::test_resuming_in_the_same_layout_is_bitwise"
+CONTEXT = "tests/parity/test_context.py"
 ROUND_TRIP = "tests/checkpoints/test_convert.py::test_there_and_through_another_layout_and_back_is_bitwise_D6"
 
 
@@ -274,9 +275,30 @@ MUTANTS = (
     Mutant(
         "random state of the first rank on every data rank",
         "training/trainer.py",
-        'seed_of(seed, "step", step, state.data_index, state.at.pipeline)',
+        'seed_of(seed, "step", step, piece, state.at.pipeline)',
         'seed_of(seed, "step", step, state.at.pipeline)',
         ("tests/training/test_random.py",),
+    ),
+    Mutant(
+        "gradients of keys and values lose a rank on the way round the ring",
+        "layers/context_attention.py",
+        "dkv += engine.arrived(self._coming, dkv)",
+        "engine.arrived(self._coming, dkv)",
+        (CONTEXT,),
+    ),
+    Mutant(
+        "positions of context ranks as if each held the first tokens",
+        "layers/zigzag.py",
+        "return cut_sequence(torch.arange(length * state.context_size, device=device), state, dim=0)",
+        "return torch.arange(length, device=device)",
+        (CONTEXT,),
+    ),
+    Mutant(
+        "the norm counts copies on context ranks",
+        "parallel_state/declaration.py",
+        "and (layout.zero > 0 or at.context == 0)",
+        "and True",
+        (CONTEXT,),
     ),
     Mutant(
         "place in the data not restored on resume",

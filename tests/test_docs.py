@@ -15,6 +15,7 @@ from trilith.checkpoints import convert
 from trilith.cli.app import run
 from trilith.testing import run_parallel
 from trilith.testing.runs import TINY_LLAMA, run_recipe, tiny_recipe, write_tokens
+from trilith.training.recipe import parse_recipe
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -72,3 +73,12 @@ def test_what_is_watched_is_watched_as_shown(tmp_path: Path, monkeypatch: pytest
     for command in commands:
         assert run(shlex.split(command)) == 0
     assert (tmp_path / "run" / "report.html").exists() and (tmp_path / "compared.html").exists()
+
+
+def test_what_context_parallelism_shows_runs(tmp_path: Path) -> None:
+    text = (DOCS / "context.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    exec(compile(code, "context.md", "exec"), {})
+    (toml,) = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
+    layout = parse_recipe(tiny_recipe(tmp_path, tmp_path / "tokens", **tomllib.loads(toml))).layout.layout
+    assert (layout.context, layout.ring) == (4, True)

@@ -8,6 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..layers import cut_sequence
+from ..parallel_state import ParallelState
+
 
 class Batch(NamedTuple):
     """``input_ids``, ``labels`` and ``positions``: int64 of shape (B, S) each; a step takes ``*batch``.
@@ -32,6 +35,10 @@ class Batch(NamedTuple):
     def _each(self, change: Callable[[Tensor], Tensor]) -> Batch:
         positions = None if self.positions is None else change(self.positions)
         return Batch(change(self.input_ids), change(self.labels), positions)
+
+    def of_context(self, state: ParallelState) -> Batch:
+        """This context rank's chunks of each row."""
+        return self if state.context_size == 1 else self._each(lambda one: cut_sequence(one, state))
 
     def split(self, size: int) -> list[Batch]:
         """Micro-batches of ``size`` rows, in order."""

@@ -111,5 +111,6 @@ def model_on_meta(recipe: Recipe, plan: Plan, state: ParallelState) -> CausalLM:
 def spare_memory(model: CausalLM, memory: MemorySection) -> None:
     """Activation checkpointing and where the logits are made: before FSDP takes the model, in place."""
     blocks = ((int(number), block) for number, block in model.layers.items())
-    checkpoint_blocks(blocks, memory.checkpointing, every=memory.every)
+    whole = model.state.context_size == 1
+    checkpoint_blocks(blocks, memory.checkpointing, every=memory.every, keep_attention=whole)
     model.head_in_loss = memory.loss_chunk > 0

@@ -29,10 +29,10 @@ class ForwardOnly:
     def __call__(
         self, batch: Batch, *, each: Callable[[Tensor, Tensor], None] = lambda given, labels: None
     ) -> None:
-        """The samples of this data rank. On the last stage ``each(given, labels)`` is called for each
-        micro-batch, with what ``CausalLM`` gives.
+        """The samples of this data rank, whole rows. On the last stage ``each(given, labels)`` is called for
+        each micro-batch, with what ``CausalLM`` gives.
         """
-        for part in batch.split(self.micro_batch):
+        for part in batch.of_context(self.model.state).split(self.micro_batch):
             self._micro_batch(part, each)
         for module in self.model.modules():
             if isinstance(module, FSDPModule):  # no backward comes that would drop the gathered weights

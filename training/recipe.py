@@ -110,13 +110,7 @@ class Recipe(Section):
                 todo="GPipe makes the losses of all micro-batches before it goes back: each would hold a "
                 "gradient of the output layer",
             )
-        if layout.sequence and self.data.sequence_length % layout.tensor:
-            raise BadInput(
-                where,
-                "data.sequence_length",
-                expected=f"a multiple of tensor={layout.tensor} under sequence parallelism",
-                found=self.data.sequence_length,
-            )
+        layout.check_length(self.data.sequence_length, where, "data.sequence_length")
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:

@@ -71,6 +71,13 @@ class LayoutSection(Section):
     sequence: bool = Field(
         default=False, description="sequence parallelism: what tensor ranks repeat is cut along the row"
     )
+    context: int = Field(
+        default=1, ge=1, description="ranks that each row is cut over, into 2 x context chunks; for long rows"
+    )
+    context_attention: Literal["all-gather", "ring"] = Field(
+        default="all-gather",
+        description="how context ranks get keys and values: all at once, or piece by piece around a ring",
+    )
     split: list[int] | None = Field(default=None, description="blocks of each pipeline stage, by hand")
     schedule: ScheduleName = Field(default="1f1b", description="of the pipeline; docs/pipeline.md")
     virtual_stages: int | None = Field(
@@ -91,6 +98,8 @@ class LayoutSection(Section):
             sequence=self.sequence,
             virtual_stages=self.stages_of_a_rank,
             v_shape=self.pipeline > 1 and schedule_kind(self.schedule).v_shape,
+            context=self.context,
+            ring=self.context_attention == "ring",
         )
 
     @property

@@ -48,6 +48,7 @@ class TrainStep:
         self, input_ids: Tensor, labels: Tensor, positions: Tensor | None = None, *, scale: float = 1.0
     ) -> Tensor:
         """All (samples of this data rank, S), int64; labels shifted, ``IGNORE`` where they do not count.
+        Whole rows: each context rank is given the same and takes its chunks.
 
         ``positions`` start again at 0 where a document starts; ``None`` is one document a row.
 
@@ -55,6 +56,7 @@ class TrainStep:
         gradients. ``scale``, a power of two: the gradients are those of ``scale`` times the loss.
         """
         samples, length = input_ids.shape
+        self.state.layout.check_length(length, "recipe", "sequence_length")
         if samples % self.micro_batch:
             raise BadInput(
                 "recipe",
@@ -62,13 +64,7 @@ class TrainStep:
                 expected=f"a divisor of the {samples} samples of a data rank",
                 found=self.micro_batch,
             )
-        if self.state.sequence and length % self.state.tensor_size:
-            raise BadInput(
-                "recipe",
-                "sequence_length",
-                expected=f"a multiple of tensor={self.state.tensor_size} under sequence parallelism",
-                found=length,
-            )
+        input_ids, labels, positions = Batch(input_ids, labels, positions).of_context(self.state)
         self._tokens, self._scale = self._global_tokens(labels), scale
         set_auxiliary_scale(self.model, scale / (samples * self.state.layout.data))
         if self.state.layout.pipeline > 1:

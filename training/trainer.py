@@ -242,4 +242,5 @@ def random_seed(seed: int, step: int, state: ParallelState) -> int:
 
     A resumed run draws the same masks, and there is no random state to save.
     """
-    return seed_of(seed, "step", step, state.data_index, state.at.pipeline)
+    piece = state.data_index * state.context_size + state.context_index
+    return seed_of(seed, "step", step, piece, state.at.pipeline)

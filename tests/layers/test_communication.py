@@ -15,12 +15,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from trilith.layers import (
+    AttentionScope,
     ColumnParallelLinear,
     LayerNorm,
     RMSNorm,
     RowParallelLinear,
     VocabParallelEmbedding,
     VocabParallelHead,
+    causal_attention,
     vocab_parallel_cross_entropy,
 )
 from trilith.models import LLAMA
@@ -154,3 +156,31 @@ def test_under_sequence_parallelism_the_same_numbers_travel_in_halves(tensor: in
             assert counts["all_gather_into_tensor"] == pairs * tokens * D // tensor
             assert counts["reduce_scatter_tensor"] == pairs * tokens * D
         assert max(largest, largest_back) == tokens * V // tensor, "a rank's own logits"
+
+
+def attention_over_context(ring: bool) -> tuple[Recorder, Recorder]:
+    """One layer's, with two key/value heads of four query heads."""
+    state = ParallelState.start(Layout.of(context=dist.get_world_size(), ring=ring))
+    here, scope = S // state.context_size, AttentionScope(state=state)
+    q, k, v = (torch.randn(B, heads, here, 8, requires_grad=True) for heads in (4, 2, 2))
+    with Recorder() as forward:
+        out = causal_attention(q, k, v, scope)
+    with Recorder() as backward:
+        torch.autograd.backward(out.sum())
+    return summary(forward), summary(backward)
+
+
+@pytest.mark.parametrize("context", [2, 3])
+def test_context_ranks_send_key_value_heads_and_their_gradients_once(context: int) -> None:
+    """As docs/context.md has it. What a rank holds of keys and values are n numbers."""
+    n, others = 2 * B * 2 * 8 * S // context, context - 1
+    for (forward, sent, _), (backward, sent_back, _) in run_parallel(attention_over_context, context, False):
+        assert (forward, sent) == ({"all_gather_into_tensor": 1}, {"all_gather_into_tensor": n})
+        assert backward == {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 1}
+        assert sent_back == {"all_gather_into_tensor": n, "reduce_scatter_tensor": context * n}
+    for (forward, sent, _), (backward, sent_back, _) in run_parallel(attention_over_context, context, True):
+        assert (forward, sent) == ({"all_to_all_single": others}, {"all_to_all_single": others * n})
+        assert (backward, sent_back) == (
+            {"all_to_all_single": 2 * others},
+            {"all_to_all_single": 2 * others * n},
+        )

@@ -180,6 +180,13 @@ def test_sequence_parallelism_is_refused_on_every_rank(folders: dict[str, Path])
     assert len(error.value.failures) == 2
 
 
+def test_context_parallelism_is_refused_on_every_rank(folders: dict[str, Path]) -> None:
+    with pytest.raises(RankError) as error:
+        run_parallel(on_a_rank, 2, folders["llama"], Layout.of(context=2))
+    assert all("layout.context: expected 1" in str(one.cause) for one in error.value.failures)
+    assert len(error.value.failures) == 2
+
+
 def sharded(folder: Path) -> list[list[int]]:
     """A model in training under ZeRO-3, whose loss makes the logits."""
     state = ParallelState.start(Layout.of(data=2, zero=3))

@@ -152,6 +152,9 @@ CASES = [
         torch.bfloat16,
         lora=LORA,
     ),
+    Case("gpt2", Layout.of(context=2)),
+    Case("llama", Layout.of(context=2, zero=1, ring=True), MemorySection(checkpointing="selective")),
+    Case("llama", Layout.of(context=2, zero=3), micro_batch=4),
     Case("llama", Layout.of(data=2, zero=2), frozen=("embed", "layers.0", "layers.1", "layers.2")),
 ]
 

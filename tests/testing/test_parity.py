@@ -55,6 +55,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("llama", Layout.of(tensor=2, pipeline=2, sequence=True)),
         ("gpt2", Layout.of(tensor=2, data=2, zero=3)),
+        ("llama", Layout.of(tensor=2, context=2, sequence=True, ring=True)),
     ],
 )
 def test_a_model_is_that_of_transformers_in_any_layout(folders: Path, name: str, layout: Layout) -> None:

@@ -80,6 +80,18 @@ def test_sequence_parallelism_needs_a_sequence_that_divides_E9(recipe: Path) -> 
         load_recipe(recipe, ["layout.tensor=4", "layout.sequence=true", "data.sequence_length=30"])
 
 
+def test_context_ranks_need_a_sequence_of_as_many_pairs_of_chunks_E7(recipe: Path) -> None:
+    assert load_recipe(recipe, ["layout.context=4"]).layout.layout.context == 4
+    with pytest.raises(BadInput) as error:
+        load_recipe(recipe, ["layout.context=4", "data.sequence_length=30"])
+    assert "sequence_length: expected a multiple of 2 x context=4, found 30" in str(error.value)
+    assert str(error.value).endswith("Nearest legal lengths: 24 or 32")
+    ring = load_recipe(recipe, ["layout.context=2", "layout.context_attention=ring"])
+    assert ring.layout.layout.ring
+    with pytest.raises(BadInput, match=r"layout\.context_attention: expected 'all-gather' or 'ring'"):
+        load_recipe(recipe, ["layout.context_attention=circle"])
+
+
 def test_a_recipe_that_is_not_there_or_not_toml_is_named(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"none\.toml: expected a recipe in TOML"):
         load_recipe(tmp_path / "none.toml")

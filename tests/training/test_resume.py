@@ -32,6 +32,12 @@ SAME = [
     pytest.param({"tensor": 2, "pipeline": 2}, {}, id="D1-tp2-pp2"),
     pytest.param({"tensor": 2}, {"model": {"config": TINY_GPT2}}, id="D1-dropout-tp2"),
     pytest.param({"pipeline": 2}, {"model": {"config": TINY_GPT2}}, id="D1-dropout-pp2"),
+    pytest.param(
+        {"context": 2, "context_attention": "ring"},
+        {"model": {"config": TINY_GPT2}},
+        id="D1-dropout-cp2",
+    ),
+    pytest.param({"context": 2, "zero": 1}, {}, id="D1-cp2-zero1", marks=pytest.mark.slow),
 ]
 
 OTHER = [
@@ -40,6 +46,8 @@ OTHER = [
     pytest.param({"data": 2}, {"data": 4, "zero": 1}, id="D4-dp2-to-zero1"),
     pytest.param({"pipeline": 2}, {"tensor": 2}, id="D4-pp2-to-tp2"),
     pytest.param({"tensor": 2, "pipeline": 2}, {"data": 2, "zero": 1}, id="D4-tp2-pp2-to-zero1"),
+    pytest.param({"context": 2, "data": 2, "zero": 1}, {"tensor": 2}, id="D4-cp2-zero1-to-tp2"),
+    pytest.param({"data": 2}, {"context": 2}, id="D4-dp2-to-cp2", marks=pytest.mark.slow),
     pytest.param({"data": 4, "zero": 3}, {"pipeline": 3, "split": [1, 1, 1]}, id="D4-zero3-to-pp3"),
     pytest.param(
         {"data": 2, "zero": 2},

@@ -27,6 +27,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "sp2": {"tensor": 2, "sequence": True},
     "pp2": {"pipeline": 2},
     "dp2-zero3": {"data": 2, "zero": 3},
+    "cp2": {"context": 2},
     "pp2-chunked": {"pipeline": 2},
 }
 #: Where the logits are made a few tokens at a time, and blocks are computed twice.

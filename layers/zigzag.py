@@ -1,0 +1,36 @@
+"""A sequence over c context ranks: 2 c equal chunks, rank i holds the i-th and the i-th from the end.
+
+Cut in order, the last rank's tokens would see all the others and the first rank's almost none. So cut, every
+rank has as much attention to compute, in all and while any one rank's keys are at hand. Source: Brandon et
+al. 2023 (striped attention, on the imbalance); Llama 3, section 3.3.2; Megatron-LM's context parallelism.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..parallel_state import ParallelState
+
+
+def own_chunks(rank: int, size: int) -> tuple[int, int]:
+    """The numbers of the chunks that a context rank holds, of ``2 * size``."""
+    return rank, 2 * size - 1 - rank
+
+
+def cut_sequence(x: Tensor, state: ParallelState, *, dim: int = 1) -> Tensor:
+    """This context rank's chunks of a whole ``dim``, one after the other; on one context rank ``x`` itself.
+
+    For what is no activation: ids, labels, positions. Raises ``BadInput`` where the chunks are not equal.
+    """
+    size = state.context_size
+    if size == 1:
+        return x
+    state.layout.check_length(x.shape[dim], "input", f"dim {dim} of shape {tuple(x.shape)}")
+    chunks = x.chunk(2 * size, dim)
+    return torch.cat([chunks[number] for number in own_chunks(state.context_index, size)], dim)
+
+
+def token_places(length: int, state: ParallelState, device: torch.device | None = None) -> Tensor:
+    """Where in the whole sequence this context rank's ``length`` tokens stand: (length,) int64."""
+    return cut_sequence(torch.arange(length * state.context_size, device=device), state, dim=0)

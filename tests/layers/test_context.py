@@ -1,0 +1,176 @@
+"""Pieces of attention put together: the sequence's chunks, which blocks a rank computes, what each gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+from trilith.layers import AttentionScope, KeyValueCache, cut_sequence, default_positions, token_places
+from trilith.layers import block_attention as blocks
+from trilith.layers.block_attention import How, attend, attend_backward
+from trilith.layers.context_scope import Block, ContextScope
+from trilith.parallel_state import BadInput, Layout, ParallelState
+
+_sizes = st.sampled_from([2, 3, 4, 8])
+
+
+def ranks(size: int) -> list[ParallelState]:
+    return [ParallelState.stand_in(Layout.of(context=size), rank) for rank in range(size)]
+
+
+@given(_sizes, st.integers(1, 3))
+def test_chunks_are_the_sequence_and_places_say_where(size: int, chunk: int) -> None:
+    whole = torch.randn(2, 2 * size * chunk, 3)
+    seen = torch.zeros(whole.shape[1])
+    for state in ranks(size):
+        places = token_places(2 * chunk, state)
+        assert torch.equal(cut_sequence(whole, state), whole[:, places])
+        assert torch.equal(default_positions(whole[:, : 2 * chunk, 0], state, embedded=False), places)
+        seen[places] += 1
+    assert bool((seen == 1).all())
+
+
+def test_a_sequence_that_gives_no_equal_chunks_is_refused_E7() -> None:
+    with pytest.raises(BadInput, match=r"expected a multiple of 2 x context=2, found 6.*4 or 8"):
+        cut_sequence(torch.zeros(1, 6), ranks(2)[0])
+
+
+def work(scope: ContextScope, size: int, chunk: int) -> list[int]:
+    """Pairs of query and key that a rank looks at with each rank's keys."""
+    half = chunk * (chunk + 1) // 2
+    return [
+        sum(half if block.causal else chunk * chunk for block in scope.blocks(source, chunk))
+        for source in range(size)
+    ]
+
+
+@given(_sizes, st.integers(1, 16))
+def test_every_rank_has_the_same_work_with_any_ranks_keys(size: int, chunk: int) -> None:
+    """So a ring never waits for a slow rank: with its own keys two causal halves and a whole block, with
+    any other's two whole blocks.
+    """
+    for state in ranks(size):
+        found = work(ContextScope(None, state=state), size, chunk)
+        own = found.pop(state.context_index)
+        assert own == chunk * (chunk + 1) + chunk * chunk
+        assert found == [2 * chunk * chunk] * (size - 1)
+        length = 2 * size * chunk
+        assert size * (own + sum(found)) == length * (length + 1) // 2, "all pairs, none twice"
+
+
+@given(_sizes, st.integers(1, 4), st.data())
+def test_blocks_and_masks_are_what_the_whole_mask_says(size: int, chunk: int, data: st.DataObject) -> None:
+    length = 2 * size * chunk
+    starts = data.draw(st.lists(st.booleans(), min_size=2 * length, max_size=2 * length))
+    places = torch.arange(length).expand(2, -1)
+    positions = places - torch.where(torch.tensor(starts).view(2, -1), places, 0).cummax(1).values
+    window = data.draw(st.sampled_from([None, 1, chunk, 3 * chunk]))
+    expected = AttentionScope(positions, window=window).mask
+    whole = torch.ones(2, 1, length, length).tril().bool() if expected is None else expected
+    for state in ranks(size):
+        scope = ContextScope(cut_sequence(positions, state), window=window, state=state)
+        found = torch.zeros(2, 1, 2 * chunk, length, dtype=torch.bool)
+        for source, other in enumerate(ranks(size)):
+            keys = token_places(2 * chunk, other)
+            for block in scope.blocks(source, chunk):
+                seen = scope.mask(block, chunk)
+                if seen is None:
+                    seen = torch.ones(chunk, chunk, dtype=torch.bool)
+                    seen = seen.tril() if block.causal else seen
+                columns = keys[block.key * chunk : (block.key + 1) * chunk]
+                found[:, :, block.query * chunk : (block.query + 1) * chunk, columns] = seen
+        assert torch.equal(found, whole[:, :, token_places(2 * chunk, state)])
+
+
+def test_a_window_leaves_out_the_blocks_before_it() -> None:
+    state = ranks(4)[3]  # chunks 3 and 4 of 8
+    scope = ContextScope(token_places(16, state), window=9, state=state)
+    found = {source: [*scope.blocks(source, 8)] for source in range(4)}
+    assert found[0] == [] and found[1] == [], "chunks 0, 7 and 1, 6"
+    assert found[2] == [Block(0, 0, False, 16)], "chunk 3 begins to see in the middle of chunk 2"
+    assert len(found[3]) == 3
+
+
+def test_a_cache_holds_whole_sequences() -> None:
+    with pytest.raises(AssertionError, match="cache"):
+        AttentionScope(torch.zeros(1, 4).long(), KeyValueCache(1, 8), state=ranks(2)[0])
+
+
+class Attend(torch.autograd.Function):
+    """A block alone as a function with a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, how: How) -> Tensor:
+        out, log_sums = attend(q, k, v, how)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, log_sums)
+        ctx.how = how
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return *attend_backward(grads[0], *ctx.saved_tensors, ctx.how), None
+
+
+attention: Callable[..., Tensor] = Attend.apply
+
+
+def heads(dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """Six query heads, two key/value heads."""
+    torch.manual_seed(0)
+    return [torch.randn(2, h, 5, 4, dtype=dtype, requires_grad=True) for h in (6, 2, 2)]
+
+
+@pytest.mark.parametrize("at_once", [2**26, 2 * 6 * 5 * 2], ids=["whole", "two-rows-at-a-time"])
+@pytest.mark.parametrize("kind", ["all", "causal", "mask"])
+def test_a_block_is_attention_with_its_gradients(
+    kind: str, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the fused operator where there is no mask, else written out, a few rows at a time."""
+    monkeypatch.setattr(blocks, "_AT_ONCE", at_once)
+    if at_once < 2**20:
+        monkeypatch.setattr(blocks, "_fused", lambda q, how: False)
+    mask = (torch.rand(2, 1, 5, 5) < 0.5) | torch.eye(5).bool() if kind == "mask" else None
+    q, k, v = heads()
+    ours = attention(q, k, v, How(0.3, kind == "causal", mask))
+    grad = torch.randn_like(ours)
+    found = torch.autograd.grad(ours, (q, k, v), grad)
+    theirs = F.scaled_dot_product_attention(
+        q, k, v, mask, is_causal=kind == "causal", scale=0.3, enable_gqa=True
+    )
+    for one, other in zip(
+        [ours, *found], [theirs, *torch.autograd.grad(theirs, (q, k, v), grad)], strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_a_query_that_sees_no_key_of_a_block_weighs_nothing() -> None:
+    q, k, v = heads()
+    mask = torch.ones(1, 1, 5, 5, dtype=torch.bool)
+    mask[..., 2, :] = False
+    out, log_sums = attend(q, k, v, How(0.5, False, mask))
+    assert bool((out[:, :, 2] == 0).all()) and bool(log_sums[:, :, 2].isneginf().all())
+    assert bool(out.isfinite().all()) and bool(log_sums[:, :, 3].isfinite().all())
+
+
+def test_dropout_is_drawn_again_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "_AT_ONCE", 2 * 6 * 5 * 2)
+    how = How(0.5, True, dropout=0.4, seed=11)
+    torch.autograd.gradcheck(lambda *qkv: attention(*qkv, how), heads(), fast_mode=True)
+    kept = attend(*heads(), How(0.5, True, dropout=0.4, seed=11))[0]
+    other = attend(*heads(), How(0.5, True, dropout=0.4, seed=12))[0]
+    assert torch.equal(kept, attend(*heads(), how)[0]) and not torch.equal(kept, other)
+
+
+def test_dropout_is_right_on_average() -> None:
+    q, k, v = (t.detach() for t in heads())
+    expected = attend(q, k, v, How(0.5, True))[0]
+    drawn = torch.stack([attend(q, k, v, How(0.5, True, None, 0.3, seed))[0] for seed in range(1000)])
+    assert float((drawn.mean(0) - expected).abs().max()) < 0.2
+    assert float(drawn.std(0)[:, :, 1:].min()) > 0.01

@@ -1,0 +1,52 @@
+"""The sequence over context ranks, by both kinds of attention: losses, gradients, norms, weights are one
+device's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from trilith.parallel_state import Layout
+from trilith.training.sections import MemorySection
+
+SLOW = pytest.mark.slow
+
+RUNS = [
+    # Documents of a few tokens: most blocks are masked in part, some are empty.
+    pytest.param("llama", Layout.of(context=2, zero=1), {"documents": True}, id="documents"),
+    pytest.param("gpt2", Layout.of(context=2, ring=True), {"documents": True}, id="ring-documents"),
+    # The window ends within a chunk, and leaves blocks out.
+    pytest.param("mistral", Layout.of(context=2, ring=True, zero=3), {}, id="ring-window-zero3"),
+    # One key/value head, shared by the tensor ranks; S / context / tensor tokens between the blocks.
+    pytest.param("llama-tied-kv1", Layout.of(context=2, tensor=2, sequence=True), {}, id="sequence"),
+    pytest.param("gpt2", Layout.of(context=2, tensor=2, sequence=True, ring=True), {}, id="ring-sequence"),
+    pytest.param(
+        "llama", Layout.of(context=2, pipeline=2, ring=True), {"documents": True}, id="ring-pipeline"
+    ),
+    pytest.param("llama-tied", Layout.of(context=2, pipeline=2), {"schedule": "gpipe"}, id="pipeline"),
+    pytest.param("llama-kv1", Layout.of(context=2, data=2), {"micro_batch": 2}, id="data"),
+    pytest.param("qwen3", Layout.of(context=2, data=2, zero=3, ring=True), {}, id="ring-data-zero3"),
+    pytest.param("llama", Layout.of(context=2, data=2, zero=1), {}, id="data-zero1", marks=SLOW),
+    pytest.param("gpt2", Layout.of(context=2, data=2, zero=2), {}, id="data-zero2", marks=SLOW),
+    pytest.param(
+        "qwen2",
+        Layout.of(context=4, ring=True),
+        {"memory": MemorySection(checkpointing="full", loss_chunk=5), "label_smoothing": 0.1},
+        id="ring-four-checkpointing-chunks",
+    ),
+    pytest.param(
+        "mistral",
+        Layout.of(context=4),
+        {"memory": MemorySection(checkpointing="selective"), "documents": True},
+        id="four-selective",
+    ),
+]
+
+
+@pytest.mark.parametrize(("model", "layout", "changes"), RUNS)
+def test_it_equals_one_device(
+    model: str, layout: Layout, changes: dict[str, Any], assert_same: Callable[..., None]
+) -> None:
+    assert_same(model, layout, **changes)
