@@ -294,10 +294,10 @@ MUTANTS = (
         (CONTEXT,),
     ),
     Mutant(
-        "the norm counts copies on context ranks",
-        "parallel_state/declaration.py",
-        "and (layout.zero > 0 or at.context == 0)",
-        "and True",
+        "context ranks hold each other's shards",
+        "parallel_state/layout.py",
+        ") * self.context + at.context",
+        ") * self.context",
         (CONTEXT,),
     ),
     Mutant(

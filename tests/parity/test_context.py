@@ -29,6 +29,35 @@ RUNS = [
     pytest.param("llama-kv1", Layout.of(context=2, data=2), {"micro_batch": 2}, id="data"),
     pytest.param("qwen3", Layout.of(context=2, data=2, zero=3, ring=True), {}, id="ring-data-zero3"),
     pytest.param("llama", Layout.of(context=2, data=2, zero=1), {}, id="data-zero1", marks=SLOW),
+    # Experts over the context ranks; a pipeline whose backward is in two parts, attention's once.
+    pytest.param("mixtral", Layout.of(context=2, expert=2, ring=True), {}, id="ring-experts"),
+    pytest.param(
+        "qwen3_moe",
+        Layout.of(context=2, data=2, expert=4, zero=3),
+        {"documents": True},
+        id="experts-zero3",
+        marks=SLOW,
+    ),
+    pytest.param(
+        "llama",
+        Layout.of(context=2, pipeline=2, virtual_stages=2, v_shape=True, ring=True, zero=3),
+        {"schedule": "zbv", "documents": True},
+        id="ring-zbv-zero3",
+    ),
+    pytest.param(
+        "gpt2",
+        Layout.of(context=2, pipeline=2, virtual_stages=2),
+        {"schedule": "interleaved-zero-bubble"},
+        id="interleaved-zero-bubble",
+        marks=SLOW,
+    ),
+    pytest.param(
+        "llama",
+        Layout.of(context=2, zero=2),
+        {"lora": {"r": 3, "lora_alpha": 6, "target_modules": "all-linear"}, "clip": 1e-3},
+        id="lora",
+        marks=SLOW,
+    ),
     pytest.param("gpt2", Layout.of(context=2, data=2, zero=2), {}, id="data-zero2", marks=SLOW),
     pytest.param(
         "qwen2",
