@@ -26,11 +26,20 @@ class Choice:
     split: bool = False
     smoothing: float = 0.0
     micro_batch: int = 1
+    context: str = ""  # of two ranks: how they get keys and values
 
     @property
     def layout(self) -> Layout:
         tensor, pipeline, data = self.ranks
-        return Layout.of(tensor=tensor, pipeline=pipeline, data=data, zero=self.zero, sequence=self.sequence)
+        return Layout.of(
+            tensor=tensor,
+            pipeline=pipeline,
+            data=data,
+            zero=self.zero,
+            sequence=self.sequence,
+            context=2 if self.context else 1,
+            ring=self.context == "ring",
+        )
 
     @property
     def case_model(self) -> str:
@@ -42,7 +51,8 @@ class Choice:
         return not (
             (self.sequence and tensor == 1)
             or (self.model == "gpt2" and self.key_value_heads != 2)
-            or (self.zero and data == 1)
+            or (self.zero and data == 1 and not self.context)
+            or (self.context and tensor * pipeline * data > 2)
             or (pipeline == 1 and (self.schedule != "1f1b" or self.split))
             or 4 // data < pipeline * self.micro_batch  # micro-batches of a data rank
         )
@@ -50,14 +60,17 @@ class Choice:
     @property
     def cost(self) -> int:
         tensor, pipeline, data = self.ranks
-        return 4 * tensor * data + pipeline
+        return 4 * tensor * data * (2 if self.context else 1) + pipeline
 
     def __str__(self) -> str:
         tensor, pipeline, data = self.ranks
         words = [self.case_model, f"t{tensor}p{pipeline}d{data}"]
         words += [self.schedule] if pipeline > 1 else []
+        words += [self.context] * bool(self.context)
         words += ["sequence"] * self.sequence + ["split"] * self.split
-        words += [f"zero{self.zero}"] * (data > 1) + [f"smooth{self.smoothing}"] * bool(self.smoothing)
+        words += [f"zero{self.zero}"] * (data > 1 or self.context != "") + [f"smooth{self.smoothing}"] * bool(
+            self.smoothing
+        )
         return "-".join([*words, f"micro{self.micro_batch}"])
 
 
@@ -73,6 +86,7 @@ def all_choices() -> list[Choice]:
         "split": [False, True],
         "smoothing": [0.0, 0.1],
         "micro_batch": [1, 2],
+        "context": ["", "all-gather", "ring"],
     }
     found = [Choice(**dict(zip(values, one, strict=True))) for one in product(*values.values())]
     return [choice for choice in found if choice.legal]

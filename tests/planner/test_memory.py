@@ -220,6 +220,18 @@ def test_a_stage_holds_as_many_micro_batches_as_follow_it() -> None:
     assert 3.5 < first.activations / last.activations < 4
 
 
+def test_context_ranks_share_activations_and_a_ring_holds_few_keys_at_once() -> None:
+    alone, *cut = (planned(layout=Layout.of(context=context)) for context in (1, 2, 4))
+    assert [alone.activations / one.activations for one in cut] == pytest.approx([2, 4], rel=1e-6)
+    assert [alone.logits / one.logits for one in cut] == [2, 4]
+    more = []
+    for ranks in (16, 32):
+        gathered, ring = (planned(layout=Layout.of(context=ranks, ring=ring)).block for ring in (False, True))
+        more.append((gathered - ring) / (2 * 256 // ranks))
+    # A token's keys and values of two heads in bf16, and their gradients in fp32, for each rank more.
+    assert more[1] - more[0] == 16 * 2 * 2 * (512 // 8) * (2 + 4)
+
+
 def test_the_idle_share_of_a_pipeline() -> None:
     assert bubble(1, 8) == 0
     assert bubble(4, 8) == pytest.approx(3 / 11)

@@ -7,11 +7,12 @@ from trilith.training.trainer import random_seed
 
 
 def test_a_step_s_random_numbers_agree_on_a_tensor_group_alone() -> None:
-    layout = Layout.of(tensor=2, data=2, data_replicate=2, zero=1, pipeline=2)
-    seeds: dict[tuple[int, int], set[int]] = {}
+    layout = Layout.of(tensor=2, data=2, data_replicate=2, zero=1, pipeline=2, context=2)
+    seeds: dict[tuple[int, ...], set[int]] = {}
     for rank in range(layout.world):
         state = ParallelState.stand_in(layout, rank)
-        seeds.setdefault((state.data_index, state.at.pipeline), set()).add(random_seed(3, 5, state))
+        place = (state.data_index, state.context_index, state.at.pipeline)
+        seeds.setdefault(place, set()).add(random_seed(3, 5, state))
     assert len(seeds) == layout.world // 2
     assert all(len(alike) == 1 for alike in seeds.values())
     assert len(set.union(*seeds.values())) == len(seeds)
