@@ -37,7 +37,7 @@ def assert_layout_invariant(
     batch: Mapping[str, Tensor],
     *,
     layouts: Sequence[Layout] = LAYOUTS,
-    loss: Callable[[Any, Mapping[str, Tensor]], tuple[Tensor, Tensor | int]] | None = None,
+    loss: Callable[..., tuple[Tensor, Tensor | int]] | None = None,
     micro_batch: int = 1,
     steps: int = 3,
     clip: float = 0.1,
@@ -53,8 +53,9 @@ def assert_layout_invariant(
     ``factory(state=...)`` builds it: a function or class at the top level of a file, which other processes
     find by name, or a ``functools.partial`` of one. On one process its ``state`` is ``None``. ``batch``:
     tensors by name, samples on dim 0; ``forward`` takes those that it names, ``loss(given, samples)`` all of
-    them, and returns the sum of the losses and how many they are, alike on all tensor ranks. Without
-    ``loss`` the module gives one whole tensor, which is weighed at random. ``micro_batch`` is in samples.
+    them and, if it names it, ``state``, and returns the sum of the losses and how many they are, alike on
+    all tensor ranks. Without ``loss`` the module gives one whole tensor, whose elements all weigh otherwise.
+    ``micro_batch`` is in samples.
 
     Compared are, from micro-batch to micro-batch, what each module is given and gives and the gradients of
     both; every parameter's gradient; loss, gradient norm and weights of ``steps`` AdamW steps with clipping;

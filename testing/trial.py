@@ -120,7 +120,7 @@ def in_layout(
     witness = Witness(model, first=first, partly=layout.pipeline > 1)
     shard_over_data(model, state, Precision(trial.dtype, trial.dtype, trial.dtype))
     _fill(model, trial.seed, state)
-    step = ModuleStep(model, loss, micro_batch=trial.micro_batch, state=state)
+    step = ModuleStep(model, loss, micro_batch=trial.micro_batch, schedule=trial.schedule, state=state)
     optimizer = _train(
         trial, model, step, own_samples(batch, state), found,
         lambda: clip_gradients(model, trial.clip, state=state), witness=witness, state=state,

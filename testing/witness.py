@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 
@@ -57,7 +58,7 @@ class Witness:
 
     def _before(self, name: str) -> Callable[..., Any]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            if not name:
+            if not name and torch.is_grad_enabled():
                 self._micro += 1
             self._calls[self._micro, name] += 1
             return self._note(name, "input", (args, kwargs))
@@ -71,8 +72,8 @@ class Witness:
         return hook
 
     def _note(self, name: str, side: str, value: Any) -> Any:
-        if self._partly and not name:
-            return value
+        if not torch.is_grad_enabled() or (self._partly and not name):
+            return value  # a trial run, to find shapes, is none of the step's
         micro, call, leaves = self._micro, self._calls[self._micro, name], Counter[str]()
 
         def note(tensor: Tensor) -> Tensor:

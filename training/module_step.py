@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,11 +16,14 @@ from ..layers import routers
 from ..parallel_state import BadInput, ParallelState, finalize_gradients
 from ..parallel_state.engine import local_data
 from .data_parallel import before_backward
+from .module_stage import ModuleStage
+from .pipeline import Pipeline
 
 #: Tensors by name, each with the samples on dim 0.
 Samples = Mapping[str, Tensor]
-#: From what the model gives, and the samples, to the *sum* of the losses and how many they are.
-SumAndCount = Callable[[Any, Samples], tuple[Tensor, Tensor | int]]
+#: From what the model gives, and the samples, to the *sum* of the losses and how many they are. What names
+#: ``state`` is given it as a keyword too.
+SumAndCount = Callable[..., tuple[Tensor, Tensor | int]]
 
 
 class ModuleStep:
@@ -29,14 +33,30 @@ class ModuleStep:
     divided by all counts, of every micro-batch and data rank, so that the mean is the same number in every
     layout. The model is called with those tensors of the micro-batch that its ``forward`` names;
     ``micro_batch`` is in samples. With more than one data rank it has been through ``shard_over_data``.
+
+    In a pipeline each rank's model is its stage (see ``Stage.of``), and ``schedule`` is ``gpipe`` or
+    ``1f1b``. A stage's ``forward`` is given, before the samples' tensors by name, what the stage before gave:
+    one tensor, or several of one dtype, samples on dim 0. The last one gives what ``loss`` takes, a tensor.
     """
 
     def __init__(
-        self, model: nn.Module, loss: SumAndCount, *, micro_batch: int, state: ParallelState | None = None
+        self,
+        model: nn.Module,
+        loss: SumAndCount,
+        *,
+        micro_batch: int,
+        schedule: str = "1f1b",
+        state: ParallelState | None = None,
     ) -> None:
-        self.model, self.loss, self.micro_batch = model, loss, micro_batch
+        self.model, self.micro_batch = model, micro_batch
         self.state = state or ParallelState.alone()
-        self._names = named_by(model)
+        wants = "state" in inspect.signature(loss).parameters
+        self.loss: SumAndCount = partial(loss, state=state) if wants else loss
+        self._names, self._schedule_name = named_by(model), schedule
+        self._schedule: Pipeline | None = None
+        self._shapes: dict[str, torch.Size] = {}
+        self._samples: Samples = {}
+        self._sums: list[tuple[Tensor, Tensor | int]] = []
         layout = self.state.layout
         if layout.context > 1:
             raise BadInput(
@@ -50,6 +70,11 @@ class ModuleStep:
                     found=router.balance or router.z_loss,
                     todo="Use bias_corrected routers and Balancing, or a step of your own",
                 )  # fmt: skip
+        if layout.virtual_stages > 1:
+            raise BadInput(
+                "layout", "virtual_stages", expected="1 for a module of your own",
+                found=layout.virtual_stages, todo="Use the schedule gpipe or 1f1b",
+            )  # fmt: skip
         if layout.data > 1 and not isinstance(model, FSDPModule):
             todo = "Call shard_over_data(model, state, Precision(...)) before"
             raise BadInput(
@@ -59,7 +84,8 @@ class ModuleStep:
     def __call__(self, samples: Samples) -> Tensor:
         """``samples``: those of this data rank (``own_samples``). Returns the mean, alike on every rank."""
         parts = [*cut_samples(samples, self.micro_batch)]
-        sums = self._plain(parts)
+        pipelined = self.state.layout.pipeline > 1
+        sums = self._pipelined(samples, parts) if pipelined else self._plain(parts)
         finalize_gradients(self.model, state=self.state)
         total, count = self._over_all_ranks(sums)
         for parameter in self.model.parameters():
@@ -78,11 +104,35 @@ class ModuleStep:
             sums.append((total.detach(), count))
         return sums
 
+    def _pipelined(self, samples: Samples, parts: list[Samples]) -> list[tuple[Tensor, Tensor | int]]:
+        """The schedule cuts numbers of samples; the loss finds the samples by them."""
+        shapes = {name: one.shape for name, one in samples.items()}
+        told: dict[str, Any] = {name: one for name, one in samples.items() if self._names(name)}
+        if self._schedule is None or shapes != self._shapes:
+            first = {name: one for name, one in parts[0].items() if name in told}
+            stage = ModuleStage(self.model, self.state, first, samples=self.micro_batch)
+            name, count = self._schedule_name, len(parts)
+            self._schedule, self._shapes = (
+                stage.schedule(self._loss_of, name=name, microbatches=count),
+                shapes,
+            )
+        state = self.state
+        numbers = torch.arange(count_samples(samples), device=state.device)
+        first_stage, last_stage = state.at.pipeline == 0, state.at.pipeline == state.layout.pipeline - 1
+        self._samples, self._sums = samples, []
+        self._schedule.step(*(numbers,) * first_stage, target=numbers if last_stage else None, **told)
+        return self._sums
+
+    def _loss_of(self, given: Tensor, numbers: Tensor) -> Tensor:
+        total, count = self.loss(given, {name: one[numbers] for name, one in self._samples.items()})
+        self._sums.append((total.detach(), count))
+        return total
+
     def _over_all_ranks(self, sums: list[tuple[Tensor, Tensor | int]]) -> tuple[Tensor, Tensor]:
         """In fp64: a count is exact there, and a sum loses nothing."""
         state = self.state
-        totals = torch.tensor([[float(total), float(count)] for total, count in sums], dtype=torch.float64)
-        both = totals.sum(0).to(state.device)
+        totals = [[float(total), float(count)] for total, count in sums] or [[0.0, 0.0]]
+        both = torch.tensor(totals, dtype=torch.float64).sum(0).to(state.device)
         if state.layout.world > 1:
             both = both * int(state.at.tensor == 0)  # its neighbours on the tensor axis have the same
             dist.all_reduce(both)

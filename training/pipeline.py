@@ -83,12 +83,14 @@ def make_schedule(
     microbatches: int,
     entry: Travels,
     travels: Travels,
+    gives: Travels | None = None,
     state: ParallelState,
 ) -> Pipeline:
     """The schedule ``name`` over this rank's stages, the modules that ``state.layout.stages_of`` numbers.
 
     A stage takes and gives one tensor like ``travels``; the model's first takes one like ``entry``, its last
     gives what ``loss(given, target)`` takes, which returns the micro-batch's share of the step's loss.
+    ``gives``: what this rank's one stage gives, where that is not what it takes.
     The stages may be views of one model (``StageModule``), and may be sharded by FSDP's ``fully_shard``.
 
     Shapes between stages are stated, not found out by a trial run. Raises ``BadInput`` for an unknown name,
@@ -106,7 +108,7 @@ def make_schedule(
             layout.stages,
             state.device,
             takes=(travels if number else entry).meta(),
-            gives=travels.meta(),
+            gives=(gives or travels).meta(),
             group=state.pipeline_group,
             zero=layout.zero,
         )

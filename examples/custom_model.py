@@ -1,0 +1,260 @@
+"""The model of ``plain_model.py`` made tensor-, sequence- and pipeline-parallel, proven, trained and saved.
+
+    python examples/custom_model.py prove
+    torchrun --nproc-per-node 4 examples/custom_model.py train --tensor 2 --pipeline 2 --out run
+    torchrun --nproc-per-node 2 examples/custom_model.py train --data 2 --zero 3 --out run --steps 60
+    trilith reshard run cut --tensor 2
+    trilith convert run exported --to hf
+
+docs/your_model.md goes through it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from trilith.checkpoints import load_module, save_module
+from trilith.layers import (
+    ColumnParallelLinear,
+    LayerNorm,
+    RowParallelLinear,
+    Stage,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    merge_heads,
+    split_heads,
+    split_to_tensor,
+    valid_tokens,
+    vocab_parallel_cross_entropy,
+)
+from trilith.models import Rename
+from trilith.parallel_state import Layout, ParallelState, clip_gradients, initialize
+from trilith.training.data_parallel import shard_over_data
+from trilith.training.module_step import ModuleStep, own_samples
+from trilith.training.optimizer import make_adamw
+from trilith.training.precision import Precision
+
+VOCAB, FEATURES = 61, 6
+
+
+class Recurrence(nn.Module):
+    """``h_t = a_t h_{t-1} + (1 - a_t) v_t``, each channel for itself: a rank takes some of them."""
+
+    def __init__(self, dim: int, inner: int, *, state: ParallelState | None = None) -> None:
+        super().__init__()
+        products = {"value": inner, "forget": inner, "gate": inner}
+        self.enter = ColumnParallelLinear(dim, products, state=state)  # one collective for the three
+        self.out = RowParallelLinear(inner, dim, state=state)
+
+    def forward(self, x: Tensor) -> Tensor:
+        value, forget, gate = self.enter(x)
+        forget = forget.sigmoid()
+        h, states = torch.zeros_like(value[:, 0]), []
+        for t in range(value.shape[1]):  # all of the sequence is here, whatever lies between the blocks
+            h = forget[:, t] * h + (1 - forget[:, t]) * value[:, t]
+            states.append(h)
+        out: Tensor = self.out(torch.stack(states, 1) * F.silu(gate))
+        return out
+
+
+class CrossAttention(nn.Module):
+    """Each token looks at the whole memory. ``unit``: the cut never runs through a head."""
+
+    def __init__(self, dim: int, heads: int, *, state: ParallelState | None = None) -> None:
+        super().__init__()
+        self.head_dim = dim // heads
+        self.q = ColumnParallelLinear(dim, dim, unit=self.head_dim, state=state)
+        self.kv = ColumnParallelLinear(dim, {"k": dim, "v": dim}, unit=self.head_dim, state=state)
+        self.out = RowParallelLinear(dim, dim, unit=self.head_dim, state=state)
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        q, k, v = (split_heads(t, self.head_dim) for t in (self.q(x), *self.kv(memory)))
+        out: Tensor = self.out(merge_heads(F.scaled_dot_product_attention(q, k, v)))
+        return out
+
+
+class Block(nn.Module):
+    """Recurrence, and in a decoder attention to the memory, and a feed-forward net."""
+
+    def __init__(self, dim: int, heads: int, *, decoder: bool, state: ParallelState | None = None) -> None:
+        super().__init__()
+        self.mix_norm, self.mix = LayerNorm(dim, state=state), Recurrence(dim, 2 * dim, state=state)
+        if decoder:
+            self.cross_norm = LayerNorm(dim, state=state)
+            self.cross = CrossAttention(dim, heads, state=state)
+        self.up_norm = LayerNorm(dim, state=state)
+        self.up = ColumnParallelLinear(dim, 4 * dim, state=state)
+        self.down = RowParallelLinear(4 * dim, dim, state=state)
+
+    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
+        x = x + self.mix(self.mix_norm(x))
+        if memory is not None:
+            x = x + self.cross(self.cross_norm(x), memory)
+        x = x + self.down(F.gelu(self.up(self.up_norm(x))))
+        return x
+
+
+class Transcriber(nn.Module):
+    """The model, or this pipeline rank's stage of it: encoder blocks, then decoder blocks, in one row."""
+
+    def __init__(
+        self,
+        dim: int = 32,
+        heads: int = 4,
+        encoder: int = 2,
+        decoder: int = 2,
+        *,
+        state: ParallelState | None = None,
+    ) -> None:
+        super().__init__()
+        self.state = state or ParallelState.alone()
+        self.stage = Stage.of(encoder + decoder, state=state)
+        here = self.stage.blocks
+        self.reads, self.remembers, self.speaks = self.stage.first, encoder - 1 in here, encoder in here
+        if self.reads:
+            self.frames = nn.Linear(FEATURES, dim)  # torch's own: whole on every rank
+        self.encoder = nn.ModuleDict(
+            {str(i): Block(dim, heads, decoder=False, state=state) for i in range(encoder) if i in here}
+        )
+        if self.remembers:
+            self.memory_norm = LayerNorm(dim, state=state)
+        if self.speaks:
+            self.embed = VocabParallelEmbedding(VOCAB, dim, state=state)
+        self.decoder = nn.ModuleDict(
+            {
+                str(i): Block(dim, heads, decoder=True, state=state)
+                for i in range(decoder)
+                if encoder + i in here
+            }
+        )
+        if self.stage.last:
+            self.norm = LayerNorm(dim, state=state)
+            self.head = VocabParallelHead(dim, VOCAB, state=state)
+
+    def forward(
+        self, memory: Tensor | None = None, x: Tensor | None = None, *, source: Tensor, tokens: Tensor
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """``memory`` and ``x`` come from the stage before. The logits, or what the next stage is given."""
+        if self.reads:
+            memory = self.frames(source)
+            if self.state.sequence:  # from here on each rank has its own frames
+                memory = split_to_tensor(memory, self.state, dim=1)
+        for block in self.encoder.values():
+            memory = block(memory)
+        if self.remembers:
+            memory = self.memory_norm(memory)
+        if self.speaks:
+            x = self.embed(tokens)
+        for block in self.decoder.values():
+            x = block(x, memory)
+        if self.stage.last:
+            logits: Tensor = self.head(self.norm(x))
+            return logits
+        assert memory is not None
+        return memory if x is None else (memory, x)
+
+
+def loss(
+    logits: Tensor, samples: Mapping[str, Tensor], *, state: ParallelState | None = None
+) -> tuple[Tensor, Tensor]:
+    """The sum over the tokens, and how many they are: the step divides by those of all ranks."""
+    labels = samples["labels"]
+    return vocab_parallel_cross_entropy(logits, labels, VOCAB, state=state).sum(), valid_tokens(labels)
+
+
+#: Ours -> the plain model's, so that an export is what ``plain_model.Transcriber`` loads.
+NAMES = [
+    Rename(f"{side}.{{i}}.mix.enter.{one}.{kind}", f"{side}.{{i}}.mix.{one}.{kind}")
+    for side in ("encoder", "decoder") for one in ("value", "forget", "gate") for kind in ("weight", "bias")
+] + [
+    Rename(f"decoder.{{i}}.cross.kv.{one}.{kind}", f"decoder.{{i}}.cross.{one}.{kind}")
+    for one in ("k", "v") for kind in ("weight", "bias")
+] + [
+    Rename(f"{side}.{{i}}.{one}.{kind}", f"{side}.{{i}}.{one}.{kind}")
+    for side in ("encoder", "decoder")
+    for one in ("mix_norm", "mix.out", "cross_norm", "cross.q", "cross.out", "up_norm", "up", "down")
+    for kind in ("weight", "bias") if side == "decoder" or not one.startswith("cross")
+] + [
+    Rename(one, one)
+    for one in ("frames.weight", "frames.bias", "memory_norm.weight", "memory_norm.bias", "embed.weight",
+                "norm.weight", "norm.bias", "head.weight")
+]  # fmt: skip
+CONFIG = {"model_type": "transcriber", "architectures": ["Transcriber"]}
+
+
+def batch(step: int, samples: int = 8, frames: int = 8, length: int = 8) -> dict[str, Tensor]:
+    """Tokens that go up by a stride; which, the frames say amid noise."""
+    generator = torch.Generator().manual_seed(step)
+    stride = torch.randint(1, FEATURES + 1, (samples, 1), generator=generator)
+    start = torch.randint(VOCAB, (samples, 1), generator=generator)
+    tokens = (start + stride * torch.arange(length + 1)) % VOCAB
+    source = F.one_hot(stride - 1, FEATURES) + 0.3 * torch.randn(
+        samples, frames, FEATURES, generator=generator
+    )
+    return {"source": source, "tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
+
+
+def train(layout: Layout, out: Path | None, steps: int, *, seed: int = 0) -> list[float]:
+    """The losses of the steps from the newest checkpoint in ``out`` on, in any layout."""
+    state = ParallelState.start(layout)
+    model = shard_over_data(Transcriber(state=state), state, Precision())
+    initialize(model, seed, state=state)
+    optimizer = make_adamw(model, lr=1e-2)
+    step, losses, first = ModuleStep(model, loss, micro_batch=1, state=state), [], 0
+    if out is not None and any(out.glob("step-*")):
+        first = load_module(out, model, optimizer, state=state).step
+    for number in range(first, steps):
+        mean = step(own_samples(batch(number), state))
+        clip_gradients(model, 1.0, state=state)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(mean))
+    if out is not None and first < steps:
+        save_module(out, model, optimizer, step=steps, config=CONFIG, names=NAMES, state=state)
+    return losses
+
+
+def prove() -> None:
+    """That the model is one model in these layouts; otherwise the first module that differs is named."""
+    from trilith.testing import assert_layout_invariant
+
+    layouts = [Layout(tensor=2), Layout(tensor=2, sequence=True), Layout(pipeline=2),
+               Layout(tensor=2, pipeline=2, sequence=True), Layout.of(tensor=2, data=2, zero=3)]  # fmt: skip
+    found = assert_layout_invariant(Transcriber, batch(0, samples=4), layouts=layouts, loss=loss)
+    for layout, figures in found.items():
+        print(f"{layout}: {figures}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=["prove", "train"])
+    for axis in ("tensor", "pipeline", "data"):
+        parser.add_argument(f"--{axis}", type=int, default=1)
+    parser.add_argument("--zero", type=int, default=0, help="0 to 3")
+    parser.add_argument("--sequence", action="store_true", help="sequence parallelism along the tensor axis")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--out", type=Path, help="the folder of the checkpoints")
+    given = parser.parse_args()
+    if given.what == "prove":
+        return prove()
+    layout = Layout.of(
+        tensor=given.tensor,
+        pipeline=given.pipeline,
+        data=given.data,
+        zero=given.zero,
+        sequence=given.sequence,
+    )
+    losses = train(layout, given.out, given.steps)
+    if losses and torch.distributed.get_rank() == 0:
+        print(f"{layout}: loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps")
+
+
+if __name__ == "__main__":
+    main()
