@@ -19,6 +19,7 @@ from .quickstart import quickstart
 from .recipe import recipe
 from .report import report
 from .reshard import reshard
+from .schedule import schedule
 from .tokenize import tokenize
 from .train import train
 from .train_tokenizer import train_tokenizer
@@ -40,6 +41,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     report,
     merge_lora,
     recipe,
+    schedule,
     generate,
 )
 

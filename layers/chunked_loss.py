@@ -5,8 +5,8 @@ until backward is the gradient of the weight (in at least fp32) and of the hidde
 between are the logits of one chunk.
 
 One autograd function gives both gradients here, so a schedule that separates the gradient of the input from
-that of the weights (zero bubble) has nothing to separate in the head: it would run this backward twice. GPipe
-and 1F1B do not separate them.
+that of the weights (zero bubble) has nothing to separate in the head. It would run this backward twice, which
+is refused. GPipe, 1F1B and interleaved 1F1B do not separate them.
 """
 
 from __future__ import annotations
@@ -71,6 +71,8 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        assert not getattr(ctx, "ran", False), "the weight's gradient was scaled in place: backward runs once"
+        ctx.ran = True
         dx_ND, dw_VD = ctx.saved_tensors
         scale = grads[0]
         # The scale is one over the step's tokens: rounded to bf16 it would be wrong for all gradients alike.

@@ -10,29 +10,35 @@ from .pipeline import (
     ScheduleName,
     bubble,
     check_schedule,
-    in_flight,
     schedule_kind,
 )
+from .timetable import Action, Held, Timed, Timetable, held_at_once, layout_of, timetable
 from .work import Work
 
 __all__ = [
+    "Action",
     "BlockShape",
     "Change",
     "Fit",
+    "Held",
     "Kept",
     "MemoryPlan",
     "RankParameters",
     "SCHEDULE_NAMES",
     "ScheduleKind",
     "ScheduleName",
+    "Timed",
+    "Timetable",
     "Work",
     "block_shape",
     "bubble",
     "changes_that_fit",
     "check_schedule",
-    "in_flight",
+    "held_at_once",
     "kept_in_block",
+    "layout_of",
     "plan_memory",
     "rank_parameters",
     "schedule_kind",
+    "timetable",
 ]

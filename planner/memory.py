@@ -14,7 +14,8 @@ from ..layers import Stage, checkpointed, padded_vocabulary
 from ..parallel_state import Coordinates, Declaration
 from .activations import block_shape, kept_in_block, norm_bytes
 from .holdings import RankParameters, rank_parameters
-from .pipeline import in_flight
+from .pipeline import schedule_kind
+from .timetable import held_at_once
 from .work import Work
 
 
@@ -84,7 +85,11 @@ def _gathered(work: Work, held: RankParameters) -> int:
 def _communicated(work: Work, held: RankParameters) -> int:
     """Of the block at hand and the next: weights on their way in, gradients on their way out."""
     coming = 2 * held.largest_block * work.compute if work.layout.zero == 3 else 0
-    return coming + (held.trained_root + held.largest_trained_block) * work.reduce
+    whole = 0
+    if work.layout.zero >= 2 and work.layout.pipeline > 1 and schedule_kind(work.schedule).two_backwards:
+        # The gradients of a stage's weights are made together, and only then summed.
+        whole = held.trained * work.compute // work.layout.virtual_stages
+    return coming + whole + (held.trained_root + held.largest_trained_block) * work.reduce
 
 
 def _gradients(work: Work, held: RankParameters) -> tuple[int, int]:
@@ -102,6 +107,40 @@ def _activations(
     work: Work, stated: Mapping[str, Declaration], stage: Stage, at: Coordinates, frozen: Collection[str]
 ) -> tuple[int, int]:
     """(kept by all micro-batches in flight, needed besides by one block in its backward)."""
+    held = held_at_once(work.schedule, work.layout, work.micro_batches, at.pipeline)
+    kept, again = 0.0, 0.0
+    for part in stage.parts:
+        here = held[part.number]
+        of_one, block = _one_in_flight(work, stated, part, at, frozen, here.micro_batches)
+        kept, again = kept + here.micro_batches * of_one, max(again, block)
+        if here.halfway:
+            kept += here.halfway * _halfway(work, stated, part, at, frozen)
+    return int(kept), int(again)
+
+
+def _halfway(
+    work: Work, stated: Mapping[str, Declaration], stage: Stage, at: Coordinates, frozen: Collection[str]
+) -> float:
+    """Between the two parts of a backward: the gradient of what each norm and product of a block gives."""
+    widths = 0.0
+    for number in stage.blocks:
+        one = block_shape(work, stated, number, at, frozen=frozen)
+        products = one.query + 2 * one.key_value + (2 if one.gated else 1) * one.feed_forward
+        widths += products + 2 * one.hidden + 2 * one.residual
+    if stage.last:
+        widths += padded_vocabulary(work.config.vocab_size) // work.layout.tensor
+    return widths * work.compute * work.tokens
+
+
+def _one_in_flight(
+    work: Work,
+    stated: Mapping[str, Declaration],
+    stage: Stage,
+    at: Coordinates,
+    frozen: Collection[str],
+    held: int,
+) -> tuple[float, float]:
+    """Of one micro-batch, of ``held`` that this one stage of the rank holds at once."""
     tokens, layout = work.tokens, work.layout
     kept, again = 0.0, 0.0
     residual = work.config.hidden_size / (layout.tensor if layout.sequence else 1)
@@ -127,11 +166,10 @@ def _activations(
         kept += residual * work.compute * tokens  # a stage keeps its output until its backward
     head_dim = getattr(work.config, "head_dim", 0)
     rope = 2 * work.length * head_dim * work.compute
-    held = in_flight(work.schedule, at.pipeline, layout.pipeline, work.micro_batches)
     columns = padded_vocabulary(work.config.vocab_size) // layout.tensor if stage.last else 0
     if not work.loss_chunk:  # GPipe has made the losses of the other micro-batches too
-        kept += columns * (work.inner + work.compute) * tokens * (held - 1) / held
-    return int(held * (kept + rope)), int(again * tokens)
+        kept += columns * (work.inner + work.compute) * tokens * (held - 1) / max(held, 1)
+    return kept + rope, again * tokens
 
 
 def _logits(work: Work, stage: Stage, *, trained: bool) -> int:
@@ -150,9 +188,13 @@ def _logits(work: Work, stage: Stage, *, trained: bool) -> int:
 
 
 def _pipeline_buffers(work: Work, stage: Stage) -> int:
-    """Torch's stage has a buffer a micro-batch for what it receives, both ways, from the first step on."""
+    """Torch's stage has a buffer a micro-batch for what it receives, both ways, from the first step on.
+
+    Its schedules of several stages a rank also keep what they have sent, until the step ends.
+    """
     if work.layout.pipeline == 1:
         return 0
     piece = work.tokens * work.config.hidden_size * work.compute
     piece //= work.layout.tensor if work.layout.sequence else 1
-    return work.micro_batches * piece * ((not stage.first) + (not stage.last))
+    sent = 2 if len(stage.parts) > 1 else 1
+    return sent * work.micro_batches * piece * sum((not part.first) + (not part.last) for part in stage.parts)

@@ -104,11 +104,15 @@ def check_schedule(name: str, layout: Layout, micro_batches: int, where: str = "
     )
 
 
-def bubble(stages: int, micro_batches: int) -> float:
-    """The share of a step in which a rank waits, under GPipe and 1F1B. Source: Narayanan et al. 2021."""
-    return (stages - 1) / (micro_batches + stages - 1)
+def bubble(name: str, layout: Layout, micro_batches: int) -> float:
+    """The share of a step in which a rank waits, where a stage's forward, and each half of its backward, take
+    equally long everywhere, and rounds are full.
 
-
-def in_flight(schedule: str, stage: int, stages: int, micro_batches: int) -> int:
-    """Micro-batches whose activations the stage holds at the worst moment."""
-    return micro_batches if schedule == "gpipe" else min(stages - stage, micro_batches)
+    With p ranks of v stages: ``(p - 1) / (v m + p - 1)``; where backward is in two, and the half that nobody
+    waits for fills the gaps, ``(p - 1) / (3 v m + p - 1)``. For DualPipeV with ``2 (p - 1)`` for ``p - 1``:
+    torch runs a forward beside a backward one after the other, and sends what both give afterwards. Sources:
+    Narayanan et al. 2021; Qi et al. 2023.
+    """
+    waits = (layout.pipeline - 1) * (2 if name == "dualpipev" else 1)
+    thirds = 3 if schedule_kind(name).two_backwards else 1
+    return waits / (thirds * layout.virtual_stages * micro_batches + waits)

@@ -105,7 +105,7 @@ def dry_run(recipe: Recipe, *, rank: int | None = None, room: int | None = None)
         layout.world,
         found,
         micro_batches,
-        bubble(layout.pipeline, micro_batches),
+        bubble(recipe.layout.schedule, layout, micro_batches) if layout.pipeline > 1 else 0.0,
         flops_of(recipe, planned),
         room,
         _fits(recipe, room) if too_much and room is not None else [],
@@ -231,9 +231,8 @@ def _changes(recipe: Recipe) -> list[Change]:
         found.append(Change(("memory.loss_chunk=1024",)))
     if memory.checkpointing == "none":
         found.append(Change(("memory.checkpointing=selective",)))
-    most = 3 if layout.pipeline == 1 else 1
     if layout.data > 1:
-        found += [Change((f"layout.zero={zero}",)) for zero in range(layout.zero + 1, most + 1)]
+        found += [Change((f"layout.zero={zero}",)) for zero in range(layout.zero + 1, 4)]
     if recipe.data.micro_batch > 1:
         found.append(Change((f"data.micro_batch={recipe.data.micro_batch // 2}",)))
     if memory.checkpointing == "every":

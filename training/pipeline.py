@@ -9,30 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import (
-    Schedule1F1B,
-    ScheduleDualPipeV,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
 
 from ..layers import Stage
 from ..models import CausalLM
 from ..parallel_state import ParallelState
 from ..planner import check_schedule
+from ..planner.timetable import CLASSES
 from .stage_driver import DrivenStage, StageModule, after_schedule, before_schedule
-
-#: Torch's class of each schedule; ``planner.SCHEDULE_NAMES`` are the same names.
-CLASSES: dict[str, Any] = {
-    "gpipe": ScheduleGPipe,
-    "1f1b": Schedule1F1B,
-    "interleaved": ScheduleInterleaved1F1B,
-    "interleaved-zero-bubble": ScheduleInterleavedZeroBubble,
-    "zbv": ScheduleZBVZeroBubble,
-    "dualpipev": ScheduleDualPipeV,
-}
 
 
 @dataclass(frozen=True, slots=True)

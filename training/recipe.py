@@ -14,7 +14,7 @@ from pydantic import Field, ValidationError
 from ..parallel_state import TIMEOUT, BadInput
 from ..planner import check_schedule
 from .preempt import GRACE
-from .recipe_checks import check_idle, check_optimizer, check_precision
+from .recipe_checks import check_idle, check_memory_of_pipeline, check_optimizer, check_precision
 from .sections import (
     CheckpointSection,
     DataSection,
@@ -96,19 +96,11 @@ class Recipe(Section):
             )
         micro_batches = self.data.global_batch // (layout.data * self.data.micro_batch)
         check_schedule(self.layout.schedule, layout, micro_batches, where)
+        check_memory_of_pipeline(self.memory, self.layout, where)
         absent = [rank for rank in self.watch.trace_ranks if not 0 <= rank < layout.world]
         if absent:
             raise BadInput(
                 where, "watch.trace_ranks", expected=f"ranks from 0 to {layout.world - 1}", found=absent[0]
-            )
-        if self.memory.loss_chunk and self.layout.schedule == "gpipe" and layout.pipeline > 1:
-            raise BadInput(
-                where,
-                "memory.loss_chunk",
-                expected="0 with layout.schedule=gpipe, or 1f1b",
-                found=self.memory.loss_chunk,
-                todo="GPipe makes the losses of all micro-batches before it goes back: each would hold a "
-                "gradient of the output layer",
             )
         layout.check_length(self.data.sequence_length, where, "data.sequence_length")
 

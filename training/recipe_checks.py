@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 from ..parallel_state import BadInput
-from .sections import LossScaleSection, MemorySection, OptimizerSection, WatchSection
+from ..planner import schedule_kind
+from .sections import LayoutSection, LossScaleSection, MemorySection, OptimizerSection, WatchSection
 
 
 def check_optimizer(section: OptimizerSection, steps: int, where: str) -> None:
@@ -70,4 +71,28 @@ def check_idle(memory: MemorySection, watch: WatchSection, where: str) -> None:
             "watch.activation_norms",
             expected="watch.norms, the steps between norms, beside it",
             found="watch.norms = 0",
+        )
+
+
+def check_memory_of_pipeline(memory: MemorySection, layout: LayoutSection, where: str) -> None:
+    """Refuse what saves memory elsewhere, and under this schedule would not, or at twice the cost."""
+    if layout.pipeline == 1:
+        return
+    name, kind = layout.schedule, schedule_kind(layout.schedule)
+    if memory.loss_chunk and (name == "gpipe" or kind.two_backwards):
+        raise BadInput(
+            where,
+            "memory.loss_chunk",
+            expected=f"0 with layout.schedule={name}, or 1f1b or interleaved",
+            found=memory.loss_chunk,
+            todo="Several micro-batches wait for their backward after their losses, and each would hold a "
+            "gradient of the output layer",
+        )
+    if memory.checkpointing != "none" and kind.two_backwards:
+        raise BadInput(
+            where,
+            "memory.checkpointing",
+            expected=f"none with layout.schedule={name}, or 1f1b or interleaved",
+            found=memory.checkpointing,
+            todo="Its backward comes in two parts, and each would compute a block's forward again",
         )

@@ -11,7 +11,7 @@ import torch
 from trilith.models import LoraConfig, adapted, family_of
 from trilith.parallel_state import Layout, ParallelState, declarations, initialize
 from trilith.parallel_state.engine import local_data
-from trilith.planner import MemoryPlan, Work, bubble, in_flight, plan_memory, rank_parameters
+from trilith.planner import MemoryPlan, Work, plan_memory, rank_parameters
 from trilith.testing import LiveBytes, run_parallel
 from trilith.training.build import spare_memory
 from trilith.training.data_parallel import shard_over_data
@@ -56,6 +56,7 @@ class Case:
     #: Adapters on a frozen base, whose weights are in ``compute``; or what of the model is frozen.
     lora: LoraConfig | None = None
     frozen: tuple[str, ...] = ()
+    schedule: str = "1f1b"
 
 
 @dataclass
@@ -91,7 +92,11 @@ def measure(case: Case) -> Measured:
         initialize(model, 0, state=state)
         optimizer = make_adamw(model, lr=1e-3)
         step = TrainStep(
-            model, micro_batch=case.micro_batch, dtype=case.compute, loss_chunk=case.memory.loss_chunk
+            model,
+            micro_batch=case.micro_batch,
+            schedule=case.schedule,
+            dtype=case.compute,
+            loss_chunk=case.memory.loss_chunk,
         )
         ids = torch.randint(500, (case.micro_batch * case.micro_batches, LENGTH))
         for number in range(2):
@@ -112,6 +117,7 @@ def measure(case: Case) -> Measured:
         LENGTH,
         case.micro_batch,
         case.micro_batches,
+        schedule=case.schedule,
         compute=case.compute.itemsize,
         checkpointing=case.memory.checkpointing,
         checkpoint_every=case.memory.every,
@@ -133,6 +139,8 @@ def measure(case: Case) -> Measured:
 
 
 SEQUENCE = Layout.of(tensor=2, sequence=True)
+LOOP: dict[str, Any] = {"virtual_stages": 2}
+SHAPED: dict[str, Any] = {"virtual_stages": 2, "v_shape": True}
 LORA = LoraConfig(r=8, lora_dropout=0.05)
 CASES = [
     Case("llama", Layout.of(data=2, zero=1)),
@@ -156,6 +164,12 @@ CASES = [
     Case("llama", Layout.of(context=2, zero=1, ring=True), MemorySection(checkpointing="selective")),
     Case("llama", Layout.of(context=2, zero=3), micro_batch=4),
     Case("llama", Layout.of(data=2, zero=2), frozen=("embed", "layers.0", "layers.1", "layers.2")),
+    Case("llama", Layout.of(pipeline=2, **LOOP), micro_batches=4, schedule="interleaved"),
+    Case("llama", Layout.of(pipeline=2, **SHAPED), micro_batches=4, schedule="zbv"),
+    Case("llama", Layout.of(pipeline=2, data=2, zero=2), micro_batches=4),
+    Case("llama", Layout.of(pipeline=2, data=2, zero=3), micro_batches=4),
+    Case("llama", Layout.of(pipeline=2, data=2, zero=3, **SHAPED), micro_batches=4, schedule="zbv"),
+    Case("llama", Layout.of(pipeline=2, data=2, zero=2, **SHAPED), micro_batches=4, schedule="dualpipev"),
 ]
 
 
@@ -230,10 +244,3 @@ def test_context_ranks_share_activations_and_a_ring_holds_few_keys_at_once() -> 
         more.append((gathered - ring) / (2 * 256 // ranks))
     # A token's keys and values of two heads in bf16, and their gradients in fp32, for each rank more.
     assert more[1] - more[0] == 16 * 2 * 2 * (512 // 8) * (2 + 4)
-
-
-def test_the_idle_share_of_a_pipeline() -> None:
-    assert bubble(1, 8) == 0
-    assert bubble(4, 8) == pytest.approx(3 / 11)
-    assert [in_flight("1f1b", stage, 4, 8) for stage in range(4)] == [4, 3, 2, 1]
-    assert in_flight("1f1b", 0, 16, 2) == 2

@@ -1,0 +1,70 @@
+"""``trilith schedule --name zbv --stages 4 --microbatches 8``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def schedule(
+    name: Annotated[
+        str, typer.Option(help="gpipe, 1f1b, interleaved, interleaved-zero-bubble, zbv, dualpipev")
+    ],
+    stages: Annotated[int, typer.Option(min=2, help="pipeline ranks")] = 4,
+    microbatches: Annotated[int, typer.Option(min=1, help="micro-batches a step")] = 8,
+    virtual: Annotated[
+        int | None, typer.Option(min=1, help="stages of each rank; default: 2, or 1 with gpipe, 1f1b")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="a picture to write: .png, .svg or .pdf")] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="also run it: on local processes that sleep where they compute")
+    ] = False,
+    unit: Annotated[float, typer.Option(min=0.001, help="seconds of a rank's forward, with --measure")] = 0.2,
+) -> None:
+    """Show a pipeline schedule: who computes what when, how long each rank waits, how much it holds.
+
+    The order is torch's own, as a run has it; the times are of stages that take equally long, backward twice
+    as long as forward, and of sending that takes none. Held are activations: those of one stage for one
+    micro-batch are one.
+
+    trilith schedule --name zbv --stages 4 --microbatches 8 --measure --out zbv.png
+    """
+    from ..planner import Timetable, bubble, layout_of, timetable
+    from ..planner.timetable_text import timetable_lines
+    from ..training.console import plain_console
+
+    layout = layout_of(name, stages, virtual)
+    computed = timetable(name, layout, microbatches)
+    console = plain_console(soft_wrap=True)
+    for line in timetable_lines(computed, width=console.width):
+        console.print(line)
+    console.print("")
+    console.print("F forward, B backward, I and W its halves: for the stage's input, for its weights")
+    if layout.virtual_stages > 1:
+        console.print("small letters: the rank's later stages")
+    console.print("")
+    tables: dict[str, Timetable] = {"computed": computed}
+    if measure:
+        from ..testing.slept import measured_timetable
+
+        with console.status("running"):
+            tables["measured"] = measured_timetable(
+                name, layout, microbatches, unit=unit / layout.virtual_stages
+            )
+    heads = "".join(f"{f'waits, {one}':>18}" for one in tables)
+    console.print(f"{'':<9}{'stages':<12}{'held at once':>13}{heads}")
+    for rank in range(stages):
+        numbers = " ".join(map(str, layout.stages_of(rank)))
+        idle = "".join(f"{table.idle(rank):>18.1%}" for table in tables.values())
+        console.print(f"rank {rank:<4}{numbers:<12}{computed.most_held(rank):>13}{idle}")
+    of_all = "".join(f"{table.bubble:>18.1%}" for table in tables.values())
+    console.print(f"{'all':<34}{of_all}; by the formula {bubble(name, layout, microbatches):.1%}")
+    if out is not None:
+        from ..planner.timetable_picture import draw_timetables
+
+        units = {"computed": "units of a stage's forward", "measured": "seconds"}
+        shape = f"{stages} ranks, {layout.stages} stages, {microbatches} micro-batches"
+        draw_timetables(out, f"{name}: {shape}", tables, units)
+        console.print(f"wrote {out}")
