@@ -21,9 +21,10 @@ def show_dry_run(
     found = dry_run(load_recipe(recipe, overrides), rank=rank, room=room)
     console = plain_console(soft_wrap=True)
     layout, one, memory = found.recipe.layout.layout, found.rank, found.rank.memory
+    active = f", of which a token meets {found.active:,}" if found.active < found.parameters else ""
     console.print(f"layout         {layout}{f': {found.ranks:,} ranks' if found.ranks > 1 else ''}")
     console.print(
-        f"parameters     {found.parameters:,}; rank {one.rank} computes with {one.parameters:,}, "
+        f"parameters     {found.parameters:,}{active}; rank {one.rank} computes with {one.parameters:,}, "
         f"stores {one.stored:,}, trains {one.trained:,} of these"
     )
     console.print(

@@ -20,9 +20,7 @@ def grouped_mm(x_MD: Tensor, w_EFD: Tensor, counts: Sequence[int]) -> Tensor:
     product a group, with the same numbers.
     """
     if _has_kernel(x_MD, w_EFD):
-        ends = torch.tensor(counts, device=x_MD.device).cumsum(0).to(torch.int32)
-        # A gradient of the product may come broadcast (of a sum), which the kernel's backward refuses.
-        return _contiguous_gradient(F.grouped_mm(x_MD, w_EFD.transpose(1, 2), offs=ends))
+        return by_kernel(x_MD, w_EFD, counts)
     groups = zip(x_MD.split([*counts]), w_EFD.unbind(), strict=True)
     return torch.cat([F.linear(rows, weight) for rows, weight in groups])
 
@@ -37,7 +35,10 @@ def _has_kernel(x: Tensor, w: Tensor) -> bool:
     )
 
 
-def _contiguous_gradient(y: Tensor) -> Tensor:
-    if y.requires_grad:
-        y.register_hook(torch.Tensor.contiguous)
-    return y
+def by_kernel(x_MD: Tensor, w_EFD: Tensor, counts: Sequence[int]) -> Tensor:
+    """``grouped_mm`` in torch's one kernel; a CPU has one as well, for fp32 and 16 bits."""
+    ends = torch.tensor(counts, device=x_MD.device).cumsum(0).to(torch.int32)
+    y_MF = F.grouped_mm(x_MD, w_EFD.transpose(1, 2), offs=ends)
+    if y_MF.requires_grad:  # of a sum it comes broadcast, which the kernel's backward refuses
+        y_MF.register_hook(torch.Tensor.contiguous)
+    return y_MF

@@ -130,6 +130,11 @@ class ModelConfig(BaseModel):
         return 0
 
     @property
+    def routers(self) -> int:
+        """Blocks with experts."""
+        return 0
+
+    @property
     def tensor_units(self) -> dict[str, int]:
         """What the tensor axis must divide, by names for users."""
         return {

@@ -54,7 +54,6 @@ class ExpertsConfig(LlamaConfig):
 
     @property
     def routers(self) -> int:
-        """Blocks with experts."""
         return sum(map(self.has_experts, range(self.num_hidden_layers)))
 
 

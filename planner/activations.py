@@ -20,6 +20,10 @@ full       D/r
 A token is one of those here: over c context ranks a row has S/c. There backward fetches keys and values again
 (c times 2 K/t numbers, around a ring 4 K/t) and makes their gradients; selective computes attention again.
 
+Experts: F is the width of all that a token goes through, their inputs a copy of D for each of these (as they
+are evenly used; the most used rank of an uneven router has more), and so are their outputs; the router's
+scores are in fp32.
+
 Dropout on the residual stream adds a mask of each branch; an adapter the r numbers between its factors and,
 where its input is dropped, a copy of that and a mask. A mask is a byte a number on a GPU, a number on a CPU.
 """
@@ -56,6 +60,10 @@ class BlockShape:
     #: Of all adapters here: widths of their inputs, and of what lies between their factors.
     adapted: int = 0
     ranks: int = 0
+    #: Of a block with experts, a token: rows that its experts compute here (``feed_forward`` and ``inputs``
+    #: are of all of them), and how many experts the router scores.
+    routed: int = 0
+    scored: int = 0
 
 
 @dataclass(frozen=True)
@@ -89,17 +97,23 @@ def block_shape(
             for one in own
         )
 
-    gated = f"{block}mlp.gate_up.gate.weight" in stated
+    experts = f"{block}mlp.experts.up" in stated
+    gated = f"{block}mlp.gate_up.gate.weight" in stated or f"{block}mlp.experts.gate" in stated
     query, heads = rows("attention.qkv.q"), config.num_attention_heads // layout.tensor
     head_dim = query // heads
     all_kv = stated[f"{block}attention.qkv.k.weight"].shape[0] // head_dim
     first, last = all_kv * at.tensor // layout.tensor, -(-all_kv * (at.tensor + 1) // layout.tensor)
-    feed_forward = rows("mlp.gate_up.gate" if gated else "mlp.up")
-    products = {
-        "attention.qkv": config.hidden_size,
-        "mlp.gate_up" if gated else "mlp.up": config.hidden_size,
-        "mlp.down": feed_forward,
-    }
+    products = {"attention.qkv": config.hidden_size}
+    routed = config.experts_of_token if experts else 0
+    if experts:  # evenly used: as many rows on each rank as its own tokens make
+        feed_forward = stated[f"{block}mlp.experts.up"].box(layout, at).shape[1] * routed
+        products["mlp.experts"] = config.hidden_size * routed + feed_forward
+    else:
+        feed_forward = rows("mlp.gate_up.gate" if gated else "mlp.up")
+        products |= {
+            "mlp.gate_up" if gated else "mlp.up": config.hidden_size,
+            "mlp.down": feed_forward,
+        }
     factors = [stated[name].box(layout, at).shape for name in own if name.endswith(".lora_A")]
     return BlockShape(
         hidden=config.hidden_size,
@@ -115,6 +129,8 @@ def block_shape(
         trained_norms=trained("attention_norm") + trained("mlp_norm"),
         adapted=sum(width for _, width in factors),
         ranks=sum(rank for rank, _ in factors),
+        routed=routed,
+        scored=config.routed_experts if experts else 0,
     )
 
 
@@ -143,17 +159,21 @@ def kept_in_block(work: Work, shape: BlockShape, mode: Checkpointing) -> Kept:
         + attention
         + branches * shape.feed_forward * b
         + _adapters(work, shape)
+        + _routing(work, shape)
         + _dropout(work, shape)
     )
-    # Gradients that backward holds at once: of the feed-forward's branches, or of the residual stream.
-    working = max((2 * shape.feed_forward + 2 * shape.hidden) * b, _fetched(work, shape))
+    # Gradients that backward holds at once: of the feed-forward's branches, or of the residual stream; where
+    # it is routed, of every row.
+    rows = max(1, shape.routed)
+    working = max((2 * shape.feed_forward + 2 * shape.hidden * rows) * b, _fetched(work, shape))
     if mode == "none":
         return Kept(everything, working)
     if mode in ("full", "every"):
         return Kept(widest, everything - widest + working)
     sums = 2 * widest if shape.cut else _whole_products(shape) * b
     products = (2 if shape.gated else 1) * shape.feed_forward * b
-    kept = widest + products + sums + shape.ranks * b
+    routing = shape.scored * work.inner  # the router's product; rows are brought to the experts again
+    kept = widest + products + sums + shape.ranks * b + routing
     if work.layout.context > 1:  # whose attention is computed again
         return Kept(kept, everything + working - widest)
     return Kept(kept + attention, everything + working - attention - widest)
@@ -168,6 +188,15 @@ def _fetched(work: Work, shape: BlockShape) -> float:
         return 0.0
     pieces, sums = (2, 3) if work.layout.ring else (1 + ranks, 1 + ranks)
     return 2 * shape.key_value * (pieces * work.compute + sums * work.inner) + shape.query * work.inner
+
+
+def _routing(work: Work, shape: BlockShape) -> float:
+    """Around the experts: the router's input and scores in fp32, what it weighs, and rows' way and back."""
+    if not shape.routed:
+        return 0.0
+    router = (shape.hidden + 2 * shape.scored + shape.routed + 1) * work.inner
+    places = 4 * 8 * shape.routed  # int64: the experts, their order, and back
+    return router + shape.routed * shape.hidden * work.compute + places
 
 
 def _adapters(work: Work, shape: BlockShape) -> float:

@@ -25,6 +25,7 @@ def observe_hf(question: Question, *, timeout: float = 600) -> Observation:
 
 def observe_alone(question: Question) -> Observation:
     from transformers import AutoModelForCausalLM
+    from transformers.core_model_loading import revert_weight_conversion
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
@@ -32,11 +33,14 @@ def observe_alone(question: Question) -> Observation:
     source = read_source(question.folder)
     links, _ = source.family.links(source.model_config)
     model = AutoModelForCausalLM.from_pretrained(question.folder, dtype=question.dtype)
+    if source.model_config.routed_experts:
+        model.set_experts_implementation("eager")  # the other one has no fp64
     model.eval()
     outputs: dict[str, Tensor] = {}
     modules = dict(model.named_modules())
     for ours, (theirs, features) in counterparts(links).items():
-        modules[theirs].register_forward_hook(_note(outputs, ours, features))
+        if theirs in modules:  # of a model with experts files and modules bear different names
+            modules[theirs].register_forward_hook(_note(outputs, ours, features))
     input_ids, labels = question.batch(source.model_config)
     logits = outputs["logits"] = model(input_ids).logits
     inner = torch.promote_types(logits.dtype, torch.float32)
@@ -46,7 +50,10 @@ def observe_alone(question: Question) -> Observation:
     loss = summed / (labels != IGNORE).sum()
     loss.backward()
     held = {name: [(Box.whole(tuple(one.shape)), one.detach())] for name, one in outputs.items()}
-    return Observation(float(loss.detach()), held, _gradients(links, dict(model.named_parameters())))
+    gradients = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    return Observation(
+        float(loss.detach()), held, _gradients(links, revert_weight_conversion(model, gradients))
+    )
 
 
 def counterparts(links: list[Link]) -> dict[str, tuple[str, slice]]:
@@ -75,13 +82,16 @@ def _note(outputs: dict[str, Tensor], ours: str, features: slice) -> Callable[[n
     return look
 
 
-def _gradients(links: list[Link], parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+def _gradients(links: list[Link], found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Under our names, from theirs in files."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for link in links:
+        stop = link.ours_box.stop
+        shapes[link.ours] = tuple(map(max, shapes.get(link.ours, stop), stop))
     whole: dict[str, Tensor] = {}
     for link in links:
-        theirs = parameters[link.hf].grad
-        assert theirs is not None, f"{link.hf} has no gradient"
-        piece = theirs[link.hf_box.slices]
-        shape = tuple(link.ours_box.stop)
-        mine = whole.setdefault(link.ours, torch.empty(shape, dtype=theirs.dtype))
+        assert link.hf in found, f"{link.hf} has no gradient"
+        piece = found[link.hf][link.hf_box.slices]
+        mine = whole.setdefault(link.ours, torch.empty(shapes[link.ours], dtype=piece.dtype))
         mine[link.ours_box.slices] = piece.T if link.transpose else piece
     return whole

@@ -16,6 +16,7 @@ from ..layers import (
     RMSNorm,
     RowParallelLinear,
     VocabParallelEmbedding,
+    set_auxiliary_losses,
     token_places,
 )
 from ..models import CausalLM
@@ -52,6 +53,7 @@ def observe_rank(question: Question) -> tuple[float, _Outputs, Pieces]:
     model.to_empty(device=state.device)
     load_weights(question.folder, model, family, config)
     model.eval()  # no dropout: its masks are not those of transformers
+    set_auxiliary_losses(model, balance=0.0, z_loss=0.0)  # the loss is that of the tokens alone
     step = TrainStep(model, micro_batch=1, schedule=question.schedule, dtype=question.dtype)
     input_ids, labels = question.batch(config)
     each = len(input_ids) // question.layout.data

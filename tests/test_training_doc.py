@@ -63,6 +63,7 @@ SECTIONS = [
     ("[[optimizer.groups]]", sections.ParameterGroup),
     ("[optimizer.skip_spikes]", sections.SpikeSection),
     ("[loss_scale]", sections.LossScaleSection),
+    ("[experts]", sections.ExpertsSection),
     ("[memory]", sections.MemorySection),
     ("[checkpoint]", sections.CheckpointSection),
     ("[evaluation]", sections.EvaluationSection),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..layers import checkpoint_blocks
+from ..layers import Balancing, checkpoint_blocks, set_auxiliary_losses
 from ..models import AdaptedFamily, CausalLM
 from ..parallel_state import ParallelState
 from .data_parallel import resting_device, shard_over_data
@@ -18,7 +18,7 @@ from .recipe import Recipe
 from .recipe_checks import decay_steps
 from .run_plan import Plan
 from .schedules import Schedule, scaled_rate
-from .sections import MemorySection
+from .sections import ExpertsSection, MemorySection
 from .spikes import Spikes
 from .step import TrainStep
 from .update import Update
@@ -44,6 +44,8 @@ def build(recipe: Recipe, plan: Plan, state: ParallelState) -> Parts:
     master, compute = dtype_named(recipe.dtype), dtype_named(recipe.compute or recipe.dtype)
     precision = Precision(master, compute, dtype_named(recipe.reduce or recipe.dtype))
     model = model_on_meta(recipe, plan, state)
+    if recipe.experts is not None:
+        _keep_even(model, recipe.experts, plan.config.routers)
     spare_memory(model, recipe.memory)
     shard_over_data(model, state, precision, offload=recipe.memory.offload)
     model.to_empty(device=resting_device(state, offload=recipe.memory.offload))
@@ -71,8 +73,15 @@ def build(recipe: Recipe, plan: Plan, state: ParallelState) -> Parts:
         clip=wanted.clip,
         loss_scale=LossScale(recipe.loss_scale) if compute == torch.float16 else None,
         spikes=Spikes(wanted.skip_spikes) if wanted.skip_spikes else None,
+        balancing=Balancing(model, state=state) if plan.config.routers else None,
     )
     return Parts(model, optimizer, step, update, schedule_of(recipe)[0])
+
+
+def _keep_even(model: CausalLM, wanted: ExpertsSection, routers: int) -> None:
+    """The losses of the routers, as the recipe says; each is a part of a mean over all of them."""
+    balance = None if wanted.balance is None else wanted.balance / routers
+    set_auxiliary_losses(model, balance=balance, z_loss=wanted.z_loss / routers)
 
 
 def schedule_of(recipe: Recipe) -> tuple[Schedule, str]:

@@ -18,7 +18,7 @@ from ..parallel_state import BadInput, Declaration, ParallelState, declarations
 from ..planner import Change, Fit, MemoryPlan, Work, bubble, changes_that_fit, plan_memory, rank_parameters
 from .adapters import recipe_shape
 from .build import model_on_meta
-from .flops import TokenFlops
+from .flops import TokenFlops, active_parameters
 from .precision import dtype_named
 from .recipe import Recipe, with_overrides
 from .run_plan import Plan, flops_of, open_data, plan
@@ -49,6 +49,8 @@ class DryRun:
 
     recipe: Recipe
     parameters: int
+    #: Of these, those that one token meets: fewer where it goes through some of many experts.
+    active: int
     ranks: int
     rank: RankPlan
     micro_batches: int
@@ -102,6 +104,7 @@ def dry_run(recipe: Recipe, *, rank: int | None = None, room: int | None = None)
     return DryRun(
         recipe,
         sum(prod(one.true_shape) for one in stated.values()),
+        active_parameters(stated, planned.config),
         layout.world,
         found,
         micro_batches,

@@ -33,6 +33,9 @@ class StepMetrics:
     skipped: str | None = None
     skips: int = 0
     loss_scale: float | None = None
+    balance_loss: float | None = None
+    router_z_loss: float | None = None
+    expert_load: float | None = None
     evaluation_loss: float | None = None
     evaluation_perplexity: float | None = None
 

@@ -19,6 +19,7 @@ from .sections import (
     CheckpointSection,
     DataSection,
     EvaluationSection,
+    ExpertsSection,
     LayoutSection,
     LoraSection,
     LossScaleSection,
@@ -69,6 +70,7 @@ class Recipe(Section):
     layout: LayoutSection = Field(default=LayoutSection(), description="on which ranks")
     data: DataSection = Field(description="what it learns")
     optimizer: OptimizerSection = Field(default=OptimizerSection(), description="AdamW, rates")
+    experts: ExpertsSection | None = Field(default=None, description="of a model that has some")
     memory: MemorySection = Field(default=MemorySection(), description="what is given up for it")
     checkpoint: CheckpointSection = Field(default=CheckpointSection(), description="when saved")
     evaluation: EvaluationSection | None = Field(default=None, description="on held-out tokens")

@@ -64,6 +64,8 @@ def plan(recipe: Recipe) -> Plan:
             expected=f"at most the model's {config.max_position_embeddings} positions",
             found=recipe.data.sequence_length,
         )
+    if recipe.experts is not None and not config.routers:
+        raise BadInput("recipe", "experts", expected="a model with experts", found=family.model_type)
     if recipe.watch.tensorboard:
         check_tensorboard()
     adapter: StoredAdapter | None = None

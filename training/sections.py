@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
 from ..layers import Checkpointing
 from ..models import LoraConfig
 from ..parallel_state import FILES_TIMEOUT, Layout
 from ..planner import ScheduleName, schedule_kind
+from .experts_section import ExpertsSection as ExpertsSection
 from .rows import Documents, Overlong, Samples
+from .section import Section as Section
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
-
-
-class Section(BaseModel):
-    """Unknown keys, NaN and infinity are refused; a section never changes."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
 
 
 class ModelSection(Section):

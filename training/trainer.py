@@ -214,7 +214,7 @@ class Trainer:
             torch.manual_seed(random_seed(recipe.seed, number, state))
             name_the_culprit(self.model, number + 1, self.watchers.forward, batch.to(state.device))
         seconds = time.perf_counter() - began
-        tokens = recipe.data.global_batch * recipe.data.sequence_length
+        tokens, even = recipe.data.global_batch * recipe.data.sequence_length, updated.balance
         return StepMetrics(
             number,
             float(loss),
@@ -226,6 +226,9 @@ class Trainer:
             skipped=updated.skipped,
             skips=self.update.skipped,
             loss_scale=scale if self.update.loss_scale else None,
+            balance_loss=even.balance if even else None,
+            router_z_loss=even.z_loss if even else None,
+            expert_load=even.load if even else None,
         )
 
     def _at(self, phase: str, step: int) -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..layers import Balance, Balancing
 from ..models import CausalLM
 from ..parallel_state import clip_gradients
 from .loss_scale import LossScale
@@ -21,11 +22,13 @@ class Updated:
     """What became of a step: the gradient norm before clipping, and why nothing was updated, if so.
 
     ``fatal``: nothing was, and nothing will mend it; the gradients are still there, to find the culprit.
+    ``balance``: of the experts, if the model has some.
     """
 
     grad_norm: float
     skipped: str | None = None
     fatal: bool = False
+    balance: Balance | None = None
 
 
 class Update:
@@ -44,9 +47,10 @@ class Update:
         clip: float,
         loss_scale: LossScale | None = None,
         spikes: Spikes | None = None,
+        balancing: Balancing | None = None,
     ) -> None:
         self.model, self.optimizer, self.clip = model, optimizer, clip
-        self.loss_scale, self.spikes = loss_scale, spikes
+        self.loss_scale, self.spikes, self.balancing = loss_scale, spikes, balancing
         #: Steps that updated; those that did not, by reason.
         self.made, self.skips = 0, {"overflow": 0, "spike": 0}
 
@@ -78,7 +82,8 @@ class Update:
         else:
             self.skips[reason] += 1
         self.optimizer.zero_grad(set_to_none=True)
-        return Updated(float(norm), reason)
+        balance = None if self.balancing is None else self.balancing.after_step(updated=reason is None)
+        return Updated(float(norm), reason, balance=balance)
 
     def _is_spike(self, loss: float, norm: float) -> bool:
         """Every rank sees the same numbers; that all do the same is not left to how a sum was rounded."""
@@ -97,6 +102,8 @@ class Update:
             memory["loss_scale"] = self.loss_scale.remember()
         if self.spikes is not None:
             memory["spikes"] = self.spikes.remember()
+        if self.balancing is not None and (biases := self.balancing.state_dict()):
+            memory["router_biases"] = biases
         return memory
 
     def restore(self, memory: Mapping[str, Any]) -> None:
@@ -107,3 +114,5 @@ class Update:
             self.loss_scale.restore(memory["loss_scale"])
         if self.spikes is not None and "spikes" in memory:
             self.spikes.restore(memory["spikes"])
+        if self.balancing is not None:
+            self.balancing.load_state_dict(memory.get("router_biases", {}))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from trilith.layers import Experts, GatedMLP, GatedShared, MoE, TopKRouter, grouped_mm
+from trilith.layers.grouped import by_kernel
 from trilith.parallel_state import BadInput, Layout, ParallelState, declarations
 from trilith.parallel_state.engine import local_data
 from trilith.testing import run_parallel
@@ -146,24 +145,32 @@ def test_experts_that_the_ranks_do_not_divide_are_refused() -> None:
     assert "\n" not in str(error.value)
 
 
-def fast_and_slow(dtype: torch.dtype) -> tuple[Any, ...]:
+@pytest.mark.parametrize(
+    ("device", "dtype", "tolerance"),
+    [
+        ("cpu", torch.float32, 1e-5),
+        ("cpu", torch.bfloat16, 0.02),
+        pytest.param(
+            "cuda",
+            torch.bfloat16,
+            0.02,
+            marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+        ),
+    ],
+)
+def test_the_kernel_has_the_numbers_of_the_loop(device: str, dtype: torch.dtype, tolerance: float) -> None:
     torch.manual_seed(0)
     counts = [5, 0, 40, 19]
-    x = torch.randn(64, 32, device="cuda", dtype=dtype, requires_grad=True)
-    w = torch.randn(4, 48, 32, device="cuda", dtype=dtype, requires_grad=True)
-    y = grouped_mm(x, w, counts)
+    x = torch.randn(64, 32, device=device, dtype=dtype, requires_grad=True)
+    w = torch.randn(4, 48, 32, device=device, dtype=dtype, requires_grad=True)
+    y = by_kernel(x, w, counts)
     loop = torch.cat([F.linear(rows, one) for rows, one in zip(x.split(counts), w, strict=True)])
-    return x, w, y, loop
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_the_kernel_has_the_numbers_of_the_loop() -> None:
-    x, w, y, loop = fast_and_slow(torch.bfloat16)
-    assert type(y.grad_fn).__name__ != type(loop.grad_fn).__name__
-    torch.testing.assert_close(y, loop, rtol=0.02, atol=0.02)
+    if device == "cuda":
+        assert type(grouped_mm(x, w, counts).grad_fn) is type(y.grad_fn) is not type(loop.grad_fn)
+    torch.testing.assert_close(y, loop, rtol=tolerance, atol=tolerance)
     found = torch.autograd.grad(y.sum(), (x, w))
     for one, other in zip(found, torch.autograd.grad(loop.sum(), (x, w)), strict=True):
-        torch.testing.assert_close(one, other, rtol=0.02, atol=0.1)
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=5 * tolerance)
 
 
 def test_a_model_may_hold_experts_anywhere() -> None:

@@ -25,6 +25,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "mistral": {**PLAIN, "model_type": "mistral", "sliding_window": 6},
     "qwen2": {**PLAIN, "model_type": "qwen2"},
     "qwen3": {**PLAIN, "model_type": "qwen3"},
+    "mixtral": {**PLAIN, "model_type": "mixtral", "num_local_experts": 4},
     "gpt2": {**TINY_GPT2, "bos_token_id": 0, "eos_token_id": 0},
 }
 PROMPTS = [[5, 17, 90, 2, 41], [77], [3, 3, 60, 8, 12, 100, 31, 9], [1, 2]]

@@ -48,7 +48,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "mixtral": {
         **PLAIN,
         "model_type": "mixtral",
-        "num_hidden_layers": 3,
+        "num_hidden_layers": 4,
         "intermediate_size": 24,
         "num_local_experts": 4,
         "num_experts_per_tok": 2,

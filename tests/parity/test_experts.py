@@ -14,8 +14,13 @@ LAYOUTS = [
     ("mixtral", Layout.of(tensor=2, data=2, expert=2, zero=2, sequence=True)),
     ("qwen3_moe", Layout.of(pipeline=2, data=2, expert=2, zero=1)),
     ("qwen3_moe", Layout.of(data=4, expert=2, zero=3)),
+    ("qwen3_moe", Layout.of(context=2, expert=2, zero=1)),
 ]
 MORE = [
+    Layout.of(context=2, expert=2),
+    Layout.of(context=2, data=2, expert=4, zero=1),
+    Layout.of(context=2, tensor=2, expert=2, zero=3, sequence=True),
+    Layout.of(pipeline=2, data=2, expert=2, zero=3),
     Layout.of(tensor=2),
     Layout.of(tensor=4, sequence=True),
     Layout.of(data=4, zero=3),
@@ -43,6 +48,16 @@ def test_experts_equal_one_device_in_every_layout(
     model: str, layout: Layout, assert_same: Callable[..., None]
 ) -> None:
     assert_same(model, layout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["interleaved", "interleaved-zero-bubble", "zbv", "dualpipev"])
+def test_experts_equal_one_device_under_every_schedule(
+    schedule: str, assert_same: Callable[..., None]
+) -> None:
+    v_shape = schedule in ("zbv", "dualpipev")
+    layout = Layout.of(pipeline=2, data=2, expert=2, zero=2, virtual_stages=2, v_shape=v_shape)
+    assert_same("mixtral", layout, schedule=schedule, samples=8)
 
 
 @pytest.mark.parametrize("memory", [MemorySection(checkpointing="full")], ids=["full"])

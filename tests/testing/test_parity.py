@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 from trilith.cli.app import run
 from trilith.parallel_state import BadInput, Layout
 from trilith.testing.observation import Question, differences, first_beyond
@@ -28,6 +35,19 @@ MODELS = {
             head_dim=6,
             max_position_embeddings=64,
             attention_bias=True,
+        )
+    ),
+    "mixtral": lambda: MixtralForCausalLM(
+        MixtralConfig(
+            vocab_size=131,
+            hidden_size=24,
+            intermediate_size=20,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_local_experts=4,
+            max_position_embeddings=64,
+            output_router_logits=True,
         )
     ),
     "gpt2": lambda: GPT2LMHeadModel(
@@ -56,6 +76,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("llama", Layout.of(tensor=2, pipeline=2, sequence=True)),
         ("gpt2", Layout.of(tensor=2, data=2, zero=3)),
         ("llama", Layout.of(tensor=2, context=2, sequence=True, ring=True)),
+        ("mixtral", Layout.of(data=2, expert=2, zero=1)),
     ],
 )
 def test_a_model_is_that_of_transformers_in_any_layout(folders: Path, name: str, layout: Layout) -> None:

@@ -64,7 +64,7 @@ def test_a_run_goes_on_wherever_the_experts_lie_and_is_converted(tmp_path: Path,
     for stop, layout in enumerate((EP2, EP4, {}, EP2)):
         run(recipe(parts, tokens, layout, stop_after=stop + 1))
     run(recipe(parts, tokens, EP4))
-    keys = ("loss", "grad_norm")
+    keys = ("loss", "grad_norm", "balance_loss", "router_z_loss", "expert_load")
     for one, other in zip(lines(whole, *keys), lines(parts, *keys), strict=True):
         assert other == pytest.approx(one, rel=1e-10)
     expected, found = tensors(whole), tensors(parts)
@@ -98,6 +98,27 @@ def test_stopped_and_gone_on_with_in_one_layout_it_is_bitwise(
     assert lines(tmp_path / "whole", *keys) == lines(tmp_path / "parts", *keys)
     whole, parts = tensors(tmp_path / "whole"), tensors(tmp_path / "parts")
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+def test_the_recipe_sets_the_losses_of_the_routers(tmp_path: Path, tokens: Path) -> None:
+    """The config's factor, in the recipe's words, is the same run; a z-loss makes the logits smaller."""
+    quiet = TINY_MIXTRAL | {"output_router_logits": False}
+    said: list[dict[str, Any]] = [
+        {},
+        {"experts": {"balance": 0.1}},
+        {"experts": {"z_loss": 1.0}},
+    ]
+    configs = [TINY_MIXTRAL, quiet, quiet]
+    for number, (config, more) in enumerate(zip(configs, said, strict=True)):
+        run(recipe(tmp_path / str(number), tokens, {}, model={"config": config}, **more))
+    one, same, other = (
+        lines(tmp_path / str(number), "loss", "balance_loss", "router_z_loss") for number in range(3)
+    )
+    assert one == same and one[0] == pytest.approx(other[0])
+    assert other[-1][2] < 0.9 * one[-1][2]
+    with pytest.raises(BadInput, match=r"recipe: experts: expected a model with experts, found llama"):
+        raw = recipe(tmp_path, tokens, {}, model={"config": TINY_LLAMA}, experts={"balance": 0.1})
+        plan(parse_recipe(raw))
 
 
 @pytest.mark.parametrize(
