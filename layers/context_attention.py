@@ -149,7 +149,8 @@ def _how(
     scope: ContextScope, source: int, block: Block, chunk: int, dropout: float, scale: float, seed: int
 ) -> How:
     number = 4 * source + 2 * block.query + block.key
-    return How(scale, block.causal, scope.mask(block, chunk), dropout, (seed + number) % 2**63)
+    mask = scope.mask(block, chunk)
+    return How(scale, block.causal, mask, dropout, (seed + number) % 2**63, scope.fused)
 
 
 def _rows(half: int, chunk: int) -> slice:

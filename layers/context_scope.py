@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..parallel_state import ParallelState
+from .block_attention import fused_is_right
 from .zigzag import own_chunks, token_places
 
 
@@ -34,7 +35,7 @@ class ContextScope:
     """
 
     def __init__(self, positions: Tensor | None, *, window: int | None = None, state: ParallelState) -> None:
-        self.state = state
+        self.state, self.fused = state, fused_is_right(state.device.type)
         #: (B or 1, S), the place of the first token that each token sees; ``None``: all see the row's first.
         self.first: Tensor | None = None
         self._bounds: list[tuple[int, int]] = []

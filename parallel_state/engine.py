@@ -26,6 +26,8 @@ PRIVATE = (
     ("torch.ops._c10d_functional", "wait_tensor"),
     ("torch.ops.aten", "_scaled_dot_product_flash_attention_for_cpu"),
     ("torch.ops.aten", "_scaled_dot_product_flash_attention_for_cpu_backward"),
+    ("torch.ops.aten", "_scaled_dot_product_flash_attention"),
+    ("torch.ops.aten", "_scaled_dot_product_flash_attention_backward"),
     ("torch.distributed.tensor.DTensor", "_local_tensor"),
     ("torch.utils._python_dispatch", "TorchDispatchMode"),
     ("torch.distributed.fsdp.FSDPModule", "_get_fsdp_state"),
@@ -112,13 +114,14 @@ def arrived(coming: Tensor, like: Tensor) -> Tensor:
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """A CPU's fused attention with the log of each query's sum, which ``F.scaled_dot_product_attention``
-    keeps to itself: (B, H, S, E) in q's dtype, (B, H, S) in at least fp32. As many heads in all three.
+    """Fused attention with the log of each query's sum, which ``F.scaled_dot_product_attention`` keeps to
+    itself: (B, H, S, E) in q's dtype, (B, H, S) in at least fp32. As many heads in all three.
     """
-    out, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, causal, scale=scale
-    )
-    return out, log_sums
+    if q.device.type == "cuda":
+        found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+    else:
+        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    return found[0], found[1]
 
 
 def flash_attention_backward(
@@ -135,9 +138,17 @@ def flash_attention_backward(
     """Gradients of q, k and v. ``out`` and ``log_sums`` may be those over more keys than ``k`` holds: the
     gradients are then these keys' part.
     """
-    parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, q, k, v, out, log_sums, 0.0, causal, scale=scale
-    )
+    log_sums = log_sums.contiguous()
+    if q.device.type == "cuda":
+        random = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of a dropout that there is not
+        parts = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            *(grad, q, k, v, out, log_sums, None, None, q.shape[2], k.shape[2], 0.0, causal, random, random),
+            scale=scale,
+        )
+    else:
+        parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, log_sums, 0.0, causal, scale=scale
+        )
     return cast(tuple[Tensor, Tensor, Tensor], tuple(parts))
 
 

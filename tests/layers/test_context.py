@@ -150,6 +150,21 @@ def test_a_block_is_attention_with_its_gradients(
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
+def test_a_fused_operator_that_is_wrong_or_not_there_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert blocks.fused_is_right("cpu")
+    right = blocks.engine.flash_attention_backward
+
+    def wrong(*tensors: Tensor, **how: Any) -> tuple[Tensor, ...]:
+        dq, dk, dv = right(*tensors, **how)
+        return dq, dk * 1.01, dv
+
+    monkeypatch.setattr(blocks.engine, "flash_attention_backward", wrong)
+    blocks.fused_is_right.cache_clear()
+    with pytest.warns(UserWarning, match=r"fused attention on cpu is not used .*difference of 1\.0e-02"):
+        assert not ContextScope(None, state=ranks(2)[0]).fused
+    blocks.fused_is_right.cache_clear()
+
+
 def test_a_query_that_sees_no_key_of_a_block_weighs_nothing() -> None:
     q, k, v = heads()
     mask = torch.ones(1, 1, 5, 5, dtype=torch.bool)
