@@ -138,6 +138,7 @@ def scatter_sequence(x: Tensor, state: ParallelState, *, dim: int = 1) -> Tensor
     """Partial in, the sum's piece of the sequence out."""
     if state.tensor_size == 1:
         return x
+    _check_divides(x, dim, state)
     return _scatter_sequence(x, _positive(x, dim), state)
 
 
@@ -153,17 +154,20 @@ def leave_tensor(x: Tensor, state: ParallelState) -> Tensor:
 
 def own_piece(x: Tensor, dim: int, state: ParallelState) -> Tensor:
     """This tensor rank's equal piece of ``dim``, contiguous. No gradient rule of its own: autograd's."""
-    size = state.tensor_size
-    if x.shape[dim] % size:
+    _check_divides(x, dim, state)
+    length = x.shape[dim] // state.tensor_size
+    return x.narrow(dim, state.tensor_index * length, length).contiguous()
+
+
+def _check_divides(x: Tensor, dim: int, state: ParallelState) -> None:
+    if x.shape[dim] % state.tensor_size:
         raise BadInput(
             "input",
             f"dim {dim} of shape {tuple(x.shape)}",
-            expected=f"a length that tensor={size} divides",
+            expected=f"a length that tensor={state.tensor_size} divides",
             found=x.shape[dim],
             todo="Change the sequence length or the tensor axis",
         )
-    length = x.shape[dim] // size
-    return x.narrow(dim, state.tensor_index * length, length).contiguous()
 
 
 def _positive(x: Tensor, dim: int) -> int:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..parallel_state import ParallelState
+from .misuse import alone_or
 
 
 class Dropout(nn.Module):
@@ -23,7 +24,7 @@ class Dropout(nn.Module):
 
     def __init__(self, p: float, *, state: ParallelState | None = None) -> None:
         super().__init__()
-        self.p, self.state = p, state or ParallelState.alone()
+        self.p, self.state = p, alone_or(state)
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0.0:

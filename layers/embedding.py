@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from ..parallel_state import Cut, Declaration, Initial, Normal, ParallelState, declare_parameter, local
 from .collectives import enter_tensor, gather_from_tensor, leave_tensor
+from .misuse import alone_or
 from .zigzag import token_places
 
 #: In memory, vocabularies are padded to a multiple of this in every layout; checkpoints hold no padding.
@@ -39,7 +40,7 @@ class VocabParallelEmbedding(nn.Module):
         state: ParallelState | None = None,
     ) -> None:
         super().__init__()
-        self.state = state or ParallelState.alone()
+        self.state = alone_or(state)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         declaration = _vocabulary(num_embeddings, embedding_dim, ends, initial or Normal(1.0), state)
         self.rows = declaration.shape[0]
@@ -83,7 +84,7 @@ class VocabParallelHead(nn.Module):
         state: ParallelState | None = None,
     ) -> None:
         super().__init__()
-        self.state = state or ParallelState.alone()
+        self.state = alone_or(state)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         declaration = _vocabulary(num_embeddings, embedding_dim, False, initial or Normal(0.02), state)
         self.rows = declaration.shape[0]
@@ -114,7 +115,7 @@ class PositionEmbedding(nn.Module):
         state: ParallelState | None = None,
     ) -> None:
         super().__init__()
-        self.state = state or ParallelState.alone()
+        self.state = alone_or(state)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         partial = ("tensor",) if self.state.sequence else ()
         declaration = Declaration(

@@ -21,9 +21,13 @@ from ..parallel_state import (
     local,
 )
 from .collectives import enter_tensor, gather_from_tensor, leave_tensor, split_to_tensor
+from .misuse import alone_or, check_no_state, check_width
 
 #: From a linear's input, between its collectives, to what is added to its outputs, by their numbers.
 Adapter = Callable[[Tensor], list[tuple[int, Tensor]]]
+
+
+_PIECE = "A rank takes its piece, as a ColumnParallelLinear leaves it; scatter_input=True cuts a whole one"
 
 
 class ColumnParallelLinear(nn.Module):
@@ -55,7 +59,8 @@ class ColumnParallelLinear(nn.Module):
         state: ParallelState | None = None,
     ) -> None:
         super().__init__()
-        self.state = state or ParallelState.alone()
+        check_no_state(bias, "ColumnParallelLinear", "bias")
+        self.state = alone_or(state)
         self.in_features, self.out_features = in_features, out_features
         self.gather_output = gather_output
         initial = initial or Uniform(1 / sqrt(in_features))
@@ -77,6 +82,7 @@ class ColumnParallelLinear(nn.Module):
             )
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
+        check_width(x, self.in_features, "ColumnParallelLinear", "It takes all of them on every rank")
         x = enter_tensor(x, self.state)
         outputs = [part(x) for part in self.parts]
         for adapter in self.adapters:
@@ -167,7 +173,8 @@ class RowParallelLinear(nn.Module):
         state: ParallelState | None = None,
     ) -> None:
         super().__init__()
-        self.state = state or ParallelState.alone()
+        check_no_state(bias, "RowParallelLinear", "bias")
+        self.state = alone_or(state)
         self.in_features, self.out_features = in_features, out_features
         self.scatter_input = scatter_input
         self.adapters: list[Adapter] = []
@@ -191,6 +198,8 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.scatter_input:
             x = split_to_tensor(x, self.state)
+        width = self.in_features // self.state.tensor_size
+        check_width(x, width, "RowParallelLinear", _PIECE)
         weight, bias = local(self.weight), None if self.bias is None else local(self.bias)
         alone = self.state.tensor_size == 1
         y = F.linear(x, weight, bias if alone else None)

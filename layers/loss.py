@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..parallel_state import ParallelState, engine
-from .embedding import check_ids
+from ..parallel_state import BadInput, ParallelState, engine
+from .embedding import check_ids, padded_vocabulary
+from .misuse import alone_or
 
 IGNORE = -100
 
@@ -116,8 +117,16 @@ def vocab_parallel_cross_entropy(
     the maximum, and three sums. Sum it and divide by the number of valid tokens *of the whole step* (see
     ``valid_tokens``). ``IndexError`` for another label outside the vocabulary, on the CPU.
     """
-    state = state or ParallelState.alone()
+    state = alone_or(state)
     check_ids(labels, vocab_size, but=ignore_index)
+    if state.tensor_size > 1 and logits.shape[-1] * state.tensor_size not in (
+        vocab_size, padded_vocabulary(vocab_size),
+    ):  # fmt: skip
+        raise BadInput(
+            "vocab_parallel_cross_entropy", "logits",
+            expected=f"{padded_vocabulary(vocab_size) // state.tensor_size} columns: a part of {vocab_size}",
+            found=logits.shape[-1], todo="Do not gather the logits before it",
+        )  # fmt: skip
     return _cross_entropy(logits, labels, vocab_size, label_smoothing, ignore_index, state)
 
 

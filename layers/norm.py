@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..parallel_state import Constant, Declaration, ParallelState, declare_parameter, local
+from .misuse import alone_or, check_no_state
 
 
 class RMSNorm(nn.Module):
@@ -22,8 +23,9 @@ class RMSNorm(nn.Module):
         self, dim: int, eps: float = 1e-6, *, heads: bool = False, state: ParallelState | None = None
     ) -> None:
         super().__init__()
+        check_no_state(eps, "RMSNorm", "eps")
         self.dim, self.eps = dim, eps
-        _declare_norm(self, "weight", dim, 1.0, state or ParallelState.alone(), heads=heads)
+        _declare_norm(self, "weight", dim, 1.0, alone_or(state), heads=heads)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, (self.dim,), local(self.weight), self.eps)
@@ -40,8 +42,9 @@ class LayerNorm(nn.Module):
 
     def __init__(self, dim: int, eps: float = 1e-5, *, state: ParallelState | None = None) -> None:
         super().__init__()
+        check_no_state(eps, "LayerNorm", "eps")
         self.dim, self.eps = dim, eps
-        state = state or ParallelState.alone()
+        state = alone_or(state)
         _declare_norm(self, "weight", dim, 1.0, state)
         _declare_norm(self, "bias", dim, 0.0, state)
 

@@ -1,0 +1,33 @@
+"""What a user of the layers gets wrong, said in one line before torch says it in many."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..parallel_state import BadInput, ParallelState
+
+
+def alone_or(state: object) -> ParallelState:
+    """The state that a layer was given, or one device; ``BadInput`` for what is none (a layout, say)."""
+    if state is None:
+        return ParallelState.alone()
+    if not isinstance(state, ParallelState):
+        raise BadInput(
+            "layer", "state", expected="a ParallelState or None", found=type(state).__name__,
+            todo="ParallelState.start(layout) makes one on each rank",
+        )  # fmt: skip
+    return state
+
+
+def check_no_state(value: object, layer: str, key: str) -> None:
+    """A state given by position would be taken for another argument, and the layer for one on one device."""
+    if isinstance(value, ParallelState):
+        todo = "The state is a keyword: state=..."
+        raise BadInput(layer, key, expected="no state", found="a ParallelState", todo=todo)
+
+
+def check_width(x: Tensor, width: int, layer: str, todo: str) -> None:
+    """Of the last dim of what a layer is given."""
+    if x.shape[-1] != width:
+        expected, found = f"{width} features on the last dim", f"shape {tuple(x.shape)}"
+        raise BadInput(layer, "input", expected=expected, found=found, todo=todo)

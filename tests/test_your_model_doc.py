@@ -1,0 +1,91 @@
+"""docs/your_model.md, followed from top to bottom: its code is one file, its commands are run."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from trilith.checkpoints import load_module
+from trilith.cli.app import run
+from trilith.parallel_state import BadInput, Layout, ParallelState, initialize
+from trilith.testing import run_parallel
+
+PAGE = (Path(__file__).parents[1] / "docs" / "your_model.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
+    """All of its Python, as a reader would have it in one file."""
+    file = tmp_path_factory.mktemp("page") / "my_model_of_the_page.py"
+    file.write_text("\n\n".join(blocks("python")), encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules[file.stem] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def call(file: str, *arguments: Any) -> Any:
+    """The page's ``train``, in a process that knows the page by its file."""
+    spec = importlib.util.spec_from_file_location("page_in_a_rank", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.train(*arguments)
+
+
+def test_the_proof_holds(page: ModuleType) -> None:
+    found = page.prove()
+    assert len(found) == 4
+    assert max(one.gradients for one in found.values()) < 1e-10
+
+
+def test_it_trains_and_its_commands_work(
+    page: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder, file = str(tmp_path / "run"), page.__file__
+    first = run_parallel(call, 2, file, Layout(tensor=2), 6, folder)[0]
+    second = run_parallel(call, 2, file, Layout.of(data=2, zero=1), 12, folder)[0]
+    assert second[-1] < first[0] - 0.05
+    (commands,) = blocks("bash")
+    for line in commands.splitlines():
+        assert run(shlex.split(line)[1:]) == 0, line
+    ours, again = page.Model(), page.Model()
+    load_module("run", ours)
+    load_module("exported", again, names=page.NAMES)
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), again.parameters(), strict=True))
+
+
+def test_the_refusals_are_worded_as_shown(page: ModuleType) -> None:
+    shown = re.search(r"A cut that is not even: `(.*?)`", PAGE, re.DOTALL)
+    assert shown is not None
+    with pytest.raises(BadInput) as caught:
+        page.ColumnParallelLinear(16, 16, state=ParallelState.stand_in(Layout(tensor=3)))
+    assert str(caught.value) == " ".join(shown[1].split())
+
+
+def test_the_rules_names_exist(page: ModuleType) -> None:
+    import trilith.layers
+    import trilith.models
+    import trilith.parallel_state
+
+    known = {name for room in (trilith.layers, trilith.models, trilith.parallel_state) for name in vars(room)}
+    shown = set(re.findall(r"`([A-Za-z_]+)\(", PAGE)) | set(
+        re.findall(r"`([a-z]+_tensor|[a-z]+_sequence)`", PAGE)
+    )
+    assert shown - known <= {"assert_layout_invariant", "load_module", "Model", "Precision"}
+    initialize(page.Model(), 0)
