@@ -26,6 +26,8 @@ GROUPS = "tests/training/test_groups.py"
 RESUME = "tests/training/test_resume.py::test_resuming_in_the_same_layout_is_bitwise"
 CONTEXT = "tests/parity/test_context.py"
 ROUND_TRIP = "tests/checkpoints/test_convert.py::test_there_and_through_another_layout_and_back_is_bitwise_D6"
+CUT_EXPERTS = "tests/layers/test_moe.py::test_cut_inside_the_experts_it_is_the_same"
+DEALT_OUT = "tests/parity/test_experts.py::test_experts_equal_one_device"
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,48 @@ class Mutant:
 
 
 MUTANTS = (
+    Mutant(
+        "a router's gradient taken for whole on each tensor rank",
+        "layers/router.py",
+        'partial = ("tensor",) if self.state.tensor_size > 1 else ()',
+        "partial: tuple[str, ...] = ()",
+        (CUT_EXPERTS,),
+    ),
+    Mutant(
+        "the balance loss counted by every tensor rank",
+        "layers/router.py",
+        "first = float(state.tensor_index == 0)",
+        "first = 1.0",
+        (CUT_EXPERTS,),
+    ),
+    Mutant(
+        "what experts made sent back in the order in which they took it",
+        "layers/dispatch.py",
+        "y_MD.index_select(0, self._by_rank)",
+        "y_MD.index_select(0, self._by_expert)",
+        ("tests/layers/test_moe.py::test_dealt_out_over_ranks_it_is_the_same",),
+    ),
+    Mutant(
+        "the balance loss of a row from the tokens of one context rank",
+        "layers/router.py",
+        "in_row_BE = engine.all_reduce(counts_BE, state.context_group)",
+        "in_row_BE = counts_BE * state.layout.context",
+        (DEALT_OUT,),
+    ),
+    Mutant(
+        "the balance loss a mean over the rows of one data rank",
+        "training/step.py",
+        "scale / (samples * self.state.layout.data)",
+        "scale / samples",
+        (DEALT_OUT,),
+    ),
+    Mutant(
+        "experts sharded over the ranks that the rest of the model is sharded over",
+        "parallel_state/state.py",
+        "view(layout.pipeline, *layout.data_sizes(experts=True), layout.tensor)",
+        "view(layout.pipeline, *layout.data_sizes(experts=True)[::-1], layout.tensor)",
+        ("tests/layers/test_moe.py::test_dealt_out_over_ranks_it_is_the_same",),
+    ),
     Mutant(
         "rotary pairs taken as neighbours, the original release's way",
         "layers/rotary.py",

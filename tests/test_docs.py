@@ -14,8 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from trilith.checkpoints import convert
 from trilith.cli.app import run
 from trilith.testing import run_parallel
-from trilith.testing.runs import TINY_LLAMA, run_recipe, tiny_recipe, write_tokens
+from trilith.testing.runs import TINY_LLAMA, TINY_MIXTRAL, run_recipe, tiny_recipe, write_tokens
 from trilith.training.recipe import parse_recipe
+from trilith.training.run_plan import plan
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -82,3 +83,14 @@ def test_what_context_parallelism_shows_runs(tmp_path: Path) -> None:
     (toml,) = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
     layout = parse_recipe(tiny_recipe(tmp_path, tmp_path / "tokens", **tomllib.loads(toml))).layout.layout
     assert (layout.context, layout.ring) == (4, True)
+
+
+def test_what_is_said_of_experts_runs(tmp_path: Path) -> None:
+    text = (DOCS / "experts.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    exec(compile(code, "experts.md", "exec"), {})
+    (toml,) = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
+    changes = {"model": {"config": TINY_MIXTRAL}, "data": {"global_batch": 16}} | tomllib.loads(toml)
+    recipe = parse_recipe(tiny_recipe(tmp_path, tmp_path / "tokens", **changes))
+    assert plan(recipe).config.routed_experts % recipe.layout.layout.expert == 0
+    assert recipe.experts is not None and recipe.experts.balance == 0.01

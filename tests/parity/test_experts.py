@@ -14,7 +14,7 @@ LAYOUTS = [
     ("mixtral", Layout.of(tensor=2, data=2, expert=2, zero=2, sequence=True)),
     ("qwen3_moe", Layout.of(pipeline=2, data=2, expert=2, zero=1)),
     ("qwen3_moe", Layout.of(data=4, expert=2, zero=3)),
-    ("qwen3_moe", Layout.of(context=2, expert=2, zero=1)),
+    ("mixtral", Layout.of(context=2, expert=2, zero=1)),
 ]
 MORE = [
     Layout.of(context=2, expert=2),
