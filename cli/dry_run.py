@@ -32,6 +32,8 @@ def show_dry_run(
         f"{found.micro_batches:,} micro-batches of {found.recipe.data.micro_batch} a rank; "
         f"pipeline bubble {found.bubble:.1%}"
     )
+    if layout.pipeline > 1:
+        console.print(f"stages         {found.cut}")
     console.print(
         f"model FLOPs    {found.flops.full / 1e9:,.2f} G a token counting all of attention, "
         f"{found.flops.causal / 1e9:,.2f} G counting the causal half"

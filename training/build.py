@@ -107,7 +107,7 @@ def model_on_meta(recipe: Recipe, plan: Plan, state: ParallelState) -> CausalLM:
 
     What is frozen needs no digits beyond those that the step computes with.
     """
-    family, split, master = plan.family, recipe.layout.split, dtype_named(recipe.dtype)
+    family, split, master = plan.family, plan.split, dtype_named(recipe.dtype)
     if isinstance(family, AdaptedFamily):
         frozen = dtype_named(recipe.compute or recipe.dtype)
         model = family.build(plan.config, split=split, state=state, dtype=master, base_dtype=frozen)

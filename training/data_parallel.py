@@ -9,7 +9,7 @@ stage  parameters between steps                 gradients                       
 3      sharded; a block whole while it computes reduce-scattered every micro-batch      forward and backward
 =====  =======================================  ======================================  ====================
 
-Source: Rajbhandari et al. 2020; FSDP2 is torch's.
+The same under a pipeline (``stage_driver``). Source: Rajbhandari et al. 2020; FSDP2 is torch's.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from .flops import TokenFlops, active_parameters
 from .precision import dtype_named
 from .recipe import Recipe, with_overrides
 from .run_plan import Plan, flops_of, open_data, plan
+from .stage_cut import StageCut
 
 #: Of a GPU: what its context, its libraries' workspaces, NCCL and torch's caching take. Assumed, unmeasured.
 RUNTIME = 3_000_000_000
@@ -55,6 +56,7 @@ class DryRun:
     rank: RankPlan
     micro_batches: int
     bubble: float
+    cut: StageCut
     flops: TokenFlops
     room: int | None
     fits: list[Fit]
@@ -109,6 +111,7 @@ def dry_run(recipe: Recipe, *, rank: int | None = None, room: int | None = None)
         found,
         micro_batches,
         bubble(recipe.layout.schedule, layout, micro_batches) if layout.pipeline > 1 else 0.0,
+        planned.cut,
         flops_of(recipe, planned),
         room,
         _fits(recipe, room) if too_much and room is not None else [],
@@ -148,7 +151,7 @@ def rank_plan(recipe: Recipe, planned: Plan, rank: int) -> RankPlan:
         adapter_dropout=isinstance(planned.family, AdaptedFamily) and planned.family.lora.lora_dropout > 0,
         fused=recipe.device == "cuda",
     )
-    stage = Stage.of(planned.config.num_hidden_layers, split=recipe.layout.split, state=state)
+    stage = Stage.of(planned.config.num_hidden_layers, split=planned.split, state=state)
     memory = plan_memory(work, stated, stage, state.at, frozen=frozen)
     held = rank_parameters(stated, layout, state.at, frozen=frozen)
     runtime = RUNTIME if recipe.device == "cuda" else 0
@@ -161,7 +164,7 @@ def _parameters(
     """The declarations of this rank's stage, the names of what is frozen, and the bytes of a number of it."""
     if not isinstance(planned.family, AdaptedFamily) and not planned.groups:
         # One build a stage serves all ranks and questions.
-        stages = planned.family.declarations(planned.config, state.layout, split=recipe.layout.split)
+        stages = planned.family.declarations(planned.config, state.layout, split=planned.split)
         return stages[state.at.pipeline], set(), 0
     model = model_on_meta(recipe, planned, state)
     frozen = {name: one.dtype.itemsize for name, one in model.named_parameters() if not one.requires_grad}

@@ -76,6 +76,25 @@ def flops_per_token(
     )
 
 
+def forward_flops(
+    family: Family, config: ModelConfig, sequence_length: int
+) -> tuple[list[float], float, float]:
+    """Of a token's forward: of each block, of the embedding, of the output layer. Attention is causal.
+
+    Looking a row up multiplies nothing; its numbers are read and, backwards, added: two a number.
+    """
+    (stated,) = family.declarations(config)
+    heads = config.num_attention_heads * int(getattr(config, "head_dim", 0))
+    blocks = []
+    for number in range(config.num_hidden_layers):
+        own = {name: one for name, one in stated.items() if name.startswith(f"layers.{number}.")}
+        blocks.append(_multiplied(own, config) + 2.0 * heads * sequence_length)
+    tables = [one for name, one in stated.items() if name in _LOOKED_UP]
+    embedding = 2.0 * sum(one.shape[1] for one in tables)
+    head = _multiplied({n: one for n, one in stated.items() if not n.startswith("layers.")}, config)
+    return blocks, embedding, head
+
+
 def active_parameters(stated: Mapping[str, Declaration], config: ModelConfig) -> int:
     """Of these weights, those that one token meets: of a stack of experts as many as the token goes through.
 

@@ -16,6 +16,7 @@ from .flops import TokenFlops, flops_per_token
 from .groups import assign, names_of
 from .recipe import Recipe, read_config
 from .sections import ParameterGroup
+from .stage_cut import StageCut, cut_stages
 from .tensorboard import check_tensorboard
 from .tokens import TokenFile
 
@@ -33,6 +34,13 @@ class Plan:
     adapter: StoredAdapter | None = None
     #: Our names of the parameters that a group of the recipe's treats differently.
     groups: Mapping[str, ParameterGroup] = field(default_factory=dict)
+    #: Which blocks each stage has.
+    cut: StageCut = field(kw_only=True)
+
+    @property
+    def split(self) -> tuple[int, ...] | None:
+        """Blocks of each stage; without a pipeline nothing is cut."""
+        return self.cut.counts if len(self.cut.counts) > 1 else None
 
 
 def plan(recipe: Recipe) -> Plan:
@@ -75,11 +83,13 @@ def plan(recipe: Recipe) -> Plan:
             raise BadInput("recipe", "model.init_from", expected=expected, found="a model from scratch")
         family, adapter = plan_adapters(recipe.lora, source)
     layout = recipe.layout.layout
+    cut = cut_stages(family, config, layout, recipe.data.sequence_length, split=recipe.layout.split)
     # Building every stage on the meta device refuses each cut that is not even.
-    family.declarations(config, layout, split=recipe.layout.split)
+    family.declarations(config, layout, split=cut.counts)
     hf_config = raw if recipe.model.init_from is not None else family.to_hf(config) | dict(raw)
     groups = assign(recipe.optimizer.groups, names_of(family, config))
-    return Plan(family, config, hf_config, companions, source if adapter else None, adapter, groups)
+    base = source if adapter else None
+    return Plan(family, config, hf_config, companions, base, adapter, groups, cut=cut)
 
 
 def flops_of(recipe: Recipe, plan: Plan) -> TokenFlops:

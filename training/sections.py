@@ -74,7 +74,9 @@ class LayoutSection(Section):
         default="all-gather",
         description="how context ranks get keys and values: all at once, or piece by piece around a ring",
     )
-    split: list[int] | None = Field(default=None, description="blocks of each pipeline stage, by hand")
+    split: list[int] | None = Field(
+        default=None, description="blocks of each pipeline stage; default: by what blocks and ends cost"
+    )
     schedule: ScheduleName = Field(default="1f1b", description="of the pipeline; docs/pipeline.md")
     virtual_stages: int | None = Field(
         default=None,

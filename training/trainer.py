@@ -124,7 +124,7 @@ class Trainer:
                 self.plan.family,
                 self.plan.config,
                 self.plan.hf_config,
-                self.recipe.layout.split,
+                self.plan.split,
                 self.plan.companions,
                 adapter=self.plan.adapter,
                 frozen=frozenset(name for name, group in self.plan.groups.items() if group.freeze),
@@ -149,6 +149,8 @@ class Trainer:
         """Resume if there is a checkpoint, else load or draw the first weights; the step to begin with."""
         if said := schedule_of(self.recipe)[1]:
             self.terminal.say(said)
+        if self.plan.split is not None:
+            self.terminal.say(f"stages: {self.plan.cut}")
         newest = newest_checkpoint(self.checkpoints, self.state, say=self.terminal.say)
         plan, lora = self.plan, self.recipe.lora
         if lora is not None and plan.base is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from trilith.parallel_state import BadInput
 from trilith.testing import RankError
 from trilith.testing.runs import (
     TINY_GPT2,
+    TINY_LLAMA,
     losses,
     tiny_recipe,
     train,
@@ -20,6 +22,8 @@ from trilith.testing.runs import (
     write_tokens,
 )
 from trilith.training.recipe import parse_recipe
+
+FOUR_GPT2 = {**TINY_GPT2, "n_layer": 4}
 
 SAME = [
     pytest.param({}, {}, id="D1-one-process"),
@@ -38,6 +42,11 @@ SAME = [
         id="D1-dropout-cp2",
     ),
     pytest.param({"context": 2, "zero": 1}, {}, id="D1-cp2-zero1", marks=pytest.mark.slow),
+    pytest.param(
+        {"pipeline": 2, "schedule": "zbv"},
+        {"model": {"config": FOUR_GPT2}, "data": {"micro_batch": 1}},
+        id="D1-dropout-zbv",
+    ),
 ]
 
 OTHER = [
@@ -109,6 +118,36 @@ def test_resuming_in_another_layout_goes_on_as_if_nothing_had_changed(
         torch.testing.assert_close(
             found[name], tensor, rtol=0, atol=1e-10 * float(tensor.abs().max()), msg=name
         )
+
+
+def test_going_on_under_another_schedule_changes_nothing(tmp_path: Path, tokens: Path) -> None:
+    """Each rank then holds other blocks; evaluation on the way does not disturb either."""
+    four = {"model": {"config": {**TINY_LLAMA, "num_hidden_layers": 4}}, "data": {"micro_batch": 1}}
+    watched = {"evaluation": {"tokens": str(tokens), "every": 1, "samples": 3}}
+    train(tiny_recipe(tmp_path / "whole", tokens, **four, **watched))
+    steps = [
+        {"pipeline": 2, "schedule": "zbv", "data": 2, "zero": 3},
+        {"pipeline": 2, "schedule": "interleaved"},
+        {"pipeline": 2, "schedule": "1f1b"},
+    ]
+    for number, layout in enumerate(steps):
+        stop = 2 * (number + 1)
+        train(tiny_recipe(tmp_path / "parts", tokens, layout=layout, stop_after=stop, **four, **watched))
+    for one, other in zip(losses(tmp_path / "whole"), losses(tmp_path / "parts"), strict=True):
+        assert other == pytest.approx(one, rel=1e-10)
+    evaluated = [read_evaluations(tmp_path / name) for name in ("whole", "parts")]
+    assert len(evaluated[0]) == 6 and evaluated[1] == pytest.approx(evaluated[0], rel=1e-10)
+    expected, found = whole_tensors(tmp_path / "whole"), whole_tensors(tmp_path / "parts")
+    assert expected.keys() == found.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(
+            found[name], tensor, rtol=0, atol=1e-10 * float(tensor.abs().max()), msg=name
+        )
+
+
+def read_evaluations(out: Path) -> list[float]:
+    lines = (out / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["evaluation_loss"] for line in lines]
 
 
 def test_two_runs_with_one_seed_are_bitwise_equal_and_another_seed_is_not_D0(

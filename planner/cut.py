@@ -1,0 +1,61 @@
+"""Where to cut a model into stages: so that the slowest takes as little time as can be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+
+def cut_by_cost(blocks: Sequence[float], stages: int, *, first: float = 0.0, last: float = 0.0) -> list[int]:
+    """How many blocks each stage has, at least one: the slowest stage is as fast as can be; of such cuts the
+    one whose stages are most alike (least sum of squares), and of these the first stages have least: they
+    hold the most micro-batches.
+
+    ``blocks``: what each costs; ``first``, ``last``: what the ends cost beside their blocks. Any unit.
+    """
+    assert 1 <= stages <= len(blocks), (stages, len(blocks))
+    sums = [0.0]
+    for one in blocks:
+        sums.append(sums[-1] + one)
+
+    def cost(stage: int, start: int, stop: int) -> float:
+        return sums[stop] - sums[start] + first * (stage == 0) + last * (stage == stages - 1)
+
+    least = _best(len(blocks), stages, lambda s, a, b, rest: max(cost(s, a, b), rest))[0]
+    room = least * (1 + 1e-12)
+    return _best(
+        len(blocks),
+        stages,
+        lambda s, a, b, rest: cost(s, a, b) ** 2 + rest if cost(s, a, b) <= room else float("inf"),
+    )[1]
+
+
+def stage_costs(
+    counts: Sequence[int], blocks: Sequence[float], *, first: float = 0.0, last: float = 0.0
+) -> list[float]:
+    """What each stage of a cut costs."""
+    found, start = [], 0
+    for count in counts:
+        found.append(sum(blocks[start : start + count]))
+        start += count
+    found[0] += first
+    found[-1] += last
+    return found
+
+
+def _best(
+    blocks: int, stages: int, value: Callable[[int, int, int, float], float]
+) -> tuple[float, list[int]]:
+    """The least value of any cut, and the cut: from the last stage back, over where each stage starts."""
+    after: dict[int, tuple[float, list[int]]] = {blocks: (0.0, [])}
+    for stage in reversed(range(stages)):
+        now: dict[int, tuple[float, list[int]]] = {}
+        for start in range(stage, blocks) if stage else (0,):
+            choices = [
+                (value(stage, start, stop, rest), [stop - start, *counts])
+                for stop, (rest, counts) in after.items()
+                if stop > start
+            ]
+            if choices:
+                now[start] = min(choices)
+        after = now
+    return after[0]
