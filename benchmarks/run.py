@@ -14,6 +14,7 @@ TITLES = {
     "conversion": "Conversion against cp and transformers",
     "resharding": "Resharding against cp and torch.distributed.checkpoint",
     "memory": "What sparing memory saves and costs",
+    "pipeline": "Waiting in a pipeline, under each schedule, against the formula",
     "saving": "Saving against a raw write and torch.distributed.checkpoint",
 }
 

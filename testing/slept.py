@@ -37,12 +37,12 @@ def measured_timetable(
 
 
 def _timed(order: Sequence[Action], found: Record, begin: float) -> list[Timed]:
-    """A whole backward lasts from the start of its first half to the end of its second."""
+    """A whole backward is both halves, in the order in which autograd takes them."""
     timed = []
     for one in order:
-        first, last = ("I", "W") if one.kind == "B" else (one.kind, one.kind)
-        start, stop = found[first, one.stage, one.micro_batch][0], found[last, one.stage, one.micro_batch][1]
-        timed.append(Timed(one, start - begin, stop - begin))
+        halves = "IW" if one.kind == "B" else one.kind
+        starts, stops = zip(*(found[half, one.stage, one.micro_batch] for half in halves), strict=True)
+        timed.append(Timed(one, min(starts) - begin, max(stops) - begin))
     return sorted(timed, key=lambda one: one.start)
 
 

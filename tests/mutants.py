@@ -85,6 +85,20 @@ MUTANTS = (
         ("tests/layers/test_moe.py::test_dealt_out_over_ranks_it_is_the_same",),
     ),
     Mutant(
+        "gradients of weights made apart from the inputs' and never summed over the data ranks",
+        "training/stage_driver.py",
+        "            sum_gradients(self.module.sharded)",
+        "            pass",
+        ("tests/parity/test_schedules.py::test_gradients_are_summed_at_every_micro_batch",),
+    ),
+    Mutant(
+        "the blocks of the first stage run for every stage of a rank",
+        "training/pipeline.py",
+        "out: Tensor = model(x, positions, stage=stage)",
+        "out: Tensor = model(x, positions, stage=model.stage.parts[0])",
+        ("tests/parity/test_schedules.py::test_several_stages_a_rank_equal_one_device",),
+    ),
+    Mutant(
         "rotary pairs taken as neighbours, the original release's way",
         "layers/rotary.py",
         "first, second = x_BHSE.chunk(2, dim=-1)",

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from trilith.parallel_state import Layout
+import torch
+from trilith.models import family_of
+from trilith.parallel_state import Layout, ParallelState, initialize
+from trilith.parallel_state.engine import computed_with, fsdp_modules
+from trilith.testing import run_parallel
+from trilith.training.data_parallel import shard_over_data
+from trilith.training.precision import Precision
+from trilith.training.stage_driver import DrivenStage
+from trilith.training.step import TrainStep
+
+from .conftest import MODELS
 
 LOOP: dict[str, Any] = {"virtual_stages": 2}
 SHAPED: dict[str, Any] = {"virtual_stages": 2, "v_shape": True}
@@ -41,3 +52,53 @@ def test_with_zero_they_equal_one_device(zero: int, name: str, assert_same: Call
 
 def test_stages_cut_by_hand_equal_one_device(assert_same: Callable[..., None]) -> None:
     assert_same("llama", Layout.of(pipeline=2, **LOOP), schedule="interleaved", split=(1, 1, 2, 1))
+
+
+def whole_gradients(name: str, zero: int) -> list[int]:
+    """After each backward of a step: how many elements of gradients wait, whole, for the sum over data ranks."""
+    state = ParallelState.start(Layout.of(pipeline=2, data=2, zero=zero, **SCHEDULES[name]))
+    family = family_of(MODELS["llama"])
+    model = family.build(family.from_hf(MODELS["llama"]), state=state)
+    shard_over_data(model, state, Precision(torch.float32, torch.float32, torch.float32))
+    model.to_empty(device="cpu")
+    initialize(model, 0, state=state)
+    step, waiting = TrainStep(model, micro_batch=1, schedule=name), []
+
+    def look(stage: DrivenStage, *given: Any, **named: Any) -> None:
+        held = computed_with(fsdp_modules(model))
+        waiting.append(sum(one.grad.numel() for one in held if one.grad is not None))
+
+    ids = torch.zeros(4, 16, dtype=torch.int64)
+    with observed_backwards(look):
+        step(ids, ids)
+    return waiting
+
+
+@contextmanager
+def observed_backwards(look: Callable[..., None]) -> Iterator[None]:
+    """``look`` is called after each of a stage's backwards, whole or half."""
+    names = ("backward_one_chunk", "backward_weight_one_chunk")
+    before = {name: getattr(DrivenStage, name) for name in names}
+
+    def after(whole: Callable[..., None]) -> Callable[..., None]:
+        def run(stage: DrivenStage, *given: Any, **named: Any) -> None:
+            whole(stage, *given, **named)
+            look(stage)
+
+        return run
+
+    for name, one in before.items():
+        setattr(DrivenStage, name, after(one))
+    try:
+        yield
+    finally:
+        for name, one in before.items():
+            setattr(DrivenStage, name, one)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved-zero-bubble", "zbv", "dualpipev"])
+def test_gradients_are_summed_at_every_micro_batch(name: str) -> None:
+    """From ZeRO-2 on none is left whole between micro-batches; below, they add up."""
+    for zero in (1, 2, 3):
+        for waiting in run_parallel(whole_gradients, 4, name, zero):
+            assert (max(waiting) == 0) == (zero >= 2), (zero, waiting)

@@ -1,0 +1,41 @@
+"""How long ranks wait under each schedule: stages that sleep, on local processes, beside the formula.
+
+4 ranks, 8 micro-batches. A rank's forward sleeps 0.25 s, its backward twice as long, so that what else the
+machine does weighs little; sending and autograd count as waiting. Goals: within 0.02 of the formula for GPipe,
+1F1B and interleaved 1F1B; at most 0.12 for the zero-bubble ones.
+"""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+from measure import Row
+from trilith.planner import SCHEDULE_NAMES, bubble, layout_of
+from trilith.testing.slept import measured_timetable
+
+RANKS, MICRO_BATCHES, SECONDS = 4, 8, 0.25
+
+
+def main(folder: Path, rounds: int) -> list[Row]:
+    return [row(name, rounds) for name in SCHEDULE_NAMES]
+
+
+def row(name: str, rounds: int) -> Row:
+    layout = layout_of(name, RANKS)
+    formula = bubble(name, layout, MICRO_BATCHES)
+    unit = SECONDS / layout.virtual_stages
+    tables = [measured_timetable(name, layout, MICRO_BATCHES, unit=unit) for _ in range(rounds)]
+    found = sorted(table.bubble for table in tables)
+    median = statistics.median(found)
+    plain = name in ("gpipe", "1f1b", "interleaved")
+    return Row(
+        f"{name}: share of the step that ranks wait",
+        median,
+        found[0],
+        found[-1],
+        unit="",
+        goal=f"{formula:.3f} +- 0.02" if plain else "<= 0.12",
+        good=abs(median - formula) <= 0.02 if plain else median <= 0.12,
+        details={"formula": formula, "most held by a rank": max(map(tables[0].most_held, range(RANKS)))},
+    )
