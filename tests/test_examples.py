@@ -38,11 +38,11 @@ custom, plain = example("custom_model"), example("plain_model")
     "layout",
     [
         Layout(tensor=2, pipeline=2, sequence=True),
+        Layout(pipeline=4),  # between its decoder blocks memory and state travel together
         *(
             pytest.param(layout, marks=pytest.mark.slow)
             for layout in (
                 Layout(tensor=4),
-                Layout(pipeline=4),
                 Layout.of(tensor=2, data=2, zero=3, sequence=True),
                 Layout.of(pipeline=2, data=2, zero=2),
             )
