@@ -174,6 +174,13 @@ def computed_with(modules: Iterable[FSDPModule]) -> Iterator[nn.Parameter]:
                 yield whole
 
 
+def gather_weights(modules: Iterable[FSDPModule]) -> None:
+    """The whole parameters of these modules, until their next ``sum_gradients``."""
+    for group in _groups(modules):
+        group.unshard()
+        group.wait_for_unshard()
+
+
 def sum_gradients(modules: Iterable[FSDPModule]) -> None:
     """Sum over the data ranks, now, what gradients these modules have so far, and keep shards of the sums.
 

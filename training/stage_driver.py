@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
-from ..parallel_state.engine import computed_with, end_backward, fsdp_modules, sum_gradients
+from ..parallel_state.engine import computed_with, end_backward, fsdp_modules, gather_weights, sum_gradients
 
 
 class StageModule(nn.Module):
@@ -61,7 +61,7 @@ class DrivenStage(PipelineStage):
         zero: int,
     ) -> None:
         super().__init__(module, number, stages, device, input_args=takes, output_args=gives, group=group)
-        self.module, self.sums_each = module, zero >= 2
+        self.module, self.sums_each, self.gathers_each = module, zero >= 2, zero == 3
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
@@ -72,7 +72,12 @@ class DrivenStage(PipelineStage):
         self._sync(False)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """The second of two passes: it ends at the weights, where FSDP has no hook."""
+        """The second of two passes: it ends at the weights, where FSDP has no hook.
+
+        Some operators look at a weight to compute its own gradient (layer_norm's does), so it is gathered.
+        """
+        if self.gathers_each:
+            gather_weights(self.module.sharded)
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
         if self.sums_each:
             sum_gradients(self.module.sharded)
