@@ -55,7 +55,7 @@ def test_stages_cut_by_hand_equal_one_device(assert_same: Callable[..., None]) -
 
 
 def whole_gradients(name: str, zero: int) -> list[int]:
-    """After each backward of a step: how many elements of gradients wait, whole, for the sum over data ranks."""
+    """After each backward of a step: elements of gradients that wait, whole, to be summed."""
     state = ParallelState.start(Layout.of(pipeline=2, data=2, zero=zero, **SCHEDULES[name]))
     family = family_of(MODELS["llama"])
     model = family.build(family.from_hf(MODELS["llama"]), state=state)
