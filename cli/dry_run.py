@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ..planner import Traffic
 
 
 def show_dry_run(
@@ -58,6 +64,8 @@ def show_dry_run(
     if memory.host:
         table.add_row("beside, on the host", f"{memory.host / 1e9:,.2f}")
     console.print(table)
+    if one.traffic:
+        console.print(_sent(one.traffic, one.rank))
     for note in found.notes:
         console.print(f"not here       {note}")
     found.check(str(recipe))
@@ -65,3 +73,16 @@ def show_dry_run(
         console.print("fits?          the device's memory is not known: say --device-memory 80GB")
     else:
         console.print(f"fits           {one.total / 1e9:,.1f} of {found.room / 1e9:,.1f} GB")
+
+
+def _sent(traffic: Sequence[Traffic], rank: int) -> Table:
+    from rich.table import Table
+
+    table = Table(title=f"collectives of rank {rank}, a step", title_justify="left")
+    for name in ("over", "ranks", "kind", "of", "number", "GB on the wire"):
+        table.add_column(name, justify="right" if name in ("ranks", "number", "GB on the wire") else "left")
+    for one in traffic:
+        kind = one.kind.replace("_", "-")
+        row = (one.axis, f"{one.ranks:,}", kind, one.what, f"{one.count:,}", f"{one.wire / 1e9:,.2f}")
+        table.add_row(*row)
+    return table

@@ -63,7 +63,7 @@ class ParallelState:
         # Taken once: cutting a mesh costs milliseconds, and every collective asks for its group.
         self._tensor_mesh = None if mesh is None else mesh["tensor"]
         # Without replicas FSDP is not told of the axis: it would all-reduce over one rank all the same.
-        axes = ("fsdp",) if layout.zero and layout.data_replicate == 1 else ("data_replicate", "fsdp")
+        axes = ("fsdp",) if layout.data_sizes()[0] == 1 else ("data_replicate", "fsdp")
         self._data_mesh = None if mesh is None else mesh[axes]
         self._tensor = None if self._tensor_mesh is None else self._tensor_mesh.get_group()
 

@@ -1,6 +1,7 @@
-"""Floor 5: how much memory a rank will need, from declarations and a layout; no tensor is made."""
+"""Floor 5: the memory that a rank will need and what it sends, from declarations and a layout alone."""
 
 from .activations import BlockShape, Kept, block_shape, kept_in_block
+from .communication import Traffic, block_traffic, step_traffic
 from .fit import Change, Fit, changes_that_fit
 from .holdings import RankParameters, rank_parameters
 from .memory import MemoryPlan, plan_memory
@@ -29,8 +30,10 @@ __all__ = [
     "ScheduleName",
     "Timed",
     "Timetable",
+    "Traffic",
     "Work",
     "block_shape",
+    "block_traffic",
     "bubble",
     "changes_that_fit",
     "check_schedule",
@@ -41,4 +44,5 @@ __all__ = [
     "rank_parameters",
     "schedule_kind",
     "timetable",
+    "step_traffic",
 ]

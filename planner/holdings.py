@@ -47,6 +47,12 @@ def _largest_block(groups: Mapping[str, int]) -> int:
     return max((size for name, size in groups.items() if name), default=0)
 
 
+def group_of(name: str) -> str:
+    """Of what FSDP gathers at once, the group that a parameter belongs to: its block's number, or ``""``."""
+    found = _BLOCK.match(name)
+    return found[1] if found else ""
+
+
 def rank_parameters(
     stated: Mapping[str, Declaration],
     layout: Layout,
@@ -60,8 +66,7 @@ def rank_parameters(
     stage = stored = trained = trained_stored = 0
     for name, declaration in stated.items():
         here, kept = declaration.box(layout, at).size, declaration.shard_box(layout, at).size
-        found = _BLOCK.match(name)
-        group = found[1] if found else ""
+        group = group_of(name)
         groups[group] = groups.get(group, 0) + here
         stage, stored = stage + here, stored + kept
         if name not in frozen:

@@ -317,6 +317,14 @@ MUTANTS = (
         ("tests/parity/test_step.py::test_samples_that_do_not_count_weigh_nothing_wherever_they_lie",),
     ),
     Mutant(
+        "a collective for each of q, k, v and for gate and up",
+        "layers/linear.py",
+        "        x = enter_tensor(x, self.state)\n        outputs = [part(x) for part in self.parts]\n",
+        "        outputs = [part(enter_tensor(x, self.state)) for part in self.parts]\n"
+        "        x = enter_tensor(x, self.state)\n",
+        ("tests/planner/test_communication.py",),
+    ),
+    Mutant(
         "tied embedding written by both ends",
         "parallel_state/declaration.py",
         "and not (self.ends and at.pipeline != 0)",

@@ -15,7 +15,18 @@ import torch
 from ..layers import Stage
 from ..models import AdaptedFamily, LoraConfig, adapted
 from ..parallel_state import BadInput, Declaration, ParallelState, declarations
-from ..planner import Change, Fit, MemoryPlan, Work, bubble, changes_that_fit, plan_memory, rank_parameters
+from ..planner import (
+    Change,
+    Fit,
+    MemoryPlan,
+    Traffic,
+    Work,
+    bubble,
+    changes_that_fit,
+    plan_memory,
+    rank_parameters,
+    step_traffic,
+)
 from .adapters import recipe_shape
 from .build import model_on_meta
 from .flops import TokenFlops, active_parameters
@@ -30,7 +41,7 @@ RUNTIME = 3_000_000_000
 
 @dataclass(frozen=True)
 class RankPlan:
-    """One rank of a recipe: its memory, and how many parameters it computes with and stores."""
+    """One rank of a recipe: its memory, how many parameters it computes with and stores, what it sends."""
 
     rank: int
     memory: MemoryPlan
@@ -38,6 +49,8 @@ class RankPlan:
     parameters: int
     stored: int
     trained: int
+    #: A step's collectives.
+    traffic: list[Traffic]
 
     @property
     def total(self) -> int:
@@ -155,7 +168,8 @@ def rank_plan(recipe: Recipe, planned: Plan, rank: int) -> RankPlan:
     memory = plan_memory(work, stated, stage, state.at, frozen=frozen)
     held = rank_parameters(stated, layout, state.at, frozen=frozen)
     runtime = RUNTIME if recipe.device == "cuda" else 0
-    return RankPlan(rank, memory, runtime, held.stage, held.stored, held.trained_stored)
+    traffic = step_traffic(work, stated, stage, state.at, frozen=frozen)
+    return RankPlan(rank, memory, runtime, held.stage, held.stored, held.trained_stored, traffic)
 
 
 def _parameters(

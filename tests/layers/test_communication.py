@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from math import prod
 from typing import Any
 
 import pytest
@@ -42,7 +41,7 @@ B, S, D, V = 2, 12, 16, 512
 
 
 class Recorder(TorchDispatchMode):
-    """The operators that run inside, in order; collectives and elements sent; the largest local tensor."""
+    """The operators that run inside, in order; collectives and numbers sent; the largest local tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +57,7 @@ class Recorder(TorchDispatchMode):
         if "c10d" in name and "wait" not in name:
             kind = name.split("::")[1]
             self.collectives[kind] += 1
-            self.sent[kind] += prod(args[0].shape) if isinstance(args[0], Tensor) else 0
+            self.sent[kind] += args[0].numel() if isinstance(args[0], Tensor) else 0
         found = [
             leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor)
         ]
@@ -115,50 +114,17 @@ def test_several_outputs_of_one_input_pay_one_collective() -> None:
         assert (forward, backward) == ({"all_gather_into_tensor": 1}, {"reduce_scatter_tensor": 1})
 
 
-def whole_model(sequence: bool) -> tuple[Recorder, Recorder]:
+def largest_tensor(sequence: bool) -> int:
+    """Of all that a model's forward, loss and backward make on a rank, in numbers."""
     state = ParallelState.start(Layout.of(tensor=dist.get_world_size(), sequence=sequence))
     model = LLAMA.build(LLAMA.from_hf(LLAMA_TINY), state=state, device="cpu")
     ids = torch.randint(503, (B, S))
-    with Recorder() as forward:
-        loss = vocab_parallel_cross_entropy(model(ids), ids, 503, state=state).sum()
-    with Recorder() as backward:
-        torch.autograd.backward(loss)
-    return summary(forward), summary(backward)
+    with Recorder() as recorder:
+        torch.autograd.backward(vocab_parallel_cross_entropy(model(ids), ids, 503, state=state).sum())
+    return recorder.largest
 
 
-def summary(recorder: Recorder) -> Any:
-    return recorder.collectives, recorder.sent, recorder.largest
-
-
-@pytest.mark.parametrize("tensor", [2, 4])
-def test_a_model_pays_two_all_reduces_a_block_and_never_gathers_logits(tensor: int) -> None:
-    blocks, tokens = 3, B * S
-    for (forward, sent, largest), (backward, sent_back, largest_back) in run_parallel(
-        whole_model, tensor, False
-    ):
-        assert forward == {"all_reduce": 2 * blocks + 1 + 2}, "two a block, the embedding, two for the loss"
-        assert sent["all_reduce"] == (2 * blocks + 1) * tokens * D + tokens + 3 * tokens
-        assert backward == {"all_reduce": 2 * blocks + 1}, "two a block, the output layer"
-        assert sent_back["all_reduce"] == (2 * blocks + 1) * tokens * D
-        assert max(largest, largest_back) == tokens * V // tensor, "a rank's own logits"
-
-
-@pytest.mark.parametrize("tensor", [2, 4])
-def test_under_sequence_parallelism_the_same_numbers_travel_in_halves(tensor: int) -> None:
-    blocks, tokens = 3, B * S
-    for (forward, sent, largest), (backward, sent_back, largest_back) in run_parallel(
-        whole_model, tensor, True
-    ):
-        pairs = 2 * blocks + 1
-        assert forward == {"all_gather_into_tensor": pairs, "reduce_scatter_tensor": pairs, "all_reduce": 2}
-        assert backward == {"all_gather_into_tensor": pairs, "reduce_scatter_tensor": pairs}
-        for counts in (sent, sent_back):
-            assert counts["all_gather_into_tensor"] == pairs * tokens * D // tensor
-            assert counts["reduce_scatter_tensor"] == pairs * tokens * D
-        assert max(largest, largest_back) == tokens * V // tensor, "a rank's own logits"
-
-
-def attention_over_context(ring: bool) -> tuple[Recorder, Recorder]:
+def attention_over_context(ring: bool) -> tuple[Any, Any]:
     """One layer's, with two key/value heads of four query heads."""
     state = ParallelState.start(Layout.of(context=dist.get_world_size(), ring=ring))
     here, scope = S // state.context_size, AttentionScope(state=state)
@@ -167,20 +133,25 @@ def attention_over_context(ring: bool) -> tuple[Recorder, Recorder]:
         out = causal_attention(q, k, v, scope)
     with Recorder() as backward:
         torch.autograd.backward(out.sum())
-    return summary(forward), summary(backward)
+    return (forward.collectives, forward.sent), (backward.collectives, backward.sent)
 
 
 @pytest.mark.parametrize("context", [2, 3])
 def test_context_ranks_send_key_value_heads_and_their_gradients_once(context: int) -> None:
     """As docs/context.md has it. What a rank holds of keys and values are n numbers."""
     n, others = 2 * B * 2 * 8 * S // context, context - 1
-    for (forward, sent, _), (backward, sent_back, _) in run_parallel(attention_over_context, context, False):
+    for (forward, sent), (backward, sent_back) in run_parallel(attention_over_context, context, False):
         assert (forward, sent) == ({"all_gather_into_tensor": 1}, {"all_gather_into_tensor": n})
         assert backward == {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 1}
         assert sent_back == {"all_gather_into_tensor": n, "reduce_scatter_tensor": context * n}
-    for (forward, sent, _), (backward, sent_back, _) in run_parallel(attention_over_context, context, True):
+    for (forward, sent), (backward, sent_back) in run_parallel(attention_over_context, context, True):
         assert (forward, sent) == ({"all_to_all_single": others}, {"all_to_all_single": others * n})
         assert (backward, sent_back) == (
             {"all_to_all_single": 2 * others},
             {"all_to_all_single": 2 * others * n},
         )
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
+def test_logits_are_never_gathered(sequence: bool) -> None:
+    assert run_parallel(largest_tensor, 2, sequence) == [B * S * V // 2] * 2, "a rank's own logits"

@@ -1,0 +1,217 @@
+"""The planner's collectives against those that ranks launch: kinds, numbers and bytes, exactly."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from trilith.models import family_of
+from trilith.parallel_state import Layout, ParallelState, clip_gradients, declarations, initialize
+from trilith.planner import Traffic, Work, block_traffic, step_traffic
+from trilith.testing import run_parallel
+from trilith.training.build import spare_memory
+from trilith.training.data_parallel import shard_over_data
+from trilith.training.precision import Precision
+from trilith.training.sections import MemorySection
+from trilith.training.step import TrainStep
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 503,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+}
+GPT2: dict[str, Any] = {
+    "model_type": "gpt2",
+    "vocab_size": 503,
+    "n_embd": 24,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": 16,
+}
+MODELS = {
+    "llama": LLAMA,
+    "llama-tied": {**LLAMA, "tie_word_embeddings": True},
+    "gpt2": GPT2,
+    "gpt2-untied": {**GPT2, "tie_word_embeddings": False},
+}
+LENGTH, SAMPLES = 12, 2
+
+KINDS = {
+    "all_reduce": "all_reduce",
+    "allreduce_": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "_allgather_base_": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "send": "send",
+}
+
+
+class Sent(TorchDispatchMode):
+    """Collectives by kind: how many, and the bytes of what each was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        space, _, name = func.name().split(".")[0].partition("::")
+        if "c10d" in space and not name.startswith(("wait", "recv", "barrier")):
+            given = args[1] if name.endswith("base_") else args[0]
+            self.count[KINDS[name]] += 1
+            self.bytes[KINDS[name]] += sum(
+                one.nbytes for one in tree_leaves(given) if isinstance(one, Tensor)
+            )
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str
+    layout: Layout
+    memory: MemorySection = field(default_factory=MemorySection)
+    compute: torch.dtype = torch.float32
+    micro_batches: int = 2
+
+
+Totals = dict[str, tuple[int, int]]
+
+
+def all_measured(cases: list[Case]) -> list[tuple[Totals, Totals]]:
+    return [measured_and_planned(case) for case in cases]
+
+
+def measured_and_planned(case: Case) -> tuple[Totals, Totals]:
+    """Of a run's second step: by kind how many collectives, and the bytes given to them."""
+    state = ParallelState.start(case.layout)
+    family = family_of(MODELS[case.model])
+    config = family.from_hf(MODELS[case.model])
+    model = family.build(config, state=state)
+    spare_memory(model, case.memory)
+    stated = declarations(model)
+    shard_over_data(model, state, Precision(torch.float32, case.compute, torch.float32))
+    model.to_empty(device="cpu")
+    initialize(model, 0, state=state)
+    step = TrainStep(
+        model,
+        micro_batch=SAMPLES,
+        dtype=case.compute,
+        loss_chunk=case.memory.loss_chunk,
+        reduce=torch.float32,
+    )
+    ids = torch.randint(500, (SAMPLES * case.micro_batches, LENGTH))
+    for _ in range(2):
+        model.zero_grad()
+        with Sent() as sent:
+            step(ids, ids)
+            clip_gradients(model, 1.0, state=state)
+    work = Work(
+        config,
+        case.layout,
+        LENGTH,
+        SAMPLES,
+        case.micro_batches,
+        compute=case.compute.itemsize,
+        checkpointing=case.memory.checkpointing,
+        checkpoint_every=case.memory.every,
+        loss_chunk=case.memory.loss_chunk,
+    )
+    plan = totals(step_traffic(work, stated, model.stage, state.at))
+    return {kind: (sent.count[kind], sent.bytes[kind]) for kind in sent.count}, plan
+
+
+def totals(every: list[Traffic]) -> Totals:
+    found: Totals = {}
+    for one in every:
+        count, size = found.get(one.kind, (0, 0))
+        found[one.kind] = (count + one.count, size + one.bytes)
+    return found
+
+
+SEQUENCE, TENSOR = Layout.of(tensor=2, sequence=True), Layout.of(tensor=2)
+CASES = [
+    *(Case(model, layout) for model in MODELS for layout in (TENSOR, SEQUENCE)),
+    Case("llama", Layout.of(tensor=4)),
+    Case("gpt2", Layout.of(tensor=4, sequence=True), compute=torch.bfloat16),
+    Case("llama", SEQUENCE, MemorySection(checkpointing="selective", loss_chunk=5)),
+    Case("gpt2", SEQUENCE, MemorySection(checkpointing="full")),
+    Case("llama", TENSOR, MemorySection(checkpointing="full")),
+    Case("llama", SEQUENCE, MemorySection(checkpointing="every")),
+    *(Case("llama", Layout.of(data=2, zero=zero), compute=torch.bfloat16) for zero in range(4)),
+    Case("gpt2", Layout.of(data=2, zero=3), MemorySection(loss_chunk=5)),
+    Case("gpt2", Layout.of(data=4, zero=2, data_replicate=2)),
+    Case("llama", Layout.of(tensor=2, data=2, zero=1, sequence=True)),
+    Case("gpt2", Layout.of(pipeline=2, tensor=2, sequence=True)),
+    Case("llama-tied", Layout.of(pipeline=2, data=2, zero=1), compute=torch.bfloat16),
+]
+
+
+def name_of(case: Case) -> str:
+    return f"{case.model}-{case.layout}-{case.memory.checkpointing}-{case.memory.loss_chunk}"
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[tuple[Totals, Totals]]]:
+    """Measured and planned of each rank, by the case's name: all cases of so many ranks in one call."""
+    known: dict[str, list[tuple[Totals, Totals]]] = {}
+    for world in {case.layout.world for case in CASES}:
+        cases = [case for case in CASES if case.layout.world == world]
+        ranks = run_parallel(all_measured, world, cases, timeout=250)
+        known |= {name_of(case): [rank[i] for rank in ranks] for i, case in enumerate(cases)}
+    return known
+
+
+@pytest.mark.parametrize("name", [name_of(case) for case in CASES])
+def test_a_step_sends_exactly_what_is_planned(
+    name: str, found: dict[str, list[tuple[Totals, Totals]]]
+) -> None:
+    for measured, planned in found[name]:
+        assert measured == planned
+
+
+def test_a_block_s_table_is_the_formula() -> None:
+    """docs/communication.md, evaluated: each cell is what ``block_traffic`` counts."""
+    text = (Path(__file__).parents[2] / "docs" / "communication.md").read_text()
+    rows = re.findall(r"^\| (tensor(?:, sequence)?) \| (.*?) \| (.*?) \|$", text, re.MULTILINE)
+    assert [name for name, _, _ in rows] == ["tensor", "tensor, sequence"]
+    for (name, *cells), sequence in zip(rows, (False, True), strict=True):
+        work = Work(_CONFIG, Layout.of(tensor=4, sequence=sequence), LENGTH, SAMPLES, 1, compute=2)
+        numbers = {"N D": SAMPLES * LENGTH * 24, "N D / t": SAMPLES * LENGTH * 24 // 4}
+        for cell, forward in zip(cells, (True, False), strict=True):
+            stated = {}
+            for count, kind, size in re.findall(
+                r"(\d) (all-reduce|all-gather|reduce-scatter)s of ([^,]+)", cell
+            ):
+                stated[kind.replace("-", "_")] = (int(count), int(count) * numbers[size] * 2)
+            assert stated and totals(block_traffic(work, forward=forward)) == stated, name
+
+
+_CONFIG = family_of(LLAMA).from_hf(LLAMA)
+
+
+def test_over_one_rank_of_an_axis_nothing_is_sent() -> None:
+    family = family_of(LLAMA)
+    model = family.build(_CONFIG, state=ParallelState.stand_in(Layout()))
+    work = Work(_CONFIG, Layout(), LENGTH, SAMPLES, 2)
+    assert step_traffic(work, declarations(model), model.stage, model.state.at) == []
+
+
+def test_a_ring_sends_the_shares_of_the_others() -> None:
+    wires = {
+        kind: Traffic("tensor", kind, "", 1, 1000, 4).wire
+        for kind in ("all_reduce", "all_gather", "reduce_scatter", "send")
+    }
+    assert wires == {"all_reduce": 1500, "all_gather": 3000, "reduce_scatter": 750, "send": 1000}
