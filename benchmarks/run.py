@@ -15,6 +15,7 @@ TITLES = {
     "resharding": "Resharding against cp and torch.distributed.checkpoint",
     "memory": "What sparing memory saves and costs",
     "pipeline": "Waiting in a pipeline, under each schedule, against the formula",
+    "dispatch": "Parallel layers on one tensor rank against torch.nn",
     "saving": "Saving against a raw write and torch.distributed.checkpoint",
 }
 

@@ -9,7 +9,7 @@ with dropout are reproducible within one layout and only statistically alike acr
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -29,22 +29,25 @@ class Dropout(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0.0:
             return x
-        with own_random(self.state, split=self.state.sequence):
+        if not self.state.sequence:
+            return F.dropout(x, self.p, training=True)
+        with own_random(self.state, split=True):
             return F.dropout(x, self.p, training=True)
 
     def extra_repr(self) -> str:
         return f"p={self.p}"
 
 
-@contextmanager
-def own_random(state: ParallelState, *, split: bool) -> Iterator[None]:
+def own_random(state: ParallelState, *, split: bool) -> AbstractContextManager[None]:
     """Inside, each tensor rank draws from a stream of its own if ``split``; afterwards all go on alike.
 
     The streams' seed is drawn from the common one, so there is nothing to save, and recomputation repeats it.
     """
-    if not split or state.tensor_size == 1:
-        yield
-        return
+    return _own(state) if split and state.tensor_size > 1 else nullcontext()
+
+
+@contextmanager
+def _own(state: ParallelState) -> Iterator[None]:
     seed = int(torch.randint(2**62, (), device="cpu"))
     devices = [state.device] if state.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):

@@ -80,9 +80,12 @@ class ColumnParallelLinear(nn.Module):
                 expected=f"outputs whose units tensor={self.state.tensor_size} divides",
                 found=f"shared units in {dict(outputs)}",
             )
+        self._plain = self.state.tensor_size == 1 and isinstance(out_features, int)
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
         check_width(x, self.in_features, "ColumnParallelLinear", "It takes all of them on every rank")
+        if self._plain and not self.adapters:  # nn.Linear's own line, with nothing beside it
+            return F.linear(x, cast(Tensor, self.weight), cast(Tensor | None, self.bias))
         x = enter_tensor(x, self.state)
         outputs = [part(x) for part in self.parts]
         for adapter in self.adapters:
@@ -194,14 +197,16 @@ class RowParallelLinear(nn.Module):
             )
         else:
             self.register_parameter("bias", None)
+        self._alone, self._width = self.state.tensor_size == 1, in_features // self.state.tensor_size
 
     def forward(self, x: Tensor) -> Tensor:
         if self.scatter_input:
             x = split_to_tensor(x, self.state)
-        width = self.in_features // self.state.tensor_size
-        check_width(x, width, "RowParallelLinear", _PIECE)
+        check_width(x, self._width, "RowParallelLinear", _PIECE)
+        alone = self._alone
+        if alone and not self.adapters:  # nn.Linear's own line, with nothing beside it
+            return F.linear(x, self.weight, self.bias)
         weight, bias = local(self.weight), None if self.bias is None else local(self.bias)
-        alone = self.state.tensor_size == 1
         y = F.linear(x, weight, bias if alone else None)
         for adapter in self.adapters:  # before the sum over the ranks: its products are parts too
             for _, change in adapter(x):

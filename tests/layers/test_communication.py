@@ -11,12 +11,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from trilith.layers import (
+    MLP,
     AttentionScope,
     ColumnParallelLinear,
+    Dropout,
+    GatedMLP,
     LayerNorm,
+    PositionEmbedding,
     RMSNorm,
     RowParallelLinear,
     VocabParallelEmbedding,
@@ -26,7 +31,7 @@ from trilith.layers import (
 )
 from trilith.models import LLAMA
 from trilith.parallel_state import Layout, ParallelState
-from trilith.testing import run_parallel
+from trilith.testing import LiveBytes, run_parallel
 
 LLAMA_TINY: dict[str, Any] = {
     "model_type": "llama",
@@ -73,27 +78,96 @@ def launched(run: Callable[[], Tensor | tuple[Tensor, ...]]) -> list[str]:
     return recorder.operators
 
 
-@pytest.mark.parametrize(
-    ("ours", "theirs"),
-    [
-        (lambda: ColumnParallelLinear(6, 10), lambda: nn.Linear(6, 10)),
-        (lambda: RowParallelLinear(6, 10, False), lambda: nn.Linear(6, 10, False)),
-        (lambda: VocabParallelHead(6, 128), lambda: nn.Linear(6, 128, False)),
-        (lambda: RMSNorm(6), lambda: nn.RMSNorm(6, 1e-6)),
-        (lambda: LayerNorm(6), lambda: nn.LayerNorm(6)),
-    ],
-    ids=["column", "row", "head", "rms", "layer-norm"],
-)
-def test_on_one_device_exactly_torchs_operators_run(ours: Any, theirs: Any) -> None:
-    mine, other = ours(), theirs()
+ALONE = {
+    "no state": None,
+    "one rank": ParallelState.stand_in(Layout()),
+    "a data rank": ParallelState.stand_in(Layout.of(data=4, zero=3, sequence=True), 2),
+}
+
+
+class Plain(nn.Module):
+    """An MLP of ``nn.Linear``, gated or not."""
+
+    def __init__(self, gated: bool) -> None:
+        super().__init__()
+        self.gate = nn.Linear(6, 10, False) if gated else None
+        self.up, self.down = nn.Linear(6, 10, not gated), nn.Linear(10, 6, not gated)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gate is not None:
+            gate, up = self.gate(x), self.up(x)
+            gated: Tensor = self.down(F.silu(gate) * up)
+            return gated
+        plain: Tensor = self.down(F.gelu(self.up(x)))
+        return plain
+
+
+class Added(nn.Embedding):
+    """Learned positions, added."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(torch.arange(x.shape[1]))
+
+
+COUNTERPARTS: dict[str, tuple[Any, Any]] = {
+    "column": (lambda s: ColumnParallelLinear(6, 10, state=s), lambda: nn.Linear(6, 10)),
+    "row": (lambda s: RowParallelLinear(6, 10, False, state=s), lambda: nn.Linear(6, 10, False)),
+    "gathered": (lambda s: ColumnParallelLinear(6, 8, gather_output=True, state=s), lambda: nn.Linear(6, 8)),
+    "split": (lambda s: RowParallelLinear(6, 8, scatter_input=True, state=s), lambda: nn.Linear(6, 8)),
+    "head": (lambda s: VocabParallelHead(6, 128, state=s), lambda: nn.Linear(6, 128, False)),
+    "rms": (lambda s: RMSNorm(6, state=s), lambda: nn.RMSNorm(6, 1e-6)),
+    "layer-norm": (lambda s: LayerNorm(6, state=s), lambda: nn.LayerNorm(6)),
+    "dropout": (lambda s: Dropout(0.2, state=s), lambda: nn.Dropout(0.2)),
+    "mlp": (lambda s: MLP(6, 10, state=s), lambda: Plain(False)),
+    "gated": (lambda s: GatedMLP(6, 10, state=s), lambda: Plain(True)),
+}
+
+
+@pytest.mark.parametrize("state", ALONE.values(), ids=ALONE)
+@pytest.mark.parametrize("layer", COUNTERPARTS)
+def test_on_one_device_exactly_torchs_operators_run(layer: str, state: ParallelState | None) -> None:
+    """Forward and backward, in order: so not one kernel more, nor a view."""
+    ours, theirs = COUNTERPARTS[layer]
+    mine, other = ours(state), theirs()
     x, same = (torch.ones(2, 5, 6, requires_grad=True) for _ in range(2))
     assert launched(lambda: mine(x)) == launched(lambda: other(same))
 
 
-def test_on_one_device_an_embedding_is_one_operator() -> None:
-    ids = torch.randint(100, (2, 5))
-    ours, theirs = VocabParallelEmbedding(100, 6), nn.Embedding(128, 6)
+@pytest.mark.parametrize("state", ALONE.values(), ids=ALONE)
+def test_on_one_device_embeddings_are_torchs_operators(state: ParallelState | None) -> None:
+    """Ids are looked through on a CPU where rows are padded, and nowhere else; here none are."""
+    ids = torch.randint(128, (2, 5))
+    ours, theirs = VocabParallelEmbedding(128, 6, state=state), nn.Embedding(128, 6)
     assert launched(lambda: ours(ids)) == launched(lambda: theirs(ids))
+    position, added = PositionEmbedding(8, 6, state=state), Added(8, 6)
+    x, same = (torch.ones(2, 5, 6, requires_grad=True) for _ in range(2))
+    assert launched(lambda: position(x, torch.arange(5))) == launched(lambda: added(same))
+
+
+def test_on_one_device_attention_is_one_operator_of_torch() -> None:
+    mine, other = ([torch.ones(2, 4, 5, 8, requires_grad=True) for _ in range(3)] for _ in range(2))
+    theirs = launched(lambda: F.scaled_dot_product_attention(*other, is_causal=True))
+    assert launched(lambda: causal_attention(*mine)) == theirs
+
+
+def test_on_one_device_the_loss_needs_less_than_torchs_and_sends_nothing() -> None:
+    """The one layer with operators of its own: in place, which spares a tensor of the logits' size."""
+    labels = torch.randint(512, (2, 64))
+
+    def ours(x: Tensor) -> Tensor:
+        return vocab_parallel_cross_entropy(x, labels, 512)
+
+    def theirs(x: Tensor) -> Tensor:
+        return F.cross_entropy(x.flatten(0, 1), labels.flatten(), reduction="none")
+
+    peaks = []
+    for loss in (ours, theirs):
+        x = torch.randn(2, 64, 512, requires_grad=True)
+        with LiveBytes() as memory:
+            loss(x).sum().backward()
+        peaks.append(memory.peak)
+    assert peaks[0] < 1.1 * 2 * x.nbytes < 2.9 * x.nbytes < peaks[1]
+    assert not [name for name in launched(lambda: ours(x)) if "c10d" in name]
 
 
 def named_outputs(sequence: bool) -> tuple[Counter[str], Counter[str]]:

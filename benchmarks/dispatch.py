@@ -1,0 +1,104 @@
+"""What a parallel layer adds to its `torch.nn` counterpart on one tensor rank, and what DTensor adds.
+
+The main thread's own seconds on the processor, of a forward and backward of a few tokens 16 wide: nothing
+but what is spent between operators shows. Many short rounds in turn: the median of their differences counts.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from measure import Row
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from trilith.layers import (
+    ColumnParallelLinear,
+    Dropout,
+    LayerNorm,
+    RMSNorm,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
+
+WIDTH, CALLS, ROUNDS = 16, 50, 60
+
+
+class Two(nn.Module):
+    """Two linears with an activation between."""
+
+    def __init__(self, up: nn.Module, down: nn.Module) -> None:
+        super().__init__()
+        self.up, self.down = up, down
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(self.up(x).relu())
+        return y
+
+
+def plain() -> Two:
+    return Two(nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH))
+
+
+def main(folder: Path, rounds: int) -> list[Row]:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        return measured(rounds)
+    finally:
+        dist.destroy_process_group()
+
+
+def measured(rounds: int) -> list[Row]:
+    ours = Two(ColumnParallelLinear(WIDTH, 4 * WIDTH), RowParallelLinear(4 * WIDTH, WIDTH))
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    dtensor = parallelize_module(plain(), init_device_mesh("cpu", (1,)), plan)
+    x, ids = torch.randn(2, 4, WIDTH, requires_grad=True), torch.randint(100, (2, 4))
+    rows = [
+        added("an MLP of two linears", ours, plain(), x, rounds, goal=10),
+        added("the same with DTensor's parallelize_module", dtensor, plain(), x, rounds),
+        added("column-parallel linear", ColumnParallelLinear(16, 16), nn.Linear(16, 16), x, rounds, goal=5),
+        added("row-parallel linear", RowParallelLinear(16, 16), nn.Linear(16, 16), x, rounds, goal=5),
+        added("RMSNorm", RMSNorm(16), nn.RMSNorm(16, 1e-6), x, rounds, goal=5),
+        added("LayerNorm", LayerNorm(16), nn.LayerNorm(16), x, rounds, goal=5),
+        added("dropout", Dropout(0.1), nn.Dropout(0.1), x, rounds, goal=5),
+        added("embedding", VocabParallelEmbedding(100, 16), nn.Embedding(100, 16), ids, rounds, goal=5),
+    ]
+    return rows
+
+
+def added(
+    name: str, ours: nn.Module, theirs: nn.Module, x: Tensor, rounds: int, *, goal: float | None = None
+) -> Row:
+    """Microseconds a call, forward and backward, that ``ours`` takes beyond ``theirs``."""
+    differences, whole = [], []
+    for number in range(rounds * ROUNDS // 5):
+        pair = (ours, theirs) if number % 2 else (theirs, ours)
+        first, second = (microseconds(lambda module=module: module(x).sum().backward()) for module in pair)
+        mine, other = (first, second) if number % 2 else (second, first)
+        differences.append(mine - other)
+        whole.append(other)
+    median = statistics.median(differences)
+    quarters = statistics.quantiles(differences, n=4)
+    return Row(
+        f"{name}: added to torch.nn's",
+        median,
+        quarters[0],
+        quarters[2],
+        unit="us",
+        goal="" if goal is None else f"<= {goal:g}",
+        good=None if goal is None else median <= goal,
+        details={"torch.nn's, us": statistics.median(whole)},
+    )
+
+
+def microseconds(work: Callable[[], object]) -> float:
+    began = time.thread_time()
+    for _ in range(CALLS):
+        work()
+    return (time.thread_time() - began) / CALLS * 1e6
