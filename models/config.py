@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ..layers import padded_vocabulary
-from ..parallel_state import BadInput, Layout
+from ..parallel_state import BadInput, Layout, nearest_divisors
 
 
 def names(text: str) -> frozenset[str]:
@@ -154,7 +154,7 @@ class ModelConfig(BaseModel):
                     "tensor",
                     expected=f"a divisor of {key}={number}",
                     found=layout.tensor,
-                    todo=f"Nearest legal tensor: {_nearest(common, layout.tensor)}",
+                    todo=nearest_divisors("tensor", common, layout.tensor),
                 )
         experts = self.routed_experts
         if layout.expert > 1 and (not experts or experts % layout.expert):
@@ -164,22 +164,23 @@ class ModelConfig(BaseModel):
                 "expert",
                 expected=f"a divisor of {experts} experts" if experts else "1: this model has no experts",
                 found=layout.expert,
-                todo=f"Nearest legal expert: {_nearest(both, layout.expert)}",
+                todo=nearest_divisors("expert", both, layout.expert),
+            )
+        if layout.stages > self.num_hidden_layers:
+            virtual = layout.virtual_stages
+            most = max(self.num_hidden_layers // virtual, 1)
+            blocks = "one block a stage" if virtual == 1 else f"{virtual} stages a rank, one block a stage"
+            raise BadInput(
+                "layout",
+                "pipeline",
+                expected=f"at most {most}, {blocks}",
+                found=layout.pipeline,
+                todo=f"Nearest legal pipeline: {most}",
             )
 
     def to_hf(self) -> dict[str, Any]:
         """A config.json's dict, for a model that did not come from Hugging Face."""
         return self.model_dump()
-
-
-def divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
-
-
-def _nearest(number: int, size: int) -> str:
-    """The divisors of ``number`` that are nearest to ``size``."""
-    legal = sorted(divisors(number), key=lambda n: abs(n - size))
-    return " or ".join(map(str, sorted(legal[:2])))
 
 
 def _judge(key: str, value: object, harmless: Mapping[str, tuple[object, ...]], where: str) -> None:

@@ -2,7 +2,7 @@
 
 from .boxes import Box
 from .declaration import Cut, Declaration, declarations
-from .errors import BadCheckpoint, BadInput, PeerFailed
+from .errors import BadCheckpoint, BadInput, PeerFailed, nearest, nearest_divisors, nearest_multiples
 from .fault import fault
 from .gradients import clip_gradients, finalize_gradients, gradient_norm, last_not_finite
 from .initial import Constant, Initial, Normal, Own, Uniform, seed_of
@@ -43,6 +43,9 @@ __all__ = [
     "holdings",
     "initialize",
     "local",
+    "nearest",
+    "nearest_divisors",
+    "nearest_multiples",
     "parts",
     "seed_of",
     "stored_box",

@@ -8,7 +8,7 @@ from math import gcd
 from torch import nn
 
 from .boxes import Box
-from .errors import BadInput
+from .errors import BadInput, nearest_divisors
 from .initial import OWN, ZERO, Initial
 from .layout import Coordinates, Layout
 
@@ -50,13 +50,12 @@ class Declaration:
     def check(self, layout: Layout, name: str) -> None:
         """Refuse a layout that cannot cut this parameter into equal pieces of whole units."""
         if self.experts and self.shape[0] % layout.expert:
-            legal = _nearest(gcd(self.shape[0], layout.expert_pool), layout.expert)
             raise BadInput(
                 name,
                 "experts",
                 expected=f"a number that expert={layout.expert} divides",
                 found=self.shape[0],
-                todo=f"Nearest legal expert: {legal}",
+                todo=nearest_divisors("expert", gcd(self.shape[0], layout.expert_pool), layout.expert),
             )
         if self.cut is None:
             return
@@ -68,7 +67,7 @@ class Declaration:
                 f"{units} units of {self.cut.unit} on dim {self.cut.dim}",
                 expected=f"a number that {self.cut.axis}={size} divides",
                 found=units,
-                todo=f"Nearest legal {self.cut.axis}: {_nearest(units, size)}",
+                todo=nearest_divisors(self.cut.axis, units, size),
             )
 
     def box(self, layout: Layout, at: Coordinates) -> Box:
@@ -141,9 +140,3 @@ def declarations(model: nn.Module) -> dict[str, Declaration]:
         stated = modules[path].__dict__.get("declared", {})
         found[name] = stated.get(leaf) or Declaration(tuple(parameter.shape), initial=OWN)
     return found
-
-
-def _nearest(number: int, size: int) -> str:
-    """The divisors of ``number`` that are nearest to ``size``."""
-    legal = [n for n in range(1, number + 1) if number % n == 0]
-    return " or ".join(map(str, sorted(sorted(legal, key=lambda n: abs(n - size))[:2])))

@@ -1,5 +1,30 @@
 """What goes wrong for a user, said in one line, with the exit code of the command that meets it."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def nearest(key: str, legal: Iterable[int], asked: int) -> str:
+    """What to do about a number that is not legal: the two nearest that are, or the only one.
+
+    >>> nearest("tensor", [1, 2, 4], 3)
+    'Nearest legal tensor: 2 or 4'
+    """
+    near = sorted(sorted(legal, key=lambda number: abs(number - asked))[:2])
+    return f"Nearest legal {key}: {' or '.join(map(str, near))}"
+
+
+def nearest_divisors(key: str, of: int, asked: int) -> str:
+    """The same, where divisors of a number are legal."""
+    return nearest(key, (n for n in range(1, of + 1) if of % n == 0), asked)
+
+
+def nearest_multiples(key: str, of: int, asked: int) -> str:
+    """The same, where multiples of a number are legal."""
+    below = asked // of * of
+    return nearest(key, [n for n in (below, below + of) if n], asked)
+
 
 class BadInput(ValueError):
     """Input, configuration or layout that cannot be used.

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from math import lcm
 
-from .errors import BadInput
+from .errors import BadInput, nearest_divisors, nearest_multiples
 
 #: Mesh axes from the slowest to the fastest (Megatron's order: neighbours in rank are neighbours in tensor).
 AXES = ("pipeline", "data_replicate", "data_shard", "context", "tensor")
@@ -70,23 +70,28 @@ class Layout:
                 todo="Set zero, or move the data ranks to data_replicate",
             )
         if self.expert_pool % self.expert:
-            legal = [n for n in range(1, self.expert_pool + 1) if self.expert_pool % n == 0]
-            near = sorted(sorted(legal, key=lambda n: abs(n - self.expert))[:2])
             axes = "context * data_shard" if self.zero else "context * data"
             raise BadInput(
                 "layout",
                 "expert",
                 expected=f"a divisor of {axes} = {self.expert_pool}",
                 found=self.expert,
-                todo=f"Nearest legal expert: {' or '.join(map(str, near))}",
+                todo=nearest_divisors("expert", self.expert_pool, self.expert),
             )
         if self.virtual_stages > 1 and self.pipeline == 1:
             raise BadInput(
-                "layout", "virtual_stages", expected="1 with pipeline=1", found=self.virtual_stages
+                "layout",
+                "virtual_stages",
+                expected="1 with pipeline=1",
+                found=self.virtual_stages,
+                todo="Nearest legal virtual_stages: 1",
             )
         if self.v_shape and self.virtual_stages != 2:
             expected = "2, one on the way down and one on the way up"
-            raise BadInput("layout", "virtual_stages", expected=expected, found=self.virtual_stages)
+            todo = "Nearest legal virtual_stages: 2"
+            raise BadInput(
+                "layout", "virtual_stages", expected=expected, found=self.virtual_stages, todo=todo
+            )
 
     @classmethod
     def of(
@@ -112,11 +117,13 @@ class Layout:
             shard, replicate = 1, data
             if data_replicate not in (1, data):
                 expected = f"{data}, the data ranks"
-                raise BadInput("layout", "data_replicate", expected=expected, found=data_replicate)
+                todo = f"Nearest legal data_replicate: {data}, or leave it out"
+                raise BadInput("layout", "data_replicate", expected=expected, found=data_replicate, todo=todo)
         else:
             if data_replicate < 1 or data % data_replicate:
                 expected = f"a divisor of {data}"
-                raise BadInput("layout", "data_replicate", expected=expected, found=data_replicate)
+                todo = nearest_divisors("data_replicate", data, data_replicate)
+                raise BadInput("layout", "data_replicate", expected=expected, found=data_replicate, todo=todo)
             shard, replicate = data // data_replicate, data_replicate
         return cls(
             tensor=tensor,
@@ -212,14 +219,12 @@ class Layout:
             return
         reasons = [f"2 x context={self.context}"] if self.context > 1 else []
         reasons += [f"tensor={self.tensor} under sequence parallelism"] if self.sequence else []
-        below = length // unit * unit
-        near = [str(n) for n in (below, below + unit) if n]
         raise BadInput(
             where,
             key,
             expected=f"a multiple of {' and '.join(reasons)}",
             found=length,
-            todo=f"Nearest legal lengths: {' or '.join(near)}",
+            todo=nearest_multiples(key, unit, length),
         )
 
     def coordinates(self, rank: int) -> Coordinates:

@@ -104,7 +104,7 @@ def step_traffic(
             size = 4 * _here(work) * work.inner
             found.append(Traffic("tensor", "all_reduce", "loss", 2 * chunks, size, work.layout.tensor))
     found = [_times(one, work.micro_batches) for one in found]
-    found += _between_stages(work, stage)
+    found += _between_stages(work, at)
     found += _over_data(work, stated, at, frozen)
     found += _once(work, stated, at, frozen)
     return _added(one for one in found if one.count and one.ranks > 1)
@@ -141,11 +141,18 @@ def _tensor(work: Work, what: str, sent: tuple[str, int] | None, count: int = 1)
     return [Traffic("tensor", kind, what, count, count * numbers * work.compute, work.layout.tensor)]
 
 
-def _between_stages(work: Work, stage: Stage) -> list[Traffic]:
-    """Hidden states to the stage after, their gradients to the one before, a message a micro-batch."""
+def _between_stages(work: Work, at: Coordinates) -> list[Traffic]:
+    """Hidden states to the stage after, their gradients to the one before, a message a micro-batch.
+
+    Of two stages that follow each other on one rank (a V's lowest) nothing is sent.
+    """
     layout = work.layout
+    borders = 0
+    for number in layout.stages_of(at.pipeline):
+        for other in (number - 1, number + 1):
+            borders += 0 <= other < layout.stages and layout.rank_of_stage(other) != at.pipeline
     size = _here(work) * work.config.hidden_size * work.compute // (layout.tensor if layout.sequence else 1)
-    count = work.micro_batches * ((not stage.first) + (not stage.last))
+    count = work.micro_batches * borders
     return [Traffic("pipeline", "send", "hidden states", count, count * size, layout.pipeline)]
 
 

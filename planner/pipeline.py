@@ -79,9 +79,10 @@ def check_schedule(name: str, layout: Layout, micro_batches: int, where: str = "
         return
     kind, virtual = schedule_kind(name, where), layout.virtual_stages
     if kind.interleaved and (virtual < 2 or layout.v_shape):
-        raise BadInput(where, "virtual_stages", expected=f"at least 2 with {name}", found=virtual)
+        expected, todo = f"at least 2 with {name}", "Nearest legal virtual_stages: 2"
+        raise BadInput(where, "virtual_stages", expected=expected, found=virtual, todo=todo)
     if not kind.interleaved and (virtual, layout.v_shape) != (kind.virtual_stages, kind.v_shape):
-        todo = "Only interleaved and interleaved-zero-bubble take other numbers"
+        todo = f"Nearest legal virtual_stages: {kind.virtual_stages}; only interleaved schedules take others"
         expected = f"{kind.virtual_stages} with {name}"
         raise BadInput(where, "virtual_stages", expected=expected, found=virtual, todo=todo)
     if kind.runs(layout.pipeline, micro_batches):

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
-from ..parallel_state import TIMEOUT, BadInput
+from ..parallel_state import TIMEOUT, BadInput, nearest_multiples
 from ..planner import check_schedule
 from .preempt import GRACE
 from .recipe_checks import check_idle, check_memory_of_pipeline, check_optimizer, check_precision
@@ -95,6 +95,9 @@ class Recipe(Section):
                 "data.global_batch",
                 expected=f"a multiple of data={layout.data} x micro_batch={self.data.micro_batch}",
                 found=self.data.global_batch,
+                todo=nearest_multiples(
+                    "data.global_batch", layout.data * self.data.micro_batch, self.data.global_batch
+                ),
             )
         micro_batches = self.data.global_batch // (layout.data * self.data.micro_batch)
         check_schedule(self.layout.schedule, layout, micro_batches, where)

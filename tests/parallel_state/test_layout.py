@@ -147,7 +147,7 @@ def test_a_length_that_cannot_be_cut_is_refused_with_the_nearest_that_can(
         layout.check_length(length, "recipe", "data.sequence_length")
     assert str(error.value) == (
         f"recipe: data.sequence_length: expected a multiple of {expected}, found {length}. "
-        f"Nearest legal lengths: {nearest}"
+        f"Nearest legal data.sequence_length: {nearest}"
     )
     for legal in map(int, nearest.split(" or ")):
         layout.check_length(legal, "recipe", "data.sequence_length")

@@ -28,7 +28,7 @@ LLAMA: dict[str, Any] = {
     "vocab_size": 503,
     "hidden_size": 24,
     "intermediate_size": 40,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 1,
 }
@@ -36,7 +36,7 @@ GPT2: dict[str, Any] = {
     "model_type": "gpt2",
     "vocab_size": 503,
     "n_embd": 24,
-    "n_layer": 3,
+    "n_layer": 4,
     "n_head": 4,
     "n_positions": 16,
 }
@@ -85,6 +85,7 @@ class Case:
     memory: MemorySection = field(default_factory=MemorySection)
     compute: torch.dtype = torch.float32
     micro_batches: int = 2
+    schedule: str = "1f1b"
 
 
 Totals = dict[str, tuple[int, int]]
@@ -108,6 +109,7 @@ def measured_and_planned(case: Case) -> tuple[Totals, Totals]:
     step = TrainStep(
         model,
         micro_batch=SAMPLES,
+        schedule=case.schedule,
         dtype=case.compute,
         loss_chunk=case.memory.loss_chunk,
         reduce=torch.float32,
@@ -156,6 +158,8 @@ CASES = [
     Case("llama", Layout.of(tensor=2, data=2, zero=1, sequence=True)),
     Case("gpt2", Layout.of(pipeline=2, tensor=2, sequence=True)),
     Case("llama-tied", Layout.of(pipeline=2, data=2, zero=1), compute=torch.bfloat16),
+    Case("llama", Layout.of(pipeline=2, data=2, zero=3)),
+    Case("gpt2", Layout.of(pipeline=2, virtual_stages=2, v_shape=True), schedule="zbv", micro_batches=4),
 ]
 
 
