@@ -7,6 +7,7 @@ from .fault import fault
 from .gradients import clip_gradients, finalize_gradients, gradient_norm, last_not_finite
 from .initial import Constant, Initial, Normal, Own, Uniform, seed_of
 from .layout import AXES, Coordinates, Layout
+from .order import CollectiveOrder
 from .own import declare
 from .parameters import declare_parameter, initialize, local, stored_box
 from .reshard import Holding, holdings, parts
@@ -20,6 +21,7 @@ __all__ = [
     "BadCheckpoint",
     "BadInput",
     "Box",
+    "CollectiveOrder",
     "Constant",
     "Coordinates",
     "Cut",

@@ -30,6 +30,9 @@ PRIVATE = (
     ("torch.ops.aten", "_scaled_dot_product_flash_attention_backward"),
     ("torch.distributed.tensor.DTensor", "_local_tensor"),
     ("torch.utils._python_dispatch", "TorchDispatchMode"),
+    ("torch.distributed.ProcessGroup", "unbox"),
+    ("torch.distributed.distributed_c10d", "_get_default_store"),
+    ("torch.distributed.distributed_c10d", "_resolve_process_group"),
     ("torch.distributed.fsdp.FSDPModule", "_get_fsdp_state"),
     ("torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState", "_root_post_backward_final_callback"),
     ("torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup", "post_backward"),
@@ -210,3 +213,20 @@ def _groups(modules: Iterable[FSDPModule]) -> Iterator[Any]:
         several = getattr(state, "_fsdp_param_groups", None)  # one alone before torch 2.12
         one = getattr(state, "_fsdp_param_group", None) if several is None else None
         yield from several if several is not None else ([] if one is None else [one])
+
+
+def default_store() -> dist.Store:
+    """The key-value store at which the ranks of the default process group met."""
+    return cast(dist.Store, dist.distributed_c10d._get_default_store())
+
+
+def group_of_call(args: Iterable[Any]) -> dist.ProcessGroup:
+    """The group that a collective operator is given, as an object or by name."""
+    for one in args:
+        if isinstance(one, torch.ScriptObject):
+            try:
+                return cast(dist.ProcessGroup, dist.ProcessGroup.unbox(one))
+            except RuntimeError:
+                continue  # a reduction, also an object of torch's
+    name = [one for one in args if isinstance(one, str)][-1]
+    return cast(dist.ProcessGroup, dist.distributed_c10d._resolve_process_group(name))

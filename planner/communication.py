@@ -12,6 +12,10 @@ tensor, sequence               2 all-gathers of N D / t,          2 all-gathers 
                                2 reduce-scatters of N D           2 reduce-scatters of N D
 =============================  =================================  =================================
 
+Over c context ranks, which hold N tokens each, a block's attention also fetches keys and values, K numbers
+here: an all-gather of K forward, and backward another and a reduce-scatter of c K gradients; around a ring
+c - 1 exchanges of K forward, 2 (c - 1) backward.
+
 The embedding pays what a block's exit does, the output layer what an entrance does, tied or not; the loss two
 all-reduces of 4 N numbers together, at least fp32; norms, rotation, attention, activation functions and
 dropout nothing.
@@ -25,6 +29,7 @@ from math import ceil, prod
 
 from ..layers import Stage, checkpointed
 from ..parallel_state import Coordinates, Declaration
+from .activations import block_shape
 from .holdings import group_of
 from .work import Work
 
@@ -33,7 +38,7 @@ from .work import Work
 class Traffic:
     """``count`` collectives of a ``kind`` over ``ranks`` ranks; ``bytes``: what a rank gives to all of them.
 
-    ``axis``: tensor, data (the ranks that shards lie on), replicas (of the shards), pipeline, ends, or all.
+    ``axis``: tensor, context, data (ranks that shards lie on), replicas (of shards), pipeline, ends, or all.
     """
 
     axis: str
@@ -48,7 +53,7 @@ class Traffic:
         """Bytes that a rank puts on the wire where rings are used."""
         others, whole = self.ranks - 1, self.bytes
         rings = {"all_reduce": 2 * others * whole / self.ranks, "all_gather": others * whole}
-        rings |= {"reduce_scatter": others * whole / self.ranks, "send": whole}
+        rings |= {"reduce_scatter": others * whole / self.ranks, "send": whole, "exchange": whole}
         return int(rings[self.kind])
 
 
@@ -87,11 +92,13 @@ def step_traffic(
     """A step of the rank at these coordinates, up to its clipped gradients.
 
     ``frozen`` names parameters whose gradients nobody sums; activations are counted as if all were trained.
+    What routers and experts exchange depends on the tokens and is not counted.
     """
     found: list[Traffic] = []
     for number in stage.blocks:
         found += block_traffic(work, forward=True) + block_traffic(work, forward=False)
         found += recomputed_traffic(work, number)
+        found += _over_context(work, stated, number, at)
     if stage.first:
         found += _tensor(work, "embedding", _exit(work).forward) + _tensor(
             work, "embedding", _exit(work).backward
@@ -99,9 +106,9 @@ def step_traffic(
     if stage.last:
         found += _tensor(work, "output layer", _entrance(work).forward)
         found += _tensor(work, "output layer", _entrance(work).backward)
-        chunks = ceil(_here(work) / work.loss_chunk) if work.loss_chunk else 1
+        chunks = ceil(work.tokens / work.loss_chunk) if work.loss_chunk else 1
         if work.layout.tensor > 1:
-            size = 4 * _here(work) * work.inner
+            size = 4 * work.tokens * work.inner
             found.append(Traffic("tensor", "all_reduce", "loss", 2 * chunks, size, work.layout.tensor))
     found = [_times(one, work.micro_batches) for one in found]
     found += _between_stages(work, at)
@@ -120,7 +127,7 @@ class _Pair:
 
 def _entrance(work: Work) -> _Pair:
     """Into products that are cut by columns: ``enter_tensor``."""
-    size = _here(work) * work.config.hidden_size
+    size = work.tokens * work.config.hidden_size
     if work.layout.sequence:
         return _Pair(("all_gather", size // work.layout.tensor), ("reduce_scatter", size))
     return _Pair(None, ("all_reduce", size))
@@ -128,7 +135,7 @@ def _entrance(work: Work) -> _Pair:
 
 def _exit(work: Work) -> _Pair:
     """Out of products that are cut by rows: ``leave_tensor``."""
-    size = _here(work) * work.config.hidden_size
+    size = work.tokens * work.config.hidden_size
     if work.layout.sequence:
         return _Pair(("reduce_scatter", size), ("all_gather", size // work.layout.tensor))
     return _Pair(("all_reduce", size), None)
@@ -141,6 +148,32 @@ def _tensor(work: Work, what: str, sent: tuple[str, int] | None, count: int = 1)
     return [Traffic("tensor", kind, what, count, count * numbers * work.compute, work.layout.tensor)]
 
 
+def _over_context(
+    work: Work, stated: Mapping[str, Declaration], number: int, at: Coordinates
+) -> list[Traffic]:
+    """One block's keys and values to the other context ranks, their gradients back (docs/context.md)."""
+    ranks, layout = work.layout.context, work.layout
+    if ranks == 1:
+        return []
+    shape = block_shape(work, stated, number, at)
+    here = 2 * shape.key_value * work.tokens
+    inner = max(work.compute, 4)
+    again = int(checkpointed(number, work.checkpointing, work.checkpoint_every))
+    if layout.ring:
+        rounds = ranks - 1
+        size, times = rounds * here, 2 + again
+        return [
+            Traffic(
+                "context", "exchange", "keys, values", rounds * times, times * size * work.compute, ranks
+            ),
+            Traffic("context", "exchange", "their gradients", rounds, size * inner, ranks),
+        ]
+    return [
+        Traffic("context", "all_gather", "keys, values", 2 + again, (2 + again) * here * work.compute, ranks),
+        Traffic("context", "reduce_scatter", "their gradients", 1, ranks * here * inner, ranks),
+    ]
+
+
 def _between_stages(work: Work, at: Coordinates) -> list[Traffic]:
     """Hidden states to the stage after, their gradients to the one before, a message a micro-batch.
 
@@ -151,7 +184,7 @@ def _between_stages(work: Work, at: Coordinates) -> list[Traffic]:
     for number in layout.stages_of(at.pipeline):
         for other in (number - 1, number + 1):
             borders += 0 <= other < layout.stages and layout.rank_of_stage(other) != at.pipeline
-    size = _here(work) * work.config.hidden_size * work.compute // (layout.tensor if layout.sequence else 1)
+    size = work.tokens * work.config.hidden_size * work.compute // (layout.tensor if layout.sequence else 1)
     count = work.micro_batches * borders
     return [Traffic("pipeline", "send", "hidden states", count, count * size, layout.pipeline)]
 
@@ -209,11 +242,6 @@ def _piece(declaration: Declaration, work: Work, at: Coordinates) -> int:
     """Numbers of a data rank's piece, padded: ``ceil`` of the rows."""
     rows, *rest = declaration.box(work.layout, at).shape
     return ceil(rows / work.layout.data_sizes()[1]) * prod(rest)
-
-
-def _here(work: Work) -> int:
-    """Tokens of a micro-batch on this context rank."""
-    return work.tokens // work.layout.context
 
 
 def _times(one: Traffic, count: int) -> Traffic:

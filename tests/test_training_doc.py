@@ -68,6 +68,7 @@ SECTIONS = [
     ("[checkpoint]", sections.CheckpointSection),
     ("[evaluation]", sections.EvaluationSection),
     ("[watch]", sections.WatchSection),
+    ("[debug]", sections.DebugSection),
 ]
 
 

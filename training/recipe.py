@@ -18,6 +18,7 @@ from .recipe_checks import check_idle, check_memory_of_pipeline, check_optimizer
 from .sections import (
     CheckpointSection,
     DataSection,
+    DebugSection,
     EvaluationSection,
     ExpertsSection,
     LayoutSection,
@@ -75,6 +76,7 @@ class Recipe(Section):
     checkpoint: CheckpointSection = Field(default=CheckpointSection(), description="when saved")
     evaluation: EvaluationSection | None = Field(default=None, description="on held-out tokens")
     watch: WatchSection = Field(default=WatchSection(), description="what else is written down")
+    debug: DebugSection = Field(default=DebugSection(), description="what looks for mistakes")
 
     @property
     def digest(self) -> str:
@@ -87,7 +89,7 @@ class Recipe(Section):
             raise BadInput(where, "model", expected="init_from or config", found=self.model.model_dump())
         check_optimizer(self.optimizer, self.steps, where)
         check_precision(self.dtype, self.compute, self.loss_scale, where)
-        check_idle(self.memory, self.watch, where)
+        check_idle(self.memory, self.watch, self.debug, where)
         layout = self.layout.layout
         if self.data.global_batch % (layout.data * self.data.micro_batch):
             raise BadInput(

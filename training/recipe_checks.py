@@ -6,7 +6,14 @@ import math
 
 from ..parallel_state import BadInput
 from ..planner import schedule_kind
-from .sections import LayoutSection, LossScaleSection, MemorySection, OptimizerSection, WatchSection
+from .sections import (
+    DebugSection,
+    LayoutSection,
+    LossScaleSection,
+    MemorySection,
+    OptimizerSection,
+    WatchSection,
+)
 
 
 def check_optimizer(section: OptimizerSection, steps: int, where: str) -> None:
@@ -56,7 +63,7 @@ def check_precision(dtype: str, compute: str | None, scale: LossScaleSection, wh
         )
 
 
-def check_idle(memory: MemorySection, watch: WatchSection, where: str) -> None:
+def check_idle(memory: MemorySection, watch: WatchSection, debug: DebugSection, where: str) -> None:
     """Refuse a key that does nothing because another is not set."""
     if memory.checkpoint_every is not None and memory.checkpointing != "every":
         raise BadInput(
@@ -64,6 +71,10 @@ def check_idle(memory: MemorySection, watch: WatchSection, where: str) -> None:
             "memory.checkpoint_every",
             expected='checkpointing = "every" beside it',
             found=f'checkpointing = "{memory.checkpointing}"',
+        )
+    if debug.every is not None and not debug.collectives:
+        raise BadInput(
+            where, "debug.every", expected="collectives = true beside it", found="collectives = false"
         )
     if watch.activation_norms and not watch.norms:
         raise BadInput(

@@ -268,6 +268,13 @@ class EvaluationSection(Section):
     samples: int = Field(default=64, ge=1, description="the same ones each time; at most all there are")
 
 
+class DebugSection(Section):
+    """What looks for mistakes and slows the run; docs/watching.md."""
+
+    collectives: bool = Field(default=False, description="compare what ranks send, name where it differs")
+    every: int | None = Field(default=None, ge=1, description="of a group, from one to the next; default: 1")
+
+
 class WatchSection(Section):
     """What else a run writes down about itself."""
 

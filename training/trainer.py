@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from ..checkpoints import (
 )
 from ..parallel_state import (
     BadInput,
+    CollectiveOrder,
     ParallelState,
     fault,
     initialize,
@@ -85,6 +88,7 @@ class Trainer:
         done = []
         ahead, device = self.recipe.data.prefetch, self.state.device
         with (
+            self._comparing(),
             self.watchers.running(start),
             Prefetch(self._batch, start, stop, ahead=ahead, device=device) as batch_of,
             self._saver() as saver,
@@ -114,6 +118,13 @@ class Trainer:
                         f"asked to stop: saved after step {number + 1}; the same command goes on from there"
                     )
         return done
+
+    def _comparing(self) -> AbstractContextManager[Any]:
+        """What looks for collectives in different orders, if the recipe asks for it."""
+        debug, timeout = self.recipe.debug, timedelta(seconds=self.recipe.timeout)
+        if not debug.collectives or self.state.layout.world == 1:
+            return nullcontext()
+        return CollectiveOrder(self.state, every=debug.every or 1, timeout=timeout)
 
     def _saver(self) -> Saver:
         return Saver(

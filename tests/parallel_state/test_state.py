@@ -103,7 +103,7 @@ def groups(layout: Layout) -> dict[str, list[int]]:
 )
 def test_process_groups_are_the_ranks_along_their_axes(layout: Layout) -> None:
     for rank, found in enumerate(run_parallel(groups, 4, layout)):
-        assert ("data_replicate" in found) == (layout.copies > 1)
+        assert ("data_replicate" in found) == (layout.data_sizes()[0] > 1)
         ends = found.pop("ends", None)
         # FSDP shards over the context ranks too, or has them for replicas.
         joined = "data_shard" if layout.zero else "data_replicate"

@@ -56,6 +56,7 @@ KINDS = {
     "reduce_scatter_tensor": "reduce_scatter",
     "_reduce_scatter_base_": "reduce_scatter",
     "send": "send",
+    "all_to_all_single": "exchange",
 }
 
 
@@ -158,7 +159,10 @@ CASES = [
     Case("llama", Layout.of(tensor=2, data=2, zero=1, sequence=True)),
     Case("gpt2", Layout.of(pipeline=2, tensor=2, sequence=True)),
     Case("llama-tied", Layout.of(pipeline=2, data=2, zero=1), compute=torch.bfloat16),
-    Case("llama", Layout.of(pipeline=2, data=2, zero=3)),
+    Case("llama", Layout.of(context=2, zero=1), compute=torch.bfloat16),
+    Case("gpt2", Layout.of(context=2, ring=True), MemorySection(checkpointing="full")),
+    Case("llama", Layout.of(context=2, tensor=2, sequence=True)),
+    Case("llama", Layout.of(pipeline=2, data=2, zero=1)),
     Case("gpt2", Layout.of(pipeline=2, virtual_stages=2, v_shape=True), schedule="zbv", micro_batches=4),
 ]
 

@@ -1,0 +1,184 @@
+"""A debugging mode: ranks tell each other what they are about to send, and stop where that differs.
+
+A collective that ranks of a group issue in different orders, or with different shapes, gives wrong numbers
+or waits for ever, and nothing says where. Here each call is described (operator, reduction, dtype, shape, and
+the lines of code that led to it) and compared through torch's key-value store before it runs. Sends between
+two ranks, whose order differs between the stages of a pipeline by design, are left out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import engine
+from .errors import PeerFailed
+from .state import TIMEOUT, ParallelState
+
+_HERE, _TORCH = str(Path(__file__).parents[1]) + os.sep, os.path.dirname(torch.__file__) + os.sep
+_OWN = tuple(_HERE + os.path.join("parallel_state", name) for name in ("order.py", "engine.py"))
+#: Not compared: what two ranks alone do, and waiting.
+_LEFT_OUT = ("send", "recv", "wait", "monitored")
+#: Here ranks give different sizes, or none at all.
+_UNEVEN = ("gather_", "scatter_", "all_to_all", "alltoall", "broadcast")
+#: After a failure, how long the others' last calls are waited for.
+_AFTERWARDS = timedelta(seconds=5)
+
+
+@dataclass
+class _Log:
+    """What this rank has issued in one group."""
+
+    ranks: list[int]
+    count: int = 0
+    #: Since ranks last compared: what is said of each call, and a digest of all lines that led to it.
+    calls: list[tuple[str, str]] = field(default_factory=list)
+
+
+class CollectiveOrder(engine.TorchDispatchMode):
+    """While it is entered, compares collectives between ranks at each ``every``-th call in a group.
+
+    Raises ``PeerFailed``, on every rank of the group and before the call runs, with both calls and where they
+    come from; or, after ``timeout``, with what ranks that do not come did last. With ``every`` above 1 a call
+    that differs has run by then; if it raises, or waits until its own timeout, the calls since are compared.
+    Collectives of other threads (a save in the background) are not seen.
+    """
+
+    def __init__(self, state: ParallelState, *, every: int = 1, timeout: timedelta = TIMEOUT) -> None:
+        super().__init__()
+        self._rank, self._every, self._timeout = state.rank, every, timeout
+        self._store = engine.default_store()
+        # All ranks make as many of these: what an earlier one left in the store is not read.
+        number = self._store.add(f"trilith/order/{state.rank}", 1)
+        self._prefix = f"trilith/order/{number}"
+        self._logs: dict[str, _Log] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        space, _, name = func.name().partition("::")
+        if "c10d" in space and not name.startswith(_LEFT_OUT):
+            self._note(name.split(".")[0], args)
+        return func(*args, **(kwargs or {}))
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        super().__exit__(kind, error, trace)
+        if isinstance(error, Exception) and not isinstance(error, PeerFailed):
+            for group, log in self._logs.items():
+                if log.calls:
+                    self._compare(group, log, f"{group}/left", self._timeout * 0 + _AFTERWARDS, failing=True)
+
+    def _note(self, name: str, args: Any) -> None:
+        group = engine.group_of_call(args)
+        log = self._logs.get(group.group_name)
+        if log is None:
+            log = self._logs[group.group_name] = _Log(torch.distributed.get_process_group_ranks(group))
+        if len(log.ranks) == 1:
+            return
+        log.calls.append(_described(name, args))
+        log.count += 1
+        said = f"collective {log.count} of ranks {log.ranks}: {log.calls[-1][0]}"
+        self._store.set(f"{self._prefix}/last/{self._rank}", said)
+        if log.count % self._every == 0:
+            meeting = log.count // self._every
+            self._compare(group.group_name, log, f"{group.group_name}/{meeting}", self._timeout)
+            log.calls.clear()
+            if self._rank == log.ranks[0] and meeting > 1:  # which all have left, or they would not be here
+                self._forget(f"{group.group_name}/{meeting - 1}", log.ranks)
+
+    def _compare(
+        self, group: str, log: _Log, meeting: str, timeout: timedelta, *, failing: bool = False
+    ) -> None:
+        """``PeerFailed`` if the calls of another rank since the last meeting are not this rank's."""
+        self._store.set(self._key(meeting, self._rank), json.dumps(log.calls))
+        others = [rank for rank in log.ranks if rank != self._rank]
+        try:
+            self._store.wait([self._key(meeting, rank) for rank in others], timeout)
+        except Exception as error:
+            if failing:
+                return
+            raise PeerFailed(self._missing(log, meeting, others, timeout)) from error
+        for rank in others:
+            theirs = [tuple(call) for call in json.loads(self._store.get(self._key(meeting, rank)))]
+            if theirs != log.calls:
+                raise PeerFailed(self._difference(log, rank, theirs))
+
+    def _difference(self, log: _Log, rank: int, theirs: list[tuple[str, ...]]) -> str:
+        """The first call that two ranks make differently; the lower rank's is said first."""
+        first = log.count - len(log.calls)
+        longest = max(len(log.calls), len(theirs))
+        for number in range(longest):
+            pair = [
+                calls[number] if number < len(calls) else ("nothing more", "")
+                for calls in (log.calls, theirs)
+            ]
+            if pair[0] != pair[1]:
+                said = sorted([(self._rank, pair[0][0]), (rank, pair[1][0])])
+                both = "; ".join(f"rank {one} calls {call}" for one, call in said)
+                return f"collective {first + number + 1} of ranks {log.ranks} differs: {both}"
+        raise AssertionError("the calls are the same")
+
+    def _missing(self, log: _Log, meeting: str, others: list[int], timeout: timedelta) -> str:
+        absent = [rank for rank in others if not self._store.check([self._key(meeting, rank)])]
+        said = [f"rank {self._rank} waits at collective {log.count} of ranks {log.ranks}: {log.calls[-1][0]}"]
+        for rank in absent:
+            key = f"{self._prefix}/last/{rank}"
+            last = self._store.get(key).decode() if self._store.check([key]) else "no collective at all"
+            said.append(f"rank {rank}'s last was {last}")
+        return f"after {timeout.total_seconds():g} s " + "; ".join(said)
+
+    def _forget(self, meeting: str, ranks: list[int]) -> None:
+        with suppress(RuntimeError):  # a store that cannot delete only grows
+            for rank in ranks:
+                self._store.delete_key(self._key(meeting, rank))
+
+    def _key(self, meeting: str, rank: int) -> str:
+        return f"{self._prefix}/{meeting}/{rank}"
+
+
+def _described(name: str, args: Any) -> tuple[str, str]:
+    """What a person reads of a call, and a digest of every line on the way to it."""
+    frames, reduction = _frames(sys._getframe(3))
+    kind = name.strip("_").removesuffix("_")
+    words = [kind, *(one for one in args if isinstance(one, str) and one in ("sum", "max", "min", "avg"))]
+    words += [reduction] if reduction else []
+    given = args[1] if kind.endswith("base") else args[0]
+    for tensor in [given] if isinstance(given, Tensor) else given if isinstance(given, list) else []:
+        while isinstance(tensor, list) and tensor:
+            tensor = tensor[0]
+        if isinstance(tensor, Tensor):
+            shape = "" if kind.startswith(_UNEVEN) else f" {list(tensor.shape)}"
+            words.append(f"{str(tensor.dtype).removeprefix('torch.')}{shape}")
+    digest = hashlib.blake2b("\n".join(frames).encode(), digest_size=8).hexdigest()
+    shown = [one for i, one in enumerate(frames) if i == 0 or _file(one) != _file(frames[i - 1])]
+    return f"{' '.join(words)} at {' < '.join(shown[:5]) or 'torch alone'}", digest
+
+
+def _frames(frame: FrameType | None) -> tuple[list[str], str]:
+    """The lines that are not torch's or ours here, the innermost first; and a reduction named on the way."""
+    found, reduction = [], ""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(_TORCH):
+            if not reduction and "op" in frame.f_locals and file.endswith("distributed_c10d.py"):
+                reduction = str(frame.f_locals["op"]).rpartition(".")[2].lower()
+        elif not file.startswith((*_OWN, "<")):
+            short = (
+                file.removeprefix(_HERE) if file.startswith(_HERE) else os.sep.join(file.split(os.sep)[-2:])
+            )
+            found.append(f"{short}:{frame.f_lineno} {frame.f_code.co_name}")
+        frame = frame.f_back
+    return found, reduction
+
+
+def _file(shown: str) -> str:
+    return shown.partition(":")[0]
