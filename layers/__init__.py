@@ -14,6 +14,7 @@ from .collectives import (
     scatter_sequence,
     split_to_tensor,
 )
+from .compiling import compile_blocks
 from .dispatch import Dispatch
 from .dropout import Dropout, own_random
 from .embedding import (
@@ -76,6 +77,7 @@ __all__ = [
     "checkpoint_blocks",
     "checkpointed",
     "chunked_cross_entropy",
+    "compile_blocks",
     "copy_to_tensor",
     "cut_sequence",
     "default_positions",

@@ -217,7 +217,7 @@ def _groups(modules: Iterable[FSDPModule]) -> Iterator[Any]:
 
 def default_store() -> dist.Store:
     """The key-value store at which the ranks of the default process group met."""
-    return cast(dist.Store, dist.distributed_c10d._get_default_store())
+    return dist.distributed_c10d._get_default_store()
 
 
 def group_of_call(args: Iterable[Any]) -> dist.ProcessGroup:
@@ -225,8 +225,8 @@ def group_of_call(args: Iterable[Any]) -> dist.ProcessGroup:
     for one in args:
         if isinstance(one, torch.ScriptObject):
             try:
-                return cast(dist.ProcessGroup, dist.ProcessGroup.unbox(one))
+                return dist.ProcessGroup.unbox(one)
             except RuntimeError:
                 continue  # a reduction, also an object of torch's
-    name = [one for one in args if isinstance(one, str)][-1]
-    return cast(dist.ProcessGroup, dist.distributed_c10d._resolve_process_group(name))
+    name: Any = [one for one in args if isinstance(one, str)][-1]
+    return dist.distributed_c10d._resolve_process_group(name)

@@ -75,7 +75,7 @@ class CollectiveOrder(engine.TorchDispatchMode):
         if isinstance(error, Exception) and not isinstance(error, PeerFailed):
             for group, log in self._logs.items():
                 if log.calls:
-                    self._compare(group, log, f"{group}/left", self._timeout * 0 + _AFTERWARDS, failing=True)
+                    self._compare(group, log, f"{group}/left", _AFTERWARDS, failing=True)
 
     def _note(self, name: str, args: Any) -> None:
         group = engine.group_of_call(args)

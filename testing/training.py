@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..layers import IGNORE
+from ..layers import IGNORE, compile_blocks
 from ..models import CausalLM, LoraConfig, adapted, family_of
 from ..parallel_state import (
     Box,
@@ -54,6 +54,7 @@ class Case:
     seed: int = 7
     documents: bool = False  # several a row: positions start again where one starts
     memory: MemorySection = field(default_factory=MemorySection)
+    compiled: str = ""  # torch.compile's backend
     lora: dict[str, Any] | None = None
 
 
@@ -91,6 +92,8 @@ def train_rank(case: Case) -> RankOutcome:
         family = adapted(family, LoraConfig.model_validate(case.lora))
     model = family.build(config, split=case.split, state=state, dtype=case.dtype)
     precision = Precision(case.dtype, case.compute or case.dtype, case.dtype)
+    if case.compiled:
+        compile_blocks(model.layers.values(), backend=case.compiled)
     spare_memory(model, case.memory)
     shard_over_data(model, state, precision, offload=case.memory.offload)
     model.to_empty(device="cpu")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..layers import Balancing, checkpoint_blocks, set_auxiliary_losses
+from ..layers import Balancing, checkpoint_blocks, compile_blocks, set_auxiliary_losses
 from ..models import AdaptedFamily, CausalLM
 from ..parallel_state import ParallelState
 from .data_parallel import resting_device, shard_over_data
@@ -46,6 +46,8 @@ def build(recipe: Recipe, plan: Plan, state: ParallelState) -> Parts:
     model = model_on_meta(recipe, plan, state)
     if recipe.experts is not None:
         _keep_even(model, recipe.experts, plan.config.routers)
+    if recipe.compile:
+        compile_blocks(model.layers.values())
     spare_memory(model, recipe.memory)
     shard_over_data(model, state, precision, offload=recipe.memory.offload)
     model.to_empty(device=resting_device(state, offload=recipe.memory.offload))

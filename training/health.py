@@ -46,7 +46,8 @@ def name_the_culprit(model: CausalLM, step: int, forward: ForwardOnly, batch: Ba
     ``step`` counts from 1.
     """
     state = model.state
-    with looking(model) as seen:
+    # A compiled block would hide its modules.
+    with looking(model) as seen, torch.compiler.set_stance("force_eager"):
         forward(batch)
     mine = None
     if seen:

@@ -14,7 +14,13 @@ from pydantic import Field, ValidationError
 from ..parallel_state import TIMEOUT, BadInput, nearest_multiples
 from ..planner import check_schedule
 from .preempt import GRACE
-from .recipe_checks import check_idle, check_memory_of_pipeline, check_optimizer, check_precision
+from .recipe_checks import (
+    check_compile,
+    check_idle,
+    check_memory_of_pipeline,
+    check_optimizer,
+    check_precision,
+)
 from .sections import (
     CheckpointSection,
     DataSection,
@@ -45,6 +51,9 @@ class Recipe(Section):
     device: Literal["cpu", "cuda"] = Field(default="cpu", description="what each rank computes on")
     deterministic: bool = Field(
         default=False, description="only algorithms that give the same bits each time, on CUDA too; slower"
+    )
+    compile: bool = Field(
+        default=False, description="torch.compile each block, in one graph; a CPU needs a C++ compiler for it"
     )
     grace: float = Field(
         default=GRACE, gt=0, description="seconds after SIGTERM or Ctrl-C by which the run has saved and left"
@@ -104,6 +113,8 @@ class Recipe(Section):
         micro_batches = self.data.global_batch // (layout.data * self.data.micro_batch)
         check_schedule(self.layout.schedule, layout, micro_batches, where)
         check_memory_of_pipeline(self.memory, self.layout, where)
+        if self.compile:
+            check_compile(self.memory, self.layout, self.debug, where)
         absent = [rank for rank in self.watch.trace_ranks if not 0 <= rank < layout.world]
         if absent:
             raise BadInput(

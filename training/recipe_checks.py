@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from ..models import ModelConfig
 from ..parallel_state import BadInput
 from ..planner import schedule_kind
 from .sections import (
@@ -106,4 +107,33 @@ def check_memory_of_pipeline(memory: MemorySection, layout: LayoutSection, where
             expected=f"none with layout.schedule={name}, or 1f1b or interleaved",
             found=memory.checkpointing,
             todo="Its backward comes in two parts, and each would compute a block's forward again",
+        )
+
+
+def check_compile(memory: MemorySection, layout: LayoutSection, debug: DebugSection, where: str) -> None:
+    """Refuse what cannot be in one graph, or looks at operators that a graph hides."""
+    twice = layout.pipeline > 1 and schedule_kind(layout.schedule).two_backwards
+    for wrong, key, expected, found in (
+        (memory.checkpointing == "selective", "memory.checkpointing", "none, every or full", "selective"),
+        (layout.context > 1, "layout.context", 1, layout.context),
+        (twice, "layout.schedule", "gpipe, 1f1b or interleaved", layout.schedule),
+        (debug.collectives, "debug.collectives", "false", "true"),
+    ):
+        if wrong:
+            raise BadInput(where, key, expected=f"{expected} with compile = true", found=found)
+
+
+def check_compiled_model(config: ModelConfig, layout: LayoutSection, lora_dropout: float) -> None:
+    """Refuse to compile blocks whose shapes follow from the data, or whose tensor ranks draw apart."""
+    if config.routed_experts:
+        expected, found = "false with experts, whose tokens are counted as they come", "true"
+        raise BadInput("recipe", "compile", expected=expected, found=found)
+    rates = [getattr(config, name, 0.0) for name in ("attn_pdrop", "attention_dropout", "resid_pdrop")]
+    if layout.tensor > 1 and any([*rates, lora_dropout]):
+        raise BadInput(
+            "recipe",
+            "compile",
+            expected=f"false with dropout over tensor={layout.tensor}, where ranks draw masks of their own",
+            found="true",
+            todo="Set the dropout rates to 0, or tensor to 1",
         )

@@ -15,6 +15,7 @@ from .batches import GlobalBatches, Mixture
 from .flops import TokenFlops, flops_per_token
 from .groups import assign, names_of
 from .recipe import Recipe, read_config
+from .recipe_checks import check_compiled_model
 from .sections import ParameterGroup
 from .stage_cut import StageCut, cut_stages
 from .tensorboard import check_tensorboard
@@ -83,6 +84,8 @@ def plan(recipe: Recipe) -> Plan:
             raise BadInput("recipe", "model.init_from", expected=expected, found="a model from scratch")
         family, adapter = plan_adapters(recipe.lora, source)
     layout = recipe.layout.layout
+    if recipe.compile:
+        check_compiled_model(config, recipe.layout, recipe.lora.lora_dropout if recipe.lora else 0.0)
     cut = cut_stages(family, config, layout, recipe.data.sequence_length, split=recipe.layout.split)
     # Building every stage on the meta device refuses each cut that is not even.
     family.declarations(config, layout, split=cut.counts)

@@ -95,7 +95,13 @@ def one_device() -> Callable[[Case], Outcome]:
 
     def get(case: Case) -> Outcome:
         plain = replace(
-            case, layout=Layout(), split=None, schedule="1f1b", micro_batch=1, memory=MemorySection()
+            case,
+            layout=Layout(),
+            split=None,
+            schedule="1f1b",
+            micro_batch=1,
+            memory=MemorySection(),
+            compiled="",
         )
         if repr(plain) not in known:
             known[repr(plain)] = run(plain)

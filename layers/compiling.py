@@ -1,0 +1,18 @@
+"""A model's blocks through ``torch.compile``, each in one graph, collectives and all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+
+def compile_blocks(blocks: Iterable[nn.Module], *, backend: str = "inductor") -> None:
+    """Compile each block's forward with ``fullgraph=True``, in place; it happens when a block first runs.
+
+    No module is added, so no parameter changes its name; FSDP's hooks and activation checkpointing, which
+    must come after it, stay outside of the graph. torch's inductor needs a C++ compiler on a CPU.
+    """
+    for block in blocks:
+        block.forward = torch.compile(block.forward, fullgraph=True, backend=backend)
