@@ -85,7 +85,7 @@ def test_context_ranks_need_a_sequence_of_as_many_pairs_of_chunks_E7(recipe: Pat
     with pytest.raises(BadInput) as error:
         load_recipe(recipe, ["layout.context=4", "data.sequence_length=30"])
     assert "sequence_length: expected a multiple of 2 x context=4, found 30" in str(error.value)
-    assert str(error.value).endswith("Nearest legal lengths: 24 or 32")
+    assert str(error.value).endswith("Nearest legal data.sequence_length: 24 or 32")
     ring = load_recipe(recipe, ["layout.context=2", "layout.context_attention=ring"])
     assert ring.layout.layout.ring
     with pytest.raises(BadInput, match=r"layout\.context_attention: expected 'all-gather' or 'ring'"):
