@@ -64,9 +64,7 @@ class LayoutSection(Section):
         le=3,
         description="what data ranks share out: 0 nothing, 1 moments, 2 gradients too, 3 weights too",
     )
-    sequence: bool = Field(
-        default=False, description="sequence parallelism: what tensor ranks repeat is cut along the row"
-    )
+    sequence: bool = Field(default=False, description="what tensor ranks repeat is cut along the row")
     context: int = Field(
         default=1, ge=1, description="ranks that each row is cut over, into 2 x context chunks; for long rows"
     )
