@@ -229,3 +229,20 @@ def test_a_later_call_does_not_meet_an_earlier_calls_groups():
     assert run_parallel(sum_over_axis, 4, 0) == [8.0, 8.0, 40.0, 40.0]
     assert run_parallel(sum_over_axis, 4, 1) == [8.0, 8.0, 40.0, 40.0]
     assert run_parallel(sum_over_axis, 4, 2) == [8.0, 8.0, 40.0, 40.0]
+
+
+def hold_a_group_in_a_cycle():
+    held = [dist.new_group([0, 1])]
+    held.append(held)
+
+
+def count_threads():
+    return len(os.listdir("/proc/self/task"))
+
+
+def test_groups_that_a_call_leaves_in_cycles_are_ended_with_it():
+    run_parallel(hold_a_group_in_a_cycle, 2)
+    before = run_parallel(count_threads, 2)
+    for _ in range(3):
+        run_parallel(hold_a_group_in_a_cycle, 2)
+    assert run_parallel(count_threads, 2) == before
