@@ -34,7 +34,8 @@ class LiveBytes(TorchDispatchMode):
 
     @property
     def now(self) -> int:
-        alive = [storage for known in self._storages.values() if (storage := known()) is not None]
+        # Of a copy: another thread may drop a storage, and it is then forgotten, in the middle of this loop.
+        alive = [storage for known in tuple(self._storages.values()) if (storage := known()) is not None]
         return sum(storage.nbytes() for storage in alive)
 
     def __torch_dispatch__(

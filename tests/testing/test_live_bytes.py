@@ -1,0 +1,39 @@
+"""Bytes of living tensors: counted to the byte, whenever they die."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+import torch
+from trilith.testing.live_bytes import LiveBytes
+
+
+def test_it_counts_what_lives_and_the_worst_moment() -> None:
+    kept = torch.zeros(10, dtype=torch.float64)
+    with LiveBytes([kept]) as live:
+        first = torch.ones(100, dtype=torch.float32)
+        view = first[:50]  # of what is counted already
+        del first
+        second = view * 2
+        assert live.now == 80 + 400 + 200
+        del view
+        assert live.now == 80 + 200
+        del second
+    assert (live.now, live.peak) == (80, 680)
+
+
+def test_storages_may_die_in_another_thread_while_they_are_counted() -> None:
+    switch = sys.getswitchinterval()
+    with LiveBytes() as live:
+        kept = [torch.ones(8) for _ in range(4000)]
+        dropping = threading.Thread(target=kept.clear)
+        sys.setswitchinterval(1e-6)
+        try:
+            dropping.start()
+            while dropping.is_alive():
+                assert live.now >= 0
+        finally:
+            sys.setswitchinterval(switch)
+            dropping.join()
+    assert live.now == 0
