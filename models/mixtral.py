@@ -11,17 +11,16 @@ from .experts import ExpertsConfig, LlamaWithExperts
 from .family import Family
 from .links import Rename, Stack
 from .llama import NAMES
-from .mistral import check_no_biases
+from .mistral import MistralConfig
 
 
-class MixtralConfig(ExpertsConfig):
+class MixtralConfig(MistralConfig, ExpertsConfig):
     """The fields of a Mixtral config.json that the model computes with."""
 
     HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {"router_jitter_noise": (0, 0.0, None)}
 
     num_local_experts: int = Field(default=8, gt=0, le=2**12)
     num_experts_per_tok: int = Field(default=2, gt=0)
-    max_position_embeddings: int = Field(default=131072, gt=0)
     rms_norm_eps: float = Field(default=1e-5, gt=0, lt=0.1)
     rope_theta: float = Field(default=1e6, gt=0)
     sliding_window: int | None = Field(default=None, gt=0)
@@ -30,14 +29,6 @@ class MixtralConfig(ExpertsConfig):
     def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
         # Hugging Face's default is a number; null means as many as query heads.
         return super().read({"num_key_value_heads": 8, **raw}, where)
-
-    def check(self, where: str) -> None:
-        super().check(where)
-        check_no_biases(self, where)
-
-    @property
-    def window(self) -> int | None:
-        return self.sliding_window
 
 
 MIXTRAL = Family(
