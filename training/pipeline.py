@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from ..layers import Stage
 from ..models import CausalLM
 from ..parallel_state import ParallelState
-from ..planner import check_schedule
+from ..planner import check_schedule, schedule_kind
 from ..planner.timetable import CLASSES
 from .stage_driver import DrivenStage, StageModule, after_schedule, before_schedule
 
@@ -97,7 +97,7 @@ def make_schedule(
         )
         for seat, number in zip(seats, numbers, strict=True)
     ]
-    several = name not in ("gpipe", "1f1b")
+    several = schedule_kind(name).virtual_stages > 1
     # The loss of a micro-batch is its share of the step's mean, so gradients are summed as they are.
     schedule = CLASSES[name](driven if several else driven[0], microbatches, loss_fn=loss, scale_grads=False)
     return Pipeline(schedule, seats, zero=layout.zero)
