@@ -35,6 +35,10 @@ def schedule(
     from ..planner.timetable_text import timetable_lines
     from ..training.console import plain_console
 
+    if out is not None:
+        from ..planner.timetable_picture import check_picture, draw_timetables
+
+        check_picture(out)
     layout = layout_of(name, stages, virtual)
     computed = timetable(name, layout, microbatches)
     console = plain_console(soft_wrap=True)
@@ -62,8 +66,6 @@ def schedule(
     of_all = "".join(f"{table.bubble:>18.1%}" for table in tables.values())
     console.print(f"{'all':<34}{of_all}; by the formula {bubble(name, layout, microbatches):.1%}")
     if out is not None:
-        from ..planner.timetable_picture import draw_timetables
-
         units = {"computed": "units of a stage's forward", "measured": "seconds"}
         shape = f"{stages} ranks, {layout.stages} stages, {microbatches} micro-batches"
         draw_timetables(out, f"{name}: {shape}", tables, units)

@@ -9,7 +9,10 @@ import matplotlib
 from matplotlib import pyplot as plt
 from matplotlib.patches import Patch
 
+from ..parallel_state import BadInput
 from .timetable import Kind, Timetable
+
+FORMATS = (".png", ".svg", ".pdf")
 
 COLORS: dict[Kind, str] = {"F": "#5fa8d3", "B": "#4d7c3a", "I": "#8cb369", "W": "#f4a259"}
 MEANING: dict[Kind, str] = {
@@ -20,8 +23,20 @@ MEANING: dict[Kind, str] = {
 }
 
 
+def check_picture(out: Path) -> None:
+    """Refuse a file that ``draw_timetables`` could not write, before anything is computed for it."""
+    if out.suffix not in FORMATS:
+        expected = f"a name that ends in {', '.join(FORMATS)}"
+        raise BadInput("schedule", "--out", expected=expected, found=str(out))
+    if not out.parent.is_dir():
+        todo = "Make the folder first"
+        raise BadInput(
+            "schedule", "--out", expected="a file in a folder that exists", found=str(out), todo=todo
+        )
+
+
 def draw_timetables(out: Path, title: str, tables: dict[str, Timetable], units: dict[str, str]) -> None:
-    """Write a picture (``.png``, ``.svg``, ``.pdf``) of one or more timetables of the same step, by name.
+    """Write a picture, in one of ``FORMATS``, of one or more timetables of the same step, by name.
 
     ``units``: what the time of each is measured in.
     """

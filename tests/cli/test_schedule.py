@@ -1,0 +1,57 @@
+"""`trilith schedule`: a timetable that is printed, drawn and measured."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from trilith.cli.app import run
+from trilith.planner import SCHEDULE_NAMES
+
+
+def test_it_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "zbv.png"
+    assert (
+        run(["schedule", "--name", "zbv", "--stages", "2", "--microbatches", "4", "--out", str(picture)]) == 0
+    )
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr().out
+    assert re.search(r"^rank 0 +0 3 ", printed, re.MULTILINE) and re.search(
+        r"^rank 1 +1 2 ", printed, re.MULTILINE
+    )
+    assert re.search(r"^all +4\.0%; by the formula 4\.0%$", printed, re.MULTILINE)  # 1 / (3 * 2 * 4 + 1)
+
+
+def test_a_measured_run_waits_at_least_as_long_as_the_formula_says(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["--name", "1f1b", "--stages", "2", "--microbatches", "4", "--measure", "--unit", "0.05"]
+    assert run(["schedule", *words]) == 0
+    (computed, measured, formula) = re.findall(r"([\d.]+)%", capsys.readouterr().out.splitlines()[-1])
+    assert computed == formula == "20.0"
+    assert 19.5 < float(measured) < 90
+
+
+def test_the_help_names_every_schedule(capsys: pytest.CaptureFixture[str]) -> None:
+    run(["schedule", "--help"])
+    printed = re.sub(r"[\s│]+", " ", capsys.readouterr().out)
+    assert ", ".join(SCHEDULE_NAMES) in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--name", "zigzag"], "one of gpipe, 1f1b"),
+        (["--name", "1f1b", "--microbatches", "3"], "at least 4 with 1f1b over pipeline=4, found 3"),
+        (["--name", "1f1b", "--virtual", "2"], "1 with 1f1b, found 2"),
+        (["--name", "1f1b", "--out", "picture.xyz"], "ends in .png, .svg, .pdf, found picture.xyz"),
+        (["--name", "1f1b", "--out", "nowhere/picture.png"], "a folder that exists"),
+    ],
+)
+def test_what_cannot_be_shown_is_refused_first(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["schedule", *words]) == 2
+    told = capsys.readouterr()
+    assert says in told.err and told.err.count("\n") == 1 and not told.out
