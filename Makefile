@@ -17,7 +17,7 @@ typecheck:
 
 # DETAIL has torch compare what each rank calls: also in the processes that tests start as a user would.
 test:
-	TORCH_DISTRIBUTED_DEBUG=DETAIL python -m pytest
+	TORCH_DISTRIBUTED_DEBUG=DETAIL pytest
 
 # Faults seeded one at a time: does the suite see each of them? Some minutes, not part of `check`.
 mutants:

@@ -160,6 +160,19 @@ def long_files(files: dict[str, str]) -> list[str]:
     return [f"{path}: {n} lines" for path, n in lengths.items() if n > LIMIT and path not in LONG_FILES]
 
 
+def relative_imports(files: dict[str, str]) -> list[str]:
+    """Of test files, where they run: a rank loads a test file by its path, and it is in no package then."""
+    found = []
+    for path, text in files.items():
+        tree = ast.parse(text)
+        for block in [node for node in ast.walk(tree) if isinstance(node, ast.If)]:
+            if dotted_name(block.test) == "TYPE_CHECKING":
+                block.body = [ast.Pass()]
+        nodes = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level]
+        found += [f"{path}:{node.lineno}: a test file imports another" for node in nodes]
+    return found
+
+
 RULES = [upward_imports, absolute_imports, private_torch, prints, long_files]
 
 
@@ -168,9 +181,15 @@ def test_the_house_keeps_the_rule(rule):
     assert rule(sources()) == []
 
 
+def test_test_files_stand_alone():
+    files = {str(file): file.read_text() for file in (ROOT / "tests").rglob("*.py")}
+    assert len(files) > 100 and relative_imports(files) == []
+
+
 @pytest.mark.parametrize(
     ("rule", "path", "text"),
     [
+        (relative_imports, "tests/a/test_b.py", "from .conftest import c"),
         (upward_imports, "layers/a.py", "from ..models import zoo"),
         (upward_imports, "layers/a.py", "from .. import models"),
         (upward_imports, "layers/a.py", "def f():\n    from ..training.step import g"),
@@ -211,6 +230,7 @@ def test_the_rule_catches_what_it_forbids(rule, path, text):
         (upward_imports, "testing/a.py", "from ..training import step"),
         (private_torch, "layers/a.py", "import torch\nfrom .b import _c\ntorch.nn.Linear.__init__\nself._x"),
         (prints, "cli/a.py", "print('hello')"),
+        (relative_imports, "tests/test_b.py", "if TYPE_CHECKING:\n    from .conftest import C"),
         (long_files, "models/a.py", "\n" * LIMIT),
     ],
 )

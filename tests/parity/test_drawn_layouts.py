@@ -14,11 +14,10 @@ import pytest
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 from trilith.parallel_state import BadInput, Layout
+from trilith.testing.models import MODELS
 from trilith.training.recipe import Recipe, parse_recipe
 from trilith.training.run_plan import plan
 from trilith.training.sections import LayoutSection
-
-from .conftest import MODELS
 
 Raw = dict[str, Any]
 KEYS = LayoutSection.model_fields

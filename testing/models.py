@@ -1,0 +1,71 @@
+"""Small models of every family whose shapes hide nothing: what parity of layouts is shown with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+#: The heads' width is not the hidden size; all biases, an odd vocabulary, a rope that is not the default.
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 503,
+    "hidden_size": 48,
+    "intermediate_size": 88,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+    "attention_bias": True,
+    "mlp_bias": True,
+    "tie_word_embeddings": False,
+}
+PLAIN = {key: value for key, value in LLAMA.items() if not key.endswith("_bias")}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "llama-tied": {**LLAMA, "tie_word_embeddings": True},
+    "llama-kv1": {**LLAMA, "num_key_value_heads": 1},
+    "llama-tied-kv1": {**LLAMA, "tie_word_embeddings": True, "num_key_value_heads": 1},
+    # The window is shorter than the sequence; Qwen has its biases by itself and no other.
+    "mistral": {**PLAIN, "model_type": "mistral", "sliding_window": 5},
+    "qwen2": {**PLAIN, "model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen3": {**PLAIN, "model_type": "qwen3"},
+    "qwen3-kv1": {**PLAIN, "model_type": "qwen3", "num_key_value_heads": 1},
+    "mixtral": {
+        **PLAIN,
+        "model_type": "mixtral",
+        "num_hidden_layers": 4,
+        "intermediate_size": 24,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "output_router_logits": True,
+        "router_aux_loss_coef": 0.1,
+    },
+    "qwen3_moe": {
+        **PLAIN,
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 3,
+        "moe_intermediate_size": 12,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "mlp_only_layers": [1],
+    },
+    "gpt2": {
+        "model_type": "gpt2",
+        "vocab_size": 503,
+        "n_embd": 48,
+        "n_layer": 5,
+        "n_head": 4,
+        "n_positions": 64,
+        "n_inner": 88,
+        "attn_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+    },
+}
