@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from itertools import combinations, pairwise
 from typing import Any, get_args
 
 import pytest
@@ -20,8 +21,8 @@ from trilith.training.run_plan import plan
 from trilith.training.sections import LayoutSection
 
 Raw = dict[str, Any]
-KEYS = LayoutSection.model_fields
-SCHEDULES = get_args(KEYS["schedule"].annotation)
+SCHEDULES = get_args(LayoutSection.model_fields["schedule"].annotation)
+MIXTURES = {name for name, config in MODELS.items() if {"num_experts", "num_local_experts"} & config.keys()}
 SAMPLES, LENGTH = 8, 16
 
 
@@ -33,19 +34,32 @@ def factors(ranks: int, parts: int) -> list[tuple[int, ...]]:
     return [(size, *rest) for size in sizes for rest in factors(ranks // size, parts - 1)]
 
 
+def cuts(blocks: int, stages: int) -> list[list[int]]:
+    """All ways to give each stage at least one of so many blocks."""
+    ends = [(0, *inner, blocks) for inner in combinations(range(1, blocks), stages - 1)]
+    return [[stop - start for start, stop in pairwise(one)] for one in ends]
+
+
 @st.composite
 def recipes(draw: st.DrawFn, ranks: int) -> Raw:
     """A recipe for so many ranks, legal or not; no axis, stage of ZeRO or schedule is drawn more often."""
-    axes = ["tensor", "pipeline", "data", *(["context"] if "context" in KEYS else [])]
+    axes = ["tensor", "pipeline", "data", "context"]
     layout: Raw = dict(zip(axes, draw(st.sampled_from(factors(ranks, len(axes)))), strict=True))
+    model = draw(st.sampled_from(sorted(MODELS)))
     layout |= {
         "zero": draw(st.integers(0, 3)),
         "sequence": draw(st.booleans()),
         "data_replicate": draw(st.sampled_from([1, 1, 2])),
+        "context_attention": draw(st.sampled_from(["all-gather", "ring"])),
+        "expert": draw(st.sampled_from([1, 2, 4])) if model in MIXTURES else 1,
     }
     if layout["pipeline"] > 1:
         layout["schedule"] = draw(st.sampled_from(SCHEDULES))
-    model = draw(st.sampled_from(sorted(MODELS)))
+        if layout["schedule"].startswith("interleaved"):
+            layout["virtual_stages"] = draw(st.sampled_from([2, 2, 3]))
+        stages = LayoutSection.model_validate(layout).layout.stages
+        blocks = MODELS[model].get("num_hidden_layers") or MODELS[model]["n_layer"]
+        layout["split"] = draw(st.sampled_from([None, None, *cuts(blocks, stages)]))
     memory: Raw = {"checkpointing": draw(st.sampled_from(["none", "selective", "every", "full"]))}
     memory["loss_chunk"] = draw(st.sampled_from([0, 0, 5]))
     return recipe(model, layout, memory, draw(st.sampled_from([1, 1, 2])))
@@ -55,8 +69,8 @@ def recipes(draw: st.DrawFn, ranks: int) -> Raw:
 def wild(draw: st.DrawFn) -> Raw:
     """Numbers that mostly make no sense together."""
     size = st.integers(1, 8)
-    layout: Raw = {key: draw(size) for key in ("tensor", "pipeline", "data", "data_replicate")}
-    layout |= {key: draw(size) for key in ("context", "expert", "virtual_stages") if key in KEYS}
+    axes = ("tensor", "pipeline", "data", "data_replicate", "context", "expert", "virtual_stages")
+    layout: Raw = {key: draw(size) for key in axes}
     layout |= {"zero": draw(st.integers(0, 3)), "sequence": draw(st.booleans())}
     layout["schedule"] = draw(st.sampled_from(SCHEDULES))
     raw = recipe(draw(st.sampled_from(sorted(MODELS))), layout, {}, draw(size))
@@ -143,6 +157,7 @@ def run(raw: Raw, assert_same: Callable[..., None]) -> None:
         made.out.removeprefix("run-"),
         made.layout.layout,
         schedule=made.layout.schedule,
+        split=None if made.layout.split is None else tuple(made.layout.split),
         micro_batch=made.data.micro_batch,
         memory=made.memory,
         samples=SAMPLES,
