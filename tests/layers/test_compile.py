@@ -22,7 +22,7 @@ CONFIG = {
 }
 
 
-def eager_and_compiled(sequence: bool, packed: bool) -> float:
+def eager_and_compiled(sequence: bool, packed: bool, backend: str) -> float:
     """The largest difference between a block's outputs and gradients, traced and not."""
     torch.manual_seed(0)
     size = dist.get_world_size()
@@ -43,12 +43,23 @@ def eager_and_compiled(sequence: bool, packed: bool) -> float:
         return [y, *(p.grad if size == 1 else p.grad.to_local() for p in block.parameters())]
 
     eager = run(block)
-    compiled = run(torch.compile(block, fullgraph=True, backend="aot_eager"))
+    compiled = run(torch.compile(block, fullgraph=True, backend=backend))
     return max(float((a - b).detach().abs().max()) for a, b in zip(eager, compiled, strict=True))
 
 
-@pytest.mark.parametrize(
+KINDS = pytest.mark.parametrize(
     ("size", "sequence", "packed"), [(1, False, False), (1, False, True), (2, False, False), (2, True, True)]
 )
+
+
+@KINDS
 def test_a_block_is_one_graph_and_the_same_numbers(size: int, sequence: bool, packed: bool) -> None:
-    assert max(run_parallel(eager_and_compiled, size, sequence, packed)) < 1e-6
+    assert max(run_parallel(eager_and_compiled, size, sequence, packed, "aot_eager")) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@KINDS
+def test_made_into_a_kernel_it_is_too(size: int, sequence: bool, packed: bool) -> None:
+    found = run_parallel(eager_and_compiled, size, sequence, packed, "inductor", timeout=1000)
+    assert max(found) < 1e-5
