@@ -75,6 +75,7 @@ def _load(name: str, file: str) -> ModuleType:
         return importlib.import_module(name)
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None, file
+    _load_parents(name)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
@@ -83,6 +84,15 @@ def _load(name: str, file: str) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def _load_parents(name: str) -> None:
+    """Each package in a dotted name, or an empty module: pickle imports it before it looks the name up."""
+    for end in (place for place, letter in enumerate(name) if letter == "."):
+        try:
+            importlib.import_module(name[:end])
+        except ImportError:
+            sys.modules[name[:end]] = ModuleType(name[:end])
 
 
 def _file_of(module: ModuleType) -> str | None:

@@ -57,7 +57,7 @@ def recipes(draw: st.DrawFn, ranks: int) -> Raw:
         layout["schedule"] = draw(st.sampled_from(SCHEDULES))
         if layout["schedule"].startswith("interleaved"):
             layout["virtual_stages"] = draw(st.sampled_from([2, 2, 3]))
-        stages = LayoutSection.model_validate(layout).layout.stages
+        stages = layout["pipeline"] * LayoutSection.model_validate(layout).stages_of_a_rank
         blocks = MODELS[model].get("num_hidden_layers") or MODELS[model]["n_layer"]
         layout["split"] = draw(st.sampled_from([None, None, *cuts(blocks, stages)]))
     memory: Raw = {"checkpointing": draw(st.sampled_from(["none", "selective", "every", "full"]))}
