@@ -113,17 +113,16 @@ class Transcriber(nn.Module):
     ) -> None:
         super().__init__()
         self.state = state or ParallelState.alone()
-        self.stage = Stage.of(encoder + decoder, state=state)
+        self.stage, self.encoder_blocks = Stage.of(encoder + decoder, state=state), encoder
         here = self.stage.blocks
-        self.reads, self.remembers, self.speaks = self.stage.first, encoder - 1 in here, encoder in here
-        if self.reads:
+        if self.stage.first:
             self.frames = nn.Linear(FEATURES, dim)  # torch's own: whole on every rank
         self.encoder = nn.ModuleDict(
             {str(i): Block(dim, heads, decoder=False, state=state) for i in range(encoder) if i in here}
         )
-        if self.remembers:
+        if encoder - 1 in here:
             self.memory_norm = LayerNorm(dim, state=state)
-        if self.speaks:
+        if encoder in here:
             self.embed = VocabParallelEmbedding(VOCAB, dim, state=state)
         self.decoder = nn.ModuleDict(
             {
@@ -137,22 +136,31 @@ class Transcriber(nn.Module):
             self.head = VocabParallelHead(dim, VOCAB, state=state)
 
     def forward(
-        self, memory: Tensor | None = None, x: Tensor | None = None, *, source: Tensor, tokens: Tensor
+        self,
+        memory: Tensor | None = None,
+        x: Tensor | None = None,
+        *,
+        source: Tensor,
+        tokens: Tensor,
+        stage: Stage | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """``memory`` and ``x`` come from the stage before. The logits, or what the next stage is given."""
-        if self.reads:
+        """``memory`` and ``x`` come from the stage before. The logits, or what the next stage is given.
+
+        ``stage``: which one of ``self.stage.parts``, where a rank holds several.
+        """
+        stage, first = stage or self.stage, self.encoder_blocks
+        if stage.first:
             memory = self.frames(source)
             if self.state.sequence:  # from here on each rank has its own frames
                 memory = split_to_tensor(memory, self.state, dim=1)
-        for block in self.encoder.values():
-            memory = block(memory)
-        if self.remembers:
-            memory = self.memory_norm(memory)
-        if self.speaks:
-            x = self.embed(tokens)
-        for block in self.decoder.values():
-            x = block(x, memory)
-        if self.stage.last:
+        for i in stage.blocks:
+            if i < first:
+                memory = self.encoder[str(i)](memory)
+            else:
+                x = self.decoder[str(i - first)](self.embed(tokens) if i == first else x, memory)
+            if i == first - 1:
+                memory = self.memory_norm(memory)
+        if stage.last:
             logits: Tensor = self.head(self.norm(x))
             return logits
         assert memory is not None

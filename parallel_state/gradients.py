@@ -28,7 +28,8 @@ def finalize_gradients(
     if state.tensor_size > 1:
         partial = [grad for _, declaration, grad in found if "tensor" in declaration.partial]
         _sum_together(partial, state.tensor_group, reduce)
-    if state.layout.pipeline > 1 and any(declaration.ends for _, declaration, _ in found):
+    two_ends = state.layout.pipeline > 1 and not state.layout.v_shape  # in a V one rank holds both
+    if two_ends and any(declaration.ends for _, declaration, _ in found):
         _sum_together([grad for _, declaration, grad in found if declaration.ends], state.ends_group, reduce)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -42,7 +43,7 @@ def assert_layout_invariant(
     steps: int = 3,
     clip: float = 0.1,
     lr: float = 1e-2,
-    schedule: str = "1f1b",
+    schedule: str | None = None,
     checkpoint: bool = True,
     tolerance: float = 1e-10,
     seed: int = 0,
@@ -55,7 +56,8 @@ def assert_layout_invariant(
     tensors by name, samples on dim 0; ``forward`` takes those that it names, ``loss(given, samples)`` all of
     them and, if it names it, ``state``, and returns the sum of the losses and how many they are, alike on
     all tensor ranks. Without ``loss`` the module gives one whole tensor, whose elements all weigh otherwise.
-    ``micro_batch`` is in samples.
+    ``micro_batch`` is in samples. ``schedule`` is of every pipeline; ``None`` is the plainest that goes with
+    the layout's stages: 1f1b, interleaved, or zbv.
 
     Compared are, from micro-batch to micro-batch, what each module is given and gives and the gradients of
     both; every parameter's gradient; loss, gradient norm and weights of ``steps`` AdamW steps with clipping;
@@ -71,7 +73,7 @@ def assert_layout_invariant(
         factory_name,
         None if loss is None else FunctionName.of(loss),
         pack((*arguments, dict(batch))),
-        micro_batch, steps, clip, lr, seed, schedule, torch.float64,
+        micro_batch, steps, clip, lr, seed, "1f1b", torch.float64,
     )  # fmt: skip
     found: dict[Layout, Figures] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -79,6 +81,7 @@ def assert_layout_invariant(
         (one,) = _run(alone, 1, trial, read, timeout=timeout)
         for number, layout in enumerate(layouts, 1):
             write = f"{folder}/{number}" if checkpoint else None
+            trial = replace(trial, schedule=schedule or _plainest(layout))
             ranks = _run(in_layout, layout.world, trial, layout, one.shapes, read, write, timeout=timeout)
             verdict = judge(layout, one, ranks, tolerance=tolerance)
             if isinstance(verdict, Fault):
@@ -88,6 +91,11 @@ def assert_layout_invariant(
                 _same_checkpoint(layout, f"{folder}/0", write)
                 read = write
     return found
+
+
+def _plainest(layout: Layout) -> str:
+    """The schedule for its stages."""
+    return "zbv" if layout.v_shape else "interleaved" if layout.virtual_stages > 1 else "1f1b"
 
 
 def _run(fn: Callable[..., Witnessed], world: int, *args: Any, timeout: float) -> list[Witnessed]:

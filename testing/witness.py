@@ -41,7 +41,8 @@ class Witness:
 
     def __init__(self, model: nn.Module, *, first: int = 0, partly: bool = False) -> None:
         self.seen = Seen()
-        self._micro, self._partly = first - 1, partly
+        self._first, self._micro, self._partly = first, first - 1, partly
+        self._begun: Counter[int] = Counter()
         self._calls: Counter[tuple[int, str]] = Counter()
         self._hooks = []
         for name, module in model.named_modules():
@@ -59,7 +60,10 @@ class Witness:
     def _before(self, name: str) -> Callable[..., Any]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
             if not name and torch.is_grad_enabled():
-                self._micro += 1
+                # Each stage of a rank takes all micro-batches, in order.
+                stage: int = getattr(kwargs.get("stage"), "number", 0)
+                self._micro = self._first + self._begun[stage]
+                self._begun[stage] += 1
             self._calls[self._micro, name] += 1
             return self._note(name, "input", (args, kwargs))
 

@@ -27,6 +27,7 @@ RESUME = "tests/training/test_resume.py::test_resuming_in_the_same_layout_is_bit
 CONTEXT = "tests/parity/test_context.py"
 ROUND_TRIP = "tests/checkpoints/test_convert.py::test_there_and_through_another_layout_and_back_is_bitwise_D6"
 CUT_EXPERTS = "tests/layers/test_moe.py::test_cut_inside_the_experts_it_is_the_same"
+STAGES = "tests/training/test_module_stages.py::test_several_stages_a_rank_are_one_process"
 DEALT_OUT = "tests/parity/test_experts.py::test_experts_equal_one_device"
 
 
@@ -42,6 +43,20 @@ class Mutant:
 
 
 MUTANTS = (
+    Mutant(
+        "every stage of a module taken for the first's next",
+        "training/module_stage.py",
+        "return self.gives[number - 1] if number else ()",
+        "return self.gives[0] if number else ()",
+        (STAGES,),
+    ),
+    Mutant(
+        "a tied embedding summed over ends that one rank holds",
+        "parallel_state/gradients.py",
+        "two_ends = state.layout.pipeline > 1 and not state.layout.v_shape",
+        "two_ends = state.layout.pipeline > 1",
+        (STAGES,),
+    ),
     Mutant(
         "a router's gradient taken for whole on each tensor rank",
         "layers/router.py",

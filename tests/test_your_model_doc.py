@@ -16,6 +16,7 @@ from trilith.checkpoints import load_module
 from trilith.cli.app import run
 from trilith.parallel_state import BadInput, Layout, ParallelState, initialize
 from trilith.testing import run_parallel
+from trilith.training.module_step import ModuleStep
 
 PAGE = (Path(__file__).parents[1] / "docs" / "your_model.md").read_text(encoding="utf-8")
 
@@ -49,7 +50,7 @@ def call(file: str, *arguments: Any) -> Any:
 
 def test_the_proof_holds(page: ModuleType) -> None:
     found = page.prove()
-    assert len(found) == 4
+    assert len(found) == 5
     assert max(one.gradients for one in found.values()) < 1e-10
 
 
@@ -75,6 +76,17 @@ def test_the_refusals_are_worded_as_shown(page: ModuleType) -> None:
     assert shown is not None
     with pytest.raises(BadInput) as caught:
         page.ColumnParallelLinear(16, 16, state=ParallelState.stand_in(Layout(tensor=3)))
+    assert str(caught.value) == " ".join(shown[1].split())
+    shown = re.search(r"takes no `stage`: `(.*?)`", PAGE, re.DOTALL)
+    assert shown is not None
+
+    class Deaf(page.Model):
+        def forward(self, x=None, *, tokens):
+            return super().forward(x, tokens=tokens)
+
+    state = ParallelState.stand_in(Layout(pipeline=2, virtual_stages=2))
+    with pytest.raises(BadInput) as caught:
+        ModuleStep(Deaf(state=state), page.loss, micro_batch=1, schedule="interleaved", state=state)
     assert str(caught.value) == " ".join(shown[1].split())
 
 

@@ -1,7 +1,8 @@
-"""A user's module as a stage of a pipeline: what travels between stages is found by one trial run."""
+"""A user's module as the stages of a pipeline: what travels between stages is found by one trial run."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from ..layers import Stage
 from ..parallel_state import BadInput, ParallelState
 from .pipeline import Pipeline, Travels, make_schedule
 from .stage_driver import StageModule
@@ -19,8 +21,8 @@ from .stage_driver import StageModule
 Given = tuple[Travels, ...]
 
 
-class ModuleStage:
-    """This rank's stage. Several tensors travel as one, a row a sample.
+class ModuleStages:
+    """This rank's stages, one or ``parts_of`` the model. Several tensors travel as one, a row a sample.
 
     ``told``: of a micro-batch of ``samples`` what ``forward`` names, for the trial run. Collective over all
     ranks.
@@ -30,50 +32,80 @@ class ModuleStage:
         self, model: nn.Module, state: ParallelState, told: Mapping[str, Tensor], *, samples: int
     ) -> None:
         self.model, self.state, self.samples = model, state, samples
-        self.received: Given = ()
-        self.gives: Given = ()
-        for stage in range(state.layout.pipeline):
-            here: list[Any] = [None]
-            if stage == state.at.pipeline:
-                self.gives = self._try(told)
-                here = [self.gives]
-            group = state.pipeline_group
-            dist.broadcast_object_list(here, src=dist.get_global_rank(group, stage), group=group)
-            if stage == state.at.pipeline - 1:
-                self.received = here[0]
+        self.parts = dict(zip(state.layout.stages_of(state.at.pipeline), parts_of(model, state), strict=True))
+        #: What each stage of the model gives, in its order.
+        self.gives: list[Given] = []
+        group = state.pipeline_group
+        for number in range(state.layout.stages):
+            holder = state.layout.rank_of_stage(number)
+            here: list[Any] = [self._try(number, told) if holder == state.at.pipeline else None]
+            dist.broadcast_object_list(here, src=dist.get_global_rank(group, holder), group=group)
+            self.gives += here
 
     def schedule(self, loss: Callable[[Tensor, Tensor], Tensor], *, name: str, microbatches: int) -> Pipeline:
         """``Pipeline.step`` takes the samples' numbers, and by name what the trial run was told."""
-        seat = StageModule(
-            self._forward, [self.model], self.model if isinstance(self.model, FSDPModule) else None
-        )
-        entry = Travels((self.samples,), torch.int64)
         return make_schedule(
-            [seat], loss, name=name, microbatches=microbatches, entry=entry,
-            travels=_packed(self.received) if self.received else entry, gives=_packed(self.gives),
+            [self._seat(number) for number in self.parts], loss, name=name, microbatches=microbatches,
+            entry=Travels((self.samples,), torch.int64), travels=[_packed(one) for one in self.gives],
             state=self.state,
         )  # fmt: skip
 
-    def _forward(self, x: Tensor, **told: Tensor) -> Tensor:
-        given = self.model(*(_unpack(x, self.received) if self.received else ()), **told)
-        if self.state.at.pipeline == self.state.layout.pipeline - 1:
-            last: Tensor = given
-            return last
-        return _pack(_tensors(given))
+    def _seat(self, number: int) -> StageModule:
+        """A stage by itself. Which parameters it uses only its code knows: taken are those of all."""
+        model, received = self.model, self._received(number)
+        last = number == self.state.layout.stages - 1
 
-    def _try(self, told: Mapping[str, Tensor]) -> Given:
+        def forward(x: Tensor, **told: Tensor) -> Tensor:
+            given = self._run(number, _unpack(x, received) if received else (), told)
+            return given if last else _pack(_tensors(given))
+
+        return StageModule(forward, [model], model if isinstance(model, FSDPModule) else None)
+
+    def _received(self, number: int) -> Given:
+        return self.gives[number - 1] if number else ()
+
+    def _run(self, number: int, received: tuple[Tensor, ...], told: Mapping[str, Tensor]) -> Any:
+        which = {} if self.parts[number] is None else {"stage": self.parts[number]}
+        return self.model(*received, **told, **which)
+
+    def _try(self, number: int, told: Mapping[str, Tensor]) -> Given:
         """What the stage gives for zeros; nothing that is drawn or learnt comes of it."""
         device = self.state.device
         with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            zeros = [torch.zeros(one.shape, dtype=one.dtype, device=device) for one in self.received]
-            given = _tensors(self.model(*zeros, **told))
-        for one in given if self.state.at.pipeline < self.state.layout.pipeline - 1 else ():
+            zeros = [torch.zeros(one.shape, dtype=one.dtype, device=device) for one in self._received(number)]
+            given = _tensors(self._run(number, tuple(zeros), told))
+        for one in given if number < self.state.layout.stages - 1 else ():
             if len(one) != self.samples or one.dtype != given[0].dtype:
                 raise BadInput(
                     "stage", "output", expected=f"tensors of one dtype, {self.samples} samples on dim 0",
                     found=f"{one.dtype} {tuple(one.shape)}",
                 )  # fmt: skip
         return tuple(Travels(tuple(one.shape), one.dtype) for one in given)
+
+
+def parts_of(model: nn.Module, state: ParallelState) -> tuple[Stage | None, ...]:
+    """The stages of this rank, which ``forward`` is told by ``stage=``; ``None`` is its one stage, untold.
+
+    ``BadInput`` where the layout has several stages a rank and the model does not say which, or takes none.
+    """
+    count = state.layout.virtual_stages
+    if count == 1:
+        return (None,)
+    todo = "Keep self.stage = Stage.of(blocks, state=state), or take virtual_stages=1 with 1f1b or gpipe"
+    stage = getattr(model, "stage", None)
+    if not isinstance(stage, Stage):
+        raise BadInput(
+            "step", "model.stage", expected=f"a Stage of virtual_stages={count} parts",
+            found="none" if stage is None else type(stage).__name__, todo=todo,
+        )  # fmt: skip
+    numbers, held = state.layout.stages_of(state.at.pipeline), tuple(part.number for part in stage.parts)
+    if held != numbers:
+        raise BadInput("step", "model.stage", expected=f"parts {numbers}", found=held, todo=todo)
+    if "stage" not in inspect.signature(model.forward).parameters:
+        todo = "Take stage=None, and where it is given run that one of self.stage.parts alone"
+        expected = f"a keyword stage, with virtual_stages={count}"
+        raise BadInput("step", "model.forward", expected=expected, found="none", todo=todo)
+    return stage.parts
 
 
 def _tensors(given: Any) -> tuple[Tensor, ...]:

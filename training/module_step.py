@@ -15,8 +15,9 @@ from torch.distributed.fsdp import FSDPModule
 from ..layers import routers
 from ..parallel_state import BadInput, ParallelState, finalize_gradients
 from ..parallel_state.engine import local_data
+from ..planner import check_schedule, schedule_kind
 from .data_parallel import before_backward
-from .module_stage import ModuleStage
+from .module_stage import ModuleStages, parts_of
 from .pipeline import Pipeline
 
 #: Tensors by name, each with the samples on dim 0.
@@ -34,9 +35,11 @@ class ModuleStep:
     layout. The model is called with those tensors of the micro-batch that its ``forward`` names;
     ``micro_batch`` is in samples. With more than one data rank it has been through ``shard_over_data``.
 
-    In a pipeline each rank's model is its stage (see ``Stage.of``), and ``schedule`` is ``gpipe`` or
-    ``1f1b``. A stage's ``forward`` is given, before the samples' tensors by name, what the stage before gave:
-    one tensor, or several of one dtype, samples on dim 0. The last one gives what ``loss`` takes, a tensor.
+    In a pipeline each rank's model is its stage (see ``Stage.of``), and ``schedule`` one of
+    ``SCHEDULE_NAMES``. A stage's ``forward`` is given, before the samples' tensors by name, what the stage
+    before gave: one tensor, or several of one dtype, samples on dim 0. The last one gives what ``loss``
+    takes, a tensor. Where the layout has several stages a rank (``virtual_stages``), the model keeps them as
+    ``self.stage = Stage.of(...)``, and ``forward`` is told by ``stage=`` which of its ``parts`` to run.
     """
 
     def __init__(
@@ -70,11 +73,8 @@ class ModuleStep:
                     found=router.balance or router.z_loss,
                     todo="Use bias_corrected routers and Balancing, or a step of your own",
                 )  # fmt: skip
-        if layout.virtual_stages > 1:
-            raise BadInput(
-                "layout", "virtual_stages", expected="1 for a module of your own",
-                found=layout.virtual_stages, todo="Use the schedule gpipe or 1f1b",
-            )  # fmt: skip
+        check_schedule(schedule, layout, schedule_kind(schedule).least_micro_batches(layout.pipeline))
+        parts_of(model, self.state)
         if layout.data > 1 and not isinstance(model, FSDPModule):
             todo = "Call shard_over_data(model, state, Precision(...)) before"
             raise BadInput(
@@ -110,15 +110,16 @@ class ModuleStep:
         told: dict[str, Any] = {name: one for name, one in samples.items() if self._names(name)}
         if self._schedule is None or shapes != self._shapes:
             first = {name: one for name, one in parts[0].items() if name in told}
-            stage = ModuleStage(self.model, self.state, first, samples=self.micro_batch)
+            stages = ModuleStages(self.model, self.state, first, samples=self.micro_batch)
             name, count = self._schedule_name, len(parts)
             self._schedule, self._shapes = (
-                stage.schedule(self._loss_of, name=name, microbatches=count),
+                stages.schedule(self._loss_of, name=name, microbatches=count),
                 shapes,
             )
         state = self.state
         numbers = torch.arange(count_samples(samples), device=state.device)
-        first_stage, last_stage = state.at.pipeline == 0, state.at.pipeline == state.layout.pipeline - 1
+        held = state.layout.stages_of(state.at.pipeline)
+        first_stage, last_stage = 0 in held, state.layout.stages - 1 in held
         self._samples, self._sums = samples, []
         self._schedule.step(*(numbers,) * first_stage, target=numbers if last_stage else None, **told)
         return self._sums

@@ -65,15 +65,14 @@ def make_schedule(
     name: str,
     microbatches: int,
     entry: Travels,
-    travels: Travels,
-    gives: Travels | None = None,
+    travels: Travels | Sequence[Travels],
     state: ParallelState,
 ) -> Pipeline:
     """The schedule ``name`` over this rank's stages, the modules that ``state.layout.stages_of`` numbers.
 
-    A stage takes and gives one tensor like ``travels``; the model's first takes one like ``entry``, its last
-    gives what ``loss(given, target)`` takes, which returns the micro-batch's share of the step's loss.
-    ``gives``: what this rank's one stage gives, where that is not what it takes.
+    A stage takes and gives one tensor like ``travels``, or each of the model's stages gives its own of them;
+    the model's first takes one like ``entry``, its last gives what ``loss(given, target)`` takes, which
+    returns the micro-batch's share of the step's loss.
     The stages may be views of one model (``StageModule``), and may be sharded by FSDP's ``fully_shard``.
 
     Shapes between stages are stated, not found out by a trial run. Raises ``BadInput`` for an unknown name,
@@ -83,6 +82,7 @@ def make_schedule(
     check_schedule(name, layout, microbatches)
     numbers = layout.stages_of(state.at.pipeline)
     assert len(stages) == len(numbers), f"{len(stages)} modules for the stages {numbers}"
+    given = [travels] * layout.stages if isinstance(travels, Travels) else travels
     seats = [one if isinstance(one, StageModule) else _seat(one) for one in stages]
     driven = [
         DrivenStage(
@@ -90,8 +90,8 @@ def make_schedule(
             number,
             layout.stages,
             state.device,
-            takes=(travels if number else entry).meta(),
-            gives=(gives or travels).meta(),
+            takes=(given[number - 1] if number else entry).meta(),
+            gives=given[number].meta(),
             group=state.pipeline_group,
             zero=layout.zero,
         )
