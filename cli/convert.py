@@ -52,9 +52,9 @@ def convert(
     """
     from ..checkpoints import How, carry_out, plan_conversion
     from .progress import byte_progress
-    from .sizes import parse_size
+    from .sizes import parse_counts, parse_size
 
-    counts, most = _counts(split), parse_size(max_ram, "--max-ram")
+    counts, most = parse_counts(split, "convert"), parse_size(max_ram, "--max-ram")
     plan = plan_conversion(
         src, to=to, tensor=tensor, pipeline=pipeline, split=counts, dtype=dtype, allow_symlinks=allow_symlinks
     )
@@ -89,14 +89,3 @@ def _compare(source: Source, dst: Path, dtype: str | None) -> None:
         f"{dst}: read back, "
         + ("every number is the source's" if dtype is None else "names and shapes are the source's")
     )
-
-
-def _counts(split: str | None) -> list[int] | None:
-    from ..parallel_state import BadInput
-
-    if split is None:
-        return None
-    try:
-        return [int(word) for word in split.split(",")]
-    except ValueError:
-        raise BadInput("convert", "--split", expected="numbers such as 3,2", found=repr(split)) from None

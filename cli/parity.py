@@ -18,6 +18,15 @@ def parity(
     sequence: Annotated[bool, typer.Option("--sequence", help="sequence parallelism")] = False,
     context: Annotated[int, typer.Option(min=1, help="context-parallel ranks, which share each row")] = 1,
     ring: Annotated[bool, typer.Option("--ring", help="keys and values go around the context ranks")] = False,
+    schedule: Annotated[
+        str, typer.Option(help="of the pipeline: gpipe, 1f1b, interleaved, interleaved-zero-bubble, zbv, ...")
+    ] = "1f1b",
+    virtual_stages: Annotated[
+        int | None, typer.Option(min=1, help="stages of a pipeline rank; default: 2, or 1 with gpipe, 1f1b")
+    ] = None,
+    split: Annotated[
+        str | None, typer.Option(help="blocks of each stage by hand, such as 3,2; default: evenly")
+    ] = None,
     dtype: Annotated[
         str, typer.Option(help="float64 tells most, then float32; in bfloat16 only gross errors show")
     ] = "float32",
@@ -36,14 +45,18 @@ def parity(
     relative to its largest number, and names the first that differs: where an error begins. Loads the model
     once for each. Exit code 1 if anything differs by more than the tolerance.
     """
-    from ..parallel_state import BadInput, Layout
+    from ..parallel_state import BadInput
+    from ..planner import schedule_kind
     from ..testing.observation import Question
     from ..testing.parity import TOLERANCES
     from ..testing.parity import parity as compare
     from ..training.console import plain_console
     from ..training.precision import dtype_named
+    from ..training.sections import LayoutSection
+    from .sizes import parse_counts
 
-    layout = Layout.of(
+    kind = schedule_kind(schedule, "parity")
+    section = LayoutSection(
         tensor=tensor,
         pipeline=pipeline,
         data=data,
@@ -51,13 +64,19 @@ def parity(
         zero=zero,
         sequence=sequence,
         context=context,
-        ring=ring,
+        context_attention="ring" if ring else "all-gather",
+        schedule=kind.name,
+        virtual_stages=virtual_stages,
+        split=parse_counts(split, "parity"),
     )
+    layout = section.layout
     question = Question(
         str(folder),
         layout,
+        split=None if section.split is None else tuple(section.split),
+        schedule=kind.name,
         dtype=dtype_named(dtype, "parity", "--dtype"),
-        samples=samples or layout.data * max(2, layout.pipeline),
+        samples=samples or layout.data * max(2, kind.least_micro_batches(pipeline)),
         length=length,
         seed=seed,
     )

@@ -1,4 +1,4 @@
-"""Amounts of bytes as people write them."""
+"""Numbers as people write them: amounts of bytes, and blocks of stages."""
 
 from __future__ import annotations
 
@@ -20,3 +20,15 @@ def parse_size(text: str, option: str) -> int:
     if match is None or match[2].lower() not in units:
         raise BadInput(option, expected="a size such as 800MB or 2GiB", found=repr(text))
     return int(float(match[1]) * units[match[2].lower()])
+
+
+def parse_counts(split: str | None, where: str) -> list[int] | None:
+    """The whole numbers of ``3,2``; ``BadInput`` for anything else."""
+    from ..parallel_state import BadInput
+
+    if split is None:
+        return None
+    try:
+        return [int(word) for word in split.split(",")]
+    except ValueError:
+        raise BadInput(where, "--split", expected="numbers such as 3,2", found=repr(split)) from None

@@ -32,7 +32,7 @@ class ScheduleKind:
     and those of its weights later, where the rank would wait.
     """
 
-    name: str
+    name: ScheduleName
     interleaved: bool = False
     v_shape: bool = False
     two_backwards: bool = False

@@ -313,7 +313,7 @@ MUTANTS = (
     Mutant(
         "tied gradients not summed over the two ends",
         "parallel_state/gradients.py",
-        "if state.layout.pipeline > 1 and any(declaration.ends",
+        "if two_ends and any(declaration.ends",
         "if False and any(declaration.ends",
         (PARITY,),
     ),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -17,10 +20,12 @@ from transformers import (
     MixtralForCausalLM,
 )
 from trilith.cli.app import run
+from trilith.layers import Stage
+from trilith.models import CausalLM
 from trilith.parallel_state import BadInput, Layout
 from trilith.testing.observation import Question, differences, first_beyond
 from trilith.testing.observe_hf import observe_hf
-from trilith.testing.observe_ours import observe_ours
+from trilith.testing.observe_ours import observe_ours, observe_rank
 from trilith.testing.parity import parity
 
 MODELS = {
@@ -29,7 +34,7 @@ MODELS = {
             vocab_size=131,
             hidden_size=24,
             intermediate_size=40,
-            num_hidden_layers=3,
+            num_hidden_layers=5,
             num_attention_heads=4,
             num_key_value_heads=1,
             head_dim=6,
@@ -77,10 +82,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("gpt2", Layout.of(tensor=2, data=2, zero=3)),
         ("llama", Layout.of(tensor=2, context=2, sequence=True, ring=True)),
         ("mixtral", Layout.of(data=2, expert=2, zero=1)),
+        ("llama", Layout(pipeline=2, virtual_stages=2, v_shape=True)),
     ],
 )
 def test_a_model_is_that_of_transformers_in_any_layout(folders: Path, name: str, layout: Layout) -> None:
-    question = Question(str(folders / name), layout, dtype=torch.float64, samples=4, length=16)
+    schedule = "dualpipev" if layout.v_shape else "1f1b"
+    question = Question(
+        str(folders / name), layout, dtype=torch.float64, samples=4, length=16, schedule=schedule
+    )
     against_hf, against_one = parity(question)
     for one in (against_hf, against_one):
         assert one.first is None, one.first
@@ -109,6 +118,34 @@ def test_the_first_module_that_differs_is_named(folders: Path, tmp_path: Path, s
     first = first_beyond(found, 1e-4)
     assert first is not None and first.kind == "output"
     assert first.name == named
+
+
+def third_stage_backwards(question: Question) -> Any:
+    """A rank whose stage 2 computes its two blocks in the other order."""
+    whole = CausalLM.blocks_of
+
+    def blocks_of(model: CausalLM, stage: Stage) -> Iterator[nn.Module]:
+        blocks = [*whole(model, stage)]
+        return iter(blocks[::-1] if stage.number == 2 else blocks)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CausalLM, "blocks_of", blocks_of)
+        return observe_rank(question)
+
+
+def test_with_several_stages_a_rank_the_first_module_that_differs_is_named(
+    folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = Layout(pipeline=2, virtual_stages=2)
+    question = Question(
+        str(folders / "llama"), layout, (1, 1, 2, 1), "interleaved", torch.float64, samples=2, length=8
+    )
+    single = observe_ours(replace(question, layout=Layout(), split=None))
+    right = [*differences(single, observe_ours(question))]
+    assert first_beyond(right, 1e-10) is None and any(one.name == "layers.4" for one in right)
+    monkeypatch.setattr("trilith.testing.observe_ours.observe_rank", third_stage_backwards)
+    first = first_beyond([*differences(single, observe_ours(question))], 1e-10)
+    assert first is not None and (first.kind, first.name) == ("output", "layers.2.attention_norm")
 
 
 def test_a_loss_or_gradient_that_is_no_number_differs(folders: Path) -> None:
@@ -144,6 +181,10 @@ def test_the_command(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for part in (against_hf, against_one):
         assert "output   layers.1.attention.out" in part
         assert "gradient layers.0.mlp.gate_up.up.weight" in part
+    several = ["--pipeline", "2", "--schedule", "zbv", "--split", "1,1,2,1"]
+    assert run(["parity", folder, *several, "--length", "8"]) == 0
+    said = capsys.readouterr().out
+    assert "pipeline 2, virtual_stages 2, v_shape True / one process: the same" in said
     assert run(["parity", folder, "--length", "16", "--tolerance", "1e-12"]) == 1
     assert "one process / transformers: differs first in the " in capsys.readouterr().out
 
@@ -156,6 +197,18 @@ def test_the_command(folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--data", "2", "--samples", "3"], "--samples: expected a multiple of data=2"),
         (["--tensor", "2", "--sequence", "--length", "15"], "--length: expected a multiple of tensor=2"),
         (["--dtype", "int8"], "--dtype"),
+        (["--pipeline", "2", "--schedule", "zag"], "schedule: expected one of gpipe, 1f1b"),
+        (
+            ["--pipeline", "2", "--schedule", "zbv", "--virtual-stages", "3"],
+            "virtual_stages: expected 2, one on the way down and one on the way up, found 3",
+        ),
+        (["--pipeline", "2", "--virtual-stages", "2"], "virtual_stages: expected 1 with 1f1b, found 2"),
+        (["--pipeline", "2", "--split", "2,4"], "split: expected 2 counts of at least 1 that add up to 5"),
+        (["--pipeline", "2", "--split", "a"], "--split: expected numbers such as 3,2, found 'a'"),
+        (
+            ["--pipeline", "2", "--schedule", "dualpipev", "--samples", "2"],
+            "expected at least 4 with dualpipev over pipeline=2, found 2",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_at_once(
