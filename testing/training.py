@@ -46,7 +46,7 @@ class Case:
     samples: int = 4
     length: int = 16
     micro_batch: int = 1
-    steps: int = 3
+    steps: int = 2
     clip: float = 0.05
     lr: float = 1e-2
     dtype: torch.dtype = torch.float64
