@@ -7,11 +7,12 @@ machine.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from ..parallel_state import Box, Layout, holdings
+from ..models import AdaptedFamily
+from ..parallel_state import Box, Layout, buffer_names, holdings
 from .dtypes import BITS
 from .hf_export import MAX_SHARD_SIZE, plan_shards
 from .hf_folder import ADAPTER_MODEL
@@ -25,13 +26,14 @@ from .training_names import MOMENTS, moment_name
 @dataclass(frozen=True, slots=True)
 class OutputTensor:
     """``box`` of the whole tensor ``name``, written as ``dtype`` from ``copies`` (whose targets count in the
-    whole).
+    whole). ``fixed``: a cast leaves it as it is.
     """
 
     name: str
     dtype: str
     box: Box
     copies: tuple[Copy, ...]
+    fixed: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -79,11 +81,16 @@ def plan_to_hf(
 
     LoRA adapters become PEFT's folder, one file.
     """
-    _, shapes = source.family.links(source.model_config)
-    tie = source.tie(to_hf=True)
-    tensors = {name: _output(source, name, Box.whole(shape), tie, dtype) for name, shape in shapes.items()}
+    links, shapes = source.family.links(source.model_config)
+    tie, fixed = source.tie(to_hf=True), _fixed(source)
+    fixed |= {link.hf for link in links if link.ours in fixed}
+    tensors = {
+        name: _output(source, name, Box.whole(shape), tie, dtype, fixed) for name, shape in shapes.items()
+    }
     shards = plan_shards({name: (one.dtype, one.box.shape) for name, one in tensors.items()}, max_shard_size)
     if source.adapter is not None:
+        assert isinstance(source.family, AdaptedFamily), source.family
+        source.family.check_peft(source.model_config)
         shards = {ADAPTER_MODEL: [*tensors]}
     files = tuple(OutputFile(file, tuple(tensors[name] for name in names)) for file, names in shards.items())
     return Conversion(source, files, None, None, {})
@@ -109,12 +116,12 @@ def plan_to_sharded(
         frozen = source.manifest.frozen
         trained = {name: held for name, held in weights.items() if name not in frozen}
         table |= {moment_name(moment, name): held for moment in MOMENTS for name, held in trained.items()}
-    tie = source.tie()
+    tie, fixed = source.tie(), _fixed(source)
     outputs: list[list[OutputTensor]] = [[] for _ in range(layout.world)]
     stored = {}
     for name, held in table.items():
         cast = dtype if name in weights else None
-        made = {one.box: _output(source, name, one.box, tie, cast) for one in held}
+        made = {one.box: _output(source, name, one.box, tie, cast, fixed) for one in held}
         for one in held:
             outputs[one.rank].append(made[one.box])
         stored[name] = StoredTensor(
@@ -143,6 +150,15 @@ def file_name(rank: int, layout: Layout) -> str:
     )
 
 
-def _output(source: Source, name: str, box: Box, tie: Tie, dtype: str | None) -> OutputTensor:
-    made = copies(name, box, source.catalog, tie)
-    return OutputTensor(name, dtype or source.dtype_of(name, tie), box, tuple(made))
+def _fixed(source: Source) -> frozenset[str]:
+    """What a cast leaves as it is, as transformers does: what no gradient moves, in fp32."""
+    (stated,) = source.family.declarations(source.model_config)
+    return buffer_names(stated)
+
+
+def _output(
+    source: Source, name: str, box: Box, tie: Tie, dtype: str | None, fixed: Collection[str]
+) -> OutputTensor:
+    made, stays = copies(name, box, source.catalog, tie), name in fixed
+    stored = source.dtype_of(name, tie)
+    return OutputTensor(name, stored if stays or dtype is None else dtype, box, tuple(made), stays)

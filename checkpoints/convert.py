@@ -164,7 +164,7 @@ def _config(plan: Conversion) -> dict[str, Any]:
         assert isinstance(source.family, AdaptedFamily)
         return source.family.to_peft(source.model_config, source.adapter.base)
     config = dict(plan.source.config)
-    dtypes = {one.dtype for file in plan.files for one in file.tensors}
+    dtypes = {one.dtype for file in plan.files for one in file.tensors if not one.fixed}
     if len(dtypes) == 1:
         name = str(TORCH[dtypes.pop()]).removeprefix("torch.")
         for key in ("dtype", "torch_dtype"):

@@ -24,9 +24,11 @@ def expected_tensors(folder: HFFolder, family: Family, config: ModelConfig) -> F
     Raises ``BadInput`` for a tensor that is missing, left over, of another shape, or quantised.
     """
     _, shapes = family.links(config)
+    ignored = _ignored(family, config)
     found: Found = {name: (file, name) for name, (file, _) in folder.tensors.items()}
-    found = _with_prefix(found, family, shapes)
-    found = {name: place for name, place in found.items() if not _ignorable(name, family)}
+    found = _with_prefix(found, family, shapes, ignored)
+    found = {name: place for name, place in found.items() if not ignored.fullmatch(name)}
+    _note_further(folder, family, config)
     if config.tie_word_embeddings and family.tied_head in found:
         _check_tied(folder, found, family, shapes)
         del found[family.tied_head]
@@ -45,19 +47,36 @@ def expected_tensors(folder: HFFolder, family: Family, config: ModelConfig) -> F
     return {name: found[name] for name in shapes}
 
 
-def _with_prefix(found: Found, family: Family, shapes: dict[str, tuple[int, ...]]) -> Found:
+def _with_prefix(
+    found: Found, family: Family, shapes: dict[str, tuple[int, ...]], ignored: re.Pattern[str]
+) -> Found:
     prefix = family.optional_prefix
     if not prefix or any(name.startswith(prefix) for name in found):
         return found
-    known = {name: prefix + name in shapes or _ignorable(prefix + name, family) for name in found}
+    known = {name: prefix + name in shapes or ignored.fullmatch(prefix + name) for name in found}
     return {prefix + name if known[name] else name: place for name, place in found.items()}
 
 
-def _ignorable(name: str, family: Family) -> bool:
-    return any(
-        re.fullmatch(re.escape(pattern).replace(re.escape("{i}"), r"\d+"), name)
-        for pattern in family.ignorable
-    )
+def _ignored(family: Family, config: ModelConfig) -> re.Pattern[str]:
+    """Names of tensors that may be there and are not read: old buffers, and blocks after the last one."""
+    patterns = [re.escape(one).replace(re.escape("{i}"), r"\d+") for one in family.ignorable]
+    patterns += [re.escape(prefix) + ".+" for prefix in _further(family, config)]
+    return re.compile("|".join(patterns) or "(?!)")
+
+
+def _further(family: Family, config: ModelConfig) -> tuple[str, ...]:
+    numbers = range(config.num_hidden_layers, config.num_hidden_layers + config.further_blocks)
+    return tuple(family.further.format(i=number) for number in numbers)
+
+
+def _note_further(folder: HFFolder, family: Family, config: ModelConfig) -> None:
+    prefixes = _further(family, config)
+    names = [name for name in folder.tensors if prefixes and name.startswith(prefixes)]
+    if names:
+        folder.warnings.append(
+            f"{folder.path}: {len(names)} tensors of blocks that predict further tokens are not read, as by "
+            f"transformers: {names[0]}, ..."
+        )
 
 
 def _check_tied(folder: HFFolder, found: Found, family: Family, shapes: dict[str, tuple[int, ...]]) -> None:

@@ -10,7 +10,15 @@ import torch
 from torch import nn
 
 from ..models import Rule
-from ..parallel_state import BadCheckpoint, BadInput, Declaration, Layout, ParallelState, declarations
+from ..parallel_state import (
+    BadCheckpoint,
+    BadInput,
+    Declaration,
+    Layout,
+    ParallelState,
+    buffer_names,
+    declarations,
+)
 from ..parallel_state.engine import local_data
 from .agree import together
 from .loading import fill
@@ -90,7 +98,8 @@ def _check_storable(model: nn.Module, optimizer: torch.optim.Optimizer | None) -
         if name not in known:
             todo = "register_buffer(..., persistent=False), or a declared parameter without gradient"
             raise BadInput(where, name, expected="parameters alone", found="a persistent buffer", todo=todo)
-    dtypes = {str(parameter.dtype) for parameter in model.parameters()}
+    fixed = buffer_names(declarations(model))
+    dtypes = {str(one.dtype) for name, one in model.named_parameters() if name not in fixed}
     if len(dtypes) > 1:
         found = " and ".join(sorted(dtypes))
         raise BadInput(where, "dtype", expected="one for all parameters", found=found)

@@ -42,11 +42,14 @@ class StoredDeclaration(_Strict):
     rows: int | None = None
     partial: tuple[str, ...] = ()
     ends: bool = False
+    buffer: bool = False
     stages: tuple[int, ...] = (0,)
 
     def restored(self) -> Declaration:
         cut = None if self.cut is None else Cut(**self.cut.model_dump())
-        return Declaration(self.shape, cut=cut, rows=self.rows, partial=self.partial, ends=self.ends)
+        return Declaration(
+            self.shape, cut=cut, rows=self.rows, partial=self.partial, ends=self.ends, buffer=self.buffer
+        )
 
 
 class StoredRule(_Strict):
@@ -80,7 +83,7 @@ class StoredModule(_Strict):
                 cut = None if one.cut is None else StoredCut(**asdict(one.cut))
                 stored[name] = StoredDeclaration(
                     shape=one.shape, cut=cut, rows=one.rows, partial=one.partial, ends=one.ends,
-                    stages=(*where, number),
+                    buffer=one.buffer, stages=(*where, number),
                 )  # fmt: skip
         rules = tuple(
             StoredRule(kind="split", ours=tuple(rule.ours), hf=rule.hf, transpose=rule.transpose)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..models import CausalLM, Family, ModelConfig
-from ..parallel_state import BadInput, Box, Holding, Layout, ParallelState, fault, holdings
+from ..parallel_state import BadInput, Box, Holding, Layout, ParallelState, buffer_names, fault, holdings
 from .agree import together
 from .commit import Staging, clear_unfinished
 from .companions import store_companion
@@ -83,7 +83,10 @@ class Saver:
             state = model.state
         self._state, self._layout = state, state.layout
         stages = contents.family.declarations(contents.config, self._layout, split=contents.split)
-        self._table = _table(stages, self._layout, contents.frozen, () if optimizer is None else MOMENTS)
+        self._fixed = frozenset(name for stage in stages for name in buffer_names(stage))
+        #: What has no moments.
+        self._frozen = contents.frozen | self._fixed
+        self._table = _table(stages, self._layout, self._frozen, () if optimizer is None else MOMENTS)
         # Found out once: a run that saves waits for what is done here.
         self._mine = [place for place in places(model, self._state) if self._owns(place)]
         self._copies: dict[str, Tensor] = {}
@@ -163,7 +166,7 @@ class Saver:
         def write(directory: Path) -> tuple[StoredFile, str] | None:
             with writing(target):
                 fault("checkpoint.before_data", rank=rank, step=step)
-            written = _write_file(directory, rank, self._layout.world, step, tensors)
+            written = _write_file(directory, rank, self._layout.world, step, tensors, self._fixed)
             fault("checkpoint.after_data", rank=rank, step=step)
             return written
 
@@ -208,13 +211,13 @@ class Saver:
             state={
                 "split": list(contents.split) if contents.split else None,
                 "memory": progress.memory,
-                "frozen": [*sorted(contents.frozen)],
+                "frozen": [*sorted(self._frozen)],
             },
             adapter=contents.adapter,
             module=contents.family.module if isinstance(contents.family, ModuleFamily) else None,
             companions=tuple(store_companion(path, directory) for path in contents.companions),
             files=tuple(result[0] for result in results if result is not None),
-            tensors=_stored_tensors(self._table, results),
+            tensors=_stored_tensors(self._table, results, self._fixed),
         )
 
     def _owns(self, place: Place) -> bool:
@@ -244,15 +247,20 @@ def _table(
 
 
 def _stored_tensors(
-    table: Mapping[str, list[Holding]], results: Sequence[tuple[StoredFile, str] | None]
+    table: Mapping[str, list[Holding]],
+    results: Sequence[tuple[StoredFile, str] | None],
+    fixed: frozenset[str],
 ) -> dict[str, StoredTensor]:
-    """What the manifest says of each tensor; files are numbered as the ranks that wrote one."""
+    """What the manifest says of each tensor; files are numbered as the ranks that wrote one.
+
+    All tensors have one dtype, but the ``fixed`` ones, which are fp32.
+    """
     writers = [rank for rank, result in enumerate(results) if result is not None]
     numbers = {rank: number for number, rank in enumerate(writers)}
-    dtype = next(result[1] for result in results if result is not None)
+    dtype = next((result[1] for result in results if result is not None and result[1]), "F32")
     return {
         name: StoredTensor(
-            dtype=dtype,
+            dtype="F32" if name in fixed else dtype,
             shape=tuple(max(stops) for stops in zip(*(one.box.stop for one in held), strict=True)),
             parts=tuple(Part(file=numbers[one.rank], start=one.box.start, stop=one.box.stop) for one in held),
         )
@@ -261,9 +269,9 @@ def _stored_tensors(
 
 
 def _write_file(
-    directory: Path, rank: int, world: int, step: int, tensors: Mapping[str, Tensor]
+    directory: Path, rank: int, world: int, step: int, tensors: Mapping[str, Tensor], fixed: frozenset[str]
 ) -> tuple[StoredFile, str] | None:
-    """This rank's file and the dtype of its tensors, or nothing if it owns nothing."""
+    """This rank's file and the dtype of its tensors but the ``fixed``, or nothing if it owns nothing."""
     if not tensors:
         return None
     file = f"rank-{rank:05d}-of-{world:05d}.safetensors"
@@ -277,5 +285,6 @@ def _write_file(
         written = writer.close()
     finally:
         writer.abandon()
-    (dtype,) = {dtype for dtype, _ in spec.values()}
-    return StoredFile(name=file, size=written.size, crc32=written.crc), dtype
+    dtypes = {dtype for name, (dtype, _) in spec.items() if name not in fixed}
+    assert len(dtypes) < 2, dtypes
+    return StoredFile(name=file, size=written.size, crc32=written.crc), "".join(dtypes)

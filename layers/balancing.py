@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -30,27 +30,19 @@ class Balancing:
 
     ``after_step()``, once after each step's backward passes, gives its ``Balance`` and moves the biases of
     routers that are ``bias_corrected``: by ``rate`` up where an expert had fewer tokens than the mean, down
-    where it had more. Their biases are alike on all ranks and part of ``state_dict()``, in which every rank
-    has those of the whole model. Source: Wang et al. 2024 (auxiliary-loss-free balancing).
+    where it had more. They are the model's own, alike on all ranks: nothing is to be saved beside it. Source:
+    Wang et al. 2024 (auxiliary-loss-free balancing).
     """
 
     def __init__(self, model: nn.Module, *, rate: float = 0.0, state: ParallelState | None = None) -> None:
         self.state, self.rate = state or ParallelState.alone(), rate
         self._here = dict(routers(model))
-        mine = {name: (one.num_experts, one.bias is not None) for name, one in self._here.items()}
-        everywhere: list[dict[str, tuple[int, bool]]] = [mine] * self.state.layout.world
+        mine = {name: one.num_experts for name, one in self._here.items()}
+        everywhere: list[dict[str, int]] = [mine] * self.state.layout.world
         if self.state.layout.world > 1:
             dist.all_gather_object(everywhere, mine)
-        found = {name: shape for one in everywhere for name, shape in one.items()}
-        self._experts = {name: found[name][0] for name in sorted(found)}
-        self._biases = {
-            name: torch.zeros(size, dtype=torch.float32)
-            for name, size in self._experts.items()
-            if found[name][1]
-        }
-        for name, bias in self._biases.items():
-            if name in self._here:
-                bias.copy_(_bias_of(self._here[name]))
+        found = {name: size for one in everywhere for name, size in one.items()}
+        self._experts = {name: found[name] for name in sorted(found)}
 
     def after_step(self, *, updated: bool = True) -> Balance | None:
         """Collective over all ranks; ``None`` without routers, or where no token went backward.
@@ -66,21 +58,9 @@ class Balancing:
             balance, z_loss, rows = balance + float(one[-3]), z_loss + float(one[-2]), rows + float(one[-1])
             if float(counts.sum()):
                 loads.append(float(counts.max() / counts.mean()))
-                if updated and name in self._biases:
-                    self._biases[name] += self.rate * (counts.mean() - counts).sign().float()
-        self._write_biases()
+                if updated and self.rate and name in self._here:
+                    _move(self._here[name], self.rate * (counts.mean() - counts).sign())
         return Balance(balance / rows, z_loss / rows, max(loads)) if loads else None
-
-    def state_dict(self) -> dict[str, list[float]]:
-        """The biases, by their routers' names: plain numbers, exact in JSON."""
-        return {name: bias.tolist() for name, bias in self._biases.items()}
-
-    def load_state_dict(self, saved: Mapping[str, list[float]]) -> None:
-        """From what ``state_dict`` gave in any layout; routers that it does not name keep theirs."""
-        for name, bias in self._biases.items():
-            if name in saved:
-                bias.copy_(torch.tensor(saved[name], dtype=torch.float32))
-        self._write_biases()
 
     def _summed(self) -> dict[str, Tensor]:
         """Every router's tally, (E + 3,) float64 on the host; tallies are empty afterwards."""
@@ -98,11 +78,6 @@ class Balancing:
         if self.state.layout.world > 1:
             dist.all_reduce(flat)
         return dict(zip(self._experts, flat.cpu().split(sizes), strict=True))
-
-    def _write_biases(self) -> None:
-        for name, bias in self._biases.items():
-            if name in self._here:
-                _bias_of(self._here[name]).copy_(bias)
 
 
 def routers(model: nn.Module) -> Iterator[tuple[str, TopKRouter]]:
@@ -132,6 +107,6 @@ def set_auxiliary_losses(
         router.z_loss = router.z_loss if z_loss is None else z_loss
 
 
-def _bias_of(router: TopKRouter) -> Tensor:
-    assert router.bias is not None, router
-    return router.bias
+def _move(router: TopKRouter, by: Tensor) -> None:
+    if router.bias is not None:
+        router.bias.data.add_(by.to(router.bias.device, router.bias.dtype))

@@ -49,18 +49,29 @@ def _number(scaling: Mapping[str, object], key: str) -> float:
 
 
 class Rope:
-    """The rotation for one batch's positions, made once a forward and given to every block."""
+    """The rotation for one batch's positions, made once a forward and given to every block.
+
+    A head may be wider than the angles: what is past them has no position.
+    """
 
     def __init__(self, cos: Tensor, sin: Tensor) -> None:
         self.cos, self.sin = cos, sin
 
     def __call__(self, x_BHSE: Tensor) -> Tensor:
+        width = self.cos.shape[-1]
+        if x_BHSE.shape[-1] > width:
+            turned, still = x_BHSE.tensor_split((width,), dim=-1)
+            return torch.cat((self(turned), still), dim=-1)
         first, second = x_BHSE.chunk(2, dim=-1)
         return x_BHSE * self.cos + torch.cat((-second, first), dim=-1) * self.sin
 
 
 class RotaryEmbedding(nn.Module):
-    """Makes a ``Rope`` from positions. It has no parameters and no buffers: checkpoints do not know it."""
+    """Makes a ``Rope`` from positions. It has no parameters and no buffers: checkpoints do not know it.
+
+    With a ``head_dim`` less than that of the heads, so many of their first numbers are rotated and the others
+    are left alone (partial rotary: GPT-J, GLM).
+    """
 
     def __init__(self, head_dim: int, theta: float, scaling: Mapping[str, object] | None = None) -> None:
         super().__init__()

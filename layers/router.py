@@ -32,7 +32,7 @@ class TopKRouter(nn.Module):
     their sum; ``scale`` multiplies them. With ``groups`` > 1 experts are chosen from the best
     ``groups_kept`` groups alone, a group counting as its best expert (softmax) or its best two (sigmoid).
     ``bias_corrected`` adds to the scores, for the choice alone, a bias that ``Balancing`` moves towards even
-    loads.
+    loads: fp32 whatever the model's dtype, zero at first, and saved with the weights.
 
     Losses, by their gradient alone, once a backward pass: ``balance`` times E / S^2 times the sum over the
     experts of their tokens times the sum of their scores (which are divided by their sum over the experts),
@@ -46,6 +46,7 @@ class TopKRouter(nn.Module):
     """
 
     weight: nn.Parameter
+    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -78,20 +79,17 @@ class TopKRouter(nn.Module):
             (num_experts, hidden_size), partial=partial, initial=initial or Uniform(1 / sqrt(hidden_size))
         )
         declare_parameter(self, "weight", stated, self.state)
-        #: (E,) fp32, alike on every rank; no parameter, since no gradient moves it.
-        self.bias: Tensor | None
-        bias = torch.zeros(num_experts, dtype=torch.float32) if bias_corrected else None
-        self.register_buffer("bias", bias)
+        if bias_corrected:
+            declare_parameter(self, "bias", Declaration((num_experts,), buffer=True), self.state)
+        else:
+            self.register_parameter("bias", None)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TopKRouter:
-        """Moves to another device or dtype: the bias stays fp32, and has its first numbers after meta."""
-        before = self.bias
+        """Moves to another device or dtype: the bias stays fp32, and loses no digit on the way."""
+        before = None if self.bias is None else self.bias.detach()
         super()._apply(fn, recurse)
-        if before is not None and self.bias is not None:
-            if before.is_meta and not self.bias.is_meta:
-                self.bias = torch.zeros_like(self.bias, dtype=torch.float32)
-            elif not self.bias.is_meta:
-                self.bias = before.to(self.bias.device)
+        if before is not None and self.bias is not None and self.bias.dtype != torch.float32:
+            self.bias.data = before.to(self.bias.device)
         return self
 
     def forward(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
@@ -110,7 +108,8 @@ class TopKRouter(nn.Module):
     def choose(self, scores_BSE: Tensor) -> Tensor:
         """The ``top_k`` experts of each token by score, bias and groups."""
         if self.bias is not None:
-            scores_BSE = scores_BSE + self.bias
+            # Of offloaded weights it rests on the host; FSDP does not bring it.
+            scores_BSE = scores_BSE + self.bias.detach().to(scores_BSE.device)
         if self.groups > 1:
             grouped = scores_BSE.unflatten(-1, (self.groups, -1))
             counted = 1 if self.score == "softmax" else min(2, grouped.shape[-1])

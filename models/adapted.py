@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
 
@@ -101,8 +101,21 @@ class AdaptedFamily(Family):
                     expected = f"ends of names such as {leaves(every)}"
                     raise BadInput(where, key, expected=expected, found=repr(name))
 
+    def check_peft(self, config: ModelConfig) -> None:
+        """Refuse what ``peft`` would attach to other modules: in a model with experts it (0.21) takes every
+        module that is named as an expert's is, such as shared_experts.gate_proj, for all experts.
+        """
+        owned = {module.rpartition(".")[2] for module in _experts(self, config)}
+        for site in self.sites(config):
+            if site.name.rpartition(".")[2] in owned:
+                raise BadInput(
+                    "lora", "target_modules", expected="modules that peft does not take for experts",
+                    found=site.name, todo="`trilith merge-lora` adds such adapters to the weights",
+                )  # fmt: skip
+
     def to_peft(self, config: ModelConfig, base_path: str | None) -> dict[str, object]:
         """The adapter_config.json of these adapters, so that ``peft`` attaches them to the same modules."""
+        self.check_peft(config)
         shape = self.lora.to_peft()
         if self.lora.all_linear:  # spelled out: not every reader of such files knows the word
             shape["target_modules"] = leaves(self.sites(config)).split(", ")
@@ -130,12 +143,14 @@ def _sites(family: AdaptedFamily, config: ModelConfig) -> tuple[Site, ...]:
     every = linear_sites(family.base, config)
     found = tuple(site for site in every if family.lora.targets(site.name))
     if not family.lora.all_linear:
+        _check_no_experts(family, config)
         known = {site.name for site in every}
         for name in family.base.links(config)[1]:
             module = name.removesuffix(".weight")
             if name.endswith(".weight") and module not in known and family.lora.targets(module):
                 expected = (
-                    "linears of the blocks: LoRA on embeddings, norms and the output layer is not supported"
+                    "linears of the blocks: LoRA on embeddings, norms, routers and the output layer is not "
+                    "supported"
                 )
                 raise BadInput("lora", "target_modules", expected=expected, found=module)
     if not found and family.lora.layers_pattern:
@@ -145,6 +160,31 @@ def _sites(family: AdaptedFamily, config: ModelConfig) -> tuple[Site, ...]:
         expected = f"targets among {leaves(every)}"
         raise BadInput("lora", "target_modules", expected=expected, found=repr(family.lora.target_modules))
     return found
+
+
+def _check_no_experts(family: AdaptedFamily, config: ModelConfig) -> None:
+    """Refuse targets that are experts, as files name them or as modules that hold them all."""
+    for module in _experts(family, config):
+        holder, _, leaf = module.rsplit(".", 2)
+        for one in (module, holder, f"{holder}.{leaf}", f"{holder}.gate_up_proj"):
+            if family.lora.targets(one):
+                names = family.lora.target_modules
+                said = names if isinstance(names, str) else [n for n in names if f".{one}".endswith(f".{n}")]
+                expected = "linears: experts are stacks of matrices, on which LoRA is not supported"
+                todo = (
+                    r'Leave them out with exclude_modules = ".*\.experts(\..*)?", name other modules, or say '
+                    "all-linear, which passes them over"
+                )
+                found = f"{said!r}, that is {one}"
+                raise BadInput("lora", "target_modules", expected=expected, found=found, todo=todo)
+
+
+def _experts(family: AdaptedFamily, config: ModelConfig) -> Iterator[str]:
+    """Every matrix of an expert, as a module of Hugging Face's files."""
+    (stated,) = family.base.declarations(config)
+    for link in family.base.links(config)[0]:
+        if stated[link.ours].experts:
+            yield link.hf.removesuffix(".weight")
 
 
 @cache

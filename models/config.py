@@ -135,6 +135,16 @@ class ModelConfig(BaseModel):
         return 0
 
     @property
+    def biased_routers(self) -> bool:
+        """Whether they choose by scores and a bias that follows the experts' loads."""
+        return False
+
+    @property
+    def further_blocks(self) -> int:
+        """Blocks that a checkpoint may hold after the last, for what is not modelled here."""
+        return 0
+
+    @property
     def tensor_units(self) -> dict[str, int]:
         """What the tensor axis must divide, by names for users."""
         return {

@@ -48,6 +48,11 @@ class ExpertsConfig(LlamaConfig):
         """Whether the weights of a token's experts add up to 1."""
         return True
 
+    @property
+    def balance_factor(self) -> float:
+        """Of each router's balance loss, unless a recipe says another."""
+        return self.router_aux_loss_coef / self.routers if self.output_router_logits else 0.0
+
     def has_experts(self, number: int) -> bool:
         """Whether block ``number`` has experts, or one net."""
         return True
@@ -58,31 +63,38 @@ class ExpertsConfig(LlamaConfig):
 
 
 class ExpertBlock(Block):
-    """Llama's block with experts for its feed-forward, where the config says so."""
+    """Llama's block with experts for its feed-forward, where the config says so.
+
+    Families with other routers, or a net for all tokens beside the experts, say which.
+    """
 
     def feed_forward(self, cfg: LlamaConfig, number: int, state: ParallelState | None) -> nn.Module:
         assert isinstance(cfg, ExpertsConfig), cfg
         if not cfg.has_experts(number):
             return super().feed_forward(cfg, number, state)
-        initial = Normal(cfg.initializer_range)
-        router = TopKRouter(
-            cfg.hidden_size,
-            cfg.num_local_experts,
-            cfg.num_experts_per_tok,
-            normalize=cfg.normalized,
-            balance=cfg.router_aux_loss_coef / cfg.routers if cfg.output_router_logits else 0.0,
-            initial=initial,
-            state=state,
-        )
         experts = Experts(
             cfg.num_local_experts,
             cfg.hidden_size,
             cfg.expert_size,
             act=cfg.hidden_act,
-            initial=initial,
+            initial=Normal(cfg.initializer_range),
             state=state,
         )
-        return MoE(router, experts, state=state)
+        return MoE(self.router(cfg, state), experts, shared=self.shared(cfg, state), state=state)
+
+    def router(self, cfg: ExpertsConfig, state: ParallelState | None) -> TopKRouter:
+        return TopKRouter(
+            cfg.hidden_size,
+            cfg.num_local_experts,
+            cfg.num_experts_per_tok,
+            normalize=cfg.normalized,
+            balance=cfg.balance_factor,
+            initial=Normal(cfg.initializer_range),
+            state=state,
+        )
+
+    def shared(self, cfg: ExpertsConfig, state: ParallelState | None) -> nn.Module | None:
+        return None
 
 
 class LlamaWithExperts(Llama):

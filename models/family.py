@@ -82,6 +82,8 @@ class Family:
     rules: Sequence[Rule]
     #: HF tensors that may be there and are not parameters (buffers of old versions): pattern with ``{i}``.
     ignorable: tuple[str, ...] = ()
+    #: What precedes the names in blocks that a config counts as ``further_blocks``, with ``{i}``.
+    further: str = ""
     #: Where HF also stores a tied output layer, if a checkpoint repeats it.
     tied_head: str = "lm_head.weight"
     #: Checkpoints of the bare model lack it (the first GPT-2's do); what we write has it.

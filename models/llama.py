@@ -93,6 +93,16 @@ class LlamaConfig(ModelConfig):
         return self.attention_bias
 
     @property
+    def out_bias(self) -> bool:
+        """Whether attention's output has a bias too."""
+        return self.attention_bias
+
+    @property
+    def rotated(self) -> int:
+        """How many of a head's numbers, the first ones, are rotated; the others have no position."""
+        return self.head_dim
+
+    @property
     def head_norms(self) -> bool:
         """Whether each head's query and key are normalised before they are rotated."""
         return False
@@ -161,7 +171,7 @@ class Attention(nn.Module):
         )
         self.shared = SharedHeads(cfg.num_attention_heads, cfg.num_key_value_heads, state=state)
         self.out = RowParallelLinear(
-            q, cfg.hidden_size, cfg.attention_bias, unit=cfg.head_dim, initial=init, state=state
+            q, cfg.hidden_size, cfg.out_bias, unit=cfg.head_dim, initial=init, state=state
         )
 
     def forward(self, x_BSD: Tensor, rope: Rope, scope: AttentionScope) -> Tensor:
@@ -221,7 +231,7 @@ class Llama(CausalLM):
             self.embed = VocabParallelEmbedding(
                 cfg.vocab_size, cfg.hidden_size, ends=ends, initial=init, state=state
             )
-        self.rotary = RotaryEmbedding(cfg.head_dim, cfg.rope_theta, cfg.scaling)
+        self.rotary = RotaryEmbedding(cfg.rotated, cfg.rope_theta, cfg.scaling)
         self.layers = nn.ModuleDict({str(i): self.block(cfg, i, state=state) for i in self.stage.blocks})
         if self.stage.last:
             self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, state=state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import gcd
 
@@ -31,7 +32,9 @@ class Declaration:
     rank's gradient is only a part, to be summed (a norm's weight under sequence parallelism, a shared
     key/value head). ``ends`` marks a parameter that both ends of a pipeline hold (a tied embedding).
     ``experts`` marks a stack whose dim 0 counts experts, which lie in equal pieces along the layout's
-    ``expert`` axis, beside ``cut``. ``initial`` fills it.
+    ``expert`` axis, beside ``cut``. ``buffer`` marks numbers that belong to the model and that no gradient
+    moves (a router's bias): in fp32 whatever the model's dtype, whole on every rank at every ZeRO stage,
+    without moments. ``initial`` fills it.
     """
 
     shape: tuple[int, ...]
@@ -40,6 +43,7 @@ class Declaration:
     partial: tuple[str, ...] = ()
     ends: bool = False
     experts: bool = False
+    buffer: bool = False
     initial: Initial = ZERO
 
     @property
@@ -89,6 +93,8 @@ class Declaration:
         ``torch.chunk``: pieces of ``ceil(rows / ranks)`` rows, the last ones shorter or empty. At ``zero=0``
         nothing is cut, and the context ranks hold the same.
         """
+        if self.buffer:
+            return self.box(layout, at)
         box, dim = self.box(layout, at), self.shard_dim(layout)
         ranks, index = layout.data_sizes(self.experts)[1], layout.data_place(at, self.experts)[1]
         rows = box.shape[dim]
@@ -121,7 +127,7 @@ class Declaration:
         copy, shard, _ = layout.data_place(at, self.experts)
         return (
             copy == 0
-            and (sharded or shard == 0)
+            and (shard == 0 or (sharded and not self.buffer))
             and ("tensor" in cut_over or at.tensor == 0)
             and not (self.ends and at.pipeline != 0)
         )
@@ -140,3 +146,8 @@ def declarations(model: nn.Module) -> dict[str, Declaration]:
         stated = modules[path].__dict__.get("declared", {})
         found[name] = stated.get(leaf) or Declaration(tuple(parameter.shape), initial=OWN)
     return found
+
+
+def buffer_names(stated: Mapping[str, Declaration]) -> frozenset[str]:
+    """Of these parameters, those that no gradient moves, in any run."""
+    return frozenset(name for name, one in stated.items() if one.buffer)

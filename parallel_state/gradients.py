@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .declaration import Declaration, declarations
+from .declaration import Declaration, buffer_names, declarations
 from .engine import local_data
 from .state import ParallelState
 
@@ -89,7 +89,9 @@ def last_not_finite(model: nn.Module, *, state: ParallelState | None = None) -> 
 
 
 def _norm_dtype(model: nn.Module) -> torch.dtype:
-    dtypes = {torch.promote_types(p.dtype, torch.float32) for p in model.parameters()}
+    fixed = buffer_names(declarations(model))
+    found = (parameter.dtype for name, parameter in model.named_parameters() if name not in fixed)
+    dtypes = {torch.promote_types(dtype, torch.float32) for dtype in found}
     return dtypes.pop() if len(dtypes) == 1 else torch.float32
 
 

@@ -21,7 +21,8 @@ def declare_parameter(
 ) -> nn.Parameter:
     """Register ``module.<name>``, this rank's part of the declared parameter, and remember the declaration.
 
-    Device and dtype are torch's defaults (``with torch.device("meta")`` builds without memory). On a real
+    Device and dtype are torch's defaults (``with torch.device("meta")`` builds without memory), of a buffer
+    fp32, and it requires no gradient. On a real
     device it is filled at once from torch's global seed: ranks that called ``torch.manual_seed`` alike hold
     parts of one tensor.
 
@@ -29,21 +30,21 @@ def declare_parameter(
     """
     declaration.check(state.layout, name)
     box = declaration.box(state.layout, state.at)
-    local = torch.empty(box.shape)
+    local = torch.empty(box.shape, dtype=torch.float32 if declaration.buffer else None)
     if not local.is_meta:
         seed = int(torch.randint(2**62, (), device="cpu"))
         _fill(local, box, declaration, seed)
     mesh, shape = state.tensor_mesh, declaration.shape
     if declaration.experts and state.layout.expert > 1:  # FSDP wants both meshes of one root
         mesh, shape = state.expert_tensor_mesh, (box.shape[0], *shape[1:])
-    if mesh is not None:
+    if mesh is not None and not declaration.buffer:  # which FSDP and the optimizer never see
         cut = declaration.cut is not None and declaration.cut.axis == "tensor"
         placement = Shard(declaration.cut.dim) if cut and declaration.cut else Replicate()
         whole = torch.empty(shape, device="meta")
         local = DTensor.from_local(
             local, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
         )
-    parameter = nn.Parameter(local)
+    parameter = nn.Parameter(local, requires_grad=not declaration.buffer)
     module.register_parameter(name, parameter)
     module.__dict__.setdefault("declared", {})[name] = declaration
     return parameter

@@ -108,6 +108,10 @@ def block_shape(
     if experts:  # evenly used: as many rows on each rank as its own tokens make
         feed_forward = stated[f"{block}mlp.experts.up"].box(layout, at).shape[1] * routed
         products["mlp.experts"] = config.hidden_size * routed + feed_forward
+        if f"{block}mlp.shared.down.weight" in stated:
+            beside = rows("mlp.shared.gate_up.gate")
+            products |= {"mlp.shared.gate_up": config.hidden_size, "mlp.shared.down": beside}
+            feed_forward += beside
     else:
         feed_forward = rows("mlp.gate_up.gate" if gated else "mlp.up")
         products |= {
@@ -191,10 +195,12 @@ def _fetched(work: Work, shape: BlockShape) -> float:
 
 
 def _routing(work: Work, shape: BlockShape) -> float:
-    """Around the experts: the router's input and scores in fp32, what it weighs, and rows' way and back."""
+    """Around the experts: the router's input and scores in fp32, their sums, what it weighs, and rows' way
+    and back.
+    """
     if not shape.routed:
         return 0.0
-    router = (shape.hidden + 2 * shape.scored + shape.routed + 1) * work.inner
+    router = (shape.hidden + 2 * shape.scored + shape.routed + 2) * work.inner
     places = 4 * 8 * shape.routed  # int64: the experts, their order, and back
     return router + shape.routed * shape.hidden * work.compute + places
 

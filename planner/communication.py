@@ -16,9 +16,9 @@ Over c context ranks, which hold N tokens each, a block's attention also fetches
 here: an all-gather of K forward, and backward another and a reduce-scatter of c K gradients; around a ring
 c - 1 exchanges of K forward, 2 (c - 1) backward.
 
-The embedding pays what a block's exit does, the output layer what an entrance does, tied or not; the loss two
-all-reduces of 4 N numbers together, at least fp32; norms, rotation, attention, activation functions and
-dropout nothing.
+Shared experts pay as a feed-forward does, beside the others. The embedding pays what a block's exit does, the
+output layer what an entrance does, tied or not; the loss two all-reduces of 4 N numbers together, at least
+fp32; norms, rotation, attention, activation functions and dropout nothing.
 """
 
 from __future__ import annotations
@@ -57,15 +57,18 @@ class Traffic:
         return int(rings[self.kind])
 
 
-def block_traffic(work: Work, *, forward: bool) -> list[Traffic]:
-    """One block, one micro-batch, one direction: nothing over one tensor rank."""
+def block_traffic(work: Work, *, forward: bool, branches: int = 2) -> list[Traffic]:
+    """One block, one micro-batch, one direction: nothing over one tensor rank.
+
+    ``branches``: attention and feed-forward, and one more where shared experts stand beside the others.
+    """
     there, back = _entrance(work), _exit(work)
-    if forward:
-        return [*_tensor(work, "forward", there.forward, 2), *_tensor(work, "forward", back.forward, 2)]
-    return [*_tensor(work, "backward", there.backward, 2), *_tensor(work, "backward", back.backward, 2)]
+    pairs = ((there.forward, back.forward), (there.backward, back.backward))[not forward]
+    what = "forward" if forward else "backward"
+    return [traffic for sent in pairs for traffic in _tensor(work, what, sent, branches)]
 
 
-def recomputed_traffic(work: Work, number: int) -> list[Traffic]:
+def recomputed_traffic(work: Work, number: int, branches: int = 2) -> list[Traffic]:
     """What block ``number`` sends again in its backward, where it forgets (``checkpoint_blocks``).
 
     Selective keeps sums, and gathers again. Otherwise all is sent again but the last sum, unless a dropout
@@ -74,9 +77,9 @@ def recomputed_traffic(work: Work, number: int) -> list[Traffic]:
     mode = work.checkpointing
     if not checkpointed(number, mode, work.checkpoint_every):
         return []
-    sums = 0 if mode == "selective" else 1 + bool(getattr(work.config, "resid_pdrop", 0.0))
+    sums = 0 if mode == "selective" else branches - 1 + bool(getattr(work.config, "resid_pdrop", 0.0))
     return [
-        *_tensor(work, "computed again", _entrance(work).forward, 2),
+        *_tensor(work, "computed again", _entrance(work).forward, branches),
         *_tensor(work, "computed again", _exit(work).forward, sums),
     ]
 
@@ -95,9 +98,12 @@ def step_traffic(
     What routers and experts exchange depends on the tokens and is not counted.
     """
     found: list[Traffic] = []
+    stated = {name: one for name, one in stated.items() if not one.buffer}  # which nobody sends
     for number in stage.blocks:
-        found += block_traffic(work, forward=True) + block_traffic(work, forward=False)
-        found += recomputed_traffic(work, number)
+        branches = 2 + (f"layers.{number}.mlp.shared.down.weight" in stated)
+        for forward in (True, False):
+            found += block_traffic(work, forward=forward, branches=branches)
+        found += recomputed_traffic(work, number, branches)
         found += _over_context(work, stated, number, at)
     if stage.first:
         found += _tensor(work, "embedding", _exit(work).forward) + _tensor(

@@ -25,6 +25,8 @@ class RankParameters:
     groups: Mapping[str, int]
     #: Of these what is trained: whose gradients are summed together.
     trained_groups: Mapping[str, int]
+    #: Numbers that no gradient moves, whole on every rank and always fp32.
+    buffers: int
 
     @property
     def root(self) -> int:
@@ -60,11 +62,17 @@ def rank_parameters(
     *,
     frozen: Collection[str] = (),
 ) -> RankParameters:
-    """Count the parameters of the stage whose declarations these are, for the rank at these coordinates."""
+    """Count the parameters of the stage whose declarations these are, for the rank at these coordinates.
+
+    Buffers count beside them.
+    """
     groups: dict[str, int] = {}
     trained_groups: dict[str, int] = {}
-    stage = stored = trained = trained_stored = 0
+    stage = stored = trained = trained_stored = buffers = 0
     for name, declaration in stated.items():
+        if declaration.buffer:
+            buffers += declaration.box(layout, at).size
+            continue
         here, kept = declaration.box(layout, at).size, declaration.shard_box(layout, at).size
         group = group_of(name)
         groups[group] = groups.get(group, 0) + here
@@ -72,4 +80,4 @@ def rank_parameters(
         if name not in frozen:
             trained, trained_stored = trained + here, trained_stored + kept
             trained_groups[group] = trained_groups.get(group, 0) + here
-    return RankParameters(stage, stored, trained, trained_stored, groups, trained_groups)
+    return RankParameters(stage, stored, trained, trained_stored, groups, trained_groups, buffers)

@@ -60,6 +60,7 @@ def plan_memory(
     """
     held = rank_parameters(stated, work.layout, at, frozen=frozen)
     resting = held.trained_stored * work.master + (held.stored - held.trained_stored) * work.frozen
+    resting += 4 * held.buffers
     moments = 2 * held.trained_stored * work.master
     sharded, whole = _gradients(work, held)
     kept, again = _activations(work, stated, stage, at, frozen)
@@ -164,8 +165,7 @@ def _one_in_flight(
         kept += work.config.hidden_size * work.compute * tokens
     if layout.pipeline > 1:
         kept += residual * work.compute * tokens  # a stage keeps its output until its backward
-    head_dim = getattr(work.config, "head_dim", 0)
-    rope = 2 * work.length * head_dim * work.compute
+    rope = 2 * work.length * getattr(work.config, "rotated", 0) * work.compute
     columns = padded_vocabulary(work.config.vocab_size) // layout.tensor if stage.last else 0
     if not work.loss_chunk:  # GPipe has made the losses of the other micro-batches too
         kept += columns * (work.inner + work.compute) * tokens * (held - 1) / max(held, 1)

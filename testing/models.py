@@ -56,6 +56,23 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 3,
         "mlp_only_layers": [1],
     },
+    # One block without experts; groups of two experts; half of each head is rotated.
+    "glm4_moe": {
+        **PLAIN,
+        "model_type": "glm4_moe",
+        "num_hidden_layers": 4,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "partial_rotary_factor": 0.5,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 12,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_shared_experts": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.5,
+    },
     "gpt2": {
         "model_type": "gpt2",
         "vocab_size": 503,

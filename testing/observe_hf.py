@@ -49,10 +49,12 @@ def observe_alone(question: Question) -> Observation:
     )
     loss = summed / (labels != IGNORE).sum()
     loss.backward()
+    (stated,) = source.family.declarations(source.model_config)
+    moved = [link for link in links if not stated[link.ours].buffer]
     held = {name: [(Box.whole(tuple(one.shape)), one.detach())] for name, one in outputs.items()}
     gradients = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
     return Observation(
-        float(loss.detach()), held, _gradients(links, revert_weight_conversion(model, gradients))
+        float(loss.detach()), held, _gradients(moved, revert_weight_conversion(model, gradients))
     )
 
 

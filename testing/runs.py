@@ -45,6 +45,20 @@ TINY_MIXTRAL: dict[str, Any] = {
     "router_aux_loss_coef": 0.1,
 }
 
+TINY_GLM: dict[str, Any] = {
+    **{key: value for key, value in TINY_LLAMA.items() if not key.endswith("_embeddings")},
+    "model_type": "glm4_moe",
+    "max_position_embeddings": 64,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 2,
+    "n_group": 2,
+    "topk_group": 2,
+    "use_qk_norm": True,
+}
+
 TINY_GPT2: dict[str, Any] = {
     "model_type": "gpt2",
     "vocab_size": 131,

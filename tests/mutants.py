@@ -28,6 +28,8 @@ CONTEXT = "tests/parity/test_context.py"
 ROUND_TRIP = "tests/checkpoints/test_convert.py::test_there_and_through_another_layout_and_back_is_bitwise_D6"
 CUT_EXPERTS = "tests/layers/test_moe.py::test_cut_inside_the_experts_it_is_the_same"
 STAGES = "tests/training/test_module_stages.py::test_several_stages_a_rank_are_one_process"
+ROUTER = "tests/layers/test_router.py"
+MOVED = "test_biases_are_of_the_model_and_a_run_goes_on_with_them_in_any_layout"
 DEALT_OUT = "tests/parity/test_experts.py::test_experts_equal_one_device"
 
 
@@ -70,6 +72,41 @@ MUTANTS = (
         "first = float(state.tensor_index == 0)",
         "first = 1.0",
         (CUT_EXPERTS,),
+    ),
+    Mutant(
+        "a router's bias in the weights as well, not in the choice alone",
+        "layers/router.py",
+        "weights_BSK = scores_BSE.gather(-1, experts_BSK)",
+        "weights_BSK = (scores_BSE + (0 if self.bias is None else self.bias)).gather(-1, experts_BSK)",
+        (FORWARD,),
+    ),
+    Mutant(
+        "a router's bias moved up where an expert had more tokens than the mean",
+        "layers/balancing.py",
+        "(counts.mean() - counts).sign()",
+        "(counts - counts.mean()).sign()",
+        (f"{ROUTER}::test_a_bias_moves_up_where_an_expert_had_fewer_tokens_than_the_mean",),
+    ),
+    Mutant(
+        "a group of experts that counts as its best one, under sigmoid scores",
+        "layers/router.py",
+        'counted = 1 if self.score == "softmax" else min(2, grouped.shape[-1])',
+        "counted = 1",
+        (FORWARD,),
+    ),
+    Mutant(
+        "a router's bias cast with the weights",
+        "checkpoints/conversion.py",
+        "stored if stays or dtype is None else dtype",
+        "stored if dtype is None else dtype",
+        ("tests/checkpoints/test_families.py",),
+    ),
+    Mutant(
+        "a router's bias written by each of the ranks that hold it",
+        "parallel_state/declaration.py",
+        "(shard == 0 or (sharded and not self.buffer))",
+        "(shard == 0 or sharded)",
+        ("tests/training/test_experts.py::" + MOVED,),
     ),
     Mutant(
         "what experts made sent back in the order in which they took it",

@@ -69,13 +69,14 @@ def build(recipe: Recipe, plan: Plan, state: ParallelState) -> Parts:
         loss_chunk=recipe.memory.loss_chunk,
         reduce=torch.promote_types(master, precision.reduce),
     )
+    bias_rate = recipe.experts.bias_rate if recipe.experts is not None else 0.0
     update = Update(
         model,
         optimizer,
         clip=wanted.clip,
         loss_scale=LossScale(recipe.loss_scale) if compute == torch.float16 else None,
         spikes=Spikes(wanted.skip_spikes) if wanted.skip_spikes else None,
-        balancing=Balancing(model, state=state) if plan.config.routers else None,
+        balancing=Balancing(model, rate=bias_rate, state=state) if plan.config.routers else None,
     )
     return Parts(model, optimizer, step, update, schedule_of(recipe)[0])
 

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.distributed.tensor import Shard
 
 from ..models import CausalLM
-from ..parallel_state import Layout, ParallelState, declarations
+from ..parallel_state import Layout, ParallelState, buffer_names, declarations
 from .precision import Precision
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -47,12 +47,15 @@ def shard_over_data(
     # Pages of a host without accelerator need no pinning, and cannot be.
     resting = CPUOffloadPolicy(pin_memory=state.device.type != "cpu") if offload else OffloadPolicy()
     cut, stacks = shard_dims(model, state.layout), stacks_of_experts(model) if state.layout.expert > 1 else []
+    fixed = buffer_names(declarations(model))
+    ignored = {parameter for name, parameter in model.named_parameters() if name in fixed}
     for stack in stacks:
         fully_shard(
             stack,
             mesh=state.expert_data_mesh,  # over the ranks that hold the same experts
             reshard_after_forward=again,
             shard_placement_fn=cut,
+            ignored_params=ignored,
             mp_policy=policy,
             offload_policy=resting,
         )
@@ -63,6 +66,7 @@ def shard_over_data(
                 mesh=mesh,
                 reshard_after_forward=again,
                 shard_placement_fn=cut,
+                ignored_params=ignored,
                 mp_policy=policy,
                 offload_policy=resting,
             )
@@ -73,6 +77,7 @@ def shard_over_data(
         mesh=mesh,
         reshard_after_forward=again,
         shard_placement_fn=cut,
+        ignored_params=ignored,
         mp_policy=policy,
         offload_policy=resting,
     )

@@ -118,7 +118,7 @@ def dry_run(recipe: Recipe, *, rank: int | None = None, room: int | None = None)
     too_much = room is not None and found.total > room
     return DryRun(
         recipe,
-        sum(prod(one.true_shape) for one in stated.values()),
+        sum(prod(one.true_shape) for one in stated.values() if not one.buffer),
         active_parameters(stated, planned.config),
         layout.world,
         found,
@@ -181,8 +181,10 @@ def _parameters(
         stages = planned.family.declarations(planned.config, state.layout, split=planned.split)
         return stages[state.at.pipeline], set(), 0
     model = model_on_meta(recipe, planned, state)
-    frozen = {name: one.dtype.itemsize for name, one in model.named_parameters() if not one.requires_grad}
-    return declarations(model), set(frozen), max(frozen.values(), default=0)
+    stated, named = declarations(model), dict(model.named_parameters())
+    still = (name for name, one in named.items() if not one.requires_grad)
+    frozen = {name: named[name].dtype.itemsize for name in still if not stated[name].buffer}
+    return stated, set(frozen), max(frozen.values(), default=0)
 
 
 def plan_without_weights(recipe: Recipe) -> tuple[Plan, list[str]]:

@@ -19,3 +19,9 @@ class ExpertsSection(Section):
     z_loss: float = Field(
         default=0.0, ge=0, description="factor of the routers' z-loss, a mean over rows and routers"
     )
+    bias_rate: float = Field(
+        default=0.0,
+        ge=0,
+        description="how far, each step, a router's bias moves up for an expert with fewer tokens than the "
+        "mean, and down for one with more; of models whose routers have biases, trained without adapters",
+    )

@@ -98,9 +98,9 @@ def forward_flops(
 def active_parameters(stated: Mapping[str, Declaration], config: ModelConfig) -> int:
     """Of these weights, those that one token meets: of a stack of experts as many as the token goes through.
 
-    Padding is left out; tables that are looked up count.
+    Padding is left out, and what no gradient moves; tables that are looked up count.
     """
-    return sum(_met(one, config) for one in stated.values())
+    return sum(_met(one, config) for one in stated.values() if not one.buffer)
 
 
 def _met(one: Declaration, config: ModelConfig) -> int:

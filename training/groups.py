@@ -9,14 +9,21 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from ..models import Family, ModelConfig
-from ..parallel_state import BadInput
+from ..parallel_state import BadInput, buffer_names
 from .sections import ParameterGroup
 
 
 def names_of(family: Family, config: ModelConfig) -> dict[str, tuple[str, ...]]:
-    """Every parameter of the whole model: our name -> Hugging Face's, of which there may be several."""
+    """Every parameter of the whole model: our name -> Hugging Face's, of which there may be several.
+
+    What no gradient moves is none that could be treated differently.
+    """
     names: dict[str, tuple[str, ...]] = {}
+    (stated,) = family.declarations(config)
+    fixed = buffer_names(stated)
     for link in family.links(config)[0]:
+        if link.ours in fixed:
+            continue
         names[link.ours] = (*names.get(link.ours, ()), link.hf)
     return names
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 
-from ..models import ModelConfig
+from ..models import Family, ModelConfig
 from ..parallel_state import BadInput
 from ..planner import schedule_kind
 from .sections import (
     DebugSection,
+    ExpertsSection,
     LayoutSection,
     LossScaleSection,
     MemorySection,
@@ -45,6 +46,29 @@ def check_optimizer(section: OptimizerSection, steps: int, where: str) -> None:
 def decay_steps(section: OptimizerSection, steps: int) -> int:
     """How long wsd's last phase is: a tenth of the run, unless it is said."""
     return max(1, steps // 10) if section.decay is None else section.decay
+
+
+def check_experts(section: ExpertsSection, family: Family, config: ModelConfig, *, adapters: bool) -> None:
+    """Refuse what is said of experts, or of their routers' biases, for a model that has none."""
+    if not config.routers:
+        raise BadInput("recipe", "experts", expected="a model with experts", found=family.model_type)
+    if not section.bias_rate:
+        return
+    if not config.biased_routers:
+        raise BadInput(
+            "recipe",
+            "experts.bias_rate",
+            expected=f"0: the routers of {family.model_type} have no biases",
+            found=section.bias_rate,
+            todo="experts.balance keeps such experts evenly used",
+        )
+    if adapters:
+        raise BadInput(
+            "recipe",
+            "experts.bias_rate",
+            expected="0 beside [lora]: biases are the base's, which stays as it is",
+            found=section.bias_rate,
+        )
 
 
 def check_precision(dtype: str, compute: str | None, scale: LossScaleSection, where: str) -> None:

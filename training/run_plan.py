@@ -15,7 +15,7 @@ from .batches import GlobalBatches, Mixture
 from .flops import TokenFlops, flops_per_token
 from .groups import assign, names_of
 from .recipe import Recipe, read_config
-from .recipe_checks import check_compiled_model
+from .recipe_checks import check_compiled_model, check_experts
 from .sections import ParameterGroup
 from .stage_cut import StageCut, cut_stages
 from .tensorboard import check_tensorboard
@@ -73,8 +73,8 @@ def plan(recipe: Recipe) -> Plan:
             expected=f"at most the model's {config.max_position_embeddings} positions",
             found=recipe.data.sequence_length,
         )
-    if recipe.experts is not None and not config.routers:
-        raise BadInput("recipe", "experts", expected="a model with experts", found=family.model_type)
+    if recipe.experts is not None:
+        check_experts(recipe.experts, family, config, adapters=recipe.lora is not None)
     if recipe.watch.tensorboard:
         check_tensorboard()
     adapter: StoredAdapter | None = None

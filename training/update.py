@@ -102,8 +102,6 @@ class Update:
             memory["loss_scale"] = self.loss_scale.remember()
         if self.spikes is not None:
             memory["spikes"] = self.spikes.remember()
-        if self.balancing is not None and (biases := self.balancing.state_dict()):
-            memory["router_biases"] = biases
         return memory
 
     def restore(self, memory: Mapping[str, Any]) -> None:
@@ -114,5 +112,3 @@ class Update:
             self.loss_scale.restore(memory["loss_scale"])
         if self.spikes is not None and "spikes" in memory:
             self.spikes.restore(memory["spikes"])
-        if self.balancing is not None:
-            self.balancing.load_state_dict(memory.get("router_biases", {}))

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
+from trilith.checkpoints import read_source
 from trilith.cli.app import run
+from trilith.parallel_state import BadInput
 from trilith.testing.runs import TINY_LLAMA
 
 PLAIN = {key: value for key, value in TINY_LLAMA.items() if key not in ("attention_bias", "model_type")}
 
 
 EXPERTS = {"mixtral": {"num_local_experts": 6}, "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 12}}
+EXPERTS |= {"glm4_moe": {"n_routed_experts": 8, "moe_intermediate_size": 12, "use_qk_norm": True}}
 
 
-@pytest.mark.parametrize("kind", ["mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"])
+def correction_biases(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: one for name, one in model.named_buffers() if name.endswith("e_score_correction_bias")}
+
+
+@pytest.mark.parametrize("kind", ["mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "glm4_moe"])
 def test_there_and_through_a_layout_and_back_is_bitwise(kind: str, tmp_path: Path) -> None:
     source, sharded, back = (tmp_path / name for name in ("hf", "sharded", "back"))
     torch.manual_seed(0)
@@ -26,6 +35,8 @@ def test_there_and_through_a_layout_and_back_is_bitwise(kind: str, tmp_path: Pat
     )
     for p in theirs.parameters():
         torch.nn.init.normal_(p)
+    for buffer in correction_biases(theirs).values():
+        torch.nn.init.normal_(buffer)
     theirs.save_pretrained(source)
     assert run(["convert", str(source), str(sharded), "--tensor", "4", "--pipeline", "3"]) == 0
     assert run(["convert", str(sharded), str(back), "--to", "hf"]) == 0
@@ -34,3 +45,40 @@ def test_there_and_through_a_layout_and_back_is_bitwise(kind: str, tmp_path: Pat
     assert type(again) is type(theirs)
     ids = torch.randint(131, (1, 9))
     assert torch.equal(again.eval()(ids).logits, theirs.eval()(ids).logits)
+
+
+def test_correction_biases_stay_fp32_as_in_transformers_and_further_blocks_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model in bf16, and one that is cast to it on the way; the latter file has a block for more tokens."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("glm4_moe", **PLAIN, **EXPERTS["glm4_moe"])
+    theirs: Any = AutoModelForCausalLM.from_config(config)
+    for buffer in correction_biases(theirs).values():
+        torch.nn.init.normal_(buffer)
+    theirs.save_pretrained(tmp_path / "fp32")
+    half: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "fp32", dtype=torch.bfloat16)
+    half.save_pretrained(tmp_path / "bf16")
+    tensors = load_file(tmp_path / "fp32" / "model.safetensors")
+    more = {
+        "model.layers.3.eh_proj.weight": torch.ones(32, 64),
+        "model.layers.3.mlp.gate.weight": torch.ones(8),
+    }
+    save_file(tensors | more, tmp_path / "fp32" / "model.safetensors", {"format": "pt"})
+    for source, cast in (("bf16", []), ("fp32", ["--dtype", "bfloat16"])):
+        sharded, back = tmp_path / f"{source}-sharded", tmp_path / f"{source}-back"
+        assert run(["convert", str(tmp_path / source), str(sharded), "--tensor", "2", "--pipeline", "2"]) == 0
+        assert run(["convert", str(sharded), str(back), "--to", "hf", *cast]) == 0
+        assert (back / "model.safetensors").read_bytes() == (
+            tmp_path / "bf16" / "model.safetensors"
+        ).read_bytes()
+        assert json.loads((back / "config.json").read_text())["dtype"] == "bfloat16"
+    assert "2 tensors of blocks that predict further tokens are not read" in capsys.readouterr().err
+    wanted, found = correction_biases(theirs), correction_biases(half)
+    assert wanted.keys() == found.keys() and len(wanted) == 2
+    assert all(torch.equal(found[name], one) for name, one in wanted.items())
+
+    more = {"model.layers.4.eh_proj.weight": torch.ones(32, 64)}  # the config counts one such block
+    save_file(tensors | more, tmp_path / "fp32" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(BadInput, match=r"model\.layers\.4\.eh_proj\.weight: expected no such tensor"):
+        read_source(tmp_path / "fp32")

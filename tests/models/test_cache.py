@@ -11,7 +11,7 @@ from trilith.layers import KeyValueCache, gather_logits
 from trilith.models import CausalLM, family_of
 from trilith.parallel_state import Layout, ParallelState, initialize
 from trilith.testing import run_parallel
-from trilith.testing.runs import TINY_GPT2, TINY_LLAMA, TINY_MIXTRAL
+from trilith.testing.runs import TINY_GLM, TINY_GPT2, TINY_LLAMA, TINY_MIXTRAL
 from trilith.testing.training import roughen
 
 PLAIN = {key: value for key, value in TINY_LLAMA.items() if key != "attention_bias"}
@@ -21,6 +21,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "mistral": PLAIN | {"model_type": "mistral", "sliding_window": 5},
     "qwen3": PLAIN | {"model_type": "qwen3"},
     "mixtral": TINY_MIXTRAL,
+    "glm4_moe": TINY_GLM,
     "gpt2": TINY_GPT2,
 }
 #: The pieces in which the 14 tokens arrive: a prompt, one token, several at once, one token.

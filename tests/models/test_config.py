@@ -105,6 +105,29 @@ QWEN3_MOE_CONFIG = {
 }
 
 
+#: GLM-4.5-Air's keys.
+GLM4_MOE_CONFIG = {
+    **LLAMA_CONFIG,
+    "model_type": "glm4_moe",
+    "architectures": ["Glm4MoeForCausalLM"],
+    "attention_bias": True,
+    "first_k_dense_replace": 1,
+    "head_dim": 12,
+    "moe_intermediate_size": 16,
+    "n_group": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_experts_per_tok": 3,
+    "num_nextn_predict_layers": 1,
+    "partial_rotary_factor": 0.5,
+    "rope_scaling": None,
+    "routed_scaling_factor": 1.0,
+    "topk_group": 1,
+    "use_qk_norm": False,
+}
+
+
 def of(config: dict[str, Any], name: str, key: str, changes: dict[str, Any]) -> Any:
     return pytest.param(config, changes, key, id=name)
 
@@ -132,6 +155,25 @@ REFUSED = [
     of(QWEN3_MOE_CONFIG, "qwen3-moe-window", "use_sliding_window", {"use_sliding_window": True}),
     of(QWEN3_MOE_CONFIG, "qwen3-moe-coef", "router_aux_loss_coef", {"router_aux_loss_coef": -1.0}),
     of(QWEN3_MOE_CONFIG, "qwen3-moe-coef-inf", "router_aux_loss_coef", {"router_aux_loss_coef": INF}),
+    of(GLM4_MOE_CONFIG, "glm-top-k", "num_experts_per_tok", {"num_experts_per_tok": 9}),
+    of(GLM4_MOE_CONFIG, "glm-groups", "n_group", {"n_group": 3}),
+    of(GLM4_MOE_CONFIG, "glm-groups-of-one", "n_group", {"n_group": 8, "topk_group": 4}),
+    of(GLM4_MOE_CONFIG, "glm-groups-kept", "topk_group", {"n_group": 4, "topk_group": 5}),
+    of(GLM4_MOE_CONFIG, "glm-too-few", "topk_group", {"n_group": 4, "topk_group": 1}),
+    of(GLM4_MOE_CONFIG, "glm-dense", "first_k_dense_replace", {"first_k_dense_replace": 3}),
+    of(GLM4_MOE_CONFIG, "glm-no-shared", "n_shared_experts", {"n_shared_experts": 0}),
+    of(GLM4_MOE_CONFIG, "glm-mlp-bias", "mlp_bias", {"mlp_bias": True}),
+    of(GLM4_MOE_CONFIG, "glm-scale", "routed_scaling_factor", {"routed_scaling_factor": NAN}),
+    of(GLM4_MOE_CONFIG, "glm-rotary-odd", "partial_rotary_factor", {"partial_rotary_factor": 0.25}),
+    of(GLM4_MOE_CONFIG, "glm-rotary-more", "partial_rotary_factor", {"partial_rotary_factor": 1.5}),
+    of(GLM4_MOE_CONFIG, "glm-rotary-text", "partial_rotary_factor", {"partial_rotary_factor": "0.5"}),
+    of(
+        GLM4_MOE_CONFIG,
+        "glm-rotary-two",
+        "rope_parameters.partial_rotary_factor",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}},
+    ),
+    of(GLM4_MOE_CONFIG, "glm-quantised", "quantization_config", {"quantization_config": {"bits": 8}}),
     llama("D3", "model_type", {"model_type": ABSENT}),
     llama("D3-null", "model_type", {"model_type": None}),
     llama("D4", "model_type", {"model_type": "mamba"}),
@@ -241,7 +283,8 @@ def test_it_is_refused_in_one_line_that_names_the_key(
 
 def test_an_unsupported_model_is_told_what_is_supported() -> None:  # D4
     with pytest.raises(
-        BadInput, match="expected one of gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, found"
+        BadInput,
+        match="expected one of glm4_moe, gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, found",
     ):
         read(LLAMA_CONFIG, {"model_type": "mamba"})
 
@@ -275,6 +318,28 @@ ACCEPTED = [
         {"routed_experts": 4},
     ),
     ("qwen3-moe-some", QWEN3_MOE_CONFIG, {"decoder_sparse_step": 2, "mlp_only_layers": [0]}, {"routers": 1}),
+    (
+        "glm",
+        GLM4_MOE_CONFIG,
+        {"output_router_logits": True},
+        {"routed_experts": 8, "routers": 2, "rotated": 6, "balance_factor": 0.0, "biased_routers": True},
+    ),
+    ("glm-biases", GLM4_MOE_CONFIG, {}, {"qkv_bias": True, "out_bias": False, "further_blocks": 1}),
+    (
+        "glm-new",
+        GLM4_MOE_CONFIG,
+        {
+            **{
+                key: ABSENT
+                for key in ("n_routed_experts", "num_nextn_predict_layers", "partial_rotary_factor")
+            },
+            "num_local_experts": 4,
+            "num_mtp_layers": 0,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1},
+        },
+        {"routed_experts": 4, "further_blocks": 0, "rotated": 12},
+    ),
+    ("glm-rotary", GLM4_MOE_CONFIG, {"partial_rotary_factor": ABSENT}, {"rotated": 6, "head_norms": False}),
     ("D13-whole", LLAMA_CONFIG, {"rope_theta": 500_000}, {"rope_theta": 5e5}),
     ("D13-absent", LLAMA_CONFIG, {"rope_theta": ABSENT}, {"rope_theta": 1e4}),
     (

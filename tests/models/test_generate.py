@@ -13,7 +13,7 @@ from trilith.checkpoints import load_model
 from trilith.models import CausalLM, Sampling, generate
 from trilith.parallel_state import BadInput, Layout, ParallelState
 from trilith.testing import RankError, run_parallel
-from trilith.testing.runs import TINY_GPT2, TINY_LLAMA
+from trilith.testing.runs import TINY_GLM, TINY_GPT2, TINY_LLAMA
 from trilith.training.data_parallel import shard_over_data
 from trilith.training.precision import Precision
 
@@ -26,6 +26,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {**PLAIN, "model_type": "qwen2"},
     "qwen3": {**PLAIN, "model_type": "qwen3"},
     "mixtral": {**PLAIN, "model_type": "mixtral", "num_local_experts": 4},
+    "glm4_moe": TINY_GLM,
     "gpt2": {**TINY_GPT2, "bos_token_id": 0, "eos_token_id": 0},
 }
 PROMPTS = [[5, 17, 90, 2, 41], [77], [3, 3, 60, 8, 12, 100, 31, 9], [1, 2]]

@@ -22,7 +22,8 @@ from trilith.training.sections import LayoutSection
 
 Raw = dict[str, Any]
 SCHEDULES = get_args(LayoutSection.model_fields["schedule"].annotation)
-MIXTURES = {name for name, config in MODELS.items() if {"num_experts", "num_local_experts"} & config.keys()}
+COUNTS = {"num_experts", "num_local_experts", "n_routed_experts"}
+MIXTURES = {name for name, config in MODELS.items() if COUNTS & config.keys()}
 SAMPLES, LENGTH = 8, 16
 
 

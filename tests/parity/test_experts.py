@@ -15,6 +15,8 @@ LAYOUTS = [
     ("qwen3_moe", Layout.of(pipeline=2, data=2, expert=2, zero=1)),
     ("qwen3_moe", Layout.of(data=4, expert=2, zero=3)),
     ("mixtral", Layout.of(context=2, expert=2, zero=1)),
+    ("glm4_moe", Layout.of(data=2, expert=2, zero=2)),
+    ("glm4_moe", Layout.of(tensor=2, pipeline=2, sequence=True)),
 ]
 MORE = [
     Layout.of(context=2, expert=2),
@@ -43,7 +45,7 @@ def test_experts_equal_one_device(model: str, layout: Layout, assert_same: Calla
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", MORE, ids=str)
-@pytest.mark.parametrize("model", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("model", ["mixtral", "qwen3_moe", "glm4_moe"])
 def test_experts_equal_one_device_in_every_layout(
     model: str, layout: Layout, assert_same: Callable[..., None]
 ) -> None:

@@ -33,6 +33,13 @@ GPT2: dict[str, Any] = {
     "attn_pdrop": 0.0,
 }
 MIXTRAL = LLAMA | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+GLM = LLAMA | {
+    "model_type": "glm4_moe",
+    "first_k_dense_replace": 0,
+    "moe_intermediate_size": 96,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+}
 EVERY = LoraConfig(r=4)
 
 
@@ -70,7 +77,7 @@ def saved(config: dict[str, Any], lora: LoraConfig | None) -> tuple[int, float]:
     out = model(torch.zeros(2, LENGTH, dtype=torch.long))
     shape = block_shape(work, stated, 0, Layout().coordinates(0), frozen=frozen)
     assert out.requires_grad
-    rotation = 2 * LENGTH * made.head_dim * 4 if config["model_type"] != "gpt2" else 0
+    rotation = 2 * LENGTH * made.rotated * 4 if config["model_type"] != "gpt2" else 0
     return sum(found.values()) - rotation, kept_in_block(work, shape, "none").kept * 2 * LENGTH
 
 
@@ -79,6 +86,7 @@ def saved(config: dict[str, Any], lora: LoraConfig | None) -> tuple[int, float]:
     [
         pytest.param(LLAMA, None, id="llama"),
         pytest.param(MIXTRAL, None, id="mixtral"),
+        pytest.param(GLM, None, id="glm4_moe"),
         pytest.param(GPT2, None, id="gpt2"),
         pytest.param(GPT2 | {"resid_pdrop": 0.1}, None, id="gpt2-resid"),
         pytest.param(GPT2 | {"attn_pdrop": 0.1}, None, id="gpt2-attention"),

@@ -46,6 +46,13 @@ MODELS = {
     "gpt2": GPT2,
     "gpt2-untied": {**GPT2, "tie_word_embeddings": False},
 }
+MODELS["glm4_moe"] = LLAMA | {
+    "model_type": "glm4_moe",
+    "head_dim": 8,
+    "moe_intermediate_size": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+}
 LENGTH, SAMPLES = 12, 2
 
 KINDS = {
@@ -147,6 +154,9 @@ def totals(every: list[Traffic]) -> Totals:
 SEQUENCE, TENSOR = Layout.of(tensor=2, sequence=True), Layout.of(tensor=2)
 CASES = [
     *(Case(model, layout) for model in MODELS for layout in (TENSOR, SEQUENCE)),
+    Case("glm4_moe", SEQUENCE, MemorySection(checkpointing="selective")),
+    Case("glm4_moe", TENSOR, MemorySection(checkpointing="full")),
+    Case("glm4_moe", Layout.of(data=2, zero=3)),
     Case("llama", Layout.of(tensor=4)),
     Case("gpt2", Layout.of(tensor=4, sequence=True), compute=torch.bfloat16),
     Case("llama", SEQUENCE, MemorySection(checkpointing="selective", loss_chunk=5)),

@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -55,6 +57,24 @@ MODELS = {
             output_router_logits=True,
         )
     ),
+    "glm4_moe": lambda: Glm4MoeForCausalLM(
+        Glm4MoeConfig(
+            vocab_size=131,
+            hidden_size=24,
+            intermediate_size=40,
+            moe_intermediate_size=12,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            n_routed_experts=8,
+            n_group=4,
+            topk_group=2,
+            num_experts_per_tok=3,
+            head_dim=8,
+            max_position_embeddings=64,
+            use_qk_norm=True,
+        )
+    ),
     "gpt2": lambda: GPT2LMHeadModel(
         GPT2Config(
             vocab_size=131, n_embd=24, n_layer=3, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=0
@@ -71,6 +91,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
         model = make()
         for parameter in model.parameters():
             parameter.data.add_(torch.randn_like(parameter) * (0.3 if parameter.ndim == 1 else 0.1))
+        for key, buffer in model.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                buffer.add_(torch.randn_like(buffer) * 0.2)
         model.save_pretrained(root / name)
     return root
 
@@ -83,6 +106,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("llama", Layout.of(tensor=2, context=2, sequence=True, ring=True)),
         ("mixtral", Layout.of(data=2, expert=2, zero=1)),
         ("llama", Layout(pipeline=2, virtual_stages=2, v_shape=True)),
+        ("glm4_moe", Layout.of(tensor=2, data=2, expert=2, zero=1, sequence=True)),
     ],
 )
 def test_a_model_is_that_of_transformers_in_any_layout(folders: Path, name: str, layout: Layout) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 from trilith.checkpoints import load_weights, read_source
 from trilith.cli.app import run as command
 from trilith.parallel_state import BadInput, Box, Layout, ParallelState
 from trilith.testing import run_parallel
-from trilith.testing.runs import TINY_LLAMA, TINY_MIXTRAL, run_recipe, tiny_recipe, write_tokens
+from trilith.testing.runs import TINY_GLM, TINY_LLAMA, TINY_MIXTRAL, run_recipe, tiny_recipe, write_tokens
 from trilith.testing.training import Pieces, assemble, pieces
 from trilith.training.data_parallel import shard_over_data
 from trilith.training.metrics import read_metrics
@@ -43,13 +45,17 @@ def tensors(path: Path) -> dict[str, torch.Tensor]:
     return {name: source.read(name, Box.whole(whole.shape), tie) for name, whole in source.catalog.items()}
 
 
-def load_rank(layout: Layout, path: str) -> Pieces:
-    state, source = ParallelState.start(layout), read_source(path)
-    model = source.family.build(source.model_config, state=state, dtype=torch.float64)
-    shard_over_data(model, state, Precision(*[torch.float64] * 3))
-    model.to_empty(device="cpu")
-    load_weights(path, model, source.family, source.model_config)
-    return pieces(model, state)
+def load_rank(layouts: Sequence[Layout], path: str) -> list[Pieces]:
+    """In each layout in turn, offloaded in every other one."""
+    found = []
+    for number, layout in enumerate(layouts):
+        state, source = ParallelState.start(layout), read_source(path)
+        model = source.family.build(source.model_config, state=state, dtype=torch.float64)
+        shard_over_data(model, state, Precision(*[torch.float64] * 3), offload=number % 2 == 1)
+        model.to_empty(device="cpu")
+        load_weights(path, model, source.family, source.model_config)
+        found.append(pieces(model, state))
+    return found
 
 
 @pytest.fixture
@@ -74,7 +80,9 @@ def test_a_run_goes_on_wherever_the_experts_lie_and_is_converted(tmp_path: Path,
         worst = float((found[name] - tensor).abs().max())
         assert worst <= 1e-10 * float(tensor.abs().max()), name
 
-    loaded = assemble(run_parallel(load_rank, 4, Layout.of(data=4, expert=2, zero=1), str(parts)))
+    loaded = assemble(
+        [rank[0] for rank in run_parallel(load_rank, 4, [Layout.of(data=4, expert=2, zero=1)], str(parts))]
+    )
     unpadded = {name: one[Box.whole(tuple(found[name].shape)).slices] for name, one in loaded.items()}
     assert all(torch.equal(one, found[name]) for name, one in unpadded.items()) and len(loaded) > 10
 
@@ -83,6 +91,92 @@ def test_a_run_goes_on_wherever_the_experts_lie_and_is_converted(tmp_path: Path,
     assert command(["convert", str(hf), str(back), "--tensor", "2", "--pipeline", "2"]) == 0
     again = tensors(back)
     assert all(torch.equal(again[name], found[name]) for name in again) and len(again) > 10
+
+
+def biases(path: Path) -> dict[str, torch.Tensor]:
+    return {name: one for name, one in tensors(path).items() if name.endswith("router.bias")}
+
+
+def test_biases_are_of_the_model_and_a_run_goes_on_with_them_in_any_layout(
+    tmp_path: Path, tokens: Path
+) -> None:
+    """Moved on one rank, by expert and by tensor ranks and stages; loaded, exported and cast, bit for bit."""
+    whole, parts, rate = tmp_path / "whole", tmp_path / "parts", 1 / 64
+    same: dict[str, Any] = {"model": {"config": TINY_GLM}, "experts": {"bias_rate": rate}, "steps": 3}
+    run(recipe(whole, tokens, {}, **same))
+    cuts: list[dict[str, Any]] = [
+        {"layout": EP2},
+        {"layout": {"tensor": 2, "pipeline": 2, "sequence": True}},
+        {"layout": EP4, "memory": {"offload": True}},
+    ]
+    for stop, how in enumerate(cuts):
+        run(recipe(parts, tokens, **how, **same, stop_after=stop + 1))
+        moved = biases(parts)
+        steps = {round(float(one) / rate) for bias in moved.values() for one in bias}
+        assert moved.keys() == {f"layers.{i}.mlp.router.bias" for i in (1, 2)}
+        assert steps <= {*range(-stop - 1, stop + 2)} and len(steps) > 1
+    keys = ("loss", "grad_norm", "balance_loss", "expert_load")
+    for one, other in zip(lines(whole, *keys), lines(parts, *keys), strict=True):
+        assert other == pytest.approx(one, rel=1e-10)
+    expected, found = tensors(whole), tensors(parts)
+    assert expected.keys() == found.keys() and not [
+        n for n in found if n.endswith("_sq.layers.1.mlp.router.bias")
+    ]
+    for name, tensor in expected.items():
+        worst = float((found[name] - tensor).abs().max())
+        assert worst <= (0.0 if name in moved else 1e-10 * float(tensor.abs().max())), name
+
+    layouts = [
+        Layout.of(data=4),
+        Layout.of(data=4, expert=2, zero=1),
+        Layout.of(tensor=2, data=2, expert=2, zero=2),
+        Layout.of(pipeline=2, data=2, zero=3),
+        Layout.of(data=4, expert=4, zero=3),
+        Layout.of(tensor=4),
+    ]
+    ranks = run_parallel(load_rank, 4, layouts, str(parts))
+    for number, layout in enumerate(layouts):
+        loaded = assemble([rank[number] for rank in ranks])
+        for name, bias in moved.items():
+            assert loaded[name].dtype == torch.float32 and torch.equal(loaded[name], bias), layout
+
+    hf, half, back = (tmp_path / name for name in ("hf", "half", "back"))
+    assert command(["convert", str(parts), str(hf), "--to", "hf"]) == 0
+    assert command(["convert", str(parts), str(half), "--to", "hf", "--dtype", "bfloat16"]) == 0
+    assert command(["convert", str(half), str(back), "--tensor", "2", "--pipeline", "2"]) == 0
+    for path in (hf, half):
+        theirs: Any = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+        held = dict(theirs.named_buffers())
+        for i in (1, 2):
+            bias = held[f"model.layers.{i}.mlp.gate.e_score_correction_bias"]
+            assert bias.dtype == torch.float32 and torch.equal(bias, moved[f"layers.{i}.mlp.router.bias"])
+    again = biases(back)
+    assert again.keys() == moved.keys() and all(torch.equal(again[name], moved[name]) for name in moved)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (TINY_MIXTRAL, r"bias_rate: expected 0: the routers of mixtral have no biases, found 0\.1"),
+        (TINY_LLAMA, "experts: expected a model with experts, found llama"),
+    ],
+)
+def test_a_rate_of_biases_that_a_model_has_not_is_refused(
+    tmp_path: Path, tokens: Path, config: dict[str, Any], words: str
+) -> None:
+    raw = recipe(tmp_path, tokens, {}, model={"config": config}, experts={"bias_rate": 0.1})
+    with pytest.raises(BadInput, match=words):
+        plan(parse_recipe(raw))
+
+
+def test_a_rate_of_biases_is_refused_beside_adapters(tmp_path: Path, tokens: Path) -> None:
+    """They are the base's, and a checkpoint of adapters has none of it."""
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY_GLM)).save_pretrained(tmp_path / "base")
+    raw = recipe(tmp_path, tokens, {}, experts={"bias_rate": 0.1}, lora={"r": 2})
+    raw["model"] = {"init_from": str(tmp_path / "base")}
+    with pytest.raises(BadInput, match=r"experts\.bias_rate: expected 0 beside \[lora\].*, found 0\.1"):
+        plan(parse_recipe(raw))
+    plan(parse_recipe({**raw, "experts": {"balance": 0.1}}))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from trilith.models import LoraConfig, adapted, family_of
 from trilith.testing import run_parallel
-from trilith.testing.runs import TINY_GPT2, TINY_LLAMA, TINY_MIXTRAL, run_recipe, tiny_recipe, write_tokens
+from trilith.testing.runs import (
+    TINY_GLM,
+    TINY_GPT2,
+    TINY_LLAMA,
+    TINY_MIXTRAL,
+    run_recipe,
+    tiny_recipe,
+    write_tokens,
+)
 from trilith.training.flops import Mfu, flops_per_token, peak_flops, peak_named
 from trilith.training.metrics import read_metrics
 
@@ -21,6 +29,7 @@ CONFIGS = {
     "llama-untied": TINY_LLAMA | {"tie_word_embeddings": False},
     "gpt2": TINY_GPT2,
     "mixtral": TINY_MIXTRAL,
+    "glm4_moe": TINY_GLM,
 }
 
 

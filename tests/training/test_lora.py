@@ -10,16 +10,19 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from trilith.checkpoints import convert, differences, load_model, load_weights, read_adapter, read_source
 from trilith.cli.app import run as trilith
 from trilith.layers import gather_logits
-from trilith.models import AdaptedFamily
+from trilith.models import AdaptedFamily, LoraConfig, adapted, family_of
 from trilith.parallel_state import BadInput, ParallelState, initialize
 from trilith.parallel_state.engine import local_data
 from trilith.testing import RankError, run_parallel
 from trilith.testing.runs import (
+    TINY_GLM,
     TINY_LLAMA,
+    TINY_MIXTRAL,
     losses,
     tiny_recipe,
     train,
@@ -242,6 +245,57 @@ def test_what_cannot_be_attached_is_refused_before_anything_starts(
 ) -> None:
     with pytest.raises(BadInput, match=words):
         plan(parse_recipe(recipe(tmp_path / "run", base, tokens, **changes)))
+
+
+@pytest.mark.parametrize(
+    ("config", "targets", "named"),
+    [
+        (
+            TINY_GLM,
+            ["q_proj", "gate_proj"],
+            r"\['gate_proj'\], that is model.layers.1.mlp.experts.0.gate_proj",
+        ),
+        (TINY_GLM, ["gate_up_proj"], r"\['gate_up_proj'\], that is model.layers.1.mlp.experts.gate_up_proj"),
+        (TINY_GLM, ["mlp.experts"], r"\['mlp.experts'\], that is model.layers.1.mlp.experts"),
+        (TINY_GLM, r".*\.experts\..*", "that is model.layers.1.mlp.experts.0.gate_proj"),
+        (TINY_MIXTRAL, ["w2"], r"\['w2'\], that is model.layers.0.block_sparse_moe.experts.0.w2"),
+    ],
+)
+def test_experts_get_no_adapters_and_are_told_so_in_one_line(
+    config: dict[str, Any], targets: Any, named: str
+) -> None:
+    family = family_of(config)
+    raw = {"peft_type": "LORA", "target_modules": targets, "init_lora_weights": True}
+    with pytest.raises(BadInput, match=named) as error:
+        adapted(family, LoraConfig.from_peft(raw)).check(family.from_hf(config), "adapter_config.json")
+    said = str(error.value)
+    assert "lora: target_modules: expected linears: experts are stacks" in said and "\n" not in said
+    assert "exclude_modules = " in said and len(said) < 400
+
+
+def test_adapters_on_all_linears_pass_experts_over() -> None:
+    """Those beside them peft would take for experts: it is not given them."""
+    family = family_of(TINY_GLM)
+    config = family.from_hf(TINY_GLM)
+    theirs: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY_GLM))
+    linears = {name for name, one in theirs.named_modules() if isinstance(one, nn.Linear)} - {"lm_head"}
+    every = adapted(family, LoraConfig(r=2))
+    assert {site.name for site in every.sites(config)} == linears and len(linears) == 21
+    with pytest.raises(BadInput, match=r"model\.layers\.0\.mlp\.gate_proj.*merge-lora"):
+        every.to_peft(config, None)
+    attention = adapted(family, LoraConfig(r=2, target_modules=("q_proj", "o_proj")))
+    attached = peft.get_peft_model(theirs, peft.LoraConfig(**attention.to_peft(config, None)))
+    named = {n.partition(".lora_A")[0] for n, _ in attached.named_parameters() if "lora_A" in n}
+    assert named == {f"base_model.model.{site.name}" for site in attention.sites(config)}
+    # What the refusal of some says is a way.
+    without = LoraConfig(r=2, target_modules=("gate_proj",), exclude_modules=r".*\.experts(\..*)?")
+    few = adapted(family, without)
+    few.check(config, "recipe: lora")
+    assert [site.name for site in few.sites(config)] == [
+        "model.layers.0.mlp.gate_proj",
+        "model.layers.1.mlp.shared_experts.gate_proj",
+        "model.layers.2.mlp.shared_experts.gate_proj",
+    ]
 
 
 def test_a_model_from_scratch_gets_no_adapters(tmp_path: Path, tokens: Path) -> None:

@@ -1,0 +1,203 @@
+"""GLM-4.5: Llama with experts behind a first few blocks, sigmoid scores and biases that balance them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from pydantic import Field
+from torch import nn
+
+from ..layers import GatedMLP, TopKRouter
+from ..parallel_state import BadInput, Normal, ParallelState
+from .experts import ExpertBlock, ExpertsConfig, LlamaWithExperts
+from .family import Family
+from .links import Rename, Stack
+from .qwen import QWEN3
+
+
+class Glm4MoeConfig(ExpertsConfig):
+    """The fields of a GLM-4.5 config.json that the model computes with.
+
+    The first ``first_k_dense_replace`` blocks have no experts. transformers has no balance loss for it, so
+    there is none by default. ``num_nextn_predict_layers``: blocks after the last one that predict further
+    tokens; they are left out, as transformers does.
+    """
+
+    OWN_NAMES: ClassVar[Mapping[str, str]] = {
+        "n_routed_experts": "num_local_experts",
+        "num_mtp_layers": "num_nextn_predict_layers",  # transformers 5's name
+    }
+
+    num_local_experts: int = Field(default=128, gt=0, le=2**12)
+    num_experts_per_tok: int = Field(default=8, gt=0)
+    moe_intermediate_size: int = Field(default=1408, gt=0, le=2**22)
+    n_shared_experts: int = Field(default=1, gt=0, le=2**10)
+    n_group: int = Field(default=1, gt=0)
+    topk_group: int = Field(default=1, gt=0)
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = Field(default=1.0, gt=0, le=1e3)
+    first_k_dense_replace: int = Field(default=1, ge=0)
+    num_nextn_predict_layers: int = Field(default=1, ge=0, le=2**10)
+    use_qk_norm: bool = False
+    partial_rotary_factor: float = Field(default=0.5, gt=0, le=1)
+    max_position_embeddings: int = Field(default=131072, gt=0)
+    rms_norm_eps: float = Field(default=1e-5, gt=0, lt=0.1)
+
+    @classmethod
+    def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
+        raw, share = _without_share({"num_key_value_heads": 8, **raw}, where)
+        fields = super().read(raw, where)
+        return fields if share is None else {**fields, "partial_rotary_factor": share}
+
+    def check(self, where: str) -> None:
+        super().check(where)
+        if self.mlp_bias:
+            raise BadInput(where, "mlp_bias", expected="false: this family has no such switch", found=True)
+        if self.first_k_dense_replace >= self.num_hidden_layers:
+            expected = f"less than num_hidden_layers={self.num_hidden_layers}: a block with experts"
+            raise BadInput(
+                where, "first_k_dense_replace", expected=expected, found=self.first_k_dense_replace
+            )
+        experts = self.num_local_experts
+        if experts % self.n_group or experts < 2 * self.n_group:
+            expected = f"a divisor of n_routed_experts={experts}, with at least 2 experts a group"
+            raise BadInput(where, "n_group", expected=expected, found=self.n_group)
+        most, each = self.n_group, experts // self.n_group
+        if self.topk_group > most or self.num_experts_per_tok > each * self.topk_group:
+            expected = (
+                f"1 to {most} groups of {each} that hold num_experts_per_tok={self.num_experts_per_tok}"
+            )
+            raise BadInput(where, "topk_group", expected=expected, found=self.topk_group)
+        if self.rotated % 2 or not self.rotated:
+            expected = f"a share of head_dim={self.head_dim} that is an even number of it"
+            raise BadInput(
+                where, "partial_rotary_factor", expected=expected, found=self.partial_rotary_factor
+            )
+
+    @property
+    def rotated(self) -> int:
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def out_bias(self) -> bool:
+        return False
+
+    @property
+    def head_norms(self) -> bool:
+        return self.use_qk_norm
+
+    @property
+    def expert_size(self) -> int:
+        return self.moe_intermediate_size
+
+    @property
+    def normalized(self) -> bool:
+        return self.norm_topk_prob
+
+    @property
+    def balance_factor(self) -> float:
+        return 0.0
+
+    @property
+    def biased_routers(self) -> bool:
+        return True
+
+    @property
+    def further_blocks(self) -> int:
+        return self.num_nextn_predict_layers
+
+    def has_experts(self, number: int) -> bool:
+        return number >= self.first_k_dense_replace
+
+    @property
+    def tensor_units(self) -> dict[str, int]:
+        units = {**super().tensor_units, "moe_intermediate_size": self.moe_intermediate_size}
+        if not self.first_k_dense_replace:  # no block has the one net that this would cut
+            del units["intermediate_size"]
+        return units
+
+    def to_hf(self) -> dict[str, Any]:
+        written = super().to_hf()
+        del written["router_aux_loss_coef"], written["mlp_bias"]
+        return {**written, "n_routed_experts": written.pop("num_local_experts")}
+
+
+def _without_share(raw: Mapping[str, Any], where: str) -> tuple[dict[str, Any], object]:
+    """The config without the share of each head that is rotated, and the share; transformers 5 has it among
+    the ``rope_parameters``.
+    """
+    kept = {key: value for key, value in raw.items() if key != "partial_rotary_factor"}
+    share = raw.get("partial_rotary_factor")
+    for key in ("rope_scaling", "rope_parameters"):
+        inner = raw.get(key)
+        if isinstance(inner, dict) and "partial_rotary_factor" in inner:
+            found = inner["partial_rotary_factor"]
+            if share is not None and found != share:
+                name = f"{key}.partial_rotary_factor"
+                raise BadInput(where, name, expected=f"{share!r}, as elsewhere", found=repr(found))
+            share = found
+            kept[key] = {name: value for name, value in inner.items() if name != "partial_rotary_factor"}
+    return kept, share
+
+
+class Glm4MoeBlock(ExpertBlock):
+    """A block whose router has a bias, and whose experts one more net for all tokens stands beside."""
+
+    def router(self, cfg: ExpertsConfig, state: ParallelState | None) -> TopKRouter:
+        assert isinstance(cfg, Glm4MoeConfig), cfg
+        return TopKRouter(
+            cfg.hidden_size,
+            cfg.num_local_experts,
+            cfg.num_experts_per_tok,
+            score="sigmoid",
+            normalize=cfg.norm_topk_prob,
+            scale=cfg.routed_scaling_factor,
+            groups=cfg.n_group,
+            groups_kept=cfg.topk_group,
+            bias_corrected=True,
+            initial=Normal(cfg.initializer_range),
+            state=state,
+        )
+
+    def shared(self, cfg: ExpertsConfig, state: ParallelState | None) -> nn.Module | None:
+        assert isinstance(cfg, Glm4MoeConfig), cfg
+        return GatedMLP(
+            cfg.hidden_size,
+            cfg.n_shared_experts * cfg.moe_intermediate_size,
+            act=cfg.hidden_act,
+            initial=Normal(cfg.initializer_range),
+            state=state,
+        )
+
+
+class Glm4Moe(LlamaWithExperts):
+    """GLM-4.5, or this pipeline rank's stage of it."""
+
+    block = Glm4MoeBlock
+
+
+GLM4_MOE = Family(
+    "glm4_moe",
+    "Glm4MoeForCausalLM",
+    Glm4MoeConfig,
+    Glm4Moe,
+    (
+        *QWEN3.rules,
+        Rename("layers.{i}.mlp.router.weight", "model.layers.{i}.mlp.gate.weight"),
+        Rename("layers.{i}.mlp.router.bias", "model.layers.{i}.mlp.gate.e_score_correction_bias"),
+        *(
+            Stack(
+                f"layers.{{i}}.mlp.experts.{one}", f"model.layers.{{i}}.mlp.experts.{{e}}.{one}_proj.weight"
+            )
+            for one in ("gate", "up", "down")
+        ),
+        *(
+            Rename(
+                f"layers.{{i}}.mlp.shared.{ours}.weight", f"model.layers.{{i}}.mlp.shared_experts.{hf}.weight"
+            )
+            for ours, hf in (("gate_up.gate", "gate_proj"), ("gate_up.up", "up_proj"), ("down", "down_proj"))
+        ),
+    ),
+    further="model.layers.{i}.",
+)
