@@ -46,6 +46,13 @@ class Mutant:
 
 MUTANTS = (
     Mutant(
+        "the last rank asked for the last stage's token, in a V too",
+        "models/generate.py",
+        "last = layout.rank_of_stage(layout.stages - 1)",
+        "last = layout.pipeline - 1",
+        ("tests/models/test_generate.py::test_several_stages_a_rank_write_the_same",),
+    ),
+    Mutant(
         "every stage of a module taken for the first's next",
         "training/module_stage.py",
         "return self.gives[number - 1] if number else ()",

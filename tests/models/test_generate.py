@@ -27,6 +27,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {**PLAIN, "model_type": "qwen3"},
     "mixtral": {**PLAIN, "model_type": "mixtral", "num_local_experts": 4},
     "glm4_moe": TINY_GLM,
+    "deep": {**TINY_LLAMA, "num_hidden_layers": 5},
     "gpt2": {**TINY_GPT2, "bos_token_id": 0, "eos_token_id": 0},
 }
 PROMPTS = [[5, 17, 90, 2, 41], [77], [3, 3, 60, 8, 12, 100, 31, 9], [1, 2]]
@@ -88,6 +89,15 @@ def test_every_layout_writes_the_same(name: str, layout: Layout, folders: dict[s
     assert len({str(texts) for texts in expected}) == len(HOW)
     for found in run_parallel(on_a_rank, layout.world, folders[name], layout):
         assert found == expected
+
+
+@pytest.mark.parametrize("v_shape", [False, True])
+def test_several_stages_a_rank_write_the_same(v_shape: bool, folders: dict[str, Path]) -> None:
+    """Tokens visit each rank more than once; the last stage lies on the last rank, or in a V on the first."""
+    model = load_model(folders["deep"])
+    expected = [generate(model, PROMPTS, max_new_tokens=NEW, **how) for how in HOW.values()]
+    layout = Layout(pipeline=2, virtual_stages=2, v_shape=v_shape)
+    assert run_parallel(on_a_rank, 2, folders["deep"], layout) == [expected] * 2
 
 
 def test_a_draw_follows_from_seed_and_number_and_not_from_the_batch(folders: dict[str, Path]) -> None:

@@ -10,7 +10,7 @@ from trilith.models import CausalLM
 from trilith.parallel_state import Layout
 from trilith.parallel_state.engine import local_data
 from trilith.testing import run_parallel
-from trilith.testing.runs import built
+from trilith.testing.runs import TINIEST_LLAMA, built
 from trilith.training.precision import Precision
 from trilith.training.step import TrainStep
 
@@ -19,7 +19,7 @@ Gradients = dict[str, Tensor]
 
 
 def gradients(
-    model: CausalLM, precision: Precision, scale: float, only: int | None = None
+    model: CausalLM, precision: Precision, scale: float, only: int | None = None, schedule: str = "1f1b"
 ) -> tuple[float, Gradients]:
     """Of one step at this scale: the loss and this rank's gradients. ``only``: the data rank that counts."""
     tokens = torch.randint(131, (SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(0))
@@ -29,7 +29,7 @@ def gradients(
     if only not in (None, model.state.data_index):
         labels[:] = IGNORE
     micro = 1 if model.state.layout.pipeline > 1 else each
-    step = TrainStep(model, micro_batch=micro, dtype=precision.compute)
+    step = TrainStep(model, micro_batch=micro, dtype=precision.compute, schedule=schedule)
     loss = float(step(ids, labels, scale=scale))
     found = {name: local_data(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
@@ -45,10 +45,23 @@ LAYOUTS = [
 ]
 
 
-def at_two_scales(layout: Layout) -> list[str]:
+LOOP = Layout(pipeline=2, virtual_stages=2)
+SHAPED = Layout(pipeline=2, virtual_stages=2, v_shape=True)
+SEVERAL = [
+    pytest.param("interleaved", LOOP, marks=pytest.mark.slow),
+    pytest.param("interleaved-zero-bubble", LOOP, marks=pytest.mark.slow),
+    ("zbv", SHAPED),
+    pytest.param("dualpipev", SHAPED, marks=pytest.mark.slow),
+]
+DEEP = {**TINIEST_LLAMA, "num_hidden_layers": 4}
+
+
+def at_two_scales(layout: Layout, schedule: str = "1f1b") -> list[str]:
     """Names whose gradients at scale 4096, divided by it, differ in any bit from those at scale 1."""
-    model = built(layout, FP64)
-    (loss, plain), (scaled_loss, scaled) = (gradients(model, FP64, scale) for scale in (1.0, 4096.0))
+    model = built(layout, FP64, DEEP)
+    (loss, plain), (scaled_loss, scaled) = (
+        gradients(model, FP64, scale, schedule=schedule) for scale in (1.0, 4096.0)
+    )
     assert scaled_loss == loss and plain.keys() == scaled.keys() and plain
     assert all(bool(grad.any()) for grad in plain.values() if grad.numel())
     return [name for name in plain if not torch.equal(scaled[name] / 4096, plain[name])]
@@ -59,13 +72,18 @@ def test_the_scale_changes_no_bit_of_loss_or_gradients(layout: Layout) -> None:
     assert run_parallel(at_two_scales, layout.world, layout) == [[]] * layout.world
 
 
-def errors_of_half(layout: Layout) -> tuple[float, float]:
+@pytest.mark.parametrize(("schedule", "layout"), SEVERAL)
+def test_with_several_stages_a_rank_it_changes_none_either(schedule: str, layout: Layout) -> None:
+    assert run_parallel(at_two_scales, layout.world, layout, schedule) == [[]] * layout.world
+
+
+def errors_of_half(layout: Layout, schedule: str = "1f1b") -> tuple[float, float]:
     """The worst relative error of fp16's gradients against fp64's at scale 2^10 and at 2^-16."""
-    _, exact = gradients(built(layout, FP64), FP64, 1.0)
-    model = built(layout, HALF)
+    _, exact = gradients(built(layout, FP64, DEEP), FP64, 1.0, schedule=schedule)
+    model = built(layout, HALF, DEEP)
 
     def worst(scale: float) -> float:
-        _, found = gradients(model, HALF, scale)
+        _, found = gradients(model, HALF, scale, schedule=schedule)
         assert {grad.dtype for grad in found.values()} == {torch.float32}
         return max(
             float((found[name] / scale - grad).norm() / grad.norm())
@@ -79,6 +97,12 @@ def errors_of_half(layout: Layout) -> tuple[float, float]:
 @pytest.mark.parametrize("layout", [*LAYOUTS[:2], Layout.of(data=2)], ids=str)
 def test_fp16_gradients_keep_their_digits_by_the_scale(layout: Layout) -> None:
     for good, lost in run_parallel(errors_of_half, layout.world, layout):
+        assert good < 0.01 and lost > 10 * good
+
+
+@pytest.mark.parametrize(("schedule", "layout"), SEVERAL)
+def test_with_several_stages_a_rank_they_keep_them_too(schedule: str, layout: Layout) -> None:
+    for good, lost in run_parallel(errors_of_half, layout.world, layout, schedule):
         assert good < 0.01 and lost > 10 * good
 
 

@@ -1,0 +1,46 @@
+"""What else a run may have, under the schedules of several stages a rank: as on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from trilith.parallel_state import Layout
+from trilith.training.sections import MemorySection
+
+LOOP: dict[str, Any] = {"virtual_stages": 2}
+SHAPED: dict[str, Any] = {"virtual_stages": 2, "v_shape": True}
+SCHEDULES = {"interleaved": LOOP, "interleaved-zero-bubble": LOOP, "zbv": SHAPED, "dualpipev": SHAPED}
+
+ALL = {"r": 3, "lora_alpha": 6, "target_modules": "all-linear"}
+LAST = {"r": 4, "target_modules": ["q_proj", "o_proj"], "layers_to_transform": [4]}
+
+#: By name: the model, the layout beside the pipeline, and the rest of the case.
+WITH: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
+    "lora": ("llama-tied", {}, {"lora": ALL, "clip": 1e-3}),
+    "lora-zero3": ("llama", {"data": 2, "zero": 3}, {"lora": ALL, "clip": 1e-3, "samples": 8}),
+    "stages-all-frozen": ("llama", {}, {"lora": LAST, "clip": 1e-3}),
+    "stages-all-frozen-zero2": ("llama", {"data": 2, "zero": 2}, {"lora": LAST, "clip": 1e-3, "samples": 8}),
+    "offload": ("llama", {"data": 2, "zero": 3}, {"memory": MemorySection(offload=True), "samples": 8}),
+    "experts": ("mixtral", {"data": 2, "expert": 2, "zero": 1}, {"samples": 8}),
+    "context": ("llama", {"context": 2}, {"documents": True}),
+}
+ALWAYS = (
+    ("lora", "zbv"),
+    ("stages-all-frozen", "interleaved-zero-bubble"),
+    ("context", "dualpipev"),
+)
+
+
+@pytest.mark.parametrize(
+    ("what", "name"),
+    [
+        pytest.param(what, name, marks=() if (what, name) in ALWAYS else pytest.mark.slow)
+        for what in WITH
+        for name in SCHEDULES
+    ],
+)
+def test_it_equals_one_device(what: str, name: str, assert_same: Callable[..., None]) -> None:
+    model, layout, more = WITH[what]
+    assert_same(model, Layout.of(pipeline=2, **SCHEDULES[name], **layout), schedule=name, **more)

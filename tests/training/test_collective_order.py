@@ -1,0 +1,73 @@
+"""``debug.collectives`` in a run as users start it: torchrun, the command, and a rank whose code differs."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+#: Python reads it at its start. On rank 1 a block's feed-forward comes before its attention, as a bad merge
+#: would have it.
+OTHER_CODE = """
+import importlib.util, os, sys
+
+def parallel(self, x, rope, scope):
+    change = self.mlp(self.mlp_norm(x))
+    return x + change + self.attention(self.attention_norm(x), rope, scope)
+
+class Merge:
+    def find_spec(self, name, path=None, target=None):
+        if name != "trilith.models.llama":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        load = spec.loader.exec_module
+        def exec_module(module):
+            load(module)
+            module.Block.forward = parallel
+        spec.loader.exec_module = exec_module
+        return spec
+
+if os.environ.get("RANK") == "1":
+    sys.meta_path.insert(0, Merge())
+"""
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+@pytest.mark.parametrize(
+    ("launcher", "code"),
+    [(TORCHRUN, 1), pytest.param((), 3, marks=pytest.mark.slow)],  # torchrun makes every code 1
+    ids=["torchrun", "own-launcher"],
+)
+def test_a_rank_that_sends_in_another_order_stops_the_run_and_both_lines_are_named_K18(
+    launcher: tuple[str, ...], code: int, make: Callable[[int], Any], tmp_path: Path
+) -> None:
+    run = make(2)
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(OTHER_CODE)
+    layout = ["layout.data=1", "layout.zero=0", "layout.tensor=2", "debug.collectives=true"]
+    path = os.pathsep.join([str(tmp_path / "site"), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, *launcher, "-m", "trilith.cli", "train", str(run.recipe), *layout],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+        timeout=120,
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr
+    both = (
+        r"collective \d+ of ranks \[0, 1\] differs: "
+        r"rank 0 calls all_reduce sum float32 \[.*\] at .*layers/linear\.py:\d+ .*models/llama\.py:\d+ .*; "
+        r"rank 1 calls all_reduce sum float32 \[.*\] at .*layers/mlp\.py:\d+ .*site/sitecustomize\.py:5 "
+    )
+    assert re.search(both, done.stderr), done.stderr
+    for rank in range(2):
+        status = run.status(rank)
+        assert status["code"] == 3, status
+        assert re.search(both, str(status["error"])), status
+    assert run.steps_saved == []
