@@ -46,6 +46,15 @@ class Mutant:
 
 MUTANTS = (
     Mutant(
+        "ranks that share a row taken for ranks with rows of their own",
+        "training/from_deepspeed.py",
+        "data = ranks // (t * p * c)",
+        "data = ranks // (t * p)",
+        (
+            "tests/training/test_translation_layout.py::test_ulysses_of_deepspeed_is_context_and_leaves_fewer_data_ranks",
+        ),
+    ),
+    Mutant(
         "the last rank asked for the last stage's token, in a V too",
         "models/generate.py",
         "last = layout.rank_of_stage(layout.stages - 1)",

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..parallel_state import BadInput
+from .from_accelerate import ULYSSES
 from .translation import Given, Translation
 
 _ADAMS = ("adam", "adamw", "fusedadam", "deepspeedcpuadam")
@@ -40,6 +41,10 @@ _KNOWN = {
     "zero_allow_untested_optimizer": "AdamW is what is tested here",
     "checkpoint": "checkpoints are whole in any layout; see [checkpoint]",
     "amp": 'apex; say compute = "bfloat16" or "float16" instead',
+    "pipeline": "blocks are cut by what they cost, or by layout.split; docs/pipeline.md",
+    "expert_parallel": "what its experts are, the model's config says; docs/experts.md",
+    "use_data_before_expert_parallelism": "experts lie on neighbours among the data ranks",
+    "seq_parallel_communication_data_type": "keys and values travel in the dtype of compute",
     "activation_checkpointing": "what is recomputed is kept nowhere: it is not cut, copied or packed",
 }
 
@@ -142,6 +147,9 @@ def _layout(given: Given, found: Translation, ranks: int | None) -> None:
     t = tensor.whole("autotp_size", least=1) or tensor.section("tp").whole("tp_size", least=1) or 1
     p = pipeline.value("stages")
     p = p if isinstance(p, int) and not isinstance(p, bool) and p > 0 else 1
+    c = given.whole("sequence_parallel_size", least=1) or 1
+    experts = given.section("expert_parallel")
+    e = experts.whole("autoep_size", least=1) if experts.flag("enabled") else None
     total, micro, steps = (
         given.whole("train_batch_size", least=1),
         given.whole("train_micro_batch_size_per_gpu", least=1),
@@ -149,9 +157,10 @@ def _layout(given: Given, found: Translation, ranks: int | None) -> None:
     )
     data = 1
     if ranks is not None:
-        if ranks % (t * p):
-            raise BadInput("--ranks", expected=f"a multiple of tensor={t} x pipeline={p}", found=ranks)
-        data = ranks // (t * p)
+        if ranks % (t * p * c):
+            axes = f"tensor={t} x pipeline={p}" + (f" x context={c}" if c > 1 else "")
+            raise BadInput("--ranks", expected=f"a multiple of {axes}", found=ranks)
+        data = ranks // (t * p * c)
     elif total and micro and steps:
         data = total // (micro * steps) or 1
     else:
@@ -167,9 +176,13 @@ def _layout(given: Given, found: Translation, ranks: int | None) -> None:
         found.set("data.global_batch", total or each * (steps or 1))
     else:
         found.blank("data.global_batch", "rows a step, over all ranks")
-    for key, value in (("tensor", t), ("pipeline", p), ("data", data)):
+    if c > 1:
+        found.set("layout.context", c, ULYSSES)
+    for key, value in (("tensor", t), ("pipeline", p), ("data", data), ("expert", e or 1)):
         if value > 1 or key == "data":
             found.set(f"layout.{key}", value)
+    if every := pipeline.whole("activation_checkpoint_interval"):
+        found.set("memory.checkpointing", "full", f"of stretches of {every} blocks" if every > 1 else "")
 
 
 def _optimizer(given: Given, found: Translation) -> None:

@@ -25,7 +25,7 @@ def fsdp(given: Given, found: Translation, ranks: int) -> None:
             found.set("memory.offload", True)
         elif word not in ("auto_wrap", "no_wrap"):
             raise given.bad("fsdp", f"words out of {', '.join(_STAGES)}, offload, auto_wrap", value)
-        if word.startswith("hybrid") and ranks > 1:
+        if word.startswith("hybrid") and ranks > 1 and "layout.data_replicate" not in found.values:
             found.miss("fsdp", word, "set layout.data_replicate to the number of hosts")
     reshard = _either(section, "reshard_after_forward")
     # Of ``fsdp`` true or "full_shard" it is the refinement; legacy words that say less are kept.

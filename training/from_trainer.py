@@ -9,6 +9,7 @@ from typing import Any
 
 from ..parallel_state import BadInput
 from .deepspeed_autos import deepspeed_file, fill_in
+from .from_accelerate import check_shards, into_deepspeed, parallelism, read_sizes
 from .from_fsdp import fsdp
 from .translation import Given, Translation
 
@@ -78,9 +79,12 @@ def from_trainer(raw: Mapping[str, Any], where: str, *, ranks: int | None = None
     given = Given(raw, where)
     found = Translation(where)
     theirs: Mapping[str, Any] = {}
+    sizes = read_sizes(given)
     if given.value("deepspeed"):
         theirs, where = deepspeed_file(given)
-        found = fill_in(theirs, where, given.raw, ranks)
+        found = fill_in(into_deepspeed(theirs, sizes), where, given.raw, ranks)
+    elif ranks is None and sizes.ranks > 1:
+        ranks = sizes.ranks
     elif ranks is None:
         found.miss("ranks", None, "the file does not say how many there are: taken as one; say --ranks")
     found.set("out", given.text("output_dir") or "run")
@@ -96,12 +100,16 @@ def from_trainer(raw: Mapping[str, Any], where: str, *, ranks: int | None = None
     else:
         found.blank("data.sequence_length", "tokens a row")
     _rows(given, found)
-    _batch(given, found, ranks or 1)
+    if theirs and ranks is None:
+        ranks = found.values["layout.data"] * sizes.tensor * sizes.context
+    parallelism(given, found, sizes, ranks or 1)
+    _batch(given, found)
     steps = _steps(given, found)
     _precision(given, found)
     _optimizer(given, found, theirs)
     _schedule(given, found, steps, theirs.get("scheduler") or {})
     fsdp(given, found, ranks or 1)
+    check_shards(found, sizes)
     if given.flag("gradient_checkpointing") or given.flag("activation_checkpointing"):
         found.set("memory.checkpointing", "full")
     for key in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):
@@ -126,15 +134,9 @@ def _rows(given: Given, found: Translation) -> None:
         found.miss("assistant_only_loss", True, "`trilith tokenize --chat` says it: only these are learnt")
 
 
-def _batch(given: Given, found: Translation, ranks: int) -> None:
+def _batch(given: Given, found: Translation) -> None:
     micro = given.whole("per_device_train_batch_size", 8, least=1) or 1
     steps = given.whole("gradient_accumulation_steps", 1, least=1) or 1
-    tensor = given.section("parallelism_config").whole("tp_size", least=1) or 1
-    if ranks % tensor:
-        raise given.bad("parallelism_config.tp_size", f"a divisor of the {ranks} ranks", tensor)
-    if tensor > 1:
-        found.set("layout.tensor", tensor)
-    found.values.setdefault("layout.data", ranks // tensor)
     found.set("data.micro_batch", micro)
     found.set("data.global_batch", micro * steps * found.values["layout.data"])
 

@@ -1,0 +1,81 @@
+"""accelerate's ``ParallelismConfig``, which Hugging Face TrainingArguments may carry, as a layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .translation import Given, Translation
+
+#: How context ranks get keys and values: at once, or a piece at a time around a ring.
+_STRATEGIES = {"allgather": "all-gather", "alltoall": "ring"}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Its axes. ``shard`` and ``replicate``: the data ranks, both 1 where it says nothing of them."""
+
+    tensor: int
+    context: int
+    shard: int
+    replicate: int
+
+    @property
+    def ranks(self) -> int:
+        return self.tensor * self.context * self.shard * self.replicate
+
+
+def read_sizes(given: Given) -> Sizes:
+    """``parallelism_config``, by accelerate 1.15's names. transformers itself writes ``null`` there."""
+    section = given.section("parallelism_config")
+    names = ("tp_size", "cp_size", "sp_size", "dp_shard_size", "dp_replicate_size")
+    tensor, context, ulysses, shard, replicate = (section.whole(name, least=1) or 1 for name in names)
+    if context > 1 and ulysses > 1:
+        raise section.bad("sp_size", f"1 with cp_size={context}", ulysses)
+    for only in ("cp_backend", "sp_backend"):
+        section.value(only)  # there is one of each
+    return Sizes(tensor, max(context, ulysses), shard, replicate)
+
+
+def into_deepspeed(theirs: Mapping[str, Any], sizes: Sizes) -> Mapping[str, Any]:
+    """A DeepSpeed configuration with those of the axes that it does not name itself."""
+    added: dict[str, Any] = {}
+    if sizes.tensor > 1:
+        added["tensor_parallel"] = {"autotp_size": sizes.tensor}
+    if sizes.context > 1:
+        added["sequence_parallel_size"] = sizes.context
+    return {**added, **theirs}
+
+
+def parallelism(given: Given, found: Translation, sizes: Sizes, ranks: int) -> None:
+    """Set the axes; the data ranks are what is left of ``ranks``."""
+    each = sizes.tensor * sizes.context
+    stated = sizes.shard * sizes.replicate > 1
+    if ranks % each or (stated and "layout.data" not in found.values and ranks != sizes.ranks):
+        expected = f"sizes whose product is the {ranks} ranks"
+        raise given.bad("parallelism_config", expected, sizes.ranks if stated else each)
+    section = given.section("parallelism_config")
+    if sizes.tensor > 1:
+        found.set("layout.tensor", sizes.tensor)
+    if sizes.context > 1:
+        ulysses = (section.whole("sp_size") or 1) > 1
+        found.set("layout.context", sizes.context, ULYSSES if ulysses else "")
+    strategy = section.section("cp_handler").text("cp_comm_strategy")
+    if strategy is not None and sizes.context > 1:
+        if strategy not in _STRATEGIES:
+            raise section.bad("cp_handler.cp_comm_strategy", " or ".join(_STRATEGIES), strategy)
+        found.set("layout.context_attention", _STRATEGIES[strategy])
+    if sizes.shard > 1 and sizes.replicate > 1:
+        found.set("layout.data_replicate", sizes.replicate, f"replicas of {sizes.shard} shards each")
+    found.values.setdefault("layout.data", ranks // each)
+
+
+ULYSSES = "Ulysses deals heads out; here keys and values are gathered"
+
+
+def check_shards(found: Translation, sizes: Sizes) -> None:
+    """After ``fsdp`` and ``deepspeed`` were read: shards of nothing are none."""
+    if sizes.shard > 1 and not found.values.get("layout.zero"):
+        found.values.pop("layout.data_replicate", None)
+        found.miss("parallelism_config.dp_shard_size", sizes.shard, "fsdp is off; set layout.zero")
