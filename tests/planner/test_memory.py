@@ -41,7 +41,14 @@ GPT2: dict[str, Any] = {
     "resid_pdrop": 0.0,
     "embd_pdrop": 0.0,
 }
-CONFIGS = {"llama": LLAMA, "gpt2": GPT2}
+GLM = LLAMA | {
+    "model_type": "glm4_moe",
+    "moe_intermediate_size": 64,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "num_key_value_heads": 8,
+}
+CONFIGS = {"llama": LLAMA, "gpt2": GPT2, "glm4_moe": GLM}
 LENGTH = 128
 
 
@@ -79,12 +86,14 @@ def measure(case: Case) -> Measured:
     if case.lora is None:
         model = family.build(config, state=state)
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(not name.startswith(case.frozen or ("-",)))
+            if name.startswith(case.frozen or ("-",)):
+                parameter.requires_grad_(False)
     else:
         model = adapted(family, case.lora).build(config, state=state, base_dtype=case.compute)
     spare_memory(model, case.memory)
     stated = declarations(model)
-    frozen = {name: one.dtype.itemsize for name, one in model.named_parameters() if not one.requires_grad}
+    still = {name: one for name, one in model.named_parameters() if not one.requires_grad}
+    frozen = {name: one.dtype.itemsize for name, one in still.items() if not stated[name].buffer}
     shard_over_data(model, state, Precision(torch.float32, case.compute, torch.float32))
     gc.collect()
     with LiveBytes() as memory:
@@ -133,7 +142,7 @@ def measure(case: Case) -> Measured:
         moments,
         memory.peak,
         plan_memory(work, stated, model.stage, state.at, frozen=frozen),
-        counted.stored,
+        counted.stored + counted.buffers,
         counted.trained_stored,
     )
 
@@ -160,6 +169,7 @@ CASES = [
         torch.bfloat16,
         lora=LORA,
     ),
+    Case("glm4_moe", Layout.of(data=2, zero=3)),
     Case("gpt2", Layout.of(context=2)),
     Case("llama", Layout.of(context=2, zero=1, ring=True), MemorySection(checkpointing="selective")),
     Case("llama", Layout.of(context=2, zero=3), micro_batch=4),

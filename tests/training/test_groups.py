@@ -12,6 +12,7 @@ from trilith.models import family_of
 from trilith.parallel_state import BadInput
 from trilith.testing import RankError
 from trilith.testing.runs import (
+    TINY_GLM,
     TINY_GPT2,
     TINY_LLAMA,
     losses,
@@ -49,6 +50,18 @@ def test_a_fused_tensor_of_theirs_is_all_of_ours_that_lie_in_it() -> None:
         [ParameterGroup(match=r"h\.0\.attn\.c_attn\.weight")], names_of(family, family.from_hf(TINY_GPT2))
     )
     assert sorted(found) == [f"layers.0.attention.qkv.{one}.weight" for one in "kqv"]
+
+
+def test_a_routers_bias_is_in_no_group() -> None:
+    """No rate and no decay concerns what no gradient moves, and it counts for nothing that is trained."""
+    family = family_of(TINY_GLM)
+    names = names_of(family, family.from_hf(TINY_GLM))
+    found = assign([ParameterGroup(match="router|e_score_correction_bias", freeze=True)], names)
+    assert sorted(found) == [f"layers.{i}.mlp.router.weight" for i in (1, 2)]
+    with pytest.raises(BadInput, match=r"groups\[0\]\.match"):
+        assign([ParameterGroup(match="e_score_correction_bias")], names)
+    with pytest.raises(BadInput, match="all of them frozen"):
+        assign([ParameterGroup(match=".", freeze=True)], names)
 
 
 @pytest.mark.parametrize(
