@@ -2,7 +2,7 @@
 
 from .attention import SharedHeads, causal_attention, merge_heads, split_heads
 from .balancing import Balance, Balancing, routers, set_auxiliary_losses, set_auxiliary_scale
-from .checkpointing import Checkpointing, checkpoint_blocks, checkpointed
+from .checkpointing import Checkpointing, checkpoint_blocks, checkpointed, keep_aside
 from .chunked_loss import chunked_cross_entropy
 from .collectives import (
     copy_to_tensor,
@@ -87,6 +87,7 @@ __all__ = [
     "gather_logits",
     "gather_sequence",
     "inverse_frequencies",
+    "keep_aside",
     "leave_tensor",
     "linears",
     "lora_scale",

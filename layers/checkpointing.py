@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, Literal
 
@@ -93,7 +94,51 @@ def _contexts(policy: Callable[..., CheckpointPolicy], device: torch.device) -> 
     forward, again = create_selective_checkpoint_contexts(policy)
     left: list[list[Tensor]] = []
     generators = _generators(device)
-    return _Both(forward, _Note(left, generators)), _Both(again, _Repeat(left, generators))
+    return _Both(_Counted(forward), _Note(left, generators)), _Both(
+        _Counted(again), _Repeat(left, generators)
+    )
+
+
+def keep_aside(module: nn.Module) -> None:
+    """Keep what hooks of ``module`` run, those that are registered by now, out of selective checkpointing.
+
+    For a module inside of a checkpointed block that FSDP has wrapped by itself: its hooks gather weights at
+    the forward, and at its repetition where they are gone by then. torch finds what it kept by counting
+    operators, of which the repetition must not have more.
+    """
+    module.register_forward_pre_hook(_aside, prepend=True)
+    module.register_forward_pre_hook(_back)
+    module.register_forward_hook(_aside, prepend=True)
+    module.register_forward_hook(_back)
+
+
+#: Whether hooks run that are kept aside; a block's repetition and they run in the same thread.
+_ASIDE = ContextVar("aside", default=False)
+
+
+def _aside(*given: Any) -> None:
+    _ASIDE.set(True)
+
+
+def _back(*given: Any) -> None:
+    _ASIDE.set(False)
+
+
+class _Counted(TorchDispatchMode):
+    """torch's mode of selective checkpointing, but for what is kept aside."""
+
+    def __init__(self, mode: Any) -> None:
+        super().__init__()
+        self._mode = mode
+
+    def __enter__(self) -> Any:
+        _ASIDE.set(False)  # a repetition ends as soon as all is there, perhaps amid such a hook
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _ASIDE.get():
+            return func(*args, **(kwargs or {}))
+        return self._mode.__torch_dispatch__(func, types, args, kwargs or {})
 
 
 class _Both(AbstractContextManager[None]):

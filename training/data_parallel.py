@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
+from ..layers import keep_aside
 from ..models import CausalLM
 from ..parallel_state import Layout, ParallelState, buffer_names, declarations
 from .precision import Precision
@@ -59,6 +60,7 @@ def shard_over_data(
             mp_policy=policy,
             offload_policy=resting,
         )
+        keep_aside(stack)
     for block in find_blocks(model) if blocks is None else blocks:
         if block not in stacks:
             fully_shard(

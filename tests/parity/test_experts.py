@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from trilith.layers import Checkpointing
 from trilith.parallel_state import Layout
 from trilith.training.sections import MemorySection
 
@@ -62,7 +63,9 @@ def test_experts_equal_one_device_under_every_schedule(
     assert_same("mixtral", layout, schedule=schedule, samples=8)
 
 
-@pytest.mark.parametrize("memory", [MemorySection(checkpointing="full")], ids=["full"])
+@pytest.mark.parametrize(
+    "memory", [MemorySection(checkpointing=mode) for mode in ("selective", "full")], ids=str
+)
 def test_blocks_that_are_computed_again_route_and_count_as_before(
     memory: MemorySection, assert_same: Callable[..., None]
 ) -> None:
