@@ -66,7 +66,8 @@ BATCH = {
 @pytest.mark.parametrize(
     ("name", "more"),
     [
-        *((name, {}) for name in SCHEDULES),
+        ("interleaved-zero-bubble", {}),
+        ("zbv", {}),
         *(
             pytest.param(name, more, marks=pytest.mark.slow)
             for name in SCHEDULES
