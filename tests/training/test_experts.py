@@ -128,11 +128,8 @@ def test_biases_are_of_the_model_and_a_run_goes_on_with_them_in_any_layout(
 
     layouts = [
         Layout.of(data=4),
-        Layout.of(data=4, expert=2, zero=1),
         Layout.of(tensor=2, data=2, expert=2, zero=2),
         Layout.of(pipeline=2, data=2, zero=3),
-        Layout.of(data=4, expert=4, zero=3),
-        Layout.of(tensor=4),
     ]
     ranks = run_parallel(load_rank, 4, layouts, str(parts))
     for number, layout in enumerate(layouts):
