@@ -9,16 +9,16 @@ from typing import Any, Literal, NoReturn
 
 from pydantic import BaseModel, ConfigDict, JsonValue
 
-from ..models import CausalLM, Family, ModelConfig, Rename, Rule, Split, Transpose
+from ..models import CausalLM, Family, ModelConfig, Rename, Rule, Split, Stack, Transpose
 from ..models.links import Link, expand
 from ..parallel_state import BadInput, Cut, Declaration, Layout
 
 #: What a checkpoint says it is of, where the module's config has no ``model_type``.
 MODULE = "module"
-_RULES: dict[str, type[Rename | Transpose | Split]] = {
+_KINDS: dict[str, type[Rename | Transpose | Stack]] = {
     "rename": Rename,
     "transpose": Transpose,
-    "split": Split,
+    "stack": Stack,
 }
 
 
@@ -42,20 +42,22 @@ class StoredDeclaration(_Strict):
     rows: int | None = None
     partial: tuple[str, ...] = ()
     ends: bool = False
+    experts: bool = False
     buffer: bool = False
     stages: tuple[int, ...] = (0,)
 
     def restored(self) -> Declaration:
         cut = None if self.cut is None else Cut(**self.cut.model_dump())
         return Declaration(
-            self.shape, cut=cut, rows=self.rows, partial=self.partial, ends=self.ends, buffer=self.buffer
-        )
+            self.shape, cut=cut, rows=self.rows, partial=self.partial, ends=self.ends, experts=self.experts,
+            buffer=self.buffer,
+        )  # fmt: skip
 
 
 class StoredRule(_Strict):
     """A line of the table of names: Hugging Face's tensor ``hf`` is made of ``ours``."""
 
-    kind: Literal["rename", "transpose", "split"]
+    kind: Literal["rename", "transpose", "split", "stack"]
     ours: tuple[str, ...]
     hf: str
     transpose: bool = False
@@ -64,7 +66,14 @@ class StoredRule(_Strict):
         if self.kind == "split":
             return Split(self.ours, self.hf, self.transpose)
         (ours,) = self.ours
-        return Rename(ours, self.hf) if self.kind == "rename" else Transpose(ours, self.hf)
+        return _KINDS[self.kind](ours, self.hf)
+
+    @classmethod
+    def of(cls, rule: Rule) -> StoredRule:
+        if isinstance(rule, Split):
+            return cls(kind="split", ours=tuple(rule.ours), hf=rule.hf, transpose=rule.transpose)
+        kind = next(name for name, one in _KINDS.items() if isinstance(rule, one))
+        return cls.model_validate({"kind": kind, "ours": (rule.ours,), "hf": rule.hf})
 
 
 class StoredModule(_Strict):
@@ -83,16 +92,9 @@ class StoredModule(_Strict):
                 cut = None if one.cut is None else StoredCut(**asdict(one.cut))
                 stored[name] = StoredDeclaration(
                     shape=one.shape, cut=cut, rows=one.rows, partial=one.partial, ends=one.ends,
-                    buffer=one.buffer, stages=(*where, number),
+                    experts=one.experts, buffer=one.buffer, stages=(*where, number),
                 )  # fmt: skip
-        rules = tuple(
-            StoredRule(kind="split", ours=tuple(rule.ours), hf=rule.hf, transpose=rule.transpose)
-            if isinstance(rule, Split)
-            else StoredRule(
-                kind="rename" if isinstance(rule, Rename) else "transpose", ours=(rule.ours,), hf=rule.hf
-            )
-            for rule in names
-        )
+        rules = tuple(map(StoredRule.of, names))
         return cls(pipeline=len(stages), declarations=stored, names=rules)
 
 

@@ -5,7 +5,7 @@ from .config import ModelConfig
 from .family import CausalLM, Family
 from .generate import generate
 from .gpt2 import GPT2, GPT2Config
-from .links import Link, Rename, Rule, Split, Transpose
+from .links import Link, Rename, Rule, Split, Stack, Transpose
 from .llama import LLAMA, Llama, LlamaConfig
 from .lora import LoraConfig
 from .relay import through_stages
@@ -32,6 +32,7 @@ __all__ = [
     "Sampling",
     "Site",
     "Split",
+    "Stack",
     "Transpose",
     "adapted",
     "family_of",

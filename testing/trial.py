@@ -29,7 +29,7 @@ from ..parallel_state import (
 )
 from ..parallel_state.engine import local_data
 from ..parallel_state.initial import fill
-from ..training.data_parallel import shard_over_data
+from ..training.data_parallel import shard_over_data, stacks_of_experts
 from ..training.module_step import ModuleStep, Samples, own_samples
 from ..training.optimizer import make_adamw
 from ..training.precision import Precision
@@ -117,7 +117,9 @@ def in_layout(
     if any(bad for bad, _ in everywhere) or set().union(*(names for _, names in everywhere)) != set(expected):
         return found  # nothing that follows would say more
     first = state.data_index * (_count(batch) // layout.data // trial.micro_batch)
-    witness = Witness(model, first=first, partly=layout.pipeline > 1)
+    # Experts that are dealt out are given other rows on each rank; what their mixture gives is compared.
+    apart = stacks_of_experts(model) if layout.expert > 1 else []
+    witness = Witness(model, first=first, partly=layout.pipeline > 1, apart=apart)
     shard_over_data(model, state, Precision(trial.dtype, trial.dtype, trial.dtype))
     _fill(model, trial.seed, state)
     step = ModuleStep(model, loss, micro_batch=trial.micro_batch, schedule=trial.schedule, state=state)

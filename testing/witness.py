@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -36,16 +36,21 @@ class Witness:
 
     Each tensor on its way in or out of a module is a copy there, so that its gradient is that of this way
     alone. A stage says with ``partly`` that what the model as a whole takes and gives is not that of a whole
-    model.
+    model. Modules ``apart``, and those within, are not watched.
     """
 
-    def __init__(self, model: nn.Module, *, first: int = 0, partly: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, *, first: int = 0, partly: bool = False, apart: Iterable[nn.Module] = ()
+    ) -> None:
         self.seen = Seen()
         self._first, self._micro, self._partly = first, first - 1, partly
         self._begun: Counter[int] = Counter()
         self._calls: Counter[tuple[int, str]] = Counter()
         self._hooks = []
+        unwatched = {within for one in apart for within in one.modules()}
         for name, module in model.named_modules():
+            if module in unwatched:
+                continue
             self._hooks += [
                 module.register_forward_pre_hook(self._before(name), with_kwargs=True),
                 module.register_forward_hook(self._after(name)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -10,16 +11,20 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from trilith.checkpoints import convert, load_module, read_source, save_module
+from trilith.checkpoints.module_family import StoredDeclaration, StoredModule
 from trilith.cli.app import run
 from trilith.layers import Balancing, Experts, GatedMLP, MoE, TopKRouter, VocabParallelEmbedding
-from trilith.models import Rename, Split, Transpose
+from trilith.models import Rename, Split, Stack, Transpose
 from trilith.parallel_state import (
     BadCheckpoint,
     BadInput,
+    Cut,
+    Declaration,
     Layout,
     ParallelState,
     finalize_gradients,
     initialize,
+    local,
 )
 from trilith.testing import run_parallel
 from trilith.testing.training import Pieces, assemble, pieces
@@ -115,6 +120,13 @@ class Routed(nn.Module):
         return y
 
 
+ROUTED_NAMES = (
+    Rename("blocks.{i}.router.weight", "h.{i}.router"),
+    Rename("blocks.{i}.router.bias", "h.{i}.bias"),
+    *(Stack(f"blocks.{{i}}.experts.{one}", f"h.{{i}}.{{e}}.{one}") for one in ("gate", "up", "down")),
+)
+
+
 def routed_there_and_back(root: str, layouts: Sequence[Layout]) -> list[Pieces]:
     """A module in bf16, with biases that bf16 has no numbers for; moved by one step in the first layout."""
     found = []
@@ -131,23 +143,43 @@ def routed_there_and_back(root: str, layouts: Sequence[Layout]) -> list[Pieces]:
         balancing.after_step()
         if number:
             load_module(f"{root}/{number - 1}", model, optimizer, state=state)
-        save_module(f"{root}/{number}", model, optimizer, state=state)
+        save_module(f"{root}/{number}", model, optimizer, config=CONFIG, names=ROUTED_NAMES, state=state)
         found.append(pieces(model, state))
     return found
 
 
 def test_a_routers_bias_is_saved_with_the_module_in_fp32(tmp_path: Path) -> None:
-    layouts = [Layout(tensor=2), Layout.of(data=2, zero=3, expert=2), Layout.of(data=2)]
+    layouts = [
+        Layout(tensor=2),
+        Layout.of(data=2, zero=3, expert=2),
+        Layout.of(data=2, expert=2),
+        Layout.of(data=2),
+    ]
     ranks = run_parallel(routed_there_and_back, 2, str(tmp_path), layouts)
     whole = [assemble([rank[number] for rank in ranks]) for number in range(len(layouts))]
     for one in whole:
         bias = one["blocks.0.router.bias"]
         assert bias.dtype == torch.float32 and {round(float(x) * 3, 6) for x in bias} >= {-1.0, 1.0}
         assert all(torch.equal(one[name], whole[0][name]) for name in one) and one.keys() == whole[0].keys()
-    source = read_source(tmp_path / "2")
+    source = read_source(tmp_path / "3")
     dtypes = {name: tensor.dtype for name, tensor in source.catalog.items()}
     assert [name for name, dtype in dtypes.items() if dtype != "BF16"] == ["blocks.0.router.bias"]
     assert not [name for name in dtypes if name.startswith("optimizer.") and name.endswith("router.bias")]
+    # Dealt out or not, experts are exported one by one and taken back.
+    assert run(["convert", str(tmp_path / "2"), str(tmp_path / "hf"), "--to", "hf", "--verify"]) == 0
+    theirs = load_file(tmp_path / "hf" / "model.safetensors")
+    assert torch.equal(theirs["h.0.3.down"], whole[0]["blocks.0.experts.down"][3])
+    model = Routed().bfloat16()
+    load_module(tmp_path / "hf", model, names=ROUTED_NAMES)
+    assert torch.equal(local(model.blocks[0].experts.up), whole[0]["blocks.0.experts.up"])
+
+
+def test_everything_that_is_declared_but_the_start_is_stored() -> None:
+    declared = {one.name for one in fields(Declaration)} - {"initial"}
+    assert declared | {"stages"} == set(StoredDeclaration.model_fields)
+    every = Declaration((4, 8), Cut(1, unit=2), 3, ("tensor",), True, True, True)
+    (stored,) = StoredModule.of([{"x": every}], ()).declarations.values()
+    assert stored.restored() == every
 
 
 @pytest.fixture(scope="module")

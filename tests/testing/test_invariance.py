@@ -10,9 +10,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from trilith.layers import (
     ColumnParallelLinear,
+    Experts,
     LayerNorm,
+    MoE,
     RMSNorm,
     RowParallelLinear,
+    TopKRouter,
     enter_tensor,
     gather_from_tensor,
     leave_tensor,
@@ -133,6 +136,28 @@ def test_the_first_module_that_differs_is_named(
         )
     fault = caught.value.fault
     assert (fault.phase, fault.module) == (phase, module), str(caught.value)
+
+
+class Mixture(nn.Module):
+    """One mixture of experts; ``mistake``: an expert more weight than its router gives."""
+
+    def __init__(self, mistake: bool = False, *, state: ParallelState | None) -> None:
+        super().__init__()
+        router = TopKRouter(D, 4, 2, score="sigmoid", bias_corrected=True, state=state)
+        self.before = LayerNorm(D, state=state)
+        self.moe = MoE(router, Experts(4, D, HIDDEN, state=state), state=state)
+        self.wrong = mistake and state is not None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.moe(self.before(x)) * (1.5 if self.wrong else 1.0)
+
+
+def test_experts_that_are_dealt_out_are_compared_by_what_their_mixture_gives() -> None:
+    layouts = [Layout.of(data=2, expert=2, zero=3), Layout.of(tensor=2, data=2, expert=2)]
+    assert_layout_invariant(Mixture, BATCH, layouts=layouts, loss=loss, steps=2)
+    with pytest.raises(LayoutVariance) as caught:
+        assert_layout_invariant(partial(Mixture, True), BATCH, layouts=layouts[:1], loss=loss, steps=1)
+    assert (caught.value.fault.phase, caught.value.fault.module) == ("forward", "")
 
 
 def test_what_other_processes_cannot_find_is_refused_with_the_way_to_do_it() -> None:
