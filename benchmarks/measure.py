@@ -126,6 +126,7 @@ def write_results(out: Path, title: str, rows: list[Row], facts: Mapping[str, ob
     for row in rows:
         mark = "" if row.good is None else ("reached" if row.good else "**not reached**")
         details = "".join(f"; {key} {value:.3g}" for key, value in row.details.items())
-        spread = f"{row.low:.2f} to {row.high:.2f}{details}"
-        lines.append(f"| {row.name} | {row.figure:.2f} {row.unit} | {spread} | {row.goal} | {mark} |")
+        places = 2 if row.unit else 3
+        spread = f"{row.low:.{places}f} to {row.high:.{places}f}{details}"
+        lines.append(f"| {row.name} | {row.figure:.{places}f} {row.unit} | {spread} | {row.goal} | {mark} |")
     out.with_suffix(".md").write_text("\n".join(lines) + "\n")
