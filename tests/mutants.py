@@ -46,6 +46,22 @@ class Mutant:
 
 MUTANTS = (
     Mutant(
+        "what gathers experts counted by selective checkpointing",
+        "layers/checkpointing.py",
+        "        if _ASIDE.get():",
+        "        if _ASIDE.get() and func is None:",
+        ("tests/parity/test_experts.py::test_blocks_that_are_computed_again_route_and_count_as_before",),
+    ),
+    Mutant(
+        "a stored declaration that does not say what experts are",
+        "checkpoints/module_family.py",
+        "experts=one.experts, buffer=one.buffer",
+        "experts=False, buffer=one.buffer",
+        (
+            "tests/testing/test_invariance.py::test_experts_that_are_dealt_out_are_compared_by_what_their_mixture_gives",
+        ),
+    ),
+    Mutant(
         "ranks that share a row taken for ranks with rows of their own",
         "training/from_deepspeed.py",
         "data = ranks // (t * p * c)",
