@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from .clean_slate import forget
+from .clean_slate import forget, forget_groups
 from .messages import Call, Leave, Raised, Ready, Returned
 from .transport import pack, pack_exception, unpack
 
@@ -89,6 +89,7 @@ def enter(call: Call) -> None:
 def _leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+    forget_groups()
     # Models and their groups lie in cycles. Until these are collected, every group keeps threads that wake a
     # hundred times a second; and they are better ended here than somewhere in the next call.
     gc.collect()

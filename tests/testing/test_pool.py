@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from trilith.parallel_state import Layout, ParallelState
 from trilith.testing import RankError, run_parallel
 from trilith.testing.processes import Rendezvous
 
@@ -236,13 +237,20 @@ def hold_a_group_in_a_cycle():
     held.append(held)
 
 
+def hold_a_group_in_a_cache():
+    mesh = ParallelState.start(Layout.of(data=2, zero=1)).data_mesh
+    rows, columns = (distribute_tensor(torch.ones(4, 4), mesh, [Shard(dim)]) for dim in (0, 1))
+    assert float((rows + columns).full_tensor().sum()) == 32
+
+
 def count_threads():
     return len(os.listdir("/proc/self/task"))
 
 
-def test_groups_that_a_call_leaves_in_cycles_are_ended_with_it():
-    run_parallel(hold_a_group_in_a_cycle, 2)
+@pytest.mark.parametrize("hold", [hold_a_group_in_a_cycle, hold_a_group_in_a_cache])
+def test_groups_that_a_call_leaves_behind_are_ended_with_it(hold):
+    run_parallel(hold_a_group_in_a_cycle, 2)  # torch's own threads are there after the first groups
     before = run_parallel(count_threads, 2)
     for _ in range(3):
-        run_parallel(hold_a_group_in_a_cycle, 2)
+        run_parallel(hold, 2)
     assert run_parallel(count_threads, 2) == before
