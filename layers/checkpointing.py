@@ -94,9 +94,8 @@ def _contexts(policy: Callable[..., CheckpointPolicy], device: torch.device) -> 
     forward, again = create_selective_checkpoint_contexts(policy)
     left: list[list[Tensor]] = []
     generators = _generators(device)
-    return _Both(_Counted(forward), _Note(left, generators)), _Both(
-        _Counted(again), _Repeat(left, generators)
-    )
+    first = _Both(_Counted(forward), _Note(left, generators))
+    return first, _Both(_Counted(again), _Repeat(left, generators))
 
 
 def keep_aside(module: nn.Module) -> None:
