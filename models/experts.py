@@ -7,7 +7,8 @@ from torch import nn
 
 from ..layers import Experts, MoE, TopKRouter
 from ..parallel_state import BadInput, Normal, ParallelState
-from .llama import Block, Llama, LlamaConfig
+from .links import Rename, Rule, Stack
+from .llama import Block, Llama, LlamaConfig, check_no_switch
 
 
 class ExpertsConfig(LlamaConfig):
@@ -60,6 +61,42 @@ class ExpertsConfig(LlamaConfig):
     @property
     def routers(self) -> int:
         return sum(map(self.has_experts, range(self.num_hidden_layers)))
+
+
+class NarrowExpertsConfig(ExpertsConfig):
+    """The fields where experts have a width of their own, and some blocks may have one net instead."""
+
+    moe_intermediate_size: int = Field(gt=0, le=2**22)
+    norm_topk_prob: bool = False
+
+    def check(self, where: str) -> None:
+        super().check(where)
+        check_no_switch(self, where, "mlp_bias")
+
+    @property
+    def expert_size(self) -> int:
+        return self.moe_intermediate_size
+
+    @property
+    def normalized(self) -> bool:
+        return self.norm_topk_prob
+
+    @property
+    def tensor_units(self) -> dict[str, int]:
+        units = {**super().tensor_units, "moe_intermediate_size": self.moe_intermediate_size}
+        if self.routers == self.num_hidden_layers:  # no block has the one net that this would cut
+            del units["intermediate_size"]
+        return units
+
+
+#: Ours -> Hugging Face's, of a router and experts by the names of most families.
+EXPERT_NAMES: tuple[Rule, ...] = (
+    Rename("layers.{i}.mlp.router.weight", "model.layers.{i}.mlp.gate.weight"),
+    *(
+        Stack(f"layers.{{i}}.mlp.experts.{one}", f"model.layers.{{i}}.mlp.experts.{{e}}.{one}_proj.weight")
+        for one in ("gate", "up", "down")
+    ),
+)
 
 
 class ExpertBlock(Block):

@@ -10,13 +10,13 @@ from torch import nn
 
 from ..layers import GatedMLP, TopKRouter
 from ..parallel_state import BadInput, Normal, ParallelState
-from .experts import ExpertBlock, ExpertsConfig, LlamaWithExperts
+from .experts import EXPERT_NAMES, ExpertBlock, ExpertsConfig, LlamaWithExperts, NarrowExpertsConfig
 from .family import Family
-from .links import Rename, Stack
+from .links import Rename
 from .qwen import QWEN3
 
 
-class Glm4MoeConfig(ExpertsConfig):
+class Glm4MoeConfig(NarrowExpertsConfig):
     """The fields of a GLM-4.5 config.json that the model computes with.
 
     The first ``first_k_dense_replace`` blocks have no experts. transformers has no balance loss for it, so
@@ -52,8 +52,6 @@ class Glm4MoeConfig(ExpertsConfig):
 
     def check(self, where: str) -> None:
         super().check(where)
-        if self.mlp_bias:
-            raise BadInput(where, "mlp_bias", expected="false: this family has no such switch", found=True)
         if self.first_k_dense_replace >= self.num_hidden_layers:
             expected = f"less than num_hidden_layers={self.num_hidden_layers}: a block with experts"
             raise BadInput(
@@ -88,14 +86,6 @@ class Glm4MoeConfig(ExpertsConfig):
         return self.use_qk_norm
 
     @property
-    def expert_size(self) -> int:
-        return self.moe_intermediate_size
-
-    @property
-    def normalized(self) -> bool:
-        return self.norm_topk_prob
-
-    @property
     def balance_factor(self) -> float:
         return 0.0
 
@@ -109,13 +99,6 @@ class Glm4MoeConfig(ExpertsConfig):
 
     def has_experts(self, number: int) -> bool:
         return number >= self.first_k_dense_replace
-
-    @property
-    def tensor_units(self) -> dict[str, int]:
-        units = {**super().tensor_units, "moe_intermediate_size": self.moe_intermediate_size}
-        if not self.first_k_dense_replace:  # no block has the one net that this would cut
-            del units["intermediate_size"]
-        return units
 
     def to_hf(self) -> dict[str, Any]:
         written = super().to_hf()
@@ -184,14 +167,8 @@ GLM4_MOE = Family(
     Glm4Moe,
     (
         *QWEN3.rules,
-        Rename("layers.{i}.mlp.router.weight", "model.layers.{i}.mlp.gate.weight"),
+        *EXPERT_NAMES,
         Rename("layers.{i}.mlp.router.bias", "model.layers.{i}.mlp.gate.e_score_correction_bias"),
-        *(
-            Stack(
-                f"layers.{{i}}.mlp.experts.{one}", f"model.layers.{{i}}.mlp.experts.{{e}}.{one}_proj.weight"
-            )
-            for one in ("gate", "up", "down")
-        ),
         *(
             Rename(
                 f"layers.{{i}}.mlp.shared.{ours}.weight", f"model.layers.{{i}}.mlp.shared_experts.{hf}.weight"

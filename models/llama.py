@@ -120,6 +120,13 @@ class LlamaConfig(ModelConfig):
         return write_rope(self.model_dump(exclude={"rope_scaling"}), self.rope_scaling)
 
 
+def check_no_switch(config: LlamaConfig, where: str, *keys: str) -> None:
+    """Refuse those of Llama's switches that a family does not know: transformers ignores them there."""
+    for key in keys:
+        if getattr(config, key):
+            raise BadInput(where, key, expected="false: this family has no such switch", found=True)
+
+
 #: Ours -> Hugging Face's. A rule whose tensor the config leaves out (biases, an untied head) does nothing.
 NAMES = (
     Rename("embed.weight", "model.embed_tokens.weight"),

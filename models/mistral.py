@@ -7,9 +7,8 @@ from typing import Any
 
 from pydantic import Field
 
-from ..parallel_state import BadInput
 from .family import Family
-from .llama import NAMES, Llama, LlamaConfig
+from .llama import NAMES, Llama, LlamaConfig, check_no_switch
 
 
 class MistralConfig(LlamaConfig):
@@ -27,18 +26,11 @@ class MistralConfig(LlamaConfig):
 
     def check(self, where: str) -> None:
         super().check(where)
-        check_no_biases(self, where)
+        check_no_switch(self, where, "attention_bias", "mlp_bias")
 
     @property
     def window(self) -> int | None:
         return self.sliding_window
-
-
-def check_no_biases(config: LlamaConfig, where: str) -> None:
-    """Refuse Llama's switches for biases in families that do not know them: transformers ignores them."""
-    for key in ("attention_bias", "mlp_bias"):
-        if getattr(config, key):
-            raise BadInput(where, key, expected="false: this family has no such switch", found=True)
 
 
 MISTRAL = Family("mistral", "MistralForCausalLM", MistralConfig, Llama, NAMES)

@@ -10,8 +10,7 @@ from pydantic import Field
 from ..parallel_state import BadInput
 from .family import Family
 from .links import Rename
-from .llama import NAMES, Llama, LlamaConfig
-from .mistral import check_no_biases
+from .llama import NAMES, Llama, LlamaConfig, check_no_switch
 
 #: Keys of windows over some of the blocks, which are off in every released model and refused if on.
 _WINDOWS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
@@ -33,7 +32,7 @@ class Qwen2Config(LlamaConfig):
 
     def check(self, where: str) -> None:
         super().check(where)
-        check_no_biases(self, where)
+        check_no_switch(self, where, "attention_bias", "mlp_bias")
 
     @property
     def qkv_bias(self) -> bool:
@@ -57,8 +56,7 @@ class Qwen3Config(LlamaConfig):
 
     def check(self, where: str) -> None:
         super().check(where)
-        if self.mlp_bias:
-            raise BadInput(where, "mlp_bias", expected="false: this family has no such switch", found=True)
+        check_no_switch(self, where, "mlp_bias")
 
     @property
     def head_norms(self) -> bool:

@@ -8,13 +8,12 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from ..parallel_state import BadInput
-from .experts import ExpertsConfig, LlamaWithExperts
+from .experts import EXPERT_NAMES, LlamaWithExperts, NarrowExpertsConfig
 from .family import Family
-from .links import Rename, Stack
 from .qwen import QWEN3, check_no_windows
 
 
-class Qwen3MoeConfig(ExpertsConfig):
+class Qwen3MoeConfig(NarrowExpertsConfig):
     """The fields of a Qwen 3 config.json with experts; blocks of ``mlp_only_layers`` have none."""
 
     #: transformers 4 writes the one, transformers 5 the other.
@@ -23,7 +22,6 @@ class Qwen3MoeConfig(ExpertsConfig):
     num_local_experts: int = Field(default=128, gt=0, le=2**12)
     num_experts_per_tok: int = Field(default=8, gt=0)
     moe_intermediate_size: int = Field(default=768, gt=0, le=2**22)
-    norm_topk_prob: bool = False
     decoder_sparse_step: int = Field(default=1, gt=0)
     mlp_only_layers: tuple[int, ...] = ()
     max_position_embeddings: int = Field(default=32768, gt=0)
@@ -42,8 +40,6 @@ class Qwen3MoeConfig(ExpertsConfig):
 
     def check(self, where: str) -> None:
         super().check(where)
-        if self.mlp_bias:
-            raise BadInput(where, "mlp_bias", expected="false: this family has no such switch", found=True)
         if not self.routers:
             found = f"decoder_sparse_step={self.decoder_sparse_step} of {self.num_hidden_layers} blocks"
             raise BadInput(where, "mlp_only_layers", expected="a block with experts", found=found)
@@ -52,23 +48,8 @@ class Qwen3MoeConfig(ExpertsConfig):
     def head_norms(self) -> bool:
         return True
 
-    @property
-    def expert_size(self) -> int:
-        return self.moe_intermediate_size
-
-    @property
-    def normalized(self) -> bool:
-        return self.norm_topk_prob
-
     def has_experts(self, number: int) -> bool:
         return number not in self.mlp_only_layers and (number + 1) % self.decoder_sparse_step == 0
-
-    @property
-    def tensor_units(self) -> dict[str, int]:
-        units = {**super().tensor_units, "moe_intermediate_size": self.moe_intermediate_size}
-        if self.routers == self.num_hidden_layers:  # no block has the one net that this would cut
-            del units["intermediate_size"]
-        return units
 
     def to_hf(self) -> dict[str, Any]:
         written = super().to_hf()
@@ -81,14 +62,5 @@ QWEN3_MOE = Family(
     "Qwen3MoeForCausalLM",
     Qwen3MoeConfig,
     LlamaWithExperts,
-    (
-        *QWEN3.rules,
-        Rename("layers.{i}.mlp.router.weight", "model.layers.{i}.mlp.gate.weight"),
-        *(
-            Stack(
-                f"layers.{{i}}.mlp.experts.{one}", f"model.layers.{{i}}.mlp.experts.{{e}}.{one}_proj.weight"
-            )
-            for one in ("gate", "up", "down")
-        ),
-    ),
+    (*QWEN3.rules, *EXPERT_NAMES),
 )
