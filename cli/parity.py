@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from .options import SCHEDULES, VIRTUAL_STAGES
+
 
 def parity(
     folder: Annotated[Path, typer.Argument(help="a Hugging Face folder", metavar="HF_DIR")],
@@ -18,12 +20,8 @@ def parity(
     sequence: Annotated[bool, typer.Option("--sequence", help="sequence parallelism")] = False,
     context: Annotated[int, typer.Option(min=1, help="context-parallel ranks, which share each row")] = 1,
     ring: Annotated[bool, typer.Option("--ring", help="keys and values go around the context ranks")] = False,
-    schedule: Annotated[
-        str, typer.Option(help="of the pipeline: gpipe, 1f1b, interleaved, interleaved-zero-bubble, zbv, ...")
-    ] = "1f1b",
-    virtual_stages: Annotated[
-        int | None, typer.Option(min=1, help="stages of a pipeline rank; default: 2, or 1 with gpipe, 1f1b")
-    ] = None,
+    schedule: Annotated[str, typer.Option(help=f"of the pipeline: {SCHEDULES}")] = "1f1b",
+    virtual_stages: Annotated[int | None, typer.Option(min=1, help=VIRTUAL_STAGES)] = None,
     split: Annotated[
         str | None, typer.Option(help="blocks of each stage by hand, such as 3,2; default: evenly")
     ] = None,

@@ -7,16 +7,14 @@ from typing import Annotated
 
 import typer
 
+from .options import SCHEDULES, VIRTUAL_STAGES
+
 
 def schedule(
-    name: Annotated[
-        str, typer.Option(help="gpipe, 1f1b, interleaved, interleaved-zero-bubble, zbv, dualpipev")
-    ],
+    name: Annotated[str, typer.Option(help=SCHEDULES)],
     stages: Annotated[int, typer.Option(min=2, help="pipeline ranks")] = 4,
     microbatches: Annotated[int, typer.Option(min=1, help="micro-batches a step")] = 8,
-    virtual: Annotated[
-        int | None, typer.Option(min=1, help="stages of each rank; default: 2, or 1 with gpipe, 1f1b")
-    ] = None,
+    virtual: Annotated[int | None, typer.Option(min=1, help=VIRTUAL_STAGES)] = None,
     out: Annotated[Path | None, typer.Option(help="a picture to write: .png, .svg or .pdf")] = None,
     measure: Annotated[
         bool, typer.Option("--measure", help="also run it: on local processes that sleep where they compute")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from trilith.cli.app import run
-from trilith.planner import SCHEDULE_NAMES
+from trilith.planner import SCHEDULE_NAMES, schedule_kind
 
 
 def test_it_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -33,10 +33,16 @@ def test_a_measured_run_waits_at_least_as_long_as_the_formula_says(
     assert 19.5 < float(measured) < 90
 
 
-def test_the_help_names_every_schedule(capsys: pytest.CaptureFixture[str]) -> None:
-    run(["schedule", "--help"])
+@pytest.mark.parametrize("command", ["schedule", "parity"])
+def test_the_help_names_every_schedule_and_how_many_stages_each_has(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run([command, "--help"])
     printed = re.sub(r"[\s│]+", " ", capsys.readouterr().out)
     assert ", ".join(SCHEDULE_NAMES) in printed
+    plain = [name for name in SCHEDULE_NAMES if schedule_kind(name).virtual_stages == 1]
+    assert f"default: 2, or 1 with {', '.join(plain)}" in printed
+    assert {schedule_kind(name).virtual_stages for name in SCHEDULE_NAMES} == {1, 2}
 
 
 @pytest.mark.parametrize(
