@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from ..parallel_state import BUFFER_DTYPE
+
 #: Bits of one element of every type that the format knows.
 BITS = {
     "F4": 4,
@@ -57,6 +59,9 @@ TORCH = {
 WEIGHTS = ("F16", "BF16", "F32", "F64")
 
 _NAMES = {dtype: name for name, dtype in TORCH.items()}
+
+#: The type of declared buffers, in every file.
+BUFFER = _NAMES[BUFFER_DTYPE]
 
 
 def name_of(dtype: torch.dtype) -> str:

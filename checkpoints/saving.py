@@ -17,7 +17,7 @@ from .agree import together
 from .commit import Staging, clear_unfinished
 from .companions import store_companion
 from .disk import DiskFailed, writing
-from .dtypes import name_of
+from .dtypes import BUFFER, name_of
 from .find import step_directory
 from .manifest import Manifest, Part, StoredAdapter, StoredFile, StoredTensor
 from .module_family import ModuleFamily
@@ -253,14 +253,14 @@ def _stored_tensors(
 ) -> dict[str, StoredTensor]:
     """What the manifest says of each tensor; files are numbered as the ranks that wrote one.
 
-    All tensors have one dtype, but the ``fixed`` ones, which are fp32.
+    All tensors have one dtype, but the ``fixed`` ones, which have a buffer's.
     """
     writers = [rank for rank, result in enumerate(results) if result is not None]
     numbers = {rank: number for number, rank in enumerate(writers)}
-    dtype = next((result[1] for result in results if result is not None and result[1]), "F32")
+    dtype = next((result[1] for result in results if result is not None and result[1]), BUFFER)
     return {
         name: StoredTensor(
-            dtype="F32" if name in fixed else dtype,
+            dtype=BUFFER if name in fixed else dtype,
             shape=tuple(max(stops) for stops in zip(*(one.box.stop for one in held), strict=True)),
             parts=tuple(Part(file=numbers[one.rank], start=one.box.start, stop=one.box.stop) for one in held),
         )

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..parallel_state import (
+    BUFFER_DTYPE,
     BadInput,
     Declaration,
     Initial,
@@ -88,7 +89,7 @@ class TopKRouter(nn.Module):
         """Moves to another device or dtype: the bias stays fp32, and loses no digit on the way."""
         before = None if self.bias is None else self.bias.detach()
         super()._apply(fn, recurse)
-        if before is not None and self.bias is not None and self.bias.dtype != torch.float32:
+        if before is not None and self.bias is not None and self.bias.dtype != BUFFER_DTYPE:
             self.bias.data = before.to(self.bias.device)
         return self
 

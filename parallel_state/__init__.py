@@ -1,7 +1,7 @@
 """Floor 1: the layout, the state of one rank, and parameters that state once how they are cut."""
 
 from .boxes import Box
-from .declaration import Cut, Declaration, buffer_names, declarations
+from .declaration import BUFFER_DTYPE, Cut, Declaration, buffer_names, declarations
 from .errors import BadCheckpoint, BadInput, PeerFailed, nearest, nearest_divisors, nearest_multiples
 from .fault import fault
 from .gradients import clip_gradients, finalize_gradients, gradient_norm, last_not_finite
@@ -14,6 +14,7 @@ from .reshard import Holding, holdings, parts
 from .state import BACKENDS, FILES_TIMEOUT, TIMEOUT, ParallelState
 
 __all__ = [
+    "BUFFER_DTYPE",
     "AXES",
     "BACKENDS",
     "FILES_TIMEOUT",

@@ -6,12 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import gcd
 
+import torch
 from torch import nn
 
 from .boxes import Box
 from .errors import BadInput, nearest_divisors
 from .initial import OWN, ZERO, Initial
 from .layout import Coordinates, Layout
+
+#: Of every declared buffer, whatever the model's dtype.
+BUFFER_DTYPE = torch.float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +37,7 @@ class Declaration:
     key/value head). ``ends`` marks a parameter that both ends of a pipeline hold (a tied embedding).
     ``experts`` marks a stack whose dim 0 counts experts, which lie in equal pieces along the layout's
     ``expert`` axis, beside ``cut``. ``buffer`` marks numbers that belong to the model and that no gradient
-    moves (a router's bias): in fp32 whatever the model's dtype, whole on every rank at every ZeRO stage,
+    moves (a router's bias): in ``BUFFER_DTYPE``, whole on every rank at every ZeRO stage,
     without moments. ``initial`` fills it.
     """
 

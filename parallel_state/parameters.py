@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from .boxes import Box
-from .declaration import Declaration, declarations
+from .declaration import BUFFER_DTYPE, Declaration, declarations
 from .engine import local_data
 from .initial import Own, fill, seed_of
 from .own import own_values
@@ -21,16 +21,15 @@ def declare_parameter(
 ) -> nn.Parameter:
     """Register ``module.<name>``, this rank's part of the declared parameter, and remember the declaration.
 
-    Device and dtype are torch's defaults (``with torch.device("meta")`` builds without memory), of a buffer
-    fp32, and it requires no gradient. On a real
-    device it is filled at once from torch's global seed: ranks that called ``torch.manual_seed`` alike hold
-    parts of one tensor.
+    Device and dtype are torch's defaults (``with torch.device("meta")`` builds without memory); a buffer has
+    ``BUFFER_DTYPE`` and requires no gradient. On a real device it is filled at once from torch's global seed:
+    ranks that called ``torch.manual_seed`` alike hold parts of one tensor.
 
     Raises ``BadInput`` where the layout cannot cut it evenly.
     """
     declaration.check(state.layout, name)
     box = declaration.box(state.layout, state.at)
-    local = torch.empty(box.shape, dtype=torch.float32 if declaration.buffer else None)
+    local = torch.empty(box.shape, dtype=BUFFER_DTYPE if declaration.buffer else None)
     if not local.is_meta:
         seed = int(torch.randint(2**62, (), device="cpu"))
         _fill(local, box, declaration, seed)

@@ -25,7 +25,7 @@ class RankParameters:
     groups: Mapping[str, int]
     #: Of these what is trained: whose gradients are summed together.
     trained_groups: Mapping[str, int]
-    #: Numbers that no gradient moves, whole on every rank and always fp32.
+    #: Numbers that no gradient moves, whole on every rank, of ``BUFFER_DTYPE``.
     buffers: int
 
     @property

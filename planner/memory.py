@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from ..layers import Stage, checkpointed, padded_vocabulary
-from ..parallel_state import Coordinates, Declaration
+from ..parallel_state import BUFFER_DTYPE, Coordinates, Declaration
 from .activations import block_shape, kept_in_block, norm_bytes
 from .holdings import RankParameters, rank_parameters
 from .pipeline import schedule_kind
@@ -60,7 +60,7 @@ def plan_memory(
     """
     held = rank_parameters(stated, work.layout, at, frozen=frozen)
     resting = held.trained_stored * work.master + (held.stored - held.trained_stored) * work.frozen
-    resting += 4 * held.buffers
+    resting += BUFFER_DTYPE.itemsize * held.buffers
     moments = 2 * held.trained_stored * work.master
     sharded, whole = _gradients(work, held)
     kept, again = _activations(work, stated, stage, at, frozen)
