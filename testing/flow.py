@@ -67,11 +67,26 @@ def placements(
     least = 1e-6 * max(
         (float(x.abs().max()) for x in one.values() if x.is_floating_point() and x.numel()), default=0.0
     )
+    apart = _called_apart(layout, ranks)
     for event, whole in one.items():
+        if event.module in apart:
+            continue
         for group in tensor_groups(layout, ranks):
             parts = [rank[event] for rank in group if event in rank]
             if len(parts) == len(group):
                 yield event, place(whole, parts, tolerance=tolerance, least=max(least, 1e-300))
+
+
+def _called_apart(layout: Layout, ranks: Sequence[Mapping[Event, Tensor]]) -> set[str]:
+    """Modules that several pipeline ranks hold and call: each numbers its own calls, one process all of them.
+
+    What they are given and give is compared as other modules' input and output, and by their gradients.
+    """
+    places: dict[str, set[int]] = {}
+    for rank, seen in enumerate(ranks):
+        for event in seen:
+            places.setdefault(event.module, set()).add(layout.coordinates(rank).pipeline)
+    return {module for module, found in places.items() if len(found) > 1}
 
 
 def _caller(module: str, called: Collection[str]) -> str:

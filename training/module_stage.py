@@ -55,7 +55,7 @@ class ModuleStages:
         model, received = self.model, self._received(number)
         last = number == self.state.layout.stages - 1
 
-        def forward(x: Tensor, **told: Tensor) -> Tensor:
+        def forward(x: Tensor, /, **told: Tensor) -> Tensor:  # a tensor of the samples may be called x too
             given = self._run(number, _unpack(x, received) if received else (), told)
             return given if last else _pack(_tensors(given))
 

@@ -15,6 +15,7 @@ from trilith.layers import (
     MoE,
     RMSNorm,
     RowParallelLinear,
+    Stage,
     TopKRouter,
     enter_tensor,
     gather_from_tensor,
@@ -158,6 +159,43 @@ def test_experts_that_are_dealt_out_are_compared_by_what_their_mixture_gives() -
     with pytest.raises(LayoutVariance) as caught:
         assert_layout_invariant(partial(Mixture, True), BATCH, layouts=layouts[:1], loss=loss, steps=1)
     assert (caught.value.fault.phase, caught.value.fault.module) == ("forward", "")
+
+
+class BothEnds(nn.Module):
+    """A net that the first and the last stage hold and call; ``mistake``: the last scales what it gives."""
+
+    def __init__(self, mistake: bool = False, *, state: ParallelState | None) -> None:
+        super().__init__()
+        self.stage = Stage.of(2, state=state)
+        self.blocks = nn.ModuleDict({str(i): LayerNorm(D, state=state) for i in self.stage.blocks})
+        if self.stage.first or self.stage.last:
+            self.ends = Ends(state=state)
+        self.wrong = mistake and state is not None
+
+    def forward(self, given: Tensor | None = None, *, x: Tensor) -> Tensor:
+        given = self.ends(x) if self.stage.first else given
+        for block in self.blocks.values():
+            given = block(given)
+        assert given is not None
+        return self.ends(given) * (1.5 if self.wrong else 1.0) if self.stage.last else given
+
+
+class Ends(nn.Module):
+    def __init__(self, *, state: ParallelState | None) -> None:
+        super().__init__()
+        stated = Declaration((D, D), ends=True, initial=Normal(0.3))
+        declare_parameter(self, "weight", stated, state or ParallelState.alone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, local(self.weight)).tanh()
+
+
+def test_a_module_that_both_ends_of_a_pipeline_call_is_no_difference() -> None:
+    assert_layout_invariant(BothEnds, BATCH, layouts=[Layout(pipeline=2)], loss=loss, steps=2)
+    with pytest.raises(LayoutVariance, match="the loss of rank 0 is"):
+        assert_layout_invariant(
+            partial(BothEnds, True), BATCH, layouts=[Layout(pipeline=2)], loss=loss, steps=1, checkpoint=False
+        )
 
 
 def test_what_other_processes_cannot_find_is_refused_with_the_way_to_do_it() -> None:
