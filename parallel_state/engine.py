@@ -188,12 +188,14 @@ def sum_gradients(modules: Iterable[FSDPModule]) -> None:
     """Sum over the data ranks, now, what gradients these modules have so far, and keep shards of the sums.
 
     FSDP does it in hooks of a backward pass that reaches a module's input; one that computes the gradients of
-    the weights alone, later, runs no such hook.
+    the weights alone, later, runs no such hook. Afterwards the modules sum nothing until they are told to.
     """
-    for group in _groups(modules):
-        before, group.reduce_grads = group.reduce_grads, True
-        group.post_backward()
-        group.reduce_grads = before
+    for module in modules:
+        # Torch's own switch turns on both sums: over the ranks that hold shards, and over their replicas.
+        module.set_requires_gradient_sync(True, recurse=False)
+        for group in _groups([module]):
+            group.post_backward()
+        module.set_requires_gradient_sync(False, recurse=False)
 
 
 def end_backward(root: FSDPModule) -> None:

@@ -22,6 +22,12 @@ WITH: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
     "lora-zero3": ("llama", {"data": 2, "zero": 3}, {"lora": ALL, "clip": 1e-3, "samples": 8}),
     "stages-all-frozen": ("llama", {}, {"lora": LAST, "clip": 1e-3}),
     "stages-all-frozen-zero2": ("llama", {"data": 2, "zero": 2}, {"lora": LAST, "clip": 1e-3, "samples": 8}),
+    "stages-all-frozen-replicas": (
+        "llama",
+        {"data": 2, "data_replicate": 2, "zero": 2},
+        {"lora": LAST, "clip": 1e-3, "samples": 8},
+    ),
+    "replicas-of-shards": ("llama", {"data": 4, "data_replicate": 2, "zero": 3}, {"samples": 16}),
     "offload": ("llama", {"data": 2, "zero": 3}, {"memory": MemorySection(offload=True), "samples": 8}),
     "experts": ("mixtral", {"data": 2, "expert": 2, "zero": 1}, {"samples": 8}),
     "context": ("llama", {"context": 2}, {"documents": True}),
@@ -29,6 +35,8 @@ WITH: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
 ALWAYS = (
     ("lora", "zbv"),
     ("stages-all-frozen", "interleaved-zero-bubble"),
+    ("stages-all-frozen-replicas", "zbv"),
+    ("replicas-of-shards", "interleaved-zero-bubble"),
     ("context", "dualpipev"),
 )
 

@@ -49,6 +49,16 @@ def test_with_zero_they_equal_one_device(zero: int, name: str, assert_same: Call
     assert_same(model, layout, schedule=name, samples=8)
 
 
+@pytest.mark.parametrize("name", ["interleaved-zero-bubble", "zbv", "dualpipev"])
+@pytest.mark.parametrize("zero", [2, 3])
+def test_replicas_with_two_backward_passes_equal_one_device(
+    zero: int, name: str, assert_same: Callable[..., None]
+) -> None:
+    """Replicas are summed in the second of two backward passes too, and not only shards."""
+    layout = Layout.of(pipeline=2, data=2, data_replicate=2, zero=zero, **SCHEDULES[name])
+    assert_same("llama", layout, schedule=name, samples=8)
+
+
 def test_stages_cut_by_hand_equal_one_device(assert_same: Callable[..., None]) -> None:
     assert_same("llama", Layout.of(pipeline=2, **LOOP), schedule="interleaved", split=(1, 1, 2, 1))
 
