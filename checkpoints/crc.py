@@ -13,9 +13,11 @@ from functools import cache
 from threading import Lock
 
 try:
-    from isal.isal_zlib import crc32  # Intel's library: five to eight times zlib's speed here, the same sums
+    from isal.isal_zlib import (
+        crc32 as crc32,  # Intel's library: five to eight times zlib's speed here, the same sums
+    )
 except ImportError:  # a processor for which there is none
-    from zlib import crc32
+    from zlib import crc32 as crc32
 
 _POLYNOMIAL = 0xEDB88320
 _READ = 4 << 20

@@ -10,14 +10,27 @@ import typer
 
 def verify(
     source: Annotated[
-        Path, typer.Argument(help="a checkpoint, a run's folder, or a Hugging Face folder", metavar="DIR")
+        Path,
+        typer.Argument(
+            help="a checkpoint, a run's folder, a Hugging Face folder, or a token file",
+            metavar="DIR_OR_TOKENS",
+        ),
     ],
 ) -> None:
-    """Read every byte: checksums and replicas of a checkpoint, or all tensors of a Hugging Face folder.
+    """Read every byte: checksums and replicas of a checkpoint, all tensors of a Hugging Face folder, or ids
+    and documents of a token file, named by its prefix or by any of its files.
 
-    Prints the SHA-256 of each file of weights. Exit code 4 for a checkpoint that is not what was written, 2
-    for a folder that does not hold what its config says, or numbers that are not finite.
+    Prints the SHA-256 of each file of weights or tokens. Exit code 4 for a checkpoint that is not what was
+    written, 2 for a folder that does not hold what its config says, numbers that are not finite, or a token
+    file that is not what was written.
     """
+    if not source.is_dir():
+        from ..training.token_index import TokenPaths
+
+        paths = TokenPaths.of(source)
+        if source == paths.index or paths.index.is_file() or source in paths.all:
+            verify_tokens(paths.name)
+            return
     import hashlib
 
     from ..checkpoints import read_source
@@ -39,4 +52,26 @@ def verify(
             typer.echo(f"{hashlib.file_digest(opened, 'sha256').hexdigest()}  {file.path.name}")
     typer.echo(
         f"{found.path}: complete and unaltered" if found.manifest else f"{found.path}: complete and finite"
+    )
+
+
+def verify_tokens(name: Path) -> None:
+    """Read a whole token file and say what was compared."""
+    from ..training.tokens import TokenFile
+    from .progress import byte_progress
+
+    file = TokenFile.open(name)
+    index = file.index
+    total = file.tokens.nbytes + (0 if file.targets is None else file.targets.nbytes)
+    with byte_progress(f"{name}", total) as advance:
+        file.verify(advance)
+    typer.echo(f"{index.sha256}  {name.name}.bin")
+    typer.echo(f"{index.documents_sha256}  {name.name}.docs.npy")
+    if index.targets is not None:
+        typer.echo(f"{index.targets.sha256}  {name.name}.targets")
+    sealed = "the index's seal" if index.seal else "no seal: the index was made before there were any"
+    learnt = "" if index.targets is None else f", {index.targets.tokens:,} of them to learn"
+    typer.echo(
+        f"{name}: complete and unaltered: {index.tokens:,} ids below {index.vocab_size:,}{learnt}, "
+        f"{index.documents:,} documents, SHA-256 of every file, {sealed}"
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Protocol, get_args
+from typing import Literal, Protocol, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,7 +74,7 @@ class WindowRows:
 
     def fill(self, row: int, ids: Ids, labels: Ids, positions: Ids) -> None:
         begin = row * self.length
-        window = checked(self.file, begin, begin + self.length + 1)
+        window = self.file.ids(begin, begin + self.length + 1)
         ids[:], labels[:] = window[:-1], window[1:]
         if self.separate:
             documents = self.file.documents
@@ -96,7 +96,7 @@ class SampleRows:
 
     def __init__(self, file: TokenFile, length: int, *, packed: bool, overlong: str) -> None:
         assert file.targets is not None
-        self.file, self.length, self.targets = file, length, file.targets
+        self.file, self.length = file, length
         self.fingerprint = f"{'packed' if packed else 'single'} samples of {file.fingerprint}"
         self._starts, places = file.documents[:-1], np.diff(file.documents) - 1
         long = places > length
@@ -133,8 +133,8 @@ class SampleRows:
         at, starts = 0, []
         for sample in self.rows[row].tolist():
             begin, places = int(self._starts[sample]), int(self._places[sample])
-            tokens = checked(self.file, begin, begin + places + 1)
-            learnt = self.targets[begin + 1 : begin + places + 1]
+            tokens = self.file.ids(begin, begin + places + 1)
+            learnt = self.file.learnt(begin + 1, begin + places + 1)
             ids[at : at + places] = tokens[:-1]
             labels[at : at + places] = np.where(learnt, tokens[1:].astype(np.int64), IGNORE)
             starts.append(at)
@@ -149,18 +149,3 @@ def restart(positions: Ids, starts: Ids) -> None:
     origin = np.zeros_like(positions)
     origin[starts] = starts
     positions -= np.maximum.accumulate(origin)
-
-
-def checked(file: TokenFile, begin: int, end: int) -> NDArray[Any]:
-    """These tokens of the file. ``BadInput`` where one is not below its ``vocab_size``."""
-    tokens: NDArray[Any] = file.tokens[begin:end]
-    if tokens.max() >= file.vocab_size:
-        at = int(np.argmax(tokens >= file.vocab_size))
-        raise BadInput(
-            TokenPaths(file.path).tokens,
-            f"token {begin + at}",
-            expected=f"below {file.vocab_size}",
-            found=tokens[at],
-            todo="The file was changed after it was made: tokenize again",
-        )
-    return tokens

@@ -14,9 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from ..checkpoints.plain_files import read_small
+from ..checkpoints.strict_json import parse_object, shown
 from ..parallel_state import BadInput
+from .token_sums import Sums, block_count
 
-VERSION = 1
+#: Since 2 an index is sealed and names the blocks' checksums; 1 is still read.
+VERSION = 2
 
 _LARGEST_INDEX = 2**20
 _PROBE_BLOCKS, _PROBE_BYTES = 64, 2**16
@@ -38,11 +42,14 @@ class TargetIndex(BaseModel):
 
 
 class TokenIndex(BaseModel):
-    """What ``<name>.json`` says. ``probe`` hashes 64 blocks of the tokens, so that opening reads 4 MiB."""
+    """What ``<name>.json`` says. ``probe`` hashes 64 blocks of the tokens, so that opening reads 4 MiB.
+
+    ``seal`` is the SHA-256 of all that it says beside, so that no other index can be taken for this one.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-    version: int = Field(ge=1)
+    version: int = Field(ge=1, le=VERSION)
     dtype: Literal["uint16", "uint32"]
     tokens: int = Field(ge=1)
     documents: int = Field(ge=1)
@@ -54,11 +61,34 @@ class TokenIndex(BaseModel):
     probe: str
     documents_sha256: str
     targets: TargetIndex | None = None
+    sums_sha256: str | None = None
+    seal: str | None = None
+
+    def sealed(self) -> TokenIndex:
+        """The same with its seal."""
+        return self.model_copy(update={"seal": self._seal()})
+
+    def check_seal(self, path: Path) -> None:
+        """Refuse an index that was changed after it was written."""
+        if self.version == 1 and (self.seal or self.sums_sha256):
+            raise BadInput(path, "version", expected=f"{VERSION} of an index with a seal", found=1)
+        if self.version > 1 and (self.sums_sha256 is None or self.seal != self._seal()):
+            raise BadInput(
+                path,
+                "seal",
+                expected=f"{self._seal()}, the SHA-256 of what the index says",
+                found=self.seal or "none",
+                todo="The index was changed after it was made: copy it again, or tokenize again",
+            )
+
+    def _seal(self) -> str:
+        said = self.model_dump(mode="json", exclude={"seal"})
+        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class TokenPaths:
-    """The files of the token file called ``name``: three, and a fourth where only some tokens are learnt."""
+    """The files of the token file called ``name``: four, and a fifth where only some tokens are learnt."""
 
     name: Path
 
@@ -75,6 +105,15 @@ class TokenPaths:
         return self.name.with_name(self.name.name + ".targets")
 
     @property
+    def sums(self) -> Path:
+        return self.name.with_name(self.name.name + ".sums")
+
+    @property
+    def all(self) -> tuple[Path, ...]:
+        """Every file that a token file may have, the index first."""
+        return self.index, self.tokens, self.documents, self.targets, self.sums
+
+    @property
     def index(self) -> Path:
         return self.name.with_name(self.name.name + ".json")
 
@@ -82,7 +121,7 @@ class TokenPaths:
     def of(path: str | Path) -> TokenPaths:
         """From the name, or from any of the files."""
         path = Path(path)
-        for suffix in (".docs.npy", ".targets", ".bin", ".json"):
+        for suffix in (".docs.npy", ".targets", ".sums", ".bin", ".json"):
             if path.name.endswith(suffix):
                 return TokenPaths(path.with_name(path.name.removesuffix(suffix)))
         return TokenPaths(path)
@@ -111,15 +150,11 @@ def probe(path: Path) -> str:
 
 def read_index(path: Path) -> TokenIndex:
     """The index, each field of the right type and within bounds."""
-    size = _regular_size(path, todo="Make it with: trilith tokenize")
-    if size > _LARGEST_INDEX:
-        raise BadInput(path, "size", expected=f"at most {_LARGEST_INDEX} bytes", found=size)
-    try:
-        content = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise BadInput(path, expected="the JSON index of a token file", found="something else") from error
-    if isinstance(content, dict) and content.get("version", VERSION) != VERSION:
-        raise BadInput(path, "version", expected=VERSION, found=content["version"])
+    _regular_size(path, todo="Make it with: trilith tokenize")
+    content = parse_object(read_small(path, _LARGEST_INDEX), path)
+    version = content.get("version", VERSION)
+    if type(version) is not int or not 1 <= version <= VERSION:
+        raise BadInput(path, "version", expected=f"1 to {VERSION}", found=shown(version))
     try:
         index = TokenIndex.model_validate(content)
     except ValidationError as error:
@@ -130,6 +165,7 @@ def read_index(path: Path) -> TokenIndex:
         raise BadInput(
             path, "dtype", expected=f"uint32 for a vocabulary of {index.vocab_size}", found=index.dtype
         )
+    index.check_seal(path)
     return index
 
 
@@ -143,6 +179,23 @@ def check_targets(path: Path, index: TokenIndex) -> None:
     """So has the file that tells which tokens are to be learnt, where the index speaks of one."""
     if index.targets is not None:
         _check_content(path, index.tokens, f"one for each of {index.tokens} tokens", index.targets.probe)
+
+
+def read_sums(path: Path, index: TokenIndex) -> tuple[Sums | None, Sums | None]:
+    """The checksums of the tokens' blocks and of the targets', whose hash the index names."""
+    if index.sums_sha256 is None:
+        return None, None
+    tokens = block_count(index.tokens * little_endian(index.dtype).itemsize)
+    targets = block_count(index.tokens) if index.targets is not None else 0
+    size, found = 4 * (tokens + targets), _regular_size(path)
+    if found != size:
+        raise BadInput(path, "size", expected=f"{size} bytes: {tokens + targets} checksums", found=found)
+    content = path.read_bytes()
+    digest = hashlib.sha256(content).hexdigest()
+    if digest != index.sums_sha256:
+        raise BadInput(path, "sha256", expected=f"{index.sums_sha256}, as the index says", found=digest)
+    sums = np.frombuffer(content, dtype="<u4")
+    return sums[:tokens], sums[tokens:] if targets else None
 
 
 def _check_content(path: Path, size: int, meaning: str, expected_probe: str) -> None:

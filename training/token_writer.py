@@ -18,6 +18,7 @@ from ..parallel_state import BadInput
 from .token_index import VERSION, TargetIndex, TokenIndex, TokenPaths, dtype_for, little_endian, probe
 from .token_journal import Journal
 from .token_lock import take
+from .token_sums import BlockSums
 from .tokens import TokenFile
 
 #: Seconds between two notes of how far a job has come: what a kill costs at most.
@@ -25,7 +26,7 @@ MARK_EVERY = 2.0
 
 
 class TokenWriter:
-    """A context that builds ``<name>.bin``, ``.docs.npy`` and ``.json`` in ``<name>.partial/``.
+    """A context that builds ``<name>.bin``, ``.docs.npy``, ``.sums`` and ``.json`` in ``<name>.partial/``.
 
     ``commit`` makes them durable and moves them into place, the index last. Leaving without it leaves
     nothing. A second writer of the same name is refused while the first is alive, and after it because the
@@ -58,6 +59,7 @@ class TokenWriter:
         self._dtype = little_endian(dtype_for(vocab_size))
         self._names = ("tokens", "lengths", *(["targets"] if template_sha256 is not None else []))
         self._digests = {name: hashlib.sha256() for name in self._names}
+        self._sums = {name: BlockSums() for name in self._names}
         self._files: dict[str, BinaryIO] = {}
         self._learnt = self.tokens = self.portions = self.left_out = self.unended = 0
 
@@ -157,6 +159,10 @@ class TokenWriter:
             _sync(file)
             file.seek(0)
             documents_sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        sums = b"".join(self._sums[name].value().tobytes() for name in self._names if name != "lengths")
+        with (self._partial / "sums").open("wb") as file:
+            file.write(sums)
+            _sync(file)
         targets = None
         if self._template is not None:
             targets = TargetIndex(
@@ -180,12 +186,14 @@ class TokenWriter:
             probe=probe(self._partial / "tokens"),
             documents_sha256=documents_sha256,
             targets=targets,
-        )
+            sums_sha256=hashlib.sha256(sums).hexdigest(),
+        ).sealed()
         with (self._partial / "index").open("wb") as file:
             file.write(json.dumps(index.model_dump(exclude_defaults=True), indent=2).encode() + b"\n")
             _sync(file)
         (self._partial / "tokens").rename(self._paths.tokens)
         (self._partial / "documents").rename(self._paths.documents)
+        (self._partial / "sums").rename(self._paths.sums)
         if targets is not None:
             (self._partial / "targets").rename(self._paths.targets)
         _sync_folder(self._partial.parent)
@@ -205,6 +213,7 @@ class TokenWriter:
             self._files[name] = path.open("ab")
             for part in _parts(path):
                 self._digests[name].update(part)
+                self._sums[name].update(part)
                 self._learnt += sum(part) if name == "targets" else 0
         if mark is not None:
             self.portions, self.left_out, self.unended = mark.portions, mark.left_out, mark.unended
@@ -213,13 +222,12 @@ class TokenWriter:
     def _write(self, name: str, data: np.ndarray[Any, Any]) -> None:
         self._files[name].write(data.data)
         self._digests[name].update(data.data)
+        self._sums[name].update(data.data)
 
     def _refuse_taken_name(self, *, held: bool = False) -> None:
         """An index says that the name is taken. With no ``.partial`` beside them, so do the other files."""
         ours = held or self._partial.exists()
-        paths = self._paths
-        taken = [paths.index] if ours else [paths.index, paths.tokens, paths.documents, paths.targets]
-        for path in taken:
+        for path in self._paths.all[: 1 if ours else None]:
             if path.exists() or path.is_symlink():
                 raise BadInput(
                     path, expected="a new name", found="an existing file", todo="Remove it or choose another"
@@ -227,7 +235,7 @@ class TokenWriter:
 
     def _clear(self) -> None:
         """Remove what a writer makes, the lock last, and nothing that somebody else put there."""
-        for name in ("tokens", "lengths", "targets", "documents", "index", "journal", "lock"):
+        for name in ("tokens", "lengths", "targets", "documents", "sums", "index", "journal", "lock"):
             (self._partial / name).unlink(missing_ok=True)
         os.close(self._lock)
         with contextlib.suppress(OSError):  # not empty: another writer has just begun, or a stranger's file

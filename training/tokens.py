@@ -4,12 +4,15 @@
 ``<name>.docs.npy``   int64, where each document starts, and the number of tokens at the end
 ``<name>.targets``    of a chat set, whose documents are conversations: a byte for each token, 1 where it is
                       to be learnt (the assistant's words), else 0
-``<name>.json``       the index: version, type, counts, vocabulary, hashes. Written last: no index, no file
+``<name>.sums``       a checksum for each 64 KiB of the tokens and of the targets: see ``token_sums``
+``<name>.json``       the index: version, type, counts, vocabulary, hashes, and a seal over all of these.
+                      Written last: no index, no file
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +29,9 @@ from .token_index import (
     little_endian,
     read_documents,
     read_index,
+    read_sums,
 )
+from .token_sums import CheckedFile
 from .tokenizer import check_vocabulary
 
 
@@ -34,18 +39,22 @@ from .tokenizer import check_vocabulary
 class TokenFile:
     """An open token file: memory-mapped ``tokens``, and ``documents``, the offsets and then the end.
 
-    ``targets``, memory-mapped too, is what a chat set has beside.
+    ``targets``, memory-mapped too, is what a chat set has beside. ``ids`` and ``learnt`` read these with all
+    checks; the arrays themselves have none.
     """
 
     path: Path
     index: TokenIndex
     tokens: NDArray[Any]
     documents: NDArray[np.int64]
-    targets: NDArray[np.uint8] | None = None
+    targets: NDArray[np.uint8] | None
+    _checked_tokens: CheckedFile
+    _checked_targets: CheckedFile | None
 
     @classmethod
     def open(cls, path: str | Path) -> TokenFile:
-        """Open by name or by any of its files. Checks sizes, offsets and the probe; reads 4 MiB of tokens.
+        """Open by name or by any of its files. Checks the index's seal, sizes, offsets, the hashes of offsets
+        and checksums, and the probe; reads 4 MiB of tokens.
 
         ``BadInput`` for files that are missing, empty, cut short, of another data set, or against the index.
         """
@@ -54,13 +63,43 @@ class TokenFile:
         check_tokens(paths.tokens, index)
         documents = read_documents(paths.documents, index)
         check_targets(paths.targets, index)
+        sums, target_sums = read_sums(paths.sums, index)
         tokens = np.memmap(paths.tokens, dtype=little_endian(index.dtype), mode="r")
-        targets = np.memmap(paths.targets, dtype=np.uint8, mode="r") if index.targets else None
-        return cls(paths.name, index, tokens, documents, targets)
+        checked, learnt, targets = CheckedFile(paths.tokens, tokens, sums), None, None
+        if index.targets:
+            targets = np.memmap(paths.targets, dtype=np.uint8, mode="r")
+            learnt = CheckedFile(paths.targets, targets, target_sums)
+        return cls(paths.name, index, tokens, documents, targets, checked, learnt)
+
+    def ids(self, begin: int, end: int) -> NDArray[Any]:
+        """These tokens. ``BadInput`` where they are not what was written, or one is not below
+        ``vocab_size``.
+        """
+        tokens = self._checked_tokens.read(begin, end)
+        if tokens.size and tokens.max() >= self.vocab_size:
+            at = int(np.argmax(tokens >= self.vocab_size))
+            raise BadInput(
+                TokenPaths(self.path).tokens,
+                f"token {begin + at}",
+                expected=f"below {self.vocab_size}",
+                found=tokens[at],
+                todo="The file was changed after it was made: tokenize again",
+            )
+        return tokens
+
+    def learnt(self, begin: int, end: int) -> NDArray[np.uint8]:
+        """For each of these tokens of a chat set 1 where it is to be learnt, else 0; else ``BadInput``."""
+        assert self._checked_targets is not None
+        targets = self._checked_targets.read(begin, end)
+        if targets.size and targets.max() > 1:
+            at = begin + int(np.argmax(targets > 1))
+            found = self._checked_targets.items[at]
+            raise BadInput(TokenPaths(self.path).targets, f"token {at}", expected="0 or 1", found=found)
+        return targets
 
     @property
     def vocab_size(self) -> int:
-        """Every id is below it (``verify`` and the batches check)."""
+        """Every id is below it: ``ids`` and ``verify`` check."""
         return self.index.vocab_size
 
     @property
@@ -84,33 +123,39 @@ class TokenFile:
         """Refuse tokens that the model has no rows for. A smaller vocabulary than the model's is fine."""
         check_vocabulary(self.vocab_size, model_vocab_size, TokenPaths(self.path).index)
 
-    def verify(self) -> None:
-        """Read every token and target: SHA-256, largest id and count must be what the index says."""
-        self._verify_targets()
-        where, digest = TokenPaths(self.path).tokens, hashlib.sha256()
-        for start in range(0, len(self.tokens), 2**24):
-            part = np.ascontiguousarray(self.tokens[start : start + 2**24])
-            digest.update(part.data)
-            if part.max() >= self.vocab_size:
-                at = start + int(np.argmax(part >= self.vocab_size))
-                raise BadInput(
-                    where, f"token {at}", expected=f"below {self.vocab_size}", found=self.tokens[at]
-                )
-        if digest.hexdigest() != self.index.sha256:
-            raise BadInput(where, "sha256", expected=self.index.sha256, found=digest.hexdigest())
+    def verify(self, progress: Callable[[int], None] = lambda read: None) -> None:
+        """Read every token and target: checksums, SHA-256, largest id and count must be what the index says.
 
-    def _verify_targets(self) -> None:
-        if self.targets is None or self.index.targets is None:
-            return
-        where, digest, count = TokenPaths(self.path).targets, hashlib.sha256(), 0
-        for start in range(0, len(self.targets), 2**24):
-            part = np.ascontiguousarray(self.targets[start : start + 2**24])
-            digest.update(part.data)
-            if part.max() > 1:
-                at = start + int(np.argmax(part > 1))
-                raise BadInput(where, f"token {at}", expected="0 or 1", found=self.targets[at])
-            count += int(part.sum())
-        if count != self.index.targets.tokens:
-            raise BadInput(where, "tokens to learn", expected=self.index.targets.tokens, found=count)
-        if digest.hexdigest() != self.index.targets.sha256:
-            raise BadInput(where, "sha256", expected=self.index.targets.sha256, found=digest.hexdigest())
+        ``progress`` is called with how many bytes were read since its last call.
+        """
+        paths = TokenPaths(self.path)
+        _compare_hash(paths.tokens, self._all(self.ids, progress), self.index.sha256)
+        if self.index.targets is not None:
+            count = 0
+
+            def counted() -> Iterator[NDArray[Any]]:
+                nonlocal count
+                for part in self._all(self.learnt, progress):
+                    count += int(part.sum())
+                    yield part
+
+            _compare_hash(paths.targets, counted(), self.index.targets.sha256)
+            if count != self.index.targets.tokens:
+                expected = self.index.targets.tokens
+                raise BadInput(paths.targets, "tokens to learn", expected=expected, found=count)
+
+    def _all(
+        self, read: Callable[[int, int], NDArray[Any]], progress: Callable[[int], None]
+    ) -> Iterator[NDArray[Any]]:
+        for start in range(0, len(self.tokens), 2**22):
+            part = read(start, min(start + 2**22, len(self.tokens)))
+            progress(part.nbytes)
+            yield part
+
+
+def _compare_hash(path: Path, parts: Iterable[NDArray[Any]], expected: str) -> None:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(np.ascontiguousarray(part).data)
+    if digest.hexdigest() != expected:
+        raise BadInput(path, "sha256", expected=expected, found=digest.hexdigest())

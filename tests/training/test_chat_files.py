@@ -28,7 +28,7 @@ TEMPLATE = (
     "{% for m in messages %}{{ bos_token + m.role + '\n' + m.content + eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}{{ bos_token + 'assistant\n' }}{% endif %}"
 )
-SUFFIXES = (".bin", ".docs.npy", ".targets", ".json")
+SUFFIXES = (".bin", ".docs.npy", ".sums", ".targets", ".json")
 
 
 @pytest.fixture(scope="module")
@@ -175,14 +175,14 @@ def test_targets_that_do_not_belong(folder: Path, tmp_path: Path, harm: Any, wor
         TokenFile.open(name)
 
 
-@pytest.mark.parametrize(("value", "words"), [(2, "token 3: expected 0 or 1"), (1, "tokens to learn")])
-def test_verify_reads_every_target(folder: Path, tmp_path: Path, value: int, words: str) -> None:
+@pytest.mark.parametrize("value", [1, 2])
+def test_verify_reads_every_target(folder: Path, tmp_path: Path, value: int) -> None:
     name = tmp_path / "out"
     file = tokenize([jsonl(tmp_path / "in.jsonl", talks(9))], folder, name, chat=Chat(), workers=1)
     with name.with_name("out.targets").open("r+b") as targets:
         targets.seek(3)
         targets.write(bytes([value]))
-    with pytest.raises(BadInput, match=words):
+    with pytest.raises(BadInput, match="bytes 0 to 366: expected the CRC-32"):
         file.verify()
 
 
@@ -215,7 +215,7 @@ def test_a_killed_job_goes_on_and_gives_the_same_bytes(
     resumed = counted(monkeypatch, lambda: tokenize(inputs, folder, out, chat=chat, workers=1))
     anew = counted(monkeypatch, lambda: tokenize(inputs, folder, tmp_path / "b", chat=chat, workers=1))
     assert resumed == anew - 3 > 0
-    suffixes = SUFFIXES if chat else (".bin", ".docs.npy", ".json")
+    suffixes = SUFFIXES if chat else (".bin", ".docs.npy", ".sums", ".json")
     for suffix in suffixes:
         assert (tmp_path / f"out{suffix}").read_bytes() == (tmp_path / f"b{suffix}").read_bytes(), suffix
     assert not list(tmp_path.glob("*.partial"))

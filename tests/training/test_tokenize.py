@@ -54,7 +54,9 @@ def texts_of(file: TokenFile, tokenizer: Tokenizer, *, eos: bool = True) -> list
 
 
 def contents(name: Path) -> list[bytes]:
-    return [name.with_name(name.name + suffix).read_bytes() for suffix in (".bin", ".docs.npy", ".json")]
+    return [
+        name.with_name(name.name + suffix).read_bytes() for suffix in (".bin", ".docs.npy", ".sums", ".json")
+    ]
 
 
 def jsonl(path: Path, texts: list[str], *, key: str = "text") -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from trilith.parallel_state import BadInput
 from trilith.training import token_index, token_writer
+from trilith.training.token_index import TokenIndex
 from trilith.training.token_writer import TokenWriter
 from trilith.training.tokens import TokenFile
 
@@ -32,8 +34,12 @@ def files(folder: Path) -> list[str]:
 
 
 def change_index(name: Path, **changes: object) -> None:
+    """As somebody would who also knows the seal."""
     path = name.with_name(name.name + ".json")
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    content = {**json.loads(path.read_text()), **changes}
+    with contextlib.suppress(ValueError):
+        content["seal"] = TokenIndex.model_validate(content).sealed().seal
+    path.write_text(json.dumps(content))
 
 
 @pytest.mark.parametrize(
@@ -52,11 +58,11 @@ def test_what_is_written_is_read_back(tmp_path: Path, vocab_size: int, dtype: st
     assert (
         file.index.eos_id == 2 and file.index.tokenizer_fingerprint == "abc" and file.vocab_size == vocab_size
     )
-    assert files(tmp_path) == ["data.bin", "data.docs.npy", "data.json"]
+    assert files(tmp_path) == ["data.bin", "data.docs.npy", "data.json", "data.sums"]
     file.verify()
 
 
-@pytest.mark.parametrize("suffix", ["", ".bin", ".json", ".docs.npy"])
+@pytest.mark.parametrize("suffix", ["", ".bin", ".json", ".docs.npy", ".sums"])
 def test_any_of_the_files_names_it(tmp_path: Path, suffix: str) -> None:
     write(tmp_path / "v1.5")
     assert TokenFile.open(tmp_path / f"v1.5{suffix}").index.tokens == 9
@@ -74,7 +80,7 @@ def test_chunks_and_single_documents_make_the_same_file(tmp_path: Path) -> None:
         writer.add_documents(np.array([], dtype=np.uint16), np.array([], dtype=np.int64))
         writer.add_documents(np.array([5, 6, 7, 8, 9]), np.array([5]))
         writer.commit()
-    for suffix in (".bin", ".docs.npy", ".json"):
+    for suffix in (".bin", ".docs.npy", ".sums", ".json"):
         assert (tmp_path / f"one{suffix}").read_bytes() == (tmp_path / f"two{suffix}").read_bytes()
 
 
@@ -183,10 +189,10 @@ def _file_of_another(suffix: str) -> Callable[[Path], None]:
         pytest.param(_pipe(".bin"), "regular file", id="pipe-for-tokens"),
         pytest.param(_pipe(".json"), "regular file", id="pipe-for-index"),
         pytest.param(_index("{"), "JSON", id="index-not-json"),
-        pytest.param(_index(b"\xff\xfe"), "JSON", id="index-not-utf-8"),
+        pytest.param(_index(b"\xff\xfe"), "UTF-8", id="index-not-utf-8"),
         pytest.param(_index("[" * 200_000), "JSON", id="index-nested-too-deep"),
         pytest.param(_index("[]"), "expected", id="index-not-an-object"),
-        pytest.param(_index(b" " * (2**20 + 1)), "1048576 bytes", id="index-too-long"),
+        pytest.param(_index(b" " * (2**20 + 1)), "1,048,576 bytes", id="index-too-long"),
         pytest.param(_changed(version=99), "version", id="index-of-a-later-version"),
         pytest.param(_changed(tokens="9"), "tokens", id="index-number-as-text"),
         pytest.param(_changed(tokens=0), "tokens", id="index-no-tokens"),
@@ -226,7 +232,7 @@ def test_verify_sees_what_opening_does_not_read(tmp_path: Path, monkeypatch: pyt
     content[401] = 3  # between two blocks of the probe: token 200 becomes 968
     path.write_bytes(content)
     file = TokenFile.open(path)
-    with pytest.raises(BadInput, match="sha256"):
+    with pytest.raises(BadInput, match="bytes 0 to 1999: expected the CRC-32"):
         file.verify()
 
 
@@ -267,7 +273,7 @@ def test_f13_a_second_writer_of_the_name_is_refused_while_one_writes_and_after(t
     with pytest.raises(BadInput, match="an existing file"), TokenWriter(tmp_path / "data", vocab_size=300):
         raise AssertionError("written over")
     assert TokenFile.open(tmp_path / "data").tokens.tolist() == [1, 2, 3]
-    assert files(tmp_path) == ["data.bin", "data.docs.npy", "data.json"]
+    assert files(tmp_path) == ["data.bin", "data.docs.npy", "data.json", "data.sums"]
 
 
 def _race(name: Path, mine: int, start: Barrier, answers: Queue[int | None]) -> None:
@@ -332,7 +338,7 @@ def _die(name: Path, after: str) -> None:
         writer.commit()
 
 
-@pytest.mark.parametrize("after", ["some tokens", "0 renames", "1 renames", "2 renames"])
+@pytest.mark.parametrize("after", ["some tokens", "0 renames", "1 renames", "2 renames", "3 renames"])
 def test_a_killed_writer_leaves_no_token_file_and_does_not_stand_in_the_way(
     tmp_path: Path, after: str
 ) -> None:
@@ -344,10 +350,10 @@ def test_a_killed_writer_leaves_no_token_file_and_does_not_stand_in_the_way(
         TokenFile.open(tmp_path / "data")
     write(tmp_path / "data")
     assert TokenFile.open(tmp_path / "data").tokens.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
-    assert files(tmp_path) == ["data.bin", "data.docs.npy", "data.json"]
+    assert files(tmp_path) == ["data.bin", "data.docs.npy", "data.json", "data.sums"]
 
 
-@pytest.mark.parametrize("suffix", [".bin", ".docs.npy", ".json"])
+@pytest.mark.parametrize("suffix", [".bin", ".docs.npy", ".sums", ".json"])
 def test_a_strangers_file_is_never_written_over(tmp_path: Path, suffix: str) -> None:
     (tmp_path / f"data{suffix}").write_bytes(b"precious")
     with pytest.raises(BadInput, match="an existing file"):
@@ -368,7 +374,7 @@ def test_a_new_folder_is_made_and_goes_again_on_failure(tmp_path: Path) -> None:
         writer.add([11])
     assert files(tmp_path) == []
     write(tmp_path / "new" / "data")
-    assert files(tmp_path / "new") == ["data.bin", "data.docs.npy", "data.json"]
+    assert files(tmp_path / "new") == ["data.bin", "data.docs.npy", "data.json", "data.sums"]
     with pytest.raises(BadInput, match="a folder"):
         write(tmp_path / "a" / "b" / "data")
 
@@ -393,6 +399,6 @@ def test_everything_is_on_disk_before_the_index_appears(
     write(tmp_path / "data")
     folder = f"sync {tmp_path.name}"
     assert log == [
-        "sync tokens", "sync documents", "sync index",
-        "rename tokens", "rename documents", folder, "rename index", folder,
+        "sync tokens", "sync documents", "sync sums", "sync index",
+        "rename tokens", "rename documents", "rename sums", folder, "rename index", folder,
     ]  # fmt: skip
