@@ -15,7 +15,7 @@ from .source import Source, read_source
 from .tensor_file import TensorFile
 from .tensor_writer import TensorWriter
 from .training import Progress, begin_moments, load_training, newest_checkpoint
-from .verify import verify
+from .verify import check_model, verify
 
 __all__ = [
     "Contents",
@@ -32,6 +32,7 @@ __all__ = [
     "begin_moments",
     "carry_out",
     "check_base",
+    "check_model",
     "check_whole",
     "complete_checkpoints",
     "convert",

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..parallel_state import BadCheckpoint
-from .manifest import MANIFEST, Manifest
+from .manifest import MANIFEST, STEP_NAME, Manifest
 
-_STEP = re.compile(r"step-(\d+)")
 _UNFINISHED = ".tmp-"
 
 
@@ -29,7 +27,7 @@ def step_directory(root: Path, step: int) -> Path:
 
 def complete_checkpoints(root: Path) -> list[Path]:
     """The checkpoints in ``root`` that have a manifest, by step; those being written or deleted have none."""
-    names = (path for path in root.iterdir() if _STEP.fullmatch(path.name))
+    names = (path for path in root.iterdir() if STEP_NAME.fullmatch(path.name))
     return sorted((path for path in names if (path / MANIFEST).exists()), key=step_of)
 
 
@@ -45,7 +43,7 @@ def latest_checkpoint(root: Path | str) -> Found:
         found = "a file" if root.exists() else "no such directory"
         raise BadCheckpoint(root, expected="a directory of checkpoints", found=found)
     names = [path.name for path in root.iterdir() if path.is_dir()]
-    steps = sorted((int(match[1]), name) for name in names if (match := _STEP.fullmatch(name)))
+    steps = sorted((int(match[1]), name) for name in names if (match := STEP_NAME.fullmatch(name)))
     warnings: list[str] = []
     for _, name in reversed(steps):
         try:

@@ -7,6 +7,8 @@ directory before a tensor is read: a checkpoint is whole or it is refused.
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Final, Literal
@@ -18,12 +20,20 @@ from .coverage import check_coverage
 from .dtypes import BITS
 from .module_family import StoredModule
 from .plain_files import check_plain_name, contained, read_small, stat_regular
+from .seal import open_seal, seal
 from .strict_json import parse_object, shown
 from .tensor_file import TensorFile
 
 MANIFEST = "manifest.json"
-VERSION: Final = 1
+#: The name of a checkpoint of a run, with its step.
+STEP_NAME = re.compile(r"step-([0-9]+)")
+VERSION: Final = 2
+#: The version before, whose manifests have no seal.
+_UNSEALED: Final = 1
 _MAX_BYTES = 1 << 30
+#: More ranks than any machine has: a layout beyond it is damage.
+_MOST_RANKS = 1 << 24
+_OF_WORLD = re.compile(r"rank-[0-9]{5,}-of-([0-9]{5,})\.safetensors")
 
 Count = Annotated[int, Field(ge=0)]
 Bounds = tuple[Count, ...]
@@ -85,7 +95,7 @@ class Manifest(_Strict):
     run. ``module``: of what no family describes, how its tensors lie.
     """
 
-    version: Literal[1] = VERSION
+    version: Literal[1, 2] = VERSION
     kind: Literal["weights", "training"]
     model_type: str
     config: dict[str, JsonValue]
@@ -115,18 +125,21 @@ class Manifest(_Strict):
             raise BadCheckpoint(directory, expected=f"a complete checkpoint with {MANIFEST}", found="none")
         manifest = cls.parse(read_small(path, _MAX_BYTES, kind=BadCheckpoint), path)
         manifest.check(path)
+        manifest.check_place(Path(os.path.abspath(directory)))
         manifest._check_files(directory)
         return manifest
 
     @classmethod
     def parse(cls, raw: bytes, where: object) -> Manifest:
-        """The manifest in these bytes, its form checked and nothing else."""
+        """The manifest in these bytes, its form and its seal checked and nothing else."""
         version = parse_object(raw, where, kind=BadCheckpoint).get("version")
-        if type(version) is not int or version != VERSION:
+        if type(version) is not int or version not in (_UNSEALED, VERSION):
             todo = "It was written by another release" if isinstance(version, int) else ""
-            raise BadCheckpoint(where, "version", expected=VERSION, found=shown(version), todo=todo)
+            raise BadCheckpoint(
+                where, "version", expected=f"{_UNSEALED} or {VERSION}", found=shown(version), todo=todo
+            )
         try:
-            return cls.model_validate_json(raw)
+            return cls.model_validate_json(raw if version == _UNSEALED else open_seal(raw, where))
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             key = ".".join(map(str, first["loc"]))
@@ -139,7 +152,12 @@ class Manifest(_Strict):
             name: fields[name] for name in type(self).model_fields if name in fields
         }
         lines = [f"{json.dumps(key)}: {_lines(value)}" for key, value in ordered.items()]
-        return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
+        return seal(("{\n" + ",\n".join(lines) + "\n}\n").encode())
+
+    @property
+    def sealed(self) -> bool:
+        """Whether damage to the manifest itself is noticed; it is not in checkpoints of earlier releases."""
+        return self.version != _UNSEALED
 
     def check(self, where: object) -> None:
         """Refuse a manifest that contradicts itself: names, indices, boxes, or elements not owned once."""
@@ -151,8 +169,34 @@ class Manifest(_Strict):
             check_plain_name(name, where, "files", kind=BadCheckpoint)
         if len(set(map(str.lower, names))) != len(names) or MANIFEST in map(str.lower, names):
             raise BadCheckpoint(where, "files", expected="each file once", found="a name twice")
+        self._check_layout(where)
         for name, tensor in self.tensors.items():
             self._check_tensor(where, name, tensor)
+
+    def check_place(self, directory: Path) -> None:
+        """Refuse a checkpoint whose directory is named as one of another step."""
+        named = STEP_NAME.fullmatch(directory.name)
+        if named is not None and self.step is not None and int(named[1]) != self.step:
+            raise BadCheckpoint(
+                directory,
+                "step",
+                expected=f"{int(named[1])}, as the directory is named",
+                found=self.step,
+                todo="Give the directory back the name that it was written under",
+            )
+
+    def _check_layout(self, where: object) -> None:
+        """A layout writes at most a file a rank, and the ranks' files say how many ranks there were."""
+        world = self.layout.world
+        if not len(self.files) <= world <= _MOST_RANKS:
+            expected = f"from {len(self.files):,} ranks, one a file, up to {_MOST_RANKS:,}"
+            raise BadCheckpoint(where, "layout", expected=expected, found=f"{world:,}")
+        for file in self.files:
+            said = _OF_WORLD.fullmatch(file.name)
+            if said is not None and int(said[1]) != world:
+                raise BadCheckpoint(
+                    where, "layout", expected=f"{int(said[1]):,} ranks, as {file.name} says", found=world
+                )
 
     def _check_tensor(self, where: object, name: str, tensor: StoredTensor) -> None:
         if tensor.dtype not in BITS:

@@ -33,15 +33,20 @@ def verify(
             return
     import hashlib
 
-    from ..checkpoints import read_source
+    from ..checkpoints import check_model, read_source
     from ..checkpoints import verify as check
     from ..parallel_state import Box
+    from ..training.run_record import check_step
     from .progress import byte_progress
 
     found = read_source(source)
+    for warning in found.warnings:
+        typer.echo(f"warning: {warning}", err=True)
     total = sum(file.size for file in found.files)
     with byte_progress(f"{found.path}", total) as advance:
         if found.manifest is not None:
+            check_model(found)
+            check_step(found.path, found.manifest.step)
             check(found.path, found.manifest, progress=advance)
         else:
             for name, whole in found.catalog.items():
@@ -50,6 +55,10 @@ def verify(
     for file in found.files:
         with file.path.open("rb") as opened:
             typer.echo(f"{hashlib.file_digest(opened, 'sha256').hexdigest()}  {file.path.name}")
+    if found.manifest is not None and not found.manifest.sealed:
+        typer.echo(
+            "manifest.json has no seal (it is of an earlier release): damage to it would not be noticed"
+        )
     typer.echo(
         f"{found.path}: complete and unaltered" if found.manifest else f"{found.path}: complete and finite"
     )

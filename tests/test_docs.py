@@ -7,6 +7,7 @@ import shlex
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,13 +23,20 @@ DOCS = Path(__file__).parents[1] / "docs"
 
 
 @pytest.fixture
-def read() -> Callable[[str, str], torch.Tensor]:
-    (code,) = re.findall(r"```python\n(.*?)```", (DOCS / "checkpoints.md").read_text(), re.DOTALL)
-    assert "trilith" not in code
-    assert len(code.strip().splitlines()) <= 24
-    space: dict[str, Callable[[str, str], torch.Tensor]] = {}
-    exec(compile(code, "checkpoints.md", "exec"), space)
-    return space["read"]
+def shown() -> dict[str, Any]:
+    """The functions that docs/checkpoints.md shows; none needs this library."""
+    space: dict[str, Any] = {}
+    for code in re.findall(r"```python\n(.*?)```", (DOCS / "checkpoints.md").read_text(), re.DOTALL):
+        assert "trilith" not in code
+        assert len(code.strip().splitlines()) <= 24
+        exec(compile(code, "checkpoints.md", "exec"), space)
+    return space
+
+
+@pytest.fixture
+def read(shown: dict[str, Any]) -> Callable[[str, str], torch.Tensor]:
+    reader: Callable[[str, str], torch.Tensor] = shown["read"]
+    return reader
 
 
 def test_the_reader_reads_what_convert_writes(
@@ -55,6 +63,15 @@ def test_the_reader_reads_what_a_run_writes(tmp_path: Path, read: Callable[[str,
     assert moment.shape == read(str(folder), "layers.0.mlp.gate_up.up.weight").shape == (48, 32)
     assert float(moment.min()) >= 0
     assert float(moment.max()) > 0
+
+
+def test_the_seal_is_checked_as_shown(tmp_path: Path, shown: dict[str, Any]) -> None:
+    LlamaForCausalLM(LlamaConfig(**TINY_LLAMA)).save_pretrained(tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "out", tensor=2)
+    assert shown["sealed"](str(tmp_path / "out"))
+    manifest = tmp_path / "out" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"tensor": 2', '"tensor": 1'))
+    assert not shown["sealed"](str(tmp_path / "out"))
 
 
 def test_what_is_watched_is_watched_as_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

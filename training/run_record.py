@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoints import complete_checkpoints
-from ..parallel_state import BadInput
+from ..parallel_state import BadCheckpoint, BadInput
 from .events import read_events
 from .metrics import read_metrics
 
@@ -81,6 +81,19 @@ def told(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
             open_attempt = False
         found.append(one)
     return found
+
+
+def check_step(checkpoint: Path, step: int | None) -> None:
+    """Refuse a checkpoint in a run's folder that states more steps than the recipes of the run had."""
+    folder = checkpoint.parent.parent
+    if step is None or checkpoint.parent.name != "checkpoints" or not (folder / "events.jsonl").is_file():
+        return
+    goals = [attempt.get("recipe", {}).get("steps") for attempt in read_run(folder).attempts]
+    most = max((goal for goal in goals if isinstance(goal, int)), default=None)
+    if most is not None and step > most:
+        raise BadCheckpoint(
+            checkpoint, "step", expected=f"at most {most:,}, the run's steps", found=f"{step:,}"
+        )
 
 
 def read_run(folder: Path) -> RunRecord:

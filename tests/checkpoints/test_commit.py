@@ -40,7 +40,12 @@ def save(output: Path, value: float, disk: Disk | None = None) -> None:
             parts = (Part(file=i, start=(0,), stop=(64,)),)
             tensors[f"w{i}"] = StoredTensor(dtype="F32", shape=(64,), parts=parts)
         manifest = Manifest(
-            kind="training", model_type="m", config={}, layout=Layout(), files=tuple(files), tensors=tensors
+            kind="training",
+            model_type="m",
+            config={},
+            layout=Layout(tensor=len(files) or 1),
+            files=tuple(files),
+            tensors=tensors,
         )
         staging.publish(manifest.to_bytes())
 

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 from trilith.checkpoints.find import latest_checkpoint, step_directory
 from trilith.checkpoints.manifest import MANIFEST, Manifest, Part, StoredFile, StoredTensor
+from trilith.checkpoints.seal import seal
 from trilith.checkpoints.tensor_writer import TensorWriter
 from trilith.checkpoints.verify import verify
 from trilith.parallel_state import BadCheckpoint, Box, Layout
@@ -39,7 +40,7 @@ def write_checkpoint(directory: Path) -> Manifest:
         model_type="llama",
         config={"model_type": "llama", "rope_scaling": None, "rms_norm_eps": 1e-5, "name": "é"},
         layout=Layout(tensor=2),
-        step=3,
+        step=int(directory.name.removeprefix("step-")),
         seeds={"data": 1},
         data_position={"sample": 96},
         files=tuple(files),
@@ -71,10 +72,18 @@ def test_what_is_written_is_read(checkpoint: Path) -> None:
 def edited(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
     def edit(directory: Path) -> None:
         manifest = json.loads((directory / MANIFEST).read_text())
+        manifest.pop("seal")
         change(manifest)
-        (directory / MANIFEST).write_text(json.dumps(manifest))
+        (directory / MANIFEST).write_bytes(seal((json.dumps(manifest)[:-1] + "\n}\n").encode()))
 
     return edit
+
+
+def of_version_1(directory: Path) -> None:
+    """The manifest as releases before the seal wrote it."""
+    manifest = json.loads((directory / MANIFEST).read_text()) | {"version": 1}
+    manifest.pop("seal")
+    (directory / MANIFEST).write_text(json.dumps(manifest))
 
 
 def raw(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
@@ -88,6 +97,24 @@ def void(_: object) -> None:
 
 
 SHARD = "tensor-01-of-02.safetensors"
+
+
+def test_a_manifest_of_the_release_before_the_seal_is_read_and_known_as_unsealed(checkpoint: Path) -> None:
+    sealed = Manifest.load(checkpoint)
+    of_version_1(checkpoint)
+    old = Manifest.load(checkpoint)
+    assert sealed.sealed and not old.sealed
+    assert old.model_copy(update={"version": 2}) == sealed
+
+
+def test_every_single_flipped_bit_of_a_manifest_is_refused(checkpoint: Path) -> None:
+    whole = (checkpoint / MANIFEST).read_bytes()
+    for at in range(len(whole)):
+        for bit in range(8):
+            damaged = bytearray(whole)
+            damaged[at] ^= 1 << bit
+            with pytest.raises(BadCheckpoint):
+                Manifest.parse(bytes(damaged), "manifest.json")
 
 
 def gone(directory: Path) -> None:
@@ -138,7 +165,7 @@ def first_part(m: dict[str, Any]) -> dict[str, Any]:
         pytest.param(raw(lambda b: b""), "valid JSON", id="G5-empty"),
         pytest.param(raw(lambda b: b"\x80\x04."), "UTF-8", id="G5-not-JSON"),
         pytest.param(
-            edited(lambda m: m.update(version=99)), "version: expected 1, found 99", id="G5-version-99"
+            edited(lambda m: m.update(version=99)), "version: expected 1 or 2, found 99", id="G5-version-99"
         ),
         pytest.param(edited(lambda m: m.pop("version")), "version", id="G5-no-version"),
         pytest.param(edited(lambda m: m.update(version=True)), "version", id="G5-version-true"),
@@ -146,6 +173,25 @@ def first_part(m: dict[str, Any]) -> dict[str, Any]:
         pytest.param(edited(lambda m: m["layout"].update(tensor=0)), "layout", id="G5-layout-of-0"),
         pytest.param(edited(lambda m: m.update(surprise=1)), "surprise", id="G5-unknown-field"),
         pytest.param(edited(lambda m: m.update(step="3")), "step", id="G5-step-is-text"),
+        pytest.param(edited(lambda m: m.update(step=1.5)), "step", id="G5-step-and-a-half"),
+        pytest.param(edited(lambda m: m.update(step=-1)), "step", id="G5-negative-step"),
+        pytest.param(edited(lambda m: m.update(step=4)), "step: expected 3, as .* named", id="G5-other-step"),
+        pytest.param(
+            edited(lambda m: m["layout"].update(tensor=10**9)), "layout.*found 1,000,000,000", id="G5-ranks"
+        ),
+        pytest.param(
+            edited(lambda m: m["layout"].update(tensor=1)), "layout", id="G5-fewer-ranks-than-files"
+        ),
+        pytest.param(
+            edited(lambda m: m["files"][0].update(name="rank-00000-of-00004.safetensors")),
+            "layout: expected 4 ranks, as rank-00000-of-00004.safetensors says, found 2",
+            id="G5-files-of-another-layout",
+        ),
+        pytest.param(raw(lambda b: b.replace(b'"step": 3', b'"step": 2')), "seal: expected", id="G5-altered"),
+        pytest.param(raw(lambda b: b.rpartition(b",")[0] + b"\n}\n"), "seal: .* none", id="G5-seal-removed"),
+        pytest.param(
+            raw(lambda b: b.replace(b'": 2,', b'": 1,', 1)), "seal: Extra|seal", id="G5-seal-in-version-1"
+        ),
         pytest.param(
             edited(lambda m: m.update(model_type="gpt2")), "config.model_type", id="G5-two-model-types"
         ),
@@ -335,7 +381,7 @@ def llama_405b(tensor: int = 8, pipeline: int = 16, layers: int = 126) -> Manife
         kind="weights",
         model_type="llama",
         config={},
-        layout=Layout(tensor=tensor),
+        layout=Layout(tensor=tensor, pipeline=pipeline),
         files=files,
         tensors=tensors,
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from trilith.checkpoints import read_source
+from trilith.checkpoints import Manifest, read_source
 from trilith.parallel_state import BadInput
 from trilith.testing import RankError
 from trilith.testing.runs import (
@@ -223,7 +223,8 @@ def test_damaged_checkpoints_count_for_nothing_and_the_last_good_one_stays(
         shutil.rmtree(out / "checkpoints" / f"step-{step:08d}")
     (out / "checkpoints" / "step-00000004").rename(out / "checkpoints" / "step-00000003")
     manifest = out / "checkpoints" / "step-00000003" / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"step": 4', '"step": 3'))
+    written = Manifest.parse(manifest.read_bytes(), manifest)
+    manifest.write_bytes(written.model_copy(update={"step": 3}).to_bytes())
     train(tiny_recipe(out, tokens, checkpoint={"keep": 1}, stop_after=4))
     left = sorted(path.name for path in (out / "checkpoints").iterdir())
     assert left == ["step-00000004", "step-00000005", "step-00000006"]
