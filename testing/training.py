@@ -28,9 +28,10 @@ from ..parallel_state.initial import fill
 from ..training.batch import Batch
 from ..training.build import spare_memory
 from ..training.data_parallel import shard_over_data
+from ..training.groups import assign, freeze, names_of
 from ..training.optimizer import make_adamw
 from ..training.precision import Precision
-from ..training.sections import MemorySection
+from ..training.sections import MemorySection, ParameterGroup
 from ..training.step import TrainStep
 
 
@@ -56,6 +57,7 @@ class Case:
     memory: MemorySection = field(default_factory=MemorySection)
     compiled: str = ""  # torch.compile's backend
     lora: dict[str, Any] | None = None
+    frozen: str | None = None  # a pattern over names: what is not trained
 
 
 @dataclass
@@ -91,6 +93,8 @@ def train_rank(case: Case) -> RankOutcome:
     if case.lora is not None:
         family = adapted(family, LoraConfig.model_validate(case.lora))
     model = family.build(config, split=case.split, state=state, dtype=case.dtype)
+    if case.frozen is not None:
+        freeze(model, assign([ParameterGroup(match=case.frozen, freeze=True)], names_of(family, config)))
     precision = Precision(case.dtype, case.compute or case.dtype, case.dtype)
     if case.compiled:
         compile_blocks(model.layers.values(), backend=case.compiled)
