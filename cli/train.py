@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated
@@ -44,6 +45,10 @@ def train(
 
         show_dry_run(recipe, overrides or [], rank=rank, device_memory=device_memory)
         return
+    if "RANK" in os.environ:
+        from ..training.process_info import end_with_parent
+
+        end_with_parent()  # before the imports that take seconds: torchrun may be killed meanwhile
     from ..parallel_state import BadInput
 
     for option, value in (("--rank", rank), ("--device-memory", device_memory)):
@@ -55,26 +60,30 @@ def train(
     from ..training.launch import check_device, check_launch, launch, own_rank, process_group, under_torchrun
     from ..training.preempt import StopSignals
     from ..training.recipe import load_recipe
-    from ..training.run_lock import only_run_in
+    from ..training.run_lock import inherits_lock, lock_folder, only_run_in
     from ..training.run_plan import open_data, plan
+    from ..training.status import status_folder, this_start
     from ..training.trainer import Trainer
     from ..training.watch import watched
 
+    launched = under_torchrun()
     loaded = load_recipe(recipe, overrides or [])
-    layout = loaded.layout.layout
-    if nproc is not None and not under_torchrun():
+    layout, out = loaded.layout.layout, Path(loaded.out)
+    status = status_folder(out)
+    if nproc is not None and not launched:
         layout.check_world(nproc)
-    if not under_torchrun():  # bad input is said once and at once, before any rank starts
+    if not launched:  # bad input is said once and at once, before any rank starts
         check_device(loaded.device)
         planned = plan(loaded)
         open_data(loaded)
         open_held_out(loaded, planned.config.vocab_size)
-    if under_torchrun() or layout.world == 1:
+    if launched or layout.world == 1:
         check_launch(layout, device=loaded.device)
+        handed_on = launched and inherits_lock(out)
         with (
             deterministic(loaded.deterministic),
             StopSignals(loaded.grace) as signals,
-            watched(Path(loaded.out) / "status", own_rank(), layout.world) as beat,
+            watched(status, own_rank(), layout.world, run=this_start() if handed_on else None) as beat,
             process_group(
                 layout,
                 device=loaded.device,
@@ -82,9 +91,12 @@ def train(
                 files_timeout=timedelta(seconds=loaded.checkpoint.timeout),
                 alike={"recipe": loaded.digest},
             ) as state,
-            only_run_in(Path(loaded.out), state),
+            only_run_in(out, state) as run,
         ):
+            beat.publish(run)
             Trainer(loaded, state, beat=beat, signals=signals, quiet=quiet).run()
         return
     arguments = ["train", str(recipe), *(overrides or []), *(["--quiet"] if quiet else [])]
-    raise typer.Exit(launch(arguments, layout.world, Path(loaded.out) / "status"))
+    with lock_folder(out) as lock:
+        code = launch(arguments, layout.world, status, lock=lock)
+    raise typer.Exit(code)

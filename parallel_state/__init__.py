@@ -12,6 +12,7 @@ from .own import declare
 from .parameters import declare_parameter, initialize, local, stored_box
 from .reshard import Holding, holdings, parts
 from .state import BACKENDS, FILES_TIMEOUT, TIMEOUT, ParallelState
+from .torchrun import Launched, launched
 
 __all__ = [
     "BUFFER_DTYPE",
@@ -29,6 +30,7 @@ __all__ = [
     "Declaration",
     "Holding",
     "Initial",
+    "Launched",
     "Layout",
     "Normal",
     "Own",
@@ -46,6 +48,7 @@ __all__ = [
     "gradient_norm",
     "holdings",
     "initialize",
+    "launched",
     "local",
     "nearest",
     "nearest_divisors",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import cache
@@ -13,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .errors import BadInput
 from .layout import Coordinates, Layout
+from .torchrun import launched
 
 #: How long a rank waits for a peer before it counts as failed, unless told otherwise.
 TIMEOUT = timedelta(minutes=10)
@@ -253,7 +253,7 @@ def _expert_mesh(
 
 
 def _init_process_group(device: torch.device, timeout: timedelta) -> None:
-    if "RANK" not in os.environ:
+    if launched() is None:
         raise BadInput(
             "environment",
             "RANK",

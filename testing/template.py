@@ -51,6 +51,8 @@ def serve(requests: socket.socket) -> int:
             if (pid := os.fork()) == 0:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                # A shell starts what runs in its background with this signal ignored.
+                signal.signal(signal.SIGINT, signal.default_int_handler)
                 requests.close()
                 for fd in (woken, wake, life, *lives.values()):
                     os.close(fd)

@@ -14,6 +14,7 @@ from ..parallel_state import BadInput, Layout
 from .continuation import Continuation
 from .generation import Figures, Prepared, Request, continue_prompts, prepare
 from .launch import check_device, check_launch, launch, own_rank, process_group, under_torchrun
+from .status import this_start
 from .watch import watched
 
 #: In the status folder, what the first rank has to say at the end: the ranks' stderr is torchrun's.
@@ -49,7 +50,7 @@ def run_generation(
     check_launch(layout, device=device)
     with ExitStack() as stack:
         if status is not None:
-            stack.enter_context(watched(status, own_rank(), layout.world))
+            stack.enter_context(watched(status, own_rank(), layout.world, run=this_start()))
         prepared = prepare(request, layout)
         first = own_rank() == 0
         file = stack.enter_context(_open(out)) if out is not None and first else None

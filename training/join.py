@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..parallel_state import BadInput, PeerFailed
+from ..parallel_state import BadInput, Launched, PeerFailed
 
 _MOST_NAMED = 8
 #: Rank 0 gives up on absent ranks a timeout after it came; the others wait this much longer for its verdict.
@@ -25,15 +26,16 @@ _GRACE = timedelta(seconds=3)
 _GOOD: dict[str, Any] = {"missing": "", "odd": None}
 
 
-def join(rank: int, world: int, card: Mapping[str, str], timeout: timedelta) -> dist.Store:
-    """The store for ``init_process_group``, once all ``world`` ranks of torchrun's environment have come.
+def join(here: Launched, card: Mapping[str, str], timeout: timedelta) -> dist.Store:
+    """The store for ``init_process_group``, once all ranks of torchrun's environment have come.
 
     ``card`` names facts that must be alike on all ranks (a recipe's hash, a version). Raises, the same on
     every rank, ``PeerFailed`` naming ranks that did not come within ``timeout``, or ``BadInput`` naming the
     ranks that differ and in what.
     """
+    rank, world = here.rank, here.world
     store = dist.PrefixStore(
-        f"trilith/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", _store(rank, timeout)
+        f"trilith/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", _store(here, timeout)
     )
     store.set(f"card/{rank}", json.dumps(dict(card)))
     if rank == 0:
@@ -53,20 +55,40 @@ def join(rank: int, world: int, card: Mapping[str, str], timeout: timedelta) -> 
     return store
 
 
-def _store(rank: int, timeout: timedelta) -> dist.Store:
+def _store(here: Launched, timeout: timedelta) -> dist.Store:
     """The store of torchrun, or one that rank 0 opens at MASTER_PORT; it waits for nobody."""
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    opens = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    host, port = here.host, here.port
+    _check_name(here)
+    opens = here.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
         return dist.TCPStore(host, port, is_master=opens, timeout=timeout, wait_for_workers=False)
     except dist.DistNetworkError as error:
-        if opens:
-            found, todo = f"port {port} in use", "Choose another MASTER_PORT, or let torchrun choose one"
-            raise BadInput(
-                "environment", "MASTER_PORT", expected="a free port", found=found, todo=todo
-            ) from error
-        text = f"rank 0 missing: nobody answers at {host}:{port} within {_seconds(timeout)}"
-        raise PeerFailed(text) from error
+        if not opens:
+            text = f"rank 0 missing: nobody answers at {host}:{port} within {_seconds(timeout)}"
+            raise PeerFailed(text) from error
+        for name, found in (("EADDRINUSE", "in use"), ("EACCES", "that only an administrator may open")):
+            if name in str(error):
+                todo = "Choose another MASTER_PORT, or let torchrun choose one"
+                expected, found = "a free port", f"port {port} {found}"
+                raise BadInput(
+                    "environment", "MASTER_PORT", expected=expected, found=found, todo=todo
+                ) from error
+        expected, found = "an address of this machine, where rank 0 runs", f"{host}, which leads elsewhere"
+        raise BadInput("environment", "MASTER_ADDR", expected=expected, found=found) from error
+
+
+def _check_name(here: Launched) -> None:
+    """Refuse a MASTER_ADDR that is unknown here: torch would try it until the timeout, and print pages."""
+    try:
+        socket.getaddrinfo(here.host, here.port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "no name of a host"
+        expected = "a host that this machine can find"
+        raise _bad("MASTER_ADDR", expected, f"{here.host!r} ({why})") from None
+
+
+def _bad(name: str, expected: str, found: str, todo: str = "") -> BadInput:
+    return BadInput("environment", name, expected=expected, found=found, todo=todo)
 
 
 def _verdict(store: dist.Store, rank: int, timeout: timedelta) -> bytes:

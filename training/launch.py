@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,37 +19,35 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from ..parallel_state import BACKENDS, FILES_TIMEOUT, TIMEOUT, BadInput, Layout, ParallelState, PeerFailed
+from ..parallel_state import (
+    BACKENDS,
+    FILES_TIMEOUT,
+    TIMEOUT,
+    BadInput,
+    Layout,
+    ParallelState,
+    PeerFailed,
+    launched,
+)
 from .join import join
+from .own_ranks import OwnRanks
 from .preempt import PREEMPTED
-from .status import blame, clear_status, first_failure, make_folder, read_status
+from .process_info import adopting_orphans
+from .status import blame, first_failure, make_folder, new_start, read_status
 
-_LOOK_EVERY = 0.2
-#: Seconds that ranks have to end by themselves once one has failed.
-_HANGING_AFTER = 4.0
 #: Seconds in which a rank that failed has to end by itself.
 _TO_LEAVE = 5.0
 
 
 def under_torchrun() -> bool:
-    """Whether somebody has already started the ranks. Raises ``BadInput`` for half a set of its variables."""
-    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    given = [name for name in names if name in os.environ]
-    if given and len(given) < len(names):
-        missing = ", ".join(sorted(set(names) - set(given)))
-        raise BadInput(
-            "environment",
-            missing,
-            expected=f"all of {', '.join(names)}",
-            found=f"only {', '.join(given)}",
-            todo="Start through torchrun, or unset them",
-        )
-    return bool(given)
+    """Whether somebody has already started the ranks. ``BadInput`` for variables that cannot be."""
+    return launched() is not None
 
 
 def own_rank() -> int:
     """This process's rank under torchrun; 0 where nobody started ranks."""
-    return int(os.environ.get("RANK", "0"))
+    here = launched()
+    return here.rank if here else 0
 
 
 def check_device(device: str) -> None:
@@ -62,7 +59,11 @@ def check_device(device: str) -> None:
 def check_launch(layout: Layout, *, device: str) -> None:
     """Refuse a device that is not here, or another number of ranks than the layout's. Leaves no trace."""
     check_device(device)
-    layout.check_world(int(os.environ["WORLD_SIZE"]) if under_torchrun() else 1)
+    here = launched()
+    layout.check_world(here.world if here else 1)
+    if device == "cuda" and here and here.local_rank >= torch.cuda.device_count():
+        expected = f"one of the {torch.cuda.device_count()} CUDA devices of this machine, from 0"
+        raise BadInput("environment", "LOCAL_RANK", expected=expected, found=here.local_rank)
 
 
 @contextmanager
@@ -80,16 +81,14 @@ def process_group(
     all ranks must agree, and they must agree in the versions of torch and of this library.
     """
     check_launch(layout, device=device)
-    many = under_torchrun()
-    world = layout.world
+    here, world, rank = launched(), layout.world, own_rank()
     if device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    rank = own_rank()
+        torch.cuda.set_device(here.local_rank if here else 0)
     card = {"torch": torch.__version__, "trilith": version("trilith"), **(alike or {})}
-    store = join(rank, world, card, timeout) if many else dist.HashStore()
+    store = join(here, card, timeout) if here else dist.HashStore()
     dist.init_process_group(BACKENDS[device], store=store, rank=rank, world_size=world, timeout=timeout)
     failed = threading.Event()
-    if many:
+    if here:
         _leave_when(failed)
     try:
         yield ParallelState.start(layout, device=device, timeout=timeout, files_timeout=files_timeout)
@@ -99,34 +98,37 @@ def process_group(
     dist.destroy_process_group()
 
 
-def launch(arguments: Sequence[str], world: int, status: Path) -> int:
+def launch(arguments: Sequence[str], world: int, status: Path, *, lock: int | None = None) -> int:
     """Run ``trilith <arguments>`` on ``world`` local ranks through torchrun; the exit code of the first that
     failed.
 
-    torchrun flattens every exit code to 1, so the ranks' own words are read from the folder ``status``.
-    SIGTERM and SIGINT go on to torchrun, which hands them to the ranks.
+    torchrun flattens every exit code to 1, so the ranks' own words are read from the folder ``status``, which
+    is this launch's alone. SIGTERM and SIGINT go on to torchrun, which hands them to the ranks; if this
+    process or torchrun is killed, the ranks save and leave. ``lock`` is a descriptor that all of them hold.
     """
     make_folder(status)
-    clear_status(status)
+    run = new_start()
     each = max(1, (os.cpu_count() or 1) // world)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world)]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--rdzv-id", str(os.getpid())]
+    command = [sys.executable, "-m", "trilith.training.agent", str(os.getpid())]
+    command += ["--nproc-per-node", str(world)]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--rdzv-id", run]
     command += ["--no-python", sys.executable, "-m", "trilith.cli", *arguments]
     environment = {"OMP_NUM_THREADS": str(each), **os.environ}
-    with tempfile.TemporaryFile("w+") as log:
+    with tempfile.TemporaryFile("w+") as log, adopting_orphans():
         # What torchrun says on a failure is a page that blames the victim; it is kept for the unexpected
         # case.
-        child = subprocess.Popen(command, env=environment, stderr=log)
+        child = subprocess.Popen(command, env=environment, stdin=lock, stderr=log)
         with forward_signals(child):
-            code = _wait(child, status)
-        failed = first_failure(status) if code else None
+            ranks = OwnRanks(child, status, run)
+            code = ranks.wait()
+        failed = first_failure(status, run=run) if code else None
         if failed is not None:
             kind = "stopped" if failed.code == PREEMPTED else "error"
             sys.stderr.write(f"{kind}: rank {failed.rank}: {failed.error}\n")
             return int(failed.code or 1)
-        dead = blame(status, world, but=-1, wait=0.0) if code else ""
+        dead = blame(status, world, but=-1, run=run, wait=0.0) if code else ""
         if dead:
-            if not read_status(status):  # not one came far enough to say why
+            if not read_status(status, run=run):  # not one came far enough to say why
                 log.seek(0)
                 sys.stderr.write(log.read())
             sys.stderr.write(f"error: {dead}\n")
@@ -135,28 +137,6 @@ def launch(arguments: Sequence[str], world: int, status: Path) -> int:
             log.seek(0)
             sys.stderr.write(log.read())
     return code if code >= 0 else 1
-
-
-def _wait(child: subprocess.Popen[bytes], status: Path) -> int:
-    """The exit code of torchrun, which gives ranks that hang after a failure half a minute: we give less."""
-    failed_at: float | None = None
-    while child.poll() is None:
-        time.sleep(_LOOK_EVERY)
-        known = read_status(status)
-        if failed_at is None and any(one.code not in (None, 0, PREEMPTED) for one in known):
-            failed_at = time.monotonic()
-        if failed_at is not None and time.monotonic() - failed_at > _HANGING_AFTER:
-            for one in known:
-                if one.code is None and one.host == socket.gethostname() and _parent_of(one.pid) == child.pid:
-                    os.kill(one.pid, signal.SIGKILL)
-    return child.returncode
-
-
-def _parent_of(pid: int) -> int | None:
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return None
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import socket
 import threading
 import time
@@ -19,6 +20,7 @@ from typing import Self
 
 from ..parallel_state import BadInput
 from .preempt import PREEMPTED
+from .process_info import has_process_info, process_info, start_of
 
 #: A rank whose file is older than this many seconds is silent. Ranks beat once a second.
 SILENT_AFTER = 4.0
@@ -28,8 +30,9 @@ _BEAT = 1.0
 @dataclass(frozen=True, slots=True)
 class RankStatus:
     """``code`` is ``None`` while the rank runs, then its exit code; ``time`` is when it was last alive
-    (epoch, s, by the clock of the disk). ``cause`` is false for a rank that only saw another one fail.
-    ``run`` is alike on the ranks that were started together.
+    (epoch, s, by the clock of the disk). ``started`` is the start of process ``pid``, in the system's ticks.
+    ``cause`` is false for a rank that only saw another one fail. ``run`` is alike on the ranks that were
+    started together, and on no others.
     """
 
     rank: int
@@ -42,6 +45,15 @@ class RankStatus:
     host: str
     cause: bool = True
     run: str = ""
+    started: int = 0
+
+    @property
+    def gone(self) -> bool:
+        """Whether its process, which ran on this host, runs no more."""
+        if self.host != socket.gethostname() or not has_process_info():
+            return False
+        now = process_info(self.pid)
+        return now is None or not now.alive or (self.started != 0 and now.started != self.started)
 
     def silent(self, now: float) -> bool:
         """Whether it neither ended nor lives: its process is gone or stopped here, or its last beat was long
@@ -49,39 +61,36 @@ class RankStatus:
         """
         if self.code is not None:
             return False
-        if self.host == socket.gethostname() and _state_of(self.pid) in ("", "Z", "X", "T"):
+        if self.gone or (self.host == socket.gethostname() and _stopped(self.pid)):
             return True
         return now - self.time > SILENT_AFTER
 
 
-def _state_of(pid: int) -> str:
-    """Linux's letter for a process: Z for a dead one not yet waited for, T for a stopped one; empty if there
-    is none.
-    """
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "" if Path("/proc/self").exists() else "?"
+def _stopped(pid: int) -> bool:
+    info = process_info(pid)
+    return info is not None and info.state == "T"
 
 
 class Heartbeat:
     """Writes this rank's status every second from a thread, so that a rank that waits is alive and one that
     was stopped or killed is silent. Leaving the context without ``end`` says that it ended well.
+
+    Nothing is written before ``publish``: until then the folder may be another run's.
     """
 
-    def __init__(self, folder: Path, rank: int) -> None:
+    def __init__(self, folder: Path, rank: int, world: int) -> None:
+        self.rank, self.world = rank, world
         self._path = folder / f"rank{rank}.json"
+        pid = os.getpid()
         self._status = RankStatus(
-            rank, None, "start", 0, "", 0.0, os.getpid(), socket.gethostname(), run=this_start()
+            rank, None, "start", 0, "", 0.0, pid, socket.gethostname(), started=start_of(pid)
         )
+        self.run: str | None = None
         self._lock = threading.Lock()
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
     def __enter__(self) -> Self:
-        make_folder(self._path.parent)
-        self._write()
-        self._thread.start()
         return self
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
@@ -89,10 +98,28 @@ class Heartbeat:
             self.end(0)
         self._stop()
 
+    def publish(self, run: str) -> None:
+        """The folder is ours, and ``run`` the name of this start: write, now and every second.
+
+        The first call counts.
+        """
+        if self.run is None:
+            make_folder(self._path.parent)
+            self._status = _changed(self._status, run=run)
+            self._write(first=True)
+            self.run = run
+            self._thread.start()
+
     def at(self, phase: str, step: int) -> None:
         """What this rank does now; written at once where the phase is new, else with the next beat."""
         new = phase != self._status.phase
         self._write(now=new, phase=phase, step=step)
+
+    def blame(self) -> str:
+        """Which of the other ranks failed or fell silent; empty where nobody knows."""
+        if self.run is None:
+            return ""
+        return blame(self._path.parent, self.world, but=self.rank, run=self.run)
 
     @property
     def place(self) -> str:
@@ -113,19 +140,30 @@ class Heartbeat:
         while not self._done.wait(_BEAT):
             self._write()
 
-    def _write(self, *, now: bool = True, **changes: object) -> None:
+    def _write(self, *, now: bool = True, first: bool = False, **changes: object) -> None:
         """Note the changes and, ``now``, put them on the disk; a full disk must not hide what went wrong."""
         with self._lock:
             self._status = _changed(self._status, time=time.time(), **changes)
-            if now:
+            if first or (now and self.run is not None and not self._replaced()):
                 with suppress(OSError):
                     temporary = self._path.with_suffix(".tmp")
                     temporary.write_text(json.dumps(asdict(self._status)))
                     temporary.replace(self._path)
 
+    def _replaced(self) -> bool:
+        """Whether a later start has the folder by now, in which a rank that ends slowly writes no more."""
+        with suppress(OSError, ValueError, TypeError):
+            return bool(_read(self._path).run != self.run)
+        return False
+
 
 def _changed(status: RankStatus, **changes: object) -> RankStatus:
     return RankStatus(**(asdict(status) | changes))
+
+
+def status_folder(out: Path) -> Path:
+    """Where the ranks of a run leave their status, in the run's folder."""
+    return out / "status"
 
 
 def make_folder(folder: Path) -> None:
@@ -138,42 +176,50 @@ def make_folder(folder: Path) -> None:
 
 
 def this_start() -> str:
-    """What the ranks that torchrun started together have in common, and no earlier start has."""
-    names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
-    return "/".join(os.environ.get(name, "") for name in names)
+    """The name that a launcher of ours gave to the ranks that it started together."""
+    return os.environ.get("TORCHELASTIC_RUN_ID", "")
 
 
-def read_status(folder: Path, *, run: str | None = None) -> list[RankStatus]:
-    """Every rank's status, by rank; only those of ``run``, if it is given. A file that makes no sense, left
-    by another version or a full disk, is passed over.
+def new_start() -> str:
+    """A name that no other start has, for the ranks that are started together."""
+    return secrets.token_hex(8)
+
+
+def _read(path: Path) -> RankStatus:
+    return RankStatus(**(json.loads(path.read_text()) | {"time": path.stat().st_mtime}))
+
+
+def read_status(folder: Path, *, run: str) -> list[RankStatus]:
+    """Every status of this start, by rank. A file that makes no sense, left by another version or a full
+    disk, is passed over, and so is one of another start.
     """
     found = []
     for path in folder.glob("rank*.json"):
         with suppress(OSError, ValueError, TypeError):
-            status = RankStatus(**(json.loads(path.read_text()) | {"time": path.stat().st_mtime}))
-            if run is None or status.run == run:
+            status = _read(path)
+            if status.run == run:
                 found.append(status)
     return sorted(found, key=lambda status: status.rank)
 
 
 def clear_status(folder: Path) -> None:
-    """Forget an earlier run's."""
-    for path in folder.glob("rank*.json"):
-        path.unlink()
+    """Forget an earlier run's, and what its killed ranks had half written."""
+    for path in (*folder.glob("rank*.json"), *folder.glob("rank*.tmp")):
+        path.unlink(missing_ok=True)
 
 
-def first_failure(folder: Path) -> RankStatus | None:
+def first_failure(folder: Path, *, run: str) -> RankStatus | None:
     """The earliest end with a code other than 0, that of a rank which is a cause before any other, and one
     that failed before one that was asked to stop.
     """
-    ended = [status for status in read_status(folder) if status.code]
+    ended = [status for status in read_status(folder, run=run) if status.code]
     failed = [status for status in ended if status.code != PREEMPTED] or ended
     causes = [status for status in failed if status.cause] or failed
     return min(causes, key=lambda status: status.time, default=None)
 
 
-def blame(folder: Path, world: int, *, but: int, run: str | None = None, wait: float = 1.5) -> str:
-    """Which of the other ranks (of ``run``) failed, or fell silent, as a sentence; empty if all are alive
+def blame(folder: Path, world: int, *, but: int, run: str, wait: float = 1.5) -> str:
+    """Which of the other ranks of this start failed, or fell silent, as a sentence; empty if all are alive
     after ``wait`` seconds.
     """
     deadline = time.monotonic() + wait
@@ -184,7 +230,7 @@ def blame(folder: Path, world: int, *, but: int, run: str | None = None, wait: f
         time.sleep(0.1)
 
 
-def _accusations(folder: Path, world: int, but: int, run: str | None) -> str:
+def _accusations(folder: Path, world: int, but: int, run: str) -> str:
     known = {status.rank: status for status in read_status(folder, run=run)}
     # By the clock of the disk, as the beats are: those of hosts differ.
     now = known[but].time if but in known else time.time()

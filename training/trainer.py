@@ -41,6 +41,7 @@ from .recipe import Recipe
 from .run_plan import open_data, plan
 from .status import Heartbeat
 from .terminal import Terminal
+from .watch import last_word
 from .watchers import Watchers
 
 
@@ -92,6 +93,7 @@ class Trainer:
             self.watchers.running(start),
             Prefetch(self._batch, start, stop, ahead=ahead, device=device) as batch_of,
             self._saver() as saver,
+            self._said_at_once(),
         ):
             for number in range(start, stop):
                 with self.watchers.around(number):
@@ -118,6 +120,10 @@ class Trainer:
                         f"asked to stop: saved after step {number + 1}; the same command goes on from there"
                     )
         return done
+
+    def _said_at_once(self) -> AbstractContextManager[None]:
+        """An error is in this rank's status before the saver waits for a save in the background."""
+        return nullcontext() if self.beat is None else last_word(self.beat)
 
     def _comparing(self) -> AbstractContextManager[Any]:
         """What looks for collectives in different orders, if the recipe asks for it."""

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ..checkpoints import rank_at_fault
 from ..parallel_state import PeerFailed
-from .status import Heartbeat, blame, this_start
+from .status import Heartbeat
 
 #: Words of gloo, NCCL and TORCH_DISTRIBUTED_DEBUG=DETAIL.
 _OF_A_COLLECTIVE = (
@@ -28,32 +28,40 @@ class OutOfMemory(RuntimeError):
 
 
 @contextmanager
-def watched(folder: Path, rank: int, world: int) -> Iterator[Heartbeat]:
+def watched(folder: Path, rank: int, world: int, *, run: str | None) -> Iterator[Heartbeat]:
     """While it lasts, ``folder/rank<r>.json`` says that this rank lives; a failure leaves its code and
-    message there.
+    message there. ``run`` names this start; ``None``: the folder is not ours before ``publish``.
 
     A collective that failed becomes ``PeerFailed`` (exit code 3), naming the rank that failed or fell silent.
     """
-    with Heartbeat(folder, rank) as beat:
-        try:
+    with Heartbeat(folder, rank, world) as beat:
+        if run is not None:
+            beat.publish(run)
+        with last_word(beat):
             yield beat
-        except Exception as error:
-            cause = rank_at_fault(error, here=rank) == rank
-            if cause and is_out_of_memory(error):
-                error = OutOfMemory(
-                    f"{beat.place}: out of memory: {str(error).splitlines()[0]}. {_LESS_MEMORY}"
-                )
-            code = getattr(error, "exit_code", None)
-            if isinstance(code, int):
-                beat.end(code, str(error), cause=cause)
-                raise error
-            if not is_collective_failure(error):
-                beat.end(1, f"{type(error).__name__}: {error}", cause=cause)
-                raise
-            who = blame(folder, world, but=rank, run=this_start())
-            text = f"{beat.place}: a collective failed: {who or str(error).splitlines()[0]}"
-            beat.end(PeerFailed.exit_code, text, cause=False)
-            raise PeerFailed(text) from error
+
+
+@contextmanager
+def last_word(beat: Heartbeat) -> Iterator[None]:
+    """An error that leaves this block is written down at once, before what lies around the block cleans up.
+    The first one counts.
+    """
+    try:
+        yield
+    except Exception as error:
+        cause = rank_at_fault(error, here=beat.rank) == beat.rank
+        if cause and not hasattr(error, "exit_code") and is_out_of_memory(error):
+            error = OutOfMemory(f"{beat.place}: out of memory: {str(error).splitlines()[0]}. {_LESS_MEMORY}")
+        code = getattr(error, "exit_code", None)
+        if isinstance(code, int):
+            beat.end(code, str(error), cause=cause)
+            raise error
+        if not is_collective_failure(error):
+            beat.end(1, f"{type(error).__name__}: {error}", cause=cause)
+            raise
+        text = f"{beat.place}: a collective failed: {beat.blame() or str(error).splitlines()[0]}"
+        beat.end(PeerFailed.exit_code, text, cause=False)
+        raise PeerFailed(text) from error
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from trilith.cli.app import run
+from trilith.parallel_state import launched
 from trilith.testing import ExitCode, run_fresh
 from trilith.training.join import join
 
@@ -82,7 +83,9 @@ def meet(folder: str, seconds_late: float) -> None:
         time.sleep(seconds_late)
     else:
         sign.touch()
-    join(rank, 3, {}, timedelta(seconds=4))
+    here = launched()
+    assert here is not None
+    join(here, {}, timedelta(seconds=4))
 
 
 @pytest.mark.parametrize(

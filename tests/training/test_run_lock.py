@@ -1,15 +1,25 @@
-"""Two runs in one folder: the second is refused, a killed one is in nobody's way."""
+"""Two runs in one folder: the second is refused and touches nothing, a killed one is in nobody's way."""
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
+from trilith.cli.app import run
 from trilith.parallel_state import BadInput, Layout, ParallelState
 from trilith.testing import run_fresh, run_parallel
-from trilith.training.run_lock import only_run_in
+from trilith.training.metrics import read_metrics
+from trilith.training.run_lock import inherits_lock, lock_folder, only_run_in
+
+Make = Callable[[int], Any]
+ONE_RANK = ["layout.data=1", "layout.zero=0"]
 
 
 def enter(folder: str) -> str:
@@ -40,3 +50,84 @@ def test_the_lock_goes_with_its_holder(tmp_path: Path) -> None:
         only_run_in(tmp_path, alone, patience=0).__enter__()
     with only_run_in(tmp_path, alone, patience=0):
         pass
+
+
+def everything(folder: Path) -> dict[str, tuple[int, bytes]]:
+    """Each entry of the folder, and itself, with its time of change and its content."""
+    paths = [folder, *folder.rglob("*")]
+    return {
+        str(path): (path.stat().st_mtime_ns, b"" if path.is_dir() else path.read_bytes()) for path in paths
+    }
+
+
+def start_impatiently(arguments: list[str], launched: bool) -> None:
+    if not launched:
+        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
+            os.environ.pop(name, None)
+    with mock.patch("trilith.training.run_lock._PATIENCE", 0.5):
+        sys.exit(run(["train", *arguments]))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "launched", "changes"),
+    [(2, True, []), (1, True, ONE_RANK), (1, False, ONE_RANK), (1, False, [])],
+    ids=["ranks-of-torchrun", "rank-of-torchrun", "one-rank", "launcher"],
+)
+def test_a_second_start_waits_says_so_and_touches_nothing(
+    make: Make, ranks: int, launched: bool, changes: list[str]
+) -> None:
+    run = make(4)
+    assert run.ranks("stop_after=2") == [0, 0]
+    arguments = [str(run.recipe), "--quiet", *changes]
+    with lock_folder(run.out):  # forgets the status of the run that ended
+        (run.out / "status" / "rank0.json").write_text("of the run that has the folder")
+        before = everything(run.out)
+        codes = run_fresh(start_impatiently, ranks, arguments, launched, process_group=False)
+        assert everything(run.out) == before
+    assert codes == [2] * ranks, codes[0].output
+    assert f"{run.out} is in use by another run: waiting up to 0.5 s for it to end" in codes[0].output
+    assert "error: recipe: out: expected a folder that no other run is using" in codes[-1].output
+
+
+def test_of_two_starts_on_a_fresh_folder_exactly_one_trains(make: Make) -> None:
+    run = make(3)
+    fault = "rank=0;at=step.forward;step=2;act=sleep:4"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRILITH_FAULT", fault)
+        arguments = [str(run.recipe), "--quiet", *ONE_RANK]
+        codes = run_fresh(start_impatiently, 2, arguments, False, process_group=False)
+    assert sorted(codes) == [0, 2], [code.output for code in codes]
+    assert [line["step"] for line in read_metrics(run.out / "metrics.jsonl")] == [0, 1, 2]
+    assert run.steps_saved == [2, 3]
+    assert run.status(0)["code"] == 0
+
+
+def test_the_lock_that_a_launcher_hands_on_is_told_from_another_s(tmp_path: Path) -> None:
+    before = os.dup(0)
+    try:
+        with lock_folder(tmp_path) as lock:
+            assert not inherits_lock(tmp_path)
+            os.dup2(lock, 0)
+            assert inherits_lock(tmp_path)
+            other = os.open(tmp_path / "run.lock", os.O_RDONLY)
+            os.dup2(other, 0)
+            os.close(other)
+            assert not inherits_lock(tmp_path)
+    finally:
+        os.dup2(before, 0)
+        os.close(before)
+
+
+@pytest.mark.slow  # three starts with all their imports
+def test_a_second_start_does_no_harm_to_the_first_and_the_folder_is_free_after_it(make: Make) -> None:
+    run = make(6)
+    first = run.start(fault="rank=0;at=step.forward;step=4;act=sleep:30")
+    deadline = time.monotonic() + 60
+    while len(read_metrics(run.out / "metrics.jsonl")) < 3:
+        assert first.poll() is None and time.monotonic() < deadline, "it did not come to that"
+        time.sleep(0.05)
+    code, errors = run.finish()
+    assert code == 2 and "waiting up to 10 s" in errors and "in use" in errors
+    _, errors = first.communicate(timeout=120)
+    assert first.returncode == 0, errors
+    assert run.steps_saved == [4, 6]

@@ -14,11 +14,14 @@ from unittest import mock
 
 import pytest
 import torch
+from trilith.checkpoints import Saver
 from trilith.testing import run_fresh
 from trilith.training.launch import process_group
 from trilith.training.metrics import read_metrics
 from trilith.training.recipe import load_recipe
+from trilith.training.status import read_status
 from trilith.training.trainer import Trainer
+from trilith.training.watch import watched
 
 Make = Callable[[int], Any]
 
@@ -135,6 +138,33 @@ def test_an_error_does_not_wait_for_a_save_in_the_background(make: Make) -> None
         (code,) = run_fresh(fail_while_saving, 1, str(run.recipe), process_group=False, timeout=60)
     assert code == 0, code.output
     assert float(code.output.split("heard after ")[1].split()[0]) < 10
+
+
+def fail_and_say_when(recipe: str, status: str) -> None:
+    """What this rank's status says when the saver begins to wait for its thread."""
+    loaded = load_recipe(Path(recipe), ["checkpoint.background=true", "layout.data=1", "layout.zero=0"])
+    leave = Saver.__exit__
+
+    def look_and_leave(saver: Saver, *error: Any) -> None:
+        (said,) = read_status(Path(status), run="now")
+        print(f"told {said.code} {said.error}")
+        leave(saver, *error)
+
+    with watched(Path(status), 0, 1, run="now") as beat, process_group(loaded.layout.layout) as state:
+        trainer = Trainer(loaded, state, beat=beat, quiet=True)
+
+        def fail(metrics: Any) -> None:
+            raise KeyError("in the loop")
+
+        with mock.patch.object(Saver, "__exit__", look_and_leave):
+            trainer.run(after_step=fail)
+
+
+def test_an_error_is_in_the_rank_s_status_before_the_saver_waits(make: Make, tmp_path: Path) -> None:
+    run = make(4)
+    (code,) = run_fresh(fail_and_say_when, 1, str(run.recipe), str(tmp_path / "status"), process_group=False)
+    assert code == 1
+    assert "told 1 KeyError: 'in the loop'" in code.output
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,99 @@
+"""What the system knows of a process, and how the processes of one start hang together, on Linux.
+
+A process id alone names nobody for long: the system gives it out again. With the time at which the process
+started it does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+_PROC = Path("/proc")
+#: Linux's numbers for ``prctl``.
+_SET_PARENT_DEATH_SIGNAL, _SET_SUBREAPER, _GET_SUBREAPER = 1, 36, 37
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessInfo:
+    """A process: ``state`` is Linux's letter (Z for a dead one not yet waited for, T for a stopped one),
+    ``started`` the time of its start, in ticks since the machine's.
+    """
+
+    pid: int
+    state: str
+    parent: int
+    started: int
+
+    @property
+    def alive(self) -> bool:
+        return self.state not in ("Z", "X")
+
+
+def process_info(pid: int) -> ProcessInfo | None:
+    """Look a process up; ``None`` where there is none, or where the system does not say."""
+    try:
+        # The name, in parentheses, may hold anything.
+        fields = (_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
+        return ProcessInfo(pid, fields[0], int(fields[1]), int(fields[19]))
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+def has_process_info() -> bool:
+    """Whether this system says anything about processes in ``/proc``."""
+    return process_info(os.getpid()) is not None
+
+
+def start_of(pid: int) -> int:
+    """When the process started; 0 where that is not known."""
+    info = process_info(pid)
+    return info.started if info else 0
+
+
+def children_of(pid: int) -> list[ProcessInfo]:
+    """The processes whose parent it is, the dead ones that nobody waited for among them."""
+    numbers = [int(path.name) for path in _PROC.glob("[0-9]*")] if has_process_info() else []
+    found = (process_info(number) for number in numbers)
+    return [one for one in found if one is not None and one.parent == pid]
+
+
+def environment_of(pid: int) -> list[str]:
+    """The ``NAME=value`` that the process was started with; empty where that is not known."""
+    try:
+        return (_PROC / str(pid) / "environ").read_text(errors="replace").split("\0")
+    except OSError:
+        return []
+
+
+def end_with_parent(number: int = signal.SIGTERM, *, parent: int | None = None) -> None:
+    """Have the system send this process the signal when its parent dies; now, if ``parent`` is gone already.
+
+    Does nothing on a system other than Linux.
+    """
+    _prctl(_SET_PARENT_DEATH_SIGNAL, number)
+    if parent is not None and sys.platform == "linux" and os.getppid() != parent:
+        os.kill(os.getpid(), number)
+
+
+@contextmanager
+def adopting_orphans() -> Iterator[None]:
+    """While it lasts, descendants whose parent dies become children of this process, not of the first one."""
+    before = ctypes.c_int(0)
+    _prctl(_GET_SUBREAPER, ctypes.addressof(before))
+    _prctl(_SET_SUBREAPER, 1)
+    try:
+        yield
+    finally:
+        _prctl(_SET_SUBREAPER, before.value)
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, ctypes.c_ulong(value), 0, 0, 0)
