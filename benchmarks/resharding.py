@@ -30,7 +30,7 @@ def write_run(folder: Path, config: dict[str, Any]) -> None:
     """A checkpoint as one rank of a run writes it, fp32 with both moments, made without a model."""
     family = family_of(config)
     (stated,) = family.declarations(family.from_hf(config))
-    shapes = {name: declaration.true_shape for name, declaration in stated.items()}
+    shapes = {name: declaration.shape for name, declaration in stated.items()}
     shapes |= {moment_name(moment, name): shapes[name] for moment in MOMENTS for name in list(stated)}
     folder.mkdir(parents=True)
     name = "rank-00000-of-00001.safetensors"

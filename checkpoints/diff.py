@@ -60,7 +60,7 @@ def _names(source: Source, as_hf: bool) -> dict[str, tuple[int, ...]]:
     if source.manifest is not None or as_hf:
         return {name: whole.shape for name, whole in source.catalog.items()}
     (stated,) = source.family.declarations(source.model_config)
-    return {name: declaration.true_shape for name, declaration in stated.items()}
+    return {name: declaration.shape for name, declaration in stated.items()}
 
 
 def _compare(

@@ -170,7 +170,7 @@ def load_module(
 
 def _check_same(source: Source, stages: Sequence[Mapping[str, Declaration]], family: ModuleFamily) -> None:
     """The names and true shapes of the whole module, against those of the checkpoint."""
-    wanted = {name: one.true_shape for stage in stages for name, one in stage.items()}
+    wanted = {name: one.shape for stage in stages for name, one in stage.items()}
     if source.manifest is None:
         return  # the folder was read against them
     found = {n: whole.shape for n, whole in source.catalog.items() if not n.startswith("optimizer.")}

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NoReturn
 
-from pydantic import BaseModel, ConfigDict, JsonValue
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
+from ..layers import VOCABULARY_MULTIPLE, padded_vocabulary
 from ..models import CausalLM, Family, ModelConfig, Rename, Rule, Split, Stack, Transpose
 from ..models.links import Link, expand
 from ..parallel_state import BadInput, Cut, Declaration, Layout
@@ -35,11 +36,15 @@ class StoredCut(_Strict):
 
 
 class StoredDeclaration(_Strict):
-    """How a parameter lay over the ranks (see ``parallel_state.Declaration``), and on which stages."""
+    """How a parameter lay over the ranks (see ``parallel_state.Declaration``), and on which stages.
+
+    ``rows``: in checkpoints of the first version, whose ``shape`` is the padded one, the true rows of dim 0.
+    """
 
     shape: tuple[int, ...]
     cut: StoredCut | None = None
-    rows: int | None = None
+    multiple: int | None = Field(default=None, ge=1, le=2**24)
+    rows: int | None = Field(default=None, ge=1)
     partial: tuple[str, ...] = ()
     ends: bool = False
     experts: bool = False
@@ -48,9 +53,14 @@ class StoredDeclaration(_Strict):
 
     def restored(self) -> Declaration:
         cut = None if self.cut is None else Cut(**self.cut.model_dump())
+        shape, multiple = self.shape, self.multiple
+        if self.rows is not None and shape:
+            held, *rest = shape
+            multiple = VOCABULARY_MULTIPLE if padded_vocabulary(self.rows) == held else held
+            shape = (self.rows, *rest)
         return Declaration(
-            self.shape, cut=cut, rows=self.rows, partial=self.partial, ends=self.ends, experts=self.experts,
-            buffer=self.buffer,
+            shape, cut=cut, multiple=multiple, partial=self.partial, ends=self.ends,
+            experts=self.experts, buffer=self.buffer,
         )  # fmt: skip
 
 
@@ -91,7 +101,7 @@ class StoredModule(_Strict):
                 where = stored[name].stages if name in stored else ()
                 cut = None if one.cut is None else StoredCut(**asdict(one.cut))
                 stored[name] = StoredDeclaration(
-                    shape=one.shape, cut=cut, rows=one.rows, partial=one.partial, ends=one.ends,
+                    shape=one.shape, cut=cut, multiple=one.multiple, partial=one.partial, ends=one.ends,
                     experts=one.experts, buffer=one.buffer, stages=(*where, number),
                 )  # fmt: skip
         rules = tuple(map(StoredRule.of, names))
@@ -144,7 +154,7 @@ class ModuleFamily(Family):
         return stages
 
     def links(self, config: ModelConfig) -> tuple[list[Link], dict[str, tuple[int, ...]]]:
-        shapes = {name: one.restored().true_shape for name, one in self.module.declarations.items()}
+        shapes = {name: one.restored().shape for name, one in self.module.declarations.items()}
         if not self.rules:
             raise BadInput(
                 self.model_type, "names", expected="a table of Hugging Face's names", found="none",

@@ -79,7 +79,7 @@ def check_model(source: Source) -> None:
         first = bad.errors(include_url=False)[0]
         key = ".".join(["adapter.lora", *map(str, first["loc"])])
         raise BadCheckpoint(where, key, expected=first["msg"], found=shown(first["input"])) from None
-    wanted = {name: declaration.true_shape for name, declaration in stated.items()}
+    wanted = {name: declaration.shape for name, declaration in stated.items()}
     found = {n: whole.shape for n, whole in source.catalog.items() if not n.startswith("optimizer.")}
     for name in [*wanted, *found]:
         if wanted.get(name) != found.get(name):

@@ -18,6 +18,7 @@ from .compiling import compile_blocks
 from .dispatch import Dispatch
 from .dropout import Dropout, own_random
 from .embedding import (
+    VOCABULARY_MULTIPLE,
     PositionEmbedding,
     VocabParallelEmbedding,
     VocabParallelHead,
@@ -93,6 +94,7 @@ __all__ = [
     "lora_scale",
     "merge_heads",
     "own_random",
+    "VOCABULARY_MULTIPLE",
     "padded_vocabulary",
     "reduce_from_tensor",
     "scatter_sequence",

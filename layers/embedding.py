@@ -6,18 +6,27 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..parallel_state import Cut, Declaration, Initial, Normal, ParallelState, declare_parameter, local
+from ..parallel_state import (
+    Cut,
+    Declaration,
+    Initial,
+    Normal,
+    ParallelState,
+    declare_parameter,
+    local,
+    padded_rows,
+)
 from .collectives import enter_tensor, gather_from_tensor, leave_tensor
 from .misuse import alone_or
 from .zigzag import token_places
 
-#: In memory, vocabularies are padded to a multiple of this in every layout; checkpoints hold no padding.
+#: In memory, vocabularies are padded to a multiple of this that the layout can cut; checkpoints are not.
 VOCABULARY_MULTIPLE = 128
 
 
-def padded_vocabulary(vocab_size: int) -> int:
-    """Rows in memory for a vocabulary of this size."""
-    return -(-vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+def padded_vocabulary(vocab_size: int, tensor: int = 1) -> int:
+    """Rows in the memory of ``tensor`` ranks together for a vocabulary of this size."""
+    return padded_rows(vocab_size, VOCABULARY_MULTIPLE, tensor)
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -43,7 +52,7 @@ class VocabParallelEmbedding(nn.Module):
         self.state = alone_or(state)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         declaration = _vocabulary(num_embeddings, embedding_dim, ends, initial or Normal(1.0), state)
-        self.rows = declaration.shape[0]
+        self.rows = declaration.held_shape(self.state.layout)[0]
         declare_parameter(self, "weight", declaration, self.state)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -87,7 +96,7 @@ class VocabParallelHead(nn.Module):
         self.state = alone_or(state)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         declaration = _vocabulary(num_embeddings, embedding_dim, False, initial or Normal(0.02), state)
-        self.rows = declaration.shape[0]
+        self.rows = declaration.held_shape(self.state.layout)[0]
         declare_parameter(self, "weight", declaration, self.state)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -157,8 +166,8 @@ def _vocabulary(
     rows: int, dim: int, ends: bool, initial: Initial, state: ParallelState | None
 ) -> Declaration:
     """Without a state there is no padding: the layer is the plain one, and loads its weights."""
-    held = rows if state is None else padded_vocabulary(rows)
-    return Declaration((held, dim), cut=Cut(0), rows=rows, ends=ends, initial=initial)
+    multiple = None if state is None else VOCABULARY_MULTIPLE
+    return Declaration((rows, dim), cut=Cut(0), multiple=multiple, ends=ends, initial=initial)
 
 
 def _repr(rows: int, dim: int, padded: int, state: ParallelState) -> str:

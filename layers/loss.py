@@ -119,13 +119,13 @@ def vocab_parallel_cross_entropy(
     """
     state = alone_or(state)
     check_ids(labels, vocab_size, but=ignore_index)
-    if state.tensor_size > 1 and logits.shape[-1] * state.tensor_size not in (
-        vocab_size, padded_vocabulary(vocab_size),
-    ):  # fmt: skip
+    size = state.tensor_size
+    padded = padded_vocabulary(vocab_size, size)
+    if size > 1 and logits.shape[-1] * size not in (vocab_size, padded):
         raise BadInput(
             "vocab_parallel_cross_entropy", "logits",
-            expected=f"{padded_vocabulary(vocab_size) // state.tensor_size} columns: a part of {vocab_size}",
-            found=logits.shape[-1], todo="Do not gather the logits before it",
+            expected=f"{padded // size} columns: a part of {vocab_size}", found=logits.shape[-1],
+            todo="Do not gather the logits before it",
         )  # fmt: skip
     return _cross_entropy(logits, labels, vocab_size, label_smoothing, ignore_index, state)
 

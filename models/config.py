@@ -9,8 +9,7 @@ from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from ..layers import padded_vocabulary
-from ..parallel_state import BadInput, Layout, nearest_divisors
+from ..parallel_state import BadInput, Layout, nearest_divisors, nearest_multiples
 
 
 def names(text: str) -> frozenset[str]:
@@ -150,7 +149,6 @@ class ModelConfig(BaseModel):
         return {
             self.spelled("num_attention_heads"): self.num_attention_heads,
             self.spelled("intermediate_size"): self.intermediate_size,
-            "the padded vocabulary": padded_vocabulary(self.vocab_size),
         }
 
     def check_layout(self, layout: Layout) -> None:
@@ -164,7 +162,8 @@ class ModelConfig(BaseModel):
                     "tensor",
                     expected=f"a divisor of {key}={number}",
                     found=layout.tensor,
-                    todo=nearest_divisors("tensor", common, layout.tensor),
+                    todo=f"{nearest_divisors('tensor', common, layout.tensor)}. "
+                    + nearest_multiples(f"{key} on tensor={layout.tensor}", layout.tensor, number),
                 )
         experts = self.routed_experts
         if layout.expert > 1 and (not experts or experts % layout.expert):

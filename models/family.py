@@ -120,7 +120,7 @@ class Family:
     def links(self, config: ModelConfig) -> tuple[list[Link], dict[str, tuple[int, ...]]]:
         """Ties between our tensors and HF's, and the shapes of HF's tensors."""
         (stated,) = self.declarations(config)
-        shapes = {name: declaration.true_shape for name, declaration in stated.items()}
+        shapes = {name: declaration.shape for name, declaration in stated.items()}
         return expand(self.rules, shapes, config.num_hidden_layers)
 
     def links_of_all(self, config: ModelConfig) -> list[Link]:

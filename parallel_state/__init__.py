@@ -1,7 +1,7 @@
 """Floor 1: the layout, the state of one rank, and parameters that state once how they are cut."""
 
 from .boxes import Box
-from .declaration import BUFFER_DTYPE, Cut, Declaration, buffer_names, declarations
+from .declaration import BUFFER_DTYPE, Cut, Declaration, buffer_names, declarations, padded_rows
 from .errors import BadCheckpoint, BadInput, PeerFailed, nearest, nearest_divisors, nearest_multiples
 from .fault import fault
 from .gradients import clip_gradients, finalize_gradients, gradient_norm, last_not_finite
@@ -53,6 +53,7 @@ __all__ = [
     "nearest",
     "nearest_divisors",
     "nearest_multiples",
+    "padded_rows",
     "parts",
     "seed_of",
     "stored_box",

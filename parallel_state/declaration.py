@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import gcd
+from math import gcd, lcm
 
 import torch
 from torch import nn
@@ -31,10 +31,11 @@ class Cut:
 class Declaration:
     """How one parameter lies over the ranks.
 
-    ``shape`` is the whole shape in memory. ``rows`` are the true rows of dim 0 where it is padded: memory
-    holds ``shape[0]``, checkpoints and exports hold ``rows``. ``partial`` names the axes over which each
-    rank's gradient is only a part, to be summed (a norm's weight under sequence parallelism, a shared
-    key/value head). ``ends`` marks a parameter that both ends of a pipeline hold (a tied embedding).
+    ``shape`` is the whole shape, the same in every layout: what checkpoints and exports hold. With a
+    ``multiple`` (a vocabulary), memory has rows of zeros after those of dim 0, up to a multiple of this
+    number that the layout can cut (``held_shape``). ``partial`` names the axes over which each rank's
+    gradient is only a part, to be summed (a norm's weight under sequence parallelism, a shared key/value
+    head). ``ends`` marks a parameter that both ends of a pipeline hold (a tied embedding).
     ``experts`` marks a stack whose dim 0 counts experts, which lie in equal pieces along the layout's
     ``expert`` axis, beside ``cut``. ``buffer`` marks numbers that belong to the model and that no gradient
     moves (a router's bias): in ``BUFFER_DTYPE``, whole on every rank at every ZeRO stage,
@@ -43,17 +44,21 @@ class Declaration:
 
     shape: tuple[int, ...]
     cut: Cut | None = None
-    rows: int | None = None
+    multiple: int | None = None
     partial: tuple[str, ...] = ()
     ends: bool = False
     experts: bool = False
     buffer: bool = False
     initial: Initial = ZERO
 
-    @property
-    def true_shape(self) -> tuple[int, ...]:
-        """The whole shape without padding: what Hugging Face has and checkpoints hold."""
-        return self.shape if self.rows is None else (self.rows, *self.shape[1:])
+    def held_shape(self, layout: Layout) -> tuple[int, ...]:
+        """Return the whole shape in the memory of this layout's ranks, padding included."""
+        if self.multiple is None:
+            return self.shape
+        pieces = 1
+        if self.cut is not None and self.cut.dim == 0:
+            pieces = getattr(layout, self.cut.axis) * self.cut.unit
+        return (padded_rows(self.shape[0], self.multiple, pieces), *self.shape[1:])
 
     def check(self, layout: Layout, name: str) -> None:
         """Refuse a layout that cannot cut this parameter into equal pieces of whole units."""
@@ -67,7 +72,7 @@ class Declaration:
             )
         if self.cut is None:
             return
-        size, dim = getattr(layout, self.cut.axis), self.shape[self.cut.dim]
+        size, dim = getattr(layout, self.cut.axis), self.held_shape(layout)[self.cut.dim]
         if dim % (size * self.cut.unit):
             units = dim // self.cut.unit
             raise BadInput(
@@ -80,7 +85,8 @@ class Declaration:
 
     def box(self, layout: Layout, at: Coordinates) -> Box:
         """What the rank at these coordinates holds, padding included, before its data axes shard it."""
-        whole = Box.whole(self.shape)
+        shape = self.held_shape(layout)
+        whole = Box.whole(shape)
         if self.experts:
             length = self.shape[0] // layout.expert
             first = layout.data_place(at, experts=True)[2] * length
@@ -88,7 +94,7 @@ class Declaration:
         if self.cut is None:
             return whole
         size, index = getattr(layout, self.cut.axis), getattr(at, self.cut.axis)
-        length = self.shape[self.cut.dim] // size
+        length = shape[self.cut.dim] // size
         return whole.narrow(self.cut.dim, index * length, (index + 1) * length)
 
     def shard_box(self, layout: Layout, at: Coordinates) -> Box:
@@ -117,9 +123,9 @@ class Declaration:
 
     def true_part(self, box: Box) -> Box:
         """The part of a box that is no padding; empty (zero rows) where all of it is."""
-        if self.rows is None:
+        if self.multiple is None:
             return box
-        start, stop = (min(bound, self.rows) for bound in (box.start[0], box.stop[0]))
+        start, stop = (min(bound, self.shape[0]) for bound in (box.start[0], box.stop[0]))
         return Box((start, *box.start[1:]), (stop, *box.stop[1:]))
 
     def owner(self, layout: Layout, at: Coordinates, *, sharded: bool = True) -> bool:
@@ -135,6 +141,16 @@ class Declaration:
             and ("tensor" in cut_over or at.tensor == 0)
             and not (self.ends and at.pipeline != 0)
         )
+
+
+def padded_rows(rows: int, multiple: int, pieces: int = 1) -> int:
+    """Return the fewest rows, at least ``rows``, that are a multiple of ``multiple`` and of ``pieces``.
+
+    >>> padded_rows(503, 128), padded_rows(503, 128, 4), padded_rows(503, 128, 3)
+    (512, 512, 768)
+    """
+    step = lcm(multiple, pieces)
+    return -(-rows // step) * step
 
 
 def declarations(model: nn.Module) -> dict[str, Declaration]:

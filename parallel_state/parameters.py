@@ -33,7 +33,7 @@ def declare_parameter(
     if not local.is_meta:
         seed = int(torch.randint(2**62, (), device="cpu"))
         _fill(local, box, declaration, seed)
-    mesh, shape = state.tensor_mesh, declaration.shape
+    mesh, shape = state.tensor_mesh, declaration.held_shape(state.layout)
     if declaration.experts and state.layout.expert > 1:  # FSDP wants both meshes of one root
         mesh, shape = state.expert_tensor_mesh, (box.shape[0], *shape[1:])
     if mesh is not None and not declaration.buffer:  # which FSDP and the optimizer never see
@@ -84,17 +84,24 @@ def initialize(
             path, _, leaf = name.rpartition(".")
             if path not in drawn:
                 drawn[path] = own_values(modules[path], path, stated, seed_of(seed, path))
-            with torch.no_grad():
-                local_data(parameter).copy_(drawn[path][leaf][box.slices])
+            held, true = _without_padding(local_data(parameter), box, declaration)
+            held.copy_(drawn[path][leaf][true.slices])
             continue
         _fill(local_data(parameter), box, declaration, seed_of(seed, name))
 
 
 def _fill(local: Tensor, box: Box, declaration: Declaration, seed: int) -> None:
     """Fill the true part and zero the padding."""
+    local, true = _without_padding(local, box, declaration)
+    if true.size:
+        fill(local, true, declaration.shape, declaration.initial, seed)
+
+
+@torch.no_grad()
+def _without_padding(local: Tensor, box: Box, declaration: Declaration) -> tuple[Tensor, Box]:
+    """Zero the padding; return the rows of ``local`` before it, and their box."""
     true = declaration.true_part(box)
     if true != box:
         local.zero_()
         local = local[: true.shape[0]]
-    if true.size:
-        fill(local, true, declaration.true_shape, declaration.initial, seed)
+    return local, true

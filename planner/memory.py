@@ -129,7 +129,7 @@ def _halfway(
         products = one.query + 2 * one.key_value + (2 if one.gated else 1) * one.feed_forward
         widths += products + 2 * one.hidden + 2 * one.residual
     if stage.last:
-        widths += padded_vocabulary(work.config.vocab_size) // work.layout.tensor
+        widths += _columns(work)
     return widths * work.compute * work.tokens
 
 
@@ -166,7 +166,7 @@ def _one_in_flight(
     if layout.pipeline > 1:
         kept += residual * work.compute * tokens  # a stage keeps its output until its backward
     rope = 2 * work.length * getattr(work.config, "rotated", 0) * work.compute
-    columns = padded_vocabulary(work.config.vocab_size) // layout.tensor if stage.last else 0
+    columns = _columns(work) if stage.last else 0
     if not work.loss_chunk:  # GPipe has made the losses of the other micro-batches too
         kept += columns * (work.inner + work.compute) * tokens * (held - 1) / max(held, 1)
     return kept + rope, again * tokens
@@ -176,7 +176,7 @@ def _logits(work: Work, stage: Stage, *, trained: bool) -> int:
     """Of the loss, on the last stage: the softmax is kept, its gradient is made beside it."""
     if not stage.last:
         return 0
-    columns = padded_vocabulary(work.config.vocab_size) // work.layout.tensor
+    columns = _columns(work)
     cast = work.compute if work.compute < work.inner else 0
     if work.loss_chunk:
         chunk = min(work.loss_chunk, work.tokens)
@@ -185,6 +185,11 @@ def _logits(work: Work, stage: Stage, *, trained: bool) -> int:
         return chunk * columns * (work.inner + cast) + weight + hidden
     output = work.compute if work.layout.pipeline > 1 else 0  # which torch's stage keeps
     return work.tokens * columns * (2 * work.inner + output + cast)
+
+
+def _columns(work: Work) -> int:
+    """The columns of a rank's logits, padding included."""
+    return padded_vocabulary(work.config.vocab_size, work.layout.tensor) // work.layout.tensor
 
 
 def _pipeline_buffers(work: Work, stage: Stage) -> int:

@@ -26,10 +26,14 @@ LLAMA: dict[str, Any] = {
     "mlp_bias": True,
     "tie_word_embeddings": False,
 }
+SIXES = {"intermediate_size": 90, "num_attention_heads": 6, "num_key_value_heads": 2}
 PLAIN = {key: value for key, value in LLAMA.items() if not key.endswith("_bias")}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "llama-tied": {**LLAMA, "tie_word_embeddings": True},
+    #: Heads and widths that 2, 3 and 6 divide, with a vocabulary that none of them does.
+    "llama-of-three": {**LLAMA, "tie_word_embeddings": True} | SIXES,
+    "llama-of-three-untied": {**LLAMA, **SIXES},
     "llama-kv1": {**LLAMA, "num_key_value_heads": 1},
     "llama-tied-kv1": {**LLAMA, "tie_word_embeddings": True, "num_key_value_heads": 1},
     # The window is shorter than the sequence; Qwen has its biases by itself and no other.

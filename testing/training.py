@@ -158,7 +158,10 @@ def roughen(model: CausalLM, seed: int, state: ParallelState) -> None:
 
 
 def pieces(model: CausalLM, state: ParallelState, *, gradients: bool = False) -> Pieces:
-    """What this rank holds of each parameter: its box, whether it owns it, the numbers."""
+    """What this rank holds of each parameter: its box without padding, whether it owns it, the numbers.
+
+    Asserts that padding is zero.
+    """
     stated = declarations(model)
     found = {}
     for name, parameter in model.named_parameters():
@@ -168,9 +171,13 @@ def pieces(model: CausalLM, state: ParallelState, *, gradients: bool = False) ->
             continue
         tensor = parameter.grad if gradients else parameter
         assert tensor is not None, f"{name} has no gradient"
-        box = stored_box(parameter, declaration, state)
+        box = declaration.true_part(stored_box(parameter, declaration, state))
         owner = declaration.owner(state.layout, state.at)
-        found[name] = (box, owner, local_data(tensor).clone())
+        held = local_data(tensor)
+        if declaration.multiple is not None:
+            assert not bool(held[box.shape[0] :].any()), f"{name}: padding is not zero"
+            held = held[: box.shape[0]]
+        found[name] = (box, owner, held.clone())
     return found
 
 

@@ -166,9 +166,7 @@ def _witnessed(model: nn.Module, state: ParallelState) -> Witnessed:
         name for name in stated
         if name.rpartition(".")[2] not in modules[name.rpartition(".")[0]].__dict__.get("declared", {})
     }  # fmt: skip
-    found = Witnessed(
-        {n: one.true_shape for n, one in stated.items()}, frozenset(undeclared), declared=stated
-    )
+    found = Witnessed({n: one.shape for n, one in stated.items()}, frozenset(undeclared), declared=stated)
     for name, parameter in model.named_parameters():
         promised = stated[name].box(state.layout, state.at).shape
         if promised != (held := tuple(local_data(parameter).shape)):
@@ -195,7 +193,7 @@ def _fill(model: nn.Module, seed: int, state: ParallelState) -> None:
         flat = len(one.shape) < 2 or isinstance(one.initial, Constant) or not begins(name)
         if flat and box.size:
             noise = torch.zeros(box.shape, dtype=data.dtype)
-            fill(noise, box, one.true_shape, Normal(0.3), seed_of(seed, "rough", name))
+            fill(noise, box, one.shape, Normal(0.3), seed_of(seed, "rough", name))
             data[: box.shape[0]].add_(noise) if box.shape else data.add_(noise)
 
 

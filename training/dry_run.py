@@ -118,7 +118,7 @@ def dry_run(recipe: Recipe, *, rank: int | None = None, room: int | None = None)
     too_much = room is not None and found.total > room
     return DryRun(
         recipe,
-        sum(prod(one.true_shape) for one in stated.values() if not one.buffer),
+        sum(prod(one.shape) for one in stated.values() if not one.buffer),
         active_parameters(stated, planned.config),
         layout.world,
         found,

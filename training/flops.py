@@ -104,7 +104,7 @@ def active_parameters(stated: Mapping[str, Declaration], config: ModelConfig) ->
 
 
 def _met(one: Declaration, config: ModelConfig) -> int:
-    size = prod(one.true_shape)
+    size = prod(one.shape)
     return size * config.experts_of_token // one.shape[0] if one.experts else size
 
 

@@ -176,8 +176,8 @@ def test_a_routers_bias_is_saved_with_the_module_in_fp32(tmp_path: Path) -> None
 
 def test_everything_that_is_declared_but_the_start_is_stored() -> None:
     declared = {one.name for one in fields(Declaration)} - {"initial"}
-    assert declared | {"stages"} == set(StoredDeclaration.model_fields)
-    every = Declaration((4, 8), Cut(1, unit=2), 3, ("tensor",), True, True, True)
+    assert declared | {"stages", "rows"} == set(StoredDeclaration.model_fields)
+    every = Declaration((3, 8), Cut(1, unit=2), 4, ("tensor",), True, True, True)
     (stored,) = StoredModule.of([{"x": every}], ()).declarations.values()
     assert stored.restored() == every
 
@@ -199,13 +199,18 @@ def test_the_commands_know_it(written: Path, tmp_path: Path, capsys: pytest.Capt
     files = [load_file(file) for file in sorted(out.glob("*.safetensors"))]
     assert [file["blocks.1.down.weight"].shape for file in files] == [(8, 4)] * 4
     assert [len(file["embed.weight"]) for file in files] == [32, 5, 0, 0]  # 37 rows of 128, padding left out
+    eight = tmp_path / "eight"
+    assert run(["reshard", str(out), str(eight), "--tensor", "8"]) == 0  # from 4 files to 8
+    assert run(["diff", str(written), str(eight)]) == 0
     assert [file["gain.weight"].shape for file in files] == [(8,)] * 4
     source = read_source(out)
     assert source.manifest is not None
     assert source.manifest.state["memory"] == {"updates": 2}
     capsys.readouterr()
     assert run(["reshard", str(written), str(tmp_path / "no"), "--tensor", "3"]) == 2
-    assert "tensor=3 divides, found 128" in capsys.readouterr().err
+    assert (
+        "16 units of 1 on dim 0: expected a number that tensor=3 divides, found 16" in capsys.readouterr().err
+    )
     assert run(["reshard", str(written), str(tmp_path / "no"), "--pipeline", "2"]) == 2
     assert "pipeline: expected 1, found 2" in capsys.readouterr().err
 

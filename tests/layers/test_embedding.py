@@ -47,16 +47,26 @@ def test_an_id_outside_the_vocabulary_is_refused(tensor: int, wrong: int) -> Non
         VocabParallelEmbedding(130, 6, state=state)(torch.tensor([[3, wrong]]))
 
 
-@pytest.mark.parametrize(("vocab", "padded"), [(1, 128), (128, 128), (129, 256), (503, 512), (50257, 50304)])
-def test_a_vocabulary_is_padded_alike_in_every_layout_E4(vocab: int, padded: int) -> None:
-    assert padded_vocabulary(vocab) == padded
-    for tensor in (1, 2, 4):
-        state = ParallelState.stand_in(Layout.of(tensor=tensor), tensor - 1)
+@pytest.mark.parametrize(
+    ("vocab", "tensor", "padded"),
+    [
+        *(
+            (vocab, size, padded)
+            for size in (1, 2, 4)
+            for vocab, padded in ((1, 128), (128, 128), (503, 512))
+        ),
+        *((503, 3, 768), (503, 5, 640), (503, 6, 768), (503, 7, 896), (50257, 3, 50304), (129, 256, 256)),
+    ],
+)
+def test_a_vocabulary_is_padded_as_far_as_the_layout_needs_E4(vocab: int, tensor: int, padded: int) -> None:
+    assert padded_vocabulary(vocab, tensor) == padded
+    for rank in (0, tensor - 1):
+        state = ParallelState.stand_in(Layout.of(tensor=tensor), rank)
         with torch.device("meta"):
             head = VocabParallelHead(6, vocab, state=state)
         assert head.weight.shape == (padded // tensor, 6)
         stated = declarations(head)["weight"]
-        assert (stated.shape, stated.true_shape) == ((padded, 6), (vocab, 6))
+        assert (stated.held_shape(state.layout), stated.shape) == ((padded, 6), (vocab, 6))
 
 
 @pytest.mark.parametrize("layer", [VocabParallelEmbedding, VocabParallelHead])
@@ -93,16 +103,20 @@ def padded(state: ParallelState | None) -> ParallelState:
     return state or ParallelState.alone()
 
 
+#: Padded to 384 rows on 1 to 4 ranks, so that parts of the logits can be compared.
+VOCAB = 300
+
+
 class Both(nn.Module):
     """A tied pair of ends: embeds, adds positions, projects."""
 
     def __init__(self, state: ParallelState | None) -> None:
         super().__init__()
-        self.embed = VocabParallelEmbedding(130, 6, ends=True, state=padded(state))
+        self.embed = VocabParallelEmbedding(VOCAB, 6, ends=True, state=padded(state))
         self.position = PositionEmbedding(16, 6, state=state)
 
     def forward(self, ids: Tensor) -> Tensor:
-        logits: Tensor = self.embed.project(self.position(self.embed(ids), torch.arange(8)))
+        logits: Tensor = self.embed.project(self.position(self.embed(ids), torch.arange(12)))
         return logits
 
 
@@ -111,20 +125,20 @@ def both_ends(sequence: bool) -> list[float]:
     torch.set_default_dtype(torch.float64)
     between = 1 if sequence else None
     torch.manual_seed(0)
-    ids = torch.randint(130, (3, 8))
-    ids[0] = torch.tensor([0, 1, 127, 128, 129, 63, 64, 65])  # the edges of the ranks' parts
-    h = torch.randn(3, 8, 6)
+    ids = torch.randint(VOCAB, (3, 12))
+    ids[0, :8] = torch.tensor([0, 95, 96, 127, 128, 191, 192, 299])  # edges of the ranks' parts
+    h = torch.randn(3, 12, 6)
 
     def embedding(s: ParallelState | None) -> nn.Module:
-        return VocabParallelEmbedding(130, 6, state=padded(s))
+        return VocabParallelEmbedding(VOCAB, 6, state=padded(s))
 
     def head(s: ParallelState | None) -> nn.Module:
-        return VocabParallelHead(6, 130, state=padded(s))
+        return VocabParallelHead(6, VOCAB, state=padded(s))
 
     whole, mine = made_alike(head, state)
     piece = h if not sequence else h.chunk(state.tensor_size, 1)[state.tensor_index]
     torch.testing.assert_close(
-        gather_logits(mine(piece), 130, state=state), whole(h)[..., :130], rtol=1e-12, atol=1e-12
+        gather_logits(mine(piece), VOCAB, state=state), whole(h)[..., :VOCAB], rtol=1e-12, atol=1e-12
     )
     return [
         compare_with_one_device(embedding, ids, state, output_dim=between),
@@ -134,7 +148,7 @@ def both_ends(sequence: bool) -> list[float]:
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
-@pytest.mark.parametrize("tensor", [2, 4])
+@pytest.mark.parametrize("tensor", [2, 3, 4])
 def test_in_parts_both_ends_equal_one_device(tensor: int, sequence: bool) -> None:
     for worst in run_parallel(both_ends, tensor, sequence):
         assert max(worst) < 1e-13

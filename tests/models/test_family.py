@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from trilith.models import FAMILIES, LLAMA
-from trilith.parallel_state import BadInput, Layout, ParallelState
+from trilith.parallel_state import BadInput, Layout, ParallelState, declarations
+from trilith.testing.models import MODELS
+
+#: A config of each family.
+BASES = {raw["model_type"]: raw for raw in MODELS.values()}
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -35,10 +42,44 @@ def test_a_layout_that_cannot_cut_the_model_is_refused(layout: Layout, words: st
         LLAMA.build(config, state=ParallelState.stand_in(layout))
 
 
-def test_a_vocabulary_that_padding_does_not_make_divisible_is_refused_E4() -> None:
-    config = LLAMA.from_hf({**CONFIG, "intermediate_size": 96})
-    with pytest.raises(BadInput, match=r"the padded vocabulary=512, found 3\. Nearest legal tensor: 1 or 2"):
-        LLAMA.build(config, state=ParallelState.stand_in(Layout.of(tensor=3)))
+@pytest.mark.parametrize("tensor", range(1, 13))
+def test_no_layout_is_refused_for_the_vocabulary_E4(tensor: int) -> None:
+    wide = {"num_attention_heads": tensor, "num_key_value_heads": tensor, "intermediate_size": 4 * tensor}
+    config = LLAMA.from_hf({**CONFIG, **wide, "hidden_size": 8 * tensor, "head_dim": 8})
+    model = LLAMA.build(config, state=ParallelState.stand_in(Layout.of(tensor=tensor), tensor - 1))
+    rows = declarations(model)["embed.weight"].held_shape(Layout(tensor=tensor))[0]
+    assert rows % 128 == 0 and rows % tensor == 0 and 503 <= rows < 503 + 128 * tensor
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_a_width_that_tensor_does_not_divide_is_refused_with_the_nearest_that_are_legal_E3(
+    name: str, data: st.DataObject
+) -> None:
+    family, raw = FAMILIES[name], BASES[name]
+    config = family.from_hf(raw)
+    tensor = data.draw(st.integers(1, 12))
+    heads, width = data.draw(st.integers(1, 4)) * tensor, data.draw(st.integers(1, 60))
+    fields = {"num_attention_heads": heads, "num_key_value_heads": heads, "hidden_size": heads * 4}
+    fields |= {"intermediate_size": width, "moe_intermediate_size": width, "head_dim": 4}
+
+    def legal(tensor: int, width: int) -> BadInput | None:
+        changed = fields | {key: width for key in fields if key.endswith("intermediate_size")}
+        known = {key: value for key, value in changed.items() if key in type(config).model_fields}
+        try:
+            config.model_copy(update=known).check_layout(Layout(tensor=tensor))
+        except BadInput as error:
+            return error
+        return None
+
+    error = legal(tensor, width)
+    assert (error is None) == (width % tensor == 0)
+    if error is None:
+        return
+    first, second = error.todo.split(". ")
+    assert all(legal(int(n), width) is None for n in re.findall(r"\d+", first.split(":")[1]))
+    assert all(legal(tensor, int(n)) is None for n in re.findall(r"\d+", second.split(":")[1]))
 
 
 def test_layers_over_stages_that_do_not_divide_them_and_shared_key_heads_are_accepted() -> None:  # E2, E6
@@ -65,9 +106,9 @@ def test_a_family_is_found_by_its_model_type() -> None:
 @pytest.mark.parametrize("layout", [Layout(), Layout.of(tensor=2, pipeline=3, data=2, zero=1)], ids=str)
 def test_names_and_whole_shapes_are_the_same_in_every_layout(layout: Layout) -> None:
     config = LLAMA.from_hf({**CONFIG, "tie_word_embeddings": True})
-    found = {name: s.true_shape for stage in LLAMA.declarations(config, layout) for name, s in stage.items()}
+    found = {name: s.shape for stage in LLAMA.declarations(config, layout) for name, s in stage.items()}
     (whole,) = LLAMA.declarations(config)
-    assert found == {name: stated.true_shape for name, stated in whole.items()}
+    assert found == {name: stated.shape for name, stated in whole.items()}
 
 
 def test_building_leaves_torchs_defaults_alone() -> None:

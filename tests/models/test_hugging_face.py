@@ -250,7 +250,7 @@ def test_the_table_of_names_covers_every_element_of_both_sides_once(
         if theirs.config.tie_word_embeddings:
             del named["lm_head.weight"]
     assert shapes == {name: tuple(p.shape) for name, p in named.items()}
-    ours = {name: stated.true_shape for name, stated in family.declarations(config)[0].items()}
+    ours = {name: stated.shape for name, stated in family.declarations(config)[0].items()}
     for side, wanted in (("ours", ours), ("hf", shapes)):
         counts = {name: torch.zeros(shape, dtype=torch.int32) for name, shape in wanted.items()}
         for link in links:

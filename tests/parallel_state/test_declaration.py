@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import lcm
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -44,8 +46,10 @@ def declared(draw: st.DrawFn, tensor: int) -> Declaration:
     if draw(st.booleans()):
         cut = Cut(draw(st.integers(0, dims - 1)), unit=draw(st.integers(1, 3)))
         shape[cut.dim] = tensor * cut.unit * draw(st.integers(1, 4))
-    rows = draw(st.integers(1, shape[0])) if draw(st.booleans()) else None
-    return Declaration(tuple(shape), cut=cut, rows=rows, ends=draw(st.booleans()))
+    multiple = draw(st.none() | st.integers(1, 9))
+    if multiple and cut is not None and cut.dim == 0:  # padding makes any number of rows fit
+        shape[0] = draw(st.integers(1, 20))
+    return Declaration(tuple(shape), cut=cut, multiple=multiple, ends=draw(st.booleans()))
 
 
 @settings(max_examples=200)
@@ -58,7 +62,7 @@ def test_owners_cover_every_true_element_exactly_once(layout: Layout, data: st.D
         {0, layout.pipeline - 1} if stated.ends else {data.draw(st.integers(0, layout.pipeline - 1))}
     ):
         stages[stage]["w"] = stated
-    count = torch.zeros(stated.true_shape, dtype=torch.int64)
+    count = torch.zeros(stated.shape, dtype=torch.int64)
     for at in layout.places():
         if "w" in stages[at.pipeline] and stated.owner(layout, at):
             count[stated.true_part(stated.shard_box(layout, at)).slices] += 1
@@ -66,7 +70,7 @@ def test_owners_cover_every_true_element_exactly_once(layout: Layout, data: st.D
     # The plan that is built on it says the same, sharded or not.
     for sharded in (True, False):
         held = holdings(stages, layout, sharded=sharded)["w"]
-        whole = Box.whole(stated.true_shape)
+        whole = Box.whole(stated.shape)
         assert sum(box.size for _, box in parts(whole, held)) == whole.size
 
 
@@ -74,7 +78,8 @@ def test_owners_cover_every_true_element_exactly_once(layout: Layout, data: st.D
 @given(layouts(), st.data())
 def test_boxes_are_what_chunk_gives(layout: Layout, data: st.DataObject) -> None:
     stated = data.draw(declared(layout.tensor))
-    whole = torch.arange(torch.Size(stated.shape).numel()).reshape(stated.shape)
+    held = stated.held_shape(layout)
+    whole = torch.arange(torch.Size(held).numel()).reshape(held)
     shards = layout.data_shard * layout.context if layout.zero else 1
     for at in layout.places():
         mine = whole if stated.cut is None else whole.chunk(layout.tensor, stated.cut.dim)[at.tensor]
@@ -95,10 +100,25 @@ def test_eight_rows_over_64_ranks_leave_56_of_them_empty() -> None:
 
 def test_padding_rows_belong_to_no_true_part() -> None:
     layout = Layout.of(tensor=4)
-    vocabulary = Declaration((512, 3), cut=Cut(0), rows=130)
+    vocabulary = Declaration((130, 3), cut=Cut(0), multiple=512)
     true = [vocabulary.true_part(vocabulary.box(layout, at)) for at in layout.places()]
     assert [box.shape for box in true] == [(128, 3), (2, 3), (0, 3), (0, 3)]
-    assert vocabulary.true_shape == (130, 3)
+    assert (vocabulary.shape, vocabulary.held_shape(layout)) == ((130, 3), (512, 3))
+
+
+@given(st.integers(1, 1000), st.integers(1, 200), st.integers(1, 4), st.integers(1, 12))
+def test_padding_gives_every_rank_an_equal_piece_and_wastes_less_than_one_step(
+    rows: int, multiple: int, unit: int, tensor: int
+) -> None:
+    layout = Layout(tensor=tensor)
+    stated = Declaration((rows, 2), cut=Cut(0, unit=unit), multiple=multiple)
+    stated.check(layout, "weight")
+    held = stated.held_shape(layout)[0]
+    assert held % multiple == 0 and held % (tensor * unit) == 0
+    assert rows <= held < rows + lcm(multiple, tensor * unit)
+    boxes = [stated.box(layout, at) for at in layout.places()]
+    assert {box.shape for box in boxes} == {(held // tensor, 2)}
+    assert sum(stated.true_part(box).shape[0] for box in boxes) == rows
 
 
 @given(st.integers(1, 12), st.integers(1, 4), st.integers(1, 12))
@@ -121,11 +141,11 @@ def test_declarations_name_every_parameter_once() -> None:
             super().__init__()
             state = ParallelState.alone()
             self.first, self.second, self.plain = nn.Module(), nn.Module(), nn.Linear(3, 2, bias=False)
-            declare_parameter(self.first, "weight", Declaration((4, 3), cut=Cut(0), rows=3), state)
+            declare_parameter(self.first, "weight", Declaration((3, 3), cut=Cut(0), multiple=4), state)
             self.second.weight = self.first.weight
 
     found = declarations(Tied())
     assert found == {
-        "first.weight": Declaration((4, 3), cut=Cut(0), rows=3),
+        "first.weight": Declaration((3, 3), cut=Cut(0), multiple=4),
         "plain.weight": Declaration((2, 3), initial=Own()),
     }

@@ -48,7 +48,9 @@ GLM = LLAMA | {
     "num_experts_per_tok": 2,
     "num_key_value_heads": 8,
 }
-CONFIGS = {"llama": LLAMA, "gpt2": GPT2, "glm4_moe": GLM}
+#: Its vocabulary takes 768 rows on 3 ranks.
+THREE = LLAMA | {"vocab_size": 503, "num_attention_heads": 6, "intermediate_size": 225, "head_dim": 10}
+CONFIGS = {"llama": LLAMA, "three": THREE, "gpt2": GPT2, "glm4_moe": GLM}
 LENGTH = 128
 
 
@@ -156,6 +158,7 @@ CASES = [
     Case("gpt2", Layout.of(data=2, zero=2)),
     Case("llama", Layout.of(data=2, zero=3)),
     Case("gpt2", SEQUENCE),
+    Case("three", Layout.of(tensor=3)),
     Case("llama", Layout.of(pipeline=2), MemorySection(checkpointing="full"), micro_batch=4, micro_batches=4),
     Case("llama", SEQUENCE, MemorySection(checkpointing="selective"), torch.bfloat16, micro_batch=4),
     Case("llama", Layout(), MemorySection(loss_chunk=64), torch.bfloat16, micro_batch=4),

@@ -83,8 +83,7 @@ def test_a_run_goes_on_wherever_the_experts_lie_and_is_converted(tmp_path: Path,
     loaded = assemble(
         [rank[0] for rank in run_parallel(load_rank, 4, [Layout.of(data=4, expert=2, zero=1)], str(parts))]
     )
-    unpadded = {name: one[Box.whole(tuple(found[name].shape)).slices] for name, one in loaded.items()}
-    assert all(torch.equal(one, found[name]) for name, one in unpadded.items()) and len(loaded) > 10
+    assert all(torch.equal(one, found[name]) for name, one in loaded.items()) and len(loaded) > 10
 
     hf, back = tmp_path / "hf", tmp_path / "back"
     assert command(["convert", str(parts), str(hf), "--to", "hf"]) == 0

@@ -1,0 +1,136 @@
+"""Checkpoints between layouts that pad the vocabulary to other lengths, and those written before they did."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from trilith.checkpoints import load_model, load_module
+from trilith.cli.app import run
+from trilith.layers import GatedMLP, VocabParallelEmbedding
+from trilith.models import generate
+from trilith.parallel_state import Layout, ParallelState
+from trilith.testing import run_parallel
+from trilith.testing.runs import losses, tiny_recipe, train, whole_tensors, write_tokens
+from trilith.training.optimizer import make_adamw
+
+#: Twelve heads: 3 and 4 ranks divide them. Vocabulary 131 takes 256 rows on 4 ranks, 384 on 3.
+TWELVE: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 131,
+    "hidden_size": 12,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 12,
+    "head_dim": 2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+}
+#: Written by the version that padded vocabularies alike in every layout.
+BEFORE = Path(__file__).parents[1] / "checkpoints" / "written_before"
+LAYOUTS = [{"tensor": 4}, {"tensor": 3}, {"tensor": 4}]
+
+
+@pytest.fixture(scope="module")
+def between(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The same run on one device, and on 4, then 3, then 4 tensor ranks."""
+    root = tmp_path_factory.mktemp("runs")
+    tokens = write_tokens(root / "tokens")
+    changes: dict[str, Any] = {"model": {"config": TWELVE}}
+    train(tiny_recipe(root / "whole", tokens, **changes))
+    for number, layout in enumerate(LAYOUTS):
+        train(tiny_recipe(root / "parts", tokens, layout=layout, stop_after=2 * (number + 1), **changes))
+    return root / "whole", root / "parts"
+
+
+def test_a_run_goes_on_from_4_to_3_ranks_and_back_as_if_on_one(between: tuple[Path, Path]) -> None:
+    whole, parts = between
+    assert len(losses(whole)) == len(losses(parts)) == 6
+    for one, other in zip(losses(whole), losses(parts), strict=True):
+        assert other == pytest.approx(one, rel=1e-10)
+    expected, found = whole_tensors(whole), whole_tensors(parts)
+    assert expected.keys() == found.keys() and found["embed.weight"].shape == (131, 12)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(
+            found[name], tensor, rtol=0, atol=1e-10 * float(tensor.abs().max()), msg=name
+        )
+
+
+def test_to_hugging_face_and_back_over_three_ranks_changes_no_bit(
+    between: tuple[Path, Path], tmp_path: Path
+) -> None:
+    steps = between[1] / "checkpoints"
+    for number, source in enumerate(("step-00000002", "step-00000004")):  # of 4 ranks, and of 3
+        hf, cut, again = (tmp_path / f"{name}{number}" for name in ("hf", "cut", "again"))
+        assert run(["convert", str(steps / source), str(hf), "--to", "hf", "--verify"]) == 0
+        assert run(["convert", str(hf), str(cut), "--tensor", "3", "--verify"]) == 0
+        assert run(["convert", str(cut), str(again), "--to", "hf"]) == 0
+        first, last = (load_file(one / "model.safetensors") for one in (hf, again))
+        assert first.keys() == last.keys() and all(torch.equal(first[name], last[name]) for name in first)
+        assert first["model.embed_tokens.weight"].shape == (131, 12)
+
+
+def written_by(folder: Path, layout: Layout) -> list[list[int]]:
+    model = load_model(folder, dtype=torch.float64, state=ParallelState.start(layout))
+    return generate(model, [[5, 17, 90], [77]], max_new_tokens=8)
+
+
+def test_three_ranks_generate_what_one_does(between: tuple[Path, Path]) -> None:
+    expected = generate(load_model(between[1], dtype=torch.float64), [[5, 17, 90], [77]], max_new_tokens=8)
+    assert run_parallel(written_by, 3, between[1], Layout.of(tensor=3)) == [expected] * 3
+
+
+@pytest.mark.parametrize("kind", ["run", "module"])
+def test_what_was_written_before_is_verified_and_cut_anew(kind: str, tmp_path: Path) -> None:
+    folder = shutil.copytree(BEFORE / kind, tmp_path / kind)
+    assert run(["verify", str(folder)]) == 0
+    tensor = {"run": "3", "module": "8"}[kind]
+    assert run(["reshard", str(folder), str(tmp_path / "cut"), "--tensor", tensor]) == 0
+    assert run(["diff", str(folder), str(tmp_path / "cut")]) == 0
+    for source, out in ((folder, "a"), (tmp_path / "cut", "b")):
+        assert run(["convert", str(source), str(tmp_path / out), "--to", "hf"]) == 0
+    first, last = (load_file(tmp_path / out / "model.safetensors") for out in "ab")
+    assert first.keys() == last.keys() and all(torch.equal(first[name], last[name]) for name in first)
+
+
+def goes_on(folder: Path, layout: Layout) -> float:
+    state = ParallelState.start(layout)
+    model = torch.nn.Module()
+    model.embed = VocabParallelEmbedding(37, 8, state=state)
+    model.blocks = torch.nn.ModuleList([GatedMLP(8, 16, state=state) for _ in range(2)])
+    model.gain = torch.nn.LayerNorm(8)
+    progress = load_module(folder, model, make_adamw(model, lr=0.1), state=state)
+    assert (progress.step, progress.layout.tensor) == (2, 2)
+    y = model.embed(torch.arange(37).view(1, 37))
+    for block in model.blocks:
+        y = y + block(y)
+    return float(model.gain(y).double().square().sum())
+
+
+def test_what_was_written_before_is_loaded_with_moments_in_any_layout(tmp_path: Path) -> None:
+    folder = shutil.copytree(BEFORE / "module", tmp_path / "module")
+    found = [
+        number
+        for layout in (Layout(), Layout(tensor=2), Layout(tensor=4))
+        for number in run_parallel(goes_on, layout.world, folder, layout)
+    ]
+    assert found == pytest.approx([found[0]] * 7, rel=1e-6)
+
+
+def test_a_run_written_before_goes_on_on_three_ranks(tmp_path: Path) -> None:
+    shutil.copytree(BEFORE / "run", tmp_path / "run" / "checkpoints")
+    tokens = write_tokens(tmp_path / "tokens", count=400, vocab_size=13)
+    one, three = shutil.copytree(tmp_path / "run", tmp_path / "one"), tmp_path / "run"
+    config = TWELVE | {"vocab_size": 13, "num_hidden_layers": 1, "intermediate_size": 12}
+    config |= {"max_position_embeddings": 16}
+    for out, layout in ((one, {}), (three, {"tensor": 3})):
+        raw = tiny_recipe(out, tokens, steps=4, dtype="float32", layout=layout, data={"sequence_length": 8})
+        train(raw | {"model": {"config": config}})
+    for a, b in zip(losses(one), losses(three), strict=True):
+        assert a == pytest.approx(b, rel=1e-4)
+    assert len(losses(one)) == 2
