@@ -2,6 +2,7 @@
 
 from .adapter import check_base, fingerprint, read_adapter, read_converted, read_lora, stored_adapter
 from .agree import rank_at_fault, together
+from .companions import DECIDE_IDS, VOCABULARIES, companions_in
 from .convert import How, carry_out, convert
 from .diff import Difference, differences
 from .find import complete_checkpoints, latest_checkpoint, step_directory
@@ -10,6 +11,7 @@ from .loading import check_whole, load_model, load_source, load_weights, read_wi
 from .manifest import Manifest, StoredAdapter
 from .module import load_module, module_contents, save_module
 from .planning import plan_conversion, plan_merge
+from .readable import check_plain
 from .saving import Contents, Saver
 from .source import Source, read_source
 from .tensor_file import TensorFile
@@ -18,6 +20,10 @@ from .training import Progress, begin_moments, load_training, newest_checkpoint
 from .verify import check_model, verify
 
 __all__ = [
+    "DECIDE_IDS",
+    "VOCABULARIES",
+    "check_plain",
+    "companions_in",
     "Contents",
     "Difference",
     "HFFolder",

@@ -12,8 +12,9 @@ import torch
 
 from ..models import AdaptedFamily, LoraConfig, adapted
 from ..parallel_state import BadCheckpoint, BadInput, Box
+from .companions import companions_in
 from .dtypes import WEIGHTS
-from .hf_folder import ADAPTER_CONFIG, ADAPTER_MODEL, COMPANIONS
+from .hf_folder import ADAPTER_CONFIG, ADAPTER_MODEL
 from .hub import local_folder
 from .manifest import StoredAdapter
 from .plain_files import contained, read_small
@@ -127,9 +128,16 @@ def _peft_folder(path: Path, base: Source) -> Source:
         name: Whole(shape, file.tensors[name].dtype, (Stored(0, name, Box.whole(shape)),))
         for name, shape in shapes.items()
     }
-    companions = [contained(path, name) for name in COMPANIONS if (path / name).exists()]
-    return replace(base, path=path, companions=companions, files=[file], catalog=catalog, manifest=None,
-                   warnings=[], adapter=stored)  # fmt: skip
+    return replace(
+        base,
+        path=path,
+        companions=companions_in(path),
+        files=[file],
+        catalog=catalog,
+        manifest=None,
+        warnings=[],
+        adapter=stored,
+    )
 
 
 def _check_tensors(file: TensorFile, shapes: dict[str, tuple[int, ...]]) -> None:

@@ -19,8 +19,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..parallel_state import BadInput, fault
-from .disk import Disk, writing
-from .manifest import MANIFEST
+from .disk import Disk, DiskFailed, writing
+from .manifest import MANIFEST, Manifest
+from .plain_files import open_regular
 
 _SPARE = 1.1
 _LONGEST_NAME = 255
@@ -107,6 +108,7 @@ class Staging:
         if manifest is not None:
             fresh = self.directory / f"{MANIFEST}.tmp"
             self._disk.write_file(fresh, manifest)
+            self._read_back(fresh, manifest)
             with writing(self.directory / MANIFEST):
                 self._disk.rename(fresh, self.directory / MANIFEST)
         with writing(self.directory):
@@ -126,6 +128,15 @@ class Staging:
         with writing(self.output.parent):
             self._disk.sync_directory(self.output.parent)
         self._release()
+
+    def _read_back(self, path: Path, manifest: bytes) -> None:
+        """Refuse to commit unless a reader would accept what is on the disk by now."""
+        with open_regular(path) as (fd, _):
+            if os.pread(fd, len(manifest) + 1, 0) != manifest:
+                raise DiskFailed(f"{path}: what was written cannot be read back")
+        read = Manifest.parse(manifest, self.output)
+        read.check(self.output)
+        read.check_place(self.output)
 
     def abandon(self) -> None:
         """Remove what was written and give up the lock. What cannot be removed keeps its telling name."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from .journal import EVERY, JOURNAL, Journal
 from .manifest import Manifest, StoredFile
 from .merge import Merge
 from .planning import Form, identify, no_collector, plan_conversion
+from .readable import check_plain, read_back
 from .tensor_writer import TensorWriter
 from .transfer import Transfer
 from .verify import checksum_of, verify_file, verify_rest
@@ -74,6 +76,10 @@ def convert(
 @no_collector()
 def carry_out(plan: Conversion, dst: Path, *, allow_nonfinite: bool = False, how: How = How()) -> None:
     """Write what was planned as ``dst``; see ``convert``."""
+    if plan.layout is None:
+        check_plain(plan.source.config, plan.source.path, "config")
+    else:
+        _rehearse(plan, plan.layout, dst)
     identity = identify(plan, allow_nonfinite=allow_nonfinite)
     with staged(dst, inputs=[plan.source.path], need=plan.nbytes, identity=identity) as staging:
         keep = {file.name for file in plan.files} | {JOURNAL}
@@ -133,12 +139,23 @@ def _write_sharded(
         StoredFile(name=file.name, size=one.size, crc32=one.crc)
         for file, one in zip(plan.files, written, strict=True)
     ]
-    manifest = _manifest(plan, layout, files, staging.directory)
-    manifest.check(staging.output)
-    staging.publish(manifest.to_bytes())
+    companions = [store_companion(path, staging.directory) for path in plan.source.companions]
+    staging.publish(_manifest(plan, layout, files, companions).to_bytes())
 
 
-def _manifest(plan: Conversion, layout: Layout, files: Sequence[StoredFile], directory: Path) -> Manifest:
+def _rehearse(plan: Conversion, layout: Layout, dst: Path) -> None:
+    """Refuse, before anything is written, a checkpoint that could not be read back."""
+    check_plain(plan.source.config, plan.source.path, "config")
+    files, companions = (
+        [StoredFile(name=name, size=0, crc32=0) for name in names]
+        for names in ([file.name for file in plan.files], [path.name for path in plan.source.companions])
+    )
+    read_back(lambda: _manifest(plan, layout, files, companions), Path(os.path.abspath(dst)))
+
+
+def _manifest(
+    plan: Conversion, layout: Layout, files: Sequence[StoredFile], companions: Sequence[StoredFile]
+) -> Manifest:
     old = plan.source.manifest
     return Manifest(
         kind="training" if plan.keeps_moments else "weights",
@@ -151,7 +168,7 @@ def _manifest(plan: Conversion, layout: Layout, files: Sequence[StoredFile], dir
         state=(old.state if old else {}) | {"split": list(plan.split) if plan.split else None},
         adapter=plan.source.adapter,
         module=None if plan.source.module is None else plan.source.module.module,
-        companions=tuple(store_companion(path, directory) for path in plan.source.companions),
+        companions=tuple(companions),
         files=tuple(files),
         tensors=plan.tensors,
     )

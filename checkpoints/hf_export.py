@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 
-from .disk import Disk, writing
+from .companions import copy_file
+from .disk import Disk
 from .dtypes import BITS
 from .hf_folder import ADAPTER_CONFIG, ADAPTER_MODEL, CONFIG, INDEX, SINGLE
 from .tensor_writer import TensorWriter, Written
@@ -16,7 +17,6 @@ Spec = tuple[str, tuple[int, ...]]  # dtype by the format's name, and shape
 
 #: transformers' own default until it was raised; hubs and tools handle files of this size well.
 MAX_SHARD_SIZE = 5 * 10**9
-_COPY = 1 << 20
 
 
 def plan_shards(tensors: Mapping[str, Spec], max_shard_size: int = MAX_SHARD_SIZE) -> dict[str, list[str]]:
@@ -114,18 +114,3 @@ class HFFolderWriter:
     def _write_json(self, name: str, value: object) -> None:
         text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
         self._disk.write_file(self.directory / name, text.encode())
-
-
-def copy_file(source: Path, target: Path, disk: Disk) -> None:
-    """The bytes of a small file (a tokenizer), in pieces, on the disk when this returns."""
-    with writing(target):
-        fd = disk.create(target)
-        try:
-            with open(source, "rb") as file:
-                at = 0
-                while piece := file.read(_COPY):
-                    disk.write(fd, memoryview(piece), at)
-                    at += len(piece)
-            disk.sync(fd)
-        finally:
-            disk.close(fd)

@@ -10,7 +10,8 @@ from collections import defaultdict
 from pathlib import Path
 
 from ..parallel_state import BadInput
-from .plain_files import check_plain_name, contained, read_small, stat_regular
+from .companions import companions_in
+from .plain_files import check_plain_name, contained, read_small
 from .strict_json import parse_object, shown
 from .tensor_file import TensorFile
 from .tensor_header import MAX_TENSORS, Entry
@@ -21,24 +22,8 @@ CONFIG = "config.json"
 #: PEFT's names of the same, for adapters.
 ADAPTER_MODEL, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
-#: What travels with a model unchanged: the tokenizer, how to generate, how to chat.
-COMPANIONS = (
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
-    "merges.txt",
-    "special_tokens_map.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "vocab.json",
-    "vocab.txt",
-)
-
 _MAX_CONFIG = 4 << 20
 _MAX_INDEX = 32 << 20
-_MAX_COMPANION = 512 << 20
 
 
 class HFFolder:
@@ -63,10 +48,7 @@ class HFFolder:
             raise BadInput(self.path / CONFIG, expected="the model's configuration", found="no such file")
         self.config = parse_object(read_small(self._at(CONFIG), _MAX_CONFIG), self.path / CONFIG)
         self.tensors = self._weights(names)
-        self.companions = [self._at(name) for name in COMPANIONS if name in names]
-        for companion in self.companions:
-            if (size := stat_regular(companion).st_size) > _MAX_COMPANION:
-                raise BadInput(companion, expected=f"at most {_MAX_COMPANION:,} bytes", found=f"{size:,}")
+        self.companions = companions_in(self.path, allow_symlinks=allow_symlinks)
 
     def _at(self, name: str) -> Path:
         return contained(self.path, name, allow_symlinks=self._allow_symlinks)

@@ -164,6 +164,9 @@ class Manifest(_Strict):
         if self.config.get("model_type", self.model_type) != self.model_type:
             found = shown(self.config["model_type"])
             raise BadCheckpoint(where, "config.model_type", expected=self.model_type, found=found)
+        for companion in self.companions:
+            if companion.name.endswith(".safetensors"):
+                raise BadCheckpoint(where, "companions", expected="no weights", found=shown(companion.name))
         names = [file.name for file in (*self.files, *self.companions)]
         for name in names:
             check_plain_name(name, where, "files", kind=BadCheckpoint)

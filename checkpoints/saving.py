@@ -12,18 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from ..models import CausalLM, Family, ModelConfig
-from ..parallel_state import BadInput, Box, Holding, Layout, ParallelState, buffer_names, fault, holdings
+from ..parallel_state import BadInput, ParallelState, buffer_names, fault
 from .agree import together
 from .commit import Staging, clear_unfinished
-from .companions import store_companion
+from .companions import Companion, read_companions
 from .disk import DiskFailed, writing
-from .dtypes import BUFFER, name_of
 from .find import step_directory
-from .manifest import Manifest, Part, StoredAdapter, StoredFile, StoredTensor
+from .manifest import Manifest, StoredAdapter, StoredFile
 from .module_family import ModuleFamily
+from .rank_files import results_to_come, stored_tensors, who_writes, write_file
+from .readable import check_plain, read_back
 from .retention import delete_old, set_aside
 from .stored import Place, places
-from .tensor_writer import TensorWriter
 from .training import Progress, moment_of
 from .training_names import MOMENTS, moment_name
 
@@ -49,7 +49,8 @@ class Contents:
 
 
 class Saver:
-    """Writes and commits ``root/step-N``, then deletes what is older than the newest ``keep``.
+    """Writes and commits ``root/step-N``, then deletes what is older than the newest ``keep``. To make one is
+    collective: what no checkpoint could hold is refused then, before the first step.
 
     Which rank writes which box follows from declarations and layout alone; nothing is gathered but the
     files' sizes and checksums. If one rank fails, every rank raises the same error, nothing is committed,
@@ -86,9 +87,11 @@ class Saver:
         self._fixed = frozenset(name for stage in stages for name in buffer_names(stage))
         #: What has no moments.
         self._frozen = contents.frozen | self._fixed
-        self._table = _table(stages, self._layout, self._frozen, () if optimizer is None else MOMENTS)
+        self._table = who_writes(stages, self._layout, self._frozen, () if optimizer is None else MOMENTS)
         # Found out once: a run that saves waits for what is done here.
         self._mine = [place for place in places(model, self._state) if self._owns(place)]
+        self._companions: list[Companion] = []
+        self._together(self._prepare)
         self._copies: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
@@ -159,6 +162,7 @@ class Saver:
         def begin() -> str | None:
             if rank:
                 return None
+            self._check_progress(progress)
             set_aside(target)
             staging.append(Staging.begin(target))
             return str(staging[0].directory)
@@ -166,7 +170,7 @@ class Saver:
         def write(directory: Path) -> tuple[StoredFile, str] | None:
             with writing(target):
                 fault("checkpoint.before_data", rank=rank, step=step)
-            written = _write_file(directory, rank, self._layout.world, step, tensors, self._fixed)
+            written = write_file(directory, rank, self._layout.world, step, tensors, self._fixed)
             fault("checkpoint.after_data", rank=rank, step=step)
             return written
 
@@ -174,9 +178,9 @@ class Saver:
             fault("checkpoint.before_manifest", rank=rank, step=step)
             if rank:
                 return
-            manifest = self._manifest(progress, results, staging[0].directory)
-            manifest.check(target)
-            staging[0].publish(manifest.to_bytes())
+            for companion in self._companions:
+                companion.write(staging[0].directory)
+            staging[0].publish(self._manifest(progress, results).to_bytes())
             self._lines.append(f"COMMITTED {target}")
 
         try:
@@ -197,9 +201,22 @@ class Saver:
         except (OSError, BadInput, DiskFailed) as error:
             self._lines.append(f"old checkpoints stay: {error}")
 
-    def _manifest(
-        self, progress: Progress, results: Sequence[tuple[StoredFile, str] | None], directory: Path
-    ) -> Manifest:
+    def _prepare(self) -> None:
+        """Read what travels along, once, and refuse now what a checkpoint of this run could not hold."""
+        if not self._state.rank:
+            self._companions = read_companions(self._contents.companions)
+            target, first = step_directory(self.root, 0), Progress(0, self._layout)
+            check_plain(dict(self._contents.hf_config), target, "config")
+            results = results_to_come(self._table, self._layout.world)
+            read_back(lambda: self._manifest(first, results), target)
+
+    def _check_progress(self, progress: Progress) -> None:
+        """Refuse what is new in this checkpoint and could not be read back, before a byte is written."""
+        target = step_directory(self.root, progress.step)
+        check_plain(progress.data, target, "data")
+        check_plain(progress.memory, target, "memory")
+
+    def _manifest(self, progress: Progress, results: Sequence[tuple[StoredFile, str] | None]) -> Manifest:
         contents = self._contents
         return Manifest(
             kind="training" if self._optimizer is not None else "weights",
@@ -215,9 +232,9 @@ class Saver:
             },
             adapter=contents.adapter,
             module=contents.family.module if isinstance(contents.family, ModuleFamily) else None,
-            companions=tuple(store_companion(path, directory) for path in contents.companions),
+            companions=tuple(companion.stored for companion in self._companions),
             files=tuple(result[0] for result in results if result is not None),
-            tensors=_stored_tensors(self._table, results, self._fixed),
+            tensors=stored_tensors(self._table, results, self._fixed),
         )
 
     def _owns(self, place: Place) -> bool:
@@ -234,57 +251,3 @@ class Saver:
                 if (tensor := choose(place.parameter)) is not None:
                     found[moment_name(moment, place.name)] = place.part(tensor)
         return found
-
-
-def _table(
-    stages: Sequence[Mapping[str, Any]], layout: Layout, frozen: frozenset[str], moments: Sequence[str]
-) -> dict[str, list[Holding]]:
-    """Who writes what: the moments lie exactly as their parameters do."""
-    weights = holdings(stages, layout)
-    trained = {name: held for name, held in weights.items() if name not in frozen}
-    theirs = {moment_name(moment, name): held for moment in moments for name, held in trained.items()}
-    return weights | theirs
-
-
-def _stored_tensors(
-    table: Mapping[str, list[Holding]],
-    results: Sequence[tuple[StoredFile, str] | None],
-    fixed: frozenset[str],
-) -> dict[str, StoredTensor]:
-    """What the manifest says of each tensor; files are numbered as the ranks that wrote one.
-
-    All tensors have one dtype, but the ``fixed`` ones, which have a buffer's.
-    """
-    writers = [rank for rank, result in enumerate(results) if result is not None]
-    numbers = {rank: number for number, rank in enumerate(writers)}
-    dtype = next((result[1] for result in results if result is not None and result[1]), BUFFER)
-    return {
-        name: StoredTensor(
-            dtype=BUFFER if name in fixed else dtype,
-            shape=tuple(max(stops) for stops in zip(*(one.box.stop for one in held), strict=True)),
-            parts=tuple(Part(file=numbers[one.rank], start=one.box.start, stop=one.box.stop) for one in held),
-        )
-        for name, held in table.items()
-    }
-
-
-def _write_file(
-    directory: Path, rank: int, world: int, step: int, tensors: Mapping[str, Tensor], fixed: frozenset[str]
-) -> tuple[StoredFile, str] | None:
-    """This rank's file and the dtype of its tensors but the ``fixed``, or nothing if it owns nothing."""
-    if not tensors:
-        return None
-    file = f"rank-{rank:05d}-of-{world:05d}.safetensors"
-    spec = {name: (name_of(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()}
-    writer = TensorWriter(directory / file, spec, overlap=True)
-    try:
-        for number, (name, tensor) in enumerate(tensors.items()):
-            if number == len(tensors) // 2:
-                fault("checkpoint.amid_data", rank=rank, step=step)
-            writer.write(name, Box.whole(tuple(tensor.shape)), tensor.cpu().contiguous())
-        written = writer.close()
-    finally:
-        writer.abandon()
-    dtypes = {dtype for name, (dtype, _) in spec.items() if name not in fixed}
-    assert len(dtypes) < 2, dtypes
-    return StoredFile(name=file, size=written.size, crc32=written.crc), "".join(dtypes)

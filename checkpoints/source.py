@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..models import Family, LoraConfig, ModelConfig, adapted, family_of
 from ..parallel_state import BadInput, Box
+from .companions import COMPANIONS
 from .expectation import expected_tensors
 from .find import latest_checkpoint
 from .hf_folder import ADAPTER_CONFIG, CONFIG, HFFolder
@@ -137,7 +138,8 @@ def _sharded(path: Path, manifest: Manifest) -> Source:
         )
         for name, tensor in manifest.tensors.items()
     }
-    companions = [path / companion.name for companion in manifest.companions]
+    # Earlier releases took along whatever a tokenizer's folder held.
+    companions = [path / one.name for one in manifest.companions if one.name in COMPANIONS]
     files = list(manifest.open_files(path))
     config = dict(manifest.config)
     module = None if manifest.module is None else module_family(manifest.module, config)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints import Source, StoredAdapter, read_source
+from ..checkpoints import Source, StoredAdapter, check_plain, companions_in, read_source
 from ..models import Family, ModelConfig, family_of
 from ..parallel_state import BadInput
 from .adapters import plan_adapters
@@ -62,6 +62,7 @@ def plan(recipe: Recipe) -> Plan:
         where = recipe.model.config if isinstance(recipe.model.config, str) else "recipe: model.config"
     if recipe.model.tokenizer is not None:
         companions = tokenizer_files(Path(recipe.model.tokenizer))
+    check_plain(dict(raw), where, "config")
     family = family_of(raw, where)
     config = family.from_hf(raw, where)
     if source is not None and recipe.model.config is not None:
@@ -118,16 +119,7 @@ def tokenizer_files(folder: Path) -> list[Path]:
     """What a tokenizer folder holds, to be carried along with the weights."""
     if not folder.is_dir():
         raise BadInput(folder, expected="a tokenizer folder", found="no folder")
-    wanted = (
-        "tokenizer",
-        "special_tokens",
-        "vocab",
-        "merges",
-        "added_tokens",
-        "chat_template",
-        "generation_config",
-    )
-    return sorted(path for path in folder.iterdir() if path.is_file() and path.name.startswith(wanted))
+    return companions_in(folder)
 
 
 def open_data(recipe: Recipe) -> GlobalBatches:

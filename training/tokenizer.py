@@ -7,15 +7,11 @@ import stat
 from pathlib import Path
 from typing import Any, Protocol
 
+from ..checkpoints import DECIDE_IDS, VOCABULARIES
 from ..parallel_state import BadInput
 
 #: No tokenizer file may be larger (the largest public ones are near 35 MB). Unit: bytes.
 LARGEST_FILE = 256 * 2**20
-
-#: The files of a Hugging Face folder that decide its ids, in the order in which the fingerprint reads them.
-_FOLDER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json")
-_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-
 
 #: One turn of a conversation: its ``role`` and ``content``.
 Message = dict[str, str]
@@ -124,10 +120,10 @@ class FolderTokenizer:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        if not any((path / name).exists() for name in _VOCABULARIES):
-            raise BadInput(path, expected=f"one of {', '.join(_VOCABULARIES)}", found="none of them")
+        if not any((path / name).exists() for name in VOCABULARIES):
+            raise BadInput(path, expected=f"one of {', '.join(VOCABULARIES)}", found="none of them")
         digest = hashlib.sha256()
-        for name in _FOLDER_FILES:
+        for name in DECIDE_IDS:
             if (path / name).exists():
                 content = _read(path / name)
                 digest.update(f"{name}:{len(content)}:".encode() + content)

@@ -1,0 +1,85 @@
+"""The file of each rank in a run's checkpoint: its tensors, how it is written, what is said of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ..parallel_state import Box, Holding, Layout, fault, holdings
+from .dtypes import BUFFER, name_of
+from .manifest import Part, StoredFile, StoredTensor
+from .tensor_writer import TensorWriter
+from .training_names import moment_name
+
+
+def file_name(rank: int, world: int) -> str:
+    """``rank-00003-of-00008.safetensors``."""
+    return f"rank-{rank:05d}-of-{world:05d}.safetensors"
+
+
+def results_to_come(
+    table: Mapping[str, Sequence[Holding]], world: int
+) -> list[tuple[StoredFile, str] | None]:
+    """What ``write_file`` will give on every rank, but sizes, checksums and dtype."""
+    writers = {one.rank for held in table.values() for one in held}
+    return [
+        (StoredFile(name=file_name(rank, world), size=0, crc32=0), "F32") if rank in writers else None
+        for rank in range(world)
+    ]
+
+
+def who_writes(
+    stages: Sequence[Mapping[str, Any]], layout: Layout, frozen: frozenset[str], moments: Sequence[str]
+) -> dict[str, list[Holding]]:
+    """Of each tensor the ranks that write it; the moments lie exactly as their parameters do."""
+    weights = holdings(stages, layout)
+    trained = {name: held for name, held in weights.items() if name not in frozen}
+    theirs = {moment_name(moment, name): held for moment in moments for name, held in trained.items()}
+    return weights | theirs
+
+
+def stored_tensors(
+    table: Mapping[str, list[Holding]],
+    results: Sequence[tuple[StoredFile, str] | None],
+    fixed: frozenset[str],
+) -> dict[str, StoredTensor]:
+    """What the manifest says of each tensor; files are numbered as the ranks that wrote one.
+
+    All tensors have one dtype, but the ``fixed`` ones, which have a buffer's.
+    """
+    writers = [rank for rank, result in enumerate(results) if result is not None]
+    numbers = {rank: number for number, rank in enumerate(writers)}
+    dtype = next((result[1] for result in results if result is not None and result[1]), BUFFER)
+    return {
+        name: StoredTensor(
+            dtype=BUFFER if name in fixed else dtype,
+            shape=tuple(max(stops) for stops in zip(*(one.box.stop for one in held), strict=True)),
+            parts=tuple(Part(file=numbers[one.rank], start=one.box.start, stop=one.box.stop) for one in held),
+        )
+        for name, held in table.items()
+    }
+
+
+def write_file(
+    directory: Path, rank: int, world: int, step: int, tensors: Mapping[str, Tensor], fixed: frozenset[str]
+) -> tuple[StoredFile, str] | None:
+    """This rank's file and the dtype of its tensors but the ``fixed``, or nothing if it owns nothing."""
+    if not tensors:
+        return None
+    file = file_name(rank, world)
+    spec = {name: (name_of(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()}
+    writer = TensorWriter(directory / file, spec, overlap=True)
+    try:
+        for number, (name, tensor) in enumerate(tensors.items()):
+            if number == len(tensors) // 2:
+                fault("checkpoint.amid_data", rank=rank, step=step)
+            writer.write(name, Box.whole(tuple(tensor.shape)), tensor.cpu().contiguous())
+        written = writer.close()
+    finally:
+        writer.abandon()
+    dtypes = {dtype for name, (dtype, _) in spec.items() if name not in fixed}
+    assert len(dtypes) < 2, dtypes
+    return StoredFile(name=file, size=written.size, crc32=written.crc), "".join(dtypes)

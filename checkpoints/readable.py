@@ -1,0 +1,81 @@
+"""Whether a manifest that is to be written can be read back: asked before the work that it describes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from ..parallel_state import BadInput
+from .companions import check_companion
+from .manifest import Manifest
+from .strict_json import shown
+
+#: Levels of lists and objects inside one another; readers of JSON give up at some two hundred.
+DEEPEST = 100
+_TODO = "A checkpoint with it could not be read"
+
+
+def check_plain(value: object, where: object, key: str) -> None:
+    """Refuse what JSON does not hold, or does not give back as it was; ``BadInput`` names its place."""
+    _check_plain(value, where, key, 0)
+
+
+def _check_plain(value: object, where: object, key: str, depth: int) -> None:
+    if depth > DEEPEST:
+        short = key if len(key) < 60 else f"{key[:60]}..."
+        raise BadInput(where, short, expected=f"at most {DEEPEST} levels", found="more", todo=_TODO)
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            if not isinstance(name, str):
+                raise BadInput(where, key, expected="names that are text", found=shown(name), todo=_TODO)
+            _check_plain(name, where, f"{key}.{shown(name)}", depth)
+            _check_plain(inner, where, f"{key}.{name if name.isprintable() else shown(name)}", depth + 1)
+    elif isinstance(value, list):
+        for number, inner in enumerate(value):
+            _check_plain(inner, where, f"{key}[{number}]", depth + 1)
+    elif isinstance(value, str):
+        if any("\ud800" <= letter <= "\udfff" for letter in value):
+            raise BadInput(where, key, expected="whole characters", found=shown(value), todo=_TODO)
+    elif isinstance(value, float):
+        if not math.isfinite(value):
+            raise BadInput(where, key, expected="a finite number", found=value, todo=_TODO)
+    elif isinstance(value, int):
+        if value.bit_length() > 1024:
+            found = f"one of {value.bit_length():,} bits"
+            raise BadInput(where, key, expected="a number of at most 1,024 bits", found=found, todo=_TODO)
+    elif value is not None:
+        expected = "text, a number, true, false, a list or an object"
+        raise BadInput(where, key, expected=expected, found=f"a {type(value).__name__}", todo=_TODO)
+
+
+def read_back(build: Callable[[], Manifest], output: Path) -> Manifest:
+    """Build a manifest for ``output`` and read it back from its bytes: the manifest, if it is the same.
+
+    ``BadInput`` for one that a reader would refuse, or would take for another.
+    """
+    try:
+        manifest = build()
+        for one in manifest.companions:
+            check_companion(one.name, output)
+        again = Manifest.parse(manifest.to_bytes(), output)
+        again.check(output)
+        again.check_place(output)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        key = ".".join(map(str, first["loc"][:6]))
+        raise BadInput(
+            output, key, expected="what a manifest can hold", found=first["msg"], todo=_TODO
+        ) from None
+    except BadInput as bad:
+        raise BadInput(output, bad.key, expected=bad.expected, found=bad.found, todo=_TODO) from None
+    except (ValueError, TypeError, RecursionError) as error:
+        found = f"{type(error).__name__}: {error}"
+        raise BadInput(output, expected="what a manifest can hold", found=found, todo=_TODO) from None
+    for name in Manifest.model_fields:
+        if getattr(again, name) != getattr(manifest, name):
+            found = "something else when it is read back"
+            raise BadInput(output, name, expected="what was written", found=found, todo=_TODO)
+    return manifest

@@ -1,0 +1,224 @@
+"""A checkpoint that is written can be read: what no checkpoint can hold is refused before the first step."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from trilith.checkpoints import Manifest, companions_in, convert, read_source, save_module
+from trilith.checkpoints.companions import COMPANIONS
+from trilith.parallel_state import BadInput
+from trilith.testing.folders import write_hf_folder
+from trilith.testing.runs import TINIEST_LLAMA, run_recipe, tiny_recipe, write_tokens
+
+
+def nested(levels: int) -> Any:
+    value: Any = 1
+    for level in range(levels):
+        value = [value] if level % 2 else {"a": value}
+    return value
+
+
+UNREADABLE = {
+    "nan": float("nan"),
+    "infinity": float("inf"),
+    "date": datetime.date(2026, 1, 1),
+    "time": datetime.datetime(2026, 1, 1),
+    "half a surrogate pair": "a\ud800",
+    "a key that is half a surrogate pair": {"\ud800": 1},
+    "300 levels": nested(300),
+    "100,000 levels": nested(100_000),
+    "bytes": b"x",
+    "a number of 16,000 bits": 1 << 16_000,
+    "a key that is a number": {1: 2},
+}
+
+plain = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9)
+# Without what hypothesis cannot print.
+printable = [value for name, value in UNREADABLE.items() if "levels" not in name and "16,000" not in name]
+strange = st.sampled_from([*printable, 1 << 2000])
+values = st.recursive(
+    plain | strange | st.text(st.characters(), max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group() -> Iterator[None]:
+    """A process group of this process alone: runs here cost tenths of a second."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tokens(tmp_path_factory.mktemp("data") / "tokens")
+
+
+def steps_of(out: Path) -> int:
+    metrics = out / "metrics.jsonl"
+    return len(metrics.read_text().splitlines()) if metrics.exists() else 0
+
+
+@pytest.mark.parametrize("what", UNREADABLE)
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_config_that_no_checkpoint_can_hold_is_refused_before_the_first_step(
+    tmp_path: Path, tokens: Path, what: str, depth: int
+) -> None:
+    value = UNREADABLE[what]
+    for _ in range(depth):
+        value = {"inside": [value]}
+    raw = tiny_recipe(tmp_path / "run", tokens, model={"config": TINIEST_LLAMA | {"remark": value}})
+    with pytest.raises(BadInput) as caught:
+        run_recipe(raw)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
+    assert steps_of(tmp_path / "run") == 0
+
+
+@settings(max_examples=60)
+@given(value=values)
+def test_what_save_module_takes_it_gives_back_and_else_it_writes_nothing(
+    tmp_path_factory: pytest.TempPathFactory, value: Any
+) -> None:
+    root, model = tmp_path_factory.mktemp("saved") / "m", nn.Linear(2, 2)
+    try:
+        written = save_module(root, model, data={"mine": value}, config={"mine": [value]})
+    except BadInput:
+        assert not root.exists() or not any(root.iterdir())
+        with pytest.raises((BadInput, ValueError, TypeError, AssertionError, RecursionError)):
+            again = json.loads(json.dumps(value, allow_nan=False).encode("utf-8", "strict"))
+            json.dumps(again, ensure_ascii=False).encode()
+            assert again == value
+            assert abs(largest(value)).bit_length() <= 1024
+    else:
+        manifest = Manifest.load(written)
+        assert manifest.config == {"mine": [value]}
+        assert manifest.data_position == {"mine": value}
+
+
+def largest(value: Any) -> int:
+    if isinstance(value, dict):
+        return max(map(largest, value.values()), default=0)
+    if isinstance(value, list):
+        return max(map(largest, value), default=0)
+    return abs(value) if isinstance(value, int) else 0
+
+
+@pytest.mark.filterwarnings("ignore:.*unknown and ignored")
+@pytest.mark.parametrize("what", ["half a surrogate pair", "300 levels"])
+@pytest.mark.parametrize("to", ["hf", "sharded"])
+def test_convert_refuses_a_config_that_it_could_not_write_readably(
+    tmp_path: Path, what: str, to: Any
+) -> None:
+    write_hf_folder(tmp_path / "hf", TINIEST_LLAMA)
+    config = tmp_path / "hf" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"remark": UNREADABLE[what]}))
+    with pytest.raises(BadInput, match=r"config\.remark"):
+        convert(tmp_path / "hf", tmp_path / "out", to=to)
+    assert not (tmp_path / "out").exists()
+
+
+def test_convert_refuses_a_name_of_another_step_for_its_output(tmp_path: Path) -> None:
+    save_module(tmp_path / "m", nn.Linear(2, 2), torch.optim.AdamW(nn.Linear(2, 2).parameters()), step=3)
+    with pytest.raises(BadInput, match="step: expected 9, as the directory is named"):
+        convert(tmp_path / "m", tmp_path / "step-00000009", to="sharded")
+    assert not (tmp_path / "step-00000009").exists()
+
+
+def tokenizer_folder(folder: Path) -> Path:
+    folder.mkdir()
+    for name in COMPANIONS:
+        (folder / name).write_text("{}")
+    return folder
+
+
+HARMLESS = [
+    "tokenizer.pkl",
+    "tokenizer.py",
+    "tokenization_mine.py",
+    "vocab.pickle",
+    "tokenizer.safetensors",
+    "vocab.safetensors",
+    "Tokenizer.json",
+    "tokenizer\n.json",
+    "tokenizer.json.bak",
+    "vocab.bin",
+    "chat_template.sh",
+]
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_a_file_that_is_no_companion_stays_where_it_is(tmp_path: Path, tokens: Path, name: str) -> None:
+    folder = tokenizer_folder(tmp_path / "tokenizer")
+    (folder / name).write_text("secret")
+    raw = tiny_recipe(
+        tmp_path / "run", tokens, steps=1, model={"config": TINIEST_LLAMA, "tokenizer": str(folder)}
+    )
+    run_recipe(raw)
+    source = read_source(tmp_path / "run")
+    assert sorted(path.name for path in source.companions) == list(COMPANIONS)
+    assert name not in {path.name for path in source.path.iterdir()}
+
+
+@pytest.mark.parametrize("command", ["train", "convert"])
+def test_a_link_out_of_the_folder_is_refused_and_nothing_is_copied(
+    tmp_path: Path, tokens: Path, command: str
+) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("root:x:0:0")
+    write_hf_folder(tmp_path / "hf", TINIEST_LLAMA)
+    (tmp_path / "hf" / "vocab.txt").symlink_to(secret)
+    with pytest.raises(BadInput, match=r"vocab\.txt: expected a file inside the directory"):
+        if command == "convert":
+            convert(tmp_path / "hf", tmp_path / "out")
+        else:
+            model = {"config": TINIEST_LLAMA, "tokenizer": str(tmp_path / "hf")}
+            run_recipe(tiny_recipe(tmp_path / "out", tokens, steps=1, model=model))
+    assert not list((tmp_path / "out").rglob("vocab.txt")) and steps_of(tmp_path / "out") == 0
+
+
+def test_the_docs_name_every_companion() -> None:
+    docs = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
+    assert re.findall(
+        r"`([a-z_]+\.[a-z]+)`", docs.split("Companions are known by name:")[1].split("No other")[0]
+    ) == [*COMPANIONS]
+
+
+def test_links_inside_the_folder_and_into_the_hub_s_cache_are_followed(tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    (snapshot.parent.parent / "blobs").mkdir()
+    (snapshot.parent.parent / "blobs" / "f00").write_text("{}")
+    (snapshot / "tokenizer.json").symlink_to("../../blobs/f00")
+    (snapshot / "vocab.txt").symlink_to("tokenizer.json")
+    assert [path.name for path in companions_in(snapshot)] == ["tokenizer.json", "vocab.txt"]
+
+
+def test_a_tokenizer_that_changes_during_the_run_is_saved_as_it_was_at_the_start(
+    tmp_path: Path, tokens: Path
+) -> None:
+    """Also one that is gone by then: the run keeps what it began with, and its last save does not fail."""
+    from trilith.checkpoints import Contents, Progress, Saver
+    from trilith.checkpoints.module import module_contents
+    from trilith.parallel_state import Layout, ParallelState
+
+    folder, model = tokenizer_folder(tmp_path / "tokenizer"), nn.Linear(2, 2)
+    mine = module_contents(model, None, state=ParallelState.alone())
+    contents = Contents(mine.family, mine.config, mine.hf_config, companions=companions_in(folder))
+    with Saver(tmp_path / "m", model, None, contents, state=ParallelState.alone()) as saver:
+        for path in folder.iterdir():
+            path.unlink()
+        saver.save(Progress(1, Layout()))
+    assert (read_source(tmp_path / "m").path / "tokenizer.json").read_text() == "{}"
