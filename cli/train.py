@@ -37,8 +37,10 @@ def train(
     """Train, or resume training, as a recipe says.
 
     A run that has a complete checkpoint in its folder goes on from it, in whatever layout the recipe now asks
-    for. On several hosts start it with torchrun: torchrun --nnodes 2 --nproc-per-node 8 --no-python trilith
-    train RECIPE. With --dry-run any number of ranks is planned on this machine, without data or GPU.
+    for. On several hosts start the same command on each of them: torchrun --nnodes 2 --nproc-per-node 8
+    --rdzv-backend c10d --rdzv-endpoint HOST:29400 --rdzv-id NAME --no-python trilith train RECIPE, where HOST
+    is one of them and NAME is new for each run. With --dry-run any number of ranks is planned on this
+    machine, without data or GPU.
     """
     if dry:
         from .dry_run import show_dry_run

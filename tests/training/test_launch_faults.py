@@ -111,6 +111,41 @@ def test_a_port_in_use_is_refused_E18(make: Make) -> None:
     assert f"MASTER_PORT: expected a free port, found port {port} in use" in first.output
 
 
+def test_an_unknown_master_is_named_in_one_line(make: Make) -> None:
+    usual = [str(make(2).recipe), "--quiet", "timeout=5"]
+    codes = started(usual, usual, MASTER_ADDR="no-such-host.invalid", TORCHELASTIC_USE_AGENT_STORE="False")
+    assert codes == [2, 2]
+    for code in codes:
+        assert code.output.startswith(
+            "error: environment: MASTER_ADDR: expected a host that this machine can find, "
+            "found 'no-such-host.invalid' ("
+        )
+        assert code.output.count("\n") == 1, code.output
+
+
+@pytest.mark.parametrize("command", ["train", "generate"])
+@pytest.mark.parametrize(("name", "value"), [("RANK", "one"), ("WORLD_SIZE", "-2"), ("MASTER_PORT", "x")])
+def test_malformed_variables_of_torchrun_are_one_line_and_code_2(
+    make: Make,
+    command: str,
+    name: str,
+    value: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    good = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    for one, said in (good | {name: value}).items():
+        monkeypatch.setenv(one, said)
+    monkeypatch.setattr("trilith.training.process_info.end_with_parent", lambda: None)
+    run_ = make(2)
+    words = {"train": [str(run_.recipe)], "generate": [str(run_.out), "-p", "x", "--tensor", "2"]}
+    assert run([command, *words[command]]) == 2
+    errors = capsys.readouterr().err
+    assert errors.startswith(f"error: environment: {name}: expected a whole number")
+    assert errors.count("\n") == 1
+    assert not run_.out.exists()
+
+
 def test_ranks_that_open_their_own_store_train_too(make: Make) -> None:
     with socket.socket() as holder:
         holder.bind(("", 0))
