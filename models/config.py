@@ -52,7 +52,8 @@ class ModelConfig(BaseModel):
 
     #: What the family's config.json calls our fields, where it is not what transformers calls them in common.
     OWN_NAMES: ClassVar[Mapping[str, str]] = {}
-    #: Values at which keys that the family does not model change nothing.
+    #: Keys that the family has no choice in, and the values that say what it does anyway. Any other value is
+    #: refused. They are no fields of the config, even where the class that this one inherits from has one.
     HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {}
 
     vocab_size: int
@@ -70,10 +71,14 @@ class ModelConfig(BaseModel):
 
         A key that is unknown only warns, unless it is known to change the forward pass.
         """
+        raw = cls._without_unread(raw)
+        for key in sorted(cls.HARMLESS.keys() & raw):
+            _judge_fixed(key, raw[key], cls.HARMLESS[key], where)
+        raw = {key: value for key, value in raw.items() if key not in cls.HARMLESS}
         fields = cls.read(raw, where)
         unknown = set(raw) - set(cls.model_fields) - set(cls.OWN_NAMES) - INERT - cls.read_keys()
         for key in sorted(unknown):
-            _judge(key, raw[key], cls.HARMLESS, where)
+            _judge(key, raw[key], where)
         if raw.get("auto_map"):
             warnings.warn(f"{where}: auto_map is ignored; no code from a checkpoint is run", stacklevel=2)
         for key, value in fields.items():
@@ -89,6 +94,7 @@ class ModelConfig(BaseModel):
             expected = first["msg"].removeprefix("Input should be ")
             raise BadInput(where, key, expected=expected, found=repr(first["input"])) from None
         config.check(where)
+        config.check_stated(raw, where)
         return config
 
     @classmethod
@@ -117,6 +123,9 @@ class ModelConfig(BaseModel):
 
     def check(self, where: str) -> None:
         """Refuse numbers that do not fit each other."""
+
+    def check_stated(self, raw: Mapping[str, Any], where: str) -> None:
+        """Refuse keys of the config.json that say of this model what is not so."""
 
     @property
     def routed_experts(self) -> int:
@@ -187,19 +196,27 @@ class ModelConfig(BaseModel):
                 todo=f"Nearest legal pipeline: {most}",
             )
 
+    @classmethod
+    def _without_unread(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Leave out what means nothing in a config by ``to_hf``, which at first wrote every field."""
+        if not set(cls.model_fields) <= set(raw):
+            return raw
+        unread = {key for key in cls.HARMLESS if key in cls.model_fields and raw[key] is False}
+        return {key: value for key, value in raw.items() if key not in unread}
+
     def to_hf(self) -> dict[str, Any]:
         """A config.json's dict, for a model that did not come from Hugging Face."""
-        return self.model_dump()
+        return {key: value for key, value in self.model_dump().items() if key not in self.HARMLESS}
 
 
-def _judge(key: str, value: object, harmless: Mapping[str, tuple[object, ...]], where: str) -> None:
-    if key in harmless:
-        if value not in harmless[key]:
-            expected = " or ".join(map(repr, harmless[key]))
-            raise BadInput(
-                where, key, expected=f"{expected} (nothing else is supported here)", found=repr(value)
-            )
-    elif key in DENIED:
+def _judge_fixed(key: str, value: object, legal: tuple[object, ...], where: str) -> None:
+    if value is not None and not any(type(value) is type(one) and value == one for one in legal):
+        expected = " or ".join(map(repr, legal))
+        raise BadInput(where, key, expected=f"{expected}: this family has no other", found=repr(value)[:80])
+
+
+def _judge(key: str, value: object, where: str) -> None:
+    if key in DENIED:
         if value not in (None, False, [], {}):
             raise BadInput(
                 where,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 from pydantic import Field
 from torch import nn
 
 from ..layers import Experts, MoE, TopKRouter
 from ..parallel_state import BadInput, Normal, ParallelState
 from .links import Rename, Rule, Stack
-from .llama import Block, Llama, LlamaConfig, check_no_switch
+from .llama import Block, Llama, LlamaConfig
 
 
 class ExpertsConfig(LlamaConfig):
@@ -66,12 +69,10 @@ class ExpertsConfig(LlamaConfig):
 class NarrowExpertsConfig(ExpertsConfig):
     """The fields where experts have a width of their own, and some blocks may have one net instead."""
 
+    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {**LlamaConfig.HARMLESS, "mlp_bias": (False,)}
+
     moe_intermediate_size: int = Field(gt=0, le=2**22)
     norm_topk_prob: bool = False
-
-    def check(self, where: str) -> None:
-        super().check(where)
-        check_no_switch(self, where, "mlp_bias")
 
     @property
     def expert_size(self) -> int:

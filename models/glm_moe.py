@@ -24,6 +24,15 @@ class Glm4MoeConfig(NarrowExpertsConfig):
     tokens; they are left out, as transformers does.
     """
 
+    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        **{
+            key: values
+            for key, values in NarrowExpertsConfig.HARMLESS.items()
+            if key not in ("use_qk_norm", "partial_rotary_factor")  # which it has a choice in
+        },
+        "scoring_func": ("sigmoid",),
+        "topk_method": ("noaux_tc",),
+    }
     OWN_NAMES: ClassVar[Mapping[str, str]] = {
         "n_routed_experts": "num_local_experts",
         "num_mtp_layers": "num_nextn_predict_layers",  # transformers 5's name
@@ -102,7 +111,7 @@ class Glm4MoeConfig(NarrowExpertsConfig):
 
     def to_hf(self) -> dict[str, Any]:
         written = super().to_hf()
-        del written["router_aux_loss_coef"], written["mlp_bias"]
+        del written["router_aux_loss_coef"]
         return {**written, "n_routed_experts": written.pop("num_local_experts")}
 
 

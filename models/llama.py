@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field
 from torch import Tensor, nn
@@ -37,6 +37,12 @@ from .rope_config import ROPE_KEYS, RopeScaling, read_rope, write_rope
 
 class LlamaConfig(ModelConfig):
     """The fields of a Llama config.json that the model computes with."""
+
+    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        **dict.fromkeys(("use_qk_norm", "qk_norm", "qk_layernorm", "use_mrope"), (False,)),
+        **dict.fromkeys(("partial_rotary_factor", "rotary_pct", "logits_scaling", "logit_scale"), (1, 1.0)),
+        **dict.fromkeys(("embedding_multiplier", "residual_multiplier"), (1, 1.0)),
+    }
 
     vocab_size: int = Field(gt=0, le=2**24)
     hidden_size: int = Field(gt=0, le=2**20)
@@ -72,7 +78,14 @@ class LlamaConfig(ModelConfig):
 
     @classmethod
     def read_keys(cls) -> set[str]:
-        return set(ROPE_KEYS)
+        return {*ROPE_KEYS, "layer_types"}
+
+    def check_stated(self, raw: Mapping[str, Any], where: str) -> None:
+        kind = "full_attention" if self.window is None else "sliding_attention"
+        stated = raw.get("layer_types")
+        if stated is not None and stated != [kind] * self.num_hidden_layers:
+            expected = f"{kind} for every one of {self.num_hidden_layers} blocks"
+            raise BadInput(where, "layer_types", expected=expected, found=repr(stated)[:80])
 
     def check(self, where: str) -> None:
         if self.num_attention_heads % self.num_key_value_heads:
@@ -117,14 +130,7 @@ class LlamaConfig(ModelConfig):
         return self.rope_scaling.model_dump() if self.rope_scaling else None
 
     def to_hf(self) -> dict[str, Any]:
-        return write_rope(self.model_dump(exclude={"rope_scaling"}), self.rope_scaling)
-
-
-def check_no_switch(config: LlamaConfig, where: str, *keys: str) -> None:
-    """Refuse those of Llama's switches that a family does not know: transformers ignores them there."""
-    for key in keys:
-        if getattr(config, key):
-            raise BadInput(where, key, expected="false: this family has no such switch", found=True)
+        return write_rope(self.model_dump(exclude={"rope_scaling", *self.HARMLESS}), self.rope_scaling)
 
 
 #: Ours -> Hugging Face's. A rule whose tensor the config leaves out (biases, an untied head) does nothing.

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field
 
 from .family import Family
-from .llama import NAMES, Llama, LlamaConfig, check_no_switch
+from .llama import NAMES, Llama, LlamaConfig
 
 
 class MistralConfig(LlamaConfig):
     """The fields of a Mistral config.json; ``sliding_window`` null: no window (from version 0.2 on)."""
+
+    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        **LlamaConfig.HARMLESS,
+        **dict.fromkeys(("attention_bias", "mlp_bias"), (False,)),
+    }
 
     max_position_embeddings: int = Field(default=131072, gt=0)
     sliding_window: int | None = Field(default=4096, gt=0)
@@ -23,10 +28,6 @@ class MistralConfig(LlamaConfig):
         if "sliding_window" in raw:  # null says something, which elsewhere is as if the key were absent
             fields["sliding_window"] = raw["sliding_window"]
         return fields
-
-    def check(self, where: str) -> None:
-        super().check(where)
-        check_no_switch(self, where, "attention_bias", "mlp_bias")
 
     @property
     def window(self) -> int | None:

@@ -17,7 +17,12 @@ from .mistral import MistralConfig
 class MixtralConfig(MistralConfig, ExpertsConfig):
     """The fields of a Mixtral config.json that the model computes with."""
 
-    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {"router_jitter_noise": (0, 0.0, None)}
+    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        **MistralConfig.HARMLESS,
+        "router_jitter_noise": (0, 0.0),
+        "norm_topk_prob": (True,),
+        "scoring_func": ("softmax",),
+    }
 
     num_local_experts: int = Field(default=8, gt=0, le=2**12)
     num_experts_per_tok: int = Field(default=2, gt=0)

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field
 
 from ..parallel_state import BadInput
 from .family import Family
 from .links import Rename
-from .llama import NAMES, Llama, LlamaConfig, check_no_switch
+from .llama import NAMES, Llama, LlamaConfig
+
+#: What other families call a switch for the norms of queries and keys, which Qwen 3 always has.
+HEAD_NORMS = ("use_qk_norm", "qk_norm", "qk_layernorm")
 
 #: Keys of windows over some of the blocks, which are off in every released model and refused if on.
-_WINDOWS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
+_WINDOWS = ("use_sliding_window", "sliding_window", "max_window_layers")
 
 
 class Qwen2Config(LlamaConfig):
     """The fields of a Qwen 2 or 2.5 config.json that the model computes with."""
+
+    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        **LlamaConfig.HARMLESS,
+        **dict.fromkeys(("attention_bias", "qkv_bias"), (True,)),  # on queries, keys and values
+        "mlp_bias": (False,),
+    }
 
     max_position_embeddings: int = Field(default=32768, gt=0)
 
@@ -30,10 +39,6 @@ class Qwen2Config(LlamaConfig):
     def read_keys(cls) -> set[str]:
         return {*super().read_keys(), *_WINDOWS}
 
-    def check(self, where: str) -> None:
-        super().check(where)
-        check_no_switch(self, where, "attention_bias", "mlp_bias")
-
     @property
     def qkv_bias(self) -> bool:
         return True
@@ -41,6 +46,12 @@ class Qwen2Config(LlamaConfig):
 
 class Qwen3Config(LlamaConfig):
     """The fields of a Qwen 3 config.json that the model computes with."""
+
+    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        **LlamaConfig.HARMLESS,
+        **dict.fromkeys(HEAD_NORMS, (True,)),
+        "mlp_bias": (False,),
+    }
 
     max_position_embeddings: int = Field(default=32768, gt=0)
 
@@ -54,10 +65,6 @@ class Qwen3Config(LlamaConfig):
     def read_keys(cls) -> set[str]:
         return {*super().read_keys(), *_WINDOWS}
 
-    def check(self, where: str) -> None:
-        super().check(where)
-        check_no_switch(self, where, "mlp_bias")
-
     @property
     def head_norms(self) -> bool:
         return True
@@ -68,11 +75,6 @@ def check_no_windows(raw: Mapping[str, Any], where: str) -> None:
     if raw.get("use_sliding_window") not in (None, False):
         expected = "false: windows over some of the blocks are not supported"
         raise BadInput(where, "use_sliding_window", expected=expected, found=raw["use_sliding_window"])
-    kinds = raw.get("layer_types")
-    if kinds is not None and (not isinstance(kinds, list) or set(kinds) - {"full_attention"}):
-        raise BadInput(
-            where, "layer_types", expected="full_attention for every block", found=repr(kinds)[:80]
-        )
 
 
 QWEN2 = Family("qwen2", "Qwen2ForCausalLM", Qwen2Config, Llama, NAMES)

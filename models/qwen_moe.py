@@ -10,12 +10,17 @@ from pydantic import Field
 from ..parallel_state import BadInput
 from .experts import EXPERT_NAMES, LlamaWithExperts, NarrowExpertsConfig
 from .family import Family
-from .qwen import QWEN3, check_no_windows
+from .qwen import HEAD_NORMS, QWEN3, check_no_windows
 
 
 class Qwen3MoeConfig(NarrowExpertsConfig):
     """The fields of a Qwen 3 config.json with experts; blocks of ``mlp_only_layers`` have none."""
 
+    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        **NarrowExpertsConfig.HARMLESS,
+        **dict.fromkeys(HEAD_NORMS, (True,)),
+        "scoring_func": ("softmax",),
+    }
     #: transformers 4 writes the one, transformers 5 the other.
     OWN_NAMES: ClassVar[Mapping[str, str]] = {"num_experts": "num_local_experts"}
 

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from trilith.models import LLAMA, ModelConfig, family_of
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from trilith.models import FAMILIES, LLAMA, ModelConfig, family_of
 from trilith.parallel_state import BadInput
 
 LLAMA_CONFIG: dict[str, Any] = {
@@ -139,7 +142,9 @@ REFUSED = [
     of(MISTRAL_CONFIG, "mistral-layer-types", "layer_types", {"layer_types": ["sliding_attention"]}),
     of(QWEN2_CONFIG, "qwen2-window", "use_sliding_window", {"use_sliding_window": True}),
     of(QWEN2_CONFIG, "qwen2-layer-types", "layer_types", {"layer_types": ["sliding_attention"] * 3}),
-    of(QWEN2_CONFIG, "qwen2-bias", "attention_bias", {"attention_bias": True}),
+    of(QWEN2_CONFIG, "qwen2-bias", "attention_bias", {"attention_bias": False}),
+    of(QWEN2_CONFIG, "qwen2-bias-1", "attention_bias", {"attention_bias": 1}),
+    of(LLAMA_CONFIG, "llama-layer-types", "layer_types", {"layer_types": ["full_attention"] * 2}),
     of(QWEN3_CONFIG, "qwen3-window", "use_sliding_window", {"use_sliding_window": True}),
     of(QWEN3_CONFIG, "qwen3-layer-types", "layer_types", {"layer_types": "full_attention"}),
     of(QWEN3_CONFIG, "qwen3-mlp-bias", "mlp_bias", {"mlp_bias": True}),
@@ -298,6 +303,9 @@ ACCEPTED = [
     ("mistral-no-window", MISTRAL_CONFIG, {"sliding_window": None}, {"window": None}),
     ("mistral-absent-window", MISTRAL_CONFIG, {}, {"window": 4096}),
     ("qwen2", QWEN2_CONFIG, {}, {"window": None, "qkv_bias": True, "attention_bias": False, "head_dim": 8}),
+    ("qwen2-bias", QWEN2_CONFIG, {"attention_bias": True}, {"qkv_bias": True, "out_bias": False}),
+    ("llama-layers", LLAMA_CONFIG, {"layer_types": ["full_attention"] * 3}, {"window": None}),
+    ("mistral-layers", MISTRAL_CONFIG, {"layer_types": ["sliding_attention"] * 3}, {"window": 4096}),
     ("qwen2-layers", QWEN2_CONFIG, {"layer_types": ["full_attention"] * 3}, {"window": None}),
     ("qwen3", QWEN3_CONFIG, {"sliding_window": None}, {"head_norms": True, "head_dim": 128}),
     ("qwen3-head", QWEN3_CONFIG, {"head_dim": 16}, {"head_dim": 16, "qkv_bias": False}),
@@ -370,6 +378,56 @@ def test_it_is_accepted_and_means_this(
         warnings.simplefilter("error")
         config = read(base, changes)
     assert {key: getattr(config, key) for key in meaning} == meaning
+
+
+#: A config of each family, and every key that it has no choice in.
+BY_TYPE: dict[str, dict[str, Any]] = {
+    one["model_type"]: one
+    for one in (
+        *(LLAMA_CONFIG, GPT2_CONFIG, MISTRAL_CONFIG, QWEN2_CONFIG, QWEN3_CONFIG, MIXTRAL_CONFIG),
+        *(QWEN3_MOE_CONFIG, GLM4_MOE_CONFIG),
+    )
+}
+FIXED = [(kind, key) for kind, family in sorted(FAMILIES.items()) for key in sorted(family.config.HARMLESS)]
+
+
+@pytest.mark.parametrize(("kind", "key"), FIXED)
+def test_a_key_that_says_what_the_family_does_anyway_changes_nothing(kind: str, key: str) -> None:
+    base, legal = BY_TYPE[kind], FAMILIES[kind].config.HARMLESS[key]
+    plain = read(base, {key: ABSENT})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for value in (*legal, None):
+            assert read(base, {key: value}) == plain
+    for value in (True, False, 1, 3, 0.5, "x", [], {"a": 1}):
+        if not any(type(value) is type(one) and value == one for one in legal):
+            with pytest.raises(BadInput, match=rf"config\.json: {key}: expected .*this family has no other"):
+                read(base, {key: value})
+    assert key not in FAMILIES[kind].to_hf(plain)
+
+
+@pytest.mark.parametrize("kind", sorted(FAMILIES))
+def test_switches_change_the_parameters_exactly_as_in_transformers(kind: str) -> None:
+    """Every yes or no of the config, and every one in the table: which biases and norms there are."""
+
+    def asked(names: Iterable[str]) -> set[str]:
+        return {name for name in names if name.endswith("bias") or "_norm." in name}
+
+    config = FAMILIES[kind].config
+    table = {key: legal for key, legal in config.HARMLESS.items() if isinstance(legal[0], bool)}
+    for key in {n for n, one in config.model_fields.items() if one.annotation is bool} | table.keys():
+        for value in table.get(key, (False, True)):
+            raw = {**BY_TYPE[kind], key: value}
+            links, _ = FAMILIES[kind].links(read(raw, {}))
+            with torch.device("meta"):
+                theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**raw))
+            assert asked(link.hf for link in links) == asked(theirs.state_dict()), (key, value)
+
+
+def test_a_qwen2_config_that_was_written_with_every_field_is_still_read() -> None:
+    plain = read(QWEN2_CONFIG, {})
+    written = QWEN2_CONFIG | plain.model_dump() | {"attention_bias": False, "mlp_bias": False}
+    assert read(written, {}) == plain
 
 
 @pytest.mark.parametrize("scaling", [LINEAR, LLAMA3], ids=["D15-linear", "D15-llama3"])
