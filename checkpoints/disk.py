@@ -12,11 +12,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ..parallel_state import MachineFailed
+from ..system import refusal_of
 
-class DiskFailed(RuntimeError):
-    """The disk refused a write: full, over quota, too large a file, or an input/output error."""
 
-    exit_code = 3
+class DiskFailed(MachineFailed):
+    """The disk refused a write: full, over quota, too large a file, an input/output error.
+
+    Where the place cannot be written to, so that another one would do, the exit code is that of bad input.
+    """
 
 
 class Disk:
@@ -81,4 +85,8 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise DiskFailed(f"{path}: cannot be written: {error.strerror or error}") from error
+        refusal = refusal_of(error)
+        said = f"{refusal.reason}. {refusal.todo}" if refusal else f"{error}"
+        failed = DiskFailed(f"{path}: cannot be written: {said}")
+        failed.exit_code = refusal.code if refusal else DiskFailed.exit_code
+        raise failed from error

@@ -15,7 +15,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
-from ..parallel_state import BadCheckpoint, BadInput, Box, Layout
+from ..parallel_state import BadCheckpoint, BadInput, Box, Layout, from_validation
 from .coverage import check_coverage
 from .dtypes import BITS
 from .module_family import StoredModule
@@ -141,9 +141,7 @@ class Manifest(_Strict):
         try:
             return cls.model_validate_json(raw if version == _UNSEALED else open_seal(raw, where))
         except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            key = ".".join(map(str, first["loc"]))
-            raise BadCheckpoint(where, key, expected=first["msg"], found=shown(first["input"])) from None
+            raise from_validation(where, error, kind=BadCheckpoint) from None
 
     def to_bytes(self) -> bytes:
         """JSON with a line for each field, file and tensor, so that people and ``diff`` can read it."""

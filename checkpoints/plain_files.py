@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..parallel_state import BadInput
+from ..parallel_state import BadInput, from_os_error
 from .strict_json import shown
 
 _KINDS = {
@@ -20,17 +20,20 @@ _KINDS = {
 }
 
 
-def stat_regular(path: Path, *, kind: type[BadInput] = BadInput) -> os.stat_result:
+def stat_regular(path: Path, *, kind: type[BadInput] = BadInput, todo: str = "") -> os.stat_result:
     """The status of a regular file; anything else is refused without opening it (opening a pipe blocks)."""
     try:
         status = os.stat(path)
     except FileNotFoundError:
         dangling = f"a link to {os.readlink(path)}, which is absent" if path.is_symlink() else "nothing there"
-        raise kind(path, expected="a file", found=dangling) from None
-    except (OSError, ValueError) as error:  # ValueError: an embedded NUL
-        raise kind(path, expected="a file", found=_reason(error)) from None
+        raise kind(path, expected="a file", found=dangling, todo=todo) from None
+    except OSError as error:
+        raise from_os_error(error, path, expected="a file", kind=kind) from None
+    except ValueError as error:  # an embedded NUL
+        raise kind(path, expected="a file", found=str(error)) from None
     if not stat.S_ISREG(status.st_mode):
-        raise kind(path, expected="a file", found=_KINDS.get(stat.S_IFMT(status.st_mode), "something else"))
+        found = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
+        raise kind(path, expected="a regular file", found=found)
     return status
 
 
@@ -42,7 +45,7 @@ def open_regular(path: Path, *, kind: type[BadInput] = BadInput) -> Iterator[tup
         # O_NONBLOCK: whoever swaps the file for a pipe between the two calls cannot make us wait.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        raise kind(path, expected="a readable file", found=_reason(error)) from None
+        raise from_os_error(error, path, expected="a readable file", kind=kind) from None
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
@@ -57,9 +60,14 @@ def read_small(path: Path, limit: int, *, kind: type[BadInput] = BadInput) -> by
     with open_regular(path, kind=kind) as (fd, status):
         if status.st_size > limit:
             raise kind(path, expected=f"at most {limit:,} bytes", found=f"{status.st_size:,}")
-        parts = []
-        while part := os.read(fd, limit + 1):
-            parts.append(part)
+        parts, left = [], limit
+        try:
+            while part := os.read(fd, min(left + 1, 1 << 20)):
+                parts.append(part)
+                if (left := left - len(part)) < 0:
+                    raise kind(path, expected=f"at most {limit:,} bytes", found="a file that grows")
+        except OSError as error:
+            raise from_os_error(error, path, expected="a readable file", kind=kind) from None
         return b"".join(parts)
 
 
@@ -96,7 +104,3 @@ def contained(
             todo="Copy the file here, or pass --allow-symlinks if you trust the link",
         )
     return path
-
-
-def _reason(error: Exception) -> str:
-    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ..parallel_state import BadInput
+
+#: Nested levels of lists and objects. Real configurations have fewer than ten.
+DEEPEST = 100
+
+_ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class _Refused(ValueError):
@@ -17,21 +23,23 @@ class _Refused(ValueError):
 def parse_object(raw: bytes, where: object, *, kind: type[BadInput] = BadInput) -> dict[str, object]:
     """The one JSON object in ``raw``, or an error of ``kind`` that names ``where``.
 
-    Refused are invalid UTF-8, a key said twice (readers differ in which one counts), ``NaN`` and infinities
-    (no JSON), nesting deeper than Python's recursion limit, and anything but an object at the top.
+    Refused are invalid UTF-8, half a surrogate pair (no text), a key said twice (readers differ in which one
+    counts), ``NaN`` and infinities (no JSON), more than ``DEEPEST`` nested levels, and anything but an object
+    at the top.
     """
-    try:
-        text = raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise kind(
-            where, expected="UTF-8 text", found=f"byte {raw[error.start]:#04x} at {error.start}"
-        ) from None
+    text = decode_utf8(raw, where, kind=kind)
     try:
         value = json.loads(
-            text, object_pairs_hook=_unique_keys, parse_constant=_no_constant, parse_float=_finite_float
+            text, object_pairs_hook=_unique_keys, parse_constant=_no_constant, parse_float=finite_float
         )
+        if _deeper(value, DEEPEST):
+            raise RecursionError
+        if _ESCAPED_SURROGATE.search(text) is not None:
+            json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
-        raise kind(where, expected="JSON of moderate depth", found="thousands of nested levels") from None
+        raise kind(where, expected=f"a depth of at most {DEEPEST} levels", found="more") from None
+    except UnicodeEncodeError:
+        raise kind(where, expected="text", found="half a surrogate pair, which is no character") from None
     except json.JSONDecodeError as error:
         place = f"{error.msg} at line {error.lineno}, column {error.colno}"
         raise kind(where, expected="valid JSON", found=place, todo=_hint(raw)) from None
@@ -42,10 +50,24 @@ def parse_object(raw: bytes, where: object, *, kind: type[BadInput] = BadInput) 
     return value
 
 
+def decode_utf8(raw: bytes, where: object, *, kind: type[BadInput] = BadInput) -> str:
+    """The text in ``raw``, or an error of ``kind`` that names ``where`` and the first byte that is wrong."""
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        found = f"byte {raw[error.start]:#04x} at {error.start}"
+        raise kind(where, expected="UTF-8 text", found=found, todo=what_it_looks_like(raw)) from None
+
+
+def is_pointer(raw: bytes) -> bool:
+    """Whether this is what git-lfs leaves in a file's place until the file is fetched."""
+    return raw.startswith(b"version https://git-lfs")
+
+
 def what_it_looks_like(raw: bytes) -> str:
     """What to do about a file whose first bytes show that it is something well known, or an empty string."""
     head = raw[:256].lstrip().lower()
-    if head.startswith(b"version https://git-lfs"):
+    if is_pointer(head):
         return "This is a git-lfs pointer, not the file: run git lfs pull"
     if head.startswith((b"<!doctype", b"<html", b"<?xml", b"<head")):
         return "This is a web page saved under the file's name: download the file again"
@@ -78,8 +100,24 @@ def _no_constant(name: str) -> NoReturn:
     raise _Refused(f"the constant {name}")
 
 
-def _finite_float(digits: str) -> float:
+def finite_float(digits: str) -> float:
+    """The number in ``digits``; ``ValueError`` for NaN, an infinity, or a number that no float holds."""
     value = float(digits)
-    if math.isinf(value):
-        raise _Refused(f"the number {shown(digits)}, which no float holds")
+    if not math.isfinite(value):
+        raise _Refused(f"the number {shown(digits)}, which is not finite or fits in no float")
     return value
+
+
+def _deeper(value: object, most: int) -> bool:
+    """Whether lists and objects are nested more than ``most`` levels deep."""
+    level: list[Any] = [value]
+    for _ in range(most):
+        level = [
+            child
+            for one in level
+            for child in (one.values() if isinstance(one, dict) else one)
+            if isinstance(child, dict | list)
+        ]
+        if not level:
+            return False
+    return True

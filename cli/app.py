@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Annotated, Any
 
 import typer
 
+from ..system import refusal_of
 from .convert import convert
 from .diff import diff
 from .generate import generate
@@ -78,21 +81,29 @@ def _print_version(asked: bool) -> None:
 def run(arguments: Sequence[str], commands: Sequence[Callable[..., Any]] = COMMANDS) -> int:
     """Run a command line; the exit code.
 
-    A failure is one line ``error: ...`` on stderr: 2 for bad input or usage, 3 where a peer failed, 4 for a
-    checkpoint that cannot be used, 1 for what was not foreseen. ``--debug``, before the command's name, shows
-    the traceback first. 130 is an interrupt.
+    A failure is one line ``error: ...`` on stderr: 2 for bad input, a path that cannot be used, or usage; 3
+    where a peer failed, or the machine has too little of something (room on a disk, memory, file descriptors,
+    processes); 4 for a checkpoint that cannot be used; 1 for what was not foreseen; 130 for an interrupt.
+    ``--debug``, before the command's name, shows the traceback first.
     """
     try:
         # As its context's ``obj`` a command finds its own words: with them it may start ranks of itself.
         words = list(arguments)
         code = make_app(commands)(words, prog_name="trilith", standalone_mode=False, obj=words)
+        sys.stdout.flush()  # a full disk behind it, or a reader that is gone, is told here and not at the end
         return code if isinstance(code, int) else 0
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
-    except Exception as error:
+    except (Exception, SystemExit) as raised:
+        # typer ends the process in silence where the reader of the output is gone
+        error = raised.__context__ if isinstance(raised, SystemExit) else raised
+        if not isinstance(error, Exception):
+            raise
         if _debug(arguments):
             traceback.print_exc()
         code, message = explain(error)
+        if isinstance(error, BrokenPipeError):
+            _drop_output()
         sys.stderr.write(f"{'stopped' if code == PREEMPTED else 'error'}: {message}\n")
         return code
 
@@ -108,9 +119,24 @@ def explain(error: Exception) -> tuple[int, str]:
     # Told by their exit code rather than by class: importing our error classes here would import torch.
     code = getattr(error, "exit_code", None)
     if isinstance(code, int):
+        # A library that was refused a file descriptor may say that the file makes no sense.
+        refusal = refusal_of(error) if code == USAGE else None
+        if refusal is not None and refusal.code != USAGE:
+            return refusal.code, f"{_one_line(str(error))} ({_one_line(str(refusal))})"
         return code, _one_line(str(error))
     what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    refusal = refusal_of(error)
+    if refusal is not None:
+        return refusal.code, _one_line(str(refusal))
     return UNEXPECTED, f"unexpected: {_one_line(what)} (run again with --debug for the traceback)"
+
+
+def _drop_output() -> None:
+    """Throw away what standard output still holds: at its end Python would try to write it, and complain."""
+    with suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 def _debug(arguments: Sequence[str]) -> bool:

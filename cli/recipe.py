@@ -36,10 +36,10 @@ def recipe(
     RECIPE.toml model.init_from=Llama-3.2-1B data.tokens=tokens data.sequence_length=2048. training_args.json
     is what TrainingArguments.to_json_string() gives; a DeepSpeed configuration that it names is read with it.
     """
+    from ..checkpoints.small_files import read_json
     from ..parallel_state import BadInput
     from ..training.from_deepspeed import from_deepspeed
     from ..training.from_trainer import from_trainer
-    from ..training.translation import read_object
 
     if out is not None:
         if out.exists():
@@ -49,7 +49,7 @@ def recipe(
         if not out.parent.is_dir():
             raise BadInput(out, expected="a file in a folder that exists", found=f"no folder {out.parent}")
     translate = from_deepspeed if origin is Origin.deepspeed else from_trainer
-    found = translate(read_object(file), str(file), ranks=ranks)
+    found = translate(read_json(file), str(file), ranks=ranks)
     if out is None:
         typer.echo(found.toml(), nl=False)
     else:

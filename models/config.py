@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from ..parallel_state import BadInput, Layout, nearest_divisors, nearest_multiples
+from ..parallel_state import BadInput, Layout, from_validation, nearest_divisors, nearest_multiples
 
 
 def names(text: str) -> frozenset[str]:
@@ -87,12 +87,7 @@ class ModelConfig(BaseModel):
         try:
             config = cls(**fields)
         except ValidationError as error:
-            first = error.errors()[0]
-            key = cls.spelled(".".join(map(str, first["loc"])) or "config")
-            if first["type"] == "missing":
-                raise BadInput(where, key, expected="a value", found="nothing") from None
-            expected = first["msg"].removeprefix("Input should be ")
-            raise BadInput(where, key, expected=expected, found=repr(first["input"])) from None
+            raise from_validation(where, error, spelled=lambda key: cls.spelled(key or "config")) from None
         config.check(where)
         config.check_stated(raw, where)
         return config

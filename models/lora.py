@@ -8,7 +8,7 @@ from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ..parallel_state import BadInput
+from ..parallel_state import BadInput, from_validation
 from .config import names
 
 Names = str | tuple[str, ...]
@@ -83,10 +83,7 @@ class LoraConfig(BaseModel):
         try:
             return cls(**fields)
         except ValidationError as error:
-            first = error.errors()[0]
-            key = ".".join(map(str, first["loc"]))
-            expected = first["msg"].removeprefix("Input should be ")
-            raise BadInput(where, key, expected=expected, found=repr(first["input"])[:80]) from None
+            raise from_validation(where, error) from None
 
     def to_peft(self) -> dict[str, Any]:
         """The fields as an adapter_config.json has them; whole numbers without a point."""

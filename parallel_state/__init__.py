@@ -2,7 +2,17 @@
 
 from .boxes import Box
 from .declaration import BUFFER_DTYPE, Cut, Declaration, buffer_names, declarations, padded_rows
-from .errors import BadCheckpoint, BadInput, PeerFailed, nearest, nearest_divisors, nearest_multiples
+from .errors import (
+    BadCheckpoint,
+    BadInput,
+    MachineFailed,
+    PeerFailed,
+    from_os_error,
+    from_validation,
+    nearest,
+    nearest_divisors,
+    nearest_multiples,
+)
 from .fault import fault
 from .gradients import clip_gradients, finalize_gradients, gradient_norm, last_not_finite
 from .initial import Constant, Initial, Normal, Own, Uniform, seed_of
@@ -32,6 +42,7 @@ __all__ = [
     "Initial",
     "Launched",
     "Layout",
+    "MachineFailed",
     "Normal",
     "Own",
     "ParallelState",
@@ -45,6 +56,8 @@ __all__ = [
     "fault",
     "finalize_gradients",
     "last_not_finite",
+    "from_os_error",
+    "from_validation",
     "gradient_norm",
     "holdings",
     "initialize",

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from ..system import refusal_of
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 
 def nearest(key: str, legal: Iterable[int], asked: int) -> str:
@@ -61,10 +67,53 @@ class BadCheckpoint(BadInput):
     exit_code = 4
 
 
+class MachineFailed(RuntimeError):
+    """This machine has too little of something: room on a disk, memory, file descriptors, processes."""
+
+    exit_code = 3
+
+
 class PeerFailed(RuntimeError):
     """Another rank, or a collective with it, failed."""
 
     exit_code = 3
+
+
+def from_os_error(
+    error: OSError, where: object, *, expected: object, kind: type[BadInput] = BadInput
+) -> BadInput | MachineFailed:
+    """Say what the operating system refused about ``where``: an error of ``kind`` if another path would do,
+    ``MachineFailed`` if the machine is at fault.
+    """
+    refusal = refusal_of(error)
+    if refusal is None:
+        return kind(where, expected=expected, found=error)
+    if refusal.code == MachineFailed.exit_code:
+        return MachineFailed(f"{where}: {refusal.reason}. {refusal.todo}")
+    return kind(where, expected=expected, found=refusal.reason, todo=refusal.todo)
+
+
+def from_validation(
+    where: object,
+    error: ValidationError,
+    *,
+    spelled: Callable[[str], str] = str,
+    kind: type[BadInput] = BadInput,
+) -> BadInput:
+    """Say the first thing that pydantic found wrong; ``spelled`` gives a field's name in the user's file."""
+    first = error.errors(include_url=False)[0]
+    key = spelled(".".join(map(str, first["loc"]))) or None
+    if first["type"] == "extra_forbidden":
+        return kind(where, key, expected="a known key", found="an unknown one")
+    if first["type"] == "missing":
+        return kind(where, key, expected="a value", found="nothing")
+    found = repr(first["input"])
+    return kind(
+        where,
+        key,
+        expected=first["msg"].removeprefix("Input should be "),
+        found=found if len(found) <= 80 else f"{found[:80]}…",
+    )
 
 
 def _rebuild(

@@ -16,6 +16,7 @@ from trilith.parallel_state import engine
 ROOT = Path(trilith.__path__[0]).resolve()
 
 FLOORS = {
+    "system": 0,
     "parallel_state": 1,
     "layers": 2,
     "models": 3,

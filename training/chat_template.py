@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..checkpoints.small_files import read_text
 from ..parallel_state import BadInput
 from .chat_formats import Conversation
 from .tokenizer import FolderTokenizer, Tokenizer
@@ -216,10 +217,7 @@ def _ends(found: Any) -> NDArray[np.int64]:
 
 def read_template(file: Path) -> str:
     """A template's text. ``BadInput`` for a file that cannot be read."""
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadInput(file, expected="a chat template in Jinja", found=str(error)) from None
+    return read_text(file)
 
 
 def _own(tokenizer: FolderTokenizer) -> str:

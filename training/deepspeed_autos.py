@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..checkpoints.small_files import read_json
 from .from_deepspeed import from_deepspeed
-from .translation import Given, Translation, read_object
+from .translation import Given, Translation
 
 
 def deepspeed_file(given: Given) -> tuple[Mapping[str, Any], str]:
@@ -17,7 +18,7 @@ def deepspeed_file(given: Given) -> tuple[Mapping[str, Any], str]:
         return value, given.where
     beside = Path(given.where).parent / str(value)
     file = beside if beside.exists() else Path(str(value))
-    return read_object(file), str(file)
+    return read_json(file), str(file)
 
 
 def fill_in(

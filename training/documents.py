@@ -9,13 +9,13 @@ from __future__ import annotations
 import functools
 import gzip
 import json
-import stat
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, Protocol, cast
 
+from ..checkpoints.plain_files import stat_regular
 from ..parallel_state import BadInput
 from .tables import dataset_files, need, read_dataset, read_parquet
 
@@ -57,17 +57,11 @@ def check_inputs(paths: list[Path], *, chat: bool = False) -> int:
         raise BadInput("input", expected="at least one file", found="none")
     total = 0
     for path in paths:
-        try:
-            state = path.stat()
-        except OSError as error:
-            raise BadInput(path, expected="a file", found=error.strerror) from error
-        if stat.S_ISDIR(state.st_mode):
+        if path.is_dir():
             total += input_size(path)
             need("pyarrow", path)
             continue
-        if not stat.S_ISREG(state.st_mode):
-            raise BadInput(path, expected="a regular file", found="a device or pipe")
-        total += state.st_size
+        total += stat_regular(path).st_size
         if path.name.endswith(".parquet"):
             need("pyarrow", path)
         if path.name.endswith(".zst"):

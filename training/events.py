@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from ..checkpoints.small_files import read_good_lines
 from .preempt import Preempted
 
 
@@ -52,9 +53,5 @@ def _said(error: BaseException) -> str:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """The events of a run, in order; empty if there is no file. A line that a kill cut short is left out."""
-    found = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        with suppress(json.JSONDecodeError):
-            found.append(json.loads(line))
-    return found
+    """Read the events of a run, in order; none if there is no file. A broken line is passed over."""
+    return [line for line in read_good_lines(path) if isinstance(line.get("event"), str)]

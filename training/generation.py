@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..checkpoints import Source, load_source, read_with_adapter
+from ..checkpoints.small_files import read_json
 from ..models import Sampling, generate
 from ..parallel_state import BadInput, Layout, ParallelState
 from .continuation import Continuation
@@ -74,11 +74,8 @@ def stop_ids(source: Source, tokenizer: Tokenizer) -> frozenset[int]:
     """What ends a text: ``eos_token_id`` of generation_config.json and config.json, and the tokenizer's."""
     raw = [source.config.get("eos_token_id"), tokenizer.eos_id]
     file = source.path / GENERATION_CONFIG
-    if file.is_file():
-        try:
-            raw.append(json.loads(file.read_text(encoding="utf-8")).get("eos_token_id"))
-        except (ValueError, AttributeError) as error:
-            raise BadInput(file, expected="a JSON object", found=str(error)) from error
+    if file.exists():
+        raw.append(read_json(file).get("eos_token_id"))
     found = [one for value in raw for one in (value if isinstance(value, list) else [value])]
     # A reduced or freshly made model may name ids that it has no rows for.
     return frozenset(i for i in found if isinstance(i, int) and 0 <= i < source.model_config.vocab_size)

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..checkpoints.disk import writing
+from ..checkpoints.small_files import read_good_lines, read_json_lines
+
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
@@ -41,7 +44,9 @@ class StepMetrics:
 
 
 class StepLog:
-    """A file of one JSON line a step: append-only; a resume first drops the lines of steps to be repeated.
+    """A file of one JSON line a step, to which lines are only added. A resume first drops the lines of steps
+    that it will repeat, and moves broken lines (a kill or a full disk cut them short) to a file beside
+    it whose name ends in ``.broken``; every good line stays.
 
     ``None`` is left out; what is not finite, which JSON cannot say, is ``null``.
     """
@@ -49,18 +54,44 @@ class StepLog:
     def __init__(self, path: Path, *, start: int) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [line for line in read_lines(path) if int(line["step"]) < start] if start else []
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
-        temporary.replace(path)
-        self._file = path.open("a", encoding="utf-8")
+        kept, broken = _sorted_out(path, start) if start and path.exists() else ([], [])
+        if broken:
+            _replace(path.with_name(path.name + ".broken"), broken)
+        _replace(path, kept)
+        with writing(path):
+            self._file = path.open("a", encoding="utf-8")
 
     def write(self, line: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(_finite(line)) + "\n")
-        self._file.flush()
+        with writing(self.path):
+            self._file.write(json.dumps(_finite(line)) + "\n")
+            self._file.flush()
 
     def close(self) -> None:
         self._file.close()
+
+
+def _sorted_out(path: Path, start: int) -> tuple[list[str], list[str]]:
+    """The lines of steps before ``start`` as they stand, and the lines that name no step."""
+    kept, broken = [], []
+    for line in read_json_lines(path):
+        step = _step(line.value)
+        if step is None:
+            broken.append(line.text)
+        elif step < start:
+            kept.append(line.text)
+    return kept, broken
+
+
+def _replace(path: Path, lines: list[str]) -> None:
+    """Write a file whole or not at all."""
+    temporary = path.with_name(path.name + ".tmp")
+    with writing(path):
+        try:
+            temporary.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+            temporary.replace(path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
 
 
 def _finite(line: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,18 +107,18 @@ def _is_odd(value: object) -> bool:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a ``metrics.jsonl``: the fields of ``StepMetrics`` that are known."""
+    """Read a ``metrics.jsonl``: the fields of ``StepMetrics`` that are known, without broken lines."""
     return read_lines(path)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file of JSON lines; empty if there is none. A last line cut short is left out."""
-    if not path.exists():
-        return []
-    lines = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            lines.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return lines
+    """Read the lines of a step log; none if there is no file. A line that is broken, or names no step, is
+    passed over.
+    """
+    return [line for line in read_good_lines(path) if _step(line) is not None]
+
+
+def _step(line: Mapping[str, Any] | None) -> int | None:
+    """The step that a line is about."""
+    step = None if line is None else line.get("step")
+    return step if type(step) is int and step >= 0 else None

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from ..checkpoints.small_files import Line, read_json_lines, read_text
+from ..checkpoints.strict_json import shown
 from ..parallel_state import BadInput
 from .tokenizer import Message, Tokenizer
+
+#: A file of prompts is read whole, so it has a largest size. Unit: bytes.
+PROMPTS = 64 << 20
 
 #: Text to continue, or a conversation to answer.
 Prompt = str | list[Message]
@@ -20,13 +23,10 @@ def read_prompts(given: Sequence[str], file: Path | None) -> list[Prompt]:
     """
     prompts: list[Prompt] = [*given]
     if file is not None:
-        try:
-            lines = file.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise BadInput(file, expected="a text file in UTF-8", found=str(error)) from error
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                prompts.append(_record(line, f"{file}:{number}") if file.suffix == ".jsonl" else line)
+        if file.suffix == ".jsonl":
+            prompts += [_record(line, f"{file}:{line.number}") for line in read_json_lines(file, PROMPTS)]
+        else:
+            prompts += [line for line in read_text(file, PROMPTS).splitlines() if line.strip()]
     if not prompts:
         raise BadInput("generate", "prompt", expected="--prompt TEXT or --prompts FILE", found="neither")
     return prompts
@@ -50,18 +50,15 @@ def prompt_ids(
     return ids
 
 
-def _record(line: str, where: str) -> Prompt:
-    try:
-        record: Any = json.loads(line)
-    except ValueError as error:
-        raise BadInput(where, expected="JSON", found=line[:80]) from error
-    if isinstance(record, dict) and isinstance(record.get("prompt"), str):
-        text: str = record["prompt"]
+def _record(line: Line, where: str) -> Prompt:
+    if line.value is None:
+        raise BadInput(line.wrong)
+    text, messages = line.value.get("prompt"), line.value.get("messages")
+    if isinstance(text, str):
         return text
-    messages = record.get("messages") if isinstance(record, dict) else None
     if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
         expected = "prompt (text) or messages (a list of objects with role and content)"
-        raise BadInput(where, expected=expected, found=line[:80])
+        raise BadInput(where, expected=expected, found=shown(line.text))
     return [{"role": one["role"], "content": one["content"]} for one in messages]
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
-from ..parallel_state import TIMEOUT, BadInput, nearest_multiples
+from ..checkpoints.small_files import parse_toml, read_json, read_toml
+from ..parallel_state import TIMEOUT, BadInput, from_validation, nearest_multiples
 from ..planner import check_schedule
 from .preempt import GRACE
 from .recipe_checks import (
@@ -131,12 +130,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     found.
     """
     path = recipe_file(path)
-    try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise BadInput(path, expected="a recipe in TOML", found=error.strerror) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise BadInput(path, expected="TOML", found=str(error)) from None
+    raw = read_toml(path)
     for override in overrides:
         _apply(raw, override)
     return parse_recipe(raw, str(path))
@@ -147,14 +141,7 @@ def parse_recipe(raw: dict[str, Any], where: str = "recipe") -> Recipe:
     try:
         recipe = Recipe.model_validate(raw)
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        if first["type"] == "extra_forbidden":
-            raise BadInput(where, key, expected="a key that recipes have", found="an unknown one") from None
-        if first["type"] == "missing":
-            raise BadInput(where, key, expected="a value", found="nothing") from None
-        expected = first["msg"].removeprefix("Input should be ")
-        raise BadInput(where, key, expected=expected, found=repr(first["input"])) from None
+        raise from_validation(where, error) from None
     recipe.check(where)
     return recipe
 
@@ -182,8 +169,8 @@ def _apply(raw: dict[str, Any], override: str) -> None:
 
 def _value(text: str) -> Any:
     try:
-        return tomllib.loads(f"v = {text}")["v"]
-    except tomllib.TOMLDecodeError:
+        return parse_toml(f"v = {text}", "override")["v"]
+    except BadInput:
         return text
 
 
@@ -192,10 +179,4 @@ def read_config(section: ModelSection) -> dict[str, Any]:
     if isinstance(section.config, dict):
         return dict(section.config)
     assert section.config is not None
-    try:
-        raw = json.loads(Path(section.config).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise BadInput(section.config, expected="a config.json", found=str(error)) from None
-    if not isinstance(raw, dict):
-        raise BadInput(section.config, expected="a JSON object", found=type(raw).__name__)
-    return raw
+    return read_json(Path(section.config))

@@ -18,7 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
-from ..parallel_state import BadInput
+from ..checkpoints.small_files import read_json
+from ..parallel_state import MachineFailed, from_os_error
 from .preempt import PREEMPTED
 from .process_info import has_process_info, process_info, start_of
 
@@ -152,7 +153,7 @@ class Heartbeat:
 
     def _replaced(self) -> bool:
         """Whether a later start has the folder by now, in which a rank that ends slowly writes no more."""
-        with suppress(OSError, ValueError, TypeError):
+        with suppress(OSError, MachineFailed, ValueError, TypeError):
             return bool(_read(self._path).run != self.run)
         return False
 
@@ -172,7 +173,7 @@ def make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         expected = "a folder that can be made and written to"
-        raise BadInput("recipe", "out", expected=expected, found=f"{folder}: {error.strerror}") from None
+        raise from_os_error(error, f"recipe: out: {folder}", expected=expected) from None
 
 
 def this_start() -> str:
@@ -186,7 +187,7 @@ def new_start() -> str:
 
 
 def _read(path: Path) -> RankStatus:
-    return RankStatus(**(json.loads(path.read_text()) | {"time": path.stat().st_mtime}))
+    return RankStatus(**(read_json(path) | {"time": path.stat().st_mtime}))
 
 
 def read_status(folder: Path, *, run: str) -> list[RankStatus]:
@@ -195,7 +196,7 @@ def read_status(folder: Path, *, run: str) -> list[RankStatus]:
     """
     found = []
     for path in folder.glob("rank*.json"):
-        with suppress(OSError, ValueError, TypeError):
+        with suppress(OSError, MachineFailed, ValueError, TypeError):
             status = _read(path)
             if status.run == run:
                 found.append(status)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from ..checkpoints.small_files import read_json
 from ..parallel_state import BadInput
 
 #: Some rows, their columns as keys, and how many bytes of the input have been read so far.
@@ -63,10 +63,10 @@ def dataset_files(folder: Path) -> list[Path]:
             found="a folder with no state.json",
             todo="Name the files in it",
         )
+    state = read_json(folder / "state.json")
     try:
-        state = json.loads((folder / "state.json").read_bytes())
         files = [folder / Path(str(part["filename"])).name for part in state["_data_files"]]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (KeyError, TypeError) as error:
         raise BadInput(
             folder / "state.json", "_data_files", expected="a list of file names", found="something else"
         ) from error

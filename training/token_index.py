@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ..checkpoints.plain_files import read_small
-from ..checkpoints.strict_json import parse_object, shown
-from ..parallel_state import BadInput
+from ..checkpoints.plain_files import read_small, stat_regular
+from ..checkpoints.small_files import read_json
+from ..checkpoints.strict_json import shown
+from ..parallel_state import BadInput, from_validation
 from .token_sums import Sums, block_count
 
 #: Since 2 an index is sealed and names the blocks' checksums; 1 is still read.
@@ -150,17 +150,15 @@ def probe(path: Path) -> str:
 
 def read_index(path: Path) -> TokenIndex:
     """The index, each field of the right type and within bounds."""
-    _regular_size(path, todo="Make it with: trilith tokenize")
-    content = parse_object(read_small(path, _LARGEST_INDEX), path)
+    _size_of(path, todo="Make it with: trilith tokenize")
+    content = read_json(path, _LARGEST_INDEX)
     version = content.get("version", VERSION)
     if type(version) is not int or not 1 <= version <= VERSION:
         raise BadInput(path, "version", expected=f"1 to {VERSION}", found=shown(version))
     try:
         index = TokenIndex.model_validate(content)
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"])) or None
-        raise BadInput(path, key, expected=first["msg"], found=f"{first['input']!r:.80}") from error
+        raise from_validation(path, error) from None
     if index.vocab_size > 2**16 and index.dtype == "uint16":
         raise BadInput(
             path, "dtype", expected=f"uint32 for a vocabulary of {index.vocab_size}", found=index.dtype
@@ -187,10 +185,10 @@ def read_sums(path: Path, index: TokenIndex) -> tuple[Sums | None, Sums | None]:
         return None, None
     tokens = block_count(index.tokens * little_endian(index.dtype).itemsize)
     targets = block_count(index.tokens) if index.targets is not None else 0
-    size, found = 4 * (tokens + targets), _regular_size(path)
+    size, found = 4 * (tokens + targets), _size_of(path)
     if found != size:
         raise BadInput(path, "size", expected=f"{size} bytes: {tokens + targets} checksums", found=found)
-    content = path.read_bytes()
+    content = read_small(path, size)
     digest = hashlib.sha256(content).hexdigest()
     if digest != index.sums_sha256:
         raise BadInput(path, "sha256", expected=f"{index.sums_sha256}, as the index says", found=digest)
@@ -199,7 +197,7 @@ def read_sums(path: Path, index: TokenIndex) -> tuple[Sums | None, Sums | None]:
 
 
 def _check_content(path: Path, size: int, meaning: str, expected_probe: str) -> None:
-    found = _regular_size(path)
+    found = _size_of(path)
     if found != size:
         raise BadInput(path, "size", expected=f"{size} bytes: {meaning}", found=found)
     if probe(path) != expected_probe:
@@ -210,7 +208,7 @@ def _check_content(path: Path, size: int, meaning: str, expected_probe: str) -> 
 
 def read_documents(path: Path, index: TokenIndex) -> NDArray[np.int64]:
     """The document offsets, whose hash the index names."""
-    size, longest = _regular_size(path), 8 * (index.documents + 1) + 4096
+    size, longest = _size_of(path), 8 * (index.documents + 1) + 4096
     if size > longest:
         raise BadInput(path, "size", expected=f"at most {longest} bytes", found=size)
     with path.open("rb") as file:
@@ -239,14 +237,9 @@ def check_offsets(offsets: Any, documents: int, tokens: int, where: object) -> N
         raise BadInput(where, f"offset {at + 1}", expected=f"more than {offsets[at]}", found=offsets[at + 1])
 
 
-def _regular_size(path: Path, todo: str = "") -> int:
+def _size_of(path: Path, todo: str = "") -> int:
     """The size of a regular file with content, asked before opening: a pipe would block for ever."""
-    try:
-        state = path.stat()
-    except OSError as error:
-        raise BadInput(path, expected="a file", found=error.strerror, todo=todo) from error
-    if not stat.S_ISREG(state.st_mode):
-        raise BadInput(path, expected="a regular file", found="something else")
-    if state.st_size == 0:
+    size = stat_regular(path, todo=todo).st_size
+    if size == 0:
         raise BadInput(path, expected="content", found="an empty file")
-    return state.st_size
+    return size

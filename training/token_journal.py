@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from ..checkpoints.plain_files import read_small
+from ..parallel_state import BadInput
+
 #: A journal of more is not one of ours. Unit: bytes.
 _LARGEST = 2**26
 
@@ -77,10 +80,8 @@ class Journal:
 
     def _found(self) -> Mark | None:
         try:
-            if self._path.stat().st_size > _LARGEST:
-                return None
-            lines = self._path.read_bytes().split(b"\n")
-        except OSError:
+            lines = read_small(self._path, _LARGEST).split(b"\n")
+        except BadInput:  # absent, or not a journal of ours
             return None
         if _parse(lines[0]) != {"job": self._job}:
             return None

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import stat
 from pathlib import Path
 from typing import Any, Protocol
 
 from ..checkpoints import DECIDE_IDS, VOCABULARIES
+from ..checkpoints.plain_files import read_small, stat_regular
+from ..checkpoints.small_files import refuse_pointer
 from ..parallel_state import BadInput
 
 #: No tokenizer file may be larger (the largest public ones are near 35 MB). Unit: bytes.
@@ -128,6 +129,9 @@ class FolderTokenizer:
                 content = _read(path / name)
                 digest.update(f"{name}:{len(content)}:".encode() + content)
         self.fingerprint = digest.hexdigest()
+        for file in path.iterdir():  # AutoTokenizer opens others too, and would wait for a pipe
+            if file.suffix in (".json", ".jinja", ".txt", ".model"):
+                stat_regular(file)
         self.backend = _auto_tokenizer(path)
         # Added tokens may leave holes, so the largest id counts and not how many there are.
         self.vocab_size = 1 + max(self.backend.get_vocab().values(), default=-1)
@@ -177,14 +181,8 @@ def _auto_tokenizer(path: Path) -> Any:
 
 def _read(path: Path) -> bytes:
     """A regular file's bytes, refused by size before anything is read."""
-    state = path.stat()
-    if not stat.S_ISREG(state.st_mode):
-        raise BadInput(path, expected="a regular file", found="something else")
-    if state.st_size > LARGEST_FILE:
-        raise BadInput(path, "size", expected=f"at most {LARGEST_FILE} bytes", found=state.st_size)
-    content = path.read_bytes()
-    if content.startswith(b"version https://git-lfs"):
-        raise BadInput(path, expected="a tokenizer file", found="a git-lfs pointer", todo="Run git lfs pull")
+    content = read_small(path, LARGEST_FILE)
+    refuse_pointer(content, path)
     return content
 
 

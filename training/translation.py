@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from ..parallel_state import BadInput
@@ -172,19 +171,6 @@ class Given:
 
     def bad(self, key: str, expected: str, found: Any) -> BadInput:
         return BadInput(self.where, self.path(key), expected=expected, found=_short(found))
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object from a file, or ``BadInput``."""
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise BadInput(path, expected="a JSON file", found=error.strerror) from None
-    except ValueError as error:
-        raise BadInput(path, expected="JSON", found=str(error)) from None
-    if not isinstance(raw, dict):
-        raise BadInput(path, expected="a JSON object", found=type(raw).__name__)
-    return raw
 
 
 def is_off(value: Any) -> bool:

@@ -173,7 +173,7 @@ def test_a_layout_starts_its_ranks_with_the_same_words(
     [
         ((), "prompt: expected --prompt TEXT or --prompts FILE, found neither"),
         (("-p", ""), "prompt 1: prompt: expected at least one token"),
-        (("--prompts", "nowhere.txt"), "nowhere.txt: expected a text file"),
+        (("--prompts", "nowhere.txt"), "nowhere.txt: expected a file, found nothing there"),
         (("-p", "x", "--tensor", "3"), "tensor: expected a divisor of num_attention_heads=4, found 3"),
         (("-p", "x", "--max-new-tokens", "400"), "at most the model's 256 positions"),
         (("-p", "x", "--top-p", "0"), "top_p: expected above 0"),
@@ -191,7 +191,8 @@ def test_what_cannot_be_is_one_line_and_code_2(
 
 
 @pytest.mark.parametrize(
-    ("line", "says"), [("{", "2: expected JSON"), ('{"text": "x"}', "2: expected prompt (text) or messages")]
+    ("line", "says"),
+    [("{", "2: expected valid JSON"), ('{"text": "x"}', "2: expected prompt (text) or messages")],
 )
 def test_a_bad_line_of_a_file_is_named(
     folder: Path, tmp_path: Path, line: str, says: str, capfd: Out

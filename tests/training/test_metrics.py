@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from trilith.checkpoints.disk import DiskFailed
 from trilith.training import terminal as terminal_module
 from trilith.training.metrics import StepLog, StepMetrics, read_metrics
 from trilith.training.terminal import Terminal
@@ -64,3 +67,32 @@ def test_a_resumed_log_drops_what_is_done_again_and_a_line_cut_short(tmp_path: P
     again.write(asdict(step(3)))
     again.close()
     assert [line["step"] for line in read_metrics(path)] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "broken", [b'{"step": 1, "lo', b"\xff\xfe", b"[]", b'{"step": "1"}', b"NaN", b"\0" * 40]
+)
+def test_a_resume_keeps_the_good_lines_around_a_broken_one(tmp_path: Path, broken: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 0}\n' + broken + b'\n{"step": 2}\n{"step": 3}\n')
+    StepLog(path, start=3).close()
+    assert path.read_text() == '{"step": 0}\n{"step": 2}\n'
+    aside = tmp_path / "metrics.jsonl.broken"
+    assert aside.read_text() == broken.decode(errors="replace") + "\n"
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["metrics.jsonl", "metrics.jsonl.broken"]
+
+
+def test_a_disk_that_is_full_at_a_resume_keeps_the_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 0}\n{"step": 1}\n')
+
+    def full(self: Path, text: str, **_: object) -> int:
+        self.touch()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(DiskFailed, match=r"metrics\.jsonl: cannot be written: No space left"):
+        StepLog(path, start=1)
+    assert path.read_text() == '{"step": 0}\n{"step": 1}\n' and [*tmp_path.iterdir()] == [path]

@@ -225,7 +225,7 @@ GOOD = b'{"text": "fine"}\n'
             r"in\.txt\.gz",
             id="gz-damaged-inside",
         ),
-        pytest.param(lambda folder: folder / "nowhere.txt", "No such file", id="missing"),
+        pytest.param(lambda folder: folder / "nowhere.txt", "nothing there", id="missing"),
         pytest.param(lambda folder: folder, "regular file", id="folder"),
     ],
 )

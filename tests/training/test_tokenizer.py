@@ -207,8 +207,8 @@ def _pipe(folder: Path) -> Path:
     [
         pytest.param(_nothing, "nothing there", id="F9-missing"),
         pytest.param(_no_vocabulary, "none of them", id="F9-folder-without-vocabulary"),
-        pytest.param(_huge("tokenizer.json"), "268435456 bytes", id="F10-2-GB-tokenizer-json"),
-        pytest.param(_huge("tokenizer.model", open_file=True), "268435456 bytes", id="F10-2-GB-model"),
+        pytest.param(_huge("tokenizer.json"), "268,435,456 bytes", id="F10-2-GB-tokenizer-json"),
+        pytest.param(_huge("tokenizer.model", open_file=True), "268,435,456 bytes", id="F10-2-GB-model"),
         pytest.param(_with("tokenizer.json", b"{"), "AutoTokenizer", id="tokenizer-json-cut-short"),
         pytest.param(_with("tokenizer.json", b"[]"), "AutoTokenizer", id="tokenizer-json-a-list"),
         pytest.param(

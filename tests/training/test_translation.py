@@ -310,7 +310,7 @@ def test_a_deepspeed_file_that_the_trainer_names_has_its_autos_filled_in(tmp_pat
         ({"learning_rate": "fast"}, r"learning_rate: expected a number"),
         ({"gradient_accumulation_steps": 0}, r"gradient_accumulation_steps"),
         ({"fsdp": "sharded"}, r"fsdp: expected words out of"),
-        ({"deepspeed": "nowhere.json"}, r"nowhere\.json: expected a JSON file"),
+        ({"deepspeed": "nowhere.json"}, r"nowhere\.json: expected a file"),
         ({"adam_beta2": 1.5}, r"optimizer\.betas"),
     ],
 )
@@ -340,11 +340,11 @@ def test_the_command_prints_a_recipe_and_says_on_stderr_what_it_lost(
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("{", "expected JSON"),
-        ("[1]", "expected a JSON object, found list"),
+        ("{", "expected valid JSON"),
+        ("[1]", "expected a JSON object, found a list"),
         ('{"a": 1}', "expected a DeepSpeed configuration, found keys a"),
         ("{}", "found keys (none)"),
-        (None, "expected a JSON file"),
+        (None, "expected a file"),
     ],
 )
 def test_a_file_of_another_kind_is_refused(

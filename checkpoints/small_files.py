@@ -1,0 +1,91 @@
+"""Read the small files that people and other programs write: text, JSON, TOML and lines of JSON.
+
+This is the one reader for them. A file must be a regular file (a pipe or a device could make us wait for
+ever), no larger than a limit, in UTF-8, and with one meaning: no key twice, no number that is not finite, no
+deep nesting. Anything else is one line of ``BadInput`` that names the file.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..parallel_state import BadInput
+from .plain_files import read_small
+from .strict_json import decode_utf8, finite_float, is_pointer, parse_object, what_it_looks_like
+
+#: Of a file that a person writes by hand: a recipe, a template. Unit: bytes.
+BY_HAND = 1 << 20
+#: Of a configuration that a program writes. Unit: bytes.
+CONFIGURATION = 16 << 20
+#: Of a log that grows by a line a step, and of a file of prompts. Unit: bytes.
+LOG = 1 << 30
+
+
+def refuse_pointer(raw: bytes, path: Path, *, kind: type[BadInput] = BadInput) -> None:
+    """Refuse what git-lfs leaves in a file's place until the file is fetched."""
+    if is_pointer(raw):
+        raise kind(path, expected="the file itself", found="a git-lfs pointer", todo=what_it_looks_like(raw))
+
+
+def read_text(path: Path, limit: int = BY_HAND, *, kind: type[BadInput] = BadInput) -> str:
+    """Read a text file. A byte order mark, which some editors put first, is left out."""
+    raw = read_small(path, limit, kind=kind)
+    refuse_pointer(raw, path, kind=kind)
+    return decode_utf8(raw, path, kind=kind).removeprefix("\ufeff")
+
+
+def read_json(path: Path, limit: int = CONFIGURATION, *, kind: type[BadInput] = BadInput) -> dict[str, Any]:
+    """Read a file that holds one JSON object."""
+    return parse_object(read_small(path, limit, kind=kind), path, kind=kind)
+
+
+def read_toml(path: Path, limit: int = BY_HAND) -> dict[str, Any]:
+    """Read a file in TOML."""
+    return parse_toml(read_text(path, limit), path)
+
+
+def parse_toml(text: str, where: object) -> dict[str, Any]:
+    """Parse TOML; ``BadInput`` that names ``where`` and the line."""
+    try:
+        return tomllib.loads(text, parse_float=finite_float)
+    except RecursionError:
+        raise BadInput(where, expected="TOML of moderate depth", found="hundreds of nested levels") from None
+    except ValueError as error:  # TOMLDecodeError, our hook, and integers of thousands of digits
+        raise BadInput(where, expected="TOML", found=str(error)) from None
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of a file: its number from 1, and the JSON object in it or else what is wrong with it."""
+
+    number: int
+    text: str
+    value: dict[str, Any] | None
+    wrong: str = ""
+
+
+def read_json_lines(path: Path, limit: int = LOG) -> Iterator[Line]:
+    """Read a file of JSON objects, one a line. A line that is blank is left out; a line that is broken is
+    given with what is wrong, so that the caller decides about it and the good lines after it are not lost.
+    """
+    for number, raw in enumerate(read_small(path, limit).split(b"\n"), 1):
+        if not raw.strip():
+            continue
+        text = raw.decode("utf-8", errors="replace")
+        try:
+            yield Line(number, text, parse_object(raw, f"{path}:{number}"))
+        except BadInput as error:
+            yield Line(number, text, None, str(error))
+
+
+def read_good_lines(path: Path) -> list[dict[str, Any]]:
+    """Read the JSON objects of a log; none if there is no file. Broken lines, which a kill or a full disk
+    leaves, are passed over.
+    """
+    if not path.exists():
+        return []
+    return [line.value for line in read_json_lines(path) if line.value is not None]

@@ -1,0 +1,133 @@
+"""Explain what the operating system refused: the exit code, what happened, and what to do next.
+
+This is the one place for it. The rooms above say which file they were at; the command line explains what no
+room has explained. The module imports nothing of torch, because it must also work where torch cannot load.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+#: The exit codes: a path or place that cannot be used, and a machine that has too little of something.
+PLACE, MACHINE = 2, 3
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """What the system refused, in words for a user: ``code`` is the exit code, ``names`` are the paths."""
+
+    code: int
+    reason: str
+    todo: str
+    names: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        place = f"{' -> '.join(self.names)}: " if self.names else ""
+        return f"{place}{self.reason}. {self.todo}"
+
+
+_FREE_SPACE = "Make room on the disk, or name a place on another one, and run the same command again"
+_MORE_FILES = "Raise the limit (ulimit -n 4096), or close other programs, and run the same command again"
+_MORE_MEMORY = "Free memory, or use a machine with more, and run the same command again"
+_MORE_PROCESSES = (
+    "Raise the limit on processes and threads (ulimit -u), or end other programs, and run the command again"
+)
+
+#: By the system's number for an error: the exit code and what to do next.
+_TODO: dict[int, tuple[int, str]] = {
+    errno.ENOENT: (PLACE, "Check the path; if the working directory was deleted, change to one that exists"),
+    errno.EACCES: (PLACE, "Change the permissions (ls -l shows them), or name another path"),
+    errno.EPERM: (PLACE, "Change the permissions (ls -l and lsattr show them), or name another path"),
+    errno.EROFS: (PLACE, "Name a place that can be written to"),
+    errno.EISDIR: (PLACE, "Name a file, not a folder"),
+    errno.ENOTDIR: (PLACE, "A part of the path is a file where a folder is needed: name another path"),
+    errno.EEXIST: (PLACE, "Name a path that does not exist yet, or remove what is there"),
+    errno.ENOTEMPTY: (PLACE, "Name a path that does not exist yet, or remove what is there"),
+    errno.ENAMETOOLONG: (PLACE, "Name a shorter path: most systems allow 255 bytes a name, 4,096 a path"),
+    errno.ELOOP: (PLACE, "Links lead around in a circle: name the file itself"),
+    errno.EINVAL: (PLACE, "The file system does not take this name or this request: name another path"),
+    errno.EILSEQ: (PLACE, "The file system does not take this name: name another path"),
+    errno.ENXIO: (PLACE, "Name a regular file, not a pipe, socket or device"),
+    errno.ENODEV: (PLACE, "Name a regular file, not a pipe, socket or device"),
+    errno.ESPIPE: (PLACE, "Name a regular file, not a pipe, socket or device"),
+    errno.EXDEV: (PLACE, "Name a place on the same disk"),
+    errno.ETXTBSY: (PLACE, "Another program runs this file: name another path"),
+    errno.EBUSY: (PLACE, "Another program holds this path: name another one"),
+    errno.ENOSPC: (MACHINE, _FREE_SPACE),
+    errno.EDQUOT: (MACHINE, _FREE_SPACE),
+    errno.EFBIG: (MACHINE, "Raise the limit on file sizes (ulimit -f), or name another file system"),
+    errno.EIO: (MACHINE, "The disk or its connection fails: read the system's log (dmesg)"),
+    errno.ESTALE: (MACHINE, "The network file system lost the file: mount it again"),
+    errno.EMFILE: (MACHINE, _MORE_FILES),
+    errno.ENFILE: (MACHINE, _MORE_FILES),
+    errno.ENOMEM: (MACHINE, _MORE_MEMORY),
+    errno.EAGAIN: (MACHINE, _MORE_PROCESSES),
+    errno.EPIPE: (MACHINE, "The reader of the output (such as head) stopped: write into a file to keep all"),
+}
+
+#: What libraries say where the error itself carries no number.
+_IN_WORDS = (
+    *((os.strerror(number), number) for number, (code, _) in _TODO.items() if code == MACHINE),
+    ("can't start new thread", errno.EAGAIN),
+    ("Thread creation failed", errno.EAGAIN),
+    ("can't allocate memory", errno.ENOMEM),
+    ("failed to map segment from shared object", errno.ENOMEM),
+)
+#: How Rust's, Arrow's and Python's libraries write the system's number into a sentence.
+_NUMBER = re.compile(r"(?:os error|\[errno) (\d+)[)\]]", re.IGNORECASE)
+
+
+def refusal_of(error: BaseException) -> Refusal | None:
+    """Explain ``error``; ``None`` if the operating system is not its cause.
+
+    A machine that has too little of something outranks what was said because of that: a library that was
+    refused a file descriptor may say that the file makes no sense. Therefore causes are looked at too.
+    """
+    for one in _chain(error):
+        number = _number(one)
+        if one is not error and number == errno.EAGAIN:
+            continue  # a lock that is held says the same, and is no fault of the machine's
+        if number is not None and _TODO.get(number, (PLACE,))[0] == MACHINE:
+            return _explained(number, one)
+    number = error.errno if isinstance(error, OSError) else None
+    if number is not None:
+        return _explained(number, error)
+    return None
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The error, then what it was raised because of."""
+    seen: set[int] = set()
+    here: BaseException | None = error
+    while here is not None and id(here) not in seen:
+        seen.add(id(here))
+        yield here
+        here = here.__cause__
+
+
+def _number(error: BaseException) -> int | None:
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno
+    if isinstance(error, MemoryError):
+        return errno.ENOMEM
+    if getattr(error, "exit_code", None) is not None:  # already explained: its words may quote a file
+        return None
+    text = str(error)
+    if (found := _NUMBER.search(text)) is not None:
+        return int(found[1])
+    if isinstance(error, RuntimeError | OSError | ImportError):
+        return next((number for words, number in _IN_WORDS if words in text), None)
+    return None
+
+
+def _explained(number: int, error: BaseException) -> Refusal:
+    code, todo = _TODO.get(number, (MACHINE, "Run the same command again when the cause is removed"))
+    what = os.strerror(number)
+    if isinstance(error, BlockingIOError) or "thread" in str(error).lower():
+        what = f"no further process or thread can be started ({what})" if number == errno.EAGAIN else what
+    paths = (getattr(error, "filename", None), getattr(error, "filename2", None))
+    return Refusal(code, what, todo, tuple(os.fsdecode(path) for path in paths if path is not None))
