@@ -176,6 +176,14 @@ MUTANTS = (
         ("tests/parity/test_schedules.py::test_gradients_are_summed_at_every_micro_batch",),
     ),
     Mutant(
+        "gradients of weights made apart from the inputs' and summed over shards, but not over replicas",
+        "parallel_state/engine.py",
+        "            group.post_backward()\n        module.set_requires_gradient_sync(False, recurse=False)",
+        "            group.all_reduce_grads = False\n            group.post_backward()\n"
+        "        module.set_requires_gradient_sync(False, recurse=False)",
+        (PAIRS,),
+    ),
+    Mutant(
         "the blocks of the first stage run for every stage of a rank",
         "training/pipeline.py",
         "out: Tensor = model(x, positions, stage=stage)",

@@ -32,8 +32,9 @@ MIXTURES = {name for name, config in MODELS.items() if COUNTS & config.keys()}
 IN_TWO_PARTS = ("interleaved-zero-bubble", "zbv", "dualpipev")
 SAMPLES, LENGTH = 8, 16
 
-#: Patterns of what is frozen: an end, some blocks, all but one block, all but the norms.
-FROZEN = ("embed", r"^layers\.[01]\.", r"^(?!layers\.2\.)", "^(?!.*norm)")
+#: Patterns, over our names and Hugging Face's, of what is frozen: an end, some blocks, all but one block, all
+#: but the norms.
+FROZEN = ("embed|wte", r"^layers\.[01]\.", r"^(?!.*(layers|h)\.2\.)", "^(?!.*(norm|ln_))")
 LORA: list[Raw] = [
     {"r": 3, "lora_alpha": 6, "target_modules": "all-linear"},
     {"r": 4, "target_modules": "all-linear", "layers_to_transform": [2]},
@@ -269,7 +270,8 @@ def test_draws_hold_replicas_of_shards_in_pipelines_frozen_weights_and_adapters(
     of_three = [one for one in found if all(size(one, axis) > 1 for axis in THREE)]
     assert len(of_three) >= 10
     assert any(one.raw["layout"]["schedule"] in IN_TWO_PARTS for one in of_three)
-    assert sum(bool(one.raw["optimizer"]["groups"]) for one in found) >= 5
+    frozen = [one["match"] for case in found for one in case.raw["optimizer"]["groups"]]
+    assert len(frozen) >= 5 and {*frozen} == {*FROZEN}
     assert sum(one.lora is not None for one in found) >= 5
     assert found[17] == draw(8, 1, 17) != draw(8, 2, 17)
     assert len({str(one) for one in found}) == len(found)

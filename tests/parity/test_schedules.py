@@ -1,4 +1,7 @@
-"""Every schedule trains the same model, whichever rank holds which stages, in every layout it runs in."""
+"""Every schedule trains the same model, whichever rank holds which stages, in every layout it runs in.
+
+Each with each stage of ZeRO, with and without replicas: ``test_combinations.py``.
+"""
 
 from __future__ import annotations
 
@@ -38,25 +41,6 @@ def test_several_stages_a_rank_equal_one_device(
 ) -> None:
     layout = Layout.of(tensor=2, pipeline=2, sequence=model == "gpt2", **SCHEDULES[name])
     assert_same(model, layout, schedule=name, documents=True)
-
-
-@pytest.mark.parametrize("name", SEVERAL)
-@pytest.mark.parametrize("zero", [1, 2, 3])
-def test_with_zero_they_equal_one_device(zero: int, name: str, assert_same: Callable[..., None]) -> None:
-    """Gradients summed once a step, or at every micro-batch; made in one backward pass or in two."""
-    model = ("llama", "llama-tied", "gpt2")[zero - 1]
-    layout = Layout.of(pipeline=2, data=2, zero=zero, **SCHEDULES[name])
-    assert_same(model, layout, schedule=name, samples=8)
-
-
-@pytest.mark.parametrize("name", ["interleaved-zero-bubble", "zbv", "dualpipev"])
-@pytest.mark.parametrize("zero", [2, 3])
-def test_replicas_with_two_backward_passes_equal_one_device(
-    zero: int, name: str, assert_same: Callable[..., None]
-) -> None:
-    """Replicas are summed in the second of two backward passes too, and not only shards."""
-    layout = Layout.of(pipeline=2, data=2, data_replicate=2, zero=zero, **SCHEDULES[name])
-    assert_same("llama", layout, schedule=name, samples=8)
 
 
 def test_stages_cut_by_hand_equal_one_device(assert_same: Callable[..., None]) -> None:
