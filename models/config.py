@@ -45,6 +45,11 @@ DENIED = names("""
 """)
 
 
+#: What a config.json may ask to be counted out: every tensor of a model has an entry in several tables long
+#: before one has memory. The largest published models have 126 blocks, or 61 with 256 experts each.
+MOST_KEYS, MOST_BLOCKS, MOST_EXPERTS, LARGEST_NUMBER = 2**12, 2**14, 2**20, 2**31 - 1
+
+
 class ModelConfig(BaseModel):
     """The fields of a config.json that a family computes with, under Hugging Face's names."""
 
@@ -71,6 +76,8 @@ class ModelConfig(BaseModel):
 
         A key that is unknown only warns, unless it is known to change the forward pass.
         """
+        if len(raw) > MOST_KEYS:
+            raise BadInput(where, expected=f"at most {MOST_KEYS} keys", found=len(raw))
         raw = cls._without_unread(raw)
         for key in sorted(cls.HARMLESS.keys() & raw):
             _judge_fixed(key, raw[key], cls.HARMLESS[key], where)
@@ -84,13 +91,27 @@ class ModelConfig(BaseModel):
         for key, value in fields.items():
             if isinstance(value, int | float) and not math.isfinite(value):
                 raise BadInput(where, cls.spelled(key), expected="a finite number", found=value)
+            if isinstance(value, int) and abs(value) > LARGEST_NUMBER:
+                expected, found = f"at most {LARGEST_NUMBER}", f"{value:.3e}"
+                raise BadInput(where, cls.spelled(key), expected=expected, found=found)
         try:
             config = cls(**fields)
         except ValidationError as error:
             raise from_validation(where, error, spelled=lambda key: cls.spelled(key or "config")) from None
+        config._check_count(where)
         config.check(where)
         config.check_stated(raw, where)
         return config
+
+    def _check_count(self, where: str) -> None:
+        """Refuse more blocks, or more experts in them, than could be listed."""
+        blocks, experts = self.num_hidden_layers, self.routed_experts
+        if blocks > MOST_BLOCKS:
+            key = self.spelled("num_hidden_layers")
+            raise BadInput(where, key, expected=f"at most {MOST_BLOCKS}", found=blocks)
+        if blocks * experts > MOST_EXPERTS:
+            expected = f"at most {MOST_EXPERTS} in all blocks together"
+            raise BadInput(where, "experts", expected=expected, found=f"{experts} in each of {blocks}")
 
     @classmethod
     def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -6,14 +6,15 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
 
 from ..parallel_state import BadInput, from_validation
-from .config import names
+from .config import MOST_BLOCKS, names
 
-Names = str | tuple[str, ...]
+Names = str | Annotated[tuple[str, ...], Strict(False)]  # a list of a file becomes a tuple
 Rank = Annotated[int, Field(ge=1, le=2**16)]
 Alpha = Annotated[float, Field(gt=0)]
+Block = Annotated[int, Field(ge=0, lt=MOST_BLOCKS)]
 
 _Number = TypeVar("_Number", int, float)
 
@@ -34,7 +35,9 @@ class LoraConfig(BaseModel):
     ``target_modules`` are names' ends (``q_proj``), whole names, one regular expression, or ``all-linear``.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=()
+    )
 
     r: Rank = Field(default=8, description="rank of the adapters")
     lora_alpha: Alpha = Field(default=8, description="scale of what they add: lora_alpha / r")
@@ -44,7 +47,7 @@ class LoraConfig(BaseModel):
         default=ALL_LINEAR, description="ends of Hugging Face's module names, a pattern, or all-linear"
     )
     exclude_modules: Names | None = Field(default=None, description="what to leave out again")
-    layers_to_transform: int | tuple[int, ...] | None = Field(
+    layers_to_transform: Block | Annotated[tuple[Block, ...], Strict(False)] | None = Field(
         default=None, description="only blocks of these numbers"
     )
     layers_pattern: Names | None = Field(default=None, description="what precedes a block's number in a name")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
 from ..parallel_state import BadInput
+from .config import MOST_BLOCKS
 from .experts import EXPERT_NAMES, LlamaWithExperts, NarrowExpertsConfig
 from .family import Family
 from .qwen import HEAD_NORMS, QWEN3, check_no_windows
@@ -28,7 +29,7 @@ class Qwen3MoeConfig(NarrowExpertsConfig):
     num_experts_per_tok: int = Field(default=8, gt=0)
     moe_intermediate_size: int = Field(default=768, gt=0, le=2**22)
     decoder_sparse_step: int = Field(default=1, gt=0)
-    mlp_only_layers: tuple[int, ...] = ()
+    mlp_only_layers: tuple[Annotated[int, Field(ge=0, lt=MOST_BLOCKS)], ...] = ()
     max_position_embeddings: int = Field(default=32768, gt=0)
 
     @classmethod

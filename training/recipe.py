@@ -20,6 +20,7 @@ from .recipe_checks import (
     check_optimizer,
     check_precision,
 )
+from .section import Wait
 from .sections import (
     CheckpointSection,
     DataSection,
@@ -54,12 +55,12 @@ class Recipe(Section):
     compile: bool = Field(
         default=False, description="torch.compile each block, in one graph; a CPU needs a C++ compiler for it"
     )
-    grace: float = Field(
-        default=GRACE, gt=0, description="seconds after SIGTERM or Ctrl-C by which the run has saved and left"
+    grace: Wait = Field(
+        default=GRACE,
+        description="seconds after SIGTERM or Ctrl-C by which the run has saved and left",
     )
-    timeout: float = Field(
+    timeout: Wait = Field(
         default=TIMEOUT.total_seconds(),
-        gt=0,
         description="seconds after which a silent peer counts as failed",
     )
     dtype: Literal["float32", "float64", "bfloat16"] = Field(

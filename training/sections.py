@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -12,9 +12,8 @@ from ..parallel_state import FILES_TIMEOUT, Layout
 from ..planner import ScheduleName, schedule_kind
 from .experts_section import ExpertsSection as ExpertsSection
 from .rows import Documents, Overlong, Samples
+from .section import MOST_AHEAD, Betas, Blocks, Ranks, Rows, Stages, Step, Wait
 from .section import Section as Section
-
-_Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class ModelSection(Section):
@@ -46,15 +45,14 @@ class LoraSection(LoraConfig):
 class LayoutSection(Section):
     """How the model lies on the ranks; see `trilith.parallel_state.Layout`."""
 
-    tensor: int = Field(default=1, ge=1, description="ranks that each linear is cut over")
-    pipeline: int = Field(default=1, ge=1, description="stages of blocks, one after the other")
-    data: int = Field(default=1, ge=1, description="ranks, or groups of them, with rows of their own")
-    data_replicate: int = Field(
-        default=1, ge=1, description="of the data ranks: whole copies, inside each of which zero shards"
+    tensor: Ranks = Field(default=1, description="ranks that each linear is cut over")
+    pipeline: Ranks = Field(default=1, description="stages of blocks, one after the other")
+    data: Ranks = Field(default=1, description="ranks, or groups of them, with rows of their own")
+    data_replicate: Ranks = Field(
+        default=1, description="of the data ranks: whole copies, inside each of which zero shards"
     )
-    expert: int = Field(
+    expert: Ranks = Field(
         default=1,
-        ge=1,
         description="ranks that the experts are dealt out over; a divisor of the data ranks that zero shards "
         "over, without zero of data",
     )
@@ -65,20 +63,19 @@ class LayoutSection(Section):
         description="what data ranks share out: 0 nothing, 1 moments, 2 gradients too, 3 weights too",
     )
     sequence: bool = Field(default=False, description="what tensor ranks repeat is cut along the row")
-    context: int = Field(
-        default=1, ge=1, description="ranks that each row is cut over, into 2 x context chunks; for long rows"
+    context: Ranks = Field(
+        default=1, description="ranks that each row is cut over, into 2 x context chunks; for long rows"
     )
     context_attention: Literal["all-gather", "ring"] = Field(
         default="all-gather",
         description="how context ranks get keys and values: all at once, or piece by piece around a ring",
     )
-    split: list[int] | None = Field(
+    split: list[Blocks] | None = Field(
         default=None, description="blocks of each pipeline stage; default: by what blocks and ends cost"
     )
     schedule: ScheduleName = Field(default="1f1b", description="of the pipeline; docs/pipeline.md")
-    virtual_stages: int | None = Field(
+    virtual_stages: Stages | None = Field(
         default=None,
-        ge=1,
         description="stages of a pipeline rank, for interleaved schedules; default: 2, or 1 with gpipe, 1f1b",
     )
 
@@ -113,9 +110,9 @@ class DataSection(Section):
     weights: list[float] | None = Field(
         default=None, description="how often each token file is drawn from; default: by size"
     )
-    sequence_length: int = Field(ge=1, description="tokens of a row")
-    global_batch: int = Field(ge=1, description="rows of sequence_length a step, over all ranks")
-    micro_batch: int = Field(default=1, ge=1, description="rows that a rank computes at once")
+    sequence_length: int = Field(ge=1, le=2**30, description="tokens of a row")
+    global_batch: Rows = Field(description="rows of sequence_length a step, over all ranks")
+    micro_batch: Rows = Field(default=1, description="rows that a rank computes at once")
     documents: Documents = Field(
         default="joined",
         description="of running text: attention and positions run over the documents in a row, or, separate, "
@@ -127,7 +124,9 @@ class DataSection(Section):
     overlong: Overlong = Field(
         default="refuse", description="of chat sets: what becomes of a sample longer than sequence_length"
     )
-    prefetch: int = Field(default=2, ge=0, description="batches made ahead, in a thread; 0: none")
+    prefetch: int = Field(
+        default=2, ge=0, le=MOST_AHEAD, description="batches made ahead, in a thread; 0: none"
+    )
 
 
 class ParameterGroup(Section):
@@ -154,7 +153,10 @@ class SpikeSection(Section):
         description="standard deviations above the window's mean from which a step is a spike",
     )
     window: int = Field(
-        default=128, ge=4, description="steps that are looked back on; nothing is skipped before half of them"
+        default=128,
+        ge=4,
+        le=2**20,
+        description="steps that are looked back on; nothing is skipped before half of them",
     )
 
 
@@ -173,7 +175,7 @@ class OptimizerSection(Section):
     """AdamW and the learning rate's course."""
 
     lr: float = Field(default=3e-4, gt=0, description="the highest learning rate")
-    betas: tuple[_Beta, _Beta] = Field(default=(0.9, 0.95), description="AdamW's")
+    betas: Betas = Field(default=(0.9, 0.95), description="AdamW's")
     eps: float = Field(default=1e-8, gt=0, description="AdamW's")
     weight_decay: float = Field(default=0.1, ge=0, description="of matrices; biases, norms have none")
     clip: float = Field(
@@ -200,7 +202,7 @@ class OptimizerSection(Section):
     )
     label_smoothing: float = Field(default=0.0, ge=0, lt=1, description="share spread over the vocabulary")
     groups: tuple[ParameterGroup, ...] = Field(
-        default=(), description="parameters with a rate or decay of their own, or frozen"
+        default=(), strict=False, description="parameters with a rate or decay of their own, or frozen"
     )
     skip_spikes: SpikeSection | None = Field(
         default=None, description="skip steps that leap; {} for the defaults"
@@ -251,9 +253,8 @@ class CheckpointSection(Section):
         default=False,
         description="go on while a copy of weights and moments is written; needs room for the copy",
     )
-    timeout: float = Field(
+    timeout: Wait = Field(
         default=FILES_TIMEOUT.total_seconds(),
-        gt=0,
         description="seconds after which a rank that still writes or checks its part counts as failed",
     )
 
@@ -293,7 +294,7 @@ class WatchSection(Section):
     activation_norms: bool = Field(
         default=False, description="with the norms also each block's output, as a root mean square"
     )
-    trace_steps: list[int] = Field(
+    trace_steps: list[Step] = Field(
         default=[], description="steps, counted from 1, of which torch.profiler writes a Chrome trace"
     )
     trace_ranks: list[int] = Field(default=[0], description="ranks that write the traces")

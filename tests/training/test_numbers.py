@@ -1,0 +1,177 @@
+"""Every number of a recipe and of a config.json is a number: ``true``, text and 3.0 for 3 are refused.
+
+The fields are found by walking the models, so that a new one is held to it from the start.
+"""
+
+from __future__ import annotations
+
+import json
+import types
+import typing
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pytest
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from trilith.models import FAMILIES, LoraConfig
+from trilith.parallel_state import BadInput
+from trilith.testing.runs import TINY_GLM, TINY_GPT2, TINY_LLAMA, TINY_MIXTRAL
+from trilith.training.recipe import Recipe, load_recipe, parse_recipe
+from trilith.training.token_index import TokenIndex
+
+#: A leaf: its name with dots, int or float, and how a value for it becomes the value of the whole field.
+Leaf = tuple[str, type, Callable[[Any], Any]]
+
+
+def leaves_of(model: type[BaseModel]) -> Iterator[Leaf]:
+    for name, field in model.model_fields.items():
+        for path, kind, wrap in _leaves(field.annotation):
+            yield f"{name}{path}", kind, wrap
+
+
+def _leaves(annotation: Any) -> Iterator[Leaf]:
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if annotation in (int, float):
+        yield "", annotation, lambda value: value
+    elif origin is Annotated:
+        yield from _leaves(arguments[0])
+    elif origin in (typing.Union, types.UnionType):
+        for one in arguments:
+            yield from _leaves(one)
+    elif origin is list:
+        yield from ((p, k, lambda v, w=w: [w(v)]) for p, k, w in _leaves(arguments[0]))
+    elif origin is tuple:
+        size = 1 if arguments[-1] is Ellipsis else len(arguments)
+        for path, kind, wrap in _leaves(arguments[0]):
+            yield path, kind, lambda v, w=wrap: [w(v)] * size
+    elif origin is dict:
+        yield from ((p, k, lambda v, w=w: {"q_proj": w(v)}) for p, k, w in _leaves(arguments[1]))
+    elif isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        for name, field in annotation.model_fields.items():
+            least = minimal(annotation)
+            for path, kind, wrap in _leaves(field.annotation):
+                yield f".{name}{path}", kind, lambda v, w=wrap, n=name, m=least: {**m, n: w(v)}
+
+
+def minimal(model: type[BaseModel]) -> dict[str, Any]:
+    """What the model cannot be without."""
+    return {name: _some(field) for name, field in model.model_fields.items() if field.is_required()}
+
+
+def _some(field: FieldInfo) -> Any:
+    kinds = {str: "x", int: 1, float: 1.0, bool: False}
+    annotation = field.annotation
+    while annotation not in kinds:
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            return minimal(annotation)
+        arguments = typing.get_args(annotation)
+        if typing.get_origin(annotation) is Literal:
+            return arguments[0]
+        annotation = arguments[0]
+    return kinds[annotation]
+
+
+def wrong(kind: type) -> list[Any]:
+    return [True, False, "3", *([3.0] if kind is int else [])]
+
+
+RECIPE = list(leaves_of(Recipe))
+
+
+def test_the_walk_finds_the_numbers_of_every_section() -> None:
+    found = {name for name, _, _ in RECIPE}
+    assert {
+        *("steps", "grace", "layout.zero", "layout.split", "data.weights", "optimizer.lr"),
+        *("optimizer.betas", "optimizer.groups.lr_scale", "optimizer.skip_spikes.window", "lora.r"),
+        *("lora.rank_pattern", "lora.layers_to_transform", "loss_scale.initial", "watch.trace_steps"),
+    } <= found
+    sections = {name for name, field in Recipe.model_fields.items() if "Section" in str(field.annotation)}
+    assert sections - {name.partition(".")[0] for name in found} <= {"model", "experts"} - {"experts"}
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(key)} = {_toml(one)}" for key, one in value.items()) + "}"
+    return f"[{', '.join(map(_toml, value))}]" if isinstance(value, list) else json.dumps(value)
+
+
+def raw_with(name: str, value: Any) -> dict[str, Any]:
+    """The least recipe, with ``value`` in the field, or section, ``name``."""
+    top = name.partition(".")[0]
+    raw = minimal(Recipe) | {"model": {"config": {}}}
+    raw[top] = {**raw[top], **value} if isinstance(raw.get(top), dict) else value
+    return raw
+
+
+def test_no_number_of_a_recipe_may_be_true_or_text(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.toml"
+    file.write_text("".join(f"{key} = {_toml(one)}\n" for key, one in minimal(Recipe).items()))
+    for name, kind, wrap in RECIPE:
+        top, _, rest = name.partition(".")
+        for value in wrong(kind):
+            raw = raw_with(name, wrap(value))
+            with pytest.raises(BadInput) as caught:
+                parse_recipe(raw)
+            assert rest.partition(".")[0] in str(caught.value.key), (name, value)
+            with pytest.raises(BadInput) as caught:  # the same as a change on the command line
+                load_recipe(file, [f"{top} = {_toml(raw[top])}"])
+            assert str(caught.value.key).startswith(top), (name, value)
+
+
+def test_no_whole_number_of_a_recipe_may_be_of_any_size() -> None:
+    for name, kind, wrap in RECIPE:
+        for value in (10**18, -(10**18), 10**400) if kind is int else (10**400,):
+            try:
+                parse_recipe(raw_with(name, wrap(value)))
+            except BadInput as error:
+                assert len(str(error)) < 1000, name
+            else:
+                raise AssertionError(f"{name} = {value:.0e} was taken")
+
+
+CONFIGS = {"llama": TINY_LLAMA, "mixtral": TINY_MIXTRAL, "glm4_moe": TINY_GLM, "gpt2": TINY_GPT2}
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_no_number_of_a_config_may_be_true_or_text_or_of_any_size(kind: str) -> None:
+    family = FAMILIES[kind]
+    tiny = CONFIGS.get(kind, TINY_LLAMA) | {"model_type": kind}
+    tested = 0
+    for name, number, wrap in leaves_of(family.config):
+        key = family.config.spelled(name)
+        if "." in key:
+            continue  # rope_scaling, which tests/models/test_config.py goes through
+        for value in [*wrong(number), *([10**12, -(10**12)] if number is int else [])]:
+            with pytest.raises(BadInput):
+                family.from_hf({**tiny, key: wrap(value)}, "config.json")
+        tested += 1
+    assert tested > 6
+
+
+@pytest.mark.parametrize("model", [LoraConfig, TokenIndex])
+def test_no_number_of_adapters_and_token_files_may_be_true_or_text(model: type[BaseModel]) -> None:
+    for name, kind, wrap in leaves_of(model):
+        for value in wrong(kind):
+            with pytest.raises(ValueError, match=name.partition(".")[0]):
+                model.model_validate({**minimal(model), name.partition(".")[0]: wrap(value)})
+
+
+def test_the_walk_knows_what_it_steps_over() -> None:
+    """Whatever else a field may be has no number in it."""
+    plain = (str, bool, type(None), Any)
+
+    def walk(annotation: Any) -> None:
+        origin = typing.get_origin(annotation)
+        if annotation in (int, float, Ellipsis) or annotation in plain or origin is Literal:
+            return
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            for field in annotation.model_fields.values():
+                walk(field.annotation)
+            return
+        assert origin in (Annotated, typing.Union, types.UnionType, list, tuple, dict), annotation
+        for one in typing.get_args(annotation)[: 1 if origin is Annotated else None]:
+            walk(one)
+
+    walk(Recipe)
