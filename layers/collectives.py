@@ -131,6 +131,7 @@ def gather_sequence(x: Tensor, state: ParallelState, *, dim: int = 1) -> Tensor:
     """Split along the sequence in, whole out; ranks then use it differently, so gradients are summed."""
     if state.tensor_size == 1:
         return x
+    _check_sequence(x, dim)
     return _gather_sequence(x, _positive(x, dim), state)
 
 
@@ -138,6 +139,7 @@ def scatter_sequence(x: Tensor, state: ParallelState, *, dim: int = 1) -> Tensor
     """Partial in, the sum's piece of the sequence out."""
     if state.tensor_size == 1:
         return x
+    _check_sequence(x, dim)
     _check_divides(x, dim, state)
     return _scatter_sequence(x, _positive(x, dim), state)
 
@@ -157,6 +159,18 @@ def own_piece(x: Tensor, dim: int, state: ParallelState) -> Tensor:
     _check_divides(x, dim, state)
     length = x.shape[dim] // state.tensor_size
     return x.narrow(dim, state.tensor_index * length, length).contiguous()
+
+
+def _check_sequence(x: Tensor, dim: int) -> None:
+    """Refuse an input without a sequence: its last dim would be taken for one."""
+    if x.ndim <= dim + 1:
+        raise BadInput(
+            "sequence parallelism",
+            "input",
+            expected="(batch, sequence, features)",
+            found=f"shape {tuple(x.shape)}",
+            todo="Give it all three dims (x.unsqueeze(0)), or take a layout without sequence=True",
+        )
 
 
 def _check_divides(x: Tensor, dim: int, state: ParallelState) -> None:

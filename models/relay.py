@@ -34,17 +34,20 @@ def through_stages(
             before = holder(stage.number - 1)
             if before != here:
                 x = torch.empty(shape, dtype=dtype, device=tokens.device)
-                _exchange(dist.irecv, x, before, state.pipeline_group)
+                exchange(dist.irecv, x, before, state.pipeline_group)
             else:
                 assert out is not None
                 x = out
         out = run(stage, x)
         if not stage.last and (after := holder(stage.number + 1)) != here:
-            _exchange(dist.isend, out.to(dtype).contiguous(), after, state.pipeline_group)
+            exchange(dist.isend, out.to(dtype).contiguous(), after, state.pipeline_group)
     return out if model.stage.parts[-1].last else None
 
 
-def _exchange(way: Callable[..., object], x: Tensor, peer: int, group: dist.ProcessGroup) -> None:
-    """Batched, as the schedules do it, so that NCCL needs no second connection."""
+def exchange(way: Callable[..., object], x: Tensor, peer: int, group: dist.ProcessGroup) -> None:
+    """Send ``x`` to ``peer`` (``dist.isend``), or fill it from there (``dist.irecv``), and wait.
+
+    It is batched, as the schedules do it, so that NCCL needs no second connection.
+    """
     for work in dist.batch_isend_irecv([dist.P2POp(way, x, group=group, group_peer=peer)]):
         work.wait()

@@ -14,9 +14,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from ..layers import routers
 from ..parallel_state import BadInput, ParallelState, finalize_gradients
-from ..parallel_state.engine import local_data
+from ..parallel_state.engine import fsdp_modules, local_data
 from ..planner import check_schedule, schedule_kind
 from .data_parallel import before_backward
+from .evaluation import evaluating
+from .loss_contract import is_mean, refuse_mean, sum_and_count
 from .module_stage import ModuleStages, parts_of
 from .pipeline import Pipeline
 
@@ -38,8 +40,9 @@ class ModuleStep:
     In a pipeline each rank's model is its stage (see ``Stage.of``), and ``schedule`` one of
     ``SCHEDULE_NAMES``. A stage's ``forward`` is given, before the samples' tensors by name, what the stage
     before gave: one tensor, or several of one dtype, samples on dim 0. The last one gives what ``loss``
-    takes, a tensor. Where the layout has several stages a rank (``virtual_stages``), the model keeps them as
-    ``self.stage = Stage.of(...)``, and ``forward`` is told by ``stage=`` which of its ``parts`` to run.
+    takes: a tensor, or a tuple or dict of such tensors. Where the layout has several stages a rank
+    (``virtual_stages``), the model keeps them as ``self.stage = Stage.of(...)``, and ``forward`` is told by
+    ``stage=`` which of its ``parts`` to run.
     """
 
     def __init__(
@@ -60,6 +63,8 @@ class ModuleStep:
         self._shapes: dict[str, torch.Size] = {}
         self._samples: Samples = {}
         self._sums: list[tuple[Tensor, Tensor | int]] = []
+        #: Whether the loss was found to be a mean; ``None`` as long as no step could tell.
+        self._mean: bool | None = None
         layout = self.state.layout
         if layout.context > 1:
             raise BadInput(
@@ -93,13 +98,43 @@ class ModuleStep:
                 local_data(parameter.grad).div_(count)
         return total / count
 
+    @torch.no_grad()
+    def evaluate(self, samples: Samples) -> Tensor:
+        """Return the mean loss over the samples of all data ranks, alike on every rank; nothing is changed.
+
+        ``samples``: those of this data rank, as a step takes them. The model is in evaluation mode meanwhile.
+        Collective over all ranks, which must have equally many samples of the same shapes.
+        """
+        parts, sums = [*cut_samples(samples, self.micro_batch)], []
+        with evaluating(self.model):
+            # The stages are tried anew: what travelled in training may have had another shape.
+            stages = self._stages(parts[0]) if self.state.layout.pipeline > 1 else None
+            for part in parts:
+                told = {name: part[name] for name in part if self._names(name)}
+                given = self.model(**told) if stages is None else stages.forward_only(told)
+                if stages is None or self._has_last_stage:
+                    total, count = sum_and_count(self.loss(given, part))
+                    sums.append((total, count))
+        for module in fsdp_modules(self.model):  # no backward comes that would drop the gathered weights
+            module.reshard()
+        total, count = self._over_all_ranks(sums)
+        return total / count
+
+    def _stages(self, part: Samples) -> ModuleStages:
+        told = {name: one for name, one in part.items() if self._names(name)}
+        return ModuleStages(self.model, self.state, told, samples=self.micro_batch)
+
+    @property
+    def _has_last_stage(self) -> bool:
+        return self.state.layout.stages - 1 in self.state.layout.stages_of(self.state.at.pipeline)
+
     def _plain(self, parts: list[Samples]) -> list[tuple[Tensor, Tensor | int]]:
         sums = []
         for number, part in enumerate(parts):
             if isinstance(self.model, FSDPModule):
                 before_backward(self.model, self.state, last=number == len(parts) - 1)
             given = self.model(**{name: part[name] for name in part if self._names(name)})
-            total, count = self.loss(given, part)
+            total, count = self._loss(given, part)
             total.backward()
             sums.append((total.detach(), count))
         return sums
@@ -109,8 +144,7 @@ class ModuleStep:
         shapes = {name: one.shape for name, one in samples.items()}
         told: dict[str, Any] = {name: one for name, one in samples.items() if self._names(name)}
         if self._schedule is None or shapes != self._shapes:
-            first = {name: one for name, one in parts[0].items() if name in told}
-            stages = ModuleStages(self.model, self.state, first, samples=self.micro_batch)
+            stages = self._stages(parts[0])
             name, count = self._schedule_name, len(parts)
             self._schedule, self._shapes = (
                 stages.schedule(self._loss_of, name=name, microbatches=count),
@@ -118,26 +152,34 @@ class ModuleStep:
             )
         state = self.state
         numbers = torch.arange(count_samples(samples), device=state.device)
-        held = state.layout.stages_of(state.at.pipeline)
-        first_stage, last_stage = 0 in held, state.layout.stages - 1 in held
+        first_stage, last_stage = 0 in state.layout.stages_of(state.at.pipeline), self._has_last_stage
         self._samples, self._sums = samples, []
         self._schedule.step(*(numbers,) * first_stage, target=numbers if last_stage else None, **told)
         return self._sums
 
-    def _loss_of(self, given: Tensor, numbers: Tensor) -> Tensor:
-        total, count = self.loss(given, {name: one[numbers] for name, one in self._samples.items()})
+    def _loss(self, given: Any, part: Samples) -> tuple[Tensor, Tensor | int]:
+        found = sum_and_count(self.loss(given, part))
+        if self._mean is None:
+            self._mean = is_mean(self.loss, given, part)
+        return found
+
+    def _loss_of(self, given: Any, numbers: Tensor) -> Tensor:
+        total, count = self._loss(given, {name: one[numbers] for name, one in self._samples.items()})
         self._sums.append((total.detach(), count))
         return total
 
     def _over_all_ranks(self, sums: list[tuple[Tensor, Tensor | int]]) -> tuple[Tensor, Tensor]:
-        """In fp64: a count is exact there, and a sum loses nothing."""
+        """Add up in fp64, where a count is exact. Refuses a loss that any rank found to be a mean."""
         state = self.state
         totals = [[float(total), float(count)] for total, count in sums] or [[0.0, 0.0]]
-        both = torch.tensor(totals, dtype=torch.float64).sum(0).to(state.device)
+        sums_here = torch.tensor(totals, dtype=torch.float64).sum(0).tolist()
+        both = torch.tensor([*sums_here, float(self._mean is True)], dtype=torch.float64, device=state.device)
         if state.layout.world > 1:
             both = both * int(state.at.tensor == 0)  # its neighbours on the tensor axis have the same
             dist.all_reduce(both)
-        return both[0], both[1].clamp(min=1)
+        if bool(both[2]):
+            refuse_mean()
+        return both[0], torch.where(both[1] == 0, 1.0, both[1])
 
 
 def own_samples(samples: Samples, state: ParallelState | None = None) -> Samples:
@@ -164,6 +206,13 @@ def cut_samples(samples: Samples, micro_batch: int) -> Iterable[Samples]:
 
 def count_samples(samples: Samples) -> int:
     """How many there are; ``BadInput`` where tensors disagree or there are none."""
+    for name, one in samples.items():
+        if not isinstance(one, Tensor) or not one.ndim:
+            found = f"{type(one).__name__}" if not isinstance(one, Tensor) else "a tensor without dims"
+            raise BadInput(
+                "batch", name, expected="a tensor with the samples on dim 0", found=found,
+                todo="Give it a row a sample; what is alike for all samples belongs to the model or the loss",
+            )  # fmt: skip
     counts = {name: len(one) for name, one in samples.items()}
     if len(set(counts.values())) != 1:
         raise BadInput(

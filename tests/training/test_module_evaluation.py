@@ -1,0 +1,232 @@
+"""A module of a user's: evaluated in any layout, with outputs and losses that are right or are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from trilith.layers import ColumnParallelLinear, Stage, VocabParallelEmbedding
+from trilith.parallel_state import BadInput, Layout, ParallelState, initialize
+from trilith.testing import run_parallel
+from trilith.training.data_parallel import shard_over_data
+from trilith.training.module_step import ModuleStep, Samples, own_samples
+from trilith.training.optimizer import make_adamw
+from trilith.training.precision import Precision
+
+D, BLOCKS = 8, 4
+LAYOUTS: list[tuple[Layout, str]] = [
+    (Layout.of(data=2, zero=3), "1f1b"),
+    (Layout.of(data=2, zero=1), "1f1b"),
+    (Layout(pipeline=2), "gpipe"),
+    (Layout(pipeline=2, virtual_stages=2, v_shape=True), "zbv"),
+]
+
+
+class Net(nn.Module):
+    """Dropout in every block; the last stage gives a dict."""
+
+    def __init__(self, *, state: ParallelState | None = None) -> None:
+        super().__init__()
+        self.stage = Stage.of(BLOCKS, state=state)
+        self.blocks = nn.ModuleDict({str(i): nn.Linear(D, D) for i in self.stage.blocks})
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, h: Tensor | None = None, *, x: Tensor, stage: Any = None) -> Any:
+        stage = stage or self.stage
+        h = x if h is None else h
+        for i in stage.blocks:
+            h = h + self.dropout(self.blocks[str(i)](h).tanh())
+        return {"first": h[..., :3], "rest": h[..., 3:]} if stage.last else h
+
+
+def loss(given: dict[str, Tensor], samples: Samples) -> tuple[Tensor, Tensor]:
+    counts = samples["counts"]
+    each = given["first"].square().sum(-1) + given["rest"].sum(-1)
+    return (each * counts).sum(), counts.sum()
+
+
+def batch(seed: int, samples: int = 8, length: int = 3) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(samples, length, D, generator=g, dtype=torch.float64)
+    return {"x": x, "counts": (torch.rand(samples, length, generator=g) < 0.6).double()}
+
+
+def curve(layouts: list[tuple[Layout, str]]) -> list[list[float]]:
+    """Two steps without dropout, and evaluations around them with it, on batches of another shape."""
+    torch.set_default_dtype(torch.float64)
+    found = []
+    for layout, schedule in layouts:
+        state = ParallelState.start(layout)
+        model = shard_over_data(Net(state=state), state, Precision(*[torch.float64] * 3))
+        initialize(model, 3, state=state)
+        optimizer = make_adamw(model, lr=0.1)
+        step = ModuleStep(model, loss, micro_batch=2, schedule=schedule, state=state)
+        numbers = [float(step.evaluate(own_samples(batch(1, length=5), state)))]
+        for number in range(2):
+            model.dropout.p = 0.0  # its masks depend on the layout
+            numbers.append(float(step(own_samples(batch(number + 2), state))))
+            optimizer.step()
+            optimizer.zero_grad()
+            model.dropout.p = 0.5
+            before = torch.random.get_rng_state()
+            numbers.append(float(step.evaluate(own_samples(batch(1, length=5), state))))
+            assert torch.equal(before, torch.random.get_rng_state()) and model.training
+            assert all(p.grad is None for p in model.parameters())
+        found.append(numbers)
+    return found
+
+
+def test_evaluation_is_one_processs_in_every_layout_and_leaves_training_as_it_was() -> None:
+    (expected,) = run_parallel(curve, 1, [(Layout(), "1f1b")])[0]
+    assert len(set(expected)) == 5
+    for rank in run_parallel(curve, 2, LAYOUTS):
+        for numbers, (layout, _) in zip(rank, LAYOUTS, strict=True):
+            assert numbers == pytest.approx(expected, rel=1e-10), layout
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        return y
+
+
+def plain_step(loss: Callable[..., Any], samples: Any = None, micro_batch: int = 2) -> float:
+    model = Plain().double()
+    return float(ModuleStep(model, loss, micro_batch=micro_batch)(samples or batch(0)))
+
+
+def a_mean(given: Tensor, samples: Samples) -> Any:
+    return F.mse_loss(given, samples["x"]), given.numel()
+
+
+def a_sum(given: Tensor, samples: Samples) -> Any:
+    return F.mse_loss(given, samples["x"], reduction="sum"), given.numel()
+
+
+def a_mean_and_one(given: Tensor, samples: Samples) -> Any:
+    return F.mse_loss(given, samples["x"]), 1
+
+
+def a_drawn_sum(given: Tensor, samples: Samples) -> Any:
+    return (given + torch.randn_like(given)).square().sum(), len(given)
+
+
+def a_contrast(given: Tensor, samples: Samples) -> Any:
+    scores = given.flatten(1) @ given.flatten(1).T
+    return F.cross_entropy(scores, torch.arange(len(given)), reduction="sum"), len(given)
+
+
+def nothing_counts(given: Tensor, samples: Samples) -> Any:
+    return (given * 0).sum(), 0
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 8])
+def test_a_loss_that_is_a_mean_is_refused_and_no_other_is(micro_batch: int) -> None:
+    with pytest.raises(BadInput, match="expected the sum of the losses beside their number, found a mean"):
+        plain_step(a_mean, micro_batch=micro_batch)
+    for right in (a_sum, a_mean_and_one, a_drawn_sum, a_contrast, nothing_counts):
+        plain_step(right, micro_batch=micro_batch)
+
+
+def test_counts_below_one_divide_as_they_are() -> None:
+    torch.manual_seed(0)
+    weighted = plain_step(
+        lambda given, samples: (0.01 * samples["x"].sum() + 0 * given.sum(), 0.01 * len(given))
+    )
+    assert weighted == pytest.approx(float(batch(0)["x"].sum() / 8), rel=1e-12)
+
+
+class Tensors(Net):
+    """The same, and its last stage gives a tensor."""
+
+    def forward(self, h: Tensor | None = None, *, x: Tensor, stage: Any = None) -> Any:
+        given = super().forward(h, x=x, stage=stage)
+        return torch.cat([*given.values()], -1) if isinstance(given, dict) else given
+
+
+class Early(Net):
+    """A dict between the stages."""
+
+    def forward(self, h: Tensor | None = None, *, x: Tensor, stage: Any = None) -> Any:
+        given = super().forward(h, x=x, stage=stage)
+        return given if isinstance(given, dict) else {"h": given}
+
+
+def refused(model: type[nn.Module], loss: Callable[..., Any], layout: Layout) -> str:
+    torch.set_default_dtype(torch.float64)
+    state = ParallelState.start(layout)
+    made = shard_over_data(model(state=state), state, Precision(*[torch.float64] * 3))
+    initialize(made, 3, state=state)
+    step = ModuleStep(made, loss, micro_batch=2, schedule="gpipe", state=state)
+    try:
+        step(own_samples(batch(0), state))
+    except BadInput as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("layout", [Layout(pipeline=2), Layout(data_replicate=2)], ids=str)
+def test_every_rank_refuses_a_mean(layout: Layout) -> None:
+    said = run_parallel(refused, 2, Tensors, a_mean, layout)
+    assert said[0] == said[1] and "found a mean" in said[0]
+
+
+def test_every_rank_refuses_a_dict_between_stages() -> None:
+    said = run_parallel(refused, 2, Early, loss, Layout(pipeline=2))
+    assert said[0] == said[1]
+    assert "stage: output: expected a tensor or a tuple of them between stages, found a dict" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            {"scale": torch.tensor(2.0)},
+            "batch: scale: expected a tensor with the samples on dim 0, found a te",
+        ),
+        ({"names": ["a"] * 8}, "batch: names: expected a tensor with the samples on dim 0, found list"),
+        ({"seed": 3}, "batch: seed: expected a tensor with the samples on dim 0, found int"),
+        ({"x": torch.zeros(4, 3, D)}, "batch: expected tensors with the same number of samples"),
+    ],
+)
+def test_a_batch_of_anything_but_rows_is_refused(changes: dict[str, Any], says: str) -> None:
+    samples: Any = {**batch(0), **changes}
+    with pytest.raises(BadInput, match=says):
+        plain_step(a_sum, samples)
+    with pytest.raises(BadInput, match=says):
+        own_samples(samples)
+    with pytest.raises(BadInput, match=says):
+        ModuleStep(Plain(), a_sum, micro_batch=2).evaluate(samples)
+
+
+@pytest.mark.parametrize(
+    ("loss", "found"),
+    [
+        (lambda given, samples: given.mean(), r"one tensor of shape \(\)"),
+        (lambda given, samples: (given.sum(-1), 8), r"a tensor of shape \(2, 3\) and int"),
+        (lambda given, samples: None, "NoneType"),
+        (lambda given, samples: (given.sum(), 1, 2), "tuple of 3"),
+        (lambda given, samples: (given.sum(), "8"), r"a tensor of shape \(\) and str"),
+    ],
+)
+def test_a_loss_that_gives_no_sum_and_count_is_refused(loss: Callable[..., Any], found: str) -> None:
+    with pytest.raises(BadInput, match=f"step: loss: expected the sum of the losses.*found {found}"):
+        plain_step(loss)
+
+
+@pytest.mark.parametrize("dims", [1, 2])
+def test_an_input_without_a_sequence_is_refused_under_sequence_parallelism(dims: int) -> None:
+    state = ParallelState.stand_in(Layout.of(tensor=2, sequence=True))
+    says = r"sequence parallelism: input: expected \(batch, sequence, features\)"
+    with pytest.raises(BadInput, match=says):
+        ColumnParallelLinear(4, 6, state=state)(torch.zeros((3, 4)[-dims:]))
+    with pytest.raises(BadInput, match=says):
+        VocabParallelEmbedding(50, 6, state=state)(torch.zeros((3, 4)[: dims - 1], dtype=torch.int64))

@@ -1,0 +1,71 @@
+"""What ``ModuleStep`` asks of a loss: a sum over the samples and their number, checked at the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..parallel_state import BadInput
+
+_TODO = "Return (losses.sum(), how_many): the step divides by the counts of all micro-batches and data ranks"
+
+
+def sum_and_count(returned: Any) -> tuple[Tensor, Tensor | int]:
+    """Give back what a loss returned; ``BadInput`` unless it is a scalar tensor and a number."""
+    pair = isinstance(returned, tuple) and len(returned) == 2
+    if not pair or not isinstance(returned[0], Tensor) or returned[0].ndim or not _is_number(returned[1]):
+        found = f"{type(returned).__name__} of {len(returned)}" if isinstance(returned, tuple) else None
+        if pair:
+            found = " and ".join(
+                f"a tensor of shape {tuple(one.shape)}" if isinstance(one, Tensor) else type(one).__name__
+                for one in returned
+            )
+        elif isinstance(returned, Tensor):
+            found = f"one tensor of shape {tuple(returned.shape)}"
+        raise BadInput(
+            "step", "loss", expected="the sum of the losses, a scalar tensor, and their number",
+            found=found or type(returned).__name__, todo=_TODO,
+        )  # fmt: skip
+    total, count = returned
+    return total, count
+
+
+def is_mean(loss: Callable[..., Any], given: Any, part: Mapping[str, Tensor]) -> bool | None:
+    """Tell whether the loss returns a mean beside a count: the same for a sample as for that sample twice.
+
+    A sum is then twice as large, whatever the loss is. ``None`` where it cannot be told: nothing counts in
+    the first sample, the loss is zero, its count does not grow with the samples, or the model gives no tensor
+    with the samples on dim 0.
+    """
+    size = len(next(iter(part.values())))
+    if not isinstance(given, Tensor) or not given.ndim or len(given) != size:
+        return None
+    devices = [given.device] if given.device.type == "cuda" else []
+    found = []
+    for times in (1, 2):
+        with torch.no_grad(), torch.random.fork_rng(devices=devices):  # a loss may draw numbers
+            pieces = {name: torch.cat([one[:1]] * times) for name, one in part.items()}
+            total, count = sum_and_count(loss(torch.cat([given.detach()[:1]] * times), pieces))
+            found.append((float(total), float(count)))
+    (one, few), (two, many) = found
+    if one == 0 or few == 0 or many != 2 * few:
+        return None
+    return abs(two - one) <= 1e-3 * abs(one)
+
+
+def refuse_mean() -> None:
+    """Refuse a loss that ``is_mean``; every rank does so."""
+    raise BadInput(
+        "step", "loss", expected="the sum of the losses beside their number",
+        found="a mean: one sample given twice has the loss that it has once, and twice the count",
+        todo=_TODO + ". A mean of means is (mean, 1)",
+    )  # fmt: skip
+
+
+def _is_number(count: Any) -> bool:
+    if isinstance(count, Tensor):
+        return count.ndim == 0
+    return isinstance(count, int | float) and not isinstance(count, bool)
