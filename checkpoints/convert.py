@@ -247,6 +247,16 @@ def _move(
         todo = "Choose a type with a wider range"
         found = f"{count:,} that overflow"
         raise BadInput(source.path, name, expected="numbers that fit the type", found=found, todo=todo)
+    for name in sorted(report.vanished):
+        todo = "Choose a type with a wider range, or more digits"
+        found = f"{report.underflows[name]:,}, so that the whole tensor becomes zero"
+        raise BadInput(
+            source.path, name, expected="few numbers too small for the type", found=found, todo=todo
+        )
+    source.warnings.extend(
+        f"{name}: {count:,} numbers are too small for the type and became zero"
+        for name, count in sorted(report.underflows.items())
+    )
     source.warnings.extend(
         f"{name} is all zeros" for name in sorted(report.zeros) if not name.endswith("bias")
     )

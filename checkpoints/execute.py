@@ -18,7 +18,7 @@ from torch import Tensor
 from ..parallel_state import BadInput, Box
 from .crc import Checksum
 from .dtypes import TORCH
-from .finite import look_at
+from .finite import look_at, smallest
 from .journal import Journal
 from .plan import Copy
 from .strides import blocks, is_one_run
@@ -37,13 +37,15 @@ BLOCKS_OF_A_WORKER = 4
 class Report:
     """What was moved.
 
-    ``overflows`` counts, by tensor, numbers that a cast made infinite; ``zeros`` names tensors of nothing but
-    zeros.
+    ``overflows`` counts, by tensor, numbers that a cast made infinite, ``underflows`` those that it made
+    zero; of a tensor in ``vanished`` it left nothing but zeros. ``zeros`` names tensors of nothing but zeros.
     """
 
     bytes_read: int = 0
     bytes_made: int = 0
     overflows: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    underflows: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    vanished: set[str] = field(default_factory=set)
     zeros: set[str] = field(default_factory=set)
 
 
@@ -82,6 +84,7 @@ def execute(
     finally:
         pool.shutdown(cancel_futures=True)
     work.report.zeros -= work.not_zero
+    work.report.vanished = set(work.report.underflows) - work.left
     return work.report
 
 
@@ -111,6 +114,8 @@ class _Work:
         self.seen, self.journal, self.progress = seen, journal, progress
         self.report = Report()
         self.not_zero: set[str] = set()
+        #: Tensors of which a cast left more than zeros.
+        self.left: set[str] = set()
         self._lock = threading.Lock()
         self._scratch = threading.local()
 
@@ -122,6 +127,7 @@ class _Work:
                 transfer.target.skip(transfer.name, transfer.box.within(transfer.box))
                 with self._lock:  # groups with zeros are made again, so this one had other numbers
                     self.not_zero.add(transfer.name)
+                    self.left.add(transfer.name)
                 self.progress(transfer.box.size * transfer.dtype.itemsize)
             return
         item = max(self._stored_dtype(copy).itemsize for transfer in group for copy in transfer.copies)
@@ -131,8 +137,8 @@ class _Work:
             read = self._read_block(parts)
             remarkable |= all(piece.zero for piece in read.values())
             for transfer, part in parts:
-                nbytes, overflows = self._make_part(transfer, part, read)
-                made, remarkable = made + nbytes, remarkable or bool(overflows)
+                nbytes, lost = self._make_part(transfer, part, read)
+                made, remarkable = made + nbytes, remarkable or bool(lost)
         # What there is a word to say of is not noted: a resumed conversion makes it and says it again.
         if self.journal is not None and not remarkable:
             self.journal.note(number, made)
@@ -182,8 +188,8 @@ class _Work:
     def _make_part(
         self, transfer: Transfer, part: Box, read: dict[tuple[int, str], _Read]
     ) -> tuple[int, int]:
-        """Write one part; its bytes, and how many numbers a cast made infinite."""
-        pieces, crc, overflows = [], None, 0
+        """Write one part; its bytes, and how many numbers a cast made infinite or zero."""
+        pieces, crc, lost = [], None, 0
         for copy in transfer.copies:
             if (overlap := copy.target.intersect(part)) is not None:
                 whole = read[copy.file, copy.key]
@@ -201,7 +207,7 @@ class _Work:
         if transfer.change is not None:
             made, crc = transfer.change(made, part), None
         if made.dtype != transfer.dtype:
-            made, overflows = self._cast(transfer, made)
+            made, lost = self._cast(transfer, made)
             crc = None
         place = part.within(transfer.box)
         if isinstance(transfer.target, Tensor):
@@ -211,17 +217,24 @@ class _Work:
         with self._lock:
             self.report.bytes_made += made.nbytes
         self.progress(made.nbytes)
-        return made.nbytes, overflows
+        return made.nbytes, lost
 
     def _cast(self, transfer: Transfer, numbers: Tensor) -> tuple[Tensor, int]:
         cast = self._buffer("cast", tuple(numbers.shape), transfer.dtype)
         cast.copy_(numbers)
-        overflows = 0
-        if not look_at(cast).finite:
+        look, overflows, underflows = look_at(cast), 0, 0
+        if not look.finite:
             overflows = int((~torch.isfinite(cast) & torch.isfinite(numbers)).sum())
-            with self._lock:
+        if smallest(cast.dtype) > smallest(numbers.dtype):
+            underflows = int(torch.count_nonzero(numbers)) - int(torch.count_nonzero(cast))
+        with self._lock:
+            if overflows:
                 self.report.overflows[transfer.name] += overflows
-        return cast, overflows
+            if underflows:
+                self.report.underflows[transfer.name] += underflows
+            if not look.zero:
+                self.left.add(transfer.name)
+        return cast, overflows + underflows
 
     def _buffer(self, use: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Memory of this thread, the same at each call: fresh pages cost as much as the copy itself."""

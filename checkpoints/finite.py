@@ -41,3 +41,14 @@ def look_at(numbers: Tensor) -> Look:
     positive, negative = int(raw.view(signed).max()), int(raw.view(unsigned).max())
     finite = positive < infinity and negative < infinity + sign
     return Look(finite, positive <= 0 and negative in (0, sign))
+
+
+def smallest(dtype: torch.dtype) -> float:
+    """The smallest positive number that a floating type holds, a subnormal one; 0 for other types.
+
+    Where it is larger in the type that numbers are cast to, small ones become zero.
+    """
+    if not dtype.is_floating_point:
+        return 0.0
+    limits = torch.finfo(dtype)
+    return limits.smallest_normal * limits.eps

@@ -22,6 +22,7 @@ from trilith.checkpoints import (
 )
 from trilith.checkpoints.hf_export import plan_shards
 from trilith.checkpoints.tensor_header import build_header
+from trilith.cli.app import run
 from trilith.models import family_of
 from trilith.parallel_state import BadCheckpoint, BadInput, Box, Layout, ParallelState
 from trilith.testing import run_parallel
@@ -288,6 +289,25 @@ def test_a_cast_that_overflows_is_refused_C8(tmp_path: Path, hf: Path) -> None:
     with pytest.raises(BadInput, match="32 that overflow"):
         convert(hf, tmp_path / "out", dtype="float16")
     assert not list(tmp_path.glob("out*"))
+
+
+def test_a_cast_that_makes_all_of_a_tensor_zero_is_refused(tmp_path: Path, hf: Path) -> None:
+    change(hf, **{NORM: torch.full((32,), 1e-9)})
+    with pytest.raises(BadInput, match=r"32, so that the whole tensor becomes zero.*wider range"):
+        convert(hf, tmp_path / "out", dtype="float16")
+    assert not list(tmp_path.glob("out*"))
+    convert(hf, tmp_path / "out", dtype="bfloat16")
+
+
+@pytest.mark.parametrize("to", ["hf", "sharded"])
+def test_a_cast_that_makes_some_numbers_zero_says_how_many(
+    tmp_path: Path, hf: Path, to: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change(hf, **{NORM: torch.tensor([1.0] * 5 + [1e-9] * 27)})
+    words = ["convert", str(hf), str(tmp_path / "out"), "--to", to, "--dtype", "float16"]
+    assert run(words) == 0
+    said = "".join(capsys.readouterr())
+    assert "norm.weight: 27 numbers are too small for the type and became zero" in said
 
 
 @pytest.mark.parametrize(

@@ -216,6 +216,46 @@ def test_C8_casts_count_what_overflows(tmp_path: Path, into: str) -> None:
     assert report.overflows.get("w", 0) == {"BF16": 1, "F16": 2, "F64": 0}[into]
 
 
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+@pytest.mark.parametrize("into", FLOATS, ids=str)
+@pytest.mark.parametrize("stored", FLOATS, ids=str)
+@given(
+    exponents=st.lists(st.integers(-1074, 3), min_size=1, max_size=30), block=st.sampled_from([16, 64, 4096])
+)
+def test_casts_count_every_number_that_they_make_zero(
+    tmp_path_factory: pytest.TempPathFactory,
+    stored: torch.dtype,
+    into: torch.dtype,
+    exponents: list[int],
+    block: int,
+) -> None:
+    tmp_path = tmp_path_factory.mktemp("cast")
+    whole = torch.tensor([2.0**exponent for exponent in exponents], dtype=torch.float64).to(stored)
+    box, out = Box.whole(tuple(whole.shape)), torch.empty(len(exponents), dtype=into)
+    files, known = store(tmp_path, "w", whole, [box]), catalog("w", whole, [box])
+    report = execute(files, [Transfer("w", box, tuple(copies("w", box, known, NO_LINKS)), out)], block=block)
+    expected = whole.to(into)
+    assert torch.equal(out, expected)
+    lost = int(((whole != 0) & (expected == 0)).sum())
+    assert report.underflows.get("w", 0) == lost
+    assert report.vanished == ({"w"} if lost and not bool(expected.any()) else set())
+
+
+def test_a_change_on_the_way_is_counted_as_what_it_makes(tmp_path: Path) -> None:
+    """Merged adapters are sums in fp32, rounded to the base's type."""
+    whole = torch.ones(8, dtype=torch.float16)
+    box, out = Box.whole((8,)), torch.empty(8, dtype=torch.float16)
+    plan = tuple(copies("w", box, catalog("w", whole, [box]), NO_LINKS))
+    files = store(tmp_path, "w", whole, [box])
+    tiny = torch.tensor([1e-9] * 6 + [0.0, 1.0])
+    report = execute(files, [Transfer("w", box, plan, out, lambda numbers, part: tiny[part.slices])])
+    assert report.underflows == {"w": 6} and not report.vanished
+    report = execute(files, [Transfer("w", box, plan, out, lambda numbers, part: tiny[part.slices] * 1e-9)])
+    assert report.underflows == {"w": 7} and report.vanished == {"w"}
+
+
 def test_C11_tensors_of_zeros_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(execute_module, "BLOCK", 64)
     mixed = torch.zeros(40)
