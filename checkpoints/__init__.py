@@ -11,13 +11,14 @@ from .loading import check_whole, load_model, load_source, load_weights, read_wi
 from .manifest import Manifest, StoredAdapter
 from .module import load_module, module_contents, save_module
 from .planning import plan_conversion, plan_merge
+from .possible import check_model
 from .readable import check_plain
 from .saving import Contents, Saver
 from .source import Source, read_source
 from .tensor_file import TensorFile
 from .tensor_writer import TensorWriter
 from .training import Progress, begin_moments, load_training, newest_checkpoint
-from .verify import check_model, verify
+from .verify import verify, verify_files
 
 __all__ = [
     "DECIDE_IDS",
@@ -65,4 +66,5 @@ __all__ = [
     "stored_adapter",
     "together",
     "verify",
+    "verify_files",
 ]

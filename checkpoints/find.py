@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..parallel_state import BadCheckpoint
+from .hold import Hold, hold
 from .manifest import MANIFEST, STEP_NAME, Manifest
 
 _UNFINISHED = ".tmp-"
+#: A run that saves meanwhile deletes what was just found; each time there is a newer one.
+_TRIES = 100
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A complete checkpoint, and a line for the user about each newer one that is not."""
+    """A complete checkpoint, and a line for the user about each newer one that is not.
+
+    As long as ``held`` lives, retention does not delete it.
+    """
 
     directory: Path
     manifest: Manifest
     warnings: tuple[str, ...]
+    held: Hold
 
 
 def step_directory(root: Path, step: int) -> Path:
@@ -36,22 +43,42 @@ def step_of(directory: Path) -> int:
     return int(directory.name.removeprefix("step-"))
 
 
+def open_checkpoint(directory: Path | str) -> Found:
+    """The complete checkpoint in a directory, held; ``BadCheckpoint`` says what is wrong with it."""
+    directory = Path(directory)
+    Manifest.check_there(directory)
+    held = hold(directory)
+    return Found(directory, Manifest.load(directory), (), held)
+
+
 def latest_checkpoint(root: Path | str) -> Found:
-    """The complete checkpoint of the highest step; ``BadCheckpoint`` says what there is instead."""
+    """The complete checkpoint of the highest step, held; ``BadCheckpoint`` says what there is instead."""
     root = Path(root)
     if not root.is_dir():
         found = "a file" if root.exists() else "no such directory"
         raise BadCheckpoint(root, expected="a directory of checkpoints", found=found)
+    for _ in range(_TRIES):
+        seen = sorted(path.name for path in root.iterdir())
+        try:
+            return _latest(root)
+        except BadCheckpoint:
+            if seen == sorted(path.name for path in root.iterdir()):
+                raise
+    return _latest(root)
+
+
+def _latest(root: Path) -> Found:
     names = [path.name for path in root.iterdir() if path.is_dir()]
     steps = sorted((int(match[1]), name) for name in names if (match := STEP_NAME.fullmatch(name)))
     warnings: list[str] = []
     for _, name in reversed(steps):
         try:
-            manifest = Manifest.load(root / name)
+            found = open_checkpoint(root / name)
         except BadCheckpoint as error:
-            warnings.append(f"not resumed from: {error}")
+            if (root / name).is_dir():  # else a run deleted it meanwhile
+                warnings.append(f"not resumed from: {error}")
             continue
-        return Found(root / name, manifest, tuple(f"{line}; using {name}" for line in warnings))
+        return replace(found, warnings=tuple(f"{line}; using {name}" for line in warnings))
     unfinished = sorted(name for name in names if _UNFINISHED in name)
     seen = [*warnings, *(f"unfinished: {name}" for name in unfinished)]
     raise BadCheckpoint(root, expected="a complete checkpoint", found="; ".join(seen) or "none")

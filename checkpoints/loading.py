@@ -12,6 +12,7 @@ from ..parallel_state import BadCheckpoint, BadInput, ParallelState
 from .adapter import read_adapter
 from .source import Source, read_source
 from .stored import stored_parts
+from .verify_together import check_bytes
 
 
 def load_weights(
@@ -30,7 +31,16 @@ def load_weights(
 
 
 def load_source(source: Source, model: CausalLM, *, finite: bool = True) -> None:
-    """Fill, in place, those of the model's parameters that the source's family has; adapters, or all else."""
+    """Fill, in place, those of the model's parameters that the source's family has; adapters, or all else.
+
+    Collective: of a checkpoint every byte is read against its checksum, each rank sees to some of the files.
+    """
+    check_bytes(source, model.state)
+    fill_from(source, model, finite=finite)
+
+
+def fill_from(source: Source, model: CausalLM, *, finite: bool = True) -> None:
+    """As ``load_source``, of a source whose bytes were checked."""
     tie, (stated,) = source.tie(), source.family.declarations(source.model_config)
     for name, tensor, box in stored_parts(model, model.state):
         if name in stated:

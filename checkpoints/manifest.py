@@ -6,7 +6,6 @@ directory before a tensor is read: a checkpoint is whole or it is refused.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from .coverage import check_coverage
 from .dtypes import BITS
 from .module_family import StoredModule
 from .plain_files import check_plain_name, contained, read_small, stat_regular
-from .seal import open_seal, seal
+from .seal import open_seal, seal, text_of
 from .strict_json import parse_object, shown
 from .tensor_file import TensorFile
 
@@ -34,6 +33,16 @@ _MAX_BYTES = 1 << 30
 #: More ranks than any machine has: a layout beyond it is damage.
 _MOST_RANKS = 1 << 24
 _OF_WORLD = re.compile(r"rank-[0-9]{5,}-of-([0-9]{5,})\.safetensors")
+
+
+class Damaged(BadCheckpoint):
+    """A checkpoint of which some byte is not the one that was written; ``where`` is a file in it."""
+
+    @property
+    def checkpoint(self) -> Path:
+        where = Path(str(self.where))
+        return where if where.is_dir() else where.parent
+
 
 Count = Annotated[int, Field(ge=0)]
 Bounds = tuple[Count, ...]
@@ -117,9 +126,7 @@ class Manifest(_Strict):
         Names, sizes and coverage are checked here; ``verify`` also reads every byte.
         """
         directory = Path(directory)
-        if not directory.is_dir():
-            found = "a file" if directory.exists() else "no such directory"
-            raise BadCheckpoint(directory, expected="a checkpoint", found=found)
+        cls.check_there(directory)
         path = contained(directory, MANIFEST, kind=BadCheckpoint)
         if not path.exists():
             raise BadCheckpoint(directory, expected=f"a complete checkpoint with {MANIFEST}", found="none")
@@ -128,6 +135,13 @@ class Manifest(_Strict):
         manifest.check_place(Path(os.path.abspath(directory)))
         manifest._check_files(directory)
         return manifest
+
+    @staticmethod
+    def check_there(directory: Path) -> None:
+        """Refuse what is no directory."""
+        if not directory.is_dir():
+            found = "a file" if directory.exists() else "no such directory"
+            raise BadCheckpoint(directory, expected="a checkpoint", found=found)
 
     @classmethod
     def parse(cls, raw: bytes, where: object) -> Manifest:
@@ -149,8 +163,7 @@ class Manifest(_Strict):
         ordered = {"version": VERSION} | {
             name: fields[name] for name in type(self).model_fields if name in fields
         }
-        lines = [f"{json.dumps(key)}: {_lines(value)}" for key, value in ordered.items()]
-        return seal(("{\n" + ",\n".join(lines) + "\n}\n").encode())
+        return seal(text_of(ordered))
 
     @property
     def sealed(self) -> bool:
@@ -271,7 +284,7 @@ class Manifest(_Strict):
             try:
                 file = TensorFile.open(path, expected=self.tensors)
             except BadInput as bad:  # what is bad input elsewhere is a damaged checkpoint here
-                raise BadCheckpoint(
+                raise Damaged(
                     bad.where, bad.key, expected=bad.expected, found=bad.found, todo=bad.todo
                 ) from None
             promised = {name: (self.tensors[name].dtype, part.box.shape) for name, part in parts.items()}
@@ -279,16 +292,5 @@ class Manifest(_Strict):
             if found != promised:
                 name = min(n for n in promised.keys() | found.keys() if promised.get(n) != found.get(n))
                 expected = promised.get(name, "no such tensor")
-                raise BadCheckpoint(
-                    path, shown(name), expected=expected, found=found.get(name, "no such tensor")
-                )
+                raise Damaged(path, shown(name), expected=expected, found=found.get(name, "no such tensor"))
             yield file
-
-
-def _lines(value: object) -> str:
-    if isinstance(value, dict | list) and len(value) > 1:
-        if isinstance(value, dict):
-            inner = [f"  {json.dumps(key)}: {json.dumps(each)}" for key, each in value.items()]
-            return "{\n" + ",\n".join(inner) + "\n}"
-        return "[\n" + ",\n".join(f"  {json.dumps(each)}" for each in value) + "\n]"
-    return json.dumps(value)

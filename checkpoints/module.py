@@ -24,11 +24,11 @@ from .agree import together
 from .loading import fill
 from .module_family import ModuleConfig, ModuleFamily, StoredModule, module_family
 from .saving import Contents, Saver
-from .source import Source, read_source
+from .source import Source, open_source
 from .stored import stored_parts
 from .training import Progress, begin_moments, moment_of
 from .training_names import MOMENTS, moment_name
-from .verify import verify_files
+from .verify_together import naming_an_older_one_together, verify_share
 
 
 def save_module(
@@ -143,11 +143,11 @@ def load_module(
 
     def load() -> Progress:
         family = module_family(StoredModule.of(stages, names), {})
-        source = read_source(path, module=family)
+        source = open_source(path, module=family)
         _check_same(source, stages, family)
         manifest, tie = source.manifest, source.tie()
         if manifest is not None:
-            verify_files(source.path, manifest, range(state.rank, len(manifest.files), state.layout.world))
+            verify_share(source.path, manifest, state)
         for name, tensor, box in stored_parts(model, state):
             fill(tensor, source.read(name, box, tie))
         if manifest is None:
@@ -165,7 +165,8 @@ def load_module(
         data = manifest.data_position if isinstance(manifest.data_position, dict) else {}
         return Progress(manifest.step or 0, manifest.layout, dict(data), memory)
 
-    return together(load, world=state.layout.world, group=state.file_group)[state.rank]
+    with naming_an_older_one_together(state):
+        return together(load, world=state.layout.world, group=state.file_group)[state.rank]
 
 
 def _check_same(source: Source, stages: Sequence[Mapping[str, Declaration]], family: ModuleFamily) -> None:

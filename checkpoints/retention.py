@@ -8,6 +8,7 @@ from pathlib import Path
 from ..parallel_state import BadCheckpoint
 from .commit import remove_checkpoint
 from .find import complete_checkpoints, step_of
+from .hold import nobody_reads
 from .manifest import Manifest
 
 
@@ -23,14 +24,21 @@ def set_aside(target: Path) -> None:
         target.rename(aside)
 
 
-def delete_old(root: Path, keep: int, step: int) -> None:
+def delete_old(root: Path, keep: int, step: int) -> list[Path]:
     """Delete the good checkpoints up to ``step``, just committed, but for the newest ``keep``.
 
-    A damaged one counts for nothing and is left alone, and so is what claims to be newer.
+    A damaged one counts for nothing and is left alone, and so is what claims to be newer. What somebody is
+    reading stays for now; these are given back.
     """
     good = [path for path in complete_checkpoints(root) if step_of(path) <= step and _is_good(path)]
+    read = []
     for old in good[:-keep]:
-        remove_checkpoint(old)
+        with nobody_reads(old) as free:
+            if free:
+                remove_checkpoint(old)
+            else:
+                read.append(old)
+    return read
 
 
 def _is_good(path: Path) -> bool:

@@ -197,7 +197,8 @@ class Saver:
     def _retain(self, step: int) -> None:
         """After all ranks know of the commit, which nobody waits for; what cannot be deleted ends no run."""
         try:
-            delete_old(self.root, self.keep, step)
+            for path in delete_old(self.root, self.keep, step):
+                self._lines.append(f"{path} stays until the next save: it is being read")
         except (OSError, BadInput, DiskFailed) as error:
             self._lines.append(f"old checkpoints stay: {error}")
 

@@ -1,4 +1,4 @@
-"""The seal of a manifest: the SHA-256 of all that stands before it, as the last field of the same JSON.
+"""The text of a manifest, and its seal: the SHA-256 of all before it, as the last field of the same JSON.
 
 With it a reader tells that not one bit of the manifest changed since it was written. It protects against
 damage, not against somebody who writes a manifest of his own.
@@ -7,13 +7,21 @@ damage, not against somebody who writes a manifest of his own.
 from __future__ import annotations
 
 import hashlib
+import json
 import re
+from collections.abc import Mapping
 
 from ..parallel_state import BadCheckpoint
 
 _MARK = b',\n"seal": '
 _REST = re.compile(rb'"([0-9a-f]{64})"\n}\n')
 _END = b"\n}\n"
+
+
+def text_of(fields: Mapping[str, object]) -> bytes:
+    """Write a JSON object with a line for each field, and for each member of a field that has several."""
+    lines = [f"{json.dumps(key)}: {_lines(value)}" for key, value in fields.items()]
+    return b"{\n" + ",\n".join(lines).encode() + _END
 
 
 def seal(text: bytes) -> bytes:
@@ -34,6 +42,15 @@ def open_seal(raw: bytes, where: object) -> bytes:
     if match[1].decode() != digest:
         raise BadCheckpoint(where, "seal", expected=match[1].decode(), found=digest, todo=_TODO)
     return body + _END
+
+
+def _lines(value: object) -> str:
+    if isinstance(value, dict | list) and len(value) > 1:
+        if isinstance(value, dict):
+            inner = [f"  {json.dumps(key)}: {json.dumps(each)}" for key, each in value.items()]
+            return "{\n" + ",\n".join(inner) + "\n}"
+        return "[\n" + ",\n".join(f"  {json.dumps(each)}" for each in value) + "\n]"
+    return json.dumps(value)
 
 
 _TODO = "The manifest was altered or damaged since it was written"

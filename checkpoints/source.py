@@ -14,14 +14,17 @@ from torch import Tensor
 from ..models import Family, LoraConfig, ModelConfig, adapted, family_of
 from ..parallel_state import BadInput, Box
 from .companions import COMPANIONS
+from .damage import naming_an_older_one
 from .expectation import expected_tensors
-from .find import latest_checkpoint
+from .find import Found, latest_checkpoint, open_checkpoint
 from .hf_folder import ADAPTER_CONFIG, CONFIG, HFFolder
+from .hold import Hold
 from .hub import local_folder
 from .manifest import MANIFEST, Manifest, StoredAdapter
 from .module_family import ModuleFamily, module_family
 from .plan import Copy, Stored, Tie, Whole, copies
 from .tensor_file import TensorFile
+from .verify import check_all
 
 
 @dataclass
@@ -41,6 +44,8 @@ class Source:
     manifest: Manifest | None = None
     warnings: list[str] = field(default_factory=list)
     adapter: StoredAdapter | None = None
+    #: While this lives, a run that writes checkpoints does not delete this one.
+    held: Hold | None = None
     #: Of a module that no family describes: what a checkpoint says of it, or who reads a folder.
     module: ModuleFamily | None = None
 
@@ -106,30 +111,37 @@ def read_source(
 ) -> Source:
     """Open a Hugging Face folder, a checkpoint, or a run's newest checkpoint; reads headers, no weights.
 
-    An id such as ``org/model`` is looked for in the hub's cache, or fetched (see ``hub``). ``module`` reads
-    a Hugging Face folder of what is not in the zoo.
+    While the source lives, the run does not delete that checkpoint. An id such as ``org/model`` is looked for
+    in the hub's cache, or fetched (see ``hub``). ``module`` reads a Hugging Face folder of what is not in the
+    zoo.
 
     Raises ``BadInput`` or ``BadCheckpoint`` for what is not one, is incomplete, or does not hold what its
     config says.
     """
+    with naming_an_older_one(check_all):
+        return open_source(path, allow_symlinks=allow_symlinks, module=module)
+
+
+def open_source(
+    path: str | Path, *, allow_symlinks: bool = False, module: ModuleFamily | None = None
+) -> Source:
+    """As ``read_source``; where a run's newest checkpoint is damaged, an older one is not looked for."""
     path = local_folder(path)
     if not path.exists():
         raise BadInput(path, expected="a Hugging Face folder or a checkpoint", found="no such folder")
     if (path / MANIFEST).exists():
-        return _sharded(path, Manifest.load(path))
+        return _sharded(open_checkpoint(path))
     for folder in (path, path / "checkpoints"):
         if folder.is_dir() and any(folder.glob("step-*")):
-            found = latest_checkpoint(folder)
-            source = _sharded(found.directory, found.manifest)
-            source.warnings.extend(found.warnings)
-            return source
+            return _sharded(latest_checkpoint(folder))
     if (path / ADAPTER_CONFIG).exists() and not (path / CONFIG).exists():
         todo = f"`trilith merge-lora BASE {path} OUT` makes a whole model of them and their base"
         raise BadInput(path, expected="a model's folder", found="LoRA adapters without their base", todo=todo)
     return _hugging_face(path, allow_symlinks, module)
 
 
-def _sharded(path: Path, manifest: Manifest) -> Source:
+def _sharded(found: Found) -> Source:
+    path, manifest = found.directory, found.manifest
     catalog = {
         name: Whole(
             tensor.shape,
@@ -143,7 +155,18 @@ def _sharded(path: Path, manifest: Manifest) -> Source:
     files = list(manifest.open_files(path))
     config = dict(manifest.config)
     module = None if manifest.module is None else module_family(manifest.module, config)
-    return Source(path, config, companions, files, catalog, manifest, adapter=manifest.adapter, module=module)
+    return Source(
+        path,
+        config,
+        companions,
+        files,
+        catalog,
+        manifest,
+        [*found.warnings],
+        adapter=manifest.adapter,
+        module=module,
+        held=found.held,
+    )
 
 
 def _hugging_face(path: Path, allow_symlinks: bool, module: ModuleFamily | None) -> Source:

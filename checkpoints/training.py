@@ -16,12 +16,12 @@ from ..parallel_state.engine import local_data
 from .adapter import check_same_base
 from .agree import together
 from .find import latest_checkpoint
-from .loading import check_same_model, fill, load_source
+from .loading import check_same_model, fill, fill_from
 from .manifest import StoredAdapter
-from .source import read_source
+from .source import open_source
 from .stored import stored_parts
 from .training_names import MOMENTS, moment_name
-from .verify import verify_files
+from .verify_together import naming_an_older_one_together, verify_share
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def load_training(
     state = model.state
 
     def load() -> Progress:
-        source = read_source(path)
+        source = open_source(path)
         manifest = source.manifest
         if manifest is None or manifest.kind != "training" or manifest.step is None:
             raise BadCheckpoint(
@@ -89,9 +89,9 @@ def load_training(
         if adapter is not None and source.adapter is not None:
             check_same_base(source.adapter, adapter, path)
         # Every byte is read against its checksum before a run goes on: each rank sees to some of the files.
-        verify_files(path, manifest, range(state.rank, len(manifest.files), state.layout.world))
+        verify_share(path, manifest, state)
         tie = source.tie()
-        load_source(source, model)
+        fill_from(source, model)
         memory = manifest.state.get("memory")
         memory = dict(memory) if isinstance(memory, dict) else {"updates": manifest.step}
         begin_moments(model, optimizer, updates=int(str(memory.get("updates", manifest.step))))
@@ -109,7 +109,8 @@ def load_training(
         data = manifest.data_position if isinstance(manifest.data_position, dict) else {}
         return Progress(manifest.step, manifest.layout, dict(data), memory)
 
-    return together(load, world=state.layout.world, group=state.file_group)[state.rank]
+    with naming_an_older_one_together(state):
+        return together(load, world=state.layout.world, group=state.file_group)[state.rank]
 
 
 def begin_moments(model: nn.Module, optimizer: torch.optim.Optimizer, *, updates: int = 0) -> None:

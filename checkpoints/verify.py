@@ -7,13 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import repeat
 from pathlib import Path
 
-from pydantic import ValidationError
-
-from ..parallel_state import BadCheckpoint, BadInput, Box
+from ..parallel_state import BadCheckpoint, Box
 from .crc import Checksum, combine
-from .manifest import MANIFEST, Manifest, StoredFile
+from .damage import naming_an_older_one
+from .find import open_checkpoint
+from .manifest import Damaged, Manifest, StoredFile
 from .plain_files import contained, open_regular
-from .source import Source
 from .strict_json import shown
 from .tensor_file import TensorFile
 
@@ -29,10 +28,26 @@ def verify(
 
     ``progress`` is called with the number of bytes read since the last call, from any of ``threads``.
     """
-    files = list(manifest.open_files(Path(directory)))
-    verify_rest(
-        directory, manifest, files, [checksum_of(file) for file in files], threads=threads, progress=progress
-    )
+    with naming_an_older_one(check_all):
+        _verify(Path(directory), manifest, threads=threads, progress=progress)
+
+
+def check_all(directory: Path) -> None:
+    """Read every byte of a checkpoint, and of no other one."""
+    found = open_checkpoint(directory)
+    _verify(directory, found.manifest)
+
+
+def _verify(
+    directory: Path,
+    manifest: Manifest,
+    *,
+    threads: int = 2,
+    progress: Callable[[int], None] = lambda read: None,
+) -> None:
+    files = list(manifest.open_files(directory))
+    seen = [checksum_of(file) for file in files]
+    _verify_rest(directory, manifest, files, seen, threads=threads, progress=progress)
 
 
 def verify_rest(
@@ -45,48 +60,31 @@ def verify_rest(
     progress: Callable[[int], None] = lambda read: None,
 ) -> None:
     """As ``verify``, but bytes whose sums are in ``seen`` (one a file) are not read again."""
-    directory = Path(directory)
+    with naming_an_older_one(check_all):
+        _verify_rest(Path(directory), manifest, files, seen, threads=threads, progress=progress)
+
+
+def _verify_rest(
+    directory: Path,
+    manifest: Manifest,
+    files: Sequence[TensorFile],
+    seen: Sequence[Checksum],
+    *,
+    threads: int,
+    progress: Callable[[int], None],
+) -> None:
     with ThreadPoolExecutor(threads) as pool:
         sums = list(pool.map(verify_file, files, manifest.files, seen, repeat(progress)))
-        list(pool.map(lambda companion: _verify_companion(directory, companion), manifest.companions))
+    verify_companions(directory, manifest)
     for name, tensor in manifest.tensors.items():
         first: dict[Box, int] = {}
         for part in sorted(tensor.parts, key=lambda part: part.role):
             owner = first.setdefault(part.box, part.file)
             if sums[owner][name] != sums[part.file][name]:
                 names = f"{manifest.files[owner].name} and {manifest.files[part.file].name}"
-                raise BadCheckpoint(
+                raise Damaged(
                     directory, shown(name), expected="equal replicas", found=f"a difference: {names}"
                 )
-
-
-def check_model(source: Source) -> None:
-    """Refuse a checkpoint whose manifest states a model that there is not, that its layout cannot hold, or
-    that has other tensors than the checkpoint.
-    """
-    manifest, where = source.manifest, source.path / MANIFEST
-    assert manifest is not None, source.path
-    stated_split = manifest.state.get("split")
-    split = [n for n in stated_split if isinstance(n, int)] if isinstance(stated_split, list) else None
-    try:
-        family, config = source.family, source.model_config
-        (stated,) = family.declarations(config)
-        if manifest.module is None:  # a module states its own layout and no other
-            family.declarations(config, manifest.layout, split=split)
-    except BadInput as bad:
-        raise BadCheckpoint(where, bad.key, expected=bad.expected, found=bad.found, todo=bad.todo) from None
-    except ValidationError as bad:
-        first = bad.errors(include_url=False)[0]
-        key = ".".join(["adapter.lora", *map(str, first["loc"])])
-        raise BadCheckpoint(where, key, expected=first["msg"], found=shown(first["input"])) from None
-    wanted = {name: declaration.shape for name, declaration in stated.items()}
-    found = {n: whole.shape for n, whole in source.catalog.items() if not n.startswith("optimizer.")}
-    for name in [*wanted, *found]:
-        if wanted.get(name) != found.get(name):
-            expected, there = (
-                "no such tensor" if one is None else list(one) for one in (wanted.get(name), found.get(name))
-            )
-            raise BadCheckpoint(where, shown(name), expected=expected, found=there)
 
 
 def verify_files(directory: Path | str, manifest: Manifest, numbers: Iterable[int]) -> None:
@@ -117,14 +115,16 @@ def verify_file(
     return {name: crc for (name, _), crc in zip(entries, sums[1:], strict=True)}
 
 
-def _verify_companion(directory: Path, stored: StoredFile) -> None:
-    path, seen = contained(directory, stored.name, kind=BadCheckpoint), Checksum()
-    with open_regular(path, kind=BadCheckpoint) as (fd, _):
-        seen.fill_gaps(fd, [(0, stored.size)])
-    _check(path, stored, seen.of([(0, stored.size)])[0])
+def verify_companions(directory: Path, manifest: Manifest) -> None:
+    """Refuse the checkpoint unless what travels along is, byte for byte, what was written."""
+    for stored in manifest.companions:
+        path, seen = contained(directory, stored.name, kind=BadCheckpoint), Checksum()
+        with open_regular(path, kind=BadCheckpoint) as (fd, _):
+            seen.fill_gaps(fd, [(0, stored.size)])
+        _check(path, stored, seen.of([(0, stored.size)])[0])
 
 
 def _check(path: Path, stored: StoredFile, crc: int) -> None:
     if crc != stored.crc32:
         todo = "The file was altered or damaged since it was written"
-        raise BadCheckpoint(path, "CRC-32", expected=f"{stored.crc32:08x}", found=f"{crc:08x}", todo=todo)
+        raise Damaged(path, "CRC-32", expected=f"{stored.crc32:08x}", found=f"{crc:08x}", todo=todo)

@@ -16,10 +16,14 @@ def diff(
     """Compare the weights (and, between runs, the moments) of two folders; exit code 1 if they differ."""
     from itertools import islice
 
-    from ..checkpoints import differences, read_source
+    from ..checkpoints import differences, read_source, verify
 
     first = read_source(a)
-    found = list(islice(differences(first, read_source(b, module=first.module)), most + 1))
+    second = read_source(b, module=first.module)
+    for source in (first, second):
+        if source.manifest is not None:
+            verify(source.path, source.manifest)
+    found = list(islice(differences(first, second), most + 1))
     for one in found[:most]:
         figures = f"  {one.elements:,} elements, max abs {one.absolute:.3g}, max rel {one.relative:.3g}"
         typer.echo(f"{one.name}: {one.what}" + (figures if one.elements else ""))

@@ -22,7 +22,7 @@ def inspect(
 
     from rich.table import Table
 
-    from ..checkpoints import read_source
+    from ..checkpoints import read_source, verify_files
     from ..parallel_state import BadInput
     from ..training.console import plain_console
 
@@ -46,6 +46,8 @@ def inspect(
         from ..parallel_state import Box
 
         whole = found.catalog[tensor]
+        if manifest is not None:
+            verify_files(found.path, manifest, sorted({part.file for part in whole.parts}))
         values = found.read(
             tensor, Box.whole(whole.shape), found.tie(to_hf=manifest is None), finite=False
         ).double()

@@ -30,4 +30,6 @@ def merge_lora(
     plan = plan_merge(base, adapter)
     with byte_progress(f"{base} + {adapter} -> {out}", plan.nbytes) as advance:
         carry_out(plan, out, how=How(workers=workers, max_ram=most, progress=advance))
+    for warning in plan.source.warnings:
+        typer.echo(f"warning: {warning}", err=True)
     typer.echo(f"{out}: {len(plan.files)} files of weights, {plan.nbytes:,} bytes")

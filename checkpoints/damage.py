@@ -1,0 +1,50 @@
+"""A damaged checkpoint of a run: which older one is good, and how to go on from it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ..parallel_state import BadCheckpoint
+from .find import complete_checkpoints, step_of
+from .manifest import STEP_NAME, Damaged
+
+
+@contextmanager
+def naming_an_older_one(check: Callable[[Path], None]) -> Iterator[None]:
+    """Add to an error about a damaged checkpoint of a run which older one passes ``check``."""
+    try:
+        yield
+    except Damaged as error:
+        raise with_older(error, newest_good(older_than(error), check)) from None
+
+
+def older_than(error: Damaged) -> list[Path]:
+    """The complete checkpoints of the same run with fewer steps, the newest first."""
+    damaged = error.checkpoint
+    if STEP_NAME.fullmatch(damaged.name) is None:
+        return []
+    return [path for path in complete_checkpoints(damaged.parent) if step_of(path) < step_of(damaged)][::-1]
+
+
+def newest_good(candidates: list[Path], check: Callable[[Path], None]) -> Path | None:
+    """The first of the candidates that passes ``check``."""
+    for path in candidates:
+        with suppress(BadCheckpoint):
+            check(path)
+            return path
+    return None
+
+
+def with_older(error: Damaged, older: Path | None) -> Damaged:
+    """The same error with what to do: go on from ``older``, if there is one."""
+    if older is None:
+        return error
+    name = shlex.quote(str(error.checkpoint))
+    todo = (
+        f"{error.todo}. The newest good checkpoint is {older}: after `mv {name} {name}.damaged` the same "
+        "command goes on from it"
+    )
+    return Damaged(error.where, error.key, expected=error.expected, found=error.found, todo=todo.lstrip(". "))

@@ -1,0 +1,61 @@
+"""A checkpoint that is read is not deleted: readers hold a lock on its directory, and retention asks for it.
+
+A run with ``keep = 1`` deletes a checkpoint as soon as the next is committed, while others may be reading it.
+The lock is the system's (flock), shared by readers, and goes with the process that holds it. Where a file
+system has no such locks, nothing is held and a reader may lose what it reads, with an error.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ..parallel_state import BadCheckpoint
+
+
+class Hold:
+    """As long as this object lives, or until ``release``, retention leaves the directory alone."""
+
+    def __init__(self, fd: int) -> None:
+        self._finalizer = weakref.finalize(self, os.close, fd)
+
+    def release(self) -> None:
+        """Let go now."""
+        self._finalizer()
+
+
+def hold(directory: Path) -> Hold:
+    """Hold a directory; ``BadCheckpoint`` for one that is being deleted, or is gone."""
+    try:
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        found = error.strerror or str(error)
+        raise BadCheckpoint(directory, expected="a checkpoint", found=found) from None
+    held = Hold(fd)
+    with suppress(OSError):  # no such locks here; BlockingIOError is one of them, and means something else
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            found = "one that is being deleted"
+            raise BadCheckpoint(directory, expected="a checkpoint", found=found) from None
+    return held
+
+
+@contextmanager
+def nobody_reads(directory: Path) -> Iterator[bool]:
+    """Whether nobody holds the directory; nobody can during the block then."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        free = True
+        with suppress(OSError):
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                free = False
+        yield free
+    finally:
+        os.close(fd)

@@ -1,0 +1,39 @@
+"""Whether what a manifest states can be: a known model, cut as its layout says, with these tensors."""
+
+from __future__ import annotations
+
+from pydantic import ValidationError
+
+from ..parallel_state import BadCheckpoint, BadInput
+from .manifest import MANIFEST
+from .source import Source
+from .strict_json import shown
+
+
+def check_model(source: Source) -> None:
+    """Refuse a checkpoint whose manifest states a model that there is not, that its layout cannot hold, or
+    that has other tensors than the checkpoint.
+    """
+    manifest, where = source.manifest, source.path / MANIFEST
+    assert manifest is not None, source.path
+    stated_split = manifest.state.get("split")
+    split = [n for n in stated_split if isinstance(n, int)] if isinstance(stated_split, list) else None
+    try:
+        family, config = source.family, source.model_config
+        (stated,) = family.declarations(config)
+        if manifest.module is None:  # a module states its own layout and no other
+            family.declarations(config, manifest.layout, split=split)
+    except BadInput as bad:
+        raise BadCheckpoint(where, bad.key, expected=bad.expected, found=bad.found, todo=bad.todo) from None
+    except ValidationError as bad:
+        first = bad.errors(include_url=False)[0]
+        key = ".".join(["adapter.lora", *map(str, first["loc"])])
+        raise BadCheckpoint(where, key, expected=first["msg"], found=shown(first["input"])) from None
+    wanted = {name: declaration.shape for name, declaration in stated.items()}
+    found = {n: whole.shape for n, whole in source.catalog.items() if not n.startswith("optimizer.")}
+    for name in [*wanted, *found]:
+        if wanted.get(name) != found.get(name):
+            expected, there = (
+                "no such tensor" if one is None else list(one) for one in (wanted.get(name), found.get(name))
+            )
+            raise BadCheckpoint(where, shown(name), expected=expected, found=there)

@@ -1,0 +1,62 @@
+"""Reading every byte of a checkpoint on many ranks: each reads some of the files, all learn of a damage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import torch.distributed as dist
+
+from ..parallel_state import ParallelState
+from .agree import together
+from .damage import newest_good, older_than, with_older
+from .find import open_checkpoint
+from .manifest import Damaged, Manifest
+from .source import Source
+from .verify import verify_companions, verify_files
+
+
+def check_bytes(source: Source, state: ParallelState) -> None:
+    """Refuse a checkpoint that is not, byte for byte, what was written; a Hugging Face folder has no sums.
+
+    Collective. The error, alike on every rank, names the newest older checkpoint of the run that is good.
+    """
+    manifest = source.manifest
+    if manifest is not None:
+        _, world, group = _ranks(state)
+        with naming_an_older_one_together(state):
+            together(lambda: verify_share(source.path, manifest, state), world=world, group=group)
+
+
+def verify_share(path: Path, manifest: Manifest, state: ParallelState) -> None:
+    """Read this rank's share of the files against their checksums; rank 0 also what travels along."""
+    rank, world, _ = _ranks(state)
+    if rank == 0:
+        verify_companions(path, manifest)
+    verify_files(path, manifest, range(rank, len(manifest.files), world))
+
+
+@contextmanager
+def naming_an_older_one_together(state: ParallelState) -> Iterator[None]:
+    """As ``naming_an_older_one``, where every rank leaves the block with the same error. Collective."""
+    try:
+        yield
+    except Damaged as error:
+        _, world, group = _ranks(state)
+
+        def check(path: Path) -> None:
+            together(
+                lambda: verify_share(path, open_checkpoint(path).manifest, state), world=world, group=group
+            )
+
+        listed = partial(older_than, error)
+        candidates = together(listed, world=world, group=group)[0]
+        raise with_older(error, newest_good(candidates, check)) from None
+
+
+def _ranks(state: ParallelState) -> tuple[int, int, dist.ProcessGroup | None]:
+    """This rank, how many there are, and their group; a stand-in without groups works by itself."""
+    group = state.file_group
+    return (0, 1, None) if group is None else (state.rank, state.layout.world, group)

@@ -1,0 +1,209 @@
+"""What is read is not deleted under the reader; a damaged checkpoint names the good one to go on from."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from trilith.checkpoints import convert, load_model, load_module, read_source, save_module, verify
+from trilith.checkpoints.hold import hold, nobody_reads
+from trilith.checkpoints.retention import delete_old
+from trilith.cli.app import run
+from trilith.parallel_state import BadCheckpoint, Box
+from trilith.testing import RankError
+from trilith.testing.runs import TINIEST_LLAMA, run_recipe, tiny_recipe, train, write_tokens
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def saved(root: Path, *steps: int, keep: int = 9) -> nn.Linear:
+    model = nn.Linear(3, 2)
+    for step in steps:
+        with torch.no_grad():
+            model.weight.fill_(step)
+        save_module(root, model, step=step, keep=keep)
+    return model
+
+
+def steps_in(root: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in root.glob("step-*"))
+
+
+def test_retention_leaves_what_is_read_and_deletes_it_with_the_next(tmp_path: Path) -> None:
+    saved(tmp_path, 1)
+    source = read_source(tmp_path)
+    saved(tmp_path, 2, keep=1)
+    assert steps_in(tmp_path) == [1, 2]
+    whole = source.read("weight", Box.whole((2, 3)), source.tie())
+    assert torch.equal(whole, torch.ones(2, 3))
+    verify(source.path, source.manifest)  # type: ignore[arg-type]
+    del source, whole
+    saved(tmp_path, 3, keep=1)
+    assert steps_in(tmp_path) == [3]
+
+
+def test_a_checkpoint_that_is_being_deleted_is_not_taken(tmp_path: Path) -> None:
+    saved(tmp_path, 1, 2)
+    with nobody_reads(tmp_path / "step-00000002") as free:
+        assert free
+        with pytest.raises(BadCheckpoint, match="being deleted"):
+            hold(tmp_path / "step-00000002")
+        assert read_source(tmp_path).path.name == "step-00000001"
+    assert read_source(tmp_path).path.name == "step-00000002"
+
+
+def test_several_readers_hold_one_checkpoint_and_each_alone_keeps_it(tmp_path: Path) -> None:
+    saved(tmp_path, 1, 2)
+    held = [hold(tmp_path / "step-00000001") for _ in range(3)]
+    for one in held:
+        assert delete_old(tmp_path, 1, 2) == [tmp_path / "step-00000001"]
+        one.release()
+    assert delete_old(tmp_path, 1, 2) == []
+    assert steps_in(tmp_path) == [2]
+
+
+def reading_convert(run_folder: Path, scratch: Path) -> None:
+    convert(run_folder, scratch, to="sharded")
+    verify(scratch, read_source(scratch).manifest)  # type: ignore[arg-type]
+
+
+def reading_inspect(run_folder: Path, scratch: Path) -> None:
+    assert run(["inspect", str(run_folder), "--tensor", "weight"]) == 0
+
+
+def reading_verify(run_folder: Path, scratch: Path) -> None:
+    assert run(["verify", str(run_folder)]) == 0
+
+
+def reading_diff(run_folder: Path, scratch: Path) -> None:
+    assert run(["diff", str(run_folder), str(run_folder)]) in (0, 1)
+
+
+def reading_module(run_folder: Path, scratch: Path) -> None:
+    model = nn.Linear(3, 2)
+    at = load_module(run_folder, model)
+    assert torch.equal(model.weight, torch.full((2, 3), float(at.step)))
+
+
+READERS = [reading_convert, reading_inspect, reading_verify, reading_diff, reading_module]
+
+
+@pytest.mark.parametrize("reader", READERS, ids=lambda reader: reader.__name__)
+def test_a_run_is_read_while_it_saves_and_keeps_one(
+    tmp_path: Path, reader: Callable[[Path, Path], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """40 checkpoints replace each other, each kept alone; every reading meanwhile succeeds."""
+    root, done = tmp_path / "run", threading.Event()
+    saved(root, 1)
+    errors: list[BaseException] = []
+
+    def keep_saving() -> None:
+        try:
+            step = 1
+            while not done.is_set():
+                step += 1
+                saved(root, step, keep=1)
+        except BaseException as error:
+            errors.append(error)
+
+    writer = threading.Thread(target=keep_saving)
+    writer.start()
+    try:
+        for attempt in range(12):
+            reader(root, tmp_path / f"out{attempt}")
+    finally:
+        done.set()
+        writer.join()
+    assert not errors
+    capsys.readouterr()
+    saved(root, 10**6, keep=1)
+    assert steps_in(root) == [10**6]  # what readers kept for a while is gone
+
+
+def flip(directory: Path, *, header: bool = False) -> None:
+    path = min(directory.glob("*.safetensors"))
+    data = bytearray(path.read_bytes())
+    data[20 if header else -3] ^= 16
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("header", [False, True], ids=["data", "header"])
+def test_a_damaged_newest_step_names_the_newest_good_one_and_the_command(
+    tmp_path: Path, header: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second newest is damaged too: only a good one is named. What is named works."""
+    saved(tmp_path, 1, 2, 3, 4)
+    flip(tmp_path / "step-00000004", header=header)
+    flip(tmp_path / "step-00000003")
+    commands = [
+        ["verify", str(tmp_path)],
+        ["diff", str(tmp_path), str(tmp_path)],
+        ["convert", str(tmp_path), str(tmp_path / "out"), "--to", "sharded"],
+    ]
+    for command in commands:
+        assert run(command) == 4, command
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert f"The newest good checkpoint is {tmp_path / 'step-00000002'}" in error
+    with pytest.raises(BadCheckpoint, match=r"newest good checkpoint is \S+step-00000002"):
+        load_module(tmp_path, nn.Linear(3, 2))
+    move = re.search(r"`mv (\S+) (\S+)`", error)
+    assert move is not None
+    shutil.move(move[1], move[2])
+    flip(tmp_path / "step-00000003")  # mended
+    for command in commands:
+        assert run(command) == 0, command
+
+
+def test_without_a_good_one_none_is_named(tmp_path: Path) -> None:
+    saved(tmp_path, 1, 2)
+    for step in (1, 2):
+        flip(tmp_path / f"step-{step:08d}")
+    with pytest.raises(BadCheckpoint) as caught:
+        load_module(tmp_path, nn.Linear(3, 2))
+    assert "newest good" not in str(caught.value)
+
+
+def test_a_run_on_two_ranks_names_the_good_one_and_goes_on_from_it(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    raw = tiny_recipe(
+        out,
+        write_tokens(tmp_path / "tokens"),
+        steps=3,
+        model={"config": TINIEST_LLAMA},
+        layout={"data": 2, "zero": 1},
+        checkpoint={"every": 1, "keep": 9},
+    )
+    train(raw)
+    newest = out / "checkpoints" / "step-00000003"
+    flip(newest)
+    with pytest.raises(RankError, match=r"newest good checkpoint is \S+step-00000002: after `mv"):
+        train(raw | {"steps": 4})
+    newest.rename(newest.with_name("step-00000003.damaged"))
+    train(raw | {"steps": 4})
+    assert read_source(out).path.name == "step-00000004"
+
+
+@pytest.mark.parametrize("use", ["load_model", "init_from", "lora"])
+def test_weights_are_taken_from_no_damaged_checkpoint(tmp_path: Path, use: str) -> None:
+    tokens = write_tokens(tmp_path / "tokens")
+    run_recipe(tiny_recipe(tmp_path / "a", tokens, steps=1, model={"config": TINIEST_LLAMA}))
+    flip(tmp_path / "a" / "checkpoints" / "step-00000001")
+    raw: dict[str, Any] = tiny_recipe(tmp_path / "b", tokens, steps=1)
+    raw["model"] = {"init_from": str(tmp_path / "a")}
+    if use == "lora":
+        raw["lora"] = {"r": 2, "target_modules": ["q_proj"]}
+    with pytest.raises(BadCheckpoint, match="CRC-32"):
+        load_model(tmp_path / "a") if use == "load_model" else run_recipe(raw)
