@@ -25,6 +25,7 @@ from .plain_files import open_regular
 
 _SPARE = 1.1
 _LONGEST_NAME = 255
+_LOCK = ".lock"
 _IDENTITY = re.compile(r"[0-9a-f]{16}")
 
 
@@ -179,27 +180,34 @@ def staged(
 
 
 def remove_checkpoint(directory: Path, disk: Disk | None = None) -> None:
-    """Delete a checkpoint, its manifest first: killed half way, what is left is no checkpoint."""
+    """Delete a checkpoint. It loses its name first: killed half way, what is left is no checkpoint, and
+    ``clear_unfinished`` removes it.
+    """
     disk = disk or Disk()
+    unnamed = _beside(directory, f".tmp-{secrets.token_hex(8)}")
     with writing(directory):
-        disk.remove(directory / MANIFEST)
-        disk.sync_directory(directory)
+        disk.rename(directory, unnamed)
+        disk.sync_directory(directory.parent)
     fault("commit.amid_removal", rank=0)
-    disk.remove_tree(directory)
+    disk.remove_tree(unnamed)
 
 
 def clear_unfinished(root: Path, disk: Disk | None = None) -> None:
     """Remove what killed runs left under ``root``, of whatever output, unless somebody is writing it now."""
     for path in [*root.iterdir()] if root.is_dir() else []:
-        name, unfinished, identity = path.name.rpartition(".tmp-")
-        if not unfinished or not _IDENTITY.fullmatch(identity):
+        name, _, identity = path.name.rpartition(".tmp-")
+        # A lock alone is of a run that was killed before it made more, or after all was done.
+        alone = path.name.endswith(_LOCK) and path.is_file() and not path.stat().st_size
+        if not alone and not (name and _IDENTITY.fullmatch(identity)):
             continue
+        output = root / (path.name.removesuffix(_LOCK) if alone else name)
         try:
-            lock = _lock(root / name)
+            lock = _lock(output)
         except BadInput:
             continue
-        (disk or Disk()).remove_tree(path)
-        _unlock(root / name, lock)
+        if not alone:
+            (disk or Disk()).remove_tree(path)
+        _unlock(output, lock)
 
 
 def _beside(output: Path, suffix: str) -> Path:
@@ -245,7 +253,7 @@ def _leftovers(output: Path) -> list[Path]:
 
 def _lock(output: Path) -> int:
     """An exclusive lock that the system gives up for us if we die, so a killed run blocks nobody."""
-    path = _beside(output, ".lock")
+    path = _beside(output, _LOCK)
     while True:
         with writing(path):
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -264,5 +272,5 @@ def _lock(output: Path) -> int:
 
 
 def _unlock(output: Path, lock: int) -> None:
-    _beside(output, ".lock").unlink(missing_ok=True)
+    _beside(output, _LOCK).unlink(missing_ok=True)
     os.close(lock)

@@ -7,11 +7,18 @@ save and leave.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 from .process_info import end_with_parent
 
-if __name__ == "__main__":
-    end_with_parent(parent=int(sys.argv[1]))
-    from torch.distributed.run import main
 
-    main(sys.argv[2:])
+def main(words: Sequence[str]) -> None:
+    """Run torchrun on the words after the launcher's process id."""
+    end_with_parent(parent=int(words[0]))
+    from torch.distributed.run import main as torchrun
+
+    torchrun([*words[1:]])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -121,6 +121,9 @@ def launch(arguments: Sequence[str], world: int, status: Path, *, lock: int | No
         with forward_signals(child):
             ranks = OwnRanks(child, status, run)
             code = ranks.wait()
+        ended = [one.code for one in read_status(status, run=run)]
+        if ended == [0] * world:  # whatever became of torchrun
+            return 0
         failed = first_failure(status, run=run) if code else None
         if failed is not None:
             kind = "stopped" if failed.code == PREEMPTED else "error"
@@ -128,7 +131,7 @@ def launch(arguments: Sequence[str], world: int, status: Path, *, lock: int | No
             return int(failed.code or 1)
         dead = blame(status, world, but=-1, run=run, wait=0.0) if code else ""
         if dead:
-            if not read_status(status, run=run):  # not one came far enough to say why
+            if not ended:  # not one came far enough to say why
                 log.seek(0)
                 sys.stderr.write(log.read())
             sys.stderr.write(f"error: {dead}\n")
@@ -136,7 +139,10 @@ def launch(arguments: Sequence[str], world: int, status: Path, *, lock: int | No
         if code:
             log.seek(0)
             sys.stderr.write(log.read())
-    return code if code >= 0 else 1
+        if code < 0:
+            sys.stderr.write(f"error: torchrun was killed by signal {-code}\n")
+            return PeerFailed.exit_code
+    return code
 
 
 @contextmanager

@@ -232,12 +232,15 @@ def test_what_killed_runs_left_is_cleared_but_not_what_is_being_written(tmp_path
     for name in ("step-2.tmp-0123456789abcdef", "step-4", "step-4.tmp-mine", "other.tmp-0123456789abcdef"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text("x")
+    (tmp_path / "step-8.lock").touch()  # killed before it made anything else, or after all was done
+    (tmp_path / "notes.lock").write_text("no lock of ours")
     writing = Staging.begin(tmp_path / "step-6")
     clear_unfinished(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {
         "step-4",
         "step-4.tmp-mine",
         "step-6.lock",
+        "notes.lock",
         writing.directory.name,
     }
     writing.abandon()
@@ -254,6 +257,9 @@ def test_K8_a_deletion_that_is_cut_short_leaves_no_checkpoint(tmp_path: Path) ->
 
     remove_checkpoint(tmp_path / "step-00000002", Lazy())
     assert latest_checkpoint(tmp_path).directory.name == "step-00000001"
+    assert len([*tmp_path.iterdir()]) == 2
+    clear_unfinished(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
     remove_checkpoint(tmp_path / "step-00000001")
     assert not (tmp_path / "step-00000001").exists()
 

@@ -1,0 +1,252 @@
+"""Starts of ``trilith train`` killed at random moments: a rank, the launcher, torchrun; some race each other.
+
+Whole starts, process for process as a user's: launcher, torchrun under it, ranks under that, with their
+sessions, environments and standard inputs. Only, each is a fork of its parent and not a new interpreter,
+which would import torch for seconds: so there are a hundred kills where there would be ten.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from random import Random
+from typing import Any
+from unittest import mock
+
+import pytest
+from trilith.cli.app import run
+from trilith.testing import ExitCode, run_fresh
+from trilith.training import agent
+from trilith.training.events import read_events
+from trilith.training.metrics import read_metrics
+from trilith.training.process_info import children_of
+
+Make = Callable[[int], Any]
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+ONE_RANK = ["layout.data=1", "layout.zero=0"]
+VICTIMS = ("launcher", "torchrun", "rank 0", "rank 1", "launcher and torchrun", "all ranks")
+
+
+class Forked:
+    """What ``subprocess.Popen`` gives, of a fork that does what the command would."""
+
+    def __init__(
+        self,
+        main: Callable[[Sequence[str]], object],
+        words: Sequence[str],
+        env: Mapping[str, str],
+        *,
+        stdin: int | None = None,
+        stderr: Any = None,
+        session: bool = False,
+    ) -> None:
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid:
+            return
+        code = 1
+        try:
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+                signal.signal(number, signal.SIG_DFL)
+            if session:
+                os.setsid()
+            for fd, place in ((stdin, 0), (stderr.fileno() if stderr else None, 2)):
+                if fd is not None:
+                    os.dup2(fd, place)
+            os.closerange(3, 4096)
+            os.environ.clear()
+            os.environ.update(env)
+            main(words)
+            code = 0
+        except SystemExit as left:
+            code = left.code if isinstance(left.code, int) else 1
+        except BaseException as error:
+            os.write(2, f"{type(error).__name__}: {error}\n".encode())
+        finally:
+            os._exit(code)
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        while (code := self.poll()) is None:
+            time.sleep(0.01)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+def as_rank(words: Sequence[str]) -> None:
+    sys.exit(run([*words[words.index("trilith.cli") + 1 :]]))
+
+
+def start_torchrun(words: Sequence[str], *, env: Mapping[str, str], stdin: int, stderr: Any) -> Forked:
+    return Forked(
+        agent.main, words[words.index("trilith.training.agent") + 1 :], env, stdin=stdin, stderr=stderr
+    )
+
+
+def start(arguments: list[str], folder: str) -> None:
+    """``trilith train`` as its own launcher, whose process id is left in a file."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+    number = os.environ["RANK"]
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    (Path(folder) / f"launcher-{number}").write_text(str(os.getpid()))
+    with (
+        mock.patch("trilith.training.run_lock._PATIENCE", 3.0),
+        mock.patch("trilith.training.launch.subprocess.Popen", start_torchrun),
+        mock.patch.object(
+            SubprocessHandler, "_popen", lambda _, words, env: Forked(as_rank, words, env, session=True)
+        ),
+    ):
+        sys.exit(run(["train", *arguments]))
+
+
+def tree(launcher: int) -> dict[str, list[int]]:
+    """The process ids of a start, by what they are."""
+    under = [one.pid for one in children_of(launcher)]
+    return {
+        "launcher": [launcher],
+        "torchrun": under,
+        "ranks": [r.pid for a in under for r in children_of(a)],
+    }
+
+
+def chosen(found: Mapping[str, list[int]], victim: str) -> list[int]:
+    """Whom to kill; where the start has not come so far, its launcher."""
+    ranks = found["ranks"]
+    wanted = {
+        "torchrun": found["torchrun"],
+        "rank 0": ranks[:1],
+        "rank 1": ranks[1:],
+        "launcher and torchrun": found["launcher"] + found["torchrun"],
+        "all ranks": ranks,
+    }
+    return wanted.get(victim) or found["launcher"]
+
+
+def holders(lock: Path) -> list[int]:
+    """The processes that a launcher handed this lock on to, as standard input."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if os.readlink(path / "fd" / "0") == str(lock):
+                found.append(int(path.name))
+    return found
+
+
+def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+class Campaign:
+    """Kills on one run's folder, and what must hold after each of them."""
+
+    def __init__(self, run: Any, folder: Path, seed: int) -> None:
+        self.run, self.folder, self.random = run, folder, Random(seed)
+        self.committed, self.kills, self.races = 0, 0, 0
+        self.killed: dict[str, int] = {}
+
+    def kill_one(self) -> None:
+        """One start, or two that race, and a kill at a random moment of it."""
+        random = self.random
+        racing, one_rank = random.random() < 0.3, random.random() < 0.25
+        changes = [
+            "checkpoint.every=1",
+            "checkpoint.keep=2",
+            "timeout=15",
+            f"stop_after={self.committed + 12}",
+        ]
+        changes += [
+            f"checkpoint.background={random.choice(['true', 'false'])}",
+            *(ONE_RANK if one_rank else []),
+        ]
+        for old in self.folder.glob("launcher-*"):
+            old.unlink()
+        starts = 2 if racing else 1
+        with ThreadPoolExecutor(1) as pool:
+            ended = pool.submit(self._start, starts, changes)
+            launchers = [self._pid_of(number) for number in range(starts)]
+            steps = len(read_metrics(self.run.out / "metrics.jsonl"))
+            if random.random() < 0.7:  # while it trains; else while it starts
+                awaited = steps + random.randrange(8)
+                wait_for(
+                    lambda: len(read_metrics(self.run.out / "metrics.jsonl")) > awaited or ended.done(), 20
+                )
+            time.sleep(random.random() * 0.6)
+            victim, launcher = random.choice(VICTIMS), random.choice(launchers)
+            hit = chosen(tree(launcher), victim)
+            for pid in hit:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            codes = ended.result()
+        self.kills += 1
+        self.races += racing
+        self.killed[victim] = self.killed.get(victim, 0) + 1
+        self._check(codes, f"{victim} of {starts}: {[(int(code), code.output) for code in codes]}")
+
+    def _start(self, starts: int, changes: list[str]) -> list[ExitCode]:
+        arguments = [str(self.run.recipe), "--quiet", *changes]
+        return run_fresh(start, starts, arguments, str(self.folder), process_group=False, timeout=100)
+
+    def _pid_of(self, number: int) -> int:
+        path = self.folder / f"launcher-{number}"
+        assert wait_for(lambda: path.exists() and path.read_text() != "", 60)
+        return int(path.read_text())
+
+    def _check(self, codes: Sequence[ExitCode], what: str) -> None:
+        allowed = {-signal.SIGKILL, 0, 3, 75} | ({2} if len(codes) > 1 else set())
+        assert {*codes} <= allowed, what
+        lock = self.run.out / "run.lock"
+        assert wait_for(lambda: not holders(lock), 60), f"processes {holders(lock)} are left: {what}"
+        saved = self.run.steps_saved  # reads every byte
+        said = [one["step"] for one in read_events(self.run.out / "events.jsonl") if one["event"] == "saved"]
+        newest = saved[-1] if saved else 0
+        assert newest >= max([self.committed, *said[-1:]]), (saved, self.committed, said[-1:], what)
+        self.committed = newest
+
+    def finish(self) -> None:
+        """A start that nobody kills goes on from there, and nothing is left but what a run leaves."""
+        until = self.committed + 2
+        (code,) = self._start(1, ["checkpoint.keep=2", "checkpoint.every=1", f"stop_after={until}"])
+        assert code == 0, code.output
+        self._check([code], "the last start")
+        assert [line["step"] for line in read_metrics(self.run.out / "metrics.jsonl")] == [*range(until)]
+        names = {"run.lock", "metrics.jsonl", "events.jsonl", "status", "checkpoints"}
+        assert {path.name for path in self.run.out.iterdir()} == names
+        assert {path.name for path in (self.run.out / "status").iterdir()} == {"rank0.json", "rank1.json"}
+        steps = {f"step-{step:08d}" for step in (until - 1, until)}
+        assert {path.name for path in (self.run.out / "checkpoints").iterdir()} == steps
+
+
+@pytest.mark.timeout(3 * 3600)
+@pytest.mark.parametrize("kills", [3, pytest.param(150, marks=pytest.mark.slow)])
+def test_starts_killed_at_random_moments_lose_nothing_and_leave_nothing(
+    make: Make, tmp_path: Path, kills: int
+) -> None:
+    campaign = Campaign(make(100_000), tmp_path, seed=kills)
+    while campaign.kills < kills:
+        campaign.kill_one()
+        if campaign.kills % 25 == 0:
+            campaign.finish()
+    campaign.finish()
+    print(f"{campaign.kills} kills, {campaign.races} races: {campaign.killed}; {campaign.committed} steps")
