@@ -28,6 +28,15 @@ def combine(first: int, second: int, second_length: int) -> int:
     return _multiply(_power(second_length), first) ^ second
 
 
+def crc_of(fd: int, begin: int, end: int) -> int:
+    """The CRC-32 of these bytes of a file, or of those that it has."""
+    crc, at, buffer = 0, begin, memoryview(bytearray(min(_READ, end - begin)))
+    while at < end and (read := os.preadv(fd, [buffer[: min(_READ, end - at)]], at)):
+        crc = crc32(buffer[:read], crc)
+        at += read
+    return crc
+
+
 class Checksum:
     """Collects the CRC-32 of stretches of one file. Safe to use from several threads at once.
 
@@ -51,6 +60,12 @@ class Checksum:
             with self._lock:
                 self._insert(offset, len(data), crc)
         return crc
+
+    def known(self, offset: int, length: int, crc: int) -> None:
+        """Count in a stretch whose sum is known already."""
+        if length:
+            with self._lock:
+                self._insert(offset, length, crc)
 
     def _insert(self, offset: int, length: int, crc: int) -> None:
         """A stretch that overlaps what is there is left out: at worst it becomes a gap, and is read again."""

@@ -63,11 +63,11 @@ def execute(
     """Make every target from ``files``; ``Copy.file`` counts in them.
 
     ``block`` is in bytes, ``BLOCK`` unless given. ``seen``, one a file if any, collects the checksums of
-    what is read. Work that ``journal`` knows as done is not done again. ``progress`` is called with the
-    bytes made since the last call, from any of ``threads``. ``BadInput`` names the first number that is not
-    finite, unless ``allow_nonfinite``; ``BadCheckpoint`` a plan that does not set every element exactly
-    once. The first error ends the work; targets are then not to be used. Tensors in memory are filled with
-    NaN first.
+    what is read. Work that ``journal`` knows as done, and whose bytes are in the files as it says, is not
+    done again. ``progress`` is called with the bytes made since the last call, from any of ``threads``.
+    ``BadInput`` names the first number that is not finite, unless ``allow_nonfinite``; ``BadCheckpoint`` a
+    plan that does not set every element exactly once. The first error ends the work; targets are then not to
+    be used. Tensors in memory are filled with NaN first.
     """
     groups: dict[object, list[Transfer]] = defaultdict(list)
     for transfer in transfers:
@@ -121,14 +121,7 @@ class _Work:
 
     def make(self, number: int, group: list[Transfer]) -> None:
         """All blocks of transfers that share their sources."""
-        if self.journal is not None and number in self.journal.done:
-            for transfer in group:
-                assert isinstance(transfer.target, TensorWriter), transfer
-                transfer.target.skip(transfer.name, transfer.box.within(transfer.box))
-                with self._lock:  # groups with zeros are made again, so this one had other numbers
-                    self.not_zero.add(transfer.name)
-                    self.left.add(transfer.name)
-                self.progress(transfer.box.size * transfer.dtype.itemsize)
+        if self._was_made(number, group):
             return
         item = max(self._stored_dtype(copy).itemsize for transfer in group for copy in transfer.copies)
         remarkable, made = False, 0
@@ -141,7 +134,20 @@ class _Work:
                 made, remarkable = made + nbytes, remarkable or bool(lost)
         # What there is a word to say of is not noted: a resumed conversion makes it and says it again.
         if self.journal is not None and not remarkable:
-            self.journal.note(number, made)
+            self.journal.note(number, made, lambda: _sums(group))
+
+    def _was_made(self, number: int, group: list[Transfer]) -> bool:
+        """Whether the files hold the work as the journal says; each of them then takes its tensors."""
+        noted = None if self.journal is None else self.journal.done.get(number)
+        if noted is None or noted != _sums(group):
+            return False
+        for transfer, crc in zip(group, noted, strict=True):
+            _writer(transfer).take(transfer.name, crc)
+            with self._lock:  # groups with zeros are made again, so this one had other numbers
+                self.not_zero.add(transfer.name)
+                self.left.add(transfer.name)
+            self.progress(transfer.box.size * transfer.dtype.itemsize)
+        return True
 
     def _read_block(self, parts: list[tuple[Transfer, Box]]) -> dict[tuple[int, str], _Read]:
         """The stored numbers that these parts need, of each stored tensor the smallest box that has them."""
@@ -247,3 +253,13 @@ class _Work:
 
     def _stored_dtype(self, copy: Copy) -> torch.dtype:
         return TORCH[self.files[copy.file].tensors[copy.key].dtype]
+
+
+def _sums(group: Sequence[Transfer]) -> list[int]:
+    """The CRC-32 of what the files hold of each transfer: all of its tensor there."""
+    return [_writer(transfer).sum_of(transfer.name) for transfer in group]
+
+
+def _writer(transfer: Transfer) -> TensorWriter:
+    assert isinstance(transfer.target, TensorWriter), transfer
+    return transfer.target

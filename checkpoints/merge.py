@@ -34,7 +34,7 @@ class Merge:
     @property
     def identity(self) -> object:
         """Differs if other numbers would be added."""
-        return self._lora, [(str(file.path), file.identity) for file in self.adapter.files]
+        return self._lora, [file.state() for file in self.adapter.files]
 
     @property
     def bytes_of_a_worker(self) -> int:

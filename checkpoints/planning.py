@@ -19,7 +19,7 @@ from .source import read_source
 from .verify import verify
 
 #: Part of a conversion's identity: another version may number or lay out its work otherwise.
-_PLAN = 1
+_PLAN = 2
 
 Form = Literal["hf", "peft", "sharded"]
 
@@ -85,12 +85,17 @@ def plan_merge(base: str | Path, adapter: str | Path) -> Conversion:
 
 
 def identify(plan: Conversion, *, allow_nonfinite: bool) -> str:
-    """16 hexadecimal digits that differ if another plan, or other source files, would write other bytes."""
+    """16 hexadecimal digits that differ if another plan, or other source files, would write other bytes.
+
+    What the source's files contain counts, not their names and time stamps alone: they may have changed since
+    a conversion was killed.
+    """
     source, merged = plan.source, None if plan.merge is None else plan.merge.identity
     stated = (_PLAN, plan.layout, plan.split, allow_nonfinite, source.config, source.adapter, merged)
     digest = hashlib.sha256(repr(stated).encode())
-    for file in plan.source.files:
-        digest.update(repr((str(file.path), file.identity)).encode())
+    digest.update(repr([file.state() for file in source.files]).encode())
+    if source.manifest is not None:
+        digest.update(source.manifest.to_bytes())
     for output in plan.files:
         digest.update(repr(output).encode())
     return digest.hexdigest()[:16]

@@ -6,8 +6,10 @@ memory of ours in every tool that a user looks at.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Container, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -25,13 +27,16 @@ Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 #: A run shorter than this costs more as a system call of its own than the bytes between it and the next.
 _RUN_WORTH_A_CALL = 4096
 _SCRATCH = 1 << 20
+#: How many pieces of a file ``state`` reads, beside the last, and of how many bytes.
+_SAMPLES, _SAMPLE = 64, 4096
 
 
 class TensorFile:
     """A safetensors file whose header was read and checked. It holds no descriptor between calls.
 
     ``tensors`` maps each name to its ``Entry``; ``metadata`` is the file's own ``__metadata__``; ``identity``
-    changes when the file does. Safe to use from several threads at once.
+    changes when the file does, also where its time stamp was put back. Safe to use from several threads at
+    once.
     """
 
     def __init__(
@@ -89,6 +94,20 @@ class TensorFile:
             self._read_box(name, entry, box, out.reshape(-1).view(torch.uint8).numpy())
         return out
 
+    def state(self) -> tuple[str, object, str]:
+        """What names this very content: the path, the identity, and a hash of the header and of samples.
+
+        The samples are for file systems whose change times say nothing. There a few bytes that changed
+        between two samples are not seen.
+        """
+        with self._opened() as fd:
+            digest = hashlib.sha256(os.pread(fd, self.data_begin, 0))
+            for sample in range(_SAMPLES):
+                begin = self.data_begin + (self.size - self.data_begin) * sample // _SAMPLES
+                digest.update(os.pread(fd, _SAMPLE, begin))
+            digest.update(os.pread(fd, _SAMPLE, max(self.data_begin, self.size - _SAMPLE)))
+        return str(self.path), self.identity, digest.hexdigest()
+
     def byte_ranges(self, name: str, box: Box | None = None) -> Iterator[tuple[int, int]]:
         """The ``(offset, length)`` in the file of each contiguous run of ``box``, in element order."""
         entry = self.tensors[name]
@@ -98,16 +117,21 @@ class TensorFile:
 
     def _read_box(self, name: str, entry: Entry, box: Box, into: Bytes) -> None:
         at = 0
-        with open_regular(self.path, kind=BadCheckpoint) as (fd, status):
-            if _identity(status) != self.identity:
-                raise BadCheckpoint(
-                    self.path, expected="the file as it was opened", found="a file changed since"
-                )
+        with self._opened() as fd:
             for runs in runs_of(entry.shape, box, _itemsize(entry)):
                 length = runs.rows * runs.length
                 _read_runs(_Reader(fd, self.path, name), entry.begin, runs, into[at : at + length])
                 at += length
         assert at == into.size, (at, into.size)
+
+    @contextmanager
+    def _opened(self) -> Iterator[int]:
+        """A descriptor of the file, refused if it changed since its header was read."""
+        with open_regular(self.path, kind=BadCheckpoint) as (fd, status):
+            if _identity(status) != self.identity:
+                found = "a file changed since"
+                raise BadCheckpoint(self.path, expected="the file as it was opened", found=found)
+            yield fd
 
 
 class _Reader:
@@ -154,5 +178,6 @@ def _itemsize(entry: Entry) -> int:
     return bits // 8
 
 
-def _identity(status: os.stat_result) -> tuple[int, int, int, int]:
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+def _identity(status: os.stat_result) -> tuple[int, ...]:
+    """The change time is the one of these that no program can set."""
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ..parallel_state import Box
-from .crc import Checksum
+from .crc import Checksum, crc_of
 from .disk import Disk, DiskFailed, writing
 from .dtypes import TORCH
 from .strides import runs_of
@@ -39,9 +39,9 @@ class TensorWriter:
 
     ``tensors`` maps each name to ``(dtype, shape)``, the dtype by the format's name. ``entries`` says where
     each lies. Boxes may come from several threads; each element must come exactly once. With ``again`` the
-    file may be there, left by a run that was killed; ``skip`` then says which boxes it holds. ``checksum``
-    is not free: where nobody keeps it (Hugging Face's folders) it is not taken. With ``overlap`` a thread
-    takes it while the bytes are written; the caller then leaves them unchanged until ``close``.
+    file may be there, left by a run that was killed; ``take`` says which tensors it holds. ``checksum`` is
+    not free: where nobody keeps it (Hugging Face's folders) it is not taken. With ``overlap`` a thread takes
+    it while the bytes are written; the caller then leaves them unchanged until ``close``.
     """
 
     def __init__(
@@ -88,12 +88,23 @@ class TensorWriter:
                     data[at : at + runs.length], offset, crc if whole else None, sum_now=runs.rows == 1
                 )
                 at += runs.length
-        self.skip(name, box)
+        self._written(name, box.size)
 
-    def skip(self, name: str, box: Box) -> None:
-        """The box is in the file already; ``close`` reads it for the checksum."""
+    def sum_of(self, name: str) -> int:
+        """The CRC-32 of a tensor's bytes, as they are in the file."""
+        entry = self.entries[name]
+        return crc_of(self._fd, entry.begin, entry.end)
+
+    def take(self, name: str, crc: int) -> None:
+        """The tensor is in the file already, whole, with this ``sum_of``."""
+        entry = self.entries[name]
+        if self._checksum is not None:
+            self._checksum.known(entry.begin, entry.nbytes, crc)
+        self._written(name, prod(entry.shape))
+
+    def _written(self, name: str, elements: int) -> None:
         with self._lock:
-            self._missing[name] -= box.size
+            self._missing[name] -= elements
 
     def sync(self) -> None:
         """What was written so far is on the disk when this returns."""

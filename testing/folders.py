@@ -1,7 +1,8 @@
-"""Hugging Face folders with random weights, of any size, made without a model in memory."""
+"""Hugging Face folders of any size with random weights, made without a model in memory; what folders hold."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -39,3 +40,12 @@ def write_hf_folder(
             flat[at : at + _DRAWN] = pool.roll(number)[: flat.numel() - at]
         writer.writers[writer.place[name]].write(name, Box.whole(shape), flat.view(shape))
     return sum(one.size for one in writer.finish())
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """The SHA-256 of each file of a folder, by its path there."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }

@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike
 
 from ..parallel_state import BadInput
 from .token_index import VERSION, TargetIndex, TokenIndex, TokenPaths, dtype_for, little_endian, probe
-from .token_journal import Journal
+from .token_journal import Journal, Mark
 from .token_lock import take
 from .token_sums import BlockSums
 from .tokens import TokenFile
@@ -35,7 +35,8 @@ class TokenWriter:
     With ``template_sha256``, the hash of a chat template, every document has targets, and ``<name>.targets``
     is written too. With a ``job``, any text that two jobs share only where they write the same, a writer that
     was killed or interrupted leaves what ``finished`` was told, and the next of the same job goes on behind
-    it: ``portions`` says how much that is.
+    it: ``portions`` says how much that is, and ``read`` what was read. Where the input is another by now,
+    ``begin_anew``.
     """
 
     def __init__(
@@ -58,13 +59,15 @@ class TokenWriter:
             raise BadInput(self._paths.index, "vocab_size", expected="1 to 2**32", found=vocab_size)
         self._dtype = little_endian(dtype_for(vocab_size))
         self._names = ("tokens", "lengths", *(["targets"] if template_sha256 is not None else []))
-        self._digests = {name: hashlib.sha256() for name in self._names}
-        self._sums = {name: BlockSums() for name in self._names}
         self._files: dict[str, BinaryIO] = {}
-        self._learnt = self.tokens = self.portions = self.left_out = self.unended = 0
+        self._nothing_yet()
 
     def __enter__(self) -> TokenWriter:
-        self._refuse_taken_name()
+        try:
+            self._refuse_taken_name()
+        except BadInput:
+            self._remove_leftovers()
+            raise
         parent = self._partial.parent
         if not parent.exists() and not parent.parent.is_dir():
             raise BadInput(parent, expected="a folder, or a place for one", found="nothing there")
@@ -125,16 +128,29 @@ class TokenWriter:
             self._learnt += int(marks.sum())
         self.tokens += ids.size
 
-    def finished(self, left_out: int = 0, unended: int = 0) -> None:
+    def finished(self, left_out: int = 0, unended: int = 0, *, read: str = "") -> None:
         """One more portion of the input is in; after a kill it need not come again.
 
         ``left_out``: how many of its samples have nothing to learn. ``unended``: how many learn no end mark.
+        ``read``: a hash of all portions up to here.
         """
         self.portions += 1
         self.left_out += left_out
         self.unended += unended
+        if self._job and self._journal.due:
+            sizes = {name: file.tell() for name, file in self._files.items()}
+            written = {name: digest.hexdigest() for name, digest in self._digests.items()}
+            mark = Mark(self.portions, self.left_out, self.unended, sizes, read, written)
+            self._journal.mark(mark, self._files)
+
+    def begin_anew(self) -> None:
+        """Forget what an earlier writer of the same job finished."""
+        for file in self._files.values():
+            file.close()
         if self._job:
-            self._journal.mark(self.portions, self.left_out, self.unended, self._files)
+            self._journal.forget()
+        self._nothing_yet()
+        self._files = {name: (self._partial / name).open("wb") for name in self._names}
 
     def commit(self) -> TokenFile:
         """Put the files in place and open them. ``BadInput`` where there is no token, or none to learn."""
@@ -204,20 +220,29 @@ class TokenWriter:
     def _open(self) -> None:
         """The files, empty, or with what an earlier writer of the same job finished."""
         mark = self._journal.begin() if self._job else None
+        if mark is None or {*mark.sizes} != {*self._names}:
+            self.begin_anew()
+            return
         for name in self._names:
             path = self._partial / name
-            if mark is None:
-                self._files[name] = path.open("wb")
-                continue
             os.truncate(path, mark.sizes[name])
             self._files[name] = path.open("ab")
             for part in _parts(path):
                 self._digests[name].update(part)
                 self._sums[name].update(part)
                 self._learnt += sum(part) if name == "targets" else 0
-        if mark is not None:
-            self.portions, self.left_out, self.unended = mark.portions, mark.left_out, mark.unended
-            self.tokens = mark.sizes["tokens"] // self._dtype.itemsize
+        if mark.written != {name: digest.hexdigest() for name, digest in self._digests.items()}:
+            self.begin_anew()  # a file does not hold what was written
+            return
+        self.portions, self.left_out, self.unended = mark.portions, mark.left_out, mark.unended
+        self.read, self.tokens = mark.read, mark.sizes["tokens"] // self._dtype.itemsize
+
+    def _nothing_yet(self) -> None:
+        self._digests = {name: hashlib.sha256() for name in self._names}
+        self._sums = {name: BlockSums() for name in self._names}
+        self._learnt: int = 0
+        self.tokens = self.portions = self.left_out = self.unended = 0
+        self.read = ""
 
     def _write(self, name: str, data: np.ndarray[Any, Any]) -> None:
         self._files[name].write(data.data)
@@ -232,6 +257,14 @@ class TokenWriter:
                 raise BadInput(
                     path, expected="a new name", found="an existing file", todo="Remove it or choose another"
                 )
+
+    def _remove_leftovers(self) -> None:
+        """What a writer of this name left that was killed when its files were in place already."""
+        if self._partial.is_dir() and self._paths.index.exists():
+            with contextlib.suppress(BadInput):  # another writer is at work, and removes them itself
+                self._lock = take(self._partial)
+                self._made_parent = False
+                self._clear()
 
     def _clear(self) -> None:
         """Remove what a writer makes, the lock last, and nothing that somebody else put there."""

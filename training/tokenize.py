@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from ..parallel_state import BadInput
 from .chat_template import Chat
 from .documents import Block, check_inputs, input_size, read_blocks
 from .encode import Job, encode_all, useful_workers
+from .reading import Reading
 from .tables import dataset_files
 from .token_writer import TokenWriter
 from .tokenizer import Tokenizer, load_tokenizer
@@ -74,10 +74,13 @@ def tokenize(
     )
     with writer:
         # What an earlier call finished is read past, which takes a small part of the time.
-        blocks = itertools.islice(_blocks(inputs, job, split_paragraphs), writer.portions, None)
-        for done, encoded in encode_all(blocks, job, loaded, workers):
+        read = Reading(_blocks(inputs, job, split_paragraphs))
+        if not read.past(writer.portions, writer.read):
+            writer.begin_anew()
+            read = Reading(_blocks(inputs, job, split_paragraphs))
+        for done, encoded in encode_all(read, job, loaded, workers):
             writer.add_documents(encoded.ids, encoded.lengths, encoded.targets)
-            writer.finished(encoded.left_out, encoded.unended)
+            writer.finished(encoded.left_out, encoded.unended, read=read.hash_of_next())
             if on_progress is not None:
                 on_progress(done, writer.tokens)
         return writer.commit()

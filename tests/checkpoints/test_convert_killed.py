@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from trilith.checkpoints.journal import Journal
 from trilith.checkpoints.tensor_writer import TensorWriter
 from trilith.parallel_state import BadCheckpoint, BadInput, Box
 from trilith.testing import run_fresh, run_parallel
-from trilith.testing.folders import write_hf_folder
+from trilith.testing.folders import contents, write_hf_folder
 from trilith.testing.runs import TINY_LLAMA, run_recipe, tiny_recipe, write_tokens
 
 FORMS = {
@@ -49,14 +48,6 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def convert_noting(src: str, dst: str, arguments: dict[str, Any], every: int) -> None:
     convert(src, dst, **arguments, how=How(note_every=every))
-
-
-def contents(folder: Path) -> dict[str, str]:
-    return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
 
 
 def killed(src: Path, dst: Path, arguments: dict[str, Any], point: str, every: int = 4000) -> None:
@@ -172,17 +163,17 @@ def test_a_flipped_bit_that_makes_a_nan_is_damage_and_not_bad_numbers_G8(
 def test_a_journal_cut_by_the_kill_is_read_as_far_as_it_is_whole(tmp_path: Path) -> None:
     synced: list[bool] = []
     journal = Journal(tmp_path / "j", lambda: synced.append(True), every=10)
-    journal.note(3, 5)
+    journal.note(3, 5, lambda: [1])
     assert not (tmp_path / "j").exists()
-    journal.note(4, 5)
-    journal.note(7, 10)
+    journal.note(4, 5, lambda: [2, 3])
+    journal.note(7, 10, lambda: [])
     assert len(synced) == 2
     with (tmp_path / "j").open("ab") as file:
-        file.write(b"[9, 1")
+        file.write(b"[[9, [1")
     again = Journal(tmp_path / "j", lambda: None, every=1)
-    assert again.done == {3, 4, 7}
-    again.note(8, 1)
-    assert Journal(tmp_path / "j", lambda: None).done == {3, 4, 7, 8}
+    assert again.done == {3: [1], 4: [2, 3], 7: []}
+    again.note(8, 1, lambda: [9])
+    assert Journal(tmp_path / "j", lambda: None).done == {**again.done, 8: [9]}
 
 
 def test_a_file_that_is_gone_is_written_again_whatever_the_journal_says(

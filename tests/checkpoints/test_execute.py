@@ -283,7 +283,7 @@ def test_C11_a_resumed_conversion_does_not_take_the_rest_for_all(tmp_path: Path)
         return report
 
     assert make(again=False).zeros == set()
-    assert Journal(tmp_path / "journal", lambda: None).done == {0}
+    assert [*Journal(tmp_path / "journal", lambda: None).done] == [0]
     assert make(again=True).zeros == set()
 
 

@@ -1,0 +1,189 @@
+"""A conversion that goes on after a stop writes the source as it is now, or nothing: never two mixed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from trilith.checkpoints import How, carry_out, convert, plan_conversion, plan_merge, tensor_file
+from trilith.checkpoints.conversion import Conversion
+from trilith.parallel_state import BadCheckpoint
+from trilith.testing.folders import contents, write_hf_folder
+from trilith.testing.runs import TINY_LLAMA
+
+#: Which folder changes, and the plan that reads it.
+PLANS: dict[str, tuple[str, Callable[[Path], Conversion]]] = {
+    "to-sharded": ("hf", lambda at: plan_conversion(at / "hf", tensor=2, pipeline=2)),
+    "to-hf": ("sharded", lambda at: plan_conversion(at / "sharded", to="hf")),
+    "reshard": ("sharded", lambda at: plan_conversion(at / "sharded", to="sharded", tensor=4)),
+    "merge-base": ("hf", lambda at: plan_merge(at / "hf", at / "adapter")),
+    "merge-adapter": ("adapter", lambda at: plan_merge(at / "hf", at / "adapter")),
+}
+WAYS = (
+    "in place",
+    "in place, time put back",
+    "renamed over",
+    "renamed over, time put back",
+    "touched",
+    "not",
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_waiting_for_the_disk() -> Iterator[None]:
+    """A stop is no power cut."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda fd: None)
+        yield
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Folders ``old`` and ``new`` of the same names, shapes and sizes; every tensor differs."""
+    root = tmp_path_factory.mktemp("originals")
+    for which, change in (("old", 0.0), ("new", 1.0)):
+        folder = root / which
+        write_hf_folder(folder / "hf", TINY_LLAMA)
+        tensors = load_file(folder / "hf" / "model.safetensors")
+        weights = {name: one + change for name, one in tensors.items()}
+        save_file(weights, folder / "hf" / "model.safetensors")
+        convert(folder / "hf", folder / "sharded", tensor=2)
+        _write_adapter(folder / "adapter", weights, change + 1)
+    yield root
+
+
+def _write_adapter(folder: Path, weights: dict[str, torch.Tensor], value: float) -> None:
+    folder.mkdir()
+    adapters = {}
+    for name, weight in weights.items():
+        if name.endswith("q_proj.weight"):
+            site = "base_model.model." + name.removesuffix(".weight")
+            adapters[f"{site}.lora_A.weight"] = torch.full((2, weight.shape[1]), value)
+            adapters[f"{site}.lora_B.weight"] = torch.full((weight.shape[0], 2), value)
+    save_file(adapters, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(
+        '{"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 2, "lora_alpha": 4,'
+        ' "target_modules": ["q_proj"], "bias": "none"}'
+    )
+
+
+def stop_after(nbytes: int) -> Callable[[int], None]:
+    """Progress that interrupts the work once so much is made, as Ctrl-C does; files stay, as at a kill."""
+    made = 0
+
+    def progress(done: int) -> None:
+        nonlocal made
+        made += done
+        if made > nbytes:
+            raise KeyboardInterrupt
+
+    return progress
+
+
+def change(folder: Path, new: Path, way: str) -> None:
+    """Give the folder's files the new content, or only new time stamps."""
+    for path in [one for one in folder.iterdir() if way != "not"]:
+        before = path.stat()
+        if way == "touched":
+            os.utime(path)
+            continue
+        if way.startswith("renamed"):
+            shutil.copyfile(new / path.name, path.with_name("fresh"))
+            path.with_name("fresh").rename(path)
+        else:
+            path.write_bytes((new / path.name).read_bytes())
+        if way.endswith("back"):
+            os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+            assert (path.stat().st_size, path.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+
+
+def begin(plan: Conversion, dst: Path, share: float) -> None:
+    """The same work, stopped when so much of it was made; each piece is noted."""
+    how = How(workers=1, note_every=1, progress=stop_after(int(share * plan.nbytes)))
+    with pytest.raises(KeyboardInterrupt):
+        carry_out(plan, dst, how=how)
+    assert list(dst.parent.glob(f"{dst.name}.tmp-*/journal.jsonl"))
+
+
+@pytest.mark.parametrize("form", PLANS)
+@settings(max_examples=12, deadline=None)
+@given(way=st.sampled_from(WAYS), share=st.floats(0.3, 0.95))
+def test_a_source_that_changed_between_is_wholly_the_new_one(
+    originals: Path, form: str, way: str, share: float
+) -> None:
+    folder, plan_of = PLANS[form]
+    with tempfile.TemporaryDirectory() as name:
+        at = Path(name)
+        shutil.copytree(originals / "old", at, dirs_exist_ok=True)
+        begin(plan_of(at), at / "out", share)
+        change(at / folder, originals / "new" / folder, way)
+        carry_out(plan_of(at), at / "out")
+        carry_out(plan_of(at), at / "whole")
+        assert contents(at / "out") == contents(at / "whole")
+        assert not [path.name for path in at.iterdir() if ".tmp-" in path.name or path.name.endswith(".lock")]
+
+
+@pytest.mark.parametrize("form", PLANS)
+def test_new_weights_are_told_where_the_file_system_has_no_change_time(
+    originals: Path, tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The content alone differs then: not the inode, the size, or any time."""
+    whole = tensor_file._identity
+    monkeypatch.setattr(tensor_file, "_identity", lambda status: whole(status)[:-1])
+    folder, plan_of = PLANS[form]
+    shutil.copytree(originals / "old", tmp_path, dirs_exist_ok=True)
+    begin(plan_of(tmp_path), tmp_path / "out", 0.8)
+    change(tmp_path / folder, originals / "new" / folder, "in place, time put back")
+    carry_out(plan_of(tmp_path), tmp_path / "out")
+    carry_out(plan_of(tmp_path), tmp_path / "whole")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("form", PLANS)
+def test_a_source_that_changes_while_it_is_read_is_refused(
+    originals: Path, tmp_path: Path, form: str
+) -> None:
+    folder, plan_of = PLANS[form]
+    shutil.copytree(originals / "old", tmp_path, dirs_exist_ok=True)
+    changed: list[bool] = []
+
+    def progress(done: int) -> None:
+        if not changed:
+            change(tmp_path / folder, originals / "new" / folder, "in place, time put back")
+            changed.append(True)
+
+    with pytest.raises(BadCheckpoint, match=r"a file changed since|CRC-32"):
+        carry_out(plan_of(tmp_path), tmp_path / "out", how=How(workers=1, progress=progress))
+    assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize("form", ["to-sharded", "to-hf", "merge-base"])
+@settings(max_examples=20, deadline=None)
+@given(file=st.floats(0, 1, exclude_max=True), bit=st.floats(0, 1, exclude_max=True))
+def test_a_flipped_bit_in_what_a_stop_left_has_no_effect(
+    originals: Path, form: str, file: float, bit: float
+) -> None:
+    """The journal and the files already written alike: what is not as it was noted is made again."""
+    plan_of = PLANS[form][1]
+    with tempfile.TemporaryDirectory() as name:
+        at = Path(name)
+        shutil.copytree(originals / "old", at, dirs_exist_ok=True)
+        carry_out(plan_of(at), at / "whole")
+        begin(plan_of(at), at / "out", 0.9)
+        (left,) = at.glob("out.tmp-*")
+        files = sorted(left.iterdir())
+        victim = files[int(file * len(files))]
+        content = bytearray(victim.read_bytes())
+        where = int(bit * len(content) * 8)
+        content[where // 8] ^= 1 << where % 8
+        victim.write_bytes(content)
+        carry_out(plan_of(at), at / "out")
+        assert contents(at / "out") == contents(at / "whole")
