@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
 
 from ..parallel_state import BadInput, from_validation
 from .config import MOST_BLOCKS, names
+from .patterns import compiled
 
 Names = str | Annotated[tuple[str, ...], Strict(False)]  # a list of a file becomes a tuple
 Rank = Annotated[int, Field(ge=1, le=2**16)]
@@ -129,7 +130,7 @@ class LoraConfig(BaseModel):
                 patterns[value] = key
         for pattern, key in patterns.items():
             try:
-                re.compile(pattern)
+                compiled(pattern)
             except re.error as error:
                 found = f"{pattern!r}: {error}"
                 raise BadInput(where, key, expected="a regular expression", found=found) from None
@@ -145,7 +146,7 @@ class LoraConfig(BaseModel):
             return True
         patterns = self._layers_patterns
         tries = [rf"(?:^|.*?\.){one}\.(?P<idx>\d+)\." for one in patterns] or [r".*?\.[^.]*\.(?P<idx>\d+)\."]
-        found = next((match for one in tries if (match := re.match(one, module))), None)
+        found = next((match for one in tries if (match := compiled(one).find("match", module))), None)
         return found is not None and int(found["idx"]) in ((wanted,) if isinstance(wanted, int) else wanted)
 
 
@@ -159,13 +160,16 @@ def _check_no_blocks(where: str, fields: Mapping[str, Any]) -> None:
 
 def _matches(wanted: Names, module: str) -> bool:
     if isinstance(wanted, str):
-        return re.fullmatch(wanted, module) is not None
+        return compiled(wanted).find("fullmatch", module) is not None
     return any(module == name or module.endswith(f".{name}") for name in wanted)
 
 
 def _by_pattern(patterns: Mapping[str, _Number], module: str, otherwise: _Number) -> _Number:
     """The first pattern that a name ends with."""
-    return next((v for key, v in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), otherwise)
+    for pattern, value in patterns.items():
+        if compiled(rf"(.*\.)?({pattern})$").find("match", module):
+            return value
+    return otherwise
 
 
 def _plain(number: float) -> float | int:

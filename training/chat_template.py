@@ -21,8 +21,16 @@ from numpy.typing import NDArray
 
 from ..checkpoints.small_files import read_text
 from ..parallel_state import BadInput
+from ..system import OverLimit, bounded
 from .chat_formats import Conversation
-from .tokenizer import FolderTokenizer, Tokenizer
+from .tokenizer import (
+    TEMPLATE_MEMORY,
+    TEMPLATE_SECONDS,
+    FolderTokenizer,
+    Tokenizer,
+    check_length,
+    endless_template,
+)
 
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
@@ -184,14 +192,20 @@ class ChatTemplate:
 
     def _text(self, messages: Any, conversation: Conversation, where: str, **options: bool) -> str:
         text: str = self._apply(messages, conversation, where, tokenize=False, **options)
+        check_length(text, where)
         return text
 
     def _apply(self, messages: Any, conversation: Conversation, where: str, **options: Any) -> Any:
         """What the tokenizer makes of these messages by this template."""
+        # What is written is limited first, as text; the same text in ids needs more memory, and no less.
+        memory = TEMPLATE_MEMORY if options.get("tokenize") is False else None
         try:
-            return self._tokenizer.apply_chat_template(
-                messages, tools=conversation.tools, chat_template=self.text, **options, **self.variables
-            )
+            with bounded(seconds=TEMPLATE_SECONDS if memory else None, memory=memory):
+                return self._tokenizer.apply_chat_template(
+                    messages, tools=conversation.tools, chat_template=self.text, **options, **self.variables
+                )
+        except OverLimit as error:
+            raise endless_template(where, error) from None
         except Exception as error:  # a template raises what it likes
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             raise BadInput(

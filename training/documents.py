@@ -18,9 +18,17 @@ from typing import Any, BinaryIO, Literal, Protocol, cast
 from ..checkpoints.plain_files import stat_regular
 from ..parallel_state import BadInput
 from .tables import dataset_files, need, read_dataset, read_parquet
+from .tokenizer import LARGEST_TEXT
 
-#: A document is tokenized whole, in memory, so it has a largest size. Unit: bytes.
-LARGEST_DOCUMENT = 2**28
+#: No document has more bytes, for none may have more characters than are tokenized at once.
+LARGEST_DOCUMENT = 4 * LARGEST_TEXT
+
+#: What unpacks to this many times its size, and to more than this many bytes, is no text: gzip ends at 1032.
+MOST_UNPACKED, UNPACKED_FREELY = 1100, 2**26
+
+#: The widest window of a .zst file, as the zstd program allows it unless asked; and how much of the file is
+#: unpacked at once, of which 4 bytes may become 128 KiB. Unit: bytes.
+_WIDEST_WINDOW, _PACKED = 2**27, 2**10
 
 #: What a record of a chat set may have; a table's other columns are not read.
 CHAT_KEYS = (
@@ -96,9 +104,13 @@ def read_blocks(
         kind = "lines"
     end = {"lines": _end_of_line, "paragraphs": _end_of_paragraph, "text": lambda data: 0}[kind]
     with path.open("rb") as raw:
-        first = 1
+        first, unpacked = 1, 0
         try:
             for data in _cut(_decompressed(path, raw), size, end, path):
+                unpacked += len(data)
+                if unpacked > max(UNPACKED_FREELY, MOST_UNPACKED * raw.tell()):
+                    expected = f"a file that unpacks to at most {MOST_UNPACKED} times its size"
+                    raise BadInput(path, expected=expected, found="one that unpacks to more")
                 yield Block(path, kind, first, data, raw.tell())
                 first += data.count(b"\n")
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
@@ -251,7 +263,7 @@ class _Zstandard:
 
     def read(self, size: int, /) -> bytes:
         """Some bytes, near ``size`` or not; none at the end."""
-        while packed := self._packed or self._raw.read(min(size, _BLOCK)):
+        while packed := self._packed or self._raw.read(_PACKED):
             self._packed = b""
             try:
                 data: bytes = self._frame.decompress(packed)
@@ -267,4 +279,4 @@ class _Zstandard:
         return b""
 
     def _new_frame(self) -> Any:
-        return self._package.ZstdDecompressor().decompressobj()
+        return self._package.ZstdDecompressor(max_window_size=_WIDEST_WINDOW).decompressobj()

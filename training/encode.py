@@ -23,7 +23,7 @@ from .chat_formats import conversation_of
 from .chat_template import Chat, ChatTemplate
 from .documents import Block, documents_of, records_of
 from .token_index import dtype_for
-from .tokenizer import Tokenizer, load_tokenizer
+from .tokenizer import Tokenizer, check_length, load_tokenizer
 
 #: Bytes of input that take about as long as starting a process.
 _WORTH_A_PROCESS = 8 * 2**20
@@ -115,6 +115,7 @@ def _encoder(job: Job, loaded: Tokenizer) -> Callable[[Block], Encoded]:
 def _encode(block: Block, job: Job, tokenizer: Tokenizer) -> Encoded:
     parts, dtype = [], dtype_for(tokenizer.vocab_size)
     for where, text in documents_of(block, job.json_key):
+        check_length(text, where)
         try:
             ids = tokenizer.encode(text)
         except UnicodeEncodeError as error:

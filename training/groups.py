@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from ..models import Family, ModelConfig
+from ..models.patterns import compiled
 from ..parallel_state import BadInput, buffer_names
 from .sections import ParameterGroup
 
@@ -40,12 +41,16 @@ def assign(
     for number, group in enumerate(groups):
         key = f"optimizer.groups[{number}].match"
         try:
-            pattern = re.compile(group.match)
+            pattern = compiled(group.match)
         except re.error as error:
             raise BadInput(
                 where, key, expected="a regular expression", found=f"{group.match!r}: {error}"
             ) from None
-        found = [ours for ours, theirs in names.items() if any(map(pattern.search, (ours, *theirs)))]
+        found = [
+            ours
+            for ours, theirs in names.items()
+            if any(pattern.find("search", name) for name in (ours, *theirs))
+        ]
         if not found:
             raise BadInput(
                 where,

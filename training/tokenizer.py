@@ -10,6 +10,13 @@ from ..checkpoints import DECIDE_IDS, VOCABULARIES
 from ..checkpoints.plain_files import read_small, stat_regular
 from ..checkpoints.small_files import refuse_pointer
 from ..parallel_state import BadInput
+from ..system import OverLimit, bounded
+
+#: A text is tokenized whole, and takes some 130 bytes of memory a character, 1 GiB for the largest.
+LARGEST_TEXT = 2**23
+
+#: Seconds of processor time, and bytes of memory, in which a chat template must have written a conversation.
+TEMPLATE_SECONDS, TEMPLATE_MEMORY = 5.0, 2**29
 
 #: No tokenizer file may be larger (the largest public ones are near 35 MB). Unit: bytes.
 LARGEST_FILE = 256 * 2**20
@@ -81,6 +88,18 @@ def check_vocabulary(vocab_size: int, model_vocab_size: int, where: object) -> N
         )
 
 
+def check_length(text: str, where: object = "text") -> None:
+    """Refuse a text that is too long to be tokenized whole."""
+    if len(text) > LARGEST_TEXT:
+        raise BadInput(
+            where,
+            "document",
+            expected=f"at most {LARGEST_TEXT:,} characters",
+            found=f"{len(text):,}",
+            todo="Split it; a text file into its paragraphs with --split-paragraphs",
+        )
+
+
 class _SentencePieceTokenizer:
     """A ``.model`` file read by SentencePiece itself."""
 
@@ -100,6 +119,7 @@ class _SentencePieceTokenizer:
         self.starts_with_bos = False  # a .model does not say, and ``EncodeAsIds`` adds none
 
     def encode(self, text: str) -> list[int]:
+        check_length(text)
         text.encode()  # SentencePiece would raise a RuntimeError about its own types
         ids: list[int] = self._processor.EncodeAsIds(text)
         return ids
@@ -143,6 +163,7 @@ class FolderTokenizer:
         self.starts_with_bos = self.bos_id is not None and self.prompt("a")[:1] == [self.bos_id]
 
     def encode(self, text: str) -> list[int]:
+        check_length(text)
         text.encode()  # tokenizers would raise a TypeError that does not say what is wrong
         ids: list[int] = self.backend.encode(text, add_special_tokens=False, verbose=False)
         return ids
@@ -152,6 +173,7 @@ class FolderTokenizer:
         return text
 
     def prompt(self, text: str) -> list[int]:
+        check_length(text)
         text.encode()
         ids: list[int] = self.backend.encode(text, add_special_tokens=True, verbose=False)
         return ids[:-1] if len(ids) > 1 and ids[-1] == self.eos_id else ids  # some end every text
@@ -160,11 +182,27 @@ class FolderTokenizer:
         if not self.backend.chat_template:
             raise BadInput(self.path, "chat_template", expected="one, for a chat", found="none")
         try:
-            text: str = self.backend.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            with bounded(seconds=TEMPLATE_SECONDS, memory=TEMPLATE_MEMORY):
+                text: str = self.backend.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=True
+                )
+        except OverLimit as error:
+            raise endless_template(self.path, error) from None
         except Exception as error:  # whatever Jinja, or the template itself, raises
             reason = " ".join(str(error).split())[:200]
             raise BadInput(self.path, "chat_template", expected="to accept it", found=reason) from error
         return self.encode(text)
+
+
+def endless_template(where: object, error: OverLimit) -> BadInput:
+    """What to say of a template that does not come to an end."""
+    return BadInput(
+        where,
+        "chat template",
+        expected=f"one that writes a conversation within {error}",
+        found="one that needs more",
+        todo="Look for a loop or a repetition in it that grows without need",
+    )
 
 
 def _auto_tokenizer(path: Path) -> Any:

@@ -171,7 +171,7 @@ def test_f9_a_tokenizer_without_a_template_says_where_one_goes(
 ) -> None:
     with pytest.raises(BadInput, match="--chat-template"):
         ChatTemplate(tokenizer, None)
-    with pytest.raises(BadInput, match="a chat template in Jinja"):
+    with pytest.raises(BadInput, match="expected a file, found nothing there"):
         ChatTemplate(tokenizer, tmp_path / "nowhere.jinja")
     with pytest.raises(BadInput, match="thinking: expected name=value"):
         Chat.of(None, ["thinking"])

@@ -1,0 +1,63 @@
+"""Run what somebody else wrote, a pattern or a template, within a limit on its time and memory.
+
+The interpreter itself sees to it that a signal ends an endless loop, in Python and inside ``re``, and the
+operating system refuses memory beyond a limit. Both belong to the process: signals reach its main thread
+alone, so in another thread only memory is limited.
+"""
+
+from __future__ import annotations
+
+import resource
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+
+class OverLimit(Exception):
+    """What ran needed more than it was given; the message names the limit."""
+
+
+@contextmanager
+def bounded(*, seconds: float | None = None, memory: int | None = None) -> Iterator[None]:
+    """Raise ``OverLimit`` where the block needs more processor time, or more memory beyond what the process
+    holds already, in bytes. A machine that is slow or asleep counts for nothing.
+    """
+    timed = seconds is not None and threading.current_thread() is threading.main_thread()
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    handler = None
+
+    def late(number: int, frame: FrameType | None) -> None:
+        raise OverLimit(f"{seconds:g} s of processor time")
+
+    held = _held() if memory is not None else None
+    try:
+        if memory is not None and held is not None:
+            limits = [held + memory, *(limit for limit in before if limit != resource.RLIM_INFINITY)]
+            resource.setrlimit(resource.RLIMIT_DATA, (min(limits), before[1]))
+        if timed:
+            handler = signal.signal(signal.SIGVTALRM, late)
+            # Again and again: what runs may catch the first exception and try another way.
+            signal.setitimer(signal.ITIMER_VIRTUAL, seconds or 0, 0.25)
+        yield
+    except MemoryError:
+        if memory is None:
+            raise
+        raise OverLimit(f"{memory >> 20} MiB of memory") from None
+    finally:
+        if timed:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+            signal.signal(signal.SIGVTALRM, handler or signal.SIG_DFL)
+        if memory is not None:
+            resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def _held() -> int | None:
+    """Bytes of data of this process, as the limit counts them; None where the system does not say."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[5])
+    except (OSError, IndexError, ValueError):
+        return None
+    return pages * resource.getpagesize()

@@ -1,0 +1,219 @@
+"""Work and memory are bounded: an input that unpacks to far more, or a template without end, is refused."""
+
+from __future__ import annotations
+
+import gzip
+import multiprocessing
+import resource
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from trilith.parallel_state import BadInput
+from trilith.system import OverLimit, bounded
+from trilith.training import chat_template, documents, tables, tokenizer
+from trilith.training.chat_formats import Conversation
+from trilith.training.chat_template import Chat
+from trilith.training.documents import documents_of, read_blocks
+from trilith.training.tokenizer import FolderTokenizer, load_tokenizer
+from trilith.training.tokenizer_training import train_tokenizer
+
+#: What a process may need beyond what it has: the largest document in a few forms, and a window.
+ROOM = 768 * 2**20
+
+
+def _apart(work: Callable[..., None], arguments: tuple[Any, ...], answers: Any) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    try:
+        work(*arguments)
+        found = "accepted"
+    except BadInput as error:
+        found = str(error)
+    answers.put((found, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024))
+
+
+def outcome(work: Callable[..., None], *arguments: Any) -> tuple[str, int]:
+    """What is said in a process of its own, and by how many bytes its peak of memory grew."""
+    context = multiprocessing.get_context("fork")
+    answers = context.SimpleQueue()
+    process = context.Process(target=_apart, args=(work, arguments, answers))
+    process.start()
+    try:
+        process.join(120)
+        assert process.exitcode == 0, process.exitcode
+        found: tuple[str, int] = answers.get()
+        return found
+    finally:
+        process.kill()
+        process.join()
+
+
+def read_all(path: Path) -> None:
+    for block in read_blocks(path, split_paragraphs=False, json_key="text"):
+        for _ in documents_of(block, "text"):
+            pass
+
+
+def zstd_bomb(unit: int, blocks: int) -> bytes:
+    """A frame by hand: blocks of 4 bytes that each become 128 KiB of one byte."""
+    header = struct.pack("<I", 0xFD2FB528) + bytes([0b0000_0000, (20 - 10) << 3])
+    last = blocks - 1
+    return header + b"".join(
+        struct.pack("<I", (2**17 << 3) | 0b010 | (number == last))[:3] + bytes([unit])
+        for number in range(blocks)
+    )
+
+
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(blocks=st.integers(20_000, 60_000), unit=st.sampled_from([97, 10, 32]), lines=st.booleans())
+def test_a_zstandard_bomb_is_refused_in_little_memory(
+    tmp_path: Path, blocks: int, unit: int, lines: bool
+) -> None:
+    """80 KB to 240 KB that become 2.6 to 8 GB, of one long document or of empty lines."""
+    path = tmp_path / ("bomb.jsonl.zst" if lines else "bomb.txt.zst")
+    path.write_bytes(zstd_bomb(unit, blocks))
+    said, grew = outcome(read_all, path)
+    assert said.startswith(str(path)) and "at most" in said
+    assert grew < ROOM
+
+
+def test_a_gzip_bomb_is_refused_in_little_memory(tmp_path: Path) -> None:
+    path = tmp_path / "bomb.txt.gz"
+    path.write_bytes(gzip.compress(b"a" * 2**20) * 400)
+    said, grew = outcome(read_all, path)
+    assert "at most" in said and grew < ROOM
+
+
+def test_a_zstandard_window_wider_than_the_programs_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "wide.txt.zst"
+    path.write_bytes(struct.pack("<I", 0xFD2FB528) + bytes([0, (31 - 10) << 3]) + b"\x0b\x00\x00a")
+    said, grew = outcome(read_all, path)
+    assert "zstandard" in said and grew < ROOM
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_parquet_bomb_is_refused_in_little_memory(tmp_path: Path, nested: bool) -> None:
+    """One text of 8 MB, stored once, in 4,000 rows, or 4,000 times in one row: 32 GB."""
+    import pyarrow
+    import pyarrow.parquet as parquet
+
+    text = pyarrow.DictionaryArray.from_arrays(
+        pyarrow.array([0] * 4000, pyarrow.int32()), pyarrow.array(["ab" * 4_000_000])
+    )
+    column = (
+        pyarrow.ListArray.from_arrays(pyarrow.array([0, 4000], pyarrow.int32()), text) if nested else text
+    )
+    path = tmp_path / "bomb.parquet"
+    try:
+        parquet.write_table(pyarrow.table({"text": column}), path)
+    except (pyarrow.ArrowException, MemoryError) as error:
+        pytest.skip(f"pyarrow does not write it: {error}")
+    assert path.stat().st_size < 20_000_000
+    said, grew = outcome(read_all, path)
+    assert said.startswith(str(path)), said
+    assert grew < tables.MOST_MEMORY + ROOM
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer") / "t"
+    words = [f"{a}{b}{c}" for a in "abcdefgh" for b in "ijklmnop" for c in "qrstuvwx"]
+    train_tokenizer([" ".join(words[i::7]) for i in range(7)], path, vocab_size=300)
+    return path
+
+
+def test_a_text_too_long_to_be_tokenized_whole_is_refused_by_every_way_to_tokenize(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer, "LARGEST_TEXT", 100)
+    for path in (folder, folder / "tokenizer.model"):
+        loaded = load_tokenizer(path)
+        for way in (loaded.encode, loaded.prompt):
+            assert way("a" * 100)
+            with pytest.raises(BadInput, match="at most 100 characters, found 101"):
+                way("a" * 101)
+
+
+LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+ENDLESS = [
+    LOOP,
+    "{% set ns = namespace(x='a') %}{% for a in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+    "{{ 'a' * 10 ** 10 }}",
+    "{{ 10 ** (10 ** 9) }}",
+    "{% macro m(n) %}{% for i in range(50) %}{{ m(n + 1) if n < 200 else i }}{% endfor %}{% endmacro %}"
+    "{{ m(0) }}",
+    "{% for a in range(99999) %}{% for b in range(999) %}{{ 'a' * 99 }}{% endfor %}{% endfor %}",
+]
+
+
+def apply(folder: Path, text: str) -> None:
+    template = folder.parent / "template.jinja"
+    template.write_text(text)
+    conversation = Conversation([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+    loaded = load_tokenizer(folder)
+    Chat(template).template_of(loaded, folder).encode(conversation, "in.jsonl:1")
+
+
+@pytest.mark.parametrize("text", ENDLESS, ids=range(len(ENDLESS)))
+def test_a_template_without_end_is_refused_within_its_time_and_memory(
+    folder: Path, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (tokenizer, chat_template):
+        monkeypatch.setattr(module, "TEMPLATE_SECONDS", 0.5)
+        monkeypatch.setattr(module, "TEMPLATE_MEMORY", 2**27)
+    said, grew = outcome(apply, folder, text)
+    assert said.startswith("in.jsonl:1: ") and "template" in said
+    assert grew < ROOM
+    said, grew = outcome(ask, folder, text)
+    assert "template" in said and grew < ROOM
+
+
+def ask(folder: Path, text: str) -> None:
+    loaded = load_tokenizer(folder)
+    assert isinstance(loaded, FolderTokenizer)
+    loaded.backend.chat_template = text
+    loaded.chat([{"role": "user", "content": "a"}])
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    text=st.recursive(
+        st.sampled_from(["{{ 'ab' * 9 }}", "{{ 2 ** 9 }}", "x"]),
+        lambda inner: st.builds(
+            "{{% for i in range({}) %}}{}{{% endfor %}}".format, st.sampled_from([3, 99, 99999]), inner
+        ),
+        max_leaves=4,
+    )
+)
+def test_a_drawn_template_ends_in_text_or_in_a_refusal(folder: Path, text: str) -> None:
+    patch = pytest.MonkeyPatch()
+    try:
+        patch.setattr(tokenizer, "TEMPLATE_SECONDS", 0.1)
+        patch.setattr(tokenizer, "TEMPLATE_MEMORY", 2**27)
+        ask(folder, text)
+    except BadInput as error:
+        assert "template" in str(error) or "characters" in str(error)
+    finally:
+        patch.undo()
+
+
+def test_limits_end_with_their_block() -> None:
+    import signal
+
+    before = resource.getrlimit(resource.RLIMIT_DATA), signal.getsignal(signal.SIGVTALRM)
+    with pytest.raises(OverLimit, match="64 MiB"), bounded(seconds=9, memory=2**26):
+        bytearray(2**28)
+    with pytest.raises(OverLimit, match="processor time"), bounded(seconds=0.05):
+        while True:
+            pass
+    assert (resource.getrlimit(resource.RLIMIT_DATA), signal.getsignal(signal.SIGVTALRM)) == before
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
+    assert len(bytearray(2**28)) == 2**28
+
+
+def test_no_document_is_larger_than_what_is_tokenized_at_once() -> None:
+    assert documents.LARGEST_DOCUMENT == 4 * tokenizer.LARGEST_TEXT
