@@ -131,3 +131,14 @@ def test_a_second_start_does_no_harm_to_the_first_and_the_folder_is_free_after_i
     _, errors = first.communicate(timeout=120)
     assert first.returncode == 0, errors
     assert run.steps_saved == [4, 6]
+
+
+def test_who_takes_the_folder_forgets_what_an_earlier_run_s_ranks_said(tmp_path: Path) -> None:
+    """Of a larger world, some files would never be written over; of killed ranks, some are half written."""
+    for name in ("rank0.json", "rank5.json", "rank1.tmp"):
+        (tmp_path / "status").mkdir(exist_ok=True)
+        (tmp_path / "status" / name).write_text("{}")
+    with only_run_in(tmp_path, ParallelState.alone()) as run:
+        assert [*(tmp_path / "status").iterdir()] == []
+    with only_run_in(tmp_path, ParallelState.alone()) as again:
+        assert run != again
