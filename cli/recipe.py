@@ -36,6 +36,7 @@ def recipe(
     RECIPE.toml model.init_from=Llama-3.2-1B data.tokens=tokens data.sequence_length=2048. training_args.json
     is what TrainingArguments.to_json_string() gives; a DeepSpeed configuration that it names is read with it.
     """
+    from ..checkpoints.disk import whole_file
     from ..checkpoints.small_files import read_json
     from ..parallel_state import BadInput
     from ..training.from_deepspeed import from_deepspeed
@@ -53,7 +54,8 @@ def recipe(
     if out is None:
         typer.echo(found.toml(), nl=False)
     else:
-        out.write_text(found.toml(), encoding="utf-8")
+        with whole_file(out) as temporary:
+            temporary.write_text(found.toml(), encoding="utf-8")
     for line in found.missed:
         typer.echo(f"not mapped: {line}", err=True)
     for key, why in found.blanks.items():

@@ -29,6 +29,7 @@ def schedule(
 
     trilith schedule --name zbv --stages 4 --microbatches 8 --measure --out zbv.png
     """
+    from ..checkpoints.disk import whole_file
     from ..planner import Timetable, bubble, layout_of, timetable
     from ..planner.timetable_text import timetable_lines
     from ..training.console import plain_console
@@ -66,5 +67,6 @@ def schedule(
     if out is not None:
         units = {"computed": "units of a stage's forward", "measured": "seconds"}
         shape = f"{stages} ranks, {layout.stages} stages, {microbatches} micro-batches"
-        draw_timetables(out, f"{name}: {shape}", tables, units)
+        with whole_file(out) as temporary:
+            draw_timetables(temporary, f"{name}: {shape}", tables, units)
         console.print(f"wrote {out}")

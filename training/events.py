@@ -54,4 +54,5 @@ def _said(error: BaseException) -> str:
 
 def read_events(path: Path) -> list[dict[str, Any]]:
     """Read the events of a run, in order; none if there is no file. A broken line is passed over."""
-    return [line for line in read_good_lines(path) if isinstance(line.get("event"), str)]
+    lines = read_good_lines(path)
+    return [line for line in lines if isinstance(line.get("event"), str) and type(line.get("step")) is int]

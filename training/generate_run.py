@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
-from ..parallel_state import BadInput, Layout
+from ..checkpoints.disk import DiskFailed, writing
+from ..parallel_state import Layout, from_os_error
 from .continuation import Continuation
 from .generation import Figures, Prepared, Request, continue_prompts, prepare
 from .launch import check_device, check_launch, launch, own_rank, process_group, under_torchrun
@@ -71,13 +72,22 @@ def run_generation(
     return 0
 
 
-def _open(out: Path) -> TextIO:
+@contextmanager
+def _open(out: Path) -> Iterator[TextIO]:
+    """Open a new file; a disk that refuses a line of it has none of it left."""
     try:
-        return out.open("w", encoding="utf-8")
+        file = out.open("w", encoding="utf-8")
     except OSError as error:
-        raise BadInput(
-            "generate", "out", expected="a file that can be written", found=f"{out}: {error.strerror}"
-        ) from error
+        raise from_os_error(error, f"{out}: out", expected="a file that can be written") from error
+    try:
+        yield file
+    except DiskFailed:
+        with suppress(OSError):
+            out.unlink(missing_ok=True)
+        raise
+    finally:
+        with suppress(OSError):  # each line was flushed: a line that the disk refused is tried again here
+            file.close()
 
 
 def _text_of_one(
@@ -108,8 +118,9 @@ def _rows(
         if file is None:
             write(text)
         else:
-            file.write(text)
-            file.flush()
+            with writing(Path(file.name)):
+                file.write(text)
+                file.flush()
 
     return line
 

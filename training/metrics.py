@@ -118,6 +118,15 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [line for line in read_good_lines(path) if _step(line) is not None]
 
 
+def is_whole(line: Mapping[str, Any]) -> bool:
+    """Whether a line has what each step has, so that a report can show it. ``None`` stands for a number that
+    was not finite.
+    """
+    said = [line.get(key, "") for key in ("loss", "grad_norm", "lr", "tokens_per_second", "seconds")]
+    numbers = all(value is None or type(value) in (int, float) for value in said)
+    return numbers and type(line.get("tokens")) is int
+
+
 def _step(line: Mapping[str, Any] | None) -> int | None:
     """The step that a line is about."""
     step = None if line is None else line.get("step")

@@ -9,6 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from ..checkpoints.disk import whole_file
 from ..parallel_state import BadInput
 from .chart import Chart, Series, shown
 from .html_table import folded, table
@@ -55,8 +56,8 @@ def write_report(folders: Sequence[Path], out: Path) -> None:
     if not above.is_dir():
         raise BadInput(out, expected="a file in a folder", found=f"{above}, which is a file")
     page = make_report([read_run(folder) for folder in folders])
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(page, encoding="utf-8")
+    with whole_file(out) as temporary:
+        temporary.write_text(page, encoding="utf-8")
 
 
 def make_report(runs: Sequence[RunRecord]) -> str:

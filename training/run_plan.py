@@ -119,7 +119,10 @@ def tokenizer_files(folder: Path) -> list[Path]:
     """What a tokenizer folder holds, to be carried along with the weights."""
     if not folder.is_dir():
         raise BadInput(folder, expected="a tokenizer folder", found="no folder")
-    return companions_in(folder)
+    found = companions_in(folder)
+    if not found:
+        raise BadInput(folder, expected="a tokenizer folder", found="none of a tokenizer's files in it")
+    return found
 
 
 def open_data(recipe: Recipe) -> GlobalBatches:

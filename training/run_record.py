@@ -9,7 +9,7 @@ from typing import Any
 from ..checkpoints import complete_checkpoints
 from ..parallel_state import BadCheckpoint, BadInput
 from .events import read_events
-from .metrics import read_metrics
+from .metrics import is_whole, read_metrics
 
 _ENDS = ("finished", "stopped", "failed")
 
@@ -98,7 +98,8 @@ def check_step(checkpoint: Path, step: int | None) -> None:
 
 def read_run(folder: Path) -> RunRecord:
     """``BadInput`` for a folder in which no run has written."""
-    steps, events = read_metrics(folder / "metrics.jsonl"), read_events(folder / "events.jsonl")
+    steps = [line for line in read_metrics(folder / "metrics.jsonl") if is_whole(line)]
+    events = read_events(folder / "events.jsonl")
     if not steps and not events:
         raise BadInput(folder, expected="a run's folder with metrics.jsonl or events.jsonl", found="neither")
     root = folder / "checkpoints"

@@ -62,7 +62,7 @@ def test_a_file_in_the_place_of_the_run_s_folder_is_refused(
 ) -> None:
     (recipe.parent / "run").write_text("mine")
     assert run(["train", str(recipe)]) == 2
-    assert "recipe: out: expected a folder" in capfd.readouterr().err
+    assert "run: expected a folder that can be made" in capfd.readouterr().err
     assert (recipe.parent / "run").read_text() == "mine"
 
 
