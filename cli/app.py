@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..system import refusal_of
+from ..system import refusal_of, visible
 from .convert import convert
 from .diff import diff
 from .generate import generate
@@ -150,4 +150,4 @@ def _debug(arguments: Sequence[str]) -> bool:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())
+    return visible(" ".join(text.split()))

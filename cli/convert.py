@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from .say import say
+
 if TYPE_CHECKING:
     from ..checkpoints import Source
 
@@ -60,16 +62,16 @@ def convert(
     )
     if dry_run:
         for file in plan.files:
-            typer.echo(f"{file.name}  {file.nbytes:,} bytes")
+            say(f"{file.name}  {file.nbytes:,} bytes")
             for one in file.tensors:
-                typer.echo(f"  {one.name}  {one.dtype} {list(one.box.shape)}  from {len(one.copies)} pieces")
+                say(f"  {one.name}  {one.dtype} {list(one.box.shape)}  from {len(one.copies)} pieces")
         return
     with byte_progress(f"{src} -> {dst}", plan.nbytes) as advance:
         how = How(workers=workers, max_ram=most, progress=advance)
         carry_out(plan, dst, allow_nonfinite=allow_nonfinite, how=how)
     for warning in plan.source.warnings:
-        typer.echo(f"warning: {warning}", err=True)
-    typer.echo(f"{dst}: {len(plan.files)} files of weights, {plan.nbytes:,} bytes")
+        say(f"warning: {warning}", err=True)
+    say(f"{dst}: {len(plan.files)} files of weights, {plan.nbytes:,} bytes")
     if verify:
         _compare(plan.source, dst, dtype)
 
@@ -85,7 +87,7 @@ def _compare(source: Source, dst: Path, dtype: str | None) -> None:
     for one in differences(source, written):
         if dtype is None or math.isnan(one.absolute):  # a cast changes numbers, never names and shapes
             raise BadCheckpoint(dst, one.name, expected="the source's numbers", found=one.what)
-    typer.echo(
+    say(
         f"{dst}: read back, "
         + ("every number is the source's" if dtype is None else "names and shapes are the source's")
     )

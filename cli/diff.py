@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from .say import say
+
 
 def diff(
     a: Annotated[Path, typer.Argument(help="a Hugging Face folder, a checkpoint, or a run's folder")],
@@ -26,9 +28,9 @@ def diff(
     found = list(islice(differences(first, second), most + 1))
     for one in found[:most]:
         figures = f"  {one.elements:,} elements, max abs {one.absolute:.3g}, max rel {one.relative:.3g}"
-        typer.echo(f"{one.name}: {one.what}" + (figures if one.elements else ""))
+        say(f"{one.name}: {one.what}" + (figures if one.elements else ""))
     if len(found) > most:
-        typer.echo("... and more (--most)")
+        say("... and more (--most)")
     if found:
         raise typer.Exit(1)
-    typer.echo("equal, bit for bit")
+    say("equal, bit for bit")

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from .say import say
+
 
 def generate(
     context: typer.Context,
@@ -82,8 +84,8 @@ def generate(
         request,
         layout,
         words=context.obj,
-        write=lambda text: typer.echo(text, nl=False),
-        note=lambda text: typer.echo(text, err=True),
+        write=lambda text: say(text, nl=False),
+        note=lambda text: say(text, err=True),
         device=device,
         out=out,
         status=status,

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from .say import say
+
 
 def merge_lora(
     base: Annotated[Path, typer.Argument(help="a Hugging Face folder or model id, or a checkpoint")],
@@ -31,5 +33,5 @@ def merge_lora(
     with byte_progress(f"{base} + {adapter} -> {out}", plan.nbytes) as advance:
         carry_out(plan, out, how=How(workers=workers, max_ram=most, progress=advance))
     for warning in plan.source.warnings:
-        typer.echo(f"warning: {warning}", err=True)
-    typer.echo(f"{out}: {len(plan.files)} files of weights, {plan.nbytes:,} bytes")
+        say(f"warning: {warning}", err=True)
+    say(f"{out}: {len(plan.files)} files of weights, {plan.nbytes:,} bytes")

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from .say import say
+
 
 class Origin(StrEnum):
     """Whose configuration is read."""
@@ -52,11 +54,11 @@ def recipe(
     translate = from_deepspeed if origin is Origin.deepspeed else from_trainer
     found = translate(read_json(file), str(file), ranks=ranks)
     if out is None:
-        typer.echo(found.toml(), nl=False)
+        say(found.toml(), nl=False)
     else:
         with whole_file(out) as temporary:
             temporary.write_text(found.toml(), encoding="utf-8")
     for line in found.missed:
-        typer.echo(f"not mapped: {line}", err=True)
+        say(f"not mapped: {line}", err=True)
     for key, why in found.blanks.items():
-        typer.echo(f"fill in: {key}: {why}", err=True)
+        say(f"fill in: {key}: {why}", err=True)

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from .say import say
+
 
 def report(
     runs: Annotated[
@@ -28,4 +30,4 @@ def report(
 
     page = out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
     write_report(runs, page)
-    typer.echo(str(page))
+    say(str(page))

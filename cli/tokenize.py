@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from .say import say
+
 
 def tokenize(
     inputs: Annotated[
@@ -82,20 +84,20 @@ def tokenize(
             on_progress=on_progress,
         )
     seconds, count = time.perf_counter() - began, file.index.tokens
-    typer.echo(
+    say(
         f"{out}.bin: {count:,} tokens in {file.index.documents:,} documents, "
         f"{file.index.dtype}, {seconds:.1f} s, {count / seconds:,.0f} tokens/s"
     )
     if how is None:
         start = file.index.bos_id
         said = "no start token" if start is None else f"the start token, id {start}"
-        typer.echo(f"each document begins with {said}")
+        say(f"each document begins with {said}")
     if (targets := file.index.targets) is not None:
-        typer.echo(
+        say(
             f"{out}.targets: {targets.tokens:,} tokens to learn, {targets.tokens / count:.0%}; "
             f"{targets.left_out:,} samples left out: nothing of the assistant's in them"
         )
         for warning in warnings_of(file, how, tokenizer) if how is not None else []:
-            typer.echo(f"warning: {warning}", err=True)
+            say(f"warning: {warning}", err=True)
         for number in range(min(show, file.index.documents)):
-            typer.echo(f"--- sample {number + 1}\n{shown(file, number, tokenizer)}")
+            say(f"--- sample {number + 1}\n{shown(file, number, tokenizer)}")

@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from .say import say
+
 
 def train_tokenizer(
     inputs: Annotated[
@@ -41,4 +43,4 @@ def train_tokenizer(
         model_type=model_type,
         chat_template=chat_template,
     )
-    typer.echo(f"{out}: {made.vocab_size:,} ids, {model_type}")
+    say(f"{out}: {made.vocab_size:,} ids, {model_type}")

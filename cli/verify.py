@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from .say import say
+
 
 def verify(
     source: Annotated[
@@ -41,7 +43,7 @@ def verify(
 
     found = read_source(source)
     for warning in found.warnings:
-        typer.echo(f"warning: {warning}", err=True)
+        say(f"warning: {warning}", err=True)
     total = sum(file.size for file in found.files)
     with byte_progress(f"{found.path}", total) as advance:
         if found.manifest is not None:
@@ -54,14 +56,10 @@ def verify(
                 advance(found.read(name, box, found.tie(to_hf=True)).nbytes)
     for file in found.files:
         with file.path.open("rb") as opened:
-            typer.echo(f"{hashlib.file_digest(opened, 'sha256').hexdigest()}  {file.path.name}")
+            say(f"{hashlib.file_digest(opened, 'sha256').hexdigest()}  {file.path.name}")
     if found.manifest is not None and not found.manifest.sealed:
-        typer.echo(
-            "manifest.json has no seal (it is of an earlier release): damage to it would not be noticed"
-        )
-    typer.echo(
-        f"{found.path}: complete and unaltered" if found.manifest else f"{found.path}: complete and finite"
-    )
+        say("manifest.json has no seal (it is of an earlier release): damage to it would not be noticed")
+    say(f"{found.path}: complete and unaltered" if found.manifest else f"{found.path}: complete and finite")
 
 
 def verify_tokens(name: Path) -> None:
@@ -74,13 +72,13 @@ def verify_tokens(name: Path) -> None:
     total = file.tokens.nbytes + (0 if file.targets is None else file.targets.nbytes)
     with byte_progress(f"{name}", total) as advance:
         file.verify(advance)
-    typer.echo(f"{index.sha256}  {name.name}.bin")
-    typer.echo(f"{index.documents_sha256}  {name.name}.docs.npy")
+    say(f"{index.sha256}  {name.name}.bin")
+    say(f"{index.documents_sha256}  {name.name}.docs.npy")
     if index.targets is not None:
-        typer.echo(f"{index.targets.sha256}  {name.name}.targets")
+        say(f"{index.targets.sha256}  {name.name}.targets")
     sealed = "the index's seal" if index.seal else "no seal: the index was made before there were any"
     learnt = "" if index.targets is None else f", {index.targets.tokens:,} of them to learn"
-    typer.echo(
+    say(
         f"{name}: complete and unaltered: {index.tokens:,} ids below {index.vocab_size:,}{learnt}, "
         f"{index.documents:,} documents, SHA-256 of every file, {sealed}"
     )

@@ -2,5 +2,6 @@
 
 from .limits import OverLimit, bounded
 from .refusals import Refusal, refusal_of
+from .visible import visible
 
-__all__ = ["OverLimit", "Refusal", "bounded", "refusal_of"]
+__all__ = ["OverLimit", "Refusal", "bounded", "refusal_of", "visible"]

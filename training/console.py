@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from rich.console import Console
+from rich.text import Text
+
+from ..system import visible
+
+
+class _PlainConsole(Console):
+    """Shows what would command a terminal, wherever in a line or a table it stands."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(visible(text) if self.is_terminal else text, **options)
 
 
 def plain_console(*, stderr: bool = False, quiet: bool = False, soft_wrap: bool = False) -> Console:
@@ -10,6 +22,6 @@ def plain_console(*, stderr: bool = False, quiet: bool = False, soft_wrap: bool 
 
     ``soft_wrap``: lines are left as long as they are.
     """
-    return Console(
+    return _PlainConsole(
         stderr=stderr, quiet=quiet, soft_wrap=soft_wrap, markup=False, emoji=False, highlight=False
     )

@@ -1,0 +1,26 @@
+"""Make text from elsewhere fit for a terminal: what would command it is shown and not obeyed.
+
+Names of files and tensors, values of recipes, and generated text may hold characters that move the cursor,
+rename the window or turn the reading direction. Each becomes its escape, such as ``\\x1b``.
+"""
+
+from __future__ import annotations
+
+import re
+
+#: C0 without tab and line feed, delete, C1, the line and paragraph separators, what turns the direction, and
+#: halves of surrogate pairs, which no terminal takes.
+_COMMANDS = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f"
+    r"\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+
+
+def visible(text: str) -> str:
+    """The text with every character that a terminal would obey written out. Tabs and line ends stay."""
+    return _COMMANDS.sub(_escape, text)
+
+
+def _escape(found: re.Match[str]) -> str:
+    number = ord(found[0])
+    return f"\\x{number:02x}" if number < 256 else f"\\u{number:04x}"
