@@ -7,13 +7,15 @@ deep nesting. Anything else is one line of ``BadInput`` that names the file.
 
 from __future__ import annotations
 
+import json
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..parallel_state import BadInput
+from .crc import crc32
 from .plain_files import read_small
 from .strict_json import decode_utf8, finite_float, is_pointer, parse_object, what_it_looks_like
 
@@ -68,6 +70,35 @@ class Line:
     wrong: str = ""
 
 
+def log_line(fields: Mapping[str, Any]) -> str:
+    """Write a line of a log: a JSON object whose last field is the CRC-32 of all that stands before it."""
+    body = json.dumps(fields)[:-1]
+    return f'{body}, "crc32": "{crc32(body.encode()):08x}"}}'
+
+
+def _without_sum(raw: bytes, value: dict[str, Any], where: str) -> dict[str, Any]:
+    """Check and leave out a log line's sum; lines of earlier releases have none."""
+    if "crc32" not in value:
+        return value
+    stated, found = value.pop("crc32"), f"{crc32(raw.rpartition(b', ')[0]):08x}"
+    if stated != found:
+        raise BadInput(where, "crc32", expected=stated, found=found, todo="The line was altered or damaged")
+    return value
+
+
+def read_log(path: Path) -> Iterator[Line]:
+    """As ``read_json_lines``; a line that does not fit its sum is a broken one."""
+    for line in read_json_lines(path):
+        if line.value is None:
+            yield line
+            continue
+        try:
+            value = _without_sum(line.text.encode(), line.value, f"{path}:{line.number}")
+            yield Line(line.number, line.text, value)
+        except BadInput as error:
+            yield Line(line.number, line.text, None, str(error))
+
+
 def read_json_lines(path: Path, limit: int = LOG) -> Iterator[Line]:
     """Read a file of JSON objects, one a line. A line that is blank is left out; a line that is broken is
     given with what is wrong, so that the caller decides about it and the good lines after it are not lost.
@@ -88,4 +119,4 @@ def read_good_lines(path: Path) -> list[dict[str, Any]]:
     """
     if not path.exists():
         return []
-    return [line.value for line in read_json_lines(path) if line.value is not None]
+    return [line.value for line in read_log(path) if line.value is not None]

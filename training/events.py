@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints.small_files import read_good_lines
+from ..checkpoints.small_files import log_line, read_good_lines
 from .preempt import Preempted
 
 
@@ -30,7 +29,7 @@ class Events:
         if self._path is None:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        line = json.dumps({"time": time.time(), "event": event, "step": step, **facts})
+        line = log_line({"time": time.time(), "event": event, "step": step, **facts})
         torn = self._path.exists() and self._path.read_bytes()[-1:] not in (b"", b"\n")
         with self._path.open("a", encoding="utf-8") as file:
             file.write(("\n" if torn else "") + line + "\n")

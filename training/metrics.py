@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoints.disk import writing
-from ..checkpoints.small_files import read_good_lines, read_json_lines
+from ..checkpoints.small_files import log_line, read_good_lines, read_log
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +62,7 @@ class StepLog:
 
     def write(self, line: Mapping[str, Any]) -> None:
         with writing(self.path):
-            self._file.write(json.dumps(_finite(line)) + "\n")
+            self._file.write(log_line(_finite(line)) + "\n")
             self._file.flush()
 
     def close(self) -> None:
@@ -73,7 +72,7 @@ class StepLog:
 def _sorted_out(path: Path, start: int) -> tuple[list[str], list[str]]:
     """The lines of steps before ``start`` as they stand, and the lines that name no step."""
     kept, broken = [], []
-    for line in read_json_lines(path):
+    for line in read_log(path):
         step = _step(line.value)
         if step is None:
             broken.append(line.text)
