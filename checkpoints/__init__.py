@@ -9,6 +9,7 @@ from .find import complete_checkpoints, latest_checkpoint, step_directory
 from .hf_folder import HFFolder
 from .loading import check_whole, load_model, load_source, load_weights, read_with_adapter
 from .manifest import Manifest, StoredAdapter
+from .model import restore_model, save_model
 from .module import load_module, module_contents, save_module
 from .planning import plan_conversion, plan_merge
 from .possible import check_model
@@ -61,6 +62,8 @@ __all__ = [
     "read_lora",
     "read_source",
     "read_with_adapter",
+    "restore_model",
+    "save_model",
     "save_module",
     "step_directory",
     "stored_adapter",

@@ -54,8 +54,8 @@ def save_module(
     state = state or ParallelState.alone()
     contents = module_contents(model, optimizer, config=config, names=names, state=state)
     if optimizer is not None:
-        _begin_missing(model, optimizer)
-    updates = 0 if optimizer is None else _updates(optimizer)
+        begin_missing(model, optimizer)
+    updates = 0 if optimizer is None else updates_of(optimizer)
     with Saver(Path(root), model, optimizer, contents, keep=keep, state=state) as saver:
         saver.save(Progress(step, state.layout, dict(data or {}), {"updates": updates}))
     return Path(root) / f"step-{step:08d}"
@@ -80,7 +80,7 @@ def module_contents(
         family.links(ModuleConfig())  # refuses a table that does not fit
 
     def frozen_here() -> list[str]:
-        _check_storable(model, optimizer)
+        check_storable("save_module", model, optimizer)
         return [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
 
     everywhere = together(frozen_here, world=state.layout.world, group=state.file_group)
@@ -88,8 +88,8 @@ def module_contents(
     return Contents(family, ModuleConfig(), config, frozen=frozen)
 
 
-def _check_storable(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    where = "save_module"
+def check_storable(where: str, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Refuse what a checkpoint could not hold: other optimizers, persistent buffers, several dtypes."""
     if optimizer is not None and not isinstance(optimizer, torch.optim.Adam):  # AdamW is one
         found = type(optimizer).__name__
         raise BadInput(where, "optimizer", expected="AdamW, whose moments are known", found=found)
@@ -185,7 +185,7 @@ def _check_same(source: Source, stages: Sequence[Mapping[str, Declaration]], fam
             raise BadCheckpoint(source.path, name, expected=expected, found=there, todo=todo)
 
 
-def _begin_missing(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def begin_missing(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Zero moments where the optimizer has made none yet."""
     for parameter in model.parameters():
         if parameter.requires_grad and not optimizer.state.get(parameter):
@@ -194,5 +194,6 @@ def _begin_missing(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             optimizer.state[parameter] = {"step": step, **moments}
 
 
-def _updates(optimizer: torch.optim.Optimizer) -> int:
+def updates_of(optimizer: torch.optim.Optimizer) -> int:
+    """Count the updates that the optimizer has made."""
     return max((int(one["step"]) for one in optimizer.state.values() if "step" in one), default=0)

@@ -23,15 +23,23 @@ def inspect(
     from rich.table import Table
 
     from ..checkpoints import read_source, verify_files
-    from ..parallel_state import BadInput
+    from ..parallel_state import BadInput, buffer_names
     from ..training.console import plain_console
 
     found = read_source(source)
     console = plain_console(soft_wrap=True)
     manifest = found.manifest
     kind = "Hugging Face folder" if manifest is None else f"checkpoint ({manifest.kind})"
+    (stated,) = found.family.declarations(found.model_config)
+    fixed = buffer_names(stated)  # a router's bias is no parameter
+    if manifest is None:
+        fixed = frozenset(
+            link.hf for link in found.family.links_of_all(found.model_config) if link.ours in fixed
+        )
     parameters = sum(
-        prod(one.shape) for name, one in found.catalog.items() if not name.startswith("optimizer.")
+        prod(one.shape)
+        for name, one in found.catalog.items()
+        if not name.startswith("optimizer.") and name not in fixed
     )
     console.print(f"{found.path}: {kind} of {found.family.model_type}, {parameters:,} parameters")
     if manifest is not None:

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from ..parallel_state import (
     Cut,
     Declaration,
+    DeclaredModule,
     Initial,
     Normal,
     ParallelState,
@@ -29,7 +30,7 @@ def padded_vocabulary(vocab_size: int, tensor: int = 1) -> int:
     return padded_rows(vocab_size, VOCABULARY_MULTIPLE, tensor)
 
 
-class VocabParallelEmbedding(nn.Module):
+class VocabParallelEmbedding(DeclaredModule):
     """``nn.Embedding`` with its rows cut over the tensor axis.
 
     Input: token ids (B, S). Output: (B, S, D) whole, or (B, S / tensor, D) under sequence parallelism.
@@ -75,7 +76,7 @@ class VocabParallelEmbedding(nn.Module):
         return _repr(self.num_embeddings, self.embedding_dim, self.rows, self.state)
 
 
-class VocabParallelHead(nn.Module):
+class VocabParallelHead(DeclaredModule):
     """The output layer: logits (B, S, padded / tensor), this rank's part of the vocabulary, never gathered.
 
     Columns past the vocabulary are padding; ``vocab_parallel_cross_entropy`` and ``gather_logits`` leave them
@@ -106,7 +107,7 @@ class VocabParallelHead(nn.Module):
         return _repr(self.num_embeddings, self.embedding_dim, self.rows, self.state)
 
 
-class PositionEmbedding(nn.Module):
+class PositionEmbedding(DeclaredModule):
     """Learned positions (GPT-2), whole on every rank.
 
     Input: hidden states (B, S, D), or (B, S / tensor, D) under sequence parallelism, and positions (S,) or

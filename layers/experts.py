@@ -7,12 +7,21 @@ from math import sqrt
 
 from torch import Tensor, nn
 
-from ..parallel_state import Cut, Declaration, Initial, ParallelState, Uniform, declare_parameter, local
+from ..parallel_state import (
+    Cut,
+    Declaration,
+    DeclaredModule,
+    Initial,
+    ParallelState,
+    Uniform,
+    declare_parameter,
+    local,
+)
 from .grouped import grouped_mm
 from .mlp import activation
 
 
-class Experts(nn.Module):
+class Experts(DeclaredModule):
     """``down_e(act(gate_e(x)) * up_e(x))`` for the rows of each expert, or ``down_e(act(up_e(x)))``.
 
     The parameters are ``gate``, ``up`` (E, F, D) and ``down`` (E, D, F), without biases. A rank holds the

@@ -14,6 +14,7 @@ from ..parallel_state import (
     Constant,
     Cut,
     Declaration,
+    DeclaredModule,
     Initial,
     ParallelState,
     Uniform,
@@ -30,7 +31,7 @@ Adapter = Callable[[Tensor], list[tuple[int, Tensor]]]
 _PIECE = "A rank takes its piece, as a ColumnParallelLinear leaves it; scatter_input=True cuts a whole one"
 
 
-class ColumnParallelLinear(nn.Module):
+class ColumnParallelLinear(DeclaredModule):
     """``y = x W^T + b`` with the rows of ``W`` (the columns of ``y``) cut over the tensor axis.
 
     With one ``out_features`` the parameters are ``weight`` (out, in) and ``bias`` (out), as in ``nn.Linear``.
@@ -152,7 +153,7 @@ class _Rows:
         return F.linear(x, weight, bias)
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(DeclaredModule):
     """``y = x W^T + b`` with the columns of ``W`` (the features of ``x``) cut over the tensor axis.
 
     Input: (..., in / tensor), as a column-parallel layer leaves it; with ``scatter_input`` it arrives whole

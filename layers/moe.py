@@ -8,7 +8,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..parallel_state import Declaration, Initial, ParallelState, Uniform, declare_parameter, local
+from ..parallel_state import (
+    Declaration,
+    DeclaredModule,
+    Initial,
+    ParallelState,
+    Uniform,
+    declare_parameter,
+    local,
+)
 from .collectives import enter_tensor, leave_tensor
 from .dispatch import Dispatch
 from .experts import Experts
@@ -47,7 +55,7 @@ class MoE(nn.Module):
         return y_BSD if self.shared is None else y_BSD + self.shared(x_BSD)
 
 
-class GatedShared(nn.Module):
+class GatedShared(DeclaredModule):
     """``sigmoid(gate(x)) * net(x)``: shared experts with one gate for all of them (Qwen2-MoE)."""
 
     gate: nn.Parameter

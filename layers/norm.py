@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..parallel_state import Constant, Declaration, ParallelState, declare_parameter, local
+from ..parallel_state import Constant, Declaration, DeclaredModule, ParallelState, declare_parameter, local
 from .misuse import alone_or, check_no_state
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(DeclaredModule):
     """``x / rms(x) * weight`` over the last dim, fp32 inside. (B, S, D) in and out.
 
     The weight lies whole on every rank; where the tokens are split over the tensor axis its gradient is a
@@ -34,7 +34,7 @@ class RMSNorm(nn.Module):
         return f"{self.dim}, eps={self.eps}"
 
 
-class LayerNorm(nn.Module):
+class LayerNorm(DeclaredModule):
     """``nn.LayerNorm`` over the last dim, (B, S, D) in and out; weight and bias whole on every rank."""
 
     weight: nn.Parameter

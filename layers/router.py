@@ -17,6 +17,7 @@ from ..parallel_state import (
     BUFFER_DTYPE,
     BadInput,
     Declaration,
+    DeclaredModule,
     Initial,
     ParallelState,
     Uniform,
@@ -26,7 +27,7 @@ from ..parallel_state import (
 )
 
 
-class TopKRouter(nn.Module):
+class TopKRouter(DeclaredModule):
     """Scores of all experts for a token, the best ``top_k`` of them, and their weights. fp32 inside.
 
     ``score``: ``softmax`` over the experts or ``sigmoid`` of each. ``normalize`` divides the chosen scores by

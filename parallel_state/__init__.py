@@ -14,12 +14,13 @@ from .errors import (
     nearest_multiples,
 )
 from .fault import fault
+from .foreign import mark_shared, refuse_foreign
 from .gradients import clip_gradients, finalize_gradients, gradient_norm, last_not_finite
 from .initial import Constant, Initial, Normal, Own, Uniform, seed_of
 from .layout import AXES, Coordinates, Layout
 from .order import CollectiveOrder
 from .own import declare
-from .parameters import declare_parameter, initialize, local, stored_box
+from .parameters import DeclaredModule, declare_parameter, initialize, local, stored_box
 from .reshard import Holding, holdings, parts
 from .state import BACKENDS, FILES_TIMEOUT, TIMEOUT, ParallelState
 from .torchrun import Launched, launched
@@ -38,6 +39,7 @@ __all__ = [
     "Coordinates",
     "Cut",
     "Declaration",
+    "DeclaredModule",
     "Holding",
     "Initial",
     "Launched",
@@ -63,11 +65,13 @@ __all__ = [
     "initialize",
     "launched",
     "local",
+    "mark_shared",
     "nearest",
     "nearest_divisors",
     "nearest_multiples",
     "padded_rows",
     "parts",
+    "refuse_foreign",
     "seed_of",
     "stored_box",
 ]

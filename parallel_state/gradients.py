@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from .declaration import Declaration, buffer_names, declarations
 from .engine import local_data
+from .foreign import refuse_foreign
 from .state import ParallelState
 
 
@@ -24,6 +25,7 @@ def finalize_gradients(
     """
     if state is None or state.layout.world == 1:
         return
+    refuse_foreign(model, "finalize_gradients")
     found = list(_gradients(model))
     if state.tensor_size > 1:
         partial = [grad for _, declaration, grad in found if "tensor" in declaration.partial]
@@ -40,6 +42,8 @@ def gradient_norm(model: nn.Module, *, state: ParallelState | None = None) -> Te
     makes the norm NaN: so all ranks know of an overflow anywhere. Collective over all ranks.
     """
     state = state or ParallelState.alone()
+    if state.layout.world > 1:
+        refuse_foreign(model, "gradient_norm")
     squares = [
         torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32)) ** 2
         * int(declaration.owner(state.layout, state.at))

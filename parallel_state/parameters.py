@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,31 @@ from .engine import local_data
 from .initial import Own, fill, seed_of
 from .own import own_values
 from .state import ParallelState
+
+
+class DeclaredModule(nn.Module):
+    """A module whose parameters are declared, with ``reset_parameters`` as ``torch.nn``'s layers have it."""
+
+    def reset_parameters(self, seed: int | None = None) -> None:
+        """Fill what this rank holds of the declared parameters anew; padding becomes zero.
+
+        With a ``seed`` the values follow from it and each parameter's name in this module, without one from
+        torch's global seed, which the ranks set alike. The bits are the same in every layout. Parameters on
+        the meta device stay as they are. ``initialize`` fills a whole model, by all its parameters' names.
+        """
+        holders = [("", cast(nn.Module, self))]  # and those that only hold one of several products
+        holders += [(f"{name}.", one) for name, one in self.named_children() if type(one) is nn.Module]
+        for prefix, holder in holders:
+            for leaf, declaration in holder.__dict__.get("declared", {}).items():
+                parameter = getattr(holder, leaf)
+                drawn = _global_seed() if seed is None else seed_of(seed, f"{prefix}{leaf}")
+                if not parameter.is_meta:
+                    box = stored_box(parameter, declaration, holder.__dict__["declared_state"])
+                    _fill(local_data(parameter), box, declaration, drawn)
+
+
+def _global_seed() -> int:
+    return int(torch.randint(2**62, (), device="cpu"))
 
 
 def declare_parameter(
@@ -31,8 +57,7 @@ def declare_parameter(
     box = declaration.box(state.layout, state.at)
     local = torch.empty(box.shape, dtype=BUFFER_DTYPE if declaration.buffer else None)
     if not local.is_meta:
-        seed = int(torch.randint(2**62, (), device="cpu"))
-        _fill(local, box, declaration, seed)
+        _fill(local, box, declaration, _global_seed())
     mesh, shape = state.tensor_mesh, declaration.held_shape(state.layout)
     if declaration.experts and state.layout.expert > 1:  # FSDP wants both meshes of one root
         mesh, shape = state.expert_tensor_mesh, (box.shape[0], *shape[1:])
@@ -46,6 +71,7 @@ def declare_parameter(
     parameter = nn.Parameter(local, requires_grad=not declaration.buffer)
     module.register_parameter(name, parameter)
     module.__dict__.setdefault("declared", {})[name] = declaration
+    module.__dict__["declared_state"] = state
     return parameter
 
 

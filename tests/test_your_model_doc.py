@@ -71,6 +71,28 @@ def test_it_trains_and_its_commands_work(
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), again.parameters(), strict=True))
 
 
+def call_own_loop(file: str, *arguments: Any) -> Any:
+    """The page's ``own_loop``, in a process that knows the page by its file."""
+    spec = importlib.util.spec_from_file_location("page_in_a_rank", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.own_loop(*arguments)
+
+
+def test_a_zoo_model_trains_in_the_pages_own_loop_and_goes_on_in_another_layout(
+    page: ModuleType, tmp_path: Path
+) -> None:
+    whole, parts, file = str(tmp_path / "whole"), str(tmp_path / "parts"), page.__file__
+    expected = run_parallel(call_own_loop, 1, file, Layout(), whole, 6)[0]
+    first = run_parallel(call_own_loop, 2, file, Layout.of(data=2, zero=2), parts, 3)
+    then = run_parallel(call_own_loop, 3, file, Layout(tensor=3), parts, 6)[0]
+    found = [*map(sum, zip(*first, strict=True)), *then]
+    assert found == pytest.approx(expected, rel=1e-4) and len(found) == 6
+    assert run(["verify", parts]) == 0
+
+
 def test_the_refusals_are_worded_as_shown(page: ModuleType) -> None:
     shown = re.search(r"A cut that is not even: `(.*?)`", PAGE, re.DOTALL)
     assert shown is not None

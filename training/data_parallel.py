@@ -24,7 +24,14 @@ from torch.distributed.tensor import Shard
 
 from ..layers import keep_aside
 from ..models import CausalLM
-from ..parallel_state import Layout, ParallelState, buffer_names, declarations
+from ..parallel_state import (
+    Layout,
+    ParallelState,
+    buffer_names,
+    declarations,
+    mark_shared,
+    refuse_foreign,
+)
 from .precision import Precision
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -44,6 +51,7 @@ def shard_over_data(
     host where ``offload`` keeps weights, gradients and moments there (``resting_device``). ``blocks``: what
     ZeRO-3 gathers at a time, each with a ``forward``; otherwise ``find_blocks``.
     """
+    refuse_foreign(model, "shard_over_data")
     again, mesh, policy = state.layout.zero == 3, state.data_mesh, precision.policy
     # Pages of a host without accelerator need no pinning, and cannot be.
     resting = CPUOffloadPolicy(pin_memory=state.device.type != "cpu") if offload else OffloadPolicy()
@@ -88,6 +96,7 @@ def shard_over_data(
             # The loss is already divided by the step's tokens, so gradients are summed, never averaged.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+    mark_shared(model)
     return model
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from ..layers import routers
-from ..parallel_state import BadInput, ParallelState, finalize_gradients
+from ..parallel_state import BadInput, ParallelState, finalize_gradients, refuse_foreign
 from ..parallel_state.engine import fsdp_modules, local_data
 from ..planner import check_schedule, schedule_kind
 from .data_parallel import before_backward
@@ -66,6 +66,8 @@ class ModuleStep:
         #: Whether the loss was found to be a mean; ``None`` as long as no step could tell.
         self._mean: bool | None = None
         layout = self.state.layout
+        if layout.world > 1:
+            refuse_foreign(model, "step")
         if layout.context > 1:
             raise BadInput(
                 "layout", "context", expected="1 for a module of your own", found=layout.context,

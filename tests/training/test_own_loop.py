@@ -1,0 +1,203 @@
+"""A loop of a user's own: a zoo model's checkpoints, layers that are reset, wrappers that are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from trilith.checkpoints import load_model, restore_model, save_model
+from trilith.cli.app import run
+from trilith.layers import (
+    ColumnParallelLinear,
+    Experts,
+    LayerNorm,
+    PositionEmbedding,
+    RMSNorm,
+    RowParallelLinear,
+    TopKRouter,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+)
+from trilith.models import CausalLM, family_of
+from trilith.parallel_state import (
+    BadInput,
+    Layout,
+    ParallelState,
+    clip_gradients,
+    finalize_gradients,
+    initialize,
+)
+from trilith.parallel_state.engine import local_data
+from trilith.testing import run_parallel
+from trilith.testing.runs import TINIEST_LLAMA, TINY_GLM
+from trilith.testing.training import Pieces, assemble, pieces
+from trilith.training.data_parallel import shard_over_data
+from trilith.training.module_step import ModuleStep
+from trilith.training.optimizer import make_adamw
+from trilith.training.precision import Precision
+
+
+def made(layout: Layout) -> tuple[CausalLM, torch.optim.AdamW]:
+    state = ParallelState.start(layout)
+    family = family_of(TINIEST_LLAMA)
+    model = family.build(family.from_hf(TINIEST_LLAMA), state=state, device="cpu", dtype=torch.float64)
+    shard_over_data(model, state, Precision(*[torch.float64] * 3))
+    initialize(model, 3, state=state)
+    return model, make_adamw(model, lr=1e-2)
+
+
+def moved(model: CausalLM, optimizer: torch.optim.AdamW, number: int) -> None:
+    """A step whose gradient is that of the weights' squares, so that it needs no batch."""
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach() * (number + 1)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def goes_on(root: str, layouts: list[Layout]) -> list[Pieces]:
+    """Two steps in each layout, from where the one before stopped; and what the last one holds."""
+    found = []
+    for number, layout in enumerate(layouts):
+        model, optimizer = made(layout)
+        if number:
+            progress = restore_model(root, model, optimizer)
+            assert (progress.step, progress.data) == (2 * number, {"at": number - 1})
+        for step in range(2 * number, 2 * number + 2):
+            moved(model, optimizer, step)
+        save_model(root, model, optimizer, step=2 * number + 2, data={"at": number}, keep=9)
+        found.append(pieces(model, model.state))
+    return found
+
+
+def test_a_zoo_model_goes_on_in_any_layout_from_what_save_model_wrote(tmp_path: Path) -> None:
+    layouts = [Layout(tensor=2), Layout.of(data=2, zero=3), Layout(pipeline=2)]
+    parts = run_parallel(goes_on, 2, str(tmp_path / "parts"), layouts)
+    (whole,) = run_parallel(goes_on, 1, str(tmp_path / "whole"), [Layout()] * 3)
+    expected, found = assemble([whole[2]]), assemble([rank[2] for rank in parts])
+    assert expected.keys() == found.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-12, atol=1e-12, msg=name)
+    assert run(["verify", str(tmp_path / "parts")]) == 0
+    assert run(["convert", str(tmp_path / "parts"), str(tmp_path / "hf"), "--to", "hf", "--verify"]) == 0
+    weights = load_file(tmp_path / "hf" / "model.safetensors")
+    assert torch.equal(weights["model.embed_tokens.weight"], found["embed.weight"])
+    model = load_model(tmp_path / "parts" / "step-00000006", dtype=torch.float64)
+    assert torch.equal(model.embed.weight[:131], found["embed.weight"])
+    assert restore_model(tmp_path / "hf", model).step == 0
+
+
+def test_weights_alone_are_saved_without_an_optimizer(tmp_path: Path) -> None:
+    family = family_of(TINIEST_LLAMA)
+    model = family.build(family.from_hf(TINIEST_LLAMA), device="cpu")
+    folder = save_model(tmp_path, model, step=7)
+    other = family.build(family.from_hf(TINIEST_LLAMA), device="cpu")
+    assert restore_model(folder, other).step == 7
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+    with pytest.raises(BadInput, match="save_model: optimizer: expected AdamW"):
+        save_model(tmp_path / "sgd", model, torch.optim.SGD(model.parameters()))
+    assert not (tmp_path / "sgd").exists()
+
+
+LAYERS: dict[str, Any] = {
+    "column": lambda s: ColumnParallelLinear(6, 12, state=s),
+    "columns": lambda s: ColumnParallelLinear(6, {"q": 12, "k": 12}, state=s),
+    "row": lambda s: RowParallelLinear(12, 6, state=s),
+    "embedding": lambda s: VocabParallelEmbedding(50, 6, state=s),
+    "head": lambda s: VocabParallelHead(6, 50, state=s),
+    "position": lambda s: PositionEmbedding(8, 6, state=s),
+    "rms": lambda s: RMSNorm(6, state=s),
+    "norm": lambda s: LayerNorm(6, state=s),
+    "experts": lambda s: Experts(4, 6, 12, state=s),
+    "router": lambda s: TopKRouter(6, 4, 2, state=s),
+}
+
+
+def reset(name: str, layout: Layout, seed: int | None) -> Pieces:
+    """Built without memory, given memory with nothing in it, and reset, as torch's own recipes do."""
+    state = ParallelState.start(layout) if layout.world > 1 else ParallelState.alone()
+    with torch.device("meta"):
+        model = nn.Sequential(LAYERS[name](state))
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        local_data(parameter).fill_(float("nan"))
+    torch.manual_seed(5)
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters() if seed is None else module.reset_parameters(seed)
+    return pieces(model, state)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_layer_is_reset_to_the_same_bits_in_every_layout(name: str) -> None:
+    for seed in (None, 11):
+        expected = assemble([reset(name, Layout(), seed)])
+        assert expected and not any(bool(one.isnan().any()) for one in expected.values())
+        for layout in (Layout(tensor=2), Layout(tensor=3)):
+            found = assemble(run_parallel(reset, layout.world, name, layout, seed))
+            assert expected.keys() == found.keys()
+            assert all(torch.equal(one, found[key]) for key, one in expected.items())
+    torch.manual_seed(5)
+    born = nn.Sequential(LAYERS[name](ParallelState.alone()))
+    plain = assemble([reset(name, Layout(), None)])
+    assert all(torch.equal(p[: len(plain[key])], plain[key]) for key, p in born.named_parameters())
+
+
+def test_every_layer_with_parameters_can_be_reset() -> None:
+    from trilith import layers
+
+    for name, one in vars(layers).items():
+        if isinstance(one, type) and issubclass(one, nn.Module) and "weight" in one.__annotations__:
+            assert hasattr(one, "reset_parameters"), name
+
+
+def wrapped(how: str) -> list[str]:
+    state = ParallelState.start(Layout(data_replicate=2))
+    model: nn.Module = nn.Sequential(ColumnParallelLinear(4, 6, state=state))
+    if how == "ddp":
+        inner, model = model, DistributedDataParallel.__new__(DistributedDataParallel)
+        nn.Module.__init__(model)  # its reducer, which nothing here comes to use, is left out
+        model.module = inner
+    else:
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    said = []
+    for use in (
+        lambda: finalize_gradients(model, state=state),
+        lambda: clip_gradients(model, 1.0, state=state),
+        lambda: ModuleStep(model, lambda y, samples: (y.sum(), len(y)), micro_batch=1, state=state),
+        lambda: shard_over_data(model, state, Precision()),
+    ):
+        with pytest.raises(BadInput) as caught:
+            use()
+        said.append(str(caught.value))
+    return said
+
+
+@pytest.mark.parametrize("how", ["ddp", "fully_shard"])
+def test_torchs_own_wrappers_over_our_layers_are_refused_with_the_way_to_go(how: str) -> None:
+    for said in run_parallel(wrapped, 2, how):
+        for line in said:
+            assert "expected a module that shard_over_data shares" in line and "averages gradients" in line
+            assert "shard_over_data(model, state, Precision())" in line
+
+
+def test_inspect_does_not_count_a_routers_bias(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    family = family_of(TINY_GLM)
+    model = family.build(family.from_hf(TINY_GLM), device="cpu")
+    initialize(model, 0)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    padding = (model.embed.rows - 131) * 32 * 2
+    save_model(tmp_path / "run", model)
+    assert run(["convert", str(tmp_path / "run"), str(tmp_path / "hf"), "--to", "hf"]) == 0
+    for source in ("run", "hf"):
+        capsys.readouterr()
+        assert run(["inspect", str(tmp_path / source)]) == 0
+        said = capsys.readouterr().out
+        assert any(f"{count:,} parameters" in said for count in (trained, trained - padding))
+        assert f"{trained + 2 * 8:,} parameters" not in said
