@@ -14,6 +14,7 @@ from ..models import AdaptedFamily, LoraConfig, adapted
 from ..parallel_state import BadCheckpoint, BadInput, Box
 from .companions import companions_in
 from .dtypes import WEIGHTS
+from .folder_kind import ADAPTERS, FolderKind, kind_of_folder
 from .hf_folder import ADAPTER_CONFIG, ADAPTER_MODEL
 from .hub import local_folder
 from .manifest import StoredAdapter
@@ -60,8 +61,8 @@ def read_adapter(path: str | Path, base: Source) -> Source:
     """
     if base.adapter is not None:
         raise BadInput(base.path, expected="the weights of a whole model", found="LoRA adapters")
-    path = local_folder(path)
-    if (path / ADAPTER_CONFIG).exists():
+    path, kind = kind_of_folder(local_folder(path), ADAPTERS)
+    if kind is FolderKind.ADAPTER:
         return _peft_folder(path, base)
     source = read_source(path)
     if source.adapter is None:
@@ -72,8 +73,8 @@ def read_adapter(path: str | Path, base: Source) -> Source:
 
 def read_lora(path: str | Path) -> LoraConfig:
     """Which adapters a PEFT folder or a checkpoint of a LoRA run holds; needs neither weights nor base."""
-    path = local_folder(path)
-    if (path / ADAPTER_CONFIG).exists():
+    path, kind = kind_of_folder(local_folder(path), ADAPTERS)
+    if kind is FolderKind.ADAPTER:
         return _peft_config(path)[0]
     source = read_source(path)
     if source.adapter is None:
@@ -91,7 +92,7 @@ def _peft_config(path: Path) -> tuple[LoraConfig, dict[str, Any]]:
 
 def read_converted(path: Path, source: Source) -> Source:
     """What a conversion of ``source`` wrote, in whatever form."""
-    if (path / ADAPTER_CONFIG).exists():
+    if kind_of_folder(path)[1] is FolderKind.ADAPTER:
         return _peft_folder(path, replace(source, adapter=None))
     return read_source(path, module=source.module)
 

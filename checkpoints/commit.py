@@ -21,6 +21,7 @@ from pathlib import Path
 from ..parallel_state import BadInput, fault
 from .disk import Disk, DiskFailed, writing
 from .manifest import MANIFEST, Manifest
+from .output_file import check_outside
 from .plain_files import open_regular
 
 _SPARE = 1.1
@@ -34,10 +35,7 @@ def check_output(output: Path, *, inputs: Iterable[Path] = (), need: int = 0) ->
 
     Nothing is created.
     """
-    for source in inputs:
-        real, theirs = Path(os.path.realpath(output)), Path(os.path.realpath(source))
-        if real == theirs or real.is_relative_to(theirs):
-            raise BadInput(output, expected="an output outside the input", found=f"the input {source}")
+    check_outside(output, inputs)
     if len(os.fsencode(output.name)) > _LONGEST_NAME:
         raise BadInput(output, expected=f"a name of at most {_LONGEST_NAME} bytes", found="a longer one")
     if output.is_symlink():

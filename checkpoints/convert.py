@@ -21,6 +21,7 @@ from .hf_export import HFFolderWriter
 from .journal import EVERY, JOURNAL, Journal
 from .manifest import Manifest, StoredFile
 from .merge import Merge
+from .output_file import check_place
 from .planning import Form, identify, no_collector, plan_conversion
 from .readable import check_plain, read_back
 from .tensor_writer import TensorWriter
@@ -81,7 +82,9 @@ def carry_out(plan: Conversion, dst: Path, *, allow_nonfinite: bool = False, how
     else:
         _rehearse(plan, plan.layout, dst)
     identity = identify(plan, allow_nonfinite=allow_nonfinite)
-    with staged(dst, inputs=[plan.source.path], need=plan.nbytes, identity=identity) as staging:
+    inputs = [plan.source.path, *([] if plan.merge is None else [plan.merge.adapter.path])]
+    check_place(dst, inputs)
+    with staged(dst, inputs=inputs, need=plan.nbytes, identity=identity) as staging:
         keep = {file.name for file in plan.files} | {JOURNAL}
         for path in staging.directory.iterdir():  # of an earlier run: what is small is written again
             if path.name not in keep:

@@ -17,7 +17,8 @@ from .companions import COMPANIONS
 from .damage import naming_an_older_one
 from .expectation import expected_tensors
 from .find import Found, latest_checkpoint, open_checkpoint
-from .hf_folder import ADAPTER_CONFIG, CONFIG, HFFolder
+from .folder_kind import CHECKPOINTS, SOURCES, FolderKind, kind_of_folder
+from .hf_folder import CONFIG, HFFolder
 from .hold import Hold
 from .hub import local_folder
 from .manifest import MANIFEST, Manifest, StoredAdapter
@@ -112,8 +113,8 @@ def read_source(
     """Open a Hugging Face folder, a checkpoint, or a run's newest checkpoint; reads headers, no weights.
 
     While the source lives, the run does not delete that checkpoint. An id such as ``org/model`` is looked for
-    in the hub's cache, or fetched (see ``hub``). ``module`` reads a Hugging Face folder of what is not in the
-    zoo.
+    in the hub's cache, or fetched (see ``hub``). A folder of two kinds is refused; ``kind_of_folder`` says
+    how one of them is named. ``module`` reads a Hugging Face folder of what is not in the zoo.
 
     Raises ``BadInput`` or ``BadCheckpoint`` for what is not one, is incomplete, or does not hold what its
     config says.
@@ -129,14 +130,20 @@ def open_source(
     path = local_folder(path)
     if not path.exists():
         raise BadInput(path, expected="a Hugging Face folder or a checkpoint", found="no such folder")
-    if (path / MANIFEST).exists():
-        return _sharded(open_checkpoint(path))
-    for folder in (path, path / "checkpoints"):
-        if folder.is_dir() and any(folder.glob("step-*")):
-            return _sharded(latest_checkpoint(folder))
-    if (path / ADAPTER_CONFIG).exists() and not (path / CONFIG).exists():
-        todo = f"`trilith merge-lora BASE {path} OUT` makes a whole model of them and their base"
-        raise BadInput(path, expected="a model's folder", found="LoRA adapters without their base", todo=todo)
+    path, kind = kind_of_folder(path, SOURCES)
+    match kind:
+        case FolderKind.CHECKPOINT:
+            return _sharded(open_checkpoint(path))
+        case FolderKind.CHECKPOINTS | FolderKind.RUN:
+            return _sharded(latest_checkpoint(path / CHECKPOINTS if kind is FolderKind.RUN else path))
+        case FolderKind.ADAPTER:
+            todo = f"`trilith merge-lora BASE {path} OUT` makes a whole model of them and their base"
+            found = "LoRA adapters without their base"
+            raise BadInput(path, expected="a model's folder", found=found, todo=todo)
+        case FolderKind.UNFINISHED | FolderKind.TOKENS:
+            todo = "Run the command that makes it again" if kind is FolderKind.UNFINISHED else ""
+            expected = "a Hugging Face folder or a checkpoint"
+            raise BadInput(path, expected=expected, found=kind.value, todo=todo)
     return _hugging_face(path, allow_symlinks, module)
 
 

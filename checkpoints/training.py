@@ -17,7 +17,7 @@ from .adapter import check_same_base
 from .agree import together
 from .find import latest_checkpoint
 from .loading import check_same_model, fill, fill_from
-from .manifest import StoredAdapter
+from .manifest import STEP_NAME, StoredAdapter
 from .source import open_source
 from .stored import stored_parts
 from .training_names import MOMENTS, moment_name
@@ -48,7 +48,7 @@ def newest_checkpoint(
     def look() -> tuple[str | None, tuple[str, ...]]:
         if state.rank or not root.is_dir() or not any(root.iterdir()):
             return None, ()
-        if not any(path.name.startswith("step-") and ".tmp-" not in path.name for path in root.iterdir()):
+        if not any(STEP_NAME.fullmatch(path.name) for path in root.iterdir()):
             left = ", ".join(sorted(path.name for path in root.iterdir()))
             return None, (f"no checkpoint was ever completed ({left}): from the beginning",)
         found = latest_checkpoint(root)

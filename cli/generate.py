@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from .options import FORCE
 from .say import say
 
 
@@ -41,6 +42,7 @@ def generate(
     ] = False,
     batch: Annotated[int, typer.Option(min=1, help="prompts computed at once")] = 16,
     out: Annotated[Path | None, typer.Option(help="write one JSON object a prompt into this file")] = None,
+    force: Annotated[bool, typer.Option("--force", help=FORCE)] = False,
     tensor: Annotated[int, typer.Option(min=1, help="cut each layer over so many local processes")] = 1,
     pipeline: Annotated[int, typer.Option(min=1, help="and the blocks over so many stages")] = 1,
     dtype: Annotated[str, typer.Option(help="of weights and arithmetic: float32, bfloat16, ...")] = "float32",
@@ -88,6 +90,7 @@ def generate(
         note=lambda text: say(text, err=True),
         device=device,
         out=out,
+        force=force,
         status=status,
     )
     raise typer.Exit(code)

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from .options import FORCE
 from .say import say
 
 
@@ -30,6 +31,7 @@ def recipe(
         Path | None,
         typer.Option("--out", help="write the recipe there; default: print it", metavar="RECIPE.toml"),
     ] = None,
+    force: Annotated[bool, typer.Option("--force", help=FORCE)] = False,
 ) -> None:
     """Make a recipe of another trainer's configuration.
 
@@ -38,26 +40,20 @@ def recipe(
     RECIPE.toml model.init_from=Llama-3.2-1B data.tokens=tokens data.sequence_length=2048. training_args.json
     is what TrainingArguments.to_json_string() gives; a DeepSpeed configuration that it names is read with it.
     """
-    from ..checkpoints.disk import whole_file
+    from ..checkpoints.output_file import check_output_file, output_file
     from ..checkpoints.small_files import read_json
-    from ..parallel_state import BadInput
     from ..training.from_deepspeed import from_deepspeed
     from ..training.from_trainer import from_trainer
 
     if out is not None:
-        if out.exists():
-            raise BadInput(
-                out, expected="a new file", found="one that exists", todo="Remove it or choose another"
-            )
-        if not out.parent.is_dir():
-            raise BadInput(out, expected="a file in a folder that exists", found=f"no folder {out.parent}")
+        check_output_file(out, force=force)
     translate = from_deepspeed if origin is Origin.deepspeed else from_trainer
     found = translate(read_json(file), str(file), ranks=ranks)
     if out is None:
         say(found.toml(), nl=False)
     else:
-        with whole_file(out) as temporary:
-            temporary.write_text(found.toml(), encoding="utf-8")
+        with output_file(out, force=force) as path:  # its user has edited an earlier one: never replaced
+            path.write_text(found.toml(), encoding="utf-8")
     for line in found.missed:
         say(f"not mapped: {line}", err=True)
     for key, why in found.blanks.items():

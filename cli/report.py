@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from .options import FORCE
 from .say import say
 
 
@@ -18,6 +19,7 @@ def report(
         Path | None,
         typer.Option(help="the page to write; default: report.html in the run's folder, or here for several"),
     ] = None,
+    force: Annotated[bool, typer.Option("--force", help=FORCE)] = False,
 ) -> None:
     """Write one HTML page about a run: curves, throughput, memory, layouts, what was resumed, the recipe.
 
@@ -29,5 +31,5 @@ def report(
     from ..training.report import write_report
 
     page = out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
-    write_report(runs, page)
+    write_report(runs, page, force=force)
     say(str(page))

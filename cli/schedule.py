@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .options import SCHEDULES, VIRTUAL_STAGES
+from .options import FORCE, SCHEDULES, VIRTUAL_STAGES
 
 
 def schedule(
@@ -16,6 +16,7 @@ def schedule(
     microbatches: Annotated[int, typer.Option(min=1, help="micro-batches a step")] = 8,
     virtual: Annotated[int | None, typer.Option(min=1, help=VIRTUAL_STAGES)] = None,
     out: Annotated[Path | None, typer.Option(help="a picture to write: .png, .svg or .pdf")] = None,
+    force: Annotated[bool, typer.Option("--force", help=FORCE)] = False,
     measure: Annotated[
         bool, typer.Option("--measure", help="also run it: on local processes that sleep where they compute")
     ] = False,
@@ -29,7 +30,6 @@ def schedule(
 
     trilith schedule --name zbv --stages 4 --microbatches 8 --measure --out zbv.png
     """
-    from ..checkpoints.disk import whole_file
     from ..planner import Timetable, bubble, layout_of, timetable
     from ..planner.timetable_text import timetable_lines
     from ..training.console import plain_console
@@ -37,7 +37,7 @@ def schedule(
     if out is not None:
         from ..planner.timetable_picture import check_picture, draw_timetables
 
-        check_picture(out)
+        check_picture(out, force=force)
     layout = layout_of(name, stages, virtual)
     computed = timetable(name, layout, microbatches)
     console = plain_console(soft_wrap=True)
@@ -67,6 +67,5 @@ def schedule(
     if out is not None:
         units = {"computed": "units of a stage's forward", "measured": "seconds"}
         shape = f"{stages} ranks, {layout.stages} stages, {microbatches} micro-batches"
-        with whole_file(out) as temporary:
-            draw_timetables(temporary, f"{name}: {shape}", tables, units)
+        draw_timetables(out, f"{name}: {shape}", tables, units, force=force)
         console.print(f"wrote {out}")

@@ -32,9 +32,11 @@ def train_tokenizer(
 
     The text is held in memory: a sample of some hundred megabytes is plenty.
     """
+    from ..checkpoints.output_file import check_place
     from ..training.documents import check_inputs, paragraphs_of
     from ..training.tokenizer_training import train_tokenizer as train
 
+    check_place(out, inputs)
     check_inputs(inputs)
     made = train(
         paragraphs_of(inputs, json_key),

@@ -9,10 +9,13 @@ import matplotlib
 from matplotlib import pyplot as plt
 from matplotlib.patches import Patch
 
+from ..checkpoints.output_file import check_output_file, output_file
 from ..parallel_state import BadInput
 from .timetable import Kind, Timetable
 
 FORMATS = (".png", ".svg", ".pdf")
+#: In each picture's metadata: by which it is known as one of ours.
+_MARK = "trilith schedule"
 
 COLORS: dict[Kind, str] = {"F": "#5fa8d3", "B": "#4d7c3a", "I": "#8cb369", "W": "#f4a259"}
 MEANING: dict[Kind, str] = {
@@ -23,22 +26,25 @@ MEANING: dict[Kind, str] = {
 }
 
 
-def check_picture(out: Path) -> None:
-    """Refuse a file that ``draw_timetables`` could not write, before anything is computed for it."""
+def check_picture(out: Path, *, force: bool = False) -> None:
+    """Refuse a file that ``draw_timetables`` would not write, before anything is computed for it."""
     if out.suffix not in FORMATS:
         expected = f"a name that ends in {', '.join(FORMATS)}"
         raise BadInput("schedule", "--out", expected=expected, found=str(out))
-    if not out.parent.is_dir():
-        todo = "Make the folder first"
-        raise BadInput(
-            "schedule", "--out", expected="a file in a folder that exists", found=str(out), todo=todo
-        )
+    check_output_file(out, ours=_is_picture, force=force)
 
 
-def draw_timetables(out: Path, title: str, tables: dict[str, Timetable], units: dict[str, str]) -> None:
+def _is_picture(seen: bytes) -> bool:
+    return seen.startswith((b"\x89PNG", b"<?xml", b"%PDF")) and _MARK.encode() in seen
+
+
+def draw_timetables(
+    out: Path, title: str, tables: dict[str, Timetable], units: dict[str, str], *, force: bool = False
+) -> None:
     """Write a picture, in one of ``FORMATS``, of one or more timetables of the same step, by name.
 
-    ``units``: what the time of each is measured in.
+    ``units``: what the time of each is measured in. ``BadInput`` for a file that exists and is no such
+    picture, unless ``force``.
     """
     matplotlib.use("Agg")
     ranks = max(len(one.ranks) for one in tables.values())
@@ -60,7 +66,9 @@ def draw_timetables(out: Path, title: str, tables: dict[str, Timetable], units: 
     legend = [Patch(facecolor=COLORS[kind], label=MEANING[kind]) for kind in MEANING if kind in kinds]
     figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
     figure.legend(handles=legend, loc="outside lower left", ncols=len(legend), fontsize=9, frameon=False)
-    figure.savefig(out, dpi=120)
+    kind, key = out.suffix.removeprefix("."), "Software" if out.suffix == ".png" else "Creator"
+    with output_file(out, ours=_is_picture, force=force) as path:
+        figure.savefig(path, dpi=120, format=kind, metadata={key: _MARK})
     plt.close(figure)
 
 

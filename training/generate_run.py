@@ -6,12 +6,13 @@ import hashlib
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TextIO
 
-from ..checkpoints.disk import DiskFailed, writing
-from ..parallel_state import Layout, from_os_error
+from ..checkpoints.disk import writing
+from ..checkpoints.output_file import check_output_file, output_file
+from ..parallel_state import Layout
 from .continuation import Continuation
 from .generation import Figures, Prepared, Request, continue_prompts, prepare
 from .launch import check_device, check_launch, launch, own_rank, process_group, under_torchrun
@@ -31,14 +32,19 @@ def run_generation(
     note: Callable[[str], None],
     device: str = "cpu",
     out: Path | None = None,
+    force: bool = False,
     status: Path | None = None,
 ) -> int:
     """Write what the request asks for; the exit code.
 
     ``words`` are the command's own, with which a layout of several ranks starts them; ``status`` is the
     folder that they were then given. ``write`` gets text or, for several prompts, lines of JSON, unless these
-    go into the file ``out``; ``note`` the figures at the end.
+    go into the file ``out``, where ``force`` replaces what another command wrote; ``note`` the figures at the
+    end.
     """
+    inputs = [one for one in (request.source, request.tokenizer, request.adapter) if one is not None]
+    if out is not None:
+        check_output_file(out, ours=_is_ours, force=force, inputs=inputs)
     check_device(device)
     if layout.world > 1 and not under_torchrun():
         prepare(request, layout)  # bad input is said once and at once, before any rank starts
@@ -54,7 +60,7 @@ def run_generation(
             stack.enter_context(watched(status, own_rank(), layout.world, run=this_start()))
         prepared = prepare(request, layout)
         first = own_rank() == 0
-        file = stack.enter_context(_open(out)) if out is not None and first else None
+        file = stack.enter_context(_open(out, inputs, force)) if out is not None and first else None
         digest = hashlib.sha256(repr(request).encode()).hexdigest()
         state = stack.enter_context(process_group(layout, device=device, alike={"request": digest}))
         stream = _text_of_one(request, prepared, write) if first and file is None else None
@@ -73,21 +79,21 @@ def run_generation(
 
 
 @contextmanager
-def _open(out: Path) -> Iterator[TextIO]:
-    """Open a new file; a disk that refuses a line of it has none of it left."""
-    try:
-        file = out.open("w", encoding="utf-8")
-    except OSError as error:
-        raise from_os_error(error, f"{out}: out", expected="a file that can be written") from error
-    try:
+def _open(out: Path, inputs: Sequence[Path], force: bool) -> Iterator[TextIO]:
+    with (
+        output_file(out, ours=_is_ours, force=force, inputs=inputs) as path,
+        path.open("w", encoding="utf-8") as file,
+    ):
         yield file
-    except DiskFailed:
-        with suppress(OSError):
-            out.unlink(missing_ok=True)
-        raise
-    finally:
-        with suppress(OSError):  # each line was flushed: a line that the disk refused is tried again here
-            file.close()
+
+
+def _is_ours(seen: bytes) -> bool:
+    """Whether a file begins with a line such as ``_rows`` writes."""
+    try:
+        first = json.loads(seen.split(b"\n", 1)[0])
+    except ValueError:
+        return False
+    return isinstance(first, dict) and [*first] == ["prompt", "text", "tokens", "finish"]
 
 
 def _text_of_one(

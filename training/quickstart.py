@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..checkpoints import complete_checkpoints, convert, load_model
+from ..checkpoints.output_file import check_place
 from ..layers import gather_logits
 from ..models import generate
 from ..parallel_state import BadInput, PeerFailed
@@ -66,6 +67,7 @@ class Quickstart:
     """Everything is written below ``out``, which must be new or empty; ``say`` gets a line a step."""
 
     def __init__(self, out: Path, say: Callable[[str], None]) -> None:
+        check_place(out)
         if out.exists() and any(out.iterdir()):
             raise BadInput(
                 out, expected="a new or an empty folder", found="files in it", todo="Give another --out"

@@ -9,8 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints.disk import whole_file
-from ..parallel_state import BadInput
+from ..checkpoints.output_file import check_output_file, output_file
 from .chart import Chart, Series, shown
 from .html_table import folded, table
 from .report_style import STYLE
@@ -31,9 +30,11 @@ COLUMNS = (
     *("mfu_causal", "mfu_full", "memory", "seconds"),
 )
 UNITS = {"memory": "memory (GiB)"}
+#: By which a report is known as one.
+_MARK = '<meta name="generator" content="trilith report">'
 #: Even if something were not escaped, the policy lets nothing run and nothing be fetched.
 _FRAME = """<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8">
+<html lang="en"><head><meta charset="utf-8">{mark}
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <meta http-equiv="Content-Security-Policy"
@@ -45,19 +46,20 @@ _FRAME = """<!DOCTYPE html>
 _MOST_ROWS = 1000
 
 
-def write_report(folders: Sequence[Path], out: Path) -> None:
+def write_report(folders: Sequence[Path], out: Path, *, force: bool = False) -> None:
     """Read the runs' folders and write the page.
 
-    ``BadInput`` for a folder in which no run has written, or an ``out`` that cannot be a file.
+    ``BadInput`` for a folder in which no run has written, or an ``out`` that cannot be a file, or that exists
+    and is no report, unless ``force``.
     """
-    if out.is_dir():
-        raise BadInput(out, expected="a file to write", found="a folder", todo=f"Say {out / 'report.html'}")
-    above = next(one for one in out.absolute().parents if one.exists())
-    if not above.is_dir():
-        raise BadInput(out, expected="a file in a folder", found=f"{above}, which is a file")
+    check_output_file(out, ours=_is_report, force=force, parents=True)
     page = make_report([read_run(folder) for folder in folders])
-    with whole_file(out) as temporary:
-        temporary.write_text(page, encoding="utf-8")
+    with output_file(out, ours=_is_report, force=force, parents=True) as path:
+        path.write_text(page, encoding="utf-8")
+
+
+def _is_report(seen: bytes) -> bool:
+    return seen.startswith(b"<!DOCTYPE html>") and _MARK.encode() in seen
 
 
 def make_report(runs: Sequence[RunRecord]) -> str:
@@ -75,7 +77,7 @@ def make_report(runs: Sequence[RunRecord]) -> str:
         body.append(
             f'<section id="run-{number}">{heading}{_events(run)}{_recipe(run)}{_steps(run)}</section>'
         )
-    return _FRAME.format(title=escape(title), style=STYLE, body="".join(body))
+    return _FRAME.format(mark=_MARK, title=escape(title), style=STYLE, body="".join(body))
 
 
 def _charts(runs: Sequence[RunRecord]) -> Iterable[str]:

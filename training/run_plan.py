@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoints import Source, StoredAdapter, check_plain, companions_in, read_source
+from ..checkpoints.output_file import check_place
 from ..models import Family, ModelConfig, family_of
 from ..parallel_state import BadInput
 from .adapters import plan_adapters
@@ -48,6 +49,7 @@ def plan(recipe: Recipe) -> Plan:
     """Read the model's config and refuse a layout that cannot hold it; reads no weights, starts nothing."""
     companions: list[Path] = []
     source: Source | None = None
+    check_run_folder(recipe)
     if recipe.model.init_from is not None:
         source = read_source(recipe.model.init_from)
         if source.adapter is not None:
@@ -94,6 +96,13 @@ def plan(recipe: Recipe) -> Plan:
     groups = assign(recipe.optimizer.groups, names_of(family, config))
     base = source if adapter else None
     return Plan(family, config, hf_config, companions, base, adapter, groups, cut=cut)
+
+
+def check_run_folder(recipe: Recipe) -> None:
+    """Refuse a run's folder in that of the model or of the adapters, or among another run's checkpoints."""
+    out = Path(recipe.out)
+    adapters = None if recipe.lora is None else recipe.lora.init_from
+    check_place(out, [Path(one) for one in (recipe.model.init_from, adapters) if one is not None])
 
 
 def flops_of(recipe: Recipe, plan: Plan) -> TokenFlops:

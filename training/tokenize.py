@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from ..checkpoints.output_file import check_place
 from ..parallel_state import BadInput
 from .chat_template import Chat
 from .documents import Block, check_inputs, input_size, read_blocks
@@ -47,6 +48,7 @@ def tokenize(
     Killed or interrupted, the same call goes on where it was. ``BadInput`` names the file and line; nothing
     is left behind then. ``PeerFailed`` where a worker died.
     """
+    check_place(out, [*inputs, tokenizer])
     size = check_inputs(inputs, chat=chat is not None)
     loaded = load_tokenizer(tokenizer)
     template = None

@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
+from ..checkpoints.output_file import check_place
 from ..parallel_state import BadInput
 from .chat_template import read_template
 from .tokenizer import Tokenizer, load_tokenizer
@@ -63,6 +64,7 @@ def train_tokenizer(
         raise BadInput(
             "tokenizer", "vocab_size", expected="at least 260: 3 special, 256 bytes", found=vocab_size
         )
+    check_place(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise BadInput(folder, expected="a new or empty folder", found="something in its place")
     template = None if chat_template is None else read_template(chat_template)

@@ -178,7 +178,7 @@ def test_a_layout_starts_its_ranks_with_the_same_words(
         (("-p", "x", "--max-new-tokens", "400"), "at most the model's 256 positions"),
         (("-p", "x", "--top-p", "0"), "top_p: expected above 0"),
         (("-p", "x", "--dtype", "int3"), "int3"),
-        (("-p", "x", "--out", "no/such/folder"), "out: expected a file that can be written"),
+        (("-p", "x", "--out", "no/such/folder"), "expected a file in a folder that exists"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )

@@ -193,7 +193,7 @@ def test_a_place_where_no_file_can_be_is_refused_before_the_work(
             ["recipe", "from-deepspeed", str(configuration), "--out", str(tmp_path / "no" / "x.toml")],
             "no folder",
         ),
-        (["recipe", "from-deepspeed", str(configuration), "--out", str(tmp_path)], "one that exists"),
+        (["recipe", "from-deepspeed", str(configuration), "--out", str(tmp_path)], "found a folder"),
         (["report", str(tmp_path / "run"), "--out", str(tmp_path)], "found a folder"),
         (["report", str(tmp_path / "run"), "--out", str(tmp_path / "file" / "x.html")], "which is a file"),
     ):

@@ -1,0 +1,111 @@
+"""What kind of folder this is, decided in one place: by what only that kind holds, never by a likeness."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection
+from enum import Enum
+from pathlib import Path
+
+from ..parallel_state import BadInput
+from .hf_folder import ADAPTER_CONFIG, ADAPTER_MODEL, CONFIG, INDEX, SINGLE
+from .manifest import MANIFEST, STEP_NAME
+
+#: In a run's folder, the checkpoints; and what a run writes there besides.
+CHECKPOINTS = "checkpoints"
+_OF_A_RUN = {"run.lock", "metrics.jsonl", "events.jsonl"}
+_UNFINISHED = re.compile(r".+\.tmp-[0-9a-f]{16}", re.DOTALL)
+
+
+class FolderKind(Enum):
+    """A kind by its name for the user."""
+
+    MODEL = "a Hugging Face folder"
+    ADAPTER = "LoRA adapters in PEFT's folder"
+    CHECKPOINT = "a checkpoint"
+    CHECKPOINTS = "a folder of checkpoints"
+    RUN = "a run's folder"
+    TOKENS = "a folder of token files"
+    UNFINISHED = "what an unfinished conversion or save left"
+    OTHER = "none of these"
+
+
+#: Kinds that a source of weights may be.
+SOURCES = (FolderKind.MODEL, FolderKind.CHECKPOINT, FolderKind.CHECKPOINTS, FolderKind.RUN)
+#: Kinds that a source of LoRA adapters may be.
+ADAPTERS = (FolderKind.ADAPTER, FolderKind.CHECKPOINT, FolderKind.CHECKPOINTS, FolderKind.RUN)
+
+#: The file or folder by which a user says which kind is meant, where a folder is two.
+_NAMED = {
+    FolderKind.MODEL: CONFIG,
+    FolderKind.ADAPTER: ADAPTER_CONFIG,
+    FolderKind.CHECKPOINT: MANIFEST,
+    FolderKind.RUN: CHECKPOINTS,
+}
+
+
+def kind_of_folder(path: Path, among: Collection[FolderKind] = ()) -> tuple[Path, FolderKind]:
+    """The folder that ``path`` names, and its kind.
+
+    ``path`` is the folder or, where a folder is of two kinds, its file that says which: ``config.json``,
+    ``adapter_config.json`` or ``manifest.json``. ``among``: the kinds that the caller can use; others are
+    given only if the folder is none of these. ``BadInput`` if the folder is of two kinds.
+    """
+    for kind, name in _NAMED.items():
+        if path.name == name and path.is_file():
+            return path.parent, kind
+    if not path.is_dir():
+        return path, FolderKind.OTHER
+    found = kinds_of(path)
+    wanted = [kind for kind in found if kind in among]
+    if len(wanted) > 1:
+        kinds = " and ".join(kind.value for kind in wanted)
+        says = "; ".join(f"{_said(path, kind)} for {kind.value}" for kind in wanted)
+        raise BadInput(
+            path, expected="a folder of one kind", found=f"both {kinds}", todo=f"Say which is meant: {says}"
+        )
+    return path, (wanted or found or [FolderKind.OTHER])[0]
+
+
+def kinds_of(folder: Path) -> list[FolderKind]:
+    """All that the folder is. What merely looks like a run or tokens counts if it is nothing else."""
+    if _UNFINISHED.fullmatch(folder.name):
+        return [FolderKind.UNFINISHED]
+    names = set(os.listdir(folder))
+    weights = {SINGLE, INDEX} & names
+    found = []
+    if MANIFEST in names:
+        found.append(FolderKind.CHECKPOINT)
+    if holds_steps(folder):
+        found.append(FolderKind.CHECKPOINTS)
+    if holds_steps(folder / CHECKPOINTS):
+        found.append(FolderKind.RUN)
+    if {ADAPTER_CONFIG, ADAPTER_MODEL} & names:
+        found.append(FolderKind.ADAPTER)
+    if weights or (CONFIG in names and FolderKind.ADAPTER not in found):
+        found.append(FolderKind.MODEL)
+    if not found and _OF_A_RUN & names:
+        found.append(FolderKind.RUN)
+    if not found and any(name.endswith(".docs.npy") for name in names):
+        found.append(FolderKind.TOKENS)
+    return found
+
+
+def holds_steps(folder: Path) -> bool:
+    """Whether a run has saved in the folder, or began to: a folder in it has the name of a step."""
+    if not folder.is_dir():
+        return False
+    with os.scandir(folder) as entries:
+        return any(_is_step(entry.name) and entry.is_dir() for entry in entries)
+
+
+def _is_step(name: str) -> bool:
+    whole = name.rpartition(".tmp-")[0] if _UNFINISHED.fullmatch(name) else name
+    return STEP_NAME.fullmatch(whole) is not None
+
+
+def _said(folder: Path, kind: FolderKind) -> Path:
+    if kind is FolderKind.CHECKPOINTS:
+        return max(path for path in folder.iterdir() if _is_step(path.name))
+    return folder / _NAMED[kind]

@@ -1,0 +1,217 @@
+"""A file that a command writes: whole under its name or not at all, and never over what is not its own.
+
+    with output_file(out, ours=is_report) as path:   # checks the place; a new file beside it
+        path.write_text(...)
+                                                     # on the disk, then under its name in one step
+
+Killed at any point, the name is absent or as it was; the next call removes what was left beside it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import secrets
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..parallel_state import BadInput
+from .disk import writing
+from .folder_kind import CHECKPOINTS, FolderKind, holds_steps, kinds_of
+
+#: What of a file is looked at to tell whose it is: its first and its last bytes.
+_SEEN = 1 << 16
+_LEFT = re.compile(r"\.tmp-[0-9a-f]{16}")
+
+#: From a file's first and last bytes to whether the command that asks has written it.
+IsOurs = Callable[[bytes], bool]
+
+
+def nobodys(seen: bytes) -> bool:
+    """For commands whose earlier output is edited by hand: nothing that exists is theirs to replace."""
+    return False
+
+
+def check_place(output: Path, inputs: Iterable[Path] = ()) -> None:
+    """Refuse an output that would lie in an input's folder, in a checkpoint, or among a run's checkpoints."""
+    check_outside(output, inputs)
+    for folder in _around(output):
+        if found := _kept_by_runs(folder):
+            todo = "Choose a place outside"
+            raise BadInput(output, expected=f"a place outside {found}", found=str(folder), todo=todo)
+
+
+def check_outside(output: Path, inputs: Iterable[Path]) -> None:
+    """Refuse an output that would lie in an input's folder.
+
+    Folders are compared as such and not by their paths, so a mount or a link hides nothing.
+    """
+    around = _around(output)
+    for source in inputs:
+        if (inside := _inside(around, source)) is not None:
+            todo = "Choose a place outside"
+            raise BadInput(
+                output, expected="an output outside the input", found=f"{inside}, the input", todo=todo
+            )
+
+
+def _around(output: Path) -> list[Path]:
+    real = Path(os.path.realpath(output))
+    return [one for one in (real, *real.parents) if os.path.isdir(one)]
+
+
+def _inside(around: list[Path], source: Path) -> Path | None:
+    """Which folder around the output is the source, or a folder in it."""
+    if not source.is_dir():
+        return None
+    theirs = [source, *(one for one in source.iterdir() if one.is_dir() and not one.is_symlink())]
+    for folder in around:
+        if any(os.path.samefile(folder, one) for one in theirs):
+            return folder
+    return None
+
+
+def _kept_by_runs(folder: Path) -> str:
+    if holds_steps(folder) or (folder.name == CHECKPOINTS and FolderKind.RUN in kinds_of(folder.parent)):
+        return "a run's checkpoints"
+    if FolderKind.CHECKPOINT in kinds_of(folder) and any(folder.glob("*.safetensors")):
+        return "a checkpoint"
+    return ""
+
+
+def check_output_file(
+    out: Path,
+    *,
+    ours: IsOurs = nobodys,
+    force: bool = False,
+    inputs: Iterable[Path] = (),
+    parents: bool = False,
+) -> None:
+    """Refuse a file that cannot be written, or that exists and is not ``ours``; creates nothing.
+
+    ``force`` replaces any regular file, but never one in a place that ``check_place`` refuses. ``parents``:
+    folders above it will be made.
+    """
+    check_place(out, inputs)
+    if out.is_symlink():
+        raise BadInput(out, expected="a new file", found="a link", todo="Name its target instead")
+    above = next(one for one in Path(os.path.abspath(out)).parents if one.exists())
+    if not above.is_dir():
+        raise BadInput(out, expected="a file in a folder", found=f"{above}, which is a file")
+    if not parents and not out.parent.is_dir():
+        found, todo = f"no folder {out.parent}", "Make the folder first"
+        raise BadInput(out, expected="a file in a folder that exists", found=found, todo=todo)
+    if out.is_dir():
+        raise BadInput(out, expected="a file to write", found="a folder", todo="Name a file in it")
+    if not out.exists():
+        return
+    if not stat.S_ISREG(out.stat().st_mode):
+        raise BadInput(out, expected="a file to write", found="a pipe or a device")
+    if not force and not ours(_seen(out)):
+        todo = "Choose another name, or say --force to replace it"
+        found = "one that exists and is not this command's own earlier output"
+        raise BadInput(out, expected="a new file", found=found, todo=todo)
+
+
+@contextmanager
+def output_file(
+    out: Path,
+    *,
+    ours: IsOurs = nobodys,
+    force: bool = False,
+    inputs: Iterable[Path] = (),
+    parents: bool = False,
+) -> Iterator[Path]:
+    """The path of an empty file to write, which takes the name ``out`` when the block ends without an error.
+
+    ``BadInput`` as ``check_output_file``, also for a file that appears meanwhile.
+    """
+    inputs = [*inputs]
+    check_output_file(out, ours=ours, force=force, inputs=inputs, parents=parents)
+    with writing(out), _fresh(out) as path:
+        yield path
+        _publish(path, out, ours=ours, force=force, inputs=inputs)
+
+
+@contextmanager
+def _fresh(out: Path) -> Iterator[Path]:
+    """A file beside ``out``, its folders made; what has not become ``out`` by the end is removed again."""
+    made = _make_parents(out.parent)
+    _remove_leftovers(out)
+    fresh, fd = _begin(out)
+    try:
+        yield fresh
+        made = []
+    finally:
+        fresh.unlink(missing_ok=True)
+        os.close(fd)
+        for folder in made:
+            with contextlib.suppress(OSError):  # somebody else put a file there
+                folder.rmdir()
+
+
+def _publish(fresh: Path, out: Path, *, ours: IsOurs, force: bool, inputs: Iterable[Path]) -> None:
+    with open(fresh, "rb") as written:  # a library may have made the file anew
+        os.fsync(written.fileno())
+    try:
+        os.link(fresh, out)  # unlike a rename, never over a file that appeared meanwhile
+    except OSError:  # it exists, or this file system has no hard links
+        check_output_file(out, ours=ours, force=force, inputs=inputs)
+        os.replace(fresh, out)
+    folder = os.open(out.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _begin(out: Path) -> tuple[Path, int]:
+    """A new file beside ``out``, and a descriptor that holds its lock: so long others leave it alone."""
+    while True:
+        fresh = _beside(out, f".tmp-{secrets.token_hex(8)}")
+        fd = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        if fresh.exists():
+            return fresh, fd
+        os.close(fd)  # taken for a leftover between the two calls
+
+
+def _remove_leftovers(out: Path) -> None:
+    """What killed calls left for this output; whoever is at work holds a lock."""
+    prefix = _beside(out, ".tmp-" + "0" * 16).name[: -len(".tmp-") - 16]
+    for path in out.parent.iterdir():
+        left = path.name.startswith(prefix) and _LEFT.fullmatch(path.name[len(prefix) :])
+        if not left or path.is_symlink() or not path.is_file():
+            continue
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink(missing_ok=True)
+        except BlockingIOError:
+            pass
+        finally:
+            os.close(fd)
+
+
+def _beside(out: Path, suffix: str) -> Path:
+    """A sibling of the output, its name cut where the file system would refuse it."""
+    return out.parent / (os.fsencode(out.name)[: 255 - len(suffix)].decode(errors="ignore") + suffix)
+
+
+def _make_parents(folder: Path) -> list[Path]:
+    """The folders that were made, the innermost first."""
+    missing = [one for one in (folder, *folder.parents) if not one.exists()]
+    for one in reversed(missing):
+        one.mkdir(exist_ok=True)
+    return missing
+
+
+def _seen(path: Path) -> bytes:
+    with open(path, "rb") as file:
+        first = file.read(_SEEN)
+        file.seek(max(len(first), os.fstat(file.fileno()).st_size - _SEEN))
+        return first + file.read(_SEEN)
