@@ -37,6 +37,27 @@ PRIVATE_TORCH = {
     "testing/live_bytes.py": "counts what every operator leaves behind: torch has no public hook for that",
 }
 
+#: Files that read or parse by themselves and not through ``checkpoints/small_files.py``, and why.
+READERS = {
+    "checkpoints/strict_json.py": "the one parser of JSON",
+    "checkpoints/small_files.py": "the one reader",
+    "checkpoints/journal.py": "bytes of our own, cut off where a kill cut them",
+    "checkpoints/budget.py": "/proc",
+    "system/limits.py": "/proc",
+    "parallel_state/fault.py": "/proc",
+    "training/memory_use.py": "/proc",
+    "training/process_info.py": "/proc",
+    "parallel_state/order.py": "a store between ranks, no file",
+    "training/join.py": "a store between ranks, no file",
+    "training/chat_formats.py": "a text inside a record, no file",
+    "training/documents.py": "streams data sets of any size in blocks",
+    "training/corpus.py": "Python's own sources",
+    "training/quickstart.py": "compares two files that it has just written",
+    "training/generate_run.py": "a file of its own rank, in a temporary folder",
+    "training/events.py": "the last byte of a log of its own",
+    "testing/folders.py": "sums of files that a test has just written",
+}
+
 #: Files over the limit, and why each stays one file.
 LIMIT = 300
 LONG_FILES: dict[str, str] = {}
@@ -156,6 +177,23 @@ def prints(files: dict[str, str]) -> list[str]:
     ]
 
 
+def own_readers(files: dict[str, str]) -> list[str]:
+    """Calls that read a file whole, or parse JSON or TOML: a pipe would make them wait for ever."""
+    reading = {"read_text", "read_bytes"}
+    parsing = {("json", "load"), ("json", "loads"), ("tomllib", "load"), ("tomllib", "loads")}
+    return [
+        f"{path}:{node.lineno}: reads by itself: use checkpoints/small_files.py"
+        for path, text in files.items()
+        if path not in READERS
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Attribute)
+        and (
+            node.attr in reading
+            or (isinstance(node.value, ast.Name) and (node.value.id, node.attr) in parsing)
+        )
+    ]
+
+
 def long_files(files: dict[str, str]) -> list[str]:
     lengths = {path: len(text.splitlines()) for path, text in files.items()}
     return [f"{path}: {n} lines" for path, n in lengths.items() if n > LIMIT and path not in LONG_FILES]
@@ -174,7 +212,7 @@ def relative_imports(files: dict[str, str]) -> list[str]:
     return found
 
 
-RULES = [upward_imports, absolute_imports, private_torch, prints, long_files]
+RULES = [upward_imports, absolute_imports, private_torch, prints, own_readers, long_files]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
@@ -213,6 +251,10 @@ def test_test_files_stand_alone():
         ),
         (private_torch, "layers/a.py", "x = y._local_tensor"),
         (prints, "training/a.py", "def f():\n    print('hello')"),
+        (own_readers, "training/a.py", "path.read_text()"),
+        (own_readers, "training/a.py", "path.read_bytes()"),
+        (own_readers, "training/a.py", "import json\njson.loads(x)"),
+        (own_readers, "training/a.py", "import tomllib\ntomllib.load(x)"),
         (long_files, "models/a.py", "\n" * (LIMIT + 1)),
     ],
 )
@@ -243,6 +285,8 @@ def test_listed_exceptions_are_still_needed():
     files = sources()
     for path in PRIVATE_TORCH:
         assert private_torch({path.replace("/", "/other_"): files[path]}), f"{path} names nothing private"
+    for path in READERS:
+        assert own_readers({path.replace("/", "/other_"): files[path]}), f"{path} reads nothing by itself"
     for path in LONG_FILES:
         assert len(files[path].splitlines()) > LIMIT, f"{path} has become short"
 
