@@ -6,6 +6,7 @@ does, and one that is written to is then tried like the others.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 import os
@@ -22,6 +23,7 @@ from trilith.cli.app import COMMANDS, run
 from trilith.parallel_state import BadInput
 from trilith.testing.folders import contents, write_hf_folder
 from trilith.testing.runs import TINY_LLAMA, write_tokens
+from trilith.training.metrics import StepMetrics
 from trilith.training.tokenizer_training import train_tokenizer
 
 READ, FILE, FOLDER = "read", "a file", "a folder"
@@ -104,8 +106,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     convert(root / "hf", root / "run" / "saved", to="sharded")
     (root / "run" / "checkpoints").mkdir()
     (root / "run" / "saved").rename(root / "run" / "checkpoints" / "step-00000001")
-    line = {"step": 0, "loss": 1.0, "lr": 0.1, "grad_norm": 1.0, "tokens": 8, "seconds": 1.0}
-    (root / "run" / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    line = StepMetrics(0, 1.0, 1.0, 0.1, tokens=8, tokens_per_second=8.0, seconds=1.0)
+    (root / "run" / "metrics.jsonl").write_text(json.dumps(dataclasses.asdict(line)) + "\n")
     write_adapter(root / "adapter", root / "hf")
     (root / "texts").mkdir()
     (root / "texts" / "a.txt").write_text("\n\n".join(f"number {i} of many words" for i in range(300)))
