@@ -94,6 +94,8 @@ def process_group(
         yield ParallelState.start(layout, device=device, timeout=timeout, files_timeout=files_timeout)
     except BaseException:
         failed.set()
+        if world == 1:  # nobody to wait for; the process may go on, and start a group again
+            dist.destroy_process_group()
         raise
     dist.destroy_process_group()
 
