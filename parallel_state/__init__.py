@@ -15,7 +15,7 @@ from .errors import (
 )
 from .fault import fault
 from .foreign import mark_shared, refuse_foreign
-from .gradients import clip_gradients, finalize_gradients, gradient_norm, last_not_finite
+from .gradients import clip_gradients, divide_gradients, finalize_gradients, gradient_norm, last_not_finite
 from .initial import Constant, Initial, Normal, Own, Uniform, seed_of
 from .layout import AXES, Coordinates, Layout
 from .order import CollectiveOrder
@@ -24,6 +24,7 @@ from .parameters import DeclaredModule, declare_parameter, initialize, local, st
 from .reshard import Holding, holdings, parts
 from .state import BACKENDS, FILES_TIMEOUT, TIMEOUT, ParallelState
 from .torchrun import Launched, launched
+from .trained import NotTrained, refuse_untrained, signs_of_training
 
 __all__ = [
     "BUFFER_DTYPE",
@@ -46,12 +47,14 @@ __all__ = [
     "Layout",
     "MachineFailed",
     "Normal",
+    "NotTrained",
     "Own",
     "ParallelState",
     "PeerFailed",
     "Uniform",
     "buffer_names",
     "clip_gradients",
+    "divide_gradients",
     "declarations",
     "declare",
     "declare_parameter",
@@ -72,6 +75,8 @@ __all__ = [
     "padded_rows",
     "parts",
     "refuse_foreign",
+    "refuse_untrained",
     "seed_of",
+    "signs_of_training",
     "stored_box",
 ]

@@ -35,6 +35,14 @@ def finalize_gradients(
         _sum_together([grad for _, declaration, grad in found if declaration.ends], state.ends_group, reduce)
 
 
+def divide_gradients(model: nn.Module, by: Tensor) -> None:
+    """Divide all gradients, in place, by one number, on the host where they rest there (offload)."""
+    found = [local_data(one.grad) for one in model.parameters() if one.grad is not None]
+    on = {device: by.to(device) for device in {grad.device for grad in found}}
+    for grad in found:
+        grad.div_(on[grad.device])
+
+
 def gradient_norm(model: nn.Module, *, state: ParallelState | None = None) -> Tensor:
     """The 2-norm over the gradients of the whole model, every element counted once; the same on every rank.
 

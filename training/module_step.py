@@ -13,8 +13,16 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from ..layers import routers
-from ..parallel_state import BadInput, ParallelState, finalize_gradients, refuse_foreign
-from ..parallel_state.engine import fsdp_modules, local_data
+from ..parallel_state import (
+    BadInput,
+    ParallelState,
+    divide_gradients,
+    finalize_gradients,
+    refuse_foreign,
+    refuse_untrained,
+    signs_of_training,
+)
+from ..parallel_state.engine import fsdp_modules
 from ..planner import check_schedule, schedule_kind
 from .data_parallel import before_backward
 from .evaluation import evaluating
@@ -43,6 +51,10 @@ class ModuleStep:
     takes: a tensor, or a tuple or dict of such tensors. Where the layout has several stages a rank
     (``virtual_stages``), the model keeps them as ``self.stage = Stage.of(...)``, and ``forward`` is told by
     ``stage=`` which of its ``parts`` to run.
+
+    A trained parameter that no micro-batch gave a gradient, and gradients that are all zero where the loss is
+    not, are refused with ``NotTrained``, on every rank alike. ``unused``: a pattern over the names of
+    parameters that a step may leave out.
     """
 
     def __init__(
@@ -52,9 +64,10 @@ class ModuleStep:
         *,
         micro_batch: int,
         schedule: str = "1f1b",
+        unused: str | None = None,
         state: ParallelState | None = None,
     ) -> None:
-        self.model, self.micro_batch = model, micro_batch
+        self.model, self.micro_batch, self.unused = model, micro_batch, unused
         self.state = state or ParallelState.alone()
         wants = "state" in inspect.signature(loss).parameters
         self.loss: SumAndCount = partial(loss, state=state) if wants else loss
@@ -90,15 +103,36 @@ class ModuleStep:
 
     def __call__(self, samples: Samples) -> Tensor:
         """``samples``: those of this data rank (``own_samples``). Returns the mean, alike on every rank."""
+        self._agree(samples)
         parts = [*cut_samples(samples, self.micro_batch)]
         pipelined = self.state.layout.pipeline > 1
         sums = self._pipelined(samples, parts) if pipelined else self._plain(parts)
+        signs_here = signs_of_training(self.model, unused=self.unused)
+        total, count, signs = self._over_all_ranks(sums, signs_here)
+        mean = total / count
+        refuse_untrained(self.model, float(mean), signs, unused=self.unused, state=self.state)
         finalize_gradients(self.model, state=self.state)
-        total, count = self._over_all_ranks(sums)
-        for parameter in self.model.parameters():
-            if parameter.grad is not None:
-                local_data(parameter.grad).div_(count)
-        return total / count
+        divide_gradients(self.model, count)
+        return mean
+
+    def _agree(self, samples: Samples) -> None:
+        """Refuse, on every rank alike, data ranks with different numbers of samples: each gathers weights
+        and sums gradients as often as its neighbours. Where the shapes of one rank's samples changed, all
+        ranks set up their pipeline anew: its trial run gathers weights too.
+        """
+        shapes, count = {name: one.shape for name, one in samples.items()}, count_samples(samples)
+        changed, self._shapes = shapes != self._shapes, shapes
+        if self.state.layout.world > 1:
+            said = torch.tensor([changed, count, -count])
+            dist.all_reduce(said, op=dist.ReduceOp.MAX)
+            changed, most, least = bool(said[0]), int(said[1]), -int(said[2])
+            if most != least:
+                raise BadInput(
+                    "batch", "samples", expected="as many on each data rank", found=f"from {least} to {most}",
+                    todo="own_samples cuts a whole batch into equal pieces",
+                )  # fmt: skip
+        if changed:
+            self._schedule = None
 
     @torch.no_grad()
     def evaluate(self, samples: Samples) -> Tensor:
@@ -119,7 +153,7 @@ class ModuleStep:
                     sums.append((total, count))
         for module in fsdp_modules(self.model):  # no backward comes that would drop the gathered weights
             module.reshard()
-        total, count = self._over_all_ranks(sums)
+        total, count, _ = self._over_all_ranks(sums)
         return total / count
 
     def _stages(self, part: Samples) -> ModuleStages:
@@ -143,15 +177,11 @@ class ModuleStep:
 
     def _pipelined(self, samples: Samples, parts: list[Samples]) -> list[tuple[Tensor, Tensor | int]]:
         """The schedule cuts numbers of samples; the loss finds the samples by them."""
-        shapes = {name: one.shape for name, one in samples.items()}
         told: dict[str, Any] = {name: one for name, one in samples.items() if self._names(name)}
-        if self._schedule is None or shapes != self._shapes:
+        if self._schedule is None:
             stages = self._stages(parts[0])
             name, count = self._schedule_name, len(parts)
-            self._schedule, self._shapes = (
-                stages.schedule(self._loss_of, name=name, microbatches=count),
-                shapes,
-            )
+            self._schedule = stages.schedule(self._loss_of, name=name, microbatches=count)
         state = self.state
         numbers = torch.arange(count_samples(samples), device=state.device)
         first_stage, last_stage = 0 in state.layout.stages_of(state.at.pipeline), self._has_last_stage
@@ -170,18 +200,23 @@ class ModuleStep:
         self._sums.append((total.detach(), count))
         return total
 
-    def _over_all_ranks(self, sums: list[tuple[Tensor, Tensor | int]]) -> tuple[Tensor, Tensor]:
-        """Add up in fp64, where a count is exact. Refuses a loss that any rank found to be a mean."""
+    def _over_all_ranks(
+        self, sums: list[tuple[Tensor, Tensor | int]], *more: Tensor
+    ) -> tuple[Tensor, Tensor, list[float]]:
+        """Add up the losses, their counts, and ``more`` in fp64, where a count is exact. Refuses a loss that any
+        rank found to be a mean.
+        """
         state = self.state
         totals = [[float(total), float(count)] for total, count in sums] or [[0.0, 0.0]]
         sums_here = torch.tensor(totals, dtype=torch.float64).sum(0).tolist()
         both = torch.tensor([*sums_here, float(self._mean is True)], dtype=torch.float64, device=state.device)
+        both = both * int(state.at.tensor == 0)  # its neighbours on the tensor axis have the same
+        both = torch.cat([both, *(one.to(both) for one in more)])
         if state.layout.world > 1:
-            both = both * int(state.at.tensor == 0)  # its neighbours on the tensor axis have the same
             dist.all_reduce(both)
         if bool(both[2]):
             refuse_mean()
-        return both[0], torch.where(both[1] == 0, 1.0, both[1])
+        return both[0], torch.where(both[1] == 0, 1.0, both[1]), both[3:].tolist()
 
 
 def own_samples(samples: Samples, state: ParallelState | None = None) -> Samples:

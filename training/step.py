@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..layers import chunked_cross_entropy, set_auxiliary_scale, valid_tokens, vocab_parallel_cross_entropy
 from ..models import CausalLM
-from ..parallel_state import BadInput, finalize_gradients
+from ..parallel_state import BadInput, finalize_gradients, refuse_untrained, signs_of_training
 from .batch import Batch
 from .data_parallel import before_backward
 from .pipeline import Pipeline, schedule_of_model
@@ -53,7 +53,9 @@ class TrainStep:
         ``positions`` start again at 0 where a document starts; ``None`` is one document a row.
 
         Returns the loss, the same scalar on every rank. A step with no valid label has loss 0 and zero
-        gradients. ``scale``, a power of two: the gradients are those of ``scale`` times the loss.
+        gradients. ``NotTrained``, on every rank, where a trained parameter has no gradient, or all gradients
+        are zero and the loss is not. ``scale``, a power of two: the gradients are those of ``scale`` times
+        the loss.
         """
         samples, length = input_ids.shape
         self.state.layout.check_length(length, "recipe", "sequence_length")
@@ -71,8 +73,9 @@ class TrainStep:
             losses = self._pipelined(input_ids, labels, positions)
         else:
             losses = self._plain(input_ids, labels, positions)
+        loss = self._global_loss(losses)
         finalize_gradients(self.model, reduce=self.reduce, state=self.state)
-        return self._global_loss(losses)
+        return loss
 
     def loss(self, given: Tensor, labels: Tensor) -> Tensor:
         """A micro-batch's share of the step's mean loss, times the scale, from what the model gives."""
@@ -140,7 +143,11 @@ class TrainStep:
         inner = torch.promote_types(self.dtype, torch.float32)
         total = torch.stack(losses).sum() if losses else torch.zeros((), dtype=inner, device=state.device)
         total = total.to(inner)
+        # With the loss goes what tells all ranks that one of them has nothing to train with.
+        sums = torch.cat([total.view(1), signs_of_training(self.model).to(total)])
         if state.layout.world > 1:
-            total = total * int(state.at.tensor == 0)
-            dist.all_reduce(total)
-        return total / self._scale
+            sums[0] *= int(state.at.tensor == 0)
+            dist.all_reduce(sums)
+        loss = sums[0] / self._scale
+        refuse_untrained(self.model, float(loss), sums[1:].tolist(), state=state)
+        return loss

@@ -24,6 +24,7 @@ from ..checkpoints import (
 from ..parallel_state import (
     BadInput,
     CollectiveOrder,
+    NotTrained,
     ParallelState,
     fault,
     initialize,
@@ -81,7 +82,8 @@ class Trainer:
         """Train from the newest complete checkpoint, or from the start, to the last step; the steps' metrics.
 
         A signal that ``signals`` noted ends it after the step at hand, with a checkpoint: ``Preempted``.
-        A rank whose loss or gradient is not finite stops all of them before the update: ``PeerFailed``; under
+        A rank whose loss or gradient is not finite, or that has a parameter without a gradient, stops all of
+        them before the update: ``PeerFailed``; under
         float16 they skip the step together.
         """
         start = self._start()
@@ -226,7 +228,10 @@ class Trainer:
         set_learning_rate(self.optimizer, lr)
         fault("step.forward", rank=state.rank, step=number + 1)
         scale = self.update.scale
-        loss = self.step(*batch.to(state.device), scale=scale)
+        try:
+            loss = self.step(*batch.to(state.device), scale=scale)
+        except NotTrained as error:
+            raise NotTrained(f"step {number + 1}: {error}") from error
         self.watchers.gradients(number, scale)
         updated = self.update(loss)
         if updated.fatal:

@@ -1,0 +1,87 @@
+"""Whether a step trains what it is to train: every trained parameter has a gradient, and not all are zero."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .engine import local_data
+from .errors import PeerFailed
+from .state import ParallelState
+
+
+class NotTrained(PeerFailed):
+    """After a backward pass a trained parameter has no gradient, or all gradients are zero."""
+
+
+def signs_of_training(model: nn.Module, *, unused: str | None = None) -> Tensor:
+    """Three numbers of this rank, to be summed over all ranks: how many parameters are trained, how many of
+    them have no gradient, and the largest element of the gradients. In fp64, wherever the gradients are.
+
+    ``unused``: a pattern over names of parameters that a step may leave without a gradient. An expert to
+    which no token went has a gradient of zeros, and a rank's piece of a parameter may be empty: neither is
+    missing.
+    """
+    trained = _trained(model, unused)
+    missing = sum(one.grad is None for one in trained.values())
+    grads = [local_data(one.grad) for one in trained.values() if one.grad is not None]
+    grads = [grad for grad in grads if grad.numel()]
+    counts = torch.tensor([len(trained), missing], dtype=torch.float64)
+    if not grads:
+        return torch.cat([counts, torch.zeros_like(counts[:1])])
+    largest = torch.nn.utils.get_total_norm(grads, norm_type=float("inf")).double().view(1)
+    return torch.cat([counts.to(largest.device), largest])
+
+
+def refuse_untrained(
+    model: nn.Module,
+    loss: float,
+    signs: Sequence[float],
+    *,
+    unused: str | None = None,
+    state: ParallelState | None = None,
+) -> None:
+    """Raise ``NotTrained``, naming parameters, where ``signs``, summed over all ranks, say that one or all
+    would not be trained. The same on every rank: all must come here with the same numbers.
+
+    A loss of exactly zero has zero gradients, such as that of a step in which no label counts.
+    """
+    trained, missing, largest = signs
+    if missing:
+        names = [name for name, one in _trained(model, unused).items() if one.grad is None]
+        rank, found = _first(names, state)
+        more = f" and {int(missing) - 1} more of all ranks'" if missing > 1 else ""
+        raise NotTrained(
+            f"rank {rank}: {found}{more}: trained, and without a gradient; nothing was updated. "
+            "Freeze what the step does not use (requires_grad_(False))"
+        )
+    if trained and largest == 0 and loss != 0 and math.isfinite(loss):
+        rank, found = _first([*_trained(model, unused)], state)
+        raise NotTrained(
+            f"the loss is {loss:.6g} and every gradient is exactly zero, rank {rank}'s {found} among them; "
+            "nothing was updated"
+        )
+
+
+def _trained(model: nn.Module, unused: str | None) -> dict[str, nn.Parameter]:
+    pattern = None if unused is None else re.compile(unused)
+    return {
+        name: one
+        for name, one in model.named_parameters()
+        if one.requires_grad and (pattern is None or not pattern.search(name))
+    }
+
+
+def _first(names: Sequence[str], state: ParallelState | None) -> tuple[int, str]:
+    """The first rank that has such a parameter, and the first one there."""
+    here = next(iter(names), None)
+    if state is None or state.layout.world == 1:
+        return 0, str(here)
+    everywhere: list[str | None] = [None] * state.layout.world
+    dist.all_gather_object(everywhere, here)
+    return next((rank, name) for rank, name in enumerate(everywhere) if name is not None)
