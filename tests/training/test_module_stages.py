@@ -15,9 +15,11 @@ from trilith.layers import (
     valid_tokens,
     vocab_parallel_cross_entropy,
 )
-from trilith.parallel_state import BadInput, Layout, ParallelState
-from trilith.testing import LayoutVariance, assert_layout_invariant
+from trilith.parallel_state import BadInput, Layout, ParallelState, initialize
+from trilith.testing import LayoutVariance, RankError, assert_layout_invariant, run_parallel
+from trilith.training.data_parallel import shard_over_data
 from trilith.training.module_step import ModuleStep, Samples
+from trilith.training.precision import Precision
 
 LOOP: dict[str, Any] = {"virtual_stages": 2}
 SHAPED: dict[str, Any] = {"virtual_stages": 2, "v_shape": True}
@@ -126,3 +128,34 @@ def test_what_cannot_run_several_stages_is_refused_with_both_numbers() -> None:
         step(Net())
     with pytest.raises(BadInput, match="a keyword stage, with virtual_stages=2, found none"):
         step(Deaf(state=state))
+
+
+def steps_of_shapes(lengths: list[tuple[int, int]], samples: tuple[int, int]) -> list[float]:
+    """The losses of steps in which the two data ranks have rows of these lengths, and so many samples."""
+    state = ParallelState.start(Layout.of(pipeline=2, data=2, zero=3))
+    torch.manual_seed(0)
+    model = shard_over_data(Net(state=state).double(), state, Precision(*[torch.float64] * 3))
+    initialize(model, 0, state=state)
+    step = ModuleStep(model, loss, micro_batch=1, state=state)
+    found = []
+    for both in lengths:
+        length, count = both[state.data_index], samples[state.data_index]
+        tokens = torch.arange(count * length).view(count, length) % VOCAB
+        found.append(float(step({"tokens": tokens, "labels": (tokens + 1) % VOCAB})))
+    return found
+
+
+def test_shapes_may_change_on_one_data_rank_alone() -> None:
+    """The trial run gathers weights under ZeRO 3, so all data ranks make it or none does."""
+    changing = run_parallel(steps_of_shapes, 4, [(4, 4), (4, 6), (5, 6)], (2, 2), timeout=60)
+    fresh = [run_parallel(steps_of_shapes, 4, [one], (2, 2), timeout=60)[0][0] for one in [(4, 6), (5, 6)]]
+    assert len({tuple(one) for one in changing}) == 1
+    assert changing[0][1:] == pytest.approx(fresh, rel=1e-12)
+
+
+def test_data_ranks_with_different_numbers_of_samples_are_refused_alike() -> None:
+    with pytest.raises(RankError) as error:
+        run_parallel(steps_of_shapes, 4, [(4, 4)], (2, 4), timeout=60)
+    said = {str(failure.cause) for failure in error.value.failures}
+    assert len(error.value.failures) == 4 and len(said) == 1
+    assert "as many on each data rank, found from 2 to 4" in said.pop()
