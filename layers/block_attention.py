@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..parallel_state import engine
+from .autocast import without_autocast
 
 #: Scores that are written out at once where no fused operator computes the block.
 _AT_ONCE = 2**26
@@ -38,6 +39,7 @@ class How:
     fused: bool = True
 
 
+@without_autocast
 def attend(q_BHQE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, how: How) -> tuple[Tensor, Tensor]:
     """The block's output (B, H, Q, E) and log-sums (B, H, Q), both in at least fp32.
 
@@ -60,6 +62,7 @@ def attend(q_BHQE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, how: How) -> tuple[Te
     return torch.cat(outs, dim=2), torch.cat(sums, dim=2)
 
 
+@without_autocast
 def attend_backward(
     grad: Tensor, q_BHQE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, out: Tensor, log_sums: Tensor, how: How
 ) -> tuple[Tensor, Tensor, Tensor]:

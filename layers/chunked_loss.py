@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..parallel_state import BadInput, ParallelState
+from .autocast import without_autocast
 from .collectives import enter_tensor
 from .embedding import check_ids
 from .loss import IGNORE, losses_in_place
@@ -85,6 +86,7 @@ class _Chunked(torch.autograd.Function):
 _chunked: Callable[..., Tensor] = _Chunked.apply  # torch declares it without types
 
 
+@without_autocast
 def chunked_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -107,7 +109,8 @@ def chunked_cross_entropy(
     if chunk < 1:
         raise BadInput("memory", "loss_chunk", expected="at least 1 token", found=chunk)
     check_ids(labels, vocab_size, but=ignore_index)
-    hidden = enter_tensor(hidden, state)
+    inner = torch.promote_types(hidden.dtype, weight.dtype)  # which autocast outside of it may have set apart
+    hidden, weight = enter_tensor(hidden.to(inner), state), weight.to(inner)
     on = torch.is_grad_enabled()
     wanted = (on and hidden.requires_grad, on and weight.requires_grad)
     return _chunked(hidden, weight, labels, vocab_size, label_smoothing, ignore_index, chunk, wanted, state)

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from ..parallel_state import engine
+
 
 def compile_blocks(blocks: Iterable[nn.Module], *, backend: str = "inductor") -> None:
     """Compile each block's forward with ``fullgraph=True``, in place; it happens when a block first runs.
@@ -14,5 +16,9 @@ def compile_blocks(blocks: Iterable[nn.Module], *, backend: str = "inductor") ->
     No module is added, so no parameter changes its name; FSDP's hooks and activation checkpointing, which
     must come after it, stay outside of the graph. torch's inductor needs a C++ compiler on a CPU.
     """
+    blocks = [*blocks]
+    # Blocks of one class share their code, and each may be a graph of its own: LoRA's ranks differ, say; and
+    # with gradients, without, in training and in evaluation.
+    engine.allow_graphs(4 * len(blocks))
     for block in blocks:
         block.forward = torch.compile(block.forward, fullgraph=True, backend=backend)

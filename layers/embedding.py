@@ -14,6 +14,7 @@ from ..parallel_state import (
     Normal,
     ParallelState,
     declare_parameter,
+    engine,
     local,
     padded_rows,
 )
@@ -152,13 +153,18 @@ def check_ids(ids: Tensor, size: int, *, but: int | None = None) -> None:
     """``IndexError`` for a token id (or a label other than ``but``) outside the vocabulary, as
     ``nn.Embedding`` raises it.
 
-    On the CPU alone: elsewhere it would wait for the device, and under ``torch.compile`` break the graph.
+    On another device the device itself looks, and stops with an assertion of its own: the host does not wait.
+    Not under ``torch.compile``, where it would break the graph.
     """
-    if torch.compiler.is_compiling() or ids.device.type != "cpu" or not ids.numel():
+    if torch.compiler.is_compiling() or ids.device.type == "meta" or not ids.numel():
         return
     wrong = (ids < 0) | (ids >= size)
     if but is not None:
         wrong &= ids != but
+    if ids.device.type != "cpu":
+        said = f"a token id is out of range: the vocabulary has {size}"
+        engine.assert_on_device(wrong.any().logical_not(), said)
+        return
     if bool(wrong.any()):
         raise IndexError(f"token id {int(ids[wrong][0])} is out of range: the vocabulary has {size}")
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..parallel_state import BadInput, ParallelState, engine
+from .autocast import without_autocast
 from .embedding import check_ids, padded_vocabulary
 from .misuse import alone_or
 
@@ -101,6 +102,7 @@ class _CrossEntropy(torch.autograd.Function):
 _cross_entropy: Callable[..., Tensor] = _CrossEntropy.apply  # torch declares it without types
 
 
+@without_autocast
 def vocab_parallel_cross_entropy(
     logits: Tensor,
     labels: Tensor,
@@ -115,7 +117,8 @@ def vocab_parallel_cross_entropy(
     ``logits``: (B, S, padded / tensor), this rank's columns. ``labels``: (B, S), already shifted.
     ``label_smoothing`` as in ``F.cross_entropy``, spread over the true ``vocab_size``. Two small all-reduces:
     the maximum, and three sums. Sum it and divide by the number of valid tokens *of the whole step* (see
-    ``valid_tokens``). ``IndexError`` for another label outside the vocabulary, on the CPU.
+    ``valid_tokens``). ``IndexError`` for another label outside the vocabulary, on the CPU;
+    a GPU stops with an assertion.
     """
     state = alone_or(state)
     check_ids(labels, vocab_size, but=ignore_index)

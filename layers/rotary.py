@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..parallel_state import BadInput
+from .autocast import without_autocast
 
 SCALINGS = ("default", "linear", "llama3")
 
@@ -79,6 +80,7 @@ class RotaryEmbedding(nn.Module):
         # No buffer: never on the meta device, never saved.
         self._inverse = inverse_frequencies(head_dim, theta, self.scaling)
 
+    @without_autocast
     def forward(self, positions: Tensor, dtype: torch.dtype) -> Rope:
         """``positions``: (S,) or (B, S). Angles are at least fp32; the rope has the activations' dtype."""
         inner = torch.promote_types(dtype, torch.float32)

@@ -25,6 +25,7 @@ from ..parallel_state import (
     engine,
     local,
 )
+from .autocast import without_autocast
 
 
 class TopKRouter(DeclaredModule):
@@ -94,6 +95,7 @@ class TopKRouter(DeclaredModule):
             self.bias.data = before.to(self.bias.device)
         return self
 
+    @without_autocast
     def forward(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
         inner = torch.promote_types(x_BSD.dtype, torch.float32)
         logits_BSE = F.linear(x_BSD.to(inner), local(self.weight).to(inner))

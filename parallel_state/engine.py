@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 #: What we use of torch beyond its public names: (module, attribute) pairs that ``self_check`` looks for.
 PRIVATE = (
+    ("torch", "_assert_async"),
     ("torch.ops._c10d_functional", "all_reduce"),
     ("torch.ops._c10d_functional", "all_gather_into_tensor"),
     ("torch.ops._c10d_functional", "reduce_scatter_tensor"),
@@ -215,6 +216,18 @@ def _groups(modules: Iterable[FSDPModule]) -> Iterator[Any]:
         several = getattr(state, "_fsdp_param_groups", None)  # one alone before torch 2.12
         one = getattr(state, "_fsdp_param_group", None) if several is None else None
         yield from several if several is not None else ([] if one is None else [one])
+
+
+def allow_graphs(count: int) -> None:
+    """Let ``torch.compile`` make so many graphs of one function; beyond 8 it would give up."""
+    config: Any = importlib.import_module("torch._dynamo.config")
+    config.recompile_limit = max(config.recompile_limit, count)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, count)
+
+
+def assert_on_device(condition: Tensor, message: str) -> None:
+    """Stop the device, and with it this rank, once it finds that ``condition`` is false; the host goes on."""
+    torch._assert_async(condition, message)
 
 
 def default_store() -> dist.Store:

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..layers import cut_sequence
-from ..parallel_state import ParallelState
+from ..layers import IGNORE, cut_sequence
+from ..parallel_state import BadInput, ParallelState
 
 
 class Batch(NamedTuple):
@@ -35,6 +35,17 @@ class Batch(NamedTuple):
     def _each(self, change: Callable[[Tensor], Tensor]) -> Batch:
         positions = None if self.positions is None else change(self.positions)
         return Batch(change(self.input_ids), change(self.labels), positions)
+
+    def check_ids(self, vocab_size: int) -> Batch:
+        """The same; ``BadInput`` for an id, or a label that counts, outside the vocabulary. On the host."""
+        for name, ids in (("token id", self.input_ids), ("label", self.labels)):
+            wrong = ((ids < 0) | (ids >= vocab_size)) & ((ids != IGNORE) | (ids is self.input_ids))
+            if bool(wrong.any()):
+                raise BadInput(
+                    "batch", name, expected=f"0 to {vocab_size - 1}, the model's vocabulary",
+                    found=int(ids[wrong][0]), todo="Were the tokens made with another tokenizer?",
+                )  # fmt: skip
+        return self
 
     def of_context(self, state: ParallelState) -> Batch:
         """This context rank's chunks of each row."""

@@ -203,8 +203,8 @@ class ModuleStep:
     def _over_all_ranks(
         self, sums: list[tuple[Tensor, Tensor | int]], *more: Tensor
     ) -> tuple[Tensor, Tensor, list[float]]:
-        """Add up the losses, their counts, and ``more`` in fp64, where a count is exact. Refuses a loss that any
-        rank found to be a mean.
+        """Add up the losses, their counts, and ``more`` in fp64, where a count is exact. Refuses a loss that
+        any rank found to be a mean.
         """
         state = self.state
         totals = [[float(total), float(count)] for total, count in sums] or [[0.0, 0.0]]

@@ -216,7 +216,9 @@ class Trainer:
         }
 
     def _batch(self, number: int) -> Batch:
-        return self.batches.batch(number, self.state.data_index, self.state.layout.data)
+        """Looked at here, on the host, before it is copied to a device that could only stop with it."""
+        batch = self.batches.batch(number, self.state.data_index, self.state.layout.data)
+        return batch.check_ids(self.plan.config.vocab_size)
 
     def _one_step(self, number: int, batch_of: Callable[[int], Batch]) -> StepMetrics:
         recipe, state = self.recipe, self.state

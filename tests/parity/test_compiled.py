@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from trilith.parallel_state import BadInput, Layout
 from trilith.testing import run_parallel
 from trilith.testing.runs import TINY_GPT2, TINY_LLAMA, run_recipe, tiny_recipe, write_tokens
+from trilith.testing.training import Case, first_difference, outcome, train_rank
 from trilith.training.recipe import parse_recipe
 from trilith.training.run_plan import plan
 from trilith.training.sections import MemorySection
@@ -29,6 +31,18 @@ def test_compiled_blocks_equal_one_device(
 ) -> None:
     """Traced and differentiated by torch's compiler, not made into C++: that takes minutes."""
     assert_same(model, layout, memory=memory, compiled="aot_eager", steps=2)
+
+
+def test_adapters_of_ten_ranks_are_compiled(models: dict[str, dict[str, Any]]) -> None:
+    """Each rank may be another graph of one function, and torch stops at 8 unless it is told otherwise."""
+    ranks = {f"layers.{block}.self_attn.q_proj": 2 + block for block in range(10)}
+    lora = {"r": 1, "target_modules": ["q_proj"], "rank_pattern": ranks}
+    case = Case({**models["llama"], "num_hidden_layers": 10}, lora=lora, steps=1)
+    eager, compiled = (
+        outcome(run_parallel(train_rank, 1, replace(case, compiled=backend), timeout=200))
+        for backend in ("", "aot_eager")
+    )
+    assert first_difference(eager, compiled, tolerance=1e-10) is None
 
 
 @pytest.mark.slow

@@ -11,7 +11,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trilith.layers import IGNORE
 from trilith.parallel_state import BadInput
+from trilith.training.batch import Batch
 from trilith.training.batches import GlobalBatches, Mixture
 from trilith.training.order import sample_ids
 from trilith.training.token_writer import TokenWriter
@@ -175,3 +177,16 @@ def _mixed_tokenizers(make: Make) -> None:
 def test_refusals(make: Make, call: Callable[[Make], object], message: str) -> None:
     with pytest.raises(BadInput, match=message):
         call(make)
+
+
+def test_ids_outside_the_vocabulary_are_refused_on_the_host_F4() -> None:
+    """Before the batch goes to a device; a label that does not count is none outside."""
+    good = torch.tensor([[0, 6]])
+    Batch(good, torch.tensor([[IGNORE, 6]])).check_ids(7)
+    for ids, labels, name in (
+        (torch.tensor([[0, 7]]), good, "token id: expected 0 to 6, .*found 7"),
+        (torch.tensor([[IGNORE, 1]]), good, "token id: expected 0 to 6, .*found -100"),
+        (good, torch.tensor([[0, -1]]), "label: expected 0 to 6, .*found -1"),
+    ):
+        with pytest.raises(BadInput, match=name):
+            Batch(ids, labels).check_ids(7)
