@@ -27,6 +27,7 @@ RESUME = "tests/training/test_resume.py::test_resuming_in_the_same_layout_is_bit
 CONTEXT = "tests/parity/test_context.py"
 ROUND_TRIP = "tests/checkpoints/test_convert.py::test_there_and_through_another_layout_and_back_is_bitwise_D6"
 CUT_EXPERTS = "tests/layers/test_moe.py::test_cut_inside_the_experts_it_is_the_same"
+CHANGED = "tests/checkpoints/test_resumed_after_change.py"
 STAGES = "tests/training/test_module_stages.py::test_several_stages_a_rank_are_one_process"
 ROUTER = "tests/layers/test_router.py"
 MOVED = "test_biases_are_of_the_model_and_a_run_goes_on_with_them_in_any_layout"
@@ -242,8 +243,8 @@ MUTANTS = (
     Mutant(
         "what a killed tokenization finished done again",
         "training/tokenize.py",
-        "writer.portions, None)",
-        "0, None)",
+        "if not read.past(writer.portions, writer.read):",
+        "if writer.portions or not read.past(writer.portions, writer.read):",
         ("tests/training/test_chat_files.py::test_a_killed_job_goes_on_and_gives_the_same_bytes",),
     ),
     Mutant(
@@ -426,7 +427,7 @@ MUTANTS = (
     Mutant(
         "rows of padding written and exported",
         "parallel_state/declaration.py",
-        "        if self.rows is None:\n            return box\n",
+        "        if self.multiple is None:\n            return box\n",
         "        if True:\n            return box\n",
         (ROUND_TRIP,),
     ),
@@ -475,14 +476,87 @@ MUTANTS = (
     Mutant(
         "old checkpoint deleted before the new one is committed",
         "checkpoints/saving.py",
-        "            staging[0].publish(manifest.to_bytes())\n",
+        "            staging[0].publish(self._manifest(progress, results).to_bytes())\n",
         "            from .commit import remove_checkpoint\n"
         "            from .find import complete_checkpoints\n\n"
         "            for old in complete_checkpoints(self.root)[::-1][self.keep - 1 :]:\n"
-        "                remove_checkpoint(old)\n            staging[0].publish(manifest.to_bytes())\n",
+        "                remove_checkpoint(old)\n"
+        "            staging[0].publish(self._manifest(progress, results).to_bytes())\n",
         (
             "tests/training/test_save_faults.py::test_the_only_checkpoint_stays_until_the_next_is_committed_K11",
         ),
+    ),
+    Mutant(
+        "a checkpoint deleted that somebody reads",
+        "checkpoints/retention.py",
+        "            if free:\n",
+        "            if old.is_dir():\n",
+        ("tests/checkpoints/test_hold.py::test_retention_leaves_what_is_read_and_deletes_it_with_the_next",),
+    ),
+    Mutant(
+        "a manifest's seal read, but not compared",
+        "checkpoints/seal.py",
+        "if match[1].decode() != digest:",
+        "if len(match[1]) != len(digest):",
+        ("tests/checkpoints/test_manifest.py::test_every_single_flipped_bit_of_a_manifest_is_refused",),
+    ),
+    Mutant(
+        "a token index whose seal is there, but not compared",
+        "training/token_index.py",
+        "or self.seal != self._seal()",
+        "or self.seal is None",
+        ("tests/training/test_token_flips.py::test_a_flipped_bit_is_refused_or_changes_nothing",),
+    ),
+    Mutant(
+        "a stopped conversion taken up where its source has the names and sizes of before",
+        "checkpoints/planning.py",
+        "repr([file.state() for file in source.files])",
+        "repr([(str(file.path), file.size) for file in source.files])",
+        (f"{CHANGED}::test_new_weights_are_told_where_the_file_system_has_no_change_time",),
+    ),
+    Mutant(
+        "what a stopped conversion left taken as it is found, not as it was noted",
+        "checkpoints/execute.py",
+        "if noted is None or noted != _sums(group):",
+        "if noted is None:",
+        (f"{CHANGED}::test_a_flipped_bit_in_what_a_stop_left_has_no_effect",),
+    ),
+    Mutant(
+        "a stopped tokenization taken up where its input has the time and size of before",
+        "training/reading.py",
+        "return not hashes or hashes[-1] == read",
+        "return len(hashes) == portions",
+        (
+            "tests/training/test_tokenize_resumed.py::test_an_input_that_changed_between_is_wholly_the_new_one",
+        ),
+    ),
+    Mutant(
+        "numbers that a cast makes zero counted only where the type is shorter",
+        "checkpoints/execute.py",
+        "if smallest(cast.dtype) > smallest(numbers.dtype):",
+        "if cast.dtype.itemsize < numbers.dtype.itemsize:",
+        ("tests/checkpoints/test_execute.py::test_casts_count_every_number_that_they_make_zero",),
+    ),
+    Mutant(
+        "a rank's status believed, whichever start left it",
+        "training/status.py",
+        "            if status.run == run:\n",
+        "            if status.run:\n",
+        ("tests/training/test_status.py::test_an_earlier_run_is_not_blamed",),
+    ),
+    Mutant(
+        "a rank taken for alive by its process number, which the system gave out again",
+        "training/status.py",
+        " or (self.started != 0 and now.started != self.started)",
+        "",
+        ("tests/training/test_status.py::test_a_process_id_that_was_given_out_again_is_not_the_rank_s",),
+    ),
+    Mutant(
+        "a process ended that another launcher started",
+        "training/own_ranks.py",
+        "info.parent == self._child.pid and info.started == one.started",
+        "info.started == one.started",
+        ("tests/training/test_own_ranks.py::test_a_process_that_somebody_else_started_is_left_alone",),
     ),
 )
 
