@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..models import AdaptedFamily
-from ..parallel_state import BadInput, Layout, fault
+from ..parallel_state import BadInput, Layout, check_workers, fault
 from .budget import block_within
 from .commit import Staging, staged
 from .companions import store_companion
@@ -44,6 +44,9 @@ class How:
     check: bool = True
     note_every: int = EVERY
     progress: Progress = lambda done: None
+
+    def __post_init__(self) -> None:
+        check_workers(self.workers, "convert")
 
 
 def convert(

@@ -8,6 +8,7 @@ deep nesting. Anything else is one line of ``BadInput`` that names the file.
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,7 +18,15 @@ from typing import Any
 from ..parallel_state import BadInput
 from .crc import crc32
 from .plain_files import read_small
-from .strict_json import decode_utf8, finite_float, is_pointer, parse_object, what_it_looks_like
+from .strict_json import (
+    DEEPEST,
+    decode_utf8,
+    deeper,
+    finite_float,
+    is_pointer,
+    parse_object,
+    what_it_looks_like,
+)
 
 #: Of a file that a person writes by hand: a recipe, a template. Unit: bytes.
 BY_HAND = 1 << 20
@@ -25,6 +34,25 @@ BY_HAND = 1 << 20
 CONFIGURATION = 16 << 20
 #: Of a log that grows by a line a step, and of a file of prompts. Unit: bytes.
 LOG = 1 << 30
+
+#: TOML's strings (quotes may lack their end, which is the parser's to refuse) and comments. No part of a
+#: match is tried twice, so that the time grows with the text alone.
+_TEXT_OR_COMMENT = re.compile(
+    r'"""(?:[^"\\]|\\.?|"(?!""))*+(?:""")?'
+    r"|'''(?:[^']|'(?!''))*+(?:''')?"
+    r'|"(?:[^"\\\n]|\\.?)*+"?'
+    r"|'[^'\n]*+'?"
+    r"|#[^\n]*+",
+    re.DOTALL,
+)
+#: A dotted key that names more levels than there may be. Python's parser takes time that grows with the
+#: square of the levels.
+_LONG_KEY = re.compile(rf"(?<![\w-])[\w-]++(?:[ \t]*+\.[ \t]*+[\w-]++){{{DEEPEST}}}")
+
+
+def _placeholder(found: re.Match[str]) -> str:
+    """Stand for a string as a key without dots, and for a comment as nothing."""
+    return "" if found[0].startswith("#") else "s"
 
 
 def refuse_pointer(raw: bytes, path: Path, *, kind: type[BadInput] = BadInput) -> None:
@@ -51,11 +79,16 @@ def read_toml(path: Path, limit: int = BY_HAND) -> dict[str, Any]:
 
 
 def parse_toml(text: str, where: object) -> dict[str, Any]:
-    """Parse TOML; ``BadInput`` that names ``where`` and the line."""
+    """Parse TOML of at most ``DEEPEST`` nested levels; ``BadInput`` that names ``where`` and the line."""
     try:
-        return tomllib.loads(text, parse_float=finite_float)
+        if _LONG_KEY.search(_TEXT_OR_COMMENT.sub(_placeholder, text)):
+            raise RecursionError
+        value = tomllib.loads(text, parse_float=finite_float)
+        if deeper(value, DEEPEST):
+            raise RecursionError
+        return value
     except RecursionError:
-        raise BadInput(where, expected="TOML of moderate depth", found="hundreds of nested levels") from None
+        raise BadInput(where, expected=f"a depth of at most {DEEPEST} levels", found="more") from None
     except ValueError as error:  # TOMLDecodeError, our hook, and integers of thousands of digits
         raise BadInput(where, expected="TOML", found=str(error)) from None
 

@@ -32,7 +32,7 @@ def parse_object(raw: bytes, where: object, *, kind: type[BadInput] = BadInput) 
         value = json.loads(
             text, object_pairs_hook=_unique_keys, parse_constant=_no_constant, parse_float=finite_float
         )
-        if _deeper(value, DEEPEST):
+        if deeper(value, DEEPEST):
             raise RecursionError
         if _ESCAPED_SURROGATE.search(text) is not None:
             json.dumps(value, ensure_ascii=False).encode()
@@ -108,7 +108,7 @@ def finite_float(digits: str) -> float:
     return value
 
 
-def _deeper(value: object, most: int) -> bool:
+def deeper(value: object, most: int) -> bool:
     """Whether lists and objects are nested more than ``most`` levels deep."""
     level: list[Any] = [value]
     for _ in range(most):

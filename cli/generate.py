@@ -28,7 +28,9 @@ def generate(
         typer.Option("--chat", help="prompts are a user's messages, put into the tokenizer's chat template"),
     ] = False,
     system: Annotated[str | None, typer.Option(help="the system's message of a chat")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="how many tokens to add at most")] = 64,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, max=2**20, help="how many tokens to add at most")
+    ] = 64,
     min_new_tokens: Annotated[int, typer.Option(min=0, help="and at least, before it may stop")] = 0,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token")] = 0.0,
     top_k: Annotated[int, typer.Option(min=0, help="sample from the k likeliest tokens; 0: from all")] = 0,

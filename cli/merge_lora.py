@@ -25,10 +25,12 @@ def merge_lora(
     trilith merge-lora Llama-3.2-1B lora-run merged
     """
     from ..checkpoints import How, carry_out, plan_merge
+    from ..parallel_state import check_workers
     from .progress import byte_progress
     from .sizes import parse_size
 
     most = parse_size(max_ram, "--max-ram")
+    check_workers(workers, "merge-lora")
     plan = plan_merge(base, adapter)
     with byte_progress(f"{base} + {adapter} -> {out}", plan.nbytes) as advance:
         carry_out(plan, out, how=How(workers=workers, max_ram=most, progress=advance))

@@ -43,7 +43,9 @@ def parity(
     relative to its largest number, and names the first that differs: where an error begins. Loads the model
     once for each. Exit code 1 if anything differs by more than the tolerance.
     """
-    from ..parallel_state import BadInput
+    from pydantic import ValidationError
+
+    from ..parallel_state import BadInput, from_validation
     from ..planner import schedule_kind
     from ..testing.observation import Question
     from ..testing.parity import TOLERANCES
@@ -54,19 +56,22 @@ def parity(
     from .sizes import parse_counts
 
     kind = schedule_kind(schedule, "parity")
-    section = LayoutSection(
-        tensor=tensor,
-        pipeline=pipeline,
-        data=data,
-        expert=expert,
-        zero=zero,
-        sequence=sequence,
-        context=context,
-        context_attention="ring" if ring else "all-gather",
-        schedule=kind.name,
-        virtual_stages=virtual_stages,
-        split=parse_counts(split, "parity"),
-    )
+    try:
+        section = LayoutSection(
+            tensor=tensor,
+            pipeline=pipeline,
+            data=data,
+            expert=expert,
+            zero=zero,
+            sequence=sequence,
+            context=context,
+            context_attention="ring" if ring else "all-gather",
+            schedule=kind.name,
+            virtual_stages=virtual_stages,
+            split=parse_counts(split, "parity"),
+        )
+    except ValidationError as error:
+        raise from_validation("parity", error, spelled=lambda key: f"--{key.replace('_', '-')}") from None
     layout = section.layout
     question = Question(
         str(folder),

@@ -30,10 +30,13 @@ def schedule(
 
     trilith schedule --name zbv --stages 4 --microbatches 8 --measure --out zbv.png
     """
+    from ..parallel_state import check_local_ranks
     from ..planner import Timetable, bubble, layout_of, timetable
     from ..planner.timetable_text import timetable_lines
     from ..training.console import plain_console
 
+    if measure:
+        check_local_ranks(stages)
     if out is not None:
         from ..planner.timetable_picture import check_picture, draw_timetables
 

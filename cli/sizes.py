@@ -10,16 +10,22 @@ _UNITS = {
     **{f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", 1)},
 }
 
+#: No machine has more memory. Unit: bytes.
+LARGEST = 2**60
+
 
 def parse_size(text: str, option: str) -> int:
     """Bytes of ``800MB``, ``1.5GiB`` or ``1000000``; ``BadInput`` naming ``option`` for anything else."""
     from ..parallel_state import BadInput
 
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]*)", text.strip())
     units = {unit.lower(): size for unit, size in _UNITS.items()} | {"b": 1}
     if match is None or match[2].lower() not in units:
-        raise BadInput(option, expected="a size such as 800MB or 2GiB", found=repr(text))
-    return int(float(match[1]) * units[match[2].lower()])
+        raise BadInput(option, expected="a size such as 800MB or 2GiB", found=_short(text))
+    size = int(float(match[1]) * units[match[2].lower()])
+    if not 1 <= size <= LARGEST:
+        raise BadInput(option, expected="from 1 byte to 1 EiB", found=_short(text))
+    return size
 
 
 def parse_counts(split: str | None, where: str) -> list[int] | None:
@@ -31,4 +37,8 @@ def parse_counts(split: str | None, where: str) -> list[int] | None:
     try:
         return [int(word) for word in split.split(",")]
     except ValueError:
-        raise BadInput(where, "--split", expected="numbers such as 3,2", found=repr(split)) from None
+        raise BadInput(where, "--split", expected="numbers such as 3,2", found=_short(split)) from None
+
+
+def _short(text: str) -> str:
+    return repr(text) if len(text) <= 80 else f"{text[:80]!r}…"

@@ -59,7 +59,7 @@ def train(
 
     from ..training.determinism import deterministic
     from ..training.evaluation import open_held_out
-    from ..training.launch import check_device, check_launch, launch, own_rank, process_group, under_torchrun
+    from ..training.launch import check_launch, check_local, launch, own_rank, process_group, under_torchrun
     from ..training.preempt import StopSignals
     from ..training.recipe import load_recipe
     from ..training.run_lock import inherits_lock, lock_folder, only_run_in
@@ -75,7 +75,7 @@ def train(
     if nproc is not None and not launched:
         layout.check_world(nproc)
     if not launched:  # bad input is said once and at once, before any rank starts
-        check_device(loaded.device)
+        check_local(layout, device=loaded.device)
         planned = plan(loaded)
         open_data(loaded)
         open_held_out(loaded, planned.config.vocab_size)

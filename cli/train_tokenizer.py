@@ -30,7 +30,8 @@ def train_tokenizer(
 ) -> None:
     """Train a SentencePiece tokenizer on text, and write it so that AutoTokenizer gives the same ids.
 
-    The text is held in memory: a sample of some hundred megabytes is plenty.
+    The text is held in memory: a sample of some hundred megabytes is plenty, and more than 2**30 characters
+    are refused.
     """
     from ..checkpoints.output_file import check_place
     from ..training.documents import check_inputs, paragraphs_of

@@ -50,6 +50,20 @@ DENIED = names("""
 MOST_KEYS, MOST_BLOCKS, MOST_EXPERTS, LARGEST_NUMBER = 2**12, 2**14, 2**20, 2**31 - 1
 
 
+def check_keys(raw: Mapping[str, Any], where: str) -> None:
+    """Refuse more keys, on all levels together, than there is a use for: each that is unknown costs a warning
+    or an error of its own.
+    """
+    left: list[Mapping[str, Any]] = [raw]
+    count = 0
+    while left:
+        one = left.pop()
+        count += len(one)
+        left += [value for value in one.values() if isinstance(value, Mapping)]
+        if count > MOST_KEYS:
+            raise BadInput(where, expected=f"at most {MOST_KEYS} keys in all", found="more")
+
+
 class ModelConfig(BaseModel):
     """The fields of a config.json that a family computes with, under Hugging Face's names."""
 
@@ -76,8 +90,7 @@ class ModelConfig(BaseModel):
 
         A key that is unknown only warns, unless it is known to change the forward pass.
         """
-        if len(raw) > MOST_KEYS:
-            raise BadInput(where, expected=f"at most {MOST_KEYS} keys", found=len(raw))
+        check_keys(raw, where)
         raw = cls._without_unread(raw)
         for key in sorted(cls.HARMLESS.keys() & raw):
             _judge_fixed(key, raw[key], cls.HARMLESS[key], where)

@@ -18,6 +18,7 @@ from .foreign import mark_shared, refuse_foreign
 from .gradients import clip_gradients, divide_gradients, finalize_gradients, gradient_norm, last_not_finite
 from .initial import Constant, Initial, Normal, Own, Uniform, seed_of
 from .layout import AXES, Coordinates, Layout
+from .local_work import check_local_ranks, check_workers
 from .order import CollectiveOrder
 from .own import declare
 from .parameters import DeclaredModule, declare_parameter, initialize, local, stored_box
@@ -53,6 +54,8 @@ __all__ = [
     "PeerFailed",
     "Uniform",
     "buffer_names",
+    "check_local_ranks",
+    "check_workers",
     "clip_gradients",
     "divide_gradients",
     "declarations",

@@ -17,7 +17,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from ..parallel_state import Layout
+from ..parallel_state import BadInput, Layout
 from .pipeline import check_schedule, schedule_kind
 
 #: Torch's class of each schedule.
@@ -29,6 +29,9 @@ CLASSES: dict[str, Any] = {
     "zbv": ScheduleZBVZeroBubble,
     "dualpipev": ScheduleDualPipeV,
 }
+
+#: Forwards of a step that are planned at most, over all stages. Torch plans so many in some ten seconds.
+MOST_FORWARDS = 2**15
 
 #: Forward; backward as a whole; its two parts, for the stage's input and for its weights.
 Kind = Literal["F", "B", "I", "W"]
@@ -184,6 +187,9 @@ def actions(
     name: str, pipeline: int, virtual_stages: int, v_shape: bool, micro_batches: int
 ) -> tuple[tuple[Action, ...], ...]:
     """What each pipeline rank computes, in torch's order; no process group is needed to know it."""
+    if (forwards := pipeline * virtual_stages * micro_batches) > MOST_FORWARDS:
+        expected = f"at most {MOST_FORWARDS:,} stages x micro-batches of a step"
+        raise BadInput("schedule", name, expected=expected, found=f"{forwards:,}")
     layout = Layout.of(pipeline=pipeline, virtual_stages=virtual_stages, v_shape=v_shape)
     if pipeline == 1:
         one = tuple(Action(kind, 0, m) for m in range(micro_batches) for kind in _PLAIN)

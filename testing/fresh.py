@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from ..parallel_state import check_local_ranks
 from .failures import RankError, RankFailure, name_ranks
 from .messages import Call
 from .processes import Rendezvous, gather_stacks, templates
@@ -42,6 +43,7 @@ def run_fresh(
     """
     if world < 1:
         raise ValueError(f"world: expected 1 rank or more, found {world}")
+    check_local_ranks(world)
     function, arguments, rendezvous = FunctionName.of(fn), pack(args), Rendezvous()
     limit = timeout if group_timeout is None else group_timeout
     ranks = list(templates.start(range(world), fresh=True).values())

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..checkpoints import check_whole, read_source
-from ..parallel_state import BadInput, Layout
+from ..parallel_state import BadInput, Layout, check_local_ranks
 from ..planner import check_schedule
 from .failures import RankError
 from .observation import Difference, Observation, Question, differences, first_beyond
@@ -43,6 +43,7 @@ class Comparison:
 
 def check(question: Question) -> None:
     """Refuse, before anything starts, a layout that cannot hold the model or a batch that cannot be cut."""
+    check_local_ranks(question.layout.world)
     source, layout = read_source(question.folder), question.layout
     check_whole(source)
     source.family.declarations(source.model_config, layout, split=question.split)

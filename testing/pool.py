@@ -13,6 +13,7 @@ from collections.abc import Callable
 from multiprocessing.connection import wait
 from typing import Any
 
+from ..parallel_state import check_local_ranks
 from .failures import RankError, RankFailure, describe_exit, name_ranks
 from .messages import Call, Leave, Raised, Ready, Returned
 from .processes import Process, Rendezvous, gather_stacks, templates
@@ -36,6 +37,7 @@ class Pool:
         """See ``run_parallel``."""
         if world < 1:
             raise ValueError(f"world: expected 1 rank or more, found {world}")
+        check_local_ranks(world)
         function, arguments = FunctionName.of(fn), pack(args)
         with self._lock:
             self._start(world)

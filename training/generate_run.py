@@ -15,7 +15,7 @@ from ..checkpoints.output_file import check_output_file, output_file
 from ..parallel_state import Layout
 from .continuation import Continuation
 from .generation import Figures, Prepared, Request, continue_prompts, prepare
-from .launch import check_device, check_launch, launch, own_rank, process_group, under_torchrun
+from .launch import check_launch, check_local, launch, own_rank, process_group, under_torchrun
 from .status import this_start
 from .watch import watched
 
@@ -45,7 +45,8 @@ def run_generation(
     inputs = [one for one in (request.source, request.tokenizer, request.adapter) if one is not None]
     if out is not None:
         check_output_file(out, ours=_is_ours, force=force, inputs=inputs)
-    check_device(device)
+    if not under_torchrun():
+        check_local(layout, device=device)
     if layout.world > 1 and not under_torchrun():
         prepare(request, layout)  # bad input is said once and at once, before any rank starts
         with tempfile.TemporaryDirectory(prefix="trilith-generate-") as folder:

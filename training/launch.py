@@ -27,8 +27,10 @@ from ..parallel_state import (
     Layout,
     ParallelState,
     PeerFailed,
+    check_local_ranks,
     launched,
 )
+from ..system import visible
 from .join import join
 from .own_ranks import OwnRanks
 from .preempt import PREEMPTED
@@ -54,6 +56,15 @@ def check_device(device: str) -> None:
     """``BadInput`` for CUDA where there is none."""
     if device == "cuda" and not torch.cuda.is_available():
         raise BadInput("recipe", "device", expected="cpu: this machine has no CUDA device", found="cuda")
+
+
+def check_local(layout: Layout, *, device: str) -> None:
+    """Refuse a device that is not here, or more ranks than this machine can run. Leaves no trace.
+
+    Only for ranks that nobody has started yet: where torchrun did, they may be spread over many machines.
+    """
+    check_device(device)
+    check_local_ranks(layout.world, devices=torch.cuda.device_count() if device == "cuda" else None)
 
 
 def check_launch(layout: Layout, *, device: str) -> None:
@@ -108,6 +119,7 @@ def launch(arguments: Sequence[str], world: int, status: Path, *, lock: int | No
     is this launch's alone. SIGTERM and SIGINT go on to torchrun, which hands them to the ranks; if this
     process or torchrun is killed, the ranks save and leave. ``lock`` is a descriptor that all of them hold.
     """
+    check_local_ranks(world)
     make_folder(status)
     run = new_start()
     each = max(1, (os.cpu_count() or 1) // world)
@@ -129,18 +141,18 @@ def launch(arguments: Sequence[str], world: int, status: Path, *, lock: int | No
         failed = first_failure(status, run=run) if code else None
         if failed is not None:
             kind = "stopped" if failed.code == PREEMPTED else "error"
-            sys.stderr.write(f"{kind}: rank {failed.rank}: {failed.error}\n")
+            sys.stderr.write(f"{kind}: rank {failed.rank}: {visible(failed.error)}\n")
             return int(failed.code or 1)
         dead = blame(status, world, but=-1, run=run, wait=0.0) if code else ""
         if dead:
             if not ended:  # not one came far enough to say why
                 log.seek(0)
-                sys.stderr.write(log.read())
-            sys.stderr.write(f"error: {dead}\n")
+                sys.stderr.write(visible(log.read()))
+            sys.stderr.write(f"error: {visible(dead)}\n")
             return PeerFailed.exit_code
         if code:
             log.seek(0)
-            sys.stderr.write(log.read())
+            sys.stderr.write(visible(log.read()))
         if code < 0:
             sys.stderr.write(f"error: torchrun was killed by signal {-code}\n")
             return PeerFailed.exit_code

@@ -10,6 +10,8 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError
 
 from ..checkpoints.small_files import parse_toml, read_json, read_toml
+from ..checkpoints.strict_json import DEEPEST
+from ..models.config import check_keys
 from ..parallel_state import TIMEOUT, BadInput, from_validation, nearest_multiples
 from ..planner import check_schedule
 from .preempt import GRACE
@@ -139,6 +141,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 def parse_recipe(raw: dict[str, Any], where: str = "recipe") -> Recipe:
     """A recipe from plain data, checked."""
+    check_keys(raw, where)
     try:
         recipe = Recipe.model_validate(raw)
     except ValidationError as error:
@@ -160,6 +163,8 @@ def _apply(raw: dict[str, Any], override: str) -> None:
     if not equals or not key:
         raise BadInput("override", override, expected="key=value, such as data.global_batch=64")
     *sections, last = key.strip().split(".")
+    if len(sections) >= DEEPEST:
+        raise BadInput("override", f"{key[:40]}…", expected=f"at most {DEEPEST} levels", found="more")
     here = raw
     for section in sections:
         here = here.setdefault(section, {})

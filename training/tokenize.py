@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ..checkpoints.output_file import check_place
-from ..parallel_state import BadInput
+from ..parallel_state import BadInput, check_workers
 from .chat_template import Chat
 from .documents import Block, check_inputs, input_size, read_blocks
 from .encode import Job, encode_all, useful_workers
@@ -48,6 +48,8 @@ def tokenize(
     Killed or interrupted, the same call goes on where it was. ``BadInput`` names the file and line; nothing
     is left behind then. ``PeerFailed`` where a worker died.
     """
+    if workers is not None:
+        check_workers(workers, "tokenize")
     check_place(out, [*inputs, tokenizer])
     size = check_inputs(inputs, chat=chat is not None)
     loaded = load_tokenizer(tokenizer)
@@ -62,8 +64,6 @@ def tokenize(
     bos_id = _begin(loaded, tokenizer, bos, chat)
     job = Job(tokenizer, json_key, append_eos, chat, bos_id)
     workers = useful_workers(size) if workers is None else workers
-    if workers < 1:
-        raise BadInput("tokenize", "workers", expected="at least 1", found=workers)
     template_sha256 = None if template is None else template.sha256
     writer = TokenWriter(
         out,

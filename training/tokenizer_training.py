@@ -13,7 +13,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,6 +30,9 @@ _SCORE_UNIT = 64
 #: vocabulary, or the spelling of a special token would be the cheapest way through a text that contains it.
 _SPELLING = "</>0123456789ABCDEFskunx"
 _NEVER_CHOSEN = -(2.0**20)
+
+#: Characters to train on at most: all of them are held in memory, several times over.
+MOST_CHARACTERS = 2**30
 
 _SPECIAL = ("<unk>", "<s>", "</s>")
 
@@ -76,10 +79,10 @@ def train_tokenizer(
 def _train(texts: Iterable[str], vocab_size: int, model_type: str) -> bytes:
     from sentencepiece import SentencePieceTrainer
 
-    written = io.BytesIO()
+    written, wrong = io.BytesIO(), list[Exception]()
     try:
         SentencePieceTrainer.Train(
-            sentence_iterator=iter(texts),
+            sentence_iterator=_counted(texts, wrong),
             model_writer=written,
             model_type=model_type,
             vocab_size=vocab_size,
@@ -94,6 +97,8 @@ def _train(texts: Iterable[str], vocab_size: int, model_type: str) -> bytes:
             minloglevel=2,
         )
     except (RuntimeError, OSError) as error:
+        if wrong:
+            raise wrong[0] from None
         # "INTERNAL: src/file.cc(123) [(condition)] The reason."
         reason = " ".join(str(error).split()).rpartition("] ")[2].removesuffix(".")
         raise BadInput(
@@ -103,6 +108,28 @@ def _train(texts: Iterable[str], vocab_size: int, model_type: str) -> bytes:
             todo="Give more text or another vocab_size",
         ) from error
     return _round_scores(written.getvalue()) if model_type == "unigram" else written.getvalue()
+
+
+def _counted(texts: Iterable[str], wrong: list[Exception]) -> Iterator[str]:
+    """Give the texts on, up to ``MOST_CHARACTERS``. SentencePiece makes an error of its own of any that an
+    iterator raises: the one meant for the user is put into ``wrong``.
+    """
+    count = 0
+    try:
+        for text in texts:
+            count += len(text)
+            if count > MOST_CHARACTERS:
+                raise BadInput(
+                    "tokenizer",
+                    "text to train on",
+                    expected=f"at most {MOST_CHARACTERS:,} characters",
+                    found="more",
+                    todo="Give a sample: some hundred million characters are plenty",
+                )
+            yield text
+    except Exception as error:
+        wrong.append(error)
+        raise
 
 
 def _round_scores(model: bytes) -> bytes:

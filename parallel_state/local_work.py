@@ -1,0 +1,28 @@
+"""Refuse more ranks or workers than one machine can run, before any of them is started."""
+
+from __future__ import annotations
+
+from ..system import most_at_once
+from .errors import BadInput
+
+
+def check_local_ranks(ranks: int, *, devices: int | None = None) -> None:
+    """Raise ``BadInput`` for more ranks than this machine takes: one for each device of ``devices`` where
+    they compute on GPUs, and else ``most_at_once()`` processes.
+    """
+    most = most_at_once() if devices is None else devices
+    if ranks > most:
+        what = "processes" if devices is None else "CUDA devices, one for each rank"
+        raise BadInput(
+            "ranks of this machine",
+            expected=f"at most {most:,} {what}",
+            found=f"{ranks:,}",
+            todo="Start them on several hosts with torchrun, or ask for a smaller layout",
+        )
+
+
+def check_workers(workers: int, where: str) -> None:
+    """Raise ``BadInput`` that names ``where`` for no worker, or for more workers than this machine takes."""
+    if not 1 <= workers <= most_at_once():
+        expected = f"from 1 to {most_at_once():,} on this machine"
+        raise BadInput(where, "workers", expected=expected, found=f"{workers:,}")

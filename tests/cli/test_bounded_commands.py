@@ -1,0 +1,208 @@
+"""No command starts, or computes, more than one machine can: the limit is said before anything is touched."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trilith.checkpoints import How
+from trilith.cli.app import COMMANDS, run
+from trilith.cli.sizes import LARGEST, parse_size
+from trilith.parallel_state import BadInput, Layout, check_local_ranks, check_workers
+from trilith.planner import timetable
+from trilith.planner.timetable import CLASSES, MOST_FORWARDS, layout_of
+from trilith.system import most_at_once
+from trilith.testing import processes, run_fresh, run_parallel
+from trilith.testing.folders import contents, write_hf_folder
+from trilith.testing.runs import TINY_LLAMA, write_tokens
+from trilith.training import launch, quickstart, tokenizer_training
+from trilith.training.launch import check_local
+
+MANY = str(10**6)
+Out = pytest.CaptureFixture[str]
+
+#: Of each option that multiplies work, one number that no machine takes. Options that bound work by
+#: themselves (a batch holds no more rows than there are prompts) or are held to the model's size elsewhere are not here.
+WORDS: list[tuple[str, str]] = [
+    ("train recipe.toml layout.data=1000000 data.global_batch=1000000 data.micro_batch=1", "at most"),
+    ("train recipe.toml layout.tensor=1000000", "at most"),
+    ("train recipe.toml --nproc 1000000", "1000000"),
+    ("generate hf --prompt a --tensor 1000000", "at most"),
+    ("generate hf --prompt a --pipeline 1000000", "at most"),
+    ("generate hf --prompt a --max-new-tokens 1000000000000", "1048576"),
+    ("parity hf --data 1000000", "at most"),
+    ("parity hf --tensor 10000000", "--tensor"),
+    ("parity hf --pipeline 1000", "at most"),
+    ("schedule --name gpipe --stages 1000 --microbatches 4 --measure --out a.svg", "at most"),
+    ("schedule --name 1f1b --stages 1000000 --out a.svg", "stages x micro-batches"),
+    ("schedule --name zbv --microbatches 1000000000", "stages x micro-batches"),
+    ("schedule --name interleaved --virtual 1000000", "stages x micro-batches"),
+    ("convert hf out --workers 1000000", "workers"),
+    ("merge-lora hf hf out --workers 1000000", "workers"),
+    ("merge-lora hf hf out --max-ram 0", "1 byte"),
+    ("tokenize a.txt --tokenizer hf --out out --workers 1000000", "workers"),
+    ("convert hf out --max-ram 0", "1 byte"),
+    ("convert hf out --max-ram 2000000TB", "EiB"),
+    (f"convert hf out --max-ram {'9' * 400}", "--max-ram"),
+    ("convert hf out --max-ram 1e3", "--max-ram"),
+    ("train recipe.toml --dry-run --device-memory 99999999999999TiB", "EiB"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("bounded")
+    write_hf_folder(path / "hf", TINY_LLAMA)
+    (path / "a.txt").write_text("a b c\n" * 40)
+    write_tokens(path / "tokens", vocab_size=TINY_LLAMA["vocab_size"])
+    (path / "recipe.toml").write_text(
+        'out = "run"\nsteps = 1\n[model]\ninit_from = "hf"\n[data]\ntokens = "tokens"\nsequence_length = 8\n'
+        "global_batch = 8\n"
+    )
+    return path
+
+
+def no_process(*arguments: object, **more: object) -> Any:
+    raise AssertionError("a process was started")
+
+
+@pytest.mark.parametrize(("line", "says"), WORDS)
+def test_what_no_machine_can_run_is_refused_in_one_line_before_anything_is_touched(
+    line: str, says: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Out
+) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(subprocess, "Popen", no_process)
+    monkeypatch.setattr(processes.templates, "start", no_process)
+    before = contents(folder)
+    assert run(line.split()) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.count("\n") == 1 and says in said.err and len(said.err) < 400
+    assert "unexpected" not in said.err and contents(folder) == before
+
+
+def test_every_option_for_workers_stands_in_the_table() -> None:
+    for command in COMMANDS:
+        for option in inspect.signature(command).parameters.keys() & {
+            "workers",
+            "nproc",
+            "max_ram",
+            "measure",
+        }:
+            words = f"{command.__name__.replace('_', '-')} .*--{option.replace('_', '-')}"
+            assert any(re.match(words, line) for line, _ in WORDS), words
+
+
+@given(over=st.integers(1, 2**40))
+def test_more_ranks_than_the_limit_are_refused_by_every_way_to_start_them(over: int) -> None:
+    patch = pytest.MonkeyPatch()
+    try:
+        patch.setattr(subprocess, "Popen", no_process)
+        patch.setattr(processes.templates, "start", no_process)
+        world = most_at_once() + over
+        ways: list[Callable[[], object]] = [
+            lambda: run_parallel(no_process, world),
+            lambda: run_fresh(no_process, world),
+            lambda: launch.launch([], world, Path("/no/such/folder")),
+            lambda: check_local(Layout.of(data=world), device="cpu"),
+        ]
+        for way in ways:
+            with pytest.raises(BadInput, match=f"at most {most_at_once():,} .*several hosts with torchrun"):
+                way()
+    finally:
+        patch.undo()
+
+
+def test_on_gpus_there_is_one_rank_for_each_device() -> None:
+    check_local_ranks(8, devices=8)
+    with pytest.raises(BadInput, match="at most 8 CUDA devices, one for each rank, found 9"):
+        check_local_ranks(9, devices=8)
+
+
+def test_a_dry_run_plans_any_number_of_ranks(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Out
+) -> None:
+    monkeypatch.chdir(folder)
+    line = "train recipe.toml --dry-run layout.data=1000000 data.global_batch=1000000 data.micro_batch=1"
+    assert run(line.split()) == 0
+    assert "1,000,000" in capsys.readouterr().out.replace("1000000", "1,000,000")
+
+
+def test_the_quickstart_asks_for_fewer_ranks_than_the_least_limit() -> None:
+    text = inspect.getsource(quickstart.Quickstart.train_three_times)
+    worlds = [
+        int(a) * int(b or 1) for a, b in re.findall(r'layout\.\w+=(\d+)"(?:, "layout\.pipeline=(\d+))?', text)
+    ]
+    assert worlds and max(worlds) <= 64 <= most_at_once()
+
+
+@given(workers=st.one_of(st.integers(max_value=0), st.integers(min_value=most_at_once() + 1)))
+def test_no_worker_and_too_many_workers_are_refused(workers: int) -> None:
+    with pytest.raises(BadInput, match="workers: expected from 1 to"):
+        check_workers(workers, "convert")
+    with pytest.raises(BadInput, match="workers"):
+        How(workers=workers)
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    name=st.sampled_from(sorted(CLASSES)),
+    stages=st.integers(2, 2**30),
+    virtual=st.integers(1, 2**30) | st.none(),
+    over=st.integers(1, 2**30),
+)
+def test_a_timetable_beyond_the_limit_is_not_computed(
+    name: str, stages: int, virtual: int | None, over: int
+) -> None:
+    patch = pytest.MonkeyPatch()
+    try:
+        for one in CLASSES:
+            patch.setitem(CLASSES, one, no_process)
+        with pytest.raises(BadInput):
+            timetable(name, layout_of(name, stages, virtual), MOST_FORWARDS // stages + over)
+    finally:
+        patch.undo()
+
+
+@given(
+    text=st.from_regex(r"[0-9]{1,40}(\.[0-9]{1,30})? ?([KMGT]i?B|B)?", fullmatch=True) | st.text(max_size=40)
+)
+def test_a_size_is_one_that_a_machine_can_have_or_refused(text: str) -> None:
+    try:
+        assert 1 <= parse_size(text, "--max-ram") <= LARGEST
+    except BadInput as error:
+        assert error.where == "--max-ram" and len(str(error)) < 300
+
+
+def test_more_text_than_the_limit_is_refused_by_the_training_of_a_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Out
+) -> None:
+    monkeypatch.setattr(tokenizer_training, "MOST_CHARACTERS", 1000)
+    (tmp_path / "a.txt").write_text("some words again\n\n" * 100)
+    words = ["train-tokenizer", str(tmp_path / "a.txt"), "--vocab-size", "270", "--out", str(tmp_path / "t")]
+    assert run(words) == 2
+    said = capsys.readouterr().err
+    assert "at most 1,000 characters" in said and "sample" in said and said.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_a_text_that_cannot_be_read_is_named_by_the_training_of_a_tokenizer(
+    tmp_path: Path, capsys: Out
+) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "some words"}\n{"text": 3}\n')
+    words = [
+        "train-tokenizer",
+        str(tmp_path / "a.jsonl"),
+        "--vocab-size",
+        "270",
+        "--out",
+        str(tmp_path / "t"),
+    ]
+    assert run(words) == 2
+    assert "a.jsonl:2" in capsys.readouterr().err
