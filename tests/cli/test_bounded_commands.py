@@ -29,7 +29,7 @@ MANY = str(10**6)
 Out = pytest.CaptureFixture[str]
 
 #: Of each option that multiplies work, one number that no machine takes. Options that bound work by
-#: themselves (a batch holds no more rows than there are prompts) or are held to the model's size elsewhere are not here.
+#: themselves (a batch holds no more rows than there are prompts) are not here.
 WORDS: list[tuple[str, str]] = [
     ("train recipe.toml layout.data=1000000 data.global_batch=1000000 data.micro_batch=1", "at most"),
     ("train recipe.toml layout.tensor=1000000", "at most"),

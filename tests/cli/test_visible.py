@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import io
+import json
+import re
+import shutil
 import unicodedata
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.table import Table
+from safetensors.torch import load_file, save_file
+from trilith.checkpoints import convert
 from trilith.cli import say as say_module
 from trilith.cli.app import COMMANDS, run
 from trilith.system import visible
+from trilith.testing.folders import write_hf_folder
+from trilith.testing.runs import TINY_LLAMA
 from trilith.training import console as console_module
+from trilith.training import generate_run, launch
+from trilith.training.generation import Request
 
 ROOT = Path(say_module.__file__).parent
 
@@ -110,6 +122,92 @@ def test_no_command_hands_control_characters_of_its_words_to_the_terminal(
         assert run(words) != 0
         said = capsys.readouterr()
         assert not obeyed(said.out + said.err), words
+
+
+COLOUR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # rich's own, around what it shows
+HARM = "\x1b]0;title\x07\x1b[2Jx\u202ey\x9b31m\rz"
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders and files whose names and values hold control characters."""
+    path = tmp_path_factory.mktemp("hostile")
+    write_hf_folder(path / "hf", TINY_LLAMA)
+    for name, change in (
+        ("value", {"hidden_act": HARM}),
+        ("key", {HARM: HARM}),
+        ("type", {"model_type": HARM}),
+    ):
+        shutil.copytree(path / "hf", path / name)
+        (path / name / "config.json").write_text(json.dumps({**TINY_LLAMA, **change}))
+    shutil.copytree(path / "hf", path / "tensor")
+    file = path / "tensor" / "model.safetensors"
+    save_file(load_file(file) | {f"model.{HARM}": torch.zeros(2)}, file)
+    convert(path / "hf", path / "sharded")
+    manifest = path / "sharded" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"llama"', json.dumps(HARM)))
+    for name, text in (
+        ("dtype", f"dtype = {json.dumps(HARM)}"),
+        ("unknown", f"{json.dumps(HARM)} = 1"),
+        ("folder", f"[model]\ninit_from = {json.dumps(HARM)}\n[data]\ntokens = 't'"),
+    ):
+        (path / f"{name}.toml").write_text(f"out = 'run'\nsteps = 1\n{text}\n")
+    (path / "prompts.txt").write_text(HARM)
+    (path / "prompts.jsonl").write_text(json.dumps({"prompt": 1, HARM: HARM}))
+    return path
+
+
+LINES = [
+    *(
+        f"{command} {name}"
+        for command in ("inspect", "verify")
+        for name in ("value", "key", "type", "tensor", "sharded")
+    ),
+    *(f"diff hf {name}" for name in ("value", "key", "type", "tensor", "sharded")),
+    *(f"convert {name} out-{name}" for name in ("value", "type", "sharded")),
+    *(f"train {name}.toml" for name in ("dtype", "unknown", "folder")),
+    *(f"train {name}.toml --dry-run" for name in ("dtype", "unknown", "folder")),
+    *(f"generate hf --prompts prompts.{kind}" for kind in ("txt", "jsonl")),
+    "generate type --prompt a",
+]
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_no_command_hands_control_characters_of_a_file_to_the_terminal(
+    line: str, hostile: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(hostile)
+    out, err = Screen(), Screen()
+    monkeypatch.setattr("sys.stdout", out)
+    monkeypatch.setattr("sys.stderr", err)
+    run(line.split())
+    said = COLOUR.sub("", out.getvalue().replace("\x1b[2J", "[2J obeyed \x07")) + err.getvalue()
+    assert said and not obeyed(said)
+
+
+def test_a_prompt_that_is_written_out_commands_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Screen()
+    monkeypatch.setattr("sys.stdout", screen)
+    request = Request(Path("hf"), [HARM])
+    prepared: Any = SimpleNamespace(ids=[[1]])
+    stream = generate_run._text_of_one(request, prepared, lambda text: say_module.say(text, nl=False))
+    assert stream is not None
+    stream(HARM)
+    assert screen.getvalue() == 2 * visible(HARM)
+
+
+def test_the_word_of_a_failed_rank_commands_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A rank's status file holds its error, which may quote a file."""
+    failed = SimpleNamespace(rank=1, code=2, error=HARM)
+    child = SimpleNamespace(poll=lambda: 1, pid=0)
+    monkeypatch.setattr(launch.subprocess, "Popen", lambda *words, **more: child)
+    monkeypatch.setattr(launch, "OwnRanks", lambda *words: SimpleNamespace(wait=lambda: 1))
+    monkeypatch.setattr(launch, "first_failure", lambda *words, **more: failed)
+    assert launch.launch([], 2, tmp_path / "status") == 2
+    said = capsys.readouterr().err
+    assert "rank 1" in said and not obeyed(said)
 
 
 def test_commands_print_in_one_way() -> None:
