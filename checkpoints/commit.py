@@ -14,8 +14,9 @@ import fcntl
 import os
 import re
 import secrets
+import stat
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..parallel_state import BadInput, fault
@@ -33,7 +34,7 @@ _IDENTITY = re.compile(r"[0-9a-f]{16}")
 def check_output(output: Path, *, inputs: Iterable[Path] = (), need: int = 0) -> None:
     """Refuse an output that cannot be: occupied, an input, not writable, or too small for ``need`` bytes.
 
-    Nothing is created.
+    Nothing is created; of an occupied output the lock is removed that a killed run left beside it.
     """
     check_outside(output, inputs)
     if len(os.fsencode(output.name)) > _LONGEST_NAME:
@@ -44,6 +45,7 @@ def check_output(output: Path, *, inputs: Iterable[Path] = (), need: int = 0) ->
         if not output.is_dir():
             raise BadInput(output, expected="a new directory", found="a file", todo="Choose another name")
         if any(output.iterdir()):
+            _remove_dead_lock(output)
             todo = "Choose another name or remove it first"
             raise BadInput(
                 output, expected="a new or empty directory", found="one with files in it", todo=todo
@@ -267,6 +269,14 @@ def _lock(output: Path) -> int:
         except FileNotFoundError:
             pass
         os.close(fd)  # its holder removed it between our two calls: that lock guards nothing any more
+
+
+def _remove_dead_lock(output: Path) -> None:
+    """Remove the lock of a run that was killed when its output had its name already."""
+    path = _beside(output, _LOCK)
+    with suppress(OSError, BadInput):  # it is held, or not ours to remove
+        if stat.S_ISREG((found := path.lstat()).st_mode) and not found.st_size:
+            _unlock(output, _lock(output))
 
 
 def _unlock(output: Path, lock: int) -> None:

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import secrets
-import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+from ..checkpoints.commit import check_output, staged
+from ..checkpoints.disk import Disk
 from ..checkpoints.output_file import check_place
 from ..parallel_state import BadInput
 from .chat_template import read_template
@@ -68,8 +67,7 @@ def train_tokenizer(
             "tokenizer", "vocab_size", expected="at least 260: 3 special, 256 bytes", found=vocab_size
         )
     check_place(folder)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise BadInput(folder, expected="a new or empty folder", found="something in its place")
+    check_output(folder)
     template = None if chat_template is None else read_template(chat_template)
     model = _train(texts, vocab_size, model_type)
     _write(folder, model, model_type, template)
@@ -145,33 +143,28 @@ def _round_scores(model: bytes) -> bytes:
 
 
 def _write(folder: Path, model: bytes, model_type: str, template: str | None) -> None:
-    """Write the folder beside its place and rename it there, so that it is never seen half written."""
-    partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}-{secrets.token_hex(4)}")
-    partial.mkdir(parents=True)
-    try:
-        (partial / "tokenizer.model").write_bytes(model)
-        _backend(model, model_type).save(str(partial / "tokenizer.json"))
-        special = dict(zip(("unk_token", "bos_token", "eos_token"), _SPECIAL, strict=True))
-        config = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "add_prefix_space": False,
-            "clean_up_tokenization_spaces": False,
-            "split_special_tokens": True,
-            **special,
-        }
-        _write_json(partial / "tokenizer_config.json", config)
-        _write_json(partial / "special_tokens_map.json", special)
-        if template is not None:
-            (partial / "chat_template.jinja").write_text(template, encoding="utf-8")
-        partial.rename(folder)
-    except OSError as error:
-        if folder.exists() and any(folder.iterdir()):
-            raise BadInput(
-                folder, expected="a new or empty folder", found="another job's tokenizer"
-            ) from error
-        raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    """Write the folder beside its place and rename it there; remove what a killed call left there."""
+    special = dict(zip(("unk_token", "bos_token", "eos_token"), _SPECIAL, strict=True))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "add_prefix_space": False,
+        "clean_up_tokenization_spaces": False,
+        "split_special_tokens": True,
+        **special,
+    }
+    files = {
+        "tokenizer.model": model,
+        "tokenizer.json": _backend(model, model_type).to_str(pretty=True).encode(),
+        "tokenizer_config.json": _json(config),
+        "special_tokens_map.json": _json(special),
+    }
+    if template is not None:
+        files["chat_template.jinja"] = template.encode()
+    disk = Disk()
+    with staged(folder, disk=disk) as staging:
+        for name, content in files.items():
+            disk.write_file(staging.directory / name, content)
+        staging.publish()
 
 
 def _backend(model: bytes, model_type: str) -> Any:
@@ -219,5 +212,5 @@ def _merges(plain: dict[str, int]) -> list[tuple[str, str]]:
     ]
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+def _json(content: dict[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers.processors import TemplateProcessing
 from trilith.parallel_state import BadInput
+from trilith.testing import run_fresh
 from trilith.training import tokenizer as tokenizer_module
 from trilith.training.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from trilith.training.tokenizer_training import train_tokenizer
@@ -164,7 +165,7 @@ def test_training_refuses_and_leaves_nothing(tmp_path: Path, arguments: dict[str
 
 def test_training_writes_over_nothing(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("precious")
-    with pytest.raises(BadInput, match="empty folder"):
+    with pytest.raises(BadInput, match="empty directory"):
         train_tokenizer(PARTS, tmp_path, vocab_size=300)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
@@ -287,3 +288,23 @@ def test_fingerprint_follows_the_files(folder: Path, tmp_path: Path) -> None:
     (copy / "tokenizer.json").write_text(json.dumps(added))
     assert load_tokenizer(copy).fingerprint != load_tokenizer(folder).fingerprint
     assert tokenizer_module.LARGEST_FILE == 256 * 2**20
+
+
+@pytest.mark.parametrize("when", ["before_rename", "after_rename"])
+def test_what_a_killed_training_left_is_removed_by_the_next(tmp_path: Path, when: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRILITH_FAULT", f"rank=0;at=commit.{when};act=kill")
+        (code,) = run_fresh(train_small, 1, str(tmp_path / "t"), process_group=False)
+    assert code == -9, code.output
+    assert (tmp_path / "t").exists() == (when == "after_rename") and len([*tmp_path.iterdir()]) == 2
+    if when == "after_rename":
+        with pytest.raises(BadInput, match="empty directory"):
+            train_small(str(tmp_path / "t"))
+    else:
+        train_small(str(tmp_path / "t"))
+    assert [path.name for path in tmp_path.iterdir()] == ["t"]
+    assert load_tokenizer(tmp_path / "t").vocab_size == 400
+
+
+def train_small(folder: str) -> None:
+    train_tokenizer(PARTS[:40], folder, vocab_size=400)

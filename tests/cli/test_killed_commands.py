@@ -1,0 +1,309 @@
+"""Commands that write, killed at random moments; some start twice at once on one output.
+
+A start counts its calls of the file system. At one of them, drawn at random, it tells the test and pauses;
+the test kills it after a random time, shorter or longer than the pause. So kills fall on reading, writing,
+commit and clean-up alike, however fast or loaded the machine is. Each start is a fork of this warm process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import select
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from random import Random
+from typing import Any, get_type_hints
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from trilith.checkpoints import convert
+from trilith.cli.app import COMMANDS, run
+from trilith.testing import run_parallel
+from trilith.testing.folders import contents, write_hf_folder
+from trilith.testing.runs import TINY_LLAMA, run_recipe, tiny_recipe, write_tokens
+from trilith.training import token_writer
+from trilith.training.documents import read_blocks
+from trilith.training.metrics import StepMetrics
+from trilith.training.process_info import children_of, process_info
+from trilith.training.tokenizer_training import train_tokenizer
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+#: Seconds of a pause.
+PAUSE = 0.05
+EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.truncate", "os.scandir"}
+CALLS = ("fsync", "write", "pwrite", "pread", "preadv")
+CONFIG = {**TINY_LLAMA, "vocab_size": 320}
+LORA = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+TOKENIZE = ["tokenize", "--quiet", "--tokenizer", "tokenizer", "--out", "{out}"]
+#: The commands, below the folder of inputs, and the file without which the output counts as absent.
+WORK = {
+    "to sharded": (["convert", "hf", "{out}", "--tensor", "2", "--pipeline", "3"], "out"),
+    "to hf": (["convert", "sharded", "{out}", "--to", "hf"], "out"),
+    "to peft": (["convert", "lora-run", "{out}", "--to", "peft"], "out"),
+    "reshard": (["reshard", "run", "{out}", "--tensor", "4"], "out"),
+    "merge-lora": (["merge-lora", "hf", "adapter", "{out}"], "out"),
+    "tokenize": ([*TOKENIZE, "a.txt", "--split-paragraphs", "--workers", "2"], "out.json"),
+    "tokenize chat": ([*TOKENIZE, "chat.jsonl", "--chat", "--workers", "1"], "out.json"),
+    "train-tokenizer": (["train-tokenizer", "a.txt", "--vocab-size", "300", "--out", "{out}"], "out"),
+    "report": (["report", "run", "--out", "{out}"], "out"),
+}
+#: Commands that write and are not killed here, and why.
+ELSEWHERE = {
+    "quickstart": "trains; tests/training/test_kill_campaign.py kills training",
+    "recipe": "writes one file, as report does",
+    "schedule": "writes one file, as report does",
+    "generate": "writes one file, as report does",
+}
+TEMPLATE = (
+    "{% for m in messages %}{{ bos_token + m.role + '\n' + m.content + eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ bos_token + 'assistant\n' }}{% endif %}"
+)
+
+
+def test_every_command_that_writes_is_killed_here_or_says_where() -> None:
+    writing = {c.__name__ for c in COMMANDS if {"out", "dst"} & {*get_type_hints(c)}}
+    killed = {words[0].replace("-", "_") for words, _ in WORK.values()}
+    assert killed | {*ELSEWHERE} == writing and not killed & {*ELSEWHERE}
+
+
+def make_inputs(root: Path) -> None:
+    write_hf_folder(root / "hf", CONFIG)
+    convert(root / "hf", root / "sharded", tensor=2, pipeline=2)
+    tokens = write_tokens(root / "tokens")
+    run_parallel(run_recipe, 2, tiny_recipe(root / "run", tokens, steps=1, layout={"data": 2, "zero": 1}))
+    lora = {"model": {"init_from": str(root / "hf")}, "lora": LORA, "dtype": "float32"}
+    raw = tiny_recipe(root / "lora-run", tokens, steps=1)
+    run_parallel(run_recipe, 1, {**raw, **lora})
+    line = StepMetrics(0, 1.0, 1.0, 0.1, tokens=8, tokens_per_second=8.0, seconds=1.0)
+    (root / "run" / "metrics.jsonl").write_text(json.dumps(dataclasses.asdict(line)) + "\n")
+    (root / "adapter").mkdir()
+    said = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 2, "target_modules": ["q_proj"]}
+    (root / "adapter" / "adapter_config.json").write_text(json.dumps(said))
+    adapters = {}
+    for name, weight in load_file(root / "hf" / "model.safetensors").items():
+        if name.endswith("q_proj.weight"):
+            site = "base_model.model." + name.removesuffix(".weight")
+            adapters[f"{site}.lora_A.weight"] = torch.ones(2, weight.shape[1])
+            adapters[f"{site}.lora_B.weight"] = torch.ones(weight.shape[0], 2)
+    save_file(adapters, root / "adapter" / "adapter_model.safetensors")
+    texts = [f"number {i} of many words" for i in range(300)]
+    (root / "a.txt").write_text("\n\n".join(texts))
+    train_tokenizer(texts, root / "tokenizer", vocab_size=300)
+    (root / "tokenizer" / "chat_template.jinja").write_text(TEMPLATE)
+    with (root / "chat.jsonl").open("w") as file:
+        for text in texts:
+            talk = [{"role": "user", "content": text}, {"role": "assistant", "content": text}]
+            file.write(json.dumps({"messages": talk}) + "\n")
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder of inputs, which is the working directory; and a mark for each of many blocks of text."""
+    root = tmp_path_factory.mktemp("inputs")
+    make_inputs(root)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        patch.setenv("TOKENIZERS_PARALLELISM", "false")
+        patch.setattr(token_writer, "MARK_EVERY", 0.0)
+        patch.setitem(read_blocks.__kwdefaults__, "size", 1000)
+        yield root
+
+
+def below(pid: int) -> set[int]:
+    """The live processes that a process started, and those below these."""
+    found = {one.pid for one in children_of(pid) if one.alive}
+    return found.union(*(below(one) for one in found))
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 60) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+class Start:
+    """A command in a fork of this process, which pauses at the call ``at`` of the file system."""
+
+    def __init__(self, words: list[str], said: Path, at: int) -> None:
+        self.said = said
+        self._pipe, theirs = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            code = 1
+            try:
+                err = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+                os.dup2(err, 1)
+                os.dup2(err, 2)
+                watch_calls(theirs, at)
+                code = run(words)
+                sys.stderr.flush()
+            except BaseException as error:
+                os.write(2, f"{type(error).__name__}: {error}\n".encode())
+            finally:
+                os._exit(code)
+        os.close(theirs)
+
+    def came(self) -> bool:
+        """Wait for the pause; false if the process ended without one."""
+        assert select.select([self._pipe], [], [], 60)[0], "it hangs"
+        return os.read(self._pipe, 1) != b""
+
+    def end(self) -> int:
+        """Wait for its end; the exit code, negative for a signal."""
+        self.calls = 0
+        while True:
+            assert select.select([self._pipe], [], [], 60)[0], "it hangs"
+            if not (read := os.read(self._pipe, 1 << 16)):
+                break
+            self.calls += len(read)
+        os.close(self._pipe)
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+def watch_calls(pipe: int, at: int) -> None:
+    """Announce the call ``at``, 1 for the first, and pause there; with 0 announce all and never pause."""
+    announce, numbers = os.write, itertools.count(1)
+
+    def meet() -> None:
+        if (number := next(numbers)) == at or not at:
+            announce(pipe, b".")
+            time.sleep(PAUSE if number == at else 0)
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event in EVENTS and "/site-packages/" not in str(arguments[0]):
+            meet()
+
+    def met(call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*arguments: Any) -> Any:
+            meet()
+            return call(*arguments)
+
+        return wrapped
+
+    for name in CALLS:
+        setattr(os, name, met(getattr(os, name)))
+    sys.addaudithook(hook)
+
+
+def state(home: Path) -> tuple[dict[str, str], list[Path]]:
+    return contents(home), sorted(home.rglob("*"))
+
+
+class Campaign:
+    """Kills of one command after another, and what must hold after each of them."""
+
+    def __init__(self, inputs: Path, folder: Path, seed: int) -> None:
+        self.inputs, self.folder, self.random = inputs, folder, Random(seed)
+        self.before = contents(inputs)
+        self.whole: dict[str, dict[str, str]] = {}
+        self.calls: dict[str, int] = {}
+        self.count: Counter[str] = Counter()
+        self.homes = 0
+
+    def learn(self, name: str) -> None:
+        """An undisturbed start: what the command writes, and in how many calls."""
+        home = self.folder / f"whole {name}"
+        home.mkdir()
+        start = self._start(name, home, 0)
+        assert start.end() == 0, start.said.read_text()
+        self.whole[name], self.calls[name] = contents(home), start.calls
+        if name in ("to sharded", "to hf", "reshard", "merge-lora"):
+            assert run(["verify", str(home / "out")]) == 0
+        self.already = below(os.getpid())  # the server that workers are forks of among them
+
+    def kill_until_through(self, name: str) -> None:
+        """Kills on one output, one after another, then a start that nobody disturbs."""
+        if name not in self.whole:
+            self.learn(name)
+        self.homes += 1
+        home = self.folder / f"{self.homes} {name}"
+        home.mkdir()
+        while True:
+            self._kill(name, home)
+            if self._committed(name, home) or self.random.random() < 0.5:
+                break
+        there = self._committed(name, home)
+        start = self._start(name, home, 0)
+        self._check_code(name, start, start.end(), refused=there)
+        left = {path for path in contents(home) if path not in self.whole[name]}
+        assert not left and contents(home) == self.whole[name], (name, left)
+        assert {path.name for path in home.iterdir()} == {path.split("/")[0] for path in self.whole[name]}
+
+    def _kill(self, name: str, home: Path) -> None:
+        """One start, or two that race, and a kill at a random moment of it; some races go undisturbed."""
+        random, seen = self.random, state(home)
+        racing, worker = random.random() < 0.25, random.random() < 0.4
+        disturbed = not racing or random.random() < 0.6
+        starts = [self._start(name, home, random.randint(1, self.calls[name])) for _ in range(1 + racing)]
+        victim = random.choice(starts)
+        disturbed = victim.came() and disturbed
+        others = below(os.getpid()) - self.already - {one.pid for one in starts}
+        hit = random.choice([*others]) if worker and others else victim.pid
+        if disturbed:
+            time.sleep(random.random() * 1.3 * PAUSE)
+            with suppress(ProcessLookupError):
+                os.kill(hit, signal.SIGKILL)
+        codes = [start.end() for start in starts]
+        self.count["races"] += racing
+        killed = -signal.SIGKILL in codes or 3 in codes
+        assert disturbed or not killed, [start.said.read_text() for start in starts]
+        for start, code in zip(starts, codes, strict=True):
+            if code not in (-signal.SIGKILL, 3):
+                self._check_code(name, start, code, refused=None if racing else False)
+        assert killed or 0 in codes, [start.said.read_text() for start in starts]
+        if not killed:
+            when = "not killed"
+        elif self._committed(name, home):
+            when = "after"
+        else:
+            when = "before" if state(home) == seen else "during"
+        self.count["kills"] += killed
+        self.count[f"{when}{', a worker' if 3 in codes else ''}"] += 1
+        assert contents(self.inputs) == self.before, (name, "inputs")
+        gone = wait_for(lambda: not below(os.getpid()) - self.already)
+        assert gone, (name, [process_info(pid) for pid in below(os.getpid()) - self.already])
+
+    def _start(self, name: str, home: Path, at: int) -> Start:
+        words = [word.replace("{out}", str(home / "out")) for word in WORK[name][0]]
+        self.count["starts"] += 1
+        return Start(words, self.folder / f"said-{self.count['starts']}", at)
+
+    def _check_code(self, name: str, start: Start, code: int, *, refused: bool | None) -> None:
+        said = start.said.read_text()
+        wanted = {True: {2}, False: {0}, None: {0, 2}}[refused]
+        assert code in ({0} if name == "report" else wanted), (name, code, said)
+        assert code == 0 or (said.startswith("error: ") and said.count("\n") == 1), (name, said)
+
+    def _committed(self, name: str, home: Path) -> bool:
+        """Whether the output is there; it is then equal to the undisturbed one, or this fails."""
+        if not (home / WORK[name][1]).exists():
+            return False
+        found = contents(home)
+        assert {path: found.get(path) for path in self.whole[name]} == self.whole[name], name
+        return True
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("kills", "seed"), [(4, 0), *(pytest.param(50, seed, marks=pytest.mark.slow) for seed in (1, 2, 3))]
+)
+def test_a_killed_command_leaves_its_output_absent_or_whole_and_the_next_start_leaves_nothing_else(
+    inputs: Path, tmp_path: Path, kills: int, seed: int
+) -> None:
+    campaign, names = Campaign(inputs, tmp_path, seed), [*WORK]
+    campaign.random.shuffle(names)
+    while campaign.count["kills"] < kills:
+        campaign.kill_until_through(names[campaign.homes % len(names)])
+    print(dict(campaign.count), campaign.calls)
