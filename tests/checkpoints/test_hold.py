@@ -145,24 +145,25 @@ def test_a_damaged_newest_step_names_the_newest_good_one_and_the_command(
     tmp_path: Path, header: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The second newest is damaged too: only a good one is named. What is named works."""
-    saved(tmp_path, 1, 2, 3, 4)
-    flip(tmp_path / "step-00000004", header=header)
-    flip(tmp_path / "step-00000003")
+    root = tmp_path / "checkpoints"
+    saved(root, 1, 2, 3, 4)
+    flip(root / "step-00000004", header=header)
+    flip(root / "step-00000003")
     commands = [
-        ["verify", str(tmp_path)],
-        ["diff", str(tmp_path), str(tmp_path)],
-        ["convert", str(tmp_path), str(tmp_path / "out"), "--to", "sharded"],
+        ["verify", str(root)],
+        ["diff", str(root), str(root)],
+        ["convert", str(root), str(tmp_path / "out"), "--to", "sharded"],
     ]
     for command in commands:
         assert run(command) == 4, command
         error = capsys.readouterr().err.splitlines()[-1]
-        assert f"The newest good checkpoint is {tmp_path / 'step-00000002'}" in error
+        assert f"The newest good checkpoint is {root / 'step-00000002'}" in error
     with pytest.raises(BadCheckpoint, match=r"newest good checkpoint is \S+step-00000002"):
-        load_module(tmp_path, nn.Linear(3, 2))
+        load_module(root, nn.Linear(3, 2))
     move = re.search(r"`mv (\S+) (\S+)`", error)
     assert move is not None
     shutil.move(move[1], move[2])
-    flip(tmp_path / "step-00000003")  # mended
+    flip(root / "step-00000003")  # mended
     for command in commands:
         assert run(command) == 0, command
 

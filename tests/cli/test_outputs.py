@@ -19,6 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from trilith.checkpoints import convert, output_file
+from trilith.checkpoints.disk import DiskFailed
 from trilith.cli.app import COMMANDS, run
 from trilith.parallel_state import BadInput
 from trilith.testing.folders import contents, write_hf_folder
@@ -219,7 +220,7 @@ def test_of_two_writers_of_one_new_file_the_first_wins(tmp_path: Path) -> None:
 
 def test_an_error_leaves_nothing_and_a_killed_writer_s_file_is_removed(tmp_path: Path) -> None:
     out = tmp_path / "new" / "folder" / "out"
-    with pytest.raises(OSError), output_file.output_file(out, parents=True) as path:
+    with pytest.raises(DiskFailed, match="full"), output_file.output_file(out, parents=True) as path:
         path.write_text("half")
         raise OSError("full")
     assert not [*tmp_path.iterdir()]
