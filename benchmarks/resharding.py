@@ -17,7 +17,8 @@ from measure import Row, in_turn, ratio, seconds_of
 from trilith.checkpoints import How, Manifest, convert, differences, read_source
 from trilith.checkpoints.conversion import plan_to_sharded
 from trilith.checkpoints.dtypes import TORCH
-from trilith.checkpoints.manifest import Part, StoredFile, StoredTensor
+from trilith.checkpoints.manifest import Part, StoredTensor
+from trilith.checkpoints.stored_file import StoredFile
 from trilith.checkpoints.tensor_writer import TensorWriter
 from trilith.checkpoints.training_names import MOMENTS, moment_name
 from trilith.models import family_of

@@ -14,8 +14,8 @@ from ..models import AdaptedFamily, LoraConfig, adapted
 from ..parallel_state import BadCheckpoint, BadInput, Box
 from .companions import companions_in
 from .dtypes import WEIGHTS
+from .file_names import ADAPTER_CONFIG, ADAPTER_MODEL
 from .folder_kind import ADAPTERS, FolderKind, kind_of_folder
-from .hf_folder import ADAPTER_CONFIG, ADAPTER_MODEL
 from .hub import local_folder
 from .manifest import StoredAdapter
 from .plain_files import contained, read_small

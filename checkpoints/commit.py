@@ -21,7 +21,8 @@ from pathlib import Path
 
 from ..parallel_state import BadInput, fault
 from .disk import Disk, DiskFailed, writing
-from .manifest import MANIFEST, Manifest
+from .file_names import MANIFEST
+from .manifest import Manifest
 from .output_file import check_outside
 from .plain_files import open_regular
 

@@ -14,8 +14,8 @@ from math import prod
 from ..models import AdaptedFamily
 from ..parallel_state import Box, Layout, buffer_names, holdings
 from .dtypes import BITS
+from .file_names import ADAPTER_MODEL
 from .hf_export import MAX_SHARD_SIZE, plan_shards
-from .hf_folder import ADAPTER_MODEL
 from .manifest import Part, StoredTensor
 from .merge import Merge
 from .plan import Copy, Tie, copies

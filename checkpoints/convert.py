@@ -19,11 +19,12 @@ from .dtypes import TORCH
 from .execute import execute
 from .hf_export import HFFolderWriter
 from .journal import EVERY, JOURNAL, Journal
-from .manifest import Manifest, StoredFile
+from .manifest import Manifest
 from .merge import Merge
 from .output_file import check_place
 from .planning import Form, identify, no_collector, plan_conversion
 from .readable import check_plain, read_back
+from .stored_file import StoredFile
 from .tensor_writer import TensorWriter
 from .transfer import Transfer
 from .verify import checksum_of, verify_file, verify_rest

@@ -8,8 +8,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..parallel_state import BadCheckpoint
+from .file_names import STEP_NAME
 from .find import complete_checkpoints, step_of
-from .manifest import STEP_NAME, Damaged
+from .manifest import Damaged
 
 
 @contextmanager

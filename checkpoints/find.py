@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..parallel_state import BadCheckpoint
+from .file_names import MANIFEST, STEP_NAME
 from .hold import Hold, hold
-from .manifest import MANIFEST, STEP_NAME, Manifest
+from .manifest import Manifest
 
 _UNFINISHED = ".tmp-"
 #: A run that saves meanwhile deletes what was just found; each time there is a newer one.

@@ -9,8 +9,7 @@ from enum import Enum
 from pathlib import Path
 
 from ..parallel_state import BadInput
-from .hf_folder import ADAPTER_CONFIG, ADAPTER_MODEL, CONFIG, INDEX, SINGLE
-from .manifest import MANIFEST, STEP_NAME
+from .file_names import ADAPTER_CONFIG, ADAPTER_MODEL, CONFIG, INDEX, MANIFEST, SINGLE, STEP_NAME
 
 #: In a run's folder, the checkpoints; and what a run writes there besides.
 CHECKPOINTS = "checkpoints"

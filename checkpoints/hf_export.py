@@ -10,7 +10,7 @@ from pathlib import Path
 from .companions import copy_file
 from .disk import Disk
 from .dtypes import BITS
-from .hf_folder import ADAPTER_CONFIG, ADAPTER_MODEL, CONFIG, INDEX, SINGLE
+from .file_names import ADAPTER_CONFIG, ADAPTER_MODEL, CONFIG, INDEX, SINGLE
 from .tensor_writer import TensorWriter, Written
 
 Spec = tuple[str, tuple[int, ...]]  # dtype by the format's name, and shape

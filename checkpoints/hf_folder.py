@@ -11,16 +11,11 @@ from pathlib import Path
 
 from ..parallel_state import BadInput
 from .companions import companions_in
+from .file_names import CONFIG, INDEX, SINGLE
 from .plain_files import check_plain_name, contained, read_small
 from .strict_json import parse_object, shown
 from .tensor_file import TensorFile
 from .tensor_header import MAX_TENSORS, Entry
-
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-CONFIG = "config.json"
-#: PEFT's names of the same, for adapters.
-ADAPTER_MODEL, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 _MAX_CONFIG = 4 << 20
 _MAX_INDEX = 32 << 20

@@ -10,22 +10,21 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import Field, JsonValue, ValidationError
 
 from ..parallel_state import BadCheckpoint, BadInput, Box, Layout, from_validation
 from .coverage import check_coverage
 from .dtypes import BITS
+from .file_names import MANIFEST, STEP_NAME
 from .module_family import StoredModule
 from .plain_files import check_plain_name, contained, read_small, stat_regular
 from .seal import open_seal, seal, text_of
+from .stored_file import Count, StoredFile, StrictRecord
 from .strict_json import parse_object, shown
 from .tensor_file import TensorFile
 
-MANIFEST = "manifest.json"
-#: The name of a checkpoint of a run, with its step.
-STEP_NAME = re.compile(r"step-([0-9]+)")
 VERSION: Final = 2
 #: The version before, whose manifests have no seal.
 _UNSEALED: Final = 1
@@ -44,23 +43,10 @@ class Damaged(BadCheckpoint):
         return where if where.is_dir() else where.parent
 
 
-Count = Annotated[int, Field(ge=0)]
 Bounds = tuple[Count, ...]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
-
-class StoredFile(_Strict):
-    """One file of the checkpoint, its bytes and their CRC-32."""
-
-    name: str
-    size: Count
-    crc32: Annotated[int, Field(ge=0, lt=1 << 32)]
-
-
-class Part(_Strict):
+class Part(StrictRecord):
     """The box ``start`` to ``stop`` of a tensor, under the tensor's name in ``files[file]``.
 
     Of parts that hold the same elements one is the ``owner``; the others are ``replica``s, there so that each
@@ -77,7 +63,7 @@ class Part(_Strict):
         return Box(self.start, self.stop)
 
 
-class StoredTensor(_Strict):
+class StoredTensor(StrictRecord):
     """A whole tensor: its dtype by the format's name, its shape, and where its parts lie."""
 
     dtype: str
@@ -85,7 +71,7 @@ class StoredTensor(_Strict):
     parts: tuple[Part, ...]
 
 
-class StoredAdapter(_Strict):
+class StoredAdapter(StrictRecord):
     """LoRA: the tensors are adapters of ``lora`` (see ``models.LoraConfig``), for the weights in ``base``.
 
     ``fingerprint`` tells whether these are still the same (see ``adapter``); PEFT's folders have none.
@@ -96,7 +82,7 @@ class StoredAdapter(_Strict):
     fingerprint: str | None = None
 
 
-class Manifest(_Strict):
+class Manifest(StrictRecord):
     """The whole of a checkpoint but the numbers. ``kind`` is ``weights`` (converted) or ``training``.
 
     ``config`` is Hugging Face's configuration verbatim. ``layout`` wrote the checkpoint; any other can read
@@ -111,8 +97,8 @@ class Manifest(_Strict):
     layout: Layout
     step: Count | None = None
     data_position: JsonValue = None
-    seeds: dict[str, int] = {}
-    state: dict[str, JsonValue] = {}
+    seeds: dict[str, int] = Field(default_factory=dict)
+    state: dict[str, JsonValue] = Field(default_factory=dict)
     adapter: StoredAdapter | None = None
     module: StoredModule | None = None
     companions: tuple[StoredFile, ...] = ()

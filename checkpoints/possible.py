@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import ValidationError
 
 from ..parallel_state import BadCheckpoint, BadInput
-from .manifest import MANIFEST
+from .file_names import MANIFEST
 from .source import Source
 from .strict_json import shown
 

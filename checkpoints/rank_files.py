@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ..parallel_state import Box, Holding, Layout, fault, holdings
 from .dtypes import BUFFER, name_of
-from .manifest import Part, StoredFile, StoredTensor
+from .manifest import Part, StoredTensor
+from .stored_file import StoredFile
 from .tensor_writer import TensorWriter
 from .training_names import moment_name
 

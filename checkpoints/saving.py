@@ -18,12 +18,13 @@ from .commit import Staging, clear_unfinished
 from .companions import Companion, read_companions
 from .disk import DiskFailed, writing
 from .find import step_directory
-from .manifest import Manifest, StoredAdapter, StoredFile
+from .manifest import Manifest, StoredAdapter
 from .module_family import ModuleFamily
 from .rank_files import results_to_come, stored_tensors, who_writes, write_file
 from .readable import check_plain, read_back
 from .retention import delete_old, set_aside
 from .stored import Place, places
+from .stored_file import StoredFile
 from .training import Progress, moment_of
 from .training_names import MOMENTS, moment_name
 

@@ -16,12 +16,13 @@ from ..parallel_state import BadInput, Box
 from .companions import COMPANIONS
 from .damage import naming_an_older_one
 from .expectation import expected_tensors
+from .file_names import CONFIG, MANIFEST
 from .find import Found, latest_checkpoint, open_checkpoint
 from .folder_kind import CHECKPOINTS, SOURCES, FolderKind, kind_of_folder
-from .hf_folder import CONFIG, HFFolder
+from .hf_folder import HFFolder
 from .hold import Hold
 from .hub import local_folder
-from .manifest import MANIFEST, Manifest, StoredAdapter
+from .manifest import Manifest, StoredAdapter
 from .module_family import ModuleFamily, module_family
 from .plan import Copy, Stored, Tie, Whole, copies
 from .tensor_file import TensorFile

@@ -15,9 +15,10 @@ from ..parallel_state import BadCheckpoint, Layout, ParallelState
 from ..parallel_state.engine import local_data
 from .adapter import check_same_base
 from .agree import together
+from .file_names import STEP_NAME
 from .find import latest_checkpoint
 from .loading import check_same_model, fill, fill_from
-from .manifest import STEP_NAME, StoredAdapter
+from .manifest import StoredAdapter
 from .source import open_source
 from .stored import stored_parts
 from .training_names import MOMENTS, moment_name

@@ -11,8 +11,9 @@ from ..parallel_state import BadCheckpoint, Box
 from .crc import Checksum, combine
 from .damage import naming_an_older_one
 from .find import open_checkpoint
-from .manifest import Damaged, Manifest, StoredFile
+from .manifest import Damaged, Manifest
 from .plain_files import contained, open_regular
+from .stored_file import StoredFile
 from .strict_json import shown
 from .tensor_file import TensorFile
 

@@ -45,13 +45,12 @@ def parity(
     """
     from pydantic import ValidationError
 
-    from ..parallel_state import BadInput, from_validation
+    from ..parallel_state import BadInput, dtype_named, from_validation
     from ..planner import schedule_kind
     from ..testing.observation import Question
     from ..testing.parity import TOLERANCES
     from ..testing.parity import parity as compare
     from ..training.console import plain_console
-    from ..training.precision import dtype_named
     from ..training.sections import LayoutSection
     from .sizes import parse_counts
 

@@ -1,6 +1,7 @@
 """Floor 1: the layout, the state of one rank, and parameters that state once how they are cut."""
 
 from .boxes import Box
+from .data_types import dtype_named
 from .declaration import BUFFER_DTYPE, Cut, Declaration, buffer_names, declarations, padded_rows
 from .errors import (
     BadCheckpoint,
@@ -61,6 +62,7 @@ __all__ = [
     "declarations",
     "declare",
     "declare_parameter",
+    "dtype_named",
     "fault",
     "finalize_gradients",
     "last_not_finite",

@@ -1,4 +1,4 @@
-"""torchrun, for as long as the launcher lives that started it: ``python -m trilith.training.agent PID ...``.
+"""torchrun, for as long as its launcher lives: ``python -m trilith.training.agent PID ...``.
 
 ``PID`` is the launcher's. When the launcher dies, torchrun gets SIGTERM, which it hands to the ranks: they
 save and leave.

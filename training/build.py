@@ -8,12 +8,12 @@ import torch
 
 from ..layers import Balancing, checkpoint_blocks, compile_blocks, set_auxiliary_losses
 from ..models import AdaptedFamily, CausalLM
-from ..parallel_state import ParallelState
+from ..parallel_state import ParallelState, dtype_named
 from .data_parallel import resting_device, shard_over_data
 from .groups import freeze
 from .loss_scale import LossScale
 from .optimizer import make_adamw
-from .precision import Precision, dtype_named
+from .precision import Precision
 from .recipe import Recipe
 from .recipe_checks import decay_steps
 from .run_plan import Plan

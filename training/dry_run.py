@@ -14,7 +14,7 @@ import torch
 
 from ..layers import Stage
 from ..models import AdaptedFamily, LoraConfig, adapted
-from ..parallel_state import BadInput, Declaration, ParallelState, declarations
+from ..parallel_state import BadInput, Declaration, ParallelState, declarations, dtype_named
 from ..planner import (
     Change,
     Fit,
@@ -30,7 +30,6 @@ from ..planner import (
 from .adapters import recipe_shape
 from .build import model_on_meta
 from .flops import TokenFlops, active_parameters
-from .precision import dtype_named
 from .recipe import Recipe, with_overrides
 from .run_plan import Plan, flops_of, open_data, plan
 from .stage_cut import StageCut

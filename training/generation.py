@@ -10,11 +10,11 @@ from pathlib import Path
 from ..checkpoints import Source, load_source, read_with_adapter
 from ..checkpoints.small_files import read_json
 from ..models import Sampling, generate
-from ..parallel_state import BadInput, Layout, ParallelState
+from ..parallel_state import BadInput, Layout, ParallelState, dtype_named
 from .continuation import Continuation
-from .precision import dtype_named
 from .prompts import Prompt, prompt_ids
-from .tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from .tokenizer import Tokenizer, load_tokenizer
+from .vocabulary import check_vocabulary
 
 GENERATION_CONFIG = "generation_config.json"
 

@@ -7,22 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ..parallel_state import BadInput
-
-DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
-
-
-def dtype_named(name: str, where: str = "recipe", key: str = "dtype") -> torch.dtype:
-    """The torch dtype with this name, or ``BadInput``."""
-    if name not in DTYPES:
-        raise BadInput(where, key, expected=f"one of {', '.join(DTYPES)}", found=repr(name))
-    return DTYPES[name]
-
 
 @dataclass(frozen=True, slots=True)
 class Precision:

@@ -76,18 +76,6 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     return _SentencePieceTokenizer(path)
 
 
-def check_vocabulary(vocab_size: int, model_vocab_size: int, where: object) -> None:
-    """Refuse a tokenizer or tokens with ids that the model has no rows for. A smaller vocabulary is fine."""
-    if vocab_size > model_vocab_size:
-        raise BadInput(
-            where,
-            "vocab_size",
-            expected=f"at most {model_vocab_size}, the model's",
-            found=vocab_size,
-            todo="Raise the model's vocab_size or use the model's own tokenizer",
-        )
-
-
 def check_length(text: str, where: object = "text") -> None:
     """Refuse a text that is too long to be tokenized whole."""
     if len(text) > LARGEST_TEXT:

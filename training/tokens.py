@@ -32,7 +32,7 @@ from .token_index import (
     read_sums,
 )
 from .token_sums import CheckedFile
-from .tokenizer import check_vocabulary
+from .vocabulary import check_vocabulary
 
 
 @dataclass(frozen=True, slots=True)

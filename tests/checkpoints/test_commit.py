@@ -15,8 +15,10 @@ import pytest
 import torch
 from trilith.checkpoints.commit import Staging, check_output, clear_unfinished, remove_checkpoint, staged
 from trilith.checkpoints.disk import Disk, DiskFailed
+from trilith.checkpoints.file_names import MANIFEST
 from trilith.checkpoints.find import latest_checkpoint
-from trilith.checkpoints.manifest import MANIFEST, Manifest, Part, StoredFile, StoredTensor
+from trilith.checkpoints.manifest import Manifest, Part, StoredTensor
+from trilith.checkpoints.stored_file import StoredFile
 from trilith.checkpoints.tensor_writer import TensorWriter
 from trilith.checkpoints.verify import verify
 from trilith.parallel_state import BadInput, Box, Layout

@@ -11,9 +11,11 @@ from zlib import crc32
 import pytest
 import torch
 from safetensors.torch import save_file
+from trilith.checkpoints.file_names import MANIFEST
 from trilith.checkpoints.find import latest_checkpoint, step_directory
-from trilith.checkpoints.manifest import MANIFEST, Manifest, Part, StoredFile, StoredTensor
+from trilith.checkpoints.manifest import Manifest, Part, StoredTensor
 from trilith.checkpoints.seal import seal
+from trilith.checkpoints.stored_file import StoredFile
 from trilith.checkpoints.tensor_writer import TensorWriter
 from trilith.checkpoints.verify import verify
 from trilith.parallel_state import BadCheckpoint, Box, Layout

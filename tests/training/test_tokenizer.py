@@ -19,8 +19,9 @@ from tokenizers.processors import TemplateProcessing
 from trilith.parallel_state import BadInput
 from trilith.testing import run_fresh
 from trilith.training import tokenizer as tokenizer_module
-from trilith.training.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from trilith.training.tokenizer import Tokenizer, load_tokenizer
 from trilith.training.tokenizer_training import train_tokenizer
+from trilith.training.vocabulary import check_vocabulary
 
 #: Modules of the standard library, in parts between blank lines: tabs, tables, characters of many scripts.
 LIBRARY = Path(string.__file__).parent

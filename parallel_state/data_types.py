@@ -1,0 +1,21 @@
+"""Torch's data types by the names that recipes and commands use."""
+
+from __future__ import annotations
+
+import torch
+
+from .errors import BadInput
+
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def dtype_named(name: str, where: str = "recipe", key: str = "dtype") -> torch.dtype:
+    """The torch dtype with this name, or ``BadInput``."""
+    if name not in DTYPES:
+        raise BadInput(where, key, expected=f"one of {', '.join(DTYPES)}", found=repr(name))
+    return DTYPES[name]
