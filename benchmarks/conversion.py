@@ -16,13 +16,12 @@ from typing import Any
 import torch
 from measure import Peak, Row, in_turn, ratio, seconds_of
 from trilith.checkpoints import convert, differences, read_source
-from trilith.checkpoints.execute import execute
-from trilith.checkpoints.plan import Stored, Tie, Whole, copies
-from trilith.checkpoints.tensor_file import TensorFile
-from trilith.checkpoints.tensor_writer import TensorWriter
-from trilith.checkpoints.transfer import Transfer
+from trilith.checkpoints.convert.execute import execute
+from trilith.checkpoints.convert.transfer import Transfer
+from trilith.checkpoints.copies import Stored, Tie, Whole, copies
 from trilith.parallel_state import Box
-from trilith.testing.folders import write_hf_folder
+from trilith.storage import TensorFile, TensorWriter
+from trilith.testing.hf_folders import write_hf_folder
 
 TENSOR, PIPELINE = 4, 2
 MATRIX, MATRICES = 4096, 16

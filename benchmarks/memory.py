@@ -21,9 +21,9 @@ from trilith.layers import (
     vocab_parallel_cross_entropy,
 )
 from trilith.models import family_of
+from trilith.recipes import load_recipe
 from trilith.testing import LiveBytes
 from trilith.training.dry_run import dry_run
-from trilith.training.recipe import load_recipe
 
 MIB = 2**20
 MODES: tuple[Checkpointing, ...] = ("none", "selective", "every", "full")

@@ -8,8 +8,8 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+from trilith.recipes import load_recipe
 from trilith.training.dry_run import dry_run
-from trilith.training.recipe import load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 KINDS = {

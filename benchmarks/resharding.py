@@ -15,14 +15,14 @@ import torch.distributed.checkpoint as dcp
 from conversion import llama
 from measure import Row, in_turn, ratio, seconds_of
 from trilith.checkpoints import How, Manifest, convert, differences, read_source
-from trilith.checkpoints.conversion import plan_to_sharded
-from trilith.checkpoints.dtypes import TORCH
+from trilith.checkpoints.convert.plan import plan_to_sharded
 from trilith.checkpoints.manifest import Part, StoredTensor
-from trilith.checkpoints.stored_file import StoredFile
-from trilith.checkpoints.tensor_writer import TensorWriter
-from trilith.checkpoints.training_names import MOMENTS, moment_name
+from trilith.checkpoints.moments import MOMENTS, moment_name
 from trilith.models import family_of
 from trilith.parallel_state import Box, Layout
+from trilith.storage import TensorWriter
+from trilith.storage.dtypes import TORCH
+from trilith.storage.stored_file import StoredFile
 
 CHAIN = ((8, 2), (4, 4), (2, 1))
 

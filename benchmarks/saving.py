@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from trilith.checkpoints import Contents, Progress, Saver
 from trilith.models import family_of
 from trilith.parallel_state import Layout, ParallelState, initialize
-from trilith.training.optimizer import make_adamw
+from trilith.training import make_adamw
 
 PIECE = 4 << 20
 

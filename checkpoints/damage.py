@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..parallel_state import BadCheckpoint
-from .file_names import STEP_NAME
+from ..storage.file_names import STEP_NAME
 from .find import complete_checkpoints, step_of
 from .manifest import Damaged
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..parallel_state import BadInput, Box
-from .plan import Tie
+from .copies import Tie
 from .source import Source
 
 _ELEMENTS = 1 << 22

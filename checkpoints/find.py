@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..parallel_state import BadCheckpoint
-from .file_names import MANIFEST, STEP_NAME
+from ..storage.file_names import MANIFEST, STEP_NAME
 from .hold import Hold, hold
 from .manifest import Manifest
 

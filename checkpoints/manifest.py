@@ -15,15 +15,15 @@ from typing import Final, Literal
 from pydantic import Field, JsonValue, ValidationError
 
 from ..parallel_state import BadCheckpoint, BadInput, Box, Layout, from_validation
-from .coverage import check_coverage
-from .dtypes import BITS
-from .file_names import MANIFEST, STEP_NAME
-from .module_family import StoredModule
-from .plain_files import check_plain_name, contained, read_small, stat_regular
+from ..storage.coverage import check_coverage
+from ..storage.dtypes import BITS
+from ..storage.file_names import MANIFEST, STEP_NAME
+from ..storage.regular import check_plain_name, contained, read_small, stat_regular
+from ..storage.safetensors_reader import TensorFile
+from ..storage.stored_file import Count, StoredFile, StrictRecord
+from ..storage.strict_json import parse_object, shown
 from .seal import open_seal, seal, text_of
-from .stored_file import Count, StoredFile, StrictRecord
-from .strict_json import parse_object, shown
-from .tensor_file import TensorFile
+from .user_module_family import StoredModule
 
 VERSION: Final = 2
 #: The version before, whose manifests have no seal.

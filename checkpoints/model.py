@@ -10,13 +10,13 @@ import torch
 
 from ..models import FAMILIES, CausalLM, Family
 from ..parallel_state import BadInput, Layout
-from .agree import together
+from ..parallel_state.together import together
 from .find import latest_checkpoint
-from .loading import load_weights
-from .module import begin_missing, check_storable, updates_of
-from .saving import Contents, Saver
+from .load import load_weights
+from .resume import Progress, load_training
+from .save import Contents, Saver
 from .source import read_source
-from .training import Progress, load_training
+from .user_module import begin_missing, check_storable, updates_of
 
 
 def save_model(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pydantic import ValidationError
 
 from ..parallel_state import BadCheckpoint, BadInput
-from .file_names import MANIFEST
+from ..storage.file_names import MANIFEST
+from ..storage.strict_json import shown
 from .source import Source
-from .strict_json import shown
 
 
 def check_model(source: Source) -> None:

@@ -9,11 +9,11 @@ from typing import Any
 from torch import Tensor
 
 from ..parallel_state import Box, Holding, Layout, fault, holdings
-from .dtypes import BUFFER, name_of
+from ..storage.dtypes import BUFFER, name_of
+from ..storage.safetensors_writer import TensorWriter
+from ..storage.stored_file import StoredFile
 from .manifest import Part, StoredTensor
-from .stored_file import StoredFile
-from .tensor_writer import TensorWriter
-from .training_names import moment_name
+from .moments import moment_name
 
 
 def file_name(rank: int, world: int) -> str:

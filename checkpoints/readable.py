@@ -9,9 +9,9 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from ..parallel_state import BadInput
-from .companions import check_companion
+from ..storage.companions import check_companion
+from ..storage.strict_json import shown
 from .manifest import Manifest
-from .strict_json import shown
 
 #: Levels of lists and objects inside one another; readers of JSON give up at some two hundred.
 DEEPEST = 100

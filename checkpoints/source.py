@@ -13,19 +13,19 @@ from torch import Tensor
 
 from ..models import Family, LoraConfig, ModelConfig, adapted, family_of
 from ..parallel_state import BadInput, Box
-from .companions import COMPANIONS
+from ..storage.companions import COMPANIONS
+from ..storage.file_names import CONFIG, MANIFEST
+from ..storage.folder_kind import CHECKPOINTS, SOURCES, FolderKind, kind_of_folder
+from ..storage.safetensors_reader import TensorFile
+from .copies import Copy, Stored, Tie, Whole, copies
 from .damage import naming_an_older_one
-from .expectation import expected_tensors
-from .file_names import CONFIG, MANIFEST
 from .find import Found, latest_checkpoint, open_checkpoint
-from .folder_kind import CHECKPOINTS, SOURCES, FolderKind, kind_of_folder
-from .hf_folder import HFFolder
 from .hold import Hold
-from .hub import local_folder
+from .hugging_face.expected import expected_tensors
+from .hugging_face.folder import HFFolder
+from .hugging_face.hub import local_folder
 from .manifest import Manifest, StoredAdapter
-from .module_family import ModuleFamily, module_family
-from .plan import Copy, Stored, Tie, Whole, copies
-from .tensor_file import TensorFile
+from .user_module_family import ModuleFamily, module_family
 from .verify import check_all
 
 

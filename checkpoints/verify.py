@@ -8,14 +8,14 @@ from itertools import repeat
 from pathlib import Path
 
 from ..parallel_state import BadCheckpoint, Box
-from .crc import Checksum, combine
+from ..storage.crc import Checksum, combine
+from ..storage.regular import contained, open_regular
+from ..storage.safetensors_reader import TensorFile
+from ..storage.stored_file import StoredFile
+from ..storage.strict_json import shown
 from .damage import naming_an_older_one
 from .find import open_checkpoint
 from .manifest import Damaged, Manifest
-from .plain_files import contained, open_regular
-from .stored_file import StoredFile
-from .strict_json import shown
-from .tensor_file import TensorFile
 
 
 def verify(

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ..parallel_state import ParallelState
-from .agree import together
+from ..parallel_state.together import together
 from .damage import newest_good, older_than, with_older
 from .find import open_checkpoint
 from .manifest import Damaged, Manifest

@@ -18,9 +18,9 @@ def show_dry_run(
     """Print a rank's memory and the step's numbers; ``BadInput`` afterwards if the rank does not fit."""
     from rich.table import Table
 
-    from ..training.console import plain_console
+    from ..recipes.recipe import load_recipe
+    from ..runs.console import plain_console
     from ..training.dry_run import dry_run
-    from ..training.recipe import load_recipe
     from .sizes import parse_size
 
     room = parse_size(device_memory, "--device-memory") if device_memory is not None else None

@@ -61,11 +61,11 @@ def generate(
     One prompt is written out as it grows; of several, one JSON object each: prompt, text, tokens, finish
     (stop or length). Any layout gives the same text. Ranks may also be started by torchrun.
     """
-    from ..models import Sampling
+    from ..generation import Sampling
+    from ..generation.prompts import read_prompts
+    from ..generation.ranks import run_generation
+    from ..generation.request import Request
     from ..parallel_state import Layout
-    from ..training.generate_run import run_generation
-    from ..training.generation import Request
-    from ..training.prompts import read_prompts
 
     request = Request(
         source,

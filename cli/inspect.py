@@ -24,7 +24,7 @@ def inspect(
 
     from ..checkpoints import read_source, verify_files
     from ..parallel_state import BadInput, buffer_names
-    from ..training.console import plain_console
+    from ..runs.console import plain_console
 
     found = read_source(source)
     console = plain_console(soft_wrap=True)

@@ -46,12 +46,12 @@ def parity(
     from pydantic import ValidationError
 
     from ..parallel_state import BadInput, dtype_named, from_validation
-    from ..planner import schedule_kind
-    from ..testing.observation import Question
-    from ..testing.parity import TOLERANCES
-    from ..testing.parity import parity as compare
-    from ..training.console import plain_console
-    from ..training.sections import LayoutSection
+    from ..pipeline import schedule_kind
+    from ..recipes.sections import LayoutSection
+    from ..runs.console import plain_console
+    from ..testing.parity.case import Question
+    from ..testing.parity.check import TOLERANCES
+    from ..testing.parity.check import parity as compare
     from .sizes import parse_counts
 
     kind = schedule_kind(schedule, "parity")

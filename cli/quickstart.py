@@ -22,8 +22,8 @@ def quickstart(
     from rich.table import Table
     from rich.text import Text
 
-    from ..training.console import plain_console
-    from ..training.quickstart import Quickstart
+    from ..runs.console import plain_console
+    from ..testing.quickstart import Quickstart
 
     console = plain_console()
     checks = Quickstart(out, lambda text: console.print(text, soft_wrap=True)).run()

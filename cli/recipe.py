@@ -40,10 +40,10 @@ def recipe(
     RECIPE.toml model.init_from=Llama-3.2-1B data.tokens=tokens data.sequence_length=2048. training_args.json
     is what TrainingArguments.to_json_string() gives; a DeepSpeed configuration that it names is read with it.
     """
-    from ..checkpoints.output_file import check_output_file, output_file
-    from ..checkpoints.small_files import read_json
-    from ..training.from_deepspeed import from_deepspeed
-    from ..training.from_trainer import from_trainer
+    from ..recipes.foreign.from_deepspeed import from_deepspeed
+    from ..recipes.foreign.from_trainer import from_trainer
+    from ..storage.output_file import check_output_file, output_file
+    from ..storage.small_files import read_json
 
     if out is not None:
         check_output_file(out, force=force)

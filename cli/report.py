@@ -28,7 +28,7 @@ def report(
     trilith report run
     trilith report run-a run-b --out compared.html
     """
-    from ..training.report import write_report
+    from ..runs.report.page import write_report
 
     page = out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
     write_report(runs, page, force=force)

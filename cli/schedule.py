@@ -31,14 +31,14 @@ def schedule(
     trilith schedule --name zbv --stages 4 --microbatches 8 --measure --out zbv.png
     """
     from ..parallel_state import check_local_ranks
-    from ..planner import Timetable, bubble, layout_of, timetable
-    from ..planner.timetable_text import timetable_lines
-    from ..training.console import plain_console
+    from ..pipeline import Timetable, bubble, layout_of, timetable
+    from ..pipeline.timetable_text import timetable_lines
+    from ..runs.console import plain_console
 
     if measure:
         check_local_ranks(stages)
     if out is not None:
-        from ..planner.timetable_picture import check_picture, draw_timetables
+        from ..pipeline.timetable_picture import check_picture, draw_timetables
 
         check_picture(out, force=force)
     layout = layout_of(name, stages, virtual)
@@ -53,7 +53,7 @@ def schedule(
     console.print("")
     tables: dict[str, Timetable] = {"computed": computed}
     if measure:
-        from ..testing.slept import measured_timetable
+        from ..testing.sleeping_stages import measured_timetable
 
         with console.status("running"):
             tables["measured"] = measured_timetable(

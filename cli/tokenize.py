@@ -59,11 +59,11 @@ def tokenize(
     """
     import time
 
+    from ..data.text.chat_show import shown, warnings_of
+    from ..data.text.chat_template import Chat
+    from ..data.text.documents import check_inputs
+    from ..data.text.tokenize import tokenize as make_token_file
     from ..parallel_state import BadInput
-    from ..training.chat_show import shown, warnings_of
-    from ..training.chat_template import Chat
-    from ..training.documents import check_inputs
-    from ..training.tokenize import tokenize as make_token_file
     from .progress import token_progress
 
     if show and not (chat or chat_template or template_set):

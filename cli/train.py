@@ -48,7 +48,7 @@ def train(
         show_dry_run(recipe, overrides or [], rank=rank, device_memory=device_memory)
         return
     if "RANK" in os.environ:
-        from ..training.process_info import end_with_parent
+        from ..runs.process_info import end_with_parent
 
         end_with_parent()  # before the imports that take seconds: torchrun may be killed meanwhile
     from ..parallel_state import BadInput
@@ -57,16 +57,16 @@ def train(
         if value is not None:
             raise BadInput("train", option, expected="--dry-run with it", found=value)
 
-    from ..training.determinism import deterministic
+    from ..recipes.recipe import load_recipe
+    from ..runs.determinism import deterministic
+    from ..runs.guard import watched
+    from ..runs.heartbeat import status_folder, this_start
+    from ..runs.launch import check_launch, check_local, launch, own_rank, process_group, under_torchrun
+    from ..runs.lock import inherits_lock, lock_folder, only_run_in
+    from ..runs.stop_signals import StopSignals
     from ..training.evaluation import open_held_out
-    from ..training.launch import check_launch, check_local, launch, own_rank, process_group, under_torchrun
-    from ..training.preempt import StopSignals
-    from ..training.recipe import load_recipe
-    from ..training.run_lock import inherits_lock, lock_folder, only_run_in
     from ..training.run_plan import open_data, plan
-    from ..training.status import status_folder, this_start
     from ..training.trainer import Trainer
-    from ..training.watch import watched
 
     launched = under_torchrun()
     loaded = load_recipe(recipe, overrides or [])

@@ -33,9 +33,9 @@ def train_tokenizer(
     The text is held in memory: a sample of some hundred megabytes is plenty, and more than 2**30 characters
     are refused.
     """
-    from ..checkpoints.output_file import check_place
-    from ..training.documents import check_inputs, paragraphs_of
-    from ..training.tokenizer_training import train_tokenizer as train
+    from ..data.text.documents import check_inputs, paragraphs_of
+    from ..data.text.tokenizer_training import train_tokenizer as train
+    from ..storage.output_file import check_place
 
     check_place(out, inputs)
     check_inputs(inputs)

@@ -27,7 +27,7 @@ def verify(
     file that is not what was written.
     """
     if not source.is_dir():
-        from ..training.token_index import TokenPaths
+        from ..data.token_index import TokenPaths
 
         paths = TokenPaths.of(source)
         if source == paths.index or paths.index.is_file() or source in paths.all:
@@ -38,7 +38,7 @@ def verify(
     from ..checkpoints import check_model, read_source
     from ..checkpoints import verify as check
     from ..parallel_state import Box
-    from ..training.run_record import check_step
+    from ..runs.report.record import check_step
     from .progress import byte_progress
 
     found = read_source(source)
@@ -64,7 +64,7 @@ def verify(
 
 def verify_tokens(name: Path) -> None:
     """Read a whole token file and say what was compared."""
-    from ..training.tokens import TokenFile
+    from ..data.tokens import TokenFile
     from .progress import byte_progress
 
     file = TokenFile.open(name)

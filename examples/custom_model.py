@@ -34,10 +34,7 @@ from trilith.layers import (
 )
 from trilith.models import Rename
 from trilith.parallel_state import Layout, ParallelState, clip_gradients, initialize
-from trilith.training.data_parallel import shard_over_data
-from trilith.training.module_step import ModuleStep, own_samples
-from trilith.training.optimizer import make_adamw
-from trilith.training.precision import Precision
+from trilith.training import ModuleStep, Precision, make_adamw, own_samples, shard_over_data
 
 VOCAB, FEATURES = 61, 6
 

@@ -1,8 +1,8 @@
 """Floor 2: parallel layers. With ``state=None`` each is its ``torch.nn`` counterpart on one device."""
 
-from .attention import SharedHeads, causal_attention, merge_heads, split_heads
-from .balancing import Balance, Balancing, routers, set_auxiliary_losses, set_auxiliary_scale
-from .checkpointing import Checkpointing, checkpoint_blocks, checkpointed, keep_aside
+from .activation_checkpointing import Checkpointing, checkpoint_blocks, checkpointed, keep_aside
+from .attention.attention import SharedHeads, causal_attention, merge_heads, split_heads
+from .attention.mask import AttentionScope, KeyValueCache, documents
 from .chunked_loss import chunked_cross_entropy
 from .collectives import (
     copy_to_tensor,
@@ -14,8 +14,8 @@ from .collectives import (
     scatter_sequence,
     split_to_tensor,
 )
-from .compiling import compile_blocks
-from .dispatch import Dispatch
+from .compile import compile_blocks
+from .context_chunks import cut_sequence, token_places
 from .dropout import Dropout, own_random
 from .embedding import (
     VOCABULARY_MULTIPLE,
@@ -26,42 +26,37 @@ from .embedding import (
     gather_logits,
     padded_vocabulary,
 )
-from .experts import Experts
-from .grouped import grouped_mm
+from .experts.dispatch import Dispatch
+from .experts.experts import Experts
+from .experts.grouped_matmul import grouped_mm
+from .experts.load_balancing import Balance, Balancing, routers, set_auxiliary_losses, set_auxiliary_scale
+from .experts.moe import GatedShared, MoE
+from .experts.router import TopKRouter
 from .linear import ColumnParallelLinear, RowParallelLinear, linears
 from .lora import attach_lora, lora_scale
 from .loss import IGNORE, valid_tokens, vocab_parallel_cross_entropy
 from .mlp import ACTIVATIONS, MLP, GatedMLP, activation
-from .moe import GatedShared, MoE
 from .norm import LayerNorm, RMSNorm
 from .rotary import Rope, RotaryEmbedding, inverse_frequencies
-from .router import TopKRouter
-from .scope import AttentionScope, KeyValueCache, documents
 from .stage import Stage, all_stages, split_blocks
-from .zigzag import cut_sequence, token_places
 
 __all__ = [
-    "set_auxiliary_scale",
-    "set_auxiliary_losses",
-    "routers",
-    "grouped_mm",
-    "TopKRouter",
-    "MoE",
-    "GatedShared",
-    "Experts",
-    "Dispatch",
-    "Balancing",
-    "Balance",
     "ACTIVATIONS",
-    "IGNORE",
-    "MLP",
     "AttentionScope",
+    "Balance",
+    "Balancing",
     "Checkpointing",
     "ColumnParallelLinear",
+    "Dispatch",
     "Dropout",
+    "Experts",
     "GatedMLP",
+    "GatedShared",
+    "IGNORE",
     "KeyValueCache",
     "LayerNorm",
+    "MLP",
+    "MoE",
     "PositionEmbedding",
     "RMSNorm",
     "Rope",
@@ -69,10 +64,12 @@ __all__ = [
     "RowParallelLinear",
     "SharedHeads",
     "Stage",
-    "all_stages",
+    "TopKRouter",
+    "VOCABULARY_MULTIPLE",
     "VocabParallelEmbedding",
     "VocabParallelHead",
     "activation",
+    "all_stages",
     "attach_lora",
     "causal_attention",
     "checkpoint_blocks",
@@ -87,6 +84,7 @@ __all__ = [
     "gather_from_tensor",
     "gather_logits",
     "gather_sequence",
+    "grouped_mm",
     "inverse_frequencies",
     "keep_aside",
     "leave_tensor",
@@ -94,10 +92,12 @@ __all__ = [
     "lora_scale",
     "merge_heads",
     "own_random",
-    "VOCABULARY_MULTIPLE",
     "padded_vocabulary",
     "reduce_from_tensor",
+    "routers",
     "scatter_sequence",
+    "set_auxiliary_losses",
+    "set_auxiliary_scale",
     "split_blocks",
     "split_heads",
     "split_to_tensor",

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..parallel_state import ParallelState
-from .misuse import alone_or
+from .argument_checks import alone_or
 
 
 class Dropout(nn.Module):

@@ -18,9 +18,9 @@ from ..parallel_state import (
     local,
     padded_rows,
 )
+from .argument_checks import alone_or
 from .collectives import enter_tensor, gather_from_tensor, leave_tensor
-from .misuse import alone_or
-from .zigzag import token_places
+from .context_chunks import token_places
 
 #: In memory, vocabularies are padded to a multiple of this that the layout can cut; checkpoints are not.
 VOCABULARY_MULTIPLE = 128

@@ -21,8 +21,8 @@ from ..parallel_state import (
     declare_parameter,
     local,
 )
+from .argument_checks import alone_or, check_no_state, check_width
 from .collectives import enter_tensor, gather_from_tensor, leave_tensor, split_to_tensor
-from .misuse import alone_or, check_no_state, check_width
 
 #: From a linear's input, between its collectives, to what is added to its outputs, by their numbers.
 Adapter = Callable[[Tensor], list[tuple[int, Tensor]]]

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ..parallel_state import BadInput, ParallelState, engine
+from .argument_checks import alone_or
 from .autocast import without_autocast
 from .embedding import check_ids, padded_vocabulary
-from .misuse import alone_or
 
 IGNORE = -100
 

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..parallel_state import Constant, Declaration, DeclaredModule, ParallelState, declare_parameter, local
-from .misuse import alone_or, check_no_state
+from .argument_checks import alone_or, check_no_state
 
 
 class RMSNorm(DeclaredModule):

@@ -10,9 +10,9 @@ from torch import nn
 
 from ..layers import GatedMLP, TopKRouter
 from ..parallel_state import BadInput, Normal, ParallelState
-from .experts import EXPERT_NAMES, ExpertBlock, ExpertsConfig, LlamaWithExperts, NarrowExpertsConfig
-from .family import Family
-from .links import Rename
+from .base.family import Family
+from .base.names import Rename
+from .expert_block import EXPERT_NAMES, ExpertBlock, ExpertsConfig, LlamaWithExperts, NarrowExpertsConfig
 from .qwen import QWEN3
 
 

@@ -29,9 +29,9 @@ from ..layers import (
     split_heads,
 )
 from ..parallel_state import BadInput, Normal, ParallelState
-from .config import ModelConfig
-from .family import CausalLM, Family
-from .links import Rename, Rule, Split, Transpose
+from .base.config import ModelConfig
+from .base.family import CausalLM, Family
+from .base.names import Rename, Rule, Split, Transpose
 
 
 class GPT2Config(ModelConfig):

@@ -29,10 +29,10 @@ from ..layers import (
     split_heads,
 )
 from ..parallel_state import BadInput, Normal, ParallelState
-from .config import ModelConfig
-from .family import CausalLM, Family
-from .links import Rename
-from .rope_config import ROPE_KEYS, RopeScaling, read_rope, write_rope
+from .base.config import ModelConfig
+from .base.family import CausalLM, Family
+from .base.names import Rename
+from .base.rope_config import ROPE_KEYS, RopeScaling, read_rope, write_rope
 
 
 class LlamaConfig(ModelConfig):

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from .family import Family
+from .base.family import Family
 from .llama import NAMES, Llama, LlamaConfig
 
 

@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from .experts import ExpertsConfig, LlamaWithExperts
-from .family import Family
-from .links import Rename, Stack
+from .base.family import Family
+from .base.names import Rename, Stack
+from .expert_block import ExpertsConfig, LlamaWithExperts
 from .llama import NAMES
 from .mistral import MistralConfig
 

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from ..parallel_state import BadInput
-from .family import Family
-from .links import Rename
+from .base.family import Family
+from .base.names import Rename
 from .llama import NAMES, Llama, LlamaConfig
 
 #: What other families call a switch for the norms of queries and keys, which Qwen 3 always has.

@@ -8,9 +8,9 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from ..parallel_state import BadInput
-from .config import MOST_BLOCKS
-from .experts import EXPERT_NAMES, LlamaWithExperts, NarrowExpertsConfig
-from .family import Family
+from .base.config import MOST_BLOCKS
+from .base.family import Family
+from .expert_block import EXPERT_NAMES, LlamaWithExperts, NarrowExpertsConfig
 from .qwen import HEAD_NORMS, QWEN3, check_no_windows
 
 

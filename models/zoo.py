@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..parallel_state import BadInput
-from .family import Family
+from .base.family import Family
 from .glm_moe import GLM4_MOE
 from .gpt2 import GPT2_FAMILY
 from .llama import LLAMA

@@ -1,6 +1,7 @@
 """Floor 1: the layout, the state of one rank, and parameters that state once how they are cut."""
 
 from .boxes import Box
+from .collective_order import CollectiveOrder
 from .data_types import dtype_named
 from .declaration import BUFFER_DTYPE, Cut, Declaration, buffer_names, declarations, padded_rows
 from .errors import (
@@ -14,26 +15,24 @@ from .errors import (
     nearest_divisors,
     nearest_multiples,
 )
-from .fault import fault
+from .fault_injection import fault
 from .foreign import mark_shared, refuse_foreign
 from .gradients import clip_gradients, divide_gradients, finalize_gradients, gradient_norm, last_not_finite
-from .initial import Constant, Initial, Normal, Own, Uniform, seed_of
+from .holdings import Holding, holdings, parts
+from .initial_weights import Constant, Initial, Normal, Own, Uniform, seed_of
 from .layout import AXES, Coordinates, Layout
 from .local_work import check_local_ranks, check_workers
-from .order import CollectiveOrder
-from .own import declare
 from .parameters import DeclaredModule, declare_parameter, initialize, local, stored_box
-from .reshard import Holding, holdings, parts
 from .state import BACKENDS, FILES_TIMEOUT, TIMEOUT, ParallelState
+from .together import rank_at_fault, together
 from .torchrun import Launched, launched
 from .trained import NotTrained, refuse_untrained, signs_of_training
+from .user_parameters import declare
 
 __all__ = [
-    "BUFFER_DTYPE",
     "AXES",
     "BACKENDS",
-    "FILES_TIMEOUT",
-    "TIMEOUT",
+    "BUFFER_DTYPE",
     "BadCheckpoint",
     "BadInput",
     "Box",
@@ -43,6 +42,7 @@ __all__ = [
     "Cut",
     "Declaration",
     "DeclaredModule",
+    "FILES_TIMEOUT",
     "Holding",
     "Initial",
     "Launched",
@@ -53,24 +53,25 @@ __all__ = [
     "Own",
     "ParallelState",
     "PeerFailed",
+    "TIMEOUT",
     "Uniform",
     "buffer_names",
     "check_local_ranks",
     "check_workers",
     "clip_gradients",
-    "divide_gradients",
     "declarations",
     "declare",
     "declare_parameter",
+    "divide_gradients",
     "dtype_named",
     "fault",
     "finalize_gradients",
-    "last_not_finite",
     "from_os_error",
     "from_validation",
     "gradient_norm",
     "holdings",
     "initialize",
+    "last_not_finite",
     "launched",
     "local",
     "mark_shared",
@@ -79,9 +80,11 @@ __all__ = [
     "nearest_multiples",
     "padded_rows",
     "parts",
+    "rank_at_fault",
     "refuse_foreign",
     "refuse_untrained",
     "seed_of",
     "signs_of_training",
     "stored_box",
+    "together",
 ]

@@ -11,7 +11,7 @@ from torch import nn
 
 from .boxes import Box
 from .errors import BadInput, nearest_divisors
-from .initial import OWN, ZERO, Initial
+from .initial_weights import OWN, ZERO, Initial
 from .layout import Coordinates, Layout
 
 #: Of every declared buffer, whatever the model's dtype.

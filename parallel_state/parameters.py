@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from .boxes import Box
 from .declaration import BUFFER_DTYPE, Declaration, declarations
 from .engine import local_data
-from .initial import Own, fill, seed_of
-from .own import own_values
+from .initial_weights import Own, fill, seed_of
 from .state import ParallelState
+from .user_parameters import own_values
 
 
 class DeclaredModule(nn.Module):

@@ -35,7 +35,7 @@ from dataclasses import dataclass
 
 from ..layers import Checkpointing
 from ..parallel_state import Coordinates, Declaration
-from .work import Work
+from .step_shape import Work
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ from math import ceil, prod
 from ..layers import Stage, checkpointed
 from ..parallel_state import Coordinates, Declaration
 from .activations import block_shape
-from .holdings import group_of
-from .work import Work
+from .rank_parameters import group_of
+from .step_shape import Work
 
 
 @dataclass(frozen=True)

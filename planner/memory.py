@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 from ..layers import Stage, checkpointed, padded_vocabulary
 from ..parallel_state import BUFFER_DTYPE, Coordinates, Declaration
+from ..pipeline.schedules import schedule_kind
+from ..pipeline.timetable import held_at_once
 from .activations import block_shape, kept_in_block, norm_bytes
-from .holdings import RankParameters, rank_parameters
-from .pipeline import schedule_kind
-from .timetable import held_at_once
-from .work import Work
+from .rank_parameters import RankParameters, rank_parameters
+from .step_shape import Work
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,15 @@
-"""Floor 0: what the operating system refuses, and what a user does about it. Needs no other package."""
+"""Floor 0: the operating system and the limits of work; no torch."""
 
 from .at_once import most_at_once
 from .limits import OverLimit, bounded
 from .refusals import Refusal, refusal_of
 from .visible import visible
 
-__all__ = ["OverLimit", "Refusal", "bounded", "most_at_once", "refusal_of", "visible"]
+__all__ = [
+    "OverLimit",
+    "Refusal",
+    "bounded",
+    "most_at_once",
+    "refusal_of",
+    "visible",
+]

@@ -1,10 +1,10 @@
-"""The public test harness: functions on many ranks, and whether a module is the same in every layout."""
+"""Floor 8: the public test harness: ranks for tests, and checks that a module is the same in every layout."""
 
-from .failures import RankError, RankFailure
-from .fresh import ExitCode, run_fresh
-from .invariance import LayoutVariance, assert_layout_invariant
+from .invariance.check import LayoutVariance, assert_layout_invariant
 from .live_bytes import LiveBytes
-from .pool import run_parallel
+from .ranks.failures import RankError, RankFailure
+from .ranks.fresh import ExitCode, run_fresh
+from .ranks.pool import run_parallel
 
 __all__ = [
     "ExitCode",

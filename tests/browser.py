@@ -20,8 +20,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from trilith.training.report import make_report
-from trilith.training.run_record import RunRecord
+from trilith.runs.report.page import make_report
+from trilith.runs.report.record import RunRecord
 
 SCREENS = {"phone": (360, 800), "desktop": (1280, 900)}
 SCHEMES = ("light", "dark")

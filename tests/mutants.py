@@ -22,13 +22,13 @@ FORWARD = "tests/models/test_hugging_face.py::test_logits_and_gradients_are_tran
 PARITY = "tests/parity/test_layouts.py::test_it_equals_one_device"
 PAIRS = "tests/parity/test_combinations.py::test_every_pair_of_choices_equals_one_device"
 UPDATE = "tests/training/test_update.py"
-GROUPS = "tests/training/test_groups.py"
+GROUPS = "tests/training/test_parameter_groups.py"
 RESUME = "tests/training/test_resume.py::test_resuming_in_the_same_layout_is_bitwise"
 CONTEXT = "tests/parity/test_context.py"
 ROUND_TRIP = "tests/checkpoints/test_convert.py::test_there_and_through_another_layout_and_back_is_bitwise_D6"
 CUT_EXPERTS = "tests/layers/test_moe.py::test_cut_inside_the_experts_it_is_the_same"
 CHANGED = "tests/checkpoints/test_resumed_after_change.py"
-STAGES = "tests/training/test_module_stages.py::test_several_stages_a_rank_are_one_process"
+STAGES = "tests/pipeline/test_user_stages.py::test_several_stages_a_rank_are_one_process"
 ROUTER = "tests/layers/test_router.py"
 MOVED = "test_biases_are_of_the_model_and_a_run_goes_on_with_them_in_any_layout"
 DEALT_OUT = "tests/parity/test_experts.py::test_experts_equal_one_device"
@@ -48,14 +48,14 @@ class Mutant:
 MUTANTS = (
     Mutant(
         "what gathers experts counted by selective checkpointing",
-        "layers/checkpointing.py",
+        "layers/activation_checkpointing.py",
         "        if _ASIDE.get():",
         "        if _ASIDE.get() and func is None:",
         ("tests/parity/test_experts.py::test_blocks_that_are_computed_again_route_and_count_as_before",),
     ),
     Mutant(
         "a stored declaration that does not say what experts are",
-        "checkpoints/module_family.py",
+        "checkpoints/user_module_family.py",
         "experts=one.experts, buffer=one.buffer",
         "experts=False, buffer=one.buffer",
         (
@@ -64,23 +64,23 @@ MUTANTS = (
     ),
     Mutant(
         "ranks that share a row taken for ranks with rows of their own",
-        "training/from_deepspeed.py",
+        "recipes/foreign/from_deepspeed.py",
         "data = ranks // (t * p * c)",
         "data = ranks // (t * p)",
         (
-            "tests/training/test_translation_layout.py::test_ulysses_of_deepspeed_is_context_and_leaves_fewer_data_ranks",
+            "tests/recipes/test_translation_layout.py::test_ulysses_of_deepspeed_is_context_and_leaves_fewer_data_ranks",
         ),
     ),
     Mutant(
         "the last rank asked for the last stage's token, in a V too",
-        "models/generate.py",
+        "generation/generate.py",
         "last = layout.rank_of_stage(layout.stages - 1)",
         "last = layout.pipeline - 1",
-        ("tests/models/test_generate.py::test_several_stages_a_rank_write_the_same",),
+        ("tests/generation/test_generate.py::test_several_stages_a_rank_write_the_same",),
     ),
     Mutant(
         "every stage of a module taken for the first's next",
-        "training/module_stage.py",
+        "pipeline/user_stages.py",
         "return self.gives[number - 1] if number else ()",
         "return self.gives[0] if number else ()",
         (STAGES,),
@@ -94,42 +94,42 @@ MUTANTS = (
     ),
     Mutant(
         "a router's gradient taken for whole on each tensor rank",
-        "layers/router.py",
+        "layers/experts/router.py",
         'partial = ("tensor",) if self.state.tensor_size > 1 else ()',
         "partial: tuple[str, ...] = ()",
         (CUT_EXPERTS,),
     ),
     Mutant(
         "the balance loss counted by every tensor rank",
-        "layers/router.py",
+        "layers/experts/router.py",
         "first = float(state.tensor_index == 0)",
         "first = 1.0",
         (CUT_EXPERTS,),
     ),
     Mutant(
         "a router's bias in the weights as well, not in the choice alone",
-        "layers/router.py",
+        "layers/experts/router.py",
         "weights_BSK = scores_BSE.gather(-1, experts_BSK)",
         "weights_BSK = (scores_BSE + (0 if self.bias is None else self.bias)).gather(-1, experts_BSK)",
         (FORWARD,),
     ),
     Mutant(
         "a router's bias moved up where an expert had more tokens than the mean",
-        "layers/balancing.py",
+        "layers/experts/load_balancing.py",
         "(counts.mean() - counts).sign()",
         "(counts - counts.mean()).sign()",
         (f"{ROUTER}::test_a_bias_moves_up_where_an_expert_had_fewer_tokens_than_the_mean",),
     ),
     Mutant(
         "a group of experts that counts as its best one, under sigmoid scores",
-        "layers/router.py",
+        "layers/experts/router.py",
         'counted = 1 if self.score == "softmax" else min(2, grouped.shape[-1])',
         "counted = 1",
         (FORWARD,),
     ),
     Mutant(
         "a router's bias cast with the weights",
-        "checkpoints/conversion.py",
+        "checkpoints/convert/plan.py",
         "stored if stays or dtype is None else dtype",
         "stored if dtype is None else dtype",
         ("tests/checkpoints/test_families.py",),
@@ -143,14 +143,14 @@ MUTANTS = (
     ),
     Mutant(
         "what experts made sent back in the order in which they took it",
-        "layers/dispatch.py",
+        "layers/experts/dispatch.py",
         "y_MD.index_select(0, self._by_rank)",
         "y_MD.index_select(0, self._by_expert)",
         ("tests/layers/test_moe.py::test_dealt_out_over_ranks_it_is_the_same",),
     ),
     Mutant(
         "the balance loss of a row from the tokens of one context rank",
-        "layers/router.py",
+        "layers/experts/router.py",
         "in_row_BE = engine.all_reduce(counts_BE, state.context_group)",
         "in_row_BE = counts_BE * state.layout.context",
         (DEALT_OUT,),
@@ -171,7 +171,7 @@ MUTANTS = (
     ),
     Mutant(
         "gradients of weights made apart from the inputs' and never summed over the data ranks",
-        "training/stage_driver.py",
+        "pipeline/driver.py",
         "            sum_gradients(self.module.sharded)",
         "            pass",
         ("tests/parity/test_schedules.py::test_gradients_are_summed_at_every_micro_batch",),
@@ -186,7 +186,7 @@ MUTANTS = (
     ),
     Mutant(
         "the blocks of the first stage run for every stage of a rank",
-        "training/pipeline.py",
+        "pipeline/runner.py",
         "out: Tensor = model(x, positions, stage=stage)",
         "out: Tensor = model(x, positions, stage=model.stage.parts[0])",
         ("tests/parity/test_schedules.py::test_several_stages_a_rank_equal_one_device",),
@@ -207,7 +207,7 @@ MUTANTS = (
     ),
     Mutant(
         "packed documents that see those before them in the row",
-        "layers/scope.py",
+        "layers/attention/mask.py",
         "(positions_BS == 0).cumsum(1)",
         "(positions_BS < 0).cumsum(1)",
         ("tests/models/test_packing.py",),
@@ -221,45 +221,45 @@ MUTANTS = (
     ),
     Mutant(
         "a document's last token that predicts the next one's first",
-        "training/rows.py",
+        "data/rows.py",
         "            labels[starts - 1] = IGNORE",
         "            pass",
-        ("tests/training/test_rows.py",),
+        ("tests/data/test_rows.py",),
     ),
     Mutant(
         "packed samples that count positions through the row",
-        "training/rows.py",
+        "data/rows.py",
         "            starts.append(at)",
         "            pass",
-        ("tests/training/test_rows.py",),
+        ("tests/data/test_rows.py",),
     ),
     Mutant(
         "the answer's first token not learnt where it begins in the prompt",
-        "training/chat_template.py",
+        "data/text/chat_template.py",
         "(starts < end) & (ends > start)",
         "(starts < end) & (starts >= start)",
-        ("tests/training/test_chat.py::test_both_ways_agree_where_a_token_reaches_over_the_edge",),
+        ("tests/data/test_chat.py::test_both_ways_agree_where_a_token_reaches_over_the_edge",),
     ),
     Mutant(
         "what a killed tokenization finished done again",
-        "training/tokenize.py",
+        "data/text/tokenize.py",
         "if not read.past(writer.portions, writer.read):",
         "if writer.portions or not read.past(writer.portions, writer.read):",
-        ("tests/training/test_chat_files.py::test_a_killed_job_goes_on_and_gives_the_same_bytes",),
+        ("tests/data/test_chat_files.py::test_a_killed_job_goes_on_and_gives_the_same_bytes",),
     ),
     Mutant(
         "batches made ahead given a step early",
-        "training/prefetch.py",
+        "data/prefetch.py",
         "iter(range(start, stop))",
         "iter(range(start + 1, stop + 1))",
-        ("tests/training/test_prefetch.py::test_every_step_gets_its_batch",),
+        ("tests/data/test_prefetch.py::test_every_step_gets_its_batch",),
     ),
     Mutant(
         "prompts padded on the left that begin at the position of the longest",
-        "models/generate.py",
+        "generation/generate.py",
         "- before).clamp(min=0)",
         "- 0 * before)",
-        ("tests/models/test_generate.py",),
+        ("tests/generation/test_generate.py",),
     ),
     Mutant(
         "an overflow in a copy of a gradient that no rank hears of",
@@ -270,7 +270,7 @@ MUTANTS = (
     ),
     Mutant(
         "skipped steps that count as AdamW's after a resume",
-        "checkpoints/training.py",
+        "checkpoints/resume.py",
         'updates=int(str(memory.get("updates", manifest.step)))',
         "updates=manifest.step",
         (f"{UPDATE}::test_a_run_with_a_skipped_step_resumes_bitwise",),
@@ -312,24 +312,24 @@ MUTANTS = (
     ),
     Mutant(
         "parameter groups of which the last counts",
-        "training/groups.py",
+        "training/parameter_groups.py",
         "left = [ours for ours in found if ours not in assigned]",
         "left = found",
         (f"{GROUPS}::test_a_pattern_finds_their_names_and_ours_and_the_first_group_counts",),
     ),
     Mutant(
         "frozen parameters that are trained",
-        "training/groups.py",
+        "training/parameter_groups.py",
         "parameter.requires_grad_(False)",
         "parameter.requires_grad_(True)",
         (f"{GROUPS}::test_each_parameter_gets_its_rate_and_its_decay_and_the_update_is_adamws",),
     ),
     Mutant(
         "WSD that decays from the end of the warm-up",
-        "training/schedules.py",
+        "training/learning_rate.py",
         "start, curve = self.total - self.decay, CURVES[self.shape]",
         "start, curve = self.warmup, CURVES[self.shape]",
-        ("tests/training/test_schedules.py::test_each_law_at_points_worked_out_by_hand",),
+        ("tests/training/test_learning_rate.py::test_each_law_at_points_worked_out_by_hand",),
     ),
     Mutant(
         "gate and up swapped",
@@ -347,7 +347,7 @@ MUTANTS = (
     ),
     Mutant(
         "square matrices not transposed, which no shape shows",
-        "models/links.py",
+        "models/base/names.py",
         "turned = transpose and len(whole.shape) == 2",
         "turned = transpose and len(set(whole.shape)) == 2",
         (FORWARD,),
@@ -440,14 +440,14 @@ MUTANTS = (
     ),
     Mutant(
         "gradients of keys and values lose a rank on the way round the ring",
-        "layers/context_attention.py",
+        "layers/attention/context.py",
         "dkv += engine.arrived(self._coming, dkv)",
         "engine.arrived(self._coming, dkv)",
         (CONTEXT,),
     ),
     Mutant(
         "positions of context ranks as if each held the first tokens",
-        "layers/zigzag.py",
+        "layers/context_chunks.py",
         "return cut_sequence(torch.arange(length * state.context_size, device=device), state, dim=0)",
         "return torch.arange(length, device=device)",
         (CONTEXT,),
@@ -468,14 +468,14 @@ MUTANTS = (
     ),
     Mutant(
         "moments zeroed on resume",
-        "checkpoints/training.py",
+        "checkpoints/resume.py",
         "fill(tensor, source.read(moment_name(moment, name), box, tie))",
         "source.read(moment_name(moment, name), box, tie)",
         (RESUME,),
     ),
     Mutant(
         "old checkpoint deleted before the new one is committed",
-        "checkpoints/saving.py",
+        "checkpoints/save.py",
         "            staging[0].publish(self._manifest(progress, results).to_bytes())\n",
         "            from .commit import remove_checkpoint\n"
         "            from .find import complete_checkpoints\n\n"
@@ -502,61 +502,59 @@ MUTANTS = (
     ),
     Mutant(
         "a token index whose seal is there, but not compared",
-        "training/token_index.py",
+        "data/token_index.py",
         "or self.seal != self._seal()",
         "or self.seal is None",
-        ("tests/training/test_token_flips.py::test_a_flipped_bit_is_refused_or_changes_nothing",),
+        ("tests/data/test_token_flips.py::test_a_flipped_bit_is_refused_or_changes_nothing",),
     ),
     Mutant(
         "a stopped conversion taken up where its source has the names and sizes of before",
-        "checkpoints/planning.py",
+        "checkpoints/convert/request.py",
         "repr([file.state() for file in source.files])",
         "repr([(str(file.path), file.size) for file in source.files])",
         (f"{CHANGED}::test_new_weights_are_told_where_the_file_system_has_no_change_time",),
     ),
     Mutant(
         "what a stopped conversion left taken as it is found, not as it was noted",
-        "checkpoints/execute.py",
+        "checkpoints/convert/execute.py",
         "if noted is None or noted != _sums(group):",
         "if noted is None:",
         (f"{CHANGED}::test_a_flipped_bit_in_what_a_stop_left_has_no_effect",),
     ),
     Mutant(
         "a stopped tokenization taken up where its input has the time and size of before",
-        "training/reading.py",
+        "data/text/job_reading.py",
         "return not hashes or hashes[-1] == read",
         "return len(hashes) == portions",
-        (
-            "tests/training/test_tokenize_resumed.py::test_an_input_that_changed_between_is_wholly_the_new_one",
-        ),
+        ("tests/data/test_tokenize_resumed.py::test_an_input_that_changed_between_is_wholly_the_new_one",),
     ),
     Mutant(
         "numbers that a cast makes zero counted only where the type is shorter",
-        "checkpoints/execute.py",
+        "checkpoints/convert/execute.py",
         "if smallest(cast.dtype) > smallest(numbers.dtype):",
         "if cast.dtype.itemsize < numbers.dtype.itemsize:",
         ("tests/checkpoints/test_execute.py::test_casts_count_every_number_that_they_make_zero",),
     ),
     Mutant(
         "a rank's status believed, whichever start left it",
-        "training/status.py",
+        "runs/heartbeat.py",
         "            if status.run == run:\n",
         "            if status.run:\n",
-        ("tests/training/test_status.py::test_an_earlier_run_is_not_blamed",),
+        ("tests/runs/test_heartbeat.py::test_an_earlier_run_is_not_blamed",),
     ),
     Mutant(
         "a rank taken for alive by its process number, which the system gave out again",
-        "training/status.py",
+        "runs/heartbeat.py",
         " or (self.started != 0 and now.started != self.started)",
         "",
-        ("tests/training/test_status.py::test_a_process_id_that_was_given_out_again_is_not_the_rank_s",),
+        ("tests/runs/test_heartbeat.py::test_a_process_id_that_was_given_out_again_is_not_the_rank_s",),
     ),
     Mutant(
         "a process ended that another launcher started",
-        "training/own_ranks.py",
+        "runs/own_ranks.py",
         "info.parent == self._child.pid and info.started == one.started",
         "info.started == one.started",
-        ("tests/training/test_own_ranks.py::test_a_process_that_somebody_else_started_is_left_alone",),
+        ("tests/runs/test_own_ranks.py::test_a_process_that_somebody_else_started_is_left_alone",),
     ),
 )
 

@@ -22,13 +22,13 @@ import pytest
 import torch.distributed as dist
 from trilith.checkpoints import How, convert, load_model, read_source, verify
 from trilith.cli.app import run
+from trilith.data import TokenFile
 from trilith.parallel_state import BadInput, Box
-from trilith.testing.runs import TINIEST_LLAMA, tiny_recipe, write_tokens
-from trilith.training.recipe import parse_recipe
+from trilith.recipes.foreign.translation import to_toml
+from trilith.recipes.recipe import parse_recipe
+from trilith.runs.report.record import read_run
+from trilith.testing.short_runs import TINIEST_LLAMA, tiny_recipe, write_tokens
 from trilith.training.run_plan import open_data
-from trilith.training.run_record import read_run
-from trilith.training.tokens import TokenFile
-from trilith.training.translation import to_toml
 
 STEPS = 3
 #: The answers to what was damaged: input, a rank or the disk, a checkpoint.

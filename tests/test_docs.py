@@ -14,9 +14,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from trilith.checkpoints import convert
 from trilith.cli.app import run
+from trilith.recipes.recipe import parse_recipe
 from trilith.testing import run_parallel
-from trilith.testing.runs import TINY_LLAMA, TINY_MIXTRAL, run_recipe, tiny_recipe, write_tokens
-from trilith.training.recipe import parse_recipe
+from trilith.testing.short_runs import TINY_LLAMA, TINY_MIXTRAL, run_recipe, tiny_recipe, write_tokens
 from trilith.training.run_plan import plan
 
 DOCS = Path(__file__).parents[1] / "docs"

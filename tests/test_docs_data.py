@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from trilith.cli.app import run
-from trilith.training.metrics import read_metrics
+from trilith.runs.metrics import read_metrics
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")

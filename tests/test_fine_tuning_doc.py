@@ -16,12 +16,12 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 from trilith.checkpoints import convert, load_model
 from trilith.cli.app import run
+from trilith.data import TokenFile
+from trilith.data.text.stdlib_corpus import standard_library
+from trilith.data.text.tokenizer_training import train_tokenizer
 from trilith.layers import gather_logits
 from trilith.models import CausalLM
-from trilith.training.corpus import standard_library
-from trilith.training.metrics import read_metrics
-from trilith.training.tokenizer_training import train_tokenizer
-from trilith.training.tokens import TokenFile
+from trilith.runs.metrics import read_metrics
 
 TEXT = (Path(__file__).parents[1] / "docs" / "fine_tuning.md").read_text(encoding="utf-8")
 SMALLER = ["steps=60", "data.sequence_length=48", "data.global_batch=8", "data.micro_batch=8"]

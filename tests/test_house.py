@@ -4,6 +4,7 @@ Each rule is a function of some sources, so that it is also shown to catch what 
 """
 
 import ast
+import re
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -19,43 +20,48 @@ FLOORS = {
     "system": 0,
     "parallel_state": 1,
     "layers": 2,
+    "storage": 2,
     "models": 3,
+    "data": 3,
     "checkpoints": 4,
-    "training": 5,
+    "pipeline": 4,
     "planner": 5,
-    "testing": 5,
-    "cli": 6,
+    "runs": 5,
+    "recipes": 6,
+    "generation": 6,
+    "training": 7,
+    "testing": 8,
+    "cli": 9,
 }
-#: Rooms on one floor that may be entered from another: the harness compares what the other two do, and a dry
-#: run asks the planner about a recipe.
-SIDEWAYS = {("testing", "training"), ("testing", "planner"), ("training", "planner")}
+#: The most files in one folder: more is a flat drawer.
+MOST_FILES = 30
 
 #: Files that may name what torch keeps private, and why.
 PRIVATE_TORCH = {
     "parallel_state/engine.py": "the one place for it",
-    "testing/clean_slate.py": "empties a cache of torch's between calls, which a library never needs",
+    "testing/ranks/reset.py": "empties a cache of torch's between calls, which a library never needs",
     "testing/live_bytes.py": "counts what every operator leaves behind: torch has no public hook for that",
 }
 
-#: Files that read or parse by themselves and not through ``checkpoints/small_files.py``, and why.
+#: Files that read or parse by themselves and not through ``storage/small_files.py``, and why.
 READERS = {
-    "checkpoints/strict_json.py": "the one parser of JSON",
-    "checkpoints/small_files.py": "the one reader",
-    "checkpoints/journal.py": "bytes of our own, cut off where a kill cut them",
-    "checkpoints/budget.py": "/proc",
+    "storage/strict_json.py": "the one parser of JSON",
+    "storage/small_files.py": "the one reader",
+    "storage/journal.py": "bytes of our own, cut off where a kill cut them",
+    "checkpoints/convert/memory_budget.py": "/proc",
     "system/limits.py": "/proc",
-    "parallel_state/fault.py": "/proc",
-    "training/memory_use.py": "/proc",
-    "training/process_info.py": "/proc",
-    "parallel_state/order.py": "a store between ranks, no file",
-    "training/join.py": "a store between ranks, no file",
-    "training/chat_formats.py": "a text inside a record, no file",
-    "training/documents.py": "streams data sets of any size in blocks",
-    "training/corpus.py": "Python's own sources",
-    "training/quickstart.py": "compares two files that it has just written",
-    "training/generate_run.py": "a file of its own rank, in a temporary folder",
-    "training/events.py": "the last byte of a log of its own",
-    "testing/folders.py": "sums of files that a test has just written",
+    "parallel_state/fault_injection.py": "/proc",
+    "runs/memory_use.py": "/proc",
+    "runs/process_info.py": "/proc",
+    "parallel_state/collective_order.py": "a store between ranks, no file",
+    "runs/rendezvous.py": "a store between ranks, no file",
+    "data/text/chat_formats.py": "a text inside a record, no file",
+    "data/text/documents.py": "streams data sets of any size in blocks",
+    "data/text/stdlib_corpus.py": "Python's own sources",
+    "testing/quickstart.py": "compares two files that it has just written",
+    "generation/ranks.py": "a file of its own rank, in a temporary folder",
+    "runs/events.py": "the last byte of a log of its own",
+    "testing/hf_folders.py": "sums of files that a test has just written",
 }
 
 #: Files over the limit, and why each stays one file.
@@ -94,11 +100,46 @@ def upward_imports(files: dict[str, str]) -> list[str]:
             other = parts[1]
             if other not in FLOORS:
                 found.append(f"{path}:{line}: imports {name}, which is not in a room")
-            elif other != room and FLOORS[other] >= FLOORS[room] and (room, other) not in SIDEWAYS:
+            elif other != room and FLOORS[other] >= FLOORS[room]:
                 found.append(
                     f"{path}:{line}: {room} (floor {FLOORS[room]}) imports {other} ({FLOORS[other]})"
                 )
     return found
+
+
+def circles(files: dict[str, str]) -> list[str]:
+    """Folders that import each other, directly or around, the folders inside a room counted by themselves.
+
+    A door offers what its room's files have, so it is not counted.
+    """
+    arrows: dict[str, set[str]] = {}
+    for path, text in files.items():
+        if Path(path).name == "__init__.py":
+            continue
+        here = str(Path(path).parent)
+        for _, name in imported(path, text):
+            parts = name.split(".")[1:] if name.startswith("trilith.") else []
+            whole = ["/".join(parts[:n]) for n in range(len(parts), 0, -1)]
+            there = [str(Path(one).parent) for one in whole if f"{one}.py" in files][:1]
+            arrows.setdefault(here, set()).update({*there} - {here})
+    reached: dict[str, set[str]] = {}
+    for start in arrows:
+        seen, queue = set(), [*arrows[start]]
+        while queue:
+            if (folder := queue.pop()) not in seen:
+                seen.add(folder)
+                queue += arrows.get(folder, ())
+        reached[start] = seen
+    round_about = [folder for folder, seen in reached.items() if folder in seen]
+    return [f"{folder}: imports itself by way of {sorted(reached[folder])}" for folder in round_about]
+
+
+def flat_drawers(files: dict[str, str]) -> list[str]:
+    """Folders with too many files to be looked through."""
+    counts: dict[str, int] = {}
+    for path in files:
+        counts[str(Path(path).parent)] = counts.get(str(Path(path).parent), 0) + 1
+    return [f"{folder}: {count} files" for folder, count in counts.items() if count > MOST_FILES]
 
 
 def absolute_imports(files: dict[str, str]) -> list[str]:
@@ -182,7 +223,7 @@ def own_readers(files: dict[str, str]) -> list[str]:
     reading = {"read_text", "read_bytes"}
     parsing = {("json", "load"), ("json", "loads"), ("tomllib", "load"), ("tomllib", "loads")}
     return [
-        f"{path}:{node.lineno}: reads by itself: use checkpoints/small_files.py"
+        f"{path}:{node.lineno}: reads by itself: use storage/small_files.py"
         for path, text in files.items()
         if path not in READERS
         for node in ast.walk(ast.parse(text))
@@ -212,7 +253,16 @@ def relative_imports(files: dict[str, str]) -> list[str]:
     return found
 
 
-RULES = [upward_imports, absolute_imports, private_torch, prints, own_readers, long_files]
+RULES = [
+    upward_imports,
+    circles,
+    flat_drawers,
+    absolute_imports,
+    private_torch,
+    prints,
+    own_readers,
+    long_files,
+]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
@@ -271,6 +321,7 @@ def test_the_rule_catches_what_it_forbids(rule, path, text):
             "from ..layers import Linear\nfrom .b import c\nfrom . import d\nimport os",
         ),
         (upward_imports, "testing/a.py", "from ..training import step"),
+        (flat_drawers, "layers/a.py", ""),
         (private_torch, "layers/a.py", "import torch\nfrom .b import _c\ntorch.nn.Linear.__init__\nself._x"),
         (prints, "cli/a.py", "print('hello')"),
         (relative_imports, "tests/test_b.py", "if TYPE_CHECKING:\n    from .conftest import C"),
@@ -279,6 +330,31 @@ def test_the_rule_catches_what_it_forbids(rule, path, text):
 )
 def test_the_rule_lets_pass_what_it_allows(rule, path, text):
     assert rule({path: text}) == []
+
+
+def test_folders_that_import_each_other_are_found():
+    around = {"layers/a.py": "from .deep.b import c", "layers/deep/b.py": "from ..e import f"}
+    around["layers/e.py"] = ""
+    assert [found.split(":")[0] for found in circles(around)] == ["layers", "layers/deep"]
+    del around["layers/a.py"]
+    assert circles(around) == []
+
+
+def test_a_folder_with_too_many_files_is_found():
+    assert len(flat_drawers({f"layers/{number}.py": "" for number in range(MOST_FILES + 1)})) == 1
+
+
+def test_docs_and_examples_import_from_doors():
+    """A door is what stays when files move; the test harness's own rooms are for tests."""
+    texts = {path: path.read_text() for path in (ROOT / "examples").glob("*.py")}
+    for path in [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]:
+        texts[path] = "\n".join(re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL))
+    found = [
+        f"{path.name}: {name}"
+        for path, text in texts.items()
+        for name in re.findall(r"(?:from|import) (trilith\.\w+\.[\w.]+)", text)
+    ]
+    assert found == []
 
 
 def test_listed_exceptions_are_still_needed():

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 from trilith.cli.app import run
+from trilith.data.text.tokenizer_training import train_tokenizer
 from trilith.parallel_state import Layout, ParallelState, clip_gradients, finalize_gradients
+from trilith.recipes.recipe import parse_recipe
 from trilith.testing import run_fresh
-from trilith.testing.runs import TINY_LLAMA, write_tokens
-from trilith.training.recipe import parse_recipe
-from trilith.training.tokenizer_training import train_tokenizer
+from trilith.testing.short_runs import TINY_LLAMA, write_tokens
 
 README = Path(__file__).parents[1] / "README.md"
 CONVERTING = ("convert", "inspect", "parity")

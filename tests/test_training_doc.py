@@ -11,9 +11,9 @@ import pytest
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from trilith.cli.app import COMMANDS
-from trilith.testing.runs import tiny_recipe
-from trilith.training import sections
-from trilith.training.recipe import Recipe, parse_recipe
+from trilith.recipes import Recipe, sections
+from trilith.recipes.recipe import parse_recipe
+from trilith.testing.short_runs import tiny_recipe
 
 DOC = Path(__file__).parents[1] / "docs" / "training.md"
 TABLES = re.findall(r"<!-- (\w+)(?:: ([\w ]+))? -->\n(.*?)<!-- end -->", DOC.read_text(), re.DOTALL)

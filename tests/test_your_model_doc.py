@@ -16,7 +16,7 @@ from trilith.checkpoints import load_module
 from trilith.cli.app import run
 from trilith.parallel_state import BadInput, Layout, ParallelState, initialize
 from trilith.testing import run_parallel
-from trilith.training.module_step import ModuleStep
+from trilith.training import ModuleStep
 
 PAGE = (Path(__file__).parents[1] / "docs" / "your_model.md").read_text(encoding="utf-8")
 

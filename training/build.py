@@ -9,16 +9,16 @@ import torch
 from ..layers import Balancing, checkpoint_blocks, compile_blocks, set_auxiliary_losses
 from ..models import AdaptedFamily, CausalLM
 from ..parallel_state import ParallelState, dtype_named
+from ..recipes.checks import decay_steps
+from ..recipes.recipe import Recipe
+from ..recipes.sections import ExpertsSection, MemorySection
+from .adamw import make_adamw
 from .data_parallel import resting_device, shard_over_data
-from .groups import freeze
+from .learning_rate import Schedule, scaled_rate
 from .loss_scale import LossScale
-from .optimizer import make_adamw
+from .parameter_groups import freeze
 from .precision import Precision
-from .recipe import Recipe
-from .recipe_checks import decay_steps
 from .run_plan import Plan
-from .schedules import Schedule, scaled_rate
-from .sections import ExpertsSection, MemorySection
 from .spikes import Spikes
 from .step import TrainStep
 from .update import Update

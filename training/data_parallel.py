@@ -24,14 +24,7 @@ from torch.distributed.tensor import Shard
 
 from ..layers import keep_aside
 from ..models import CausalLM
-from ..parallel_state import (
-    Layout,
-    ParallelState,
-    buffer_names,
-    declarations,
-    mark_shared,
-    refuse_foreign,
-)
+from ..parallel_state import Layout, ParallelState, buffer_names, declarations, mark_shared, refuse_foreign
 from .precision import Precision
 
 Model = TypeVar("Model", bound=nn.Module)

@@ -15,24 +15,24 @@ import torch
 from ..layers import Stage
 from ..models import AdaptedFamily, LoraConfig, adapted
 from ..parallel_state import BadInput, Declaration, ParallelState, declarations, dtype_named
+from ..pipeline import bubble
 from ..planner import (
     Change,
     Fit,
     MemoryPlan,
     Traffic,
     Work,
-    bubble,
     changes_that_fit,
     plan_memory,
     rank_parameters,
     step_traffic,
 )
-from .adapters import recipe_shape
+from ..planner.flops import TokenFlops, active_parameters
+from ..planner.stage_cut import StageCut
+from ..recipes.recipe import Recipe, with_overrides
 from .build import model_on_meta
-from .flops import TokenFlops, active_parameters
-from .recipe import Recipe, with_overrides
+from .lora import recipe_shape
 from .run_plan import Plan, flops_of, open_data, plan
-from .stage_cut import StageCut
 
 #: Of a GPU: what its context, its libraries' workspaces, NCCL and torch's caching take. Assumed, unmeasured.
 RUNTIME = 3_000_000_000

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..data.batch import Batch
+from ..data.batches import GlobalBatches
 from ..layers import IGNORE, valid_tokens
 from ..parallel_state import BadInput
-from .batch import Batch
-from .batches import GlobalBatches
+from ..recipes.recipe import Recipe
 from .forward import ForwardOnly
-from .recipe import Recipe
 from .run_plan import open_data
 from .step import TrainStep
 

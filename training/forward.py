@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from ..data.batch import Batch
 from ..layers import Stage
-from ..models import CausalLM, through_stages
-from .batch import Batch
+from ..models import CausalLM
+from ..pipeline import through_stages
 
 
 class ForwardOnly:

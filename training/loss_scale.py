@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .sections import LossScaleSection
+from ..recipes.sections import LossScaleSection
 
 
 class LossScale:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..models import CausalLM
-from ..models.links import Link
+from ..models.base.names import Link
 from ..parallel_state import declarations
 from ..parallel_state.engine import local_data
 

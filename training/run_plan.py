@@ -7,20 +7,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints import Source, StoredAdapter, check_plain, companions_in, read_source
-from ..checkpoints.output_file import check_place
+from ..checkpoints import Source, StoredAdapter, check_plain, read_source
+from ..data.batches import GlobalBatches, Mixture
+from ..data.tokens import TokenFile
 from ..models import Family, ModelConfig, family_of
 from ..parallel_state import BadInput
-from .adapters import plan_adapters
-from .batches import GlobalBatches, Mixture
-from .flops import TokenFlops, flops_per_token
-from .groups import assign, names_of
-from .recipe import Recipe, read_config
-from .recipe_checks import check_compiled_model, check_experts
-from .sections import ParameterGroup
-from .stage_cut import StageCut, cut_stages
-from .tensorboard import check_tensorboard
-from .tokens import TokenFile
+from ..planner.flops import TokenFlops, flops_per_token
+from ..planner.stage_cut import StageCut, cut_stages
+from ..recipes.checks import check_compiled_model, check_experts
+from ..recipes.recipe import Recipe, read_config
+from ..recipes.sections import ParameterGroup
+from ..runs.tensorboard import check_tensorboard
+from ..storage import companions_in
+from ..storage.output_file import check_place
+from .lora import plan_adapters
+from .parameter_groups import assign, names_of
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..data.batch import Batch
 from ..layers import chunked_cross_entropy, set_auxiliary_scale, valid_tokens, vocab_parallel_cross_entropy
 from ..models import CausalLM
 from ..parallel_state import BadInput, finalize_gradients, refuse_untrained, signs_of_training
-from .batch import Batch
+from ..pipeline.runner import Pipeline, schedule_of_model
 from .data_parallel import before_backward
-from .pipeline import Pipeline, schedule_of_model
 
 
 class TrainStep:

@@ -21,28 +21,20 @@ from ..checkpoints import (
     load_weights,
     newest_checkpoint,
 )
-from ..parallel_state import (
-    BadInput,
-    CollectiveOrder,
-    NotTrained,
-    ParallelState,
-    fault,
-    initialize,
-    seed_of,
-)
-from .adapters import first_adapters
-from .batch import Batch
+from ..data.batch import Batch
+from ..data.prefetch import Prefetch
+from ..parallel_state import BadInput, CollectiveOrder, NotTrained, ParallelState, fault, initialize, seed_of
+from ..recipes.recipe import Recipe
+from ..runs.guard import last_word
+from ..runs.heartbeat import Heartbeat
+from ..runs.metrics import StepMetrics
+from ..runs.stop_signals import Preempted, StopSignals
+from ..runs.terminal import Terminal
+from .adamw import set_learning_rate
 from .build import build, schedule_of
-from .health import name_the_culprit
-from .metrics import StepMetrics
-from .optimizer import set_learning_rate
-from .preempt import Preempted, StopSignals
-from .prefetch import Prefetch
-from .recipe import Recipe
+from .lora import first_adapters
+from .not_finite import name_the_culprit
 from .run_plan import open_data, plan
-from .status import Heartbeat
-from .terminal import Terminal
-from .watch import last_word
 from .watchers import Watchers
 
 

@@ -10,19 +10,19 @@ from typing import Any
 
 from ..checkpoints import Progress
 from ..parallel_state import ParallelState
+from ..planner.flops import Mfu, peak_flops
+from ..recipes.recipe import Recipe
+from ..runs.events import Events
+from ..runs.memory_use import memory_used
+from ..runs.metrics import StepLog, StepMetrics
+from ..runs.profiler import Traces
+from ..runs.tensorboard import EventFiles
+from ..runs.terminal import Terminal
 from .build import Parts
 from .evaluation import Evaluator, open_held_out, perplexity
-from .events import Events
-from .flops import Mfu, peak_flops
 from .forward import ForwardOnly
-from .memory_use import memory_used
-from .metrics import StepLog, StepMetrics
 from .norms import Activations, Norms
-from .recipe import Recipe
 from .run_plan import Plan, flops_of
-from .tensorboard import EventFiles
-from .terminal import Terminal
-from .traces import Traces
 
 
 class Watchers:

@@ -20,13 +20,13 @@ from trilith.checkpoints import (
     read_source,
     verify,
 )
-from trilith.checkpoints.hf_export import plan_shards
-from trilith.checkpoints.tensor_header import build_header
+from trilith.checkpoints.hugging_face.writer import plan_shards
 from trilith.cli.app import run
 from trilith.models import family_of
 from trilith.parallel_state import BadCheckpoint, BadInput, Box, Layout, ParallelState
+from trilith.storage.safetensors_header import build_header
 from trilith.testing import run_parallel
-from trilith.testing.runs import run_recipe, tiny_recipe, write_tokens
+from trilith.testing.short_runs import run_recipe, tiny_recipe, write_tokens
 
 Tensors = dict[str, torch.Tensor]
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 from trilith.checkpoints import How, convert
-from trilith.checkpoints.budget import anonymous_memory, block_within
-from trilith.checkpoints.journal import Journal
-from trilith.checkpoints.tensor_writer import TensorWriter
+from trilith.checkpoints.convert.memory_budget import anonymous_memory, block_within
 from trilith.parallel_state import BadCheckpoint, BadInput, Box
+from trilith.storage import TensorWriter
+from trilith.storage.journal import Journal
 from trilith.testing import run_fresh, run_parallel
-from trilith.testing.folders import contents, write_hf_folder
-from trilith.testing.runs import TINY_LLAMA, run_recipe, tiny_recipe, write_tokens
+from trilith.testing.hf_folders import contents, write_hf_folder
+from trilith.testing.short_runs import TINY_LLAMA, run_recipe, tiny_recipe, write_tokens
 
 FORMS = {
     "to-sharded": ("hf", {"tensor": 2, "pipeline": 3}),

@@ -11,17 +11,16 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from trilith.checkpoints import execute as execute_module
-from trilith.checkpoints.dtypes import TORCH, name_of
-from trilith.checkpoints.execute import Report, execute
-from trilith.checkpoints.finite import look_at
-from trilith.checkpoints.journal import Journal
-from trilith.checkpoints.plan import Copy, Stored, Tie, Whole, copies
-from trilith.checkpoints.tensor_file import TensorFile
-from trilith.checkpoints.tensor_writer import TensorWriter
-from trilith.checkpoints.transfer import Transfer
+from trilith.checkpoints.convert import execute as execute_module
+from trilith.checkpoints.convert.execute import Report, execute
+from trilith.checkpoints.convert.transfer import Transfer
+from trilith.checkpoints.copies import Copy, Stored, Tie, Whole, copies
 from trilith.models import Link
 from trilith.parallel_state import BadCheckpoint, BadInput, Box
+from trilith.storage import TensorFile, TensorWriter
+from trilith.storage.dtypes import TORCH, name_of
+from trilith.storage.finite import look_at
+from trilith.storage.journal import Journal
 
 NO_LINKS = Tie(None)
 

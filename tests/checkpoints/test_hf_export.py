@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-from trilith.checkpoints.hf_export import HFFolderWriter, plan_shards
-from trilith.checkpoints.hf_folder import HFFolder
+from trilith.checkpoints import HFFolder
+from trilith.checkpoints.hugging_face.writer import HFFolderWriter, plan_shards
 from trilith.parallel_state import Box
 
 

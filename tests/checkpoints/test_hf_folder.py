@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from trilith.checkpoints.hf_folder import HFFolder
+from trilith.checkpoints import HFFolder
 from trilith.parallel_state import BadInput
 
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"

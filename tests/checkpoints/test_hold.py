@@ -19,7 +19,7 @@ from trilith.checkpoints.retention import delete_old
 from trilith.cli.app import run
 from trilith.parallel_state import BadCheckpoint, Box
 from trilith.testing import RankError
-from trilith.testing.runs import TINIEST_LLAMA, run_recipe, tiny_recipe, train, write_tokens
+from trilith.testing.short_runs import TINIEST_LLAMA, run_recipe, tiny_recipe, train, write_tokens
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -9,8 +9,8 @@ import huggingface_hub.constants
 import pytest
 from trilith.checkpoints import convert, differences, read_source
 from trilith.parallel_state import BadInput
-from trilith.testing.folders import write_hf_folder
-from trilith.testing.runs import TINY_LLAMA
+from trilith.testing.hf_folders import write_hf_folder
+from trilith.testing.short_runs import TINY_LLAMA
 
 
 @pytest.fixture

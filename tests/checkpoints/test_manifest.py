@@ -11,14 +11,13 @@ from zlib import crc32
 import pytest
 import torch
 from safetensors.torch import save_file
-from trilith.checkpoints.file_names import MANIFEST
-from trilith.checkpoints.find import latest_checkpoint, step_directory
-from trilith.checkpoints.manifest import Manifest, Part, StoredTensor
+from trilith.checkpoints import Manifest, latest_checkpoint, step_directory, verify
+from trilith.checkpoints.manifest import Part, StoredTensor
 from trilith.checkpoints.seal import seal
-from trilith.checkpoints.stored_file import StoredFile
-from trilith.checkpoints.tensor_writer import TensorWriter
-from trilith.checkpoints.verify import verify
 from trilith.parallel_state import BadCheckpoint, Box, Layout
+from trilith.storage import TensorWriter
+from trilith.storage.file_names import MANIFEST
+from trilith.storage.stored_file import StoredFile
 
 UP, NORM = torch.arange(32.0).reshape(8, 4), torch.arange(4.0)
 

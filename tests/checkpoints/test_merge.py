@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,8 @@ def test_a_block_at_a_time_comes_to_the_same(
     model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert merge(tmp_path) == 0
-    monkeypatch.setattr("trilith.checkpoints.budget.BLOCK", 1000)
+    budget = importlib.import_module("trilith.checkpoints.convert.memory_budget")
+    monkeypatch.setattr(budget, "BLOCK", 1000)
     assert merge(tmp_path, "base", "small", "--workers", "3") == 0
     one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "small"))
     for name in one:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from trilith.checkpoints import convert, load_module, read_source, save_module
-from trilith.checkpoints.module_family import StoredDeclaration, StoredModule
+from trilith.checkpoints.user_module_family import StoredDeclaration, StoredModule
 from trilith.cli.app import run
 from trilith.layers import Balancing, Experts, GatedMLP, MoE, TopKRouter, VocabParallelEmbedding
 from trilith.models import Rename, Split, Stack, Transpose
@@ -27,10 +27,8 @@ from trilith.parallel_state import (
     local,
 )
 from trilith.testing import run_parallel
-from trilith.testing.training import Pieces, assemble, pieces
-from trilith.training.data_parallel import shard_over_data
-from trilith.training.optimizer import make_adamw
-from trilith.training.precision import Precision
+from trilith.testing.short_training import Pieces, assemble, pieces
+from trilith.training import Precision, make_adamw, shard_over_data
 
 NAMES = (
     Rename("embed.weight", "wte"),

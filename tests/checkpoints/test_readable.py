@@ -15,11 +15,12 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from trilith.checkpoints import Manifest, companions_in, convert, read_source, save_module
-from trilith.checkpoints.companions import COMPANIONS
+from trilith.checkpoints import Manifest, convert, read_source, save_module
 from trilith.parallel_state import BadInput
-from trilith.testing.folders import write_hf_folder
-from trilith.testing.runs import TINIEST_LLAMA, run_recipe, tiny_recipe, write_tokens
+from trilith.storage import companions_in
+from trilith.storage.companions import COMPANIONS
+from trilith.testing.hf_folders import write_hf_folder
+from trilith.testing.short_runs import TINIEST_LLAMA, run_recipe, tiny_recipe, write_tokens
 
 
 def nested(levels: int) -> Any:
@@ -210,8 +211,7 @@ def test_a_tokenizer_that_changes_during_the_run_is_saved_as_it_was_at_the_start
     tmp_path: Path, tokens: Path
 ) -> None:
     """Also one that is gone by then: the run keeps what it began with, and its last save does not fail."""
-    from trilith.checkpoints import Contents, Progress, Saver
-    from trilith.checkpoints.module import module_contents
+    from trilith.checkpoints import Contents, Progress, Saver, module_contents
     from trilith.parallel_state import Layout, ParallelState
 
     folder, model = tokenizer_folder(tmp_path / "tokenizer"), nn.Linear(2, 2)

@@ -13,11 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from trilith.checkpoints import How, carry_out, convert, plan_conversion, plan_merge, tensor_file
-from trilith.checkpoints.conversion import Conversion
+from trilith.checkpoints import How, carry_out, convert, plan_conversion, plan_merge
+from trilith.checkpoints.convert.plan import Conversion
 from trilith.parallel_state import BadCheckpoint
-from trilith.testing.folders import contents, write_hf_folder
-from trilith.testing.runs import TINY_LLAMA
+from trilith.storage import safetensors_reader as tensor_file
+from trilith.testing.hf_folders import contents, write_hf_folder
+from trilith.testing.short_runs import TINY_LLAMA
 
 #: Which folder changes, and the plan that reads it.
 PLANS: dict[str, tuple[str, Callable[[Path], Conversion]]] = {

@@ -15,15 +15,17 @@ from hypothesis import strategies as st
 from trilith.checkpoints import How
 from trilith.cli.app import COMMANDS, run
 from trilith.cli.sizes import LARGEST, parse_size
+from trilith.data.text import tokenizer_training
 from trilith.parallel_state import BadInput, Layout, check_local_ranks, check_workers
-from trilith.planner import timetable
-from trilith.planner.timetable import CLASSES, MOST_FORWARDS, layout_of
+from trilith.pipeline import layout_of, timetable
+from trilith.pipeline.timetable import CLASSES, MOST_FORWARDS
+from trilith.runs import launch
+from trilith.runs.launch import check_local
 from trilith.system import most_at_once
-from trilith.testing import processes, run_fresh, run_parallel
-from trilith.testing.folders import contents, write_hf_folder
-from trilith.testing.runs import TINY_LLAMA, write_tokens
-from trilith.training import launch, quickstart, tokenizer_training
-from trilith.training.launch import check_local
+from trilith.testing import quickstart, run_fresh, run_parallel
+from trilith.testing.hf_folders import contents, write_hf_folder
+from trilith.testing.ranks import processes
+from trilith.testing.short_runs import TINY_LLAMA, write_tokens
 
 MANY = str(10**6)
 Out = pytest.CaptureFixture[str]

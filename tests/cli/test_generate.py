@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from trilith.cli.app import run
+from trilith.data.text.tokenizer_training import train_tokenizer
+from trilith.generation import ranks as generate_run
 from trilith.testing import run_fresh
-from trilith.testing.runs import TINY_LLAMA
-from trilith.training import generate_run
-from trilith.training.tokenizer_training import train_tokenizer
+from trilith.testing.short_runs import TINY_LLAMA
 
 CORPUS = "The quick brown fox jumps over the lazy dog. Pack my box with five dozen liquor jugs.\n" * 20
 TEMPLATE = (

@@ -27,14 +27,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from trilith.checkpoints import convert
 from trilith.cli.app import COMMANDS, run
+from trilith.data import token_writer
+from trilith.data.text.documents import read_blocks
+from trilith.data.text.tokenizer_training import train_tokenizer
+from trilith.runs.metrics import StepMetrics
+from trilith.runs.process_info import children_of, process_info
 from trilith.testing import run_parallel
-from trilith.testing.folders import contents, write_hf_folder
-from trilith.testing.runs import TINY_LLAMA, run_recipe, tiny_recipe, write_tokens
-from trilith.training import token_writer
-from trilith.training.documents import read_blocks
-from trilith.training.metrics import StepMetrics
-from trilith.training.process_info import children_of, process_info
-from trilith.training.tokenizer_training import train_tokenizer
+from trilith.testing.hf_folders import contents, write_hf_folder
+from trilith.testing.short_runs import TINY_LLAMA, run_recipe, tiny_recipe, write_tokens
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 #: Seconds of a pause.

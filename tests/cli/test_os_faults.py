@@ -25,10 +25,10 @@ import typer
 from safetensors.torch import save_file
 from trilith.checkpoints import convert
 from trilith.cli.app import COMMANDS, run
-from trilith.testing.folders import write_hf_folder
+from trilith.data.text.tokenizer_training import train_tokenizer
 from trilith.testing.forked import Ended, few_descriptors, obey_permissions, run_forked, small_files_only
-from trilith.testing.runs import TINY_LLAMA, write_tokens
-from trilith.training.tokenizer_training import train_tokenizer
+from trilith.testing.hf_folders import write_hf_folder
+from trilith.testing.short_runs import TINY_LLAMA, write_tokens
 
 #: Seconds after which a command counts as hanging. A refusal takes well under five; machines are shared.
 HANGS = 30.0

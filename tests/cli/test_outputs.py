@@ -18,14 +18,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from trilith.checkpoints import convert, output_file
-from trilith.checkpoints.disk import DiskFailed
+from trilith.checkpoints import convert
 from trilith.cli.app import COMMANDS, run
+from trilith.data.text.tokenizer_training import train_tokenizer
 from trilith.parallel_state import BadInput
-from trilith.testing.folders import contents, write_hf_folder
-from trilith.testing.runs import TINY_LLAMA, write_tokens
-from trilith.training.metrics import StepMetrics
-from trilith.training.tokenizer_training import train_tokenizer
+from trilith.runs.metrics import StepMetrics
+from trilith.storage import output_file
+from trilith.storage.disk import DiskFailed
+from trilith.testing.hf_folders import contents, write_hf_folder
+from trilith.testing.short_runs import TINY_LLAMA, write_tokens
 
 READ, FILE, FOLDER = "read", "a file", "a folder"
 PATHS = {

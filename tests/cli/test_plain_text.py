@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import trilith
 from trilith.cli.app import run
-from trilith.testing.runs import TINY_LLAMA, write_tokens
+from trilith.testing.short_runs import TINY_LLAMA, write_tokens
 
 #: To rich a tag that was never opened, a colour and an emoji.
 ODD = "a[/b][red]:tada:"
@@ -37,8 +37,8 @@ def test_every_console_is_the_plain_one() -> None:
     root = Path(trilith.__path__[0])
     files = [
         *(root / "cli").glob("*.py"),
-        *(root / "training").glob("*.py"),
+        *(root / "runs").glob("*.py"),
         *(root / "testing").glob("*.py"),
     ]
     made = {file.name for file in files if "rich.console" in file.read_text()}
-    assert made == {"console.py"}, "text goes through training/console.py"
+    assert made == {"console.py"}, "text goes through runs/console.py"

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from trilith.cli.app import run
-from trilith.testing.folders import write_hf_folder
-from trilith.testing.runs import TINY_LLAMA, write_tokens
-from trilith.training.quickstart import Check, Quickstart
+from trilith.testing.hf_folders import write_hf_folder
+from trilith.testing.quickstart import Check, Quickstart
+from trilith.testing.short_runs import TINY_LLAMA, write_tokens
 
 
 @pytest.fixture

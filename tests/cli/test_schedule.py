@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from trilith.cli.app import run
-from trilith.planner import SCHEDULE_NAMES, schedule_kind
+from trilith.pipeline import SCHEDULE_NAMES, schedule_kind
 
 
 def test_it_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

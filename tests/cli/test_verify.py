@@ -13,8 +13,8 @@ import pytest
 from trilith.checkpoints import convert
 from trilith.checkpoints.seal import seal
 from trilith.cli.app import run
-from trilith.testing.folders import write_hf_folder
-from trilith.testing.runs import TINY_LLAMA, tiny_recipe, train, write_tokens
+from trilith.testing.hf_folders import write_hf_folder
+from trilith.testing.short_runs import TINY_LLAMA, tiny_recipe, train, write_tokens
 
 
 @pytest.fixture(scope="module")

@@ -20,12 +20,13 @@ from safetensors.torch import load_file, save_file
 from trilith.checkpoints import convert
 from trilith.cli import say as say_module
 from trilith.cli.app import COMMANDS, run
+from trilith.generation import ranks as generate_run
+from trilith.generation.request import Request
+from trilith.runs import console as console_module
+from trilith.runs import launch
 from trilith.system import visible
-from trilith.testing.folders import write_hf_folder
-from trilith.testing.runs import TINY_LLAMA
-from trilith.training import console as console_module
-from trilith.training import generate_run, launch
-from trilith.training.generation import Request
+from trilith.testing.hf_folders import write_hf_folder
+from trilith.testing.short_runs import TINY_LLAMA
 
 ROOT = Path(say_module.__file__).parent
 

@@ -26,7 +26,7 @@ from trilith.layers import (
 )
 from trilith.parallel_state import BadInput, Layout, ParallelState
 from trilith.testing import run_parallel
-from trilith.testing.equality import compare_with_one_device
+from trilith.testing.compare_layers import compare_with_one_device
 
 
 def test_splitting_and_merging_heads_are_inverse() -> None:

@@ -15,7 +15,7 @@ from trilith.layers import (
     chunked_cross_entropy,
     vocab_parallel_cross_entropy,
 )
-from trilith.layers.block_attention import How, attend, attend_backward
+from trilith.layers.attention.blockwise import How, attend, attend_backward
 
 D, VOCAB = 16, 31
 Layer = Callable[[Tensor], Tensor]

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 from trilith.layers import AttentionScope, KeyValueCache, cut_sequence, default_positions, token_places
-from trilith.layers import block_attention as blocks
-from trilith.layers.block_attention import How, attend, attend_backward
-from trilith.layers.context_scope import Block, ContextScope
+from trilith.layers.attention import blockwise as blocks
+from trilith.layers.attention.blockwise import How, attend, attend_backward
+from trilith.layers.attention.context_mask import Block, ContextScope
 from trilith.parallel_state import BadInput, Layout, ParallelState
 
 _sizes = st.sampled_from([2, 3, 4, 8])

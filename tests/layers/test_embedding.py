@@ -21,7 +21,7 @@ from trilith.layers import (
 from trilith.layers.embedding import check_ids
 from trilith.parallel_state import Layout, ParallelState, declarations
 from trilith.testing import run_parallel
-from trilith.testing.equality import compare_with_one_device, made_alike
+from trilith.testing.compare_layers import compare_with_one_device, made_alike
 
 
 def test_on_one_device_it_is_nn_embedding() -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from trilith.layers import ColumnParallelLinear, RowParallelLinear
 from trilith.parallel_state import BadInput, Layout, ParallelState
 from trilith.testing import run_parallel
-from trilith.testing.equality import compare_with_one_device
+from trilith.testing.compare_layers import compare_with_one_device
 
 
 @pytest.mark.parametrize("bias", [True, False])

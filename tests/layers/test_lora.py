@@ -12,7 +12,7 @@ from trilith.layers import ColumnParallelLinear, RowParallelLinear, attach_lora
 from trilith.parallel_state import BadInput, Declaration, Layout, ParallelState, declarations
 from trilith.parallel_state.engine import local_data
 from trilith.testing import run_parallel
-from trilith.testing.equality import compare_with_one_device
+from trilith.testing.compare_layers import compare_with_one_device
 
 
 def trained(layer: nn.Module) -> nn.Module:

@@ -8,11 +8,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from trilith.layers import Experts, GatedMLP, GatedShared, MoE, TopKRouter, grouped_mm
-from trilith.layers.grouped import by_kernel
+from trilith.layers.experts.grouped_matmul import by_kernel
 from trilith.parallel_state import BadInput, Layout, ParallelState, declarations
 from trilith.parallel_state.engine import local_data
 from trilith.testing import run_parallel
-from trilith.testing.equality import compare_with_one_device, made_alike
+from trilith.testing.compare_layers import compare_with_one_device, made_alike
 
 E, K, D, F_ = 8, 2, 12, 16
 

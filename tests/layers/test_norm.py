@@ -9,7 +9,7 @@ from torch import nn
 from trilith.layers import LayerNorm, RMSNorm
 from trilith.parallel_state import Layout, ParallelState, declarations
 from trilith.testing import run_parallel
-from trilith.testing.equality import compare_with_one_device
+from trilith.testing.compare_layers import compare_with_one_device
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trilith.models import FAMILIES, LLAMA
 from trilith.parallel_state import BadInput, Layout, ParallelState, declarations
-from trilith.testing.models import MODELS
+from trilith.testing.tiny_models import MODELS
 
 #: A config of each family.
 BASES = {raw["model_type"]: raw for raw in MODELS.values()}

@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trilith.layers import gather_logits, vocab_parallel_cross_entropy
 from trilith.models import CausalLM, family_of
 from trilith.parallel_state import Layout, ParallelState, finalize_gradients, initialize
+from trilith.pipeline.runner import schedule_of_model
 from trilith.testing import run_parallel
-from trilith.testing.training import Pieces, assemble, pieces, roughen
-from trilith.training.pipeline import schedule_of_model
+from trilith.testing.short_training import Pieces, assemble, pieces, roughen
 
 VOCAB, SEED = 131, 5
 LLAMA: dict[str, Any] = {

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from trilith.parallel_state import Layout
+from trilith.recipes.sections import MemorySection
 from trilith.testing import run_parallel
-from trilith.testing.models import MODELS
-from trilith.testing.training import Case, Outcome, first_difference, outcome, train_rank
-from trilith.training.sections import MemorySection
+from trilith.testing.short_training import Case, Outcome, first_difference, outcome, train_rank
+from trilith.testing.tiny_models import MODELS
 
 
 @pytest.fixture(scope="session")

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 from trilith.checkpoints import read_source
 from trilith.parallel_state import Box, ParallelState
+from trilith.recipes.recipe import parse_recipe
+from trilith.runs.metrics import StepMetrics
 from trilith.testing import LiveBytes, run_parallel
-from trilith.testing.runs import TINY_LLAMA, run_recipe, tiny_recipe, write_tokens
+from trilith.testing.short_runs import TINY_LLAMA, run_recipe, tiny_recipe, write_tokens
+from trilith.training import Evaluator
 from trilith.training.build import build
-from trilith.training.evaluation import Evaluator, open_held_out
+from trilith.training.evaluation import open_held_out
 from trilith.training.forward import ForwardOnly
-from trilith.training.metrics import StepMetrics
-from trilith.training.recipe import parse_recipe
 from trilith.training.run_plan import plan
 
 UNTIED = {**TINY_LLAMA, "tie_word_embeddings": False}

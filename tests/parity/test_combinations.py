@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from trilith.parallel_state import Layout
-from trilith.planner import SCHEDULE_NAMES, schedule_kind
+from trilith.pipeline import SCHEDULE_NAMES, schedule_kind
 
 SAMPLES = 8
 _SPLITS = {2: (1, 4), 4: (2, 1, 1, 1)}

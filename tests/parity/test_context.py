@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from trilith.parallel_state import Layout
-from trilith.training.sections import MemorySection
+from trilith.recipes.sections import MemorySection
 
 SLOW = pytest.mark.slow
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from trilith.data import Batch
 from trilith.parallel_state import Layout
-from trilith.testing.training import Case, Outcome, batch
-from trilith.training.batch import Batch
+from trilith.testing.short_training import Case, Outcome, batch
 
 LAYOUTS = [
     ("llama", Layout.of(pipeline=2)),

@@ -19,10 +19,11 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from trilith.parallel_state import BadInput, Layout
-from trilith.testing.models import MODELS
-from trilith.training.recipe import Recipe, parse_recipe
+from trilith.recipes import Recipe
+from trilith.recipes.recipe import parse_recipe
+from trilith.recipes.sections import LayoutSection, MemorySection
+from trilith.testing.tiny_models import MODELS
 from trilith.training.run_plan import plan
-from trilith.training.sections import LayoutSection, MemorySection
 
 Raw = dict[str, Any]
 AXES = ("tensor", "pipeline", "data_shard", "data_replicate", "context")

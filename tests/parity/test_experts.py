@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from trilith.layers import Checkpointing
 from trilith.parallel_state import Layout
-from trilith.training.sections import MemorySection
+from trilith.recipes.sections import MemorySection
 
 LAYOUTS = [
     ("mixtral", Layout.of(data=2, expert=2)),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from trilith.parallel_state import Layout
 from trilith.testing import run_parallel
-from trilith.testing.training import Case, first_difference, outcome, train_rank
+from trilith.testing.short_training import Case, first_difference, outcome, train_rank
 
 LAYOUTS = [
     Layout.of(tensor=2),

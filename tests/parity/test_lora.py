@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from trilith.parallel_state import Layout
-from trilith.testing.training import Case, Outcome
-from trilith.training.sections import MemorySection
+from trilith.recipes.sections import MemorySection
+from trilith.testing.short_training import Case, Outcome
 
 ALL = {"r": 3, "lora_alpha": 6, "target_modules": "all-linear"}
 LAST = {"r": 4, "use_rslora": True, "target_modules": ["q_proj", "o_proj"], "layers_to_transform": [4]}

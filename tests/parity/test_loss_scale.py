@@ -10,9 +10,8 @@ from trilith.models import CausalLM
 from trilith.parallel_state import Layout
 from trilith.parallel_state.engine import local_data
 from trilith.testing import run_parallel
-from trilith.testing.runs import TINIEST_LLAMA, built
-from trilith.training.precision import Precision
-from trilith.training.step import TrainStep
+from trilith.testing.short_runs import TINIEST_LLAMA, built
+from trilith.training import Precision, TrainStep
 
 SAMPLES, LENGTH = 4, 8
 Gradients = dict[str, Tensor]

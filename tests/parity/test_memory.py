@@ -11,11 +11,10 @@ import torch
 from trilith.layers import Checkpointing
 from trilith.models import family_of
 from trilith.parallel_state import Layout, ParallelState
+from trilith.recipes.sections import MemorySection
 from trilith.testing import run_parallel
-from trilith.testing.training import Case, Outcome, first_difference, outcome, train_rank
-from trilith.training import data_parallel
-from trilith.training.precision import Precision
-from trilith.training.sections import MemorySection
+from trilith.testing.short_training import Case, Outcome, first_difference, outcome, train_rank
+from trilith.training import Precision, data_parallel
 
 SEQUENCE, STAGES, ZERO = Layout.of(tensor=2, sequence=True), Layout.of(pipeline=2), Layout.of(data=2, zero=3)
 RATES = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1, "n_layer": 2}

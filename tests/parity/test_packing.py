@@ -9,16 +9,14 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from trilith.data import TokenFile
+from trilith.data.batches import GlobalBatches
+from trilith.data.token_writer import TokenWriter
 from trilith.models import CausalLM, family_of
 from trilith.parallel_state import Layout, ParallelState, initialize
 from trilith.testing import run_parallel
-from trilith.testing.training import Pieces, assemble, pieces, roughen
-from trilith.training.batches import GlobalBatches
-from trilith.training.data_parallel import shard_over_data
-from trilith.training.precision import Precision
-from trilith.training.step import TrainStep
-from trilith.training.token_writer import TokenWriter
-from trilith.training.tokens import TokenFile
+from trilith.testing.short_training import Pieces, assemble, pieces, roughen
+from trilith.training import Precision, TrainStep, shard_over_data
 
 LENGTH, SAMPLES, ROWS = 24, 16, 8
 

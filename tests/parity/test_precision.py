@@ -8,7 +8,7 @@ import pytest
 import torch
 from trilith.parallel_state import Layout
 from trilith.testing import run_parallel
-from trilith.testing.training import Case, Outcome, first_difference, outcome, train_rank
+from trilith.testing.short_training import Case, Outcome, first_difference, outcome, train_rank
 
 LAYOUTS = [
     Layout(),

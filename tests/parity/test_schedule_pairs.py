@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from trilith.parallel_state import Layout
-from trilith.training.sections import MemorySection
+from trilith.recipes.sections import MemorySection
 
 LOOP: dict[str, Any] = {"virtual_stages": 2}
 SHAPED: dict[str, Any] = {"virtual_stages": 2, "v_shape": True}

@@ -14,12 +14,10 @@ import torch
 from trilith.models import family_of
 from trilith.parallel_state import Layout, ParallelState, initialize
 from trilith.parallel_state.engine import computed_with, fsdp_modules
+from trilith.pipeline.driver import DrivenStage
 from trilith.testing import run_parallel
-from trilith.testing.models import MODELS
-from trilith.training.data_parallel import shard_over_data
-from trilith.training.precision import Precision
-from trilith.training.stage_driver import DrivenStage
-from trilith.training.step import TrainStep
+from trilith.testing.tiny_models import MODELS
+from trilith.training import Precision, TrainStep, shard_over_data
 
 LOOP: dict[str, Any] = {"virtual_stages": 2}
 SHAPED: dict[str, Any] = {"virtual_stages": 2, "v_shape": True}

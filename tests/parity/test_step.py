@@ -13,9 +13,8 @@ from trilith.layers import IGNORE
 from trilith.parallel_state import BadInput, Layout, gradient_norm
 from trilith.parallel_state.engine import local_data
 from trilith.testing import RankError, run_parallel
-from trilith.testing.runs import built
-from trilith.training.precision import Precision
-from trilith.training.step import TrainStep
+from trilith.testing.short_runs import built
+from trilith.training import Precision, TrainStep
 
 FP64 = Precision(torch.float64, torch.float64, torch.float64)
 SAMPLES, LENGTH = 4, 8

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from trilith.parallel_state import Layout
-from trilith.training.sections import MemorySection
+from trilith.recipes.sections import MemorySection
 
 LORA = {"r": 3, "lora_alpha": 6, "target_modules": "all-linear"}
 

@@ -16,12 +16,10 @@ from torch.utils._pytree import tree_leaves
 from trilith.models import family_of
 from trilith.parallel_state import Layout, ParallelState, clip_gradients, declarations, initialize
 from trilith.planner import Traffic, Work, block_traffic, step_traffic
+from trilith.recipes.sections import MemorySection
 from trilith.testing import run_parallel
+from trilith.training import Precision, TrainStep, shard_over_data
 from trilith.training.build import spare_memory
-from trilith.training.data_parallel import shard_over_data
-from trilith.training.precision import Precision
-from trilith.training.sections import MemorySection
-from trilith.training.step import TrainStep
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",

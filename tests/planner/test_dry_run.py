@@ -18,8 +18,9 @@ from safetensors.torch import save_file
 from trilith.cli.app import make_app, run
 from trilith.models import family_of
 from trilith.parallel_state import BadInput
+from trilith.recipes import load_recipe
+from trilith.recipes.recipe import with_overrides
 from trilith.training.dry_run import dry_run, heaviest, rank_plan
-from trilith.training.recipe import load_recipe, with_overrides
 from trilith.training.run_plan import plan
 from typer.main import get_command
 

@@ -12,13 +12,10 @@ from trilith.models import LoraConfig, adapted, family_of
 from trilith.parallel_state import Layout, ParallelState, declarations, initialize
 from trilith.parallel_state.engine import local_data
 from trilith.planner import MemoryPlan, Work, plan_memory, rank_parameters
+from trilith.recipes.sections import MemorySection
 from trilith.testing import LiveBytes, run_parallel
+from trilith.training import Precision, TrainStep, make_adamw, shard_over_data
 from trilith.training.build import spare_memory
-from trilith.training.data_parallel import shard_over_data
-from trilith.training.optimizer import make_adamw
-from trilith.training.precision import Precision
-from trilith.training.sections import MemorySection
-from trilith.training.step import TrainStep
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",

@@ -12,11 +12,8 @@ from trilith.models import family_of
 from trilith.parallel_state import Layout, ParallelState, declarations, initialize
 from trilith.planner import Work, plan_memory
 from trilith.testing import LiveBytes, run_parallel
+from trilith.training import Precision, TrainStep, make_adamw, shard_over_data
 from trilith.training import step as steps
-from trilith.training.data_parallel import shard_over_data
-from trilith.training.optimizer import make_adamw
-from trilith.training.precision import Precision
-from trilith.training.step import TrainStep
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",

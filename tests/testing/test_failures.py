@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from trilith.parallel_state import BadInput
 from trilith.testing import RankError, run_parallel
-from trilith.testing.pool import GRACE
+from trilith.testing.ranks.pool import GRACE
 
 
 class Stubborn(Exception):

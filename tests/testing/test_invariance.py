@@ -33,8 +33,8 @@ from trilith.parallel_state import (
     local,
 )
 from trilith.testing import LayoutVariance, assert_layout_invariant
-from trilith.testing.placement import place
-from trilith.training.module_step import Samples
+from trilith.testing.invariance.relation import place
+from trilith.training.user_step import Samples
 
 D, HIDDEN = 8, 16
 BATCH = {

@@ -6,7 +6,7 @@ import sys
 import threading
 
 import torch
-from trilith.testing.live_bytes import LiveBytes
+from trilith.testing import LiveBytes
 
 
 def test_it_counts_what_lives_and_the_worst_moment() -> None:

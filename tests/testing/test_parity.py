@@ -25,10 +25,10 @@ from trilith.cli.app import run
 from trilith.layers import Stage
 from trilith.models import CausalLM
 from trilith.parallel_state import BadInput, Layout
-from trilith.testing.observation import Question, differences, first_beyond
-from trilith.testing.observe_hf import observe_hf
-from trilith.testing.observe_ours import observe_ours, observe_rank
-from trilith.testing.parity import parity
+from trilith.testing.parity.case import Question, differences, first_beyond
+from trilith.testing.parity.check import parity
+from trilith.testing.parity.ours import observe_ours, observe_rank
+from trilith.testing.parity.transformers import observe_hf
 
 MODELS = {
     "llama": lambda: LlamaForCausalLM(
@@ -167,7 +167,7 @@ def test_with_several_stages_a_rank_the_first_module_that_differs_is_named(
     single = observe_ours(replace(question, layout=Layout(), split=None))
     right = [*differences(single, observe_ours(question))]
     assert first_beyond(right, 1e-10) is None and any(one.name == "layers.4" for one in right)
-    monkeypatch.setattr("trilith.testing.observe_ours.observe_rank", third_stage_backwards)
+    monkeypatch.setattr("trilith.testing.parity.ours.observe_rank", third_stage_backwards)
     first = first_beyond([*differences(single, observe_ours(question))], 1e-10)
     assert first is not None and (first.kind, first.name) == ("output", "layers.2.attention_norm")
 

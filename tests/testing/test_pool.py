@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from trilith.parallel_state import Layout, ParallelState
 from trilith.testing import RankError, run_parallel
-from trilith.testing.processes import Rendezvous
+from trilith.testing.ranks.processes import Rendezvous
 
 #: How often this process has executed this file; it outlives the module.
 LOADED = "loads of test_pool"

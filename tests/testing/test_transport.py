@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from trilith.testing import run_parallel
-from trilith.testing.runs import TINIEST_LLAMA
-from trilith.testing.transport import FunctionName
+from trilith.testing.ranks.pickling import FunctionName
+from trilith.testing.short_runs import TINIEST_LLAMA
 
 NAME = "folder_of_nobody.deep.test_it"
 SOURCE = """

@@ -13,7 +13,7 @@ import pytest
 from trilith.checkpoints import complete_checkpoints, read_source, verify
 from trilith.cli.app import run
 from trilith.testing import ExitCode, run_fresh
-from trilith.testing.runs import TINY_LLAMA, write_tokens
+from trilith.testing.short_runs import TINY_LLAMA, write_tokens
 
 RECIPE = """
 out = "{out}"

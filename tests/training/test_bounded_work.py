@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from trilith.data.text import chat_template, documents, tables, tokenizer
+from trilith.data.text.chat_formats import Conversation
+from trilith.data.text.chat_template import Chat
+from trilith.data.text.documents import documents_of, read_blocks
+from trilith.data.text.tokenizer import FolderTokenizer, load_tokenizer
+from trilith.data.text.tokenizer_training import train_tokenizer
 from trilith.parallel_state import BadInput
 from trilith.system import OverLimit, bounded
-from trilith.training import chat_template, documents, tables, tokenizer
-from trilith.training.chat_formats import Conversation
-from trilith.training.chat_template import Chat
-from trilith.training.documents import documents_of, read_blocks
-from trilith.training.tokenizer import FolderTokenizer, load_tokenizer
-from trilith.training.tokenizer_training import train_tokenizer
 
 #: What a process may need beyond what it has: the largest document in a few forms, and a window.
 ROOM = 768 * 2**20

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import pytest
-from trilith.training.metrics import read_metrics
+from trilith.runs.metrics import read_metrics
 
 if TYPE_CHECKING:
     from .conftest import Run

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from trilith.cli.app import run
-from trilith.testing.runs import TINY_LLAMA, write_tokens
-from trilith.training.determinism import deterministic
-from trilith.training.trainer import Trainer
+from trilith.runs.determinism import deterministic
+from trilith.testing.short_runs import TINY_LLAMA, write_tokens
+from trilith.training import Trainer
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 RECIPE = """

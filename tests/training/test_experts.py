@@ -12,13 +12,19 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from trilith.checkpoints import load_weights, read_source
 from trilith.cli.app import run as command
 from trilith.parallel_state import BadInput, Box, Layout, ParallelState
+from trilith.recipes.recipe import parse_recipe
+from trilith.runs.metrics import read_metrics
 from trilith.testing import run_parallel
-from trilith.testing.runs import TINY_GLM, TINY_LLAMA, TINY_MIXTRAL, run_recipe, tiny_recipe, write_tokens
-from trilith.testing.training import Pieces, assemble, pieces
-from trilith.training.data_parallel import shard_over_data
-from trilith.training.metrics import read_metrics
-from trilith.training.precision import Precision
-from trilith.training.recipe import parse_recipe
+from trilith.testing.short_runs import (
+    TINY_GLM,
+    TINY_LLAMA,
+    TINY_MIXTRAL,
+    run_recipe,
+    tiny_recipe,
+    write_tokens,
+)
+from trilith.testing.short_training import Pieces, assemble, pieces
+from trilith.training import Precision, shard_over_data
 from trilith.training.run_plan import plan
 
 EP2 = {"data": 2, "expert": 2, "zero": 1}

@@ -21,11 +21,11 @@ from unittest import mock
 
 import pytest
 from trilith.cli.app import run
+from trilith.runs import torchrun_agent as agent
+from trilith.runs.events import read_events
+from trilith.runs.metrics import read_metrics
+from trilith.runs.process_info import children_of
 from trilith.testing import ExitCode, run_fresh
-from trilith.training import agent
-from trilith.training.events import read_events
-from trilith.training.metrics import read_metrics
-from trilith.training.process_info import children_of
 
 Make = Callable[[int], Any]
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
@@ -94,7 +94,7 @@ def as_rank(words: Sequence[str]) -> None:
 
 def start_torchrun(words: Sequence[str], *, env: Mapping[str, str], stdin: int, stderr: Any) -> Forked:
     return Forked(
-        agent.main, words[words.index("trilith.training.agent") + 1 :], env, stdin=stdin, stderr=stderr
+        agent.main, words[words.index("trilith.runs.torchrun_agent") + 1 :], env, stdin=stdin, stderr=stderr
     )
 
 
@@ -107,8 +107,8 @@ def start(arguments: list[str], folder: str) -> None:
         os.environ.pop(name, None)
     (Path(folder) / f"launcher-{number}").write_text(str(os.getpid()))
     with (
-        mock.patch("trilith.training.run_lock._PATIENCE", 3.0),
-        mock.patch("trilith.training.launch.subprocess.Popen", start_torchrun),
+        mock.patch("trilith.runs.lock._PATIENCE", 3.0),
+        mock.patch("trilith.runs.launch.subprocess.Popen", start_torchrun),
         mock.patch.object(
             SubprocessHandler, "_popen", lambda _, words, env: Forked(as_rank, words, env, session=True)
         ),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from trilith.checkpoints import convert
-from trilith.training.metrics import read_metrics
+from trilith.runs.metrics import read_metrics
 
 Make = Callable[[int], Any]
 

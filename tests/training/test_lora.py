@@ -18,8 +18,10 @@ from trilith.layers import gather_logits
 from trilith.models import AdaptedFamily, LoraConfig, adapted, family_of
 from trilith.parallel_state import BadInput, ParallelState, initialize
 from trilith.parallel_state.engine import local_data
+from trilith.recipes.recipe import parse_recipe
+from trilith.runs.metrics import read_metrics
 from trilith.testing import RankError, run_parallel
-from trilith.testing.runs import (
+from trilith.testing.short_runs import (
     TINY_GLM,
     TINY_LLAMA,
     TINY_MIXTRAL,
@@ -30,8 +32,6 @@ from trilith.testing.runs import (
     write_tokens,
 )
 from trilith.training.build import build
-from trilith.training.metrics import read_metrics
-from trilith.training.recipe import parse_recipe
 from trilith.training.run_plan import plan
 
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from trilith.checkpoints import small_files
-from trilith.checkpoints.small_files import parse_toml, read_json
-from trilith.checkpoints.strict_json import DEEPEST, deeper
-from trilith.models import config as model_config
 from trilith.models import family_of
+from trilith.models.base import config as model_config
 from trilith.parallel_state import BadInput
-from trilith.testing.runs import TINY_LLAMA
-from trilith.training import recipe
-from trilith.training.recipe import load_recipe, parse_recipe
+from trilith.recipes import load_recipe, recipe
+from trilith.recipes.recipe import parse_recipe
+from trilith.storage import small_files
+from trilith.storage.small_files import parse_toml, read_json
+from trilith.storage.strict_json import DEEPEST, deeper
+from trilith.testing.short_runs import TINY_LLAMA
 
 part = st.sampled_from(["a", "b-c", '"d"', "'e.f'", '"g \\" h"', "7"])
 gap = st.sampled_from([".", " . ", "\t.", ". "])

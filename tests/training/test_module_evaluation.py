@@ -12,10 +12,8 @@ from torch.nn import functional as F
 from trilith.layers import ColumnParallelLinear, Stage, VocabParallelEmbedding
 from trilith.parallel_state import BadInput, Layout, ParallelState, initialize
 from trilith.testing import run_parallel
-from trilith.training.data_parallel import shard_over_data
-from trilith.training.module_step import ModuleStep, Samples, own_samples
-from trilith.training.optimizer import make_adamw
-from trilith.training.precision import Precision
+from trilith.training import ModuleStep, Precision, make_adamw, own_samples, shard_over_data
+from trilith.training.user_step import Samples
 
 D, BLOCKS = 8, 4
 LAYOUTS: list[tuple[Layout, str]] = [

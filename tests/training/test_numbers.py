@@ -15,11 +15,12 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+from trilith.data.token_index import TokenIndex
 from trilith.models import FAMILIES, LoraConfig
 from trilith.parallel_state import BadInput
-from trilith.testing.runs import TINY_GLM, TINY_GPT2, TINY_LLAMA, TINY_MIXTRAL
-from trilith.training.recipe import Recipe, load_recipe, parse_recipe
-from trilith.training.token_index import TokenIndex
+from trilith.recipes import Recipe, load_recipe
+from trilith.recipes.recipe import parse_recipe
+from trilith.testing.short_runs import TINY_GLM, TINY_GPT2, TINY_LLAMA, TINY_MIXTRAL
 
 #: A leaf: its name with dots, int or float, and how a value for it becomes the value of the whole field.
 Leaf = tuple[str, type, Callable[[Any], Any]]

@@ -36,12 +36,9 @@ from trilith.parallel_state import (
 )
 from trilith.parallel_state.engine import local_data
 from trilith.testing import run_parallel
-from trilith.testing.runs import TINIEST_LLAMA, TINY_GLM
-from trilith.testing.training import Pieces, assemble, pieces
-from trilith.training.data_parallel import shard_over_data
-from trilith.training.module_step import ModuleStep
-from trilith.training.optimizer import make_adamw
-from trilith.training.precision import Precision
+from trilith.testing.short_runs import TINIEST_LLAMA, TINY_GLM
+from trilith.testing.short_training import Pieces, assemble, pieces
+from trilith.training import ModuleStep, Precision, make_adamw, shard_over_data
 
 
 def made(layout: Layout) -> tuple[CausalLM, torch.optim.AdamW]:

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from trilith.training.events import read_events
-from trilith.training.metrics import read_metrics
+from trilith.runs.events import read_events
+from trilith.runs.metrics import read_metrics
 
 
 @pytest.mark.slow  # two starts of two ranks with all their imports

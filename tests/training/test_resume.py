@@ -11,8 +11,9 @@ import pytest
 import torch
 from trilith.checkpoints import Manifest, read_source
 from trilith.parallel_state import BadInput
+from trilith.recipes.recipe import parse_recipe
 from trilith.testing import RankError
-from trilith.testing.runs import (
+from trilith.testing.short_runs import (
     TINY_GPT2,
     TINY_LLAMA,
     losses,
@@ -21,7 +22,6 @@ from trilith.testing.runs import (
     whole_tensors,
     write_tokens,
 )
-from trilith.training.recipe import parse_recipe
 
 FOUR_GPT2 = {**TINY_GPT2, "n_layer": 4}
 

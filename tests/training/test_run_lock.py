@@ -14,9 +14,9 @@ from unittest import mock
 import pytest
 from trilith.cli.app import run
 from trilith.parallel_state import BadInput, Layout, ParallelState
+from trilith.runs.lock import inherits_lock, lock_folder, only_run_in
+from trilith.runs.metrics import read_metrics
 from trilith.testing import run_fresh, run_parallel
-from trilith.training.metrics import read_metrics
-from trilith.training.run_lock import inherits_lock, lock_folder, only_run_in
 
 Make = Callable[[int], Any]
 ONE_RANK = ["layout.data=1", "layout.zero=0"]
@@ -64,7 +64,7 @@ def start_impatiently(arguments: list[str], launched: bool) -> None:
     if not launched:
         for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
             os.environ.pop(name, None)
-    with mock.patch("trilith.training.run_lock._PATIENCE", 0.5):
+    with mock.patch("trilith.runs.lock._PATIENCE", 0.5):
         sys.exit(run(["train", *arguments]))
 
 

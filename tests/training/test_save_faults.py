@@ -15,13 +15,13 @@ from unittest import mock
 import pytest
 import torch
 from trilith.checkpoints import Saver
+from trilith.recipes import load_recipe
+from trilith.runs.guard import watched
+from trilith.runs.heartbeat import read_status
+from trilith.runs.launch import process_group
+from trilith.runs.metrics import read_metrics
 from trilith.testing import run_fresh
-from trilith.training.launch import process_group
-from trilith.training.metrics import read_metrics
-from trilith.training.recipe import load_recipe
-from trilith.training.status import read_status
-from trilith.training.trainer import Trainer
-from trilith.training.watch import watched
+from trilith.training import Trainer
 
 Make = Callable[[int], Any]
 
@@ -126,7 +126,7 @@ def fail_while_saving(recipe: str) -> None:
                 raise KeyError("in the loop")
 
         began = time.monotonic()
-        with mock.patch("trilith.checkpoints.saving._LAST_CHANCE", 0.2), suppress(KeyError):
+        with mock.patch("trilith.checkpoints.save._LAST_CHANCE", 0.2), suppress(KeyError):
             trainer.run(after_step=fail)
         print(f"heard after {time.monotonic() - began:.1f} s")
 

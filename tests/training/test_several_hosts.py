@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trilith.cli.train import train
-from trilith.training.events import read_events
+from trilith.runs.events import read_events
 
 README = Path(__file__).parents[2] / "README.md"
 AGENTS = 2

@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file
 from trilith.checkpoints import load_model, load_module
 from trilith.cli.app import run
+from trilith.generation import generate
 from trilith.layers import GatedMLP, VocabParallelEmbedding
-from trilith.models import generate
 from trilith.parallel_state import Layout, ParallelState
 from trilith.testing import run_parallel
-from trilith.testing.runs import losses, tiny_recipe, train, whole_tensors, write_tokens
-from trilith.training.optimizer import make_adamw
+from trilith.testing.short_runs import losses, tiny_recipe, train, whole_tensors, write_tokens
+from trilith.training import make_adamw
 
 #: Twelve heads: 3 and 4 ranks divide them. Vocabulary 131 takes 256 rows on 4 ranks, 384 on 3.
 TWELVE: dict[str, Any] = {

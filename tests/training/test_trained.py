@@ -13,14 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from trilith.layers import IGNORE
 from trilith.parallel_state import Layout, NotTrained, ParallelState, divide_gradients
 from trilith.parallel_state.engine import local_data
+from trilith.recipes.recipe import parse_recipe
 from trilith.testing import RankError, run_parallel
-from trilith.testing.runs import built, tiny_recipe, write_tokens
-from trilith.training.data_parallel import shard_over_data
-from trilith.training.module_step import ModuleStep
-from trilith.training.precision import Precision
-from trilith.training.recipe import parse_recipe
-from trilith.training.step import TrainStep
-from trilith.training.trainer import Trainer
+from trilith.testing.short_runs import built, tiny_recipe, write_tokens
+from trilith.training import ModuleStep, Precision, Trainer, TrainStep, shard_over_data
 
 FP64 = Precision(torch.float64, torch.float64, torch.float64)
 LAYOUTS = [Layout(), Layout.of(tensor=2), Layout.of(data=2, zero=3), Layout.of(pipeline=2)]

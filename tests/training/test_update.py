@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from trilith.parallel_state import ParallelState, declarations
 from trilith.parallel_state.engine import local_data
+from trilith.recipes.recipe import parse_recipe
+from trilith.recipes.sections import LossScaleSection, SpikeSection
+from trilith.runs.metrics import StepMetrics, read_metrics
 from trilith.testing import RankError, run_parallel
-from trilith.testing.runs import tiny_recipe, whole_tensors, write_tokens
+from trilith.testing.short_runs import tiny_recipe, whole_tensors, write_tokens
+from trilith.training import Trainer
 from trilith.training.loss_scale import LossScale
-from trilith.training.metrics import StepMetrics, read_metrics
-from trilith.training.recipe import parse_recipe
-from trilith.training.sections import LossScaleSection, SpikeSection
 from trilith.training.spikes import Spikes
-from trilith.training.trainer import Trainer
 from trilith.training.update import Update, Updated
 from trilith.training.watchers import Watchers
 

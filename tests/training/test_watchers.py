@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from trilith.parallel_state import BadInput
+from trilith.recipes.recipe import parse_recipe
+from trilith.runs.events import read_events
+from trilith.runs.metrics import read_lines, read_metrics
 from trilith.testing import run_parallel
-from trilith.testing.runs import TINY_GPT2, run_recipe, tiny_recipe, whole_tensors, write_tokens
-from trilith.training.events import read_events
-from trilith.training.metrics import read_lines, read_metrics
-from trilith.training.recipe import parse_recipe
+from trilith.testing.short_runs import TINY_GPT2, run_recipe, tiny_recipe, whole_tensors, write_tokens
 from trilith.training.run_plan import plan
 
 #: 5 held-out samples: neither 2 data ranks nor micro-batches of 2 divide them.
@@ -172,7 +172,7 @@ def test_tensorboard_has_each_step_once_after_a_resume(place: Path) -> None:
 
 
 def test_tensorboard_that_is_not_installed_is_named(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trilith.training.tensorboard.find_spec", lambda name: None)
+    monkeypatch.setattr("trilith.runs.tensorboard.find_spec", lambda name: None)
     raw = tiny_recipe(place / "none", place / "tokens", watch={"tensorboard": True})
     with pytest.raises(BadInput, match=r"tensorboard: .*pip install 'trilith\[tensorboard\]'"):
         plan(parse_recipe(raw))

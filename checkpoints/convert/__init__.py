@@ -1,0 +1,1 @@
+"""Conversion between layouts and formats: a plan made from headers, then carried out."""

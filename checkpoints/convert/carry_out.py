@@ -1,0 +1,269 @@
+"""Conversion and resharding: Hugging Face folder or checkpoint in, Hugging Face folder or checkpoint out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...models import AdaptedFamily
+from ...parallel_state import BadInput, Layout, check_workers, fault
+from ...storage.companions import store_companion
+from ...storage.disk import Disk
+from ...storage.dtypes import TORCH
+from ...storage.journal import EVERY, JOURNAL, Journal
+from ...storage.output_file import check_place
+from ...storage.safetensors_writer import TensorWriter
+from ...storage.stored_file import StoredFile
+from ..hugging_face.writer import HFFolderWriter
+from ..manifest import Manifest
+from ..readable import check_plain, read_back
+from ..staging import Staging, staged
+from ..verify import checksum_of, verify_file, verify_rest
+from .execute import execute
+from .memory_budget import block_within
+from .merge_lora import Merge
+from .plan import Conversion, OutputTensor
+from .request import Form, identify, no_collector, plan_conversion
+from .transfer import Transfer
+
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class How:
+    """What has no bearing on the result: ``max_ram`` and ``note_every`` in bytes.
+
+    ``max_ram`` bounds all that the process holds of its own, what is there already included; ``None`` asks
+    only that memory does not grow with the model (some 20 MB a worker).
+    """
+
+    workers: int = 2
+    max_ram: int | None = None
+    check: bool = True
+    note_every: int = EVERY
+    progress: Progress = lambda done: None
+
+    def __post_init__(self) -> None:
+        check_workers(self.workers, "convert")
+
+
+def convert(
+    src: str | Path,
+    dst: str | Path,
+    *,
+    to: Form | None = None,
+    tensor: int = 1,
+    pipeline: int = 1,
+    split: Sequence[int] | None = None,
+    dtype: str | None = None,
+    allow_nonfinite: bool = False,
+    allow_symlinks: bool = False,
+    how: How = How(),  # frozen, so one for all calls does no harm
+) -> Conversion:
+    """Write ``src`` anew as ``dst``: cut for ``tensor`` x ``pipeline``, or as a Hugging Face folder.
+
+    ``to`` defaults to the other form when no layout is asked for; that of LoRA adapters is PEFT's folder.
+    Moments come along between checkpoints; a Hugging Face folder holds weights only. ``dtype`` (``bfloat16``
+    and so on) casts the weights, and refuses if a number overflows. A checkpoint's every byte is read against
+    its checksums, unless ``how.check`` is false. Nothing is left behind on a failure; killed, the same call
+    goes on where it was. ``how.progress`` gets the bytes written since the last call.
+    """
+    plan = plan_conversion(
+        src, to=to, tensor=tensor, pipeline=pipeline, split=split, dtype=dtype, allow_symlinks=allow_symlinks
+    )
+    carry_out(plan, Path(dst), allow_nonfinite=allow_nonfinite, how=how)
+    return plan
+
+
+@no_collector()
+def carry_out(plan: Conversion, dst: Path, *, allow_nonfinite: bool = False, how: How = How()) -> None:
+    """Write what was planned as ``dst``; see ``convert``."""
+    if plan.layout is None:
+        check_plain(plan.source.config, plan.source.path, "config")
+    else:
+        _rehearse(plan, plan.layout, dst)
+    identity = identify(plan, allow_nonfinite=allow_nonfinite)
+    inputs = [plan.source.path, *([] if plan.merge is None else [plan.merge.adapter.path])]
+    check_place(dst, inputs)
+    with staged(dst, inputs=inputs, need=plan.nbytes, identity=identity) as staging:
+        keep = {file.name for file in plan.files} | {JOURNAL}
+        for path in staging.directory.iterdir():  # of an earlier run: what is small is written again
+            if path.name not in keep:
+                path.unlink()
+        if not all((staging.directory / file.name).exists() for file in plan.files):
+            (staging.directory / JOURNAL).unlink(missing_ok=True)  # it speaks of files that are gone
+        if plan.layout is None:
+            _write_hf(plan, staging, allow_nonfinite, how)
+        else:
+            _write_sharded(plan, plan.layout, staging, allow_nonfinite, how)
+
+
+def _write_hf(plan: Conversion, staging: Staging, allow_nonfinite: bool, how: How) -> None:
+    outputs = {one.name: one for file in plan.files for one in file.tensors}
+    writer = HFFolderWriter(
+        staging.directory,
+        _config(plan),
+        {name: (one.dtype, one.box.shape) for name, one in outputs.items()},
+        companions=plan.source.companions,
+        again=True,
+        adapters=plan.source.adapter is not None,
+    )
+    try:
+        transfers = [
+            _transfer(one, writer.writers[writer.place[name]], plan.merge) for name, one in outputs.items()
+        ]
+        _move(plan, transfers, writer.writers, staging, allow_nonfinite, how)
+        writer.finish()
+    finally:
+        writer.abandon()
+    (staging.directory / JOURNAL).unlink(missing_ok=True)
+    staging.publish()
+
+
+def _write_sharded(
+    plan: Conversion, layout: Layout, staging: Staging, allow_nonfinite: bool, how: How
+) -> None:
+    writers: list[TensorWriter] = []
+    try:
+        for file in plan.files:
+            spec = {one.name: (one.dtype, one.box.shape) for one in file.tensors}
+            writers.append(TensorWriter(staging.directory / file.name, spec, again=True))
+        transfers = [
+            _transfer(one, writer)
+            for file, writer in zip(plan.files, writers, strict=True)
+            for one in file.tensors
+        ]
+        _move(plan, transfers, writers, staging, allow_nonfinite, how)
+        written = [writer.close() for writer in writers]
+    finally:
+        for writer in writers:
+            writer.abandon()
+    (staging.directory / JOURNAL).unlink(missing_ok=True)
+    files = [
+        StoredFile(name=file.name, size=one.size, crc32=one.crc)
+        for file, one in zip(plan.files, written, strict=True)
+    ]
+    companions = [store_companion(path, staging.directory) for path in plan.source.companions]
+    staging.publish(_manifest(plan, layout, files, companions).to_bytes())
+
+
+def _rehearse(plan: Conversion, layout: Layout, dst: Path) -> None:
+    """Refuse, before anything is written, a checkpoint that could not be read back."""
+    check_plain(plan.source.config, plan.source.path, "config")
+    files, companions = (
+        [StoredFile(name=name, size=0, crc32=0) for name in names]
+        for names in ([file.name for file in plan.files], [path.name for path in plan.source.companions])
+    )
+    read_back(lambda: _manifest(plan, layout, files, companions), Path(os.path.abspath(dst)))
+
+
+def _manifest(
+    plan: Conversion, layout: Layout, files: Sequence[StoredFile], companions: Sequence[StoredFile]
+) -> Manifest:
+    old = plan.source.manifest
+    return Manifest(
+        kind="training" if plan.keeps_moments else "weights",
+        model_type=plan.source.family.model_type,
+        config=_config(plan),
+        layout=layout,
+        step=old.step if old else None,
+        data_position=old.data_position if old else None,
+        seeds=old.seeds if old else {},
+        state=(old.state if old else {}) | {"split": list(plan.split) if plan.split else None},
+        adapter=plan.source.adapter,
+        module=None if plan.source.module is None else plan.source.module.module,
+        companions=tuple(companions),
+        files=tuple(files),
+        tensors=plan.tensors,
+    )
+
+
+def _config(plan: Conversion) -> dict[str, Any]:
+    """The source's config, its dtype told anew where the weights were cast; PEFT's for adapters."""
+    source = plan.source
+    if plan.layout is None and source.adapter is not None:
+        assert isinstance(source.family, AdaptedFamily)
+        return source.family.to_peft(source.model_config, source.adapter.base)
+    config = dict(plan.source.config)
+    dtypes = {one.dtype for file in plan.files for one in file.tensors if not one.fixed}
+    if len(dtypes) == 1:
+        name = str(TORCH[dtypes.pop()]).removeprefix("torch.")
+        for key in ("dtype", "torch_dtype"):
+            if config.get(key) not in (None, name):
+                config[key] = name
+    return config
+
+
+def _transfer(one: OutputTensor, writer: TensorWriter, merge: Merge | None = None) -> Transfer:
+    return Transfer(one.name, one.box, one.copies, writer, merge.change(one.name) if merge else None)
+
+
+def _memory(plan: Conversion, how: How) -> tuple[int, int]:
+    """Bytes of a block, and workers. A block that is changed is there in fp32 as well, beside its factors."""
+    if plan.merge is None:
+        return block_within(how.max_ram, how.workers)
+    factors = how.workers * plan.merge.bytes_of_a_worker
+    block, workers = block_within(None if how.max_ram is None else how.max_ram - factors, how.workers)
+    return block // 2, workers
+
+
+def _move(
+    plan: Conversion,
+    transfers: Sequence[Transfer],
+    writers: Sequence[TensorWriter],
+    staging: Staging,
+    allow_nonfinite: bool,
+    how: How,
+) -> None:
+    """Move the numbers; a checkpoint's checksums are taken from what is read, and compared at the end."""
+    source, manifest = plan.source, plan.source.manifest if how.check else None
+    block, workers = _memory(plan, how)
+    seen = [checksum_of(file) for file in source.files] if manifest is not None else []
+    fault("convert.before_data", rank=0)
+
+    def sync() -> None:
+        for writer in writers:
+            writer.sync()
+        for directory in (staging.directory, staging.directory.parent):
+            Disk().sync_directory(directory)
+
+    try:
+        report = execute(
+            source.files,
+            transfers,
+            threads=workers,
+            block=block,
+            allow_nonfinite=allow_nonfinite,
+            seen=seen,
+            journal=Journal(staging.directory / JOURNAL, sync, every=how.note_every),
+            progress=how.progress,
+        )
+    except BadInput as error:
+        if manifest is not None:  # numbers that are not finite may be what a damaged file looks like
+            for file, stored in zip(source.files, manifest.files, strict=True):
+                if file.path == error.where:
+                    verify_file(file, stored, checksum_of(file))
+        raise
+    fault("convert.after_data", rank=0)
+    if manifest is not None:
+        verify_rest(source.path, manifest, source.files, seen, threads=workers)
+    for name, count in report.overflows.items():
+        todo = "Choose a type with a wider range"
+        found = f"{count:,} that overflow"
+        raise BadInput(source.path, name, expected="numbers that fit the type", found=found, todo=todo)
+    for name in sorted(report.vanished):
+        todo = "Choose a type with a wider range, or more digits"
+        found = f"{report.underflows[name]:,}, so that the whole tensor becomes zero"
+        raise BadInput(
+            source.path, name, expected="few numbers too small for the type", found=found, todo=todo
+        )
+    source.warnings.extend(
+        f"{name}: {count:,} numbers are too small for the type and became zero"
+        for name, count in sorted(report.underflows.items())
+    )
+    source.warnings.extend(
+        f"{name} is all zeros" for name in sorted(report.zeros) if not name.endswith("bias")
+    )

@@ -1,0 +1,265 @@
+"""Carrying out a plan of copies: in blocks, by several threads, in memory that does not grow with the model.
+
+A block of rows is read once for all that is made of it, so cutting a matrix by columns for eight ranks reads
+it once and not eight times, and what is written to a file is nearly always one run of bytes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ...parallel_state import BadInput, Box
+from ...storage.crc import Checksum
+from ...storage.dtypes import TORCH
+from ...storage.finite import look_at, smallest
+from ...storage.journal import Journal
+from ...storage.safetensors_reader import TensorFile
+from ...storage.safetensors_writer import TensorWriter
+from ...storage.strides import blocks, is_one_run
+from ..copies import Copy
+from .transfer import Transfer, check, hull, shared, slabs, source_of, spread
+
+#: Bytes of a block: still in the processor's cache when it is written, and large beside the bookkeeping.
+BLOCK = 4 << 20
+#: A worker holds at most so many blocks at once: what was read, what is made of it, a cast, what a read
+#: spans.
+BLOCKS_OF_A_WORKER = 4
+
+
+@dataclass
+class Report:
+    """What was moved.
+
+    ``overflows`` counts, by tensor, numbers that a cast made infinite, ``underflows`` those that it made
+    zero; of a tensor in ``vanished`` it left nothing but zeros. ``zeros`` names tensors of nothing but zeros.
+    """
+
+    bytes_read: int = 0
+    bytes_made: int = 0
+    overflows: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    underflows: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    vanished: set[str] = field(default_factory=set)
+    zeros: set[str] = field(default_factory=set)
+
+
+def execute(
+    files: Sequence[TensorFile],
+    transfers: Iterable[Transfer],
+    *,
+    threads: int = 2,
+    block: int | None = None,
+    allow_nonfinite: bool = False,
+    seen: Sequence[Checksum] = (),
+    journal: Journal | None = None,
+    progress: Callable[[int], None] = lambda made: None,
+) -> Report:
+    """Make every target from ``files``; ``Copy.file`` counts in them.
+
+    ``block`` is in bytes, ``BLOCK`` unless given. ``seen``, one a file if any, collects the checksums of
+    what is read. Work that ``journal`` knows as done, and whose bytes are in the files as it says, is not
+    done again. ``progress`` is called with the bytes made since the last call, from any of ``threads``.
+    ``BadInput`` names the first number that is not finite, unless ``allow_nonfinite``; ``BadCheckpoint`` a
+    plan that does not set every element exactly once. The first error ends the work; targets are then not to
+    be used. Tensors in memory are filled with NaN first.
+    """
+    groups: dict[object, list[Transfer]] = defaultdict(list)
+    for transfer in transfers:
+        check(transfer)
+        if isinstance(transfer.target, Tensor) and transfer.target.is_floating_point():
+            transfer.target.fill_(float("nan"))
+        if transfer.box.size:
+            groups[shared(transfer)].append(transfer)
+    work = _Work(files, block or BLOCK, allow_nonfinite, seen, journal, progress)
+    pool = ThreadPoolExecutor(max(1, threads))
+    try:
+        for done in [pool.submit(work.make, *numbered) for numbered in spread([*groups.values()], threads)]:
+            done.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+    work.report.zeros -= work.not_zero
+    work.report.vanished = set(work.report.underflows) - work.left
+    return work.report
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """Box ``box`` of a stored tensor, in memory; its CRC-32 if it was taken; whether all of it is zero."""
+
+    numbers: Tensor
+    box: Box
+    crc: int | None
+    zero: bool
+
+
+class _Work:
+    """What the threads share."""
+
+    def __init__(
+        self,
+        files: Sequence[TensorFile],
+        block: int,
+        allow_nonfinite: bool,
+        seen: Sequence[Checksum],
+        journal: Journal | None,
+        progress: Callable[[int], None],
+    ):
+        self.files, self.block, self.allow_nonfinite = files, block, allow_nonfinite
+        self.seen, self.journal, self.progress = seen, journal, progress
+        self.report = Report()
+        self.not_zero: set[str] = set()
+        #: Tensors of which a cast left more than zeros.
+        self.left: set[str] = set()
+        self._lock = threading.Lock()
+        self._scratch = threading.local()
+
+    def make(self, number: int, group: list[Transfer]) -> None:
+        """All blocks of transfers that share their sources."""
+        if self._was_made(number, group):
+            return
+        item = max(self._stored_dtype(copy).itemsize for transfer in group for copy in transfer.copies)
+        remarkable, made = False, 0
+        for block in (block for slab in slabs(group) for block in blocks(slab, self.block // item)):
+            parts = [(transfer, part) for transfer in group if (part := transfer.box.intersect(block))]
+            read = self._read_block(parts)
+            remarkable |= all(piece.zero for piece in read.values())
+            for transfer, part in parts:
+                nbytes, lost = self._make_part(transfer, part, read)
+                made, remarkable = made + nbytes, remarkable or bool(lost)
+        # What there is a word to say of is not noted: a resumed conversion makes it and says it again.
+        if self.journal is not None and not remarkable:
+            self.journal.note(number, made, lambda: _sums(group))
+
+    def _was_made(self, number: int, group: list[Transfer]) -> bool:
+        """Whether the files hold the work as the journal says; each of them then takes its tensors."""
+        noted = None if self.journal is None else self.journal.done.get(number)
+        if noted is None or noted != _sums(group):
+            return False
+        for transfer, crc in zip(group, noted, strict=True):
+            _writer(transfer).take(transfer.name, crc)
+            with self._lock:  # groups with zeros are made again, so this one had other numbers
+                self.not_zero.add(transfer.name)
+                self.left.add(transfer.name)
+            self.progress(transfer.box.size * transfer.dtype.itemsize)
+        return True
+
+    def _read_block(self, parts: list[tuple[Transfer, Box]]) -> dict[tuple[int, str], _Read]:
+        """The stored numbers that these parts need, of each stored tensor the smallest box that has them."""
+        needed: dict[tuple[int, str], Box] = {}
+        for transfer, part in parts:
+            for copy in transfer.copies:
+                if (overlap := copy.target.intersect(part)) is not None:
+                    box, place = source_of(copy, overlap), (copy.file, copy.key)
+                    needed[place] = hull(needed[place], box) if place in needed else box
+        read = {}
+        for number, ((index, key), box) in enumerate(needed.items()):
+            file = self.files[index]
+            out = self._buffer(f"read {number}", box.shape, TORCH[file.tensors[key].dtype])
+            file.read(key, box, out=out)
+            zero = self._look(file, key, box, out, parts[0][0].name)
+            read[index, key] = _Read(out, box, self._sum(index, key, box, out), zero)
+        with self._lock:
+            self.report.bytes_read += sum(piece.numbers.nbytes for piece in read.values())
+        return read
+
+    def _sum(self, index: int, key: str, box: Box, numbers: Tensor) -> int | None:
+        """The CRC-32 of what was read, where anybody wants it and it is one run of the file."""
+        file = self.files[index]
+        if not self.seen or not is_one_run(file.tensors[key].shape, box):
+            return None
+        offset, _ = next(file.byte_ranges(key, box))
+        return self.seen[index].add(offset, numbers.reshape(-1).view(torch.uint8).numpy().data)
+
+    def _look(self, file: TensorFile, key: str, box: Box, numbers: Tensor, name: str) -> bool:
+        """Refuse numbers that are not finite; whether all are zero."""
+        seen = look_at(numbers)
+        if not seen.finite and not self.allow_nonfinite:
+            index = (~torch.isfinite(numbers)).nonzero()[0].tolist()
+            at = [a + i for a, i in zip(box.start, index, strict=True)]
+            found, todo = (
+                f"{numbers[tuple(index)].item()} at {at}",
+                "Pass --allow-nonfinite to take it as it is",
+            )
+            raise BadInput(file.path, key, expected="finite numbers", found=found, todo=todo)
+        with self._lock:
+            (self.report.zeros if seen.zero else self.not_zero).add(name)
+        return seen.zero
+
+    def _make_part(
+        self, transfer: Transfer, part: Box, read: dict[tuple[int, str], _Read]
+    ) -> tuple[int, int]:
+        """Write one part; its bytes, and how many numbers a cast made infinite or zero."""
+        pieces, crc, lost = [], None, 0
+        for copy in transfer.copies:
+            if (overlap := copy.target.intersect(part)) is not None:
+                whole = read[copy.file, copy.key]
+                piece = whole.numbers[source_of(copy, overlap).within(whole.box).slices]
+                pieces.append((overlap, (piece.T if copy.transpose else piece).view(overlap.shape)))
+                if piece.shape == whole.numbers.shape and not copy.transpose:
+                    crc = whole.crc
+        if len(pieces) == 1 and pieces[0][1].is_contiguous():
+            made = pieces[0][1]
+        else:
+            crc = None
+            made = self._buffer("made", part.shape, pieces[0][1].dtype)
+            for overlap, piece in pieces:
+                made[overlap.within(part).slices] = piece
+        if transfer.change is not None:
+            made, crc = transfer.change(made, part), None
+        if made.dtype != transfer.dtype:
+            made, lost = self._cast(transfer, made)
+            crc = None
+        place = part.within(transfer.box)
+        if isinstance(transfer.target, Tensor):
+            transfer.target[place.slices] = made
+        else:
+            transfer.target.write(transfer.name, place, made, crc)
+        with self._lock:
+            self.report.bytes_made += made.nbytes
+        self.progress(made.nbytes)
+        return made.nbytes, lost
+
+    def _cast(self, transfer: Transfer, numbers: Tensor) -> tuple[Tensor, int]:
+        cast = self._buffer("cast", tuple(numbers.shape), transfer.dtype)
+        cast.copy_(numbers)
+        look, overflows, underflows = look_at(cast), 0, 0
+        if not look.finite:
+            overflows = int((~torch.isfinite(cast) & torch.isfinite(numbers)).sum())
+        if smallest(cast.dtype) > smallest(numbers.dtype):
+            underflows = int(torch.count_nonzero(numbers)) - int(torch.count_nonzero(cast))
+        with self._lock:
+            if overflows:
+                self.report.overflows[transfer.name] += overflows
+            if underflows:
+                self.report.underflows[transfer.name] += underflows
+            if not look.zero:
+                self.left.add(transfer.name)
+        return cast, overflows + underflows
+
+    def _buffer(self, use: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Memory of this thread, the same at each call: fresh pages cost as much as the copy itself."""
+        known: dict[str, Tensor] = self._scratch.__dict__
+        size = torch.Size(shape).numel() * dtype.itemsize
+        if use not in known or known[use].numel() < size:
+            known.pop(use, None)  # before, so that the two are never there together
+            known[use] = torch.empty(size, dtype=torch.uint8)
+        return known[use][:size].view(dtype).view(shape)
+
+    def _stored_dtype(self, copy: Copy) -> torch.dtype:
+        return TORCH[self.files[copy.file].tensors[copy.key].dtype]
+
+
+def _sums(group: Sequence[Transfer]) -> list[int]:
+    """The CRC-32 of what the files hold of each transfer: all of its tensor there."""
+    return [_writer(transfer).sum_of(transfer.name) for transfer in group]
+
+
+def _writer(transfer: Transfer) -> TensorWriter:
+    assert isinstance(transfer.target, TensorWriter), transfer
+    return transfer.target

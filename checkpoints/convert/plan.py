@@ -1,0 +1,164 @@
+"""The pure plan of a conversion: which files are written, which tensors they hold, which bytes those come
+from.
+
+Computed from headers and declarations alone; it can be printed, and works for models far larger than this
+machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from ...models import AdaptedFamily
+from ...parallel_state import Box, Layout, buffer_names, holdings
+from ...storage.dtypes import BITS
+from ...storage.file_names import ADAPTER_MODEL
+from ..copies import Copy, Tie, copies
+from ..hugging_face.writer import MAX_SHARD_SIZE, plan_shards
+from ..manifest import Part, StoredTensor
+from ..moments import MOMENTS, moment_name
+from ..source import Source
+from .merge_lora import Merge
+
+
+@dataclass(frozen=True, slots=True)
+class OutputTensor:
+    """``box`` of the whole tensor ``name``, written as ``dtype`` from ``copies`` (whose targets count in the
+    whole). ``fixed``: a cast leaves it as it is.
+    """
+
+    name: str
+    dtype: str
+    box: Box
+    copies: tuple[Copy, ...]
+    fixed: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.box.shape) * BITS[self.dtype] // 8
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFile:
+    """One file of weights to write."""
+
+    name: str
+    tensors: tuple[OutputTensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """``layout`` is ``None`` for a Hugging Face folder; ``tensors`` is then empty, else what the manifest
+    says of each. ``merge``: LoRA adapters that are added to the weights on the way.
+    """
+
+    source: Source
+    files: tuple[OutputFile, ...]
+    layout: Layout | None
+    split: tuple[int, ...] | None
+    tensors: dict[str, StoredTensor]
+    merge: Merge | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(file.nbytes for file in self.files)
+
+    @property
+    def keeps_moments(self) -> bool:
+        return any(name.startswith("optimizer.") for name in self.tensors)
+
+
+def plan_to_hf(
+    source: Source, *, dtype: str | None = None, max_shard_size: int = MAX_SHARD_SIZE
+) -> Conversion:
+    """To a Hugging Face folder: weights only, under HF's names, sharded as transformers does.
+
+    LoRA adapters become PEFT's folder, one file.
+    """
+    links, shapes = source.family.links(source.model_config)
+    tie, fixed = source.tie(to_hf=True), _fixed(source)
+    fixed |= {link.hf for link in links if link.ours in fixed}
+    tensors = {
+        name: _output(source, name, Box.whole(shape), tie, dtype, fixed) for name, shape in shapes.items()
+    }
+    shards = plan_shards({name: (one.dtype, one.box.shape) for name, one in tensors.items()}, max_shard_size)
+    if source.adapter is not None:
+        assert isinstance(source.family, AdaptedFamily), source.family
+        source.family.check_peft(source.model_config)
+        shards = {ADAPTER_MODEL: [*tensors]}
+    files = tuple(OutputFile(file, tuple(tensors[name] for name in names)) for file, names in shards.items())
+    return Conversion(source, files, None, None, {})
+
+
+def plan_to_sharded(
+    source: Source,
+    *,
+    tensor: int,
+    pipeline: int,
+    split: Sequence[int] | None = None,
+    dtype: str | None = None,
+) -> Conversion:
+    """To ``tensor`` x ``pipeline`` files, each complete by itself; with both moments if the source has them.
+
+    Raises ``BadInput`` for a layout that the model cannot be cut into.
+    """
+    layout = Layout(tensor=tensor, pipeline=pipeline)
+    stages = source.family.declarations(source.model_config, layout, split=split)
+    weights = holdings(stages, layout, sharded=False, replicas=True)
+    table = dict(weights)
+    if source.manifest is not None and source.manifest.kind == "training":
+        frozen = source.manifest.frozen
+        trained = {name: held for name, held in weights.items() if name not in frozen}
+        table |= {moment_name(moment, name): held for moment in MOMENTS for name, held in trained.items()}
+    tie, fixed = source.tie(), _fixed(source)
+    outputs: list[list[OutputTensor]] = [[] for _ in range(layout.world)]
+    stored = {}
+    for name, held in table.items():
+        cast = dtype if name in weights else None
+        made = {one.box: _output(source, name, one.box, tie, cast, fixed) for one in held}
+        for one in held:
+            outputs[one.rank].append(made[one.box])
+        stored[name] = StoredTensor(
+            dtype=made[held[0].box].dtype,
+            shape=tuple(max(stops) for stops in zip(*(one.box.stop for one in held), strict=True)),
+            parts=tuple(
+                Part(
+                    file=one.rank,
+                    start=one.box.start,
+                    stop=one.box.stop,
+                    role="owner" if one.owner else "replica",
+                )
+                for one in held
+            ),
+        )
+    files = tuple(OutputFile(file_name(rank, layout), tuple(tensors)) for rank, tensors in enumerate(outputs))
+    return Conversion(source, files, layout, None if split is None else tuple(split), stored)
+
+
+def file_name(rank: int, layout: Layout) -> str:
+    """``pipeline-00-of-02.tensor-00-of-04.safetensors``."""
+    at = layout.coordinates(rank)
+    return (
+        f"pipeline-{at.pipeline:02d}-of-{layout.pipeline:02d}."
+        f"tensor-{at.tensor:02d}-of-{layout.tensor:02d}.safetensors"
+    )
+
+
+def _fixed(source: Source) -> frozenset[str]:
+    """What a cast leaves as it is, as transformers does: what no gradient moves, in fp32."""
+    (stated,) = source.family.declarations(source.model_config)
+    return buffer_names(stated)
+
+
+def _output(
+    source: Source, name: str, box: Box, tie: Tie, dtype: str | None, fixed: Collection[str]
+) -> OutputTensor:
+    made, stays = copies(name, box, source.catalog, tie), name in fixed
+    stored = source.dtype_of(name, tie)
+    return OutputTensor(name, stored if stays or dtype is None else dtype, box, tuple(made), stays)

@@ -1,0 +1,93 @@
+"""What one step of a conversion makes of what; how such steps are grouped, ordered and cut in blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from itertools import pairwise, zip_longest
+
+import torch
+from torch import Tensor
+
+from ...parallel_state import BadCheckpoint, Box
+from ...storage.coverage import first_flaw
+from ...storage.dtypes import TORCH
+from ...storage.safetensors_writer import TensorWriter
+from ..copies import Copy
+
+#: From some numbers as they are stored, and their box of the whole tensor, to others in their place.
+Change = Callable[[Tensor, Box], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """``copies`` fill ``box`` of the whole tensor ``name``, which becomes all of ``target``.
+
+    ``target`` is the file whose tensor ``name`` has the box's shape, or a CPU tensor of that shape. Its dtype
+    may differ from the stored one. ``change`` is made on the way, a block at a time.
+    """
+
+    name: str
+    box: Box
+    copies: tuple[Copy, ...]
+    target: TensorWriter | Tensor
+    change: Change | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        if isinstance(self.target, Tensor):
+            return self.target.dtype
+        return TORCH[self.target.entries[self.name].dtype]
+
+
+def check(transfer: Transfer) -> None:
+    """Refuse a plan that does not set every element of the box exactly once."""
+    targets = [copy.target for copy in transfer.copies]
+    if flaw := first_flaw(transfer.box, targets):
+        raise BadCheckpoint("plan", transfer.name, expected="each element set once", found=str(flaw))
+    assert all(target.intersect(transfer.box) == target for target in targets if target.size), transfer
+
+
+def shared(transfer: Transfer) -> object:
+    """Equal for transfers of the same rows of the same stored tensors: they are made together."""
+    rows = (transfer.box.start[:1], transfer.box.stop[:1])
+    return transfer.name, rows, frozenset((copy.file, copy.key, copy.transpose) for copy in transfer.copies)
+
+
+def hull(a: Box, b: Box) -> Box:
+    """The smallest box that holds both."""
+    return Box(tuple(map(min, a.start, b.start)), tuple(map(max, a.stop, b.stop)))
+
+
+def spread(groups: Sequence[list[Transfer]], threads: int) -> list[tuple[int, list[Transfer]]]:
+    """The groups with their numbers, in an order that has each thread at another stretch of the whole: writes
+    to one file wait for each other in the kernel.
+    """
+    numbered = [*enumerate(groups)]
+    each = -(-len(numbered) // max(1, threads))
+    stretches = [numbered[start : start + each] for start in range(0, len(numbered), max(1, each))]
+    return [one for together in zip_longest(*stretches) for one in together if one is not None]
+
+
+def slabs(group: Sequence[Transfer]) -> Iterator[Box]:
+    """What a group makes, cut where its sources end: a block then mostly comes from one run of one file."""
+    whole = reduce(hull, (transfer.box for transfer in group))
+    if not whole.start:
+        yield whole
+        return
+    ends = {
+        end
+        for transfer in group
+        for copy in transfer.copies
+        for end in (copy.target.start[0], copy.target.stop[0])
+    }
+    first, last = whole.start[0], whole.stop[0]
+    for start, stop in pairwise(sorted({first, last} | {end for end in ends if first < end < last})):
+        yield whole.narrow(0, start - first, stop - first)
+
+
+def source_of(copy: Copy, part: Box) -> Box:
+    """Where ``part`` of the copy's target lies in the stored tensor."""
+    inner = part.within(copy.target).with_dims(len(copy.source.start))
+    return (inner.transposed() if copy.transpose else inner).shift(copy.source.start)

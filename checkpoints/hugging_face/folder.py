@@ -1,0 +1,153 @@
+"""A Hugging Face model folder as a source: its config, where each tensor lies, and the files that go with it.
+
+Only safetensors and JSON are opened. Whatever makes the folder ambiguous — an index that disagrees with the
+files, both an index and a single file, names that lead elsewhere — is refused before any tensor is read.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+
+from ...parallel_state import BadInput
+from ...storage.companions import companions_in
+from ...storage.file_names import CONFIG, INDEX, SINGLE
+from ...storage.regular import check_plain_name, contained, read_small
+from ...storage.safetensors_header import MAX_TENSORS, Entry
+from ...storage.safetensors_reader import TensorFile
+from ...storage.strict_json import parse_object, shown
+
+_MAX_CONFIG = 4 << 20
+_MAX_INDEX = 32 << 20
+
+
+class HFFolder:
+    """The folder at ``path``, checked when it is made; ``BadInput`` names the file and the tensor at fault.
+
+    ``config`` is ``config.json`` as it stands. ``tensors`` maps each name to the file that holds it and its
+    entry there. ``companions`` are the paths of the files to copy along. ``warnings`` are lines for the user
+    about what is odd but harmless. Links may lead only into the folder or the Hugging Face cache it belongs
+    to, unless ``allow_symlinks``.
+    """
+
+    def __init__(self, path: Path | str, *, allow_symlinks: bool = False):
+        self.path = Path(path)
+        self._allow_symlinks = allow_symlinks
+        self.warnings: list[str] = []
+        if not self.path.is_dir():
+            raise BadInput(
+                self.path, expected="the folder of a Hugging Face model", found=_what_is(self.path)
+            )
+        names = {entry.name for entry in self.path.iterdir()}
+        if CONFIG not in names:
+            raise BadInput(self.path / CONFIG, expected="the model's configuration", found="no such file")
+        self.config = parse_object(read_small(self._at(CONFIG), _MAX_CONFIG), self.path / CONFIG)
+        self.tensors = self._weights(names)
+        self.companions = companions_in(self.path, allow_symlinks=allow_symlinks)
+
+    def _at(self, name: str) -> Path:
+        return contained(self.path, name, allow_symlinks=self._allow_symlinks)
+
+    def _weights(self, names: set[str]) -> dict[str, tuple[TensorFile, Entry]]:
+        if SINGLE in names and INDEX in names:
+            raise BadInput(
+                self.path,
+                expected=f"{SINGLE} or {INDEX}",
+                found="both, so it is ambiguous which weights are meant",
+                todo="Remove the one that is out of date",
+            )
+        if SINGLE in names:
+            file = TensorFile.open(self._at(SINGLE))
+            return {name: (file, entry) for name, entry in file.tensors.items()}
+        if INDEX in names:
+            return self._sharded(names)
+        if any(name.endswith((".bin", ".pt", ".pth", ".ckpt")) for name in names):
+            todo = "Convert the weights to safetensors first; we do not read pickle, which can run code"
+            raise BadInput(
+                self.path, expected=f"{SINGLE} or {INDEX}", found="only pickled weights", todo=todo
+            )
+        others = sorted(name for name in names if name.endswith(".safetensors"))
+        found = f"only {', '.join(others[:3])}" if others else "neither"
+        raise BadInput(self.path, expected=f"{SINGLE} or {INDEX}", found=found)
+
+    def _sharded(self, names: set[str]) -> dict[str, tuple[TensorFile, Entry]]:
+        where = self.path / INDEX
+        index = parse_object(read_small(self._at(INDEX), _MAX_INDEX), where)
+        promised = _weight_map(index.get("weight_map"), where)
+        files = {}
+        for shard in sorted(set(promised.values())):
+            if shard not in names:
+                raise BadInput(
+                    self.path / shard, expected=f"the shard that {INDEX} names", found="no such file"
+                )
+            files[shard] = TensorFile.open(self._at(shard), expected=promised)
+        _check_agreement(promised, files, where)
+        self._note_oddities(index, files, names)
+        return {name: (files[shard], files[shard].tensors[name]) for name, shard in promised.items()}
+
+    def _note_oddities(self, index: dict[str, object], files: dict[str, TensorFile], names: set[str]) -> None:
+        metadata = index.get("metadata")
+        stated = metadata.get("total_size") if isinstance(metadata, dict) else None
+        total = sum(entry.nbytes for file in files.values() for entry in file.tensors.values())
+        if stated is not None and stated != total:
+            where = self.path / INDEX
+            self.warnings.append(f"{where}: total_size says {shown(stated)}, the tensors have {total}")
+        counted = {
+            name.rpartition("-of-")[2].removesuffix(".safetensors") for name in files if "-of-" in name
+        }
+        for count in sorted(counted):
+            if count.isdecimal() and int(count) != len(files):
+                self.warnings.append(f"{self.path}: shards are named -of-{count}, but there are {len(files)}")
+        stray = sorted(name for name in names if name.endswith(".safetensors") and name not in files)
+        if stray:
+            self.warnings.append(f"{self.path}: not named in {INDEX} and not read: {', '.join(stray[:3])}")
+
+
+def _weight_map(value: object, where: Path) -> dict[str, str]:
+    """The index's table of tensor -> shard, each shard a plain safetensors name."""
+    if not isinstance(value, dict):
+        raise BadInput(where, "weight_map", expected="an object of tensor -> file", found=shown(value))
+    if len(value) > MAX_TENSORS:
+        most = f"at most {MAX_TENSORS:,} tensors"
+        raise BadInput(where, "weight_map", expected=most, found=f"{len(value):,}")
+    if not value:
+        raise BadInput(where, "weight_map", expected="tensors", found="none")
+    shards: dict[str, str] = {}  # lower case -> as written
+    for name, shard in value.items():
+        if isinstance(shard, str) and shards.get(shard.lower()) == shard:
+            continue
+        shard = check_plain_name(shard, where, f"weight_map {shown(name)}")
+        if not shard.endswith(".safetensors"):
+            key = f"weight_map {shown(name)}"
+            todo = "Convert the weights to safetensors first; we do not read pickle"
+            raise BadInput(where, key, expected="a .safetensors file", found=shown(shard), todo=todo)
+        if (other := shards.setdefault(shard.lower(), shard)) != shard:
+            found = f"{shown(other)} and {shown(shard)}, one file on some systems"
+            raise BadInput(where, "weight_map", expected="names that differ in more than case", found=found)
+    return value
+
+
+def _check_agreement(promised: dict[str, str], files: dict[str, TensorFile], where: Path) -> None:
+    """Every tensor lies in the one shard that the index names, and the shards hold nothing else."""
+    holders = defaultdict(list)
+    for shard, file in files.items():
+        for name in file.tensors:
+            holders[name].append(shard)
+    for name, shards in holders.items():
+        if len(shards) > 1:
+            raise BadInput(where, shown(name), expected="one shard", found=f"it in {' and '.join(shards)}")
+    for name, shard in promised.items():
+        if holders[name] != [shard]:
+            elsewhere = f"it in {holders[name][0]}" if holders[name] else "it in none"
+            todo = "The index does not belong to these files"
+            raise BadInput(where, shown(name), expected=f"it in {shard}", found=elsewhere, todo=todo)
+    for name, shards in holders.items():
+        if name not in promised:
+            found = "no such entry in weight_map"
+            raise BadInput(where, shown(name), expected=f"the tensor that {shards[0]} holds", found=found)
+
+
+def _what_is(path: Path) -> str:
+    if path.exists():
+        return "a file"
+    return "nothing there: only local directories are read, download the model first"

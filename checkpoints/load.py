@@ -1,0 +1,122 @@
+"""Weights into a model, each rank reading only what it stores."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..models import AdaptedFamily, CausalLM, Family, LoraConfig, ModelConfig
+from ..parallel_state import BadCheckpoint, BadInput, ParallelState
+from .lora import read_adapter
+from .rank_storage import stored_parts
+from .source import Source, read_source
+from .verify_together import check_bytes
+
+
+def load_weights(
+    path: str | Path, model: CausalLM, family: Family, config: ModelConfig, *, finite: bool = True
+) -> None:
+    """Fill the model's parameters, in place, from a Hugging Face folder or a checkpoint of any layout.
+
+    The model may be cut, sharded by FSDP, a pipeline's stage. Weights are cast to the parameters' dtype;
+    padding becomes zero. Raises ``BadInput`` or ``BadCheckpoint`` for a source that is not of this model, or
+    holds LoRA adapters, which would leave all else unfilled (see ``load_model``).
+    """
+    source = read_source(path)
+    check_whole(source)
+    check_same_model(source, family, config)
+    load_source(source, model, finite=finite)
+
+
+def load_source(source: Source, model: CausalLM, *, finite: bool = True) -> None:
+    """Fill, in place, those of the model's parameters that the source's family has; adapters, or all else.
+
+    Collective: of a checkpoint every byte is read against its checksum, each rank sees to some of the files.
+    """
+    check_bytes(source, model.state)
+    fill_from(source, model, finite=finite)
+
+
+def fill_from(source: Source, model: CausalLM, *, finite: bool = True) -> None:
+    """As ``load_source``, of a source whose bytes were checked."""
+    tie, (stated,) = source.tie(), source.family.declarations(source.model_config)
+    for name, tensor, box in stored_parts(model, model.state):
+        if name in stated:
+            fill(tensor, source.read(name, box, tie, finite=finite))
+
+
+def load_model(
+    path: str | Path,
+    *,
+    adapter: str | Path | None = None,
+    dtype: torch.dtype = torch.float32,
+    state: ParallelState | None = None,
+) -> CausalLM:
+    """The model of a Hugging Face folder or a checkpoint, whole or as this rank's part of a layout.
+
+    ``adapter``: with LoRA adapters of a PEFT folder or a checkpoint of theirs. A ``path`` that is such a
+    checkpoint gives them on the base that it names.
+    """
+    source, added = read_with_adapter(path, adapter)
+    family = source.family if added is None else added.family
+    model = family.build(source.model_config, state=state, device="cpu", dtype=dtype)
+    for one in (source, added):
+        if one is not None:
+            load_source(one, model)
+    return model
+
+
+def read_with_adapter(path: str | Path, adapter: str | Path | None = None) -> tuple[Source, Source | None]:
+    """A model's weights and, if there are any, the LoRA adapters for it; see ``load_model``."""
+    source = read_source(path)
+    if source.adapter is not None and adapter is None:
+        if source.adapter.base is None:
+            raise BadInput(source.path, "base", expected="the path of a model", found="none")
+        adapter, source = source.path, read_source(source.adapter.base)
+    return source, None if adapter is None else read_adapter(adapter, source)
+
+
+def check_whole(source: Source) -> None:
+    """Refuse LoRA adapters where the weights of a whole model are needed."""
+    if source.adapter is not None:
+        todo = f"`trilith merge-lora BASE {source.path} OUT` makes one; `load_model` loads both"
+        raise BadInput(source.path, expected="a whole model", found="LoRA adapters", todo=todo)
+
+
+def check_same_model(source: Source, family: Family, config: ModelConfig) -> None:
+    """Refuse weights of another model, naming the first field in which it differs."""
+    if source.family.model_type != family.model_type:
+        raise BadCheckpoint(
+            source.path, "model_type", expected=family.model_type, found=source.family.model_type
+        )
+    if isinstance(source.family, AdaptedFamily) != isinstance(family, AdaptedFamily):
+        kinds = "a whole model", "LoRA adapters"
+        expected, found = (kinds[isinstance(one, AdaptedFamily)] for one in (family, source.family))
+        raise BadCheckpoint(source.path, expected=expected, found=found)
+    if isinstance(source.family, AdaptedFamily) and isinstance(family, AdaptedFamily):
+        _check_same_adapters(source, source.family.lora, family.lora)
+    theirs = source.model_config
+    for key in type(config).model_fields:
+        mine, other = getattr(config, key), getattr(theirs, key)
+        if mine != other and key not in ("initializer_range",):
+            raise BadCheckpoint(
+                source.path, key, expected=mine, found=other, todo="This is a checkpoint of another model"
+            )
+
+
+def _check_same_adapters(source: Source, theirs: LoraConfig, mine: LoraConfig) -> None:
+    for key in LoraConfig.model_fields:
+        if getattr(mine, key) != getattr(theirs, key) and key != "lora_dropout":
+            todo = "Adapters go on as they began; start a new run with lora.init_from to change them"
+            raise BadCheckpoint(
+                source.path, f"lora.{key}", expected=getattr(mine, key), found=getattr(theirs, key), todo=todo
+            )
+
+
+@torch.no_grad()
+def fill(tensor: Tensor, values: Tensor) -> None:
+    """Copy, casting, into what this rank stores."""
+    assert tensor.shape == values.shape, (tensor.shape, values.shape)
+    tensor.copy_(values)

@@ -1,0 +1,163 @@
+"""LoRA adapters beside the model that they change: PEFT's folders as sources, and whose they are."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..models import AdaptedFamily, LoraConfig, adapted
+from ..parallel_state import BadCheckpoint, BadInput, Box
+from ..storage.companions import companions_in
+from ..storage.dtypes import WEIGHTS
+from ..storage.file_names import ADAPTER_CONFIG, ADAPTER_MODEL
+from ..storage.folder_kind import ADAPTERS, FolderKind, kind_of_folder
+from ..storage.regular import contained, read_small
+from ..storage.safetensors_reader import TensorFile
+from ..storage.strict_json import parse_object
+from .copies import Stored, Whole
+from .hugging_face.hub import local_folder
+from .manifest import StoredAdapter
+from .source import Source, read_source
+
+_MAX_CONFIG = 4 << 20
+_SAMPLE = 256
+
+
+def fingerprint(base: Source) -> str:
+    """16 hexadecimal digits of a model: config, each tensor's name, dtype and shape, and some of its numbers.
+
+    These are the first of the first, the middle and the last row, so other weights are told without
+    reading all of them; a single number changed elsewhere is not. The same in every form and layout.
+    """
+    digest = hashlib.sha256(base.model_config.model_dump_json(exclude={"initializer_range"}).encode())
+    tie = base.tie(to_hf=True)
+    for name, shape in base.family.links(base.model_config)[1].items():
+        digest.update(repr((name, base.dtype_of(name, tie), shape)).encode())
+        whole = Box.whole(shape).narrow(len(shape) - 1, 0, min(shape[-1], _SAMPLE))
+        for row in sorted({0, shape[0] // 2, shape[0] - 1}) if len(shape) > 1 else (0,):
+            box = whole.narrow(0, row, row + 1) if len(shape) > 1 else whole
+            numbers = base.read(name, box, tie, finite=False).contiguous()
+            digest.update(numbers.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()[:16]
+
+
+def stored_adapter(family: AdaptedFamily, base: Source) -> StoredAdapter:
+    """What a checkpoint of these adapters says of them and of their base."""
+    lora = family.lora.model_dump(mode="json")
+    return StoredAdapter(lora=lora, base=os.path.abspath(base.path), fingerprint=fingerprint(base))
+
+
+def read_adapter(path: str | Path, base: Source) -> Source:
+    """The adapters in a PEFT folder, or in a checkpoint of a LoRA run, to go with ``base``.
+
+    The base must be a model's weights, not adapters. Raises ``BadInput`` or ``BadCheckpoint`` for what is no
+    adapter, is not supported, or does not fit the base:
+    tensors missing, left over or of another shape, another model's weights.
+    """
+    if base.adapter is not None:
+        raise BadInput(base.path, expected="the weights of a whole model", found="LoRA adapters")
+    path, kind = kind_of_folder(local_folder(path), ADAPTERS)
+    if kind is FolderKind.ADAPTER:
+        return _peft_folder(path, base)
+    source = read_source(path)
+    if source.adapter is None:
+        raise BadInput(source.path, expected="LoRA adapters", found="the weights of a whole model")
+    check_base(source.adapter, base, source.path)
+    return source
+
+
+def read_lora(path: str | Path) -> LoraConfig:
+    """Which adapters a PEFT folder or a checkpoint of a LoRA run holds; needs neither weights nor base."""
+    path, kind = kind_of_folder(local_folder(path), ADAPTERS)
+    if kind is FolderKind.ADAPTER:
+        return _peft_config(path)[0]
+    source = read_source(path)
+    if source.adapter is None:
+        raise BadInput(source.path, expected="LoRA adapters", found="the weights of a whole model")
+    return LoraConfig.model_validate(source.adapter.lora)
+
+
+def _peft_config(path: Path) -> tuple[LoraConfig, dict[str, Any]]:
+    where = path / ADAPTER_CONFIG
+    raw = parse_object(read_small(contained(path, ADAPTER_CONFIG), _MAX_CONFIG), where)
+    lora = LoraConfig.from_peft(raw, str(where))
+    lora.check_patterns(str(where))
+    return lora, raw
+
+
+def read_converted(path: Path, source: Source) -> Source:
+    """What a conversion of ``source`` wrote, in whatever form."""
+    if kind_of_folder(path)[1] is FolderKind.ADAPTER:
+        return _peft_folder(path, replace(source, adapter=None))
+    return read_source(path, module=source.module)
+
+
+def check_base(adapter: StoredAdapter, base: Source, where: object) -> None:
+    """Refuse a base whose weights are not those that the adapters were trained on."""
+    if adapter.fingerprint is not None:
+        here = StoredAdapter(lora=adapter.lora, base=str(base.path), fingerprint=fingerprint(base))
+        check_same_base(adapter, here, where)
+
+
+def check_same_base(trained: StoredAdapter, here: StoredAdapter, where: object) -> None:
+    """Refuse adapters whose base was another than the one ``here``."""
+    if trained.fingerprint != here.fingerprint:
+        raise BadCheckpoint(
+            where,
+            "base",
+            expected=f"the model that the adapters were trained on ({trained.base}, {trained.fingerprint})",
+            found=f"{here.base}, whose config or weights are others ({here.fingerprint})",
+        )
+
+
+def _peft_folder(path: Path, base: Source) -> Source:
+    lora, raw = _peft_config(path)
+    named = raw.get("base_model_name_or_path")
+    stored = StoredAdapter(lora=lora.model_dump(mode="json"), base=named if isinstance(named, str) else None)
+    if not (file_path := contained(path, ADAPTER_MODEL)).exists():
+        todo = "Save it with safetensors; we do not read pickle, which can run code"
+        raise BadInput(file_path, expected="the adapters' weights", found="no such file", todo=todo)
+    _, shapes = adapted(base.family, lora).links(base.model_config)
+    file = TensorFile.open(file_path, expected=shapes)
+    _check_tensors(file, shapes)
+    catalog = {
+        name: Whole(shape, file.tensors[name].dtype, (Stored(0, name, Box.whole(shape)),))
+        for name, shape in shapes.items()
+    }
+    return replace(
+        base,
+        path=path,
+        companions=companions_in(path),
+        files=[file],
+        catalog=catalog,
+        manifest=None,
+        warnings=[],
+        adapter=stored,
+    )
+
+
+def _check_tensors(file: TensorFile, shapes: dict[str, tuple[int, ...]]) -> None:
+    for name in [
+        *(n for n in shapes if n not in file.tensors),
+        *(n for n in file.tensors if n not in shapes),
+    ]:
+        missing = name in shapes
+        raise BadInput(
+            file.path,
+            name,
+            expected="a tensor, as target_modules says" if missing else "no such tensor",
+            found="none of that name" if missing else "one",
+            todo="The adapter is of another model, or was attached to what is not supported here",
+        )
+    for name, shape in shapes.items():
+        entry = file.tensors[name]
+        if entry.dtype not in WEIGHTS:
+            raise BadInput(file.path, name, expected=f"one of {', '.join(WEIGHTS)}", found=entry.dtype)
+        if entry.shape != shape:
+            todo = "The adapter is of another model, or its rank is not what adapter_config.json says"
+            raise BadInput(file.path, name, expected=list(shape), found=list(entry.shape), todo=todo)

@@ -1,0 +1,140 @@
+"""Going on with a run: its newest complete checkpoint, read in any layout. ``saving`` writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..models import CausalLM, Family, ModelConfig
+from ..parallel_state import BadCheckpoint, Layout, ParallelState
+from ..parallel_state.engine import local_data
+from ..parallel_state.together import together
+from ..storage.file_names import STEP_NAME
+from .find import latest_checkpoint
+from .load import check_same_model, fill, fill_from
+from .lora import check_same_base
+from .manifest import StoredAdapter
+from .moments import MOMENTS, moment_name
+from .rank_storage import stored_parts
+from .source import open_source
+from .verify_together import naming_an_older_one_together, verify_share
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands: the steps done, the layout that did them, what fixes the order of its samples, and
+    what else the loop remembers (plain data; ``updates``: the steps that were not skipped).
+    """
+
+    step: int
+    layout: Layout
+    data: dict[str, Any] = field(default_factory=dict)
+    memory: dict[str, Any] = field(default_factory=dict)
+
+
+def newest_checkpoint(
+    root: Path, state: ParallelState, *, say: Callable[[str], None] = lambda text: None
+) -> Path | None:
+    """The newest complete checkpoint in a run's folder, the same on every rank; ``None`` if the run has none
+    yet.
+
+    Rank 0 looks and tells the others. Incomplete ones are skipped, saying why.
+    """
+
+    def look() -> tuple[str | None, tuple[str, ...]]:
+        if state.rank or not root.is_dir() or not any(root.iterdir()):
+            return None, ()
+        if not any(STEP_NAME.fullmatch(path.name) for path in root.iterdir()):
+            left = ", ".join(sorted(path.name for path in root.iterdir()))
+            return None, (f"no checkpoint was ever completed ({left}): from the beginning",)
+        found = latest_checkpoint(root)
+        return str(found.directory), found.warnings
+
+    path, warnings = together(look, world=state.layout.world, group=state.file_group)[0]
+    for warning in warnings:
+        say(warning)
+    return None if path is None else Path(path)
+
+
+def load_training(
+    path: Path,
+    model: CausalLM,
+    optimizer: torch.optim.Optimizer,
+    family: Family,
+    config: ModelConfig,
+    *,
+    adapter: StoredAdapter | None = None,
+) -> Progress:
+    """Fill the model and the optimizer from a run's checkpoint, whatever layout wrote it. Collective.
+
+    ``adapter``: of LoRA, what the run is now; a checkpoint of adapters for another base is refused.
+    """
+    state = model.state
+
+    def load() -> Progress:
+        source = open_source(path)
+        manifest = source.manifest
+        if manifest is None or manifest.kind != "training" or manifest.step is None:
+            raise BadCheckpoint(
+                path,
+                expected="a checkpoint of a training run",
+                found="weights alone",
+                todo="Start from it with model.init_from",
+            )
+        check_same_model(source, family, config)
+        if adapter is not None and source.adapter is not None:
+            check_same_base(source.adapter, adapter, path)
+        # Every byte is read against its checksum before a run goes on: each rank sees to some of the files.
+        verify_share(path, manifest, state)
+        tie = source.tie()
+        fill_from(source, model)
+        memory = manifest.state.get("memory")
+        memory = dict(memory) if isinstance(memory, dict) else {"updates": manifest.step}
+        begin_moments(model, optimizer, updates=int(str(memory.get("updates", manifest.step))))
+        for moment in MOMENTS:
+            for name, tensor, box in stored_parts(model, state, moment_of(optimizer, moment)):
+                if name in manifest.frozen:
+                    raise BadCheckpoint(
+                        path,
+                        moment_name(moment, name),
+                        expected="the moment of a parameter that is trained",
+                        found="none: it was frozen",
+                        todo="Freeze what the run began with frozen, or start a new run with init_from",
+                    )
+                fill(tensor, source.read(moment_name(moment, name), box, tie))
+        data = manifest.data_position if isinstance(manifest.data_position, dict) else {}
+        return Progress(manifest.step, manifest.layout, dict(data), memory)
+
+    with naming_an_older_one_together(state):
+        return together(load, world=state.layout.world, group=state.file_group)[state.rank]
+
+
+def begin_moments(model: nn.Module, optimizer: torch.optim.Optimizer, *, updates: int = 0) -> None:
+    """Zero moments of every trained parameter, after ``updates`` updates.
+
+    AdamW makes its moments at its first update; a step that is skipped must leave them to be saved as well.
+    """
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            device = local_data(parameter).device  # where fused AdamW looks for it
+            optimizer.state[parameter] = {
+                "step": torch.tensor(float(updates), dtype=torch.float32, device=device),
+                **{moment: torch.zeros_like(parameter, requires_grad=False) for moment in MOMENTS},
+            }
+
+
+def moment_of(optimizer: torch.optim.Optimizer, moment: str) -> Callable[[nn.Parameter], Tensor | None]:
+    """From a parameter to its moment, to say which of the optimizer's tensors ``stored_parts`` gives; a
+    frozen parameter has none.
+    """
+
+    def choose(parameter: nn.Parameter) -> Tensor | None:
+        value: Tensor | None = optimizer.state[parameter][moment] if parameter.requires_grad else None
+        return value
+
+    return choose

@@ -1,0 +1,255 @@
+"""Writing a run's checkpoints: weights, moments, step, data position; at once, or while the run goes on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ..models import CausalLM, Family, ModelConfig
+from ..parallel_state import BadInput, ParallelState, buffer_names, fault
+from ..parallel_state.together import together
+from ..storage.companions import Companion, read_companions
+from ..storage.disk import DiskFailed, writing
+from ..storage.stored_file import StoredFile
+from .find import step_directory
+from .manifest import Manifest, StoredAdapter
+from .moments import MOMENTS, moment_name
+from .rank_files import results_to_come, stored_tensors, who_writes, write_file
+from .rank_storage import Place, places
+from .readable import check_plain, read_back
+from .resume import Progress, moment_of
+from .retention import delete_old, set_aside
+from .staging import Staging, clear_unfinished
+from .user_module_family import ModuleFamily
+
+T = TypeVar("T")
+
+#: Seconds that a save in the background still has when its rank has failed.
+_LAST_CHANCE = 2.0
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What the checkpoints of a run have in common."""
+
+    family: Family
+    config: ModelConfig
+    hf_config: Mapping[str, Any]
+    split: Sequence[int] | None = None
+    companions: Sequence[Path] = ()
+    #: Of LoRA adapters (``family`` is theirs): what they are, and for which base.
+    adapter: StoredAdapter | None = None
+    #: Parameters that are not trained, so have no moments.
+    frozen: frozenset[str] = frozenset()
+
+
+class Saver:
+    """Writes and commits ``root/step-N``, then deletes what is older than the newest ``keep``. To make one is
+    collective: what no checkpoint could hold is refused then, before the first step.
+
+    Which rank writes which box follows from declarations and layout alone; nothing is gathered but the
+    files' sizes and checksums. If one rank fails, every rank raises the same error, nothing is committed,
+    and what was there before stays.
+
+    With ``background``, ``save`` returns once the rank's own tensors are copied; one thread writes the copy
+    and commits it. A second ``save`` waits for the first. ``failed`` says whether the thread met an error;
+    ask it on all ranks alike, and ``wait`` then raises it on all of them. Leaving the context waits for the
+    thread, so a process group may be destroyed after it and not before; after an error only some seconds,
+    since the other ranks wait to hear of it. ``said`` is called, from the thread that calls ``save``,
+    ``wait`` or ``poll``, with a line on each checkpoint that was committed. ``state``: of a module that does
+    not have it by itself. Without an ``optimizer`` the checkpoints hold weights alone.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        contents: Contents,
+        *,
+        state: ParallelState | None = None,
+        keep: int = 2,
+        background: bool = False,
+        said: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self.root, self.keep, self.background, self._said = root, keep, background, said
+        self._model, self._optimizer, self._contents = model, optimizer, contents
+        if state is None:
+            assert isinstance(model, CausalLM), "a module of a user's comes with its state"
+            state = model.state
+        self._state, self._layout = state, state.layout
+        stages = contents.family.declarations(contents.config, self._layout, split=contents.split)
+        self._fixed = frozenset(name for stage in stages for name in buffer_names(stage))
+        #: What has no moments.
+        self._frozen = contents.frozen | self._fixed
+        self._table = who_writes(stages, self._layout, self._frozen, () if optimizer is None else MOMENTS)
+        # Found out once: a run that saves waits for what is done here.
+        self._mine = [place for place in places(model, self._state) if self._owns(place)]
+        self._companions: list[Companion] = []
+        self._together(self._prepare)
+        self._copies: dict[str, Tensor] = {}
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._lines: list[str] = []
+
+    def __enter__(self) -> Self:
+        if not self._state.rank:
+            clear_unfinished(self.root)
+        return self
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        if error is None:
+            self.wait()
+        elif self._thread is not None:
+            self._thread.join(_LAST_CHANCE)
+
+    @property
+    def failed(self) -> bool:
+        """Whether a save in the background ended in an error that ``wait`` has not raised yet."""
+        return self._error is not None
+
+    def save(self, progress: Progress) -> None:
+        """Write, or begin to write, the checkpoint of ``progress.step``. Collective."""
+        self.wait()
+        tensors = self._own_tensors()
+        if not self.background:
+            self._write(progress, tensors)
+            self.poll()
+            return
+        for name, tensor in tensors.items():
+            if name not in self._copies:
+                # The same memory each time: fresh pages cost as much as the copy.
+                self._copies[name] = torch.empty_like(tensor, device="cpu")
+            self._copies[name].copy_(tensor)
+        # Not a daemon: a program that just ends waits for it, so a checkpoint begun is completed.
+        self._thread = threading.Thread(target=self._write_behind, args=(progress,), name="checkpoint")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until the save at hand is committed; raises its error, the same on every rank. Collective."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self.poll()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def poll(self) -> None:
+        """Tell of what was committed since the last call."""
+        while self._lines:
+            self._said(self._lines.pop(0))
+
+    def _write_behind(self, progress: Progress) -> None:
+        try:
+            self._write(progress, self._copies)
+        except Exception as error:
+            self._error = error
+
+    def _together(self, work: Callable[[], T]) -> list[T]:
+        return together(work, world=self._layout.world, group=self._state.file_group)
+
+    def _write(self, progress: Progress, tensors: Mapping[str, Tensor]) -> None:
+        rank, step = self._state.rank, progress.step
+        target = step_directory(self.root, step)
+        staging: list[Staging] = []
+
+        def begin() -> str | None:
+            if rank:
+                return None
+            self._check_progress(progress)
+            set_aside(target)
+            staging.append(Staging.begin(target))
+            return str(staging[0].directory)
+
+        def write(directory: Path) -> tuple[StoredFile, str] | None:
+            with writing(target):
+                fault("checkpoint.before_data", rank=rank, step=step)
+            written = write_file(directory, rank, self._layout.world, step, tensors, self._fixed)
+            fault("checkpoint.after_data", rank=rank, step=step)
+            return written
+
+        def finish(results: Sequence[tuple[StoredFile, str] | None]) -> None:
+            fault("checkpoint.before_manifest", rank=rank, step=step)
+            if rank:
+                return
+            for companion in self._companions:
+                companion.write(staging[0].directory)
+            staging[0].publish(self._manifest(progress, results).to_bytes())
+            self._lines.append(f"COMMITTED {target}")
+
+        try:
+            directory = Path(str(self._together(begin)[0]))
+            results = self._together(lambda: write(directory))
+            self._together(lambda: finish(results))
+        finally:
+            for one in staging:
+                one.abandon()
+        if not rank:
+            fault("checkpoint.before_retention", rank=0, step=step)
+            self._retain(step)
+
+    def _retain(self, step: int) -> None:
+        """After all ranks know of the commit, which nobody waits for; what cannot be deleted ends no run."""
+        try:
+            for path in delete_old(self.root, self.keep, step):
+                self._lines.append(f"{path} stays until the next save: it is being read")
+        except (OSError, BadInput, DiskFailed) as error:
+            self._lines.append(f"old checkpoints stay: {error}")
+
+    def _prepare(self) -> None:
+        """Read what travels along, once, and refuse now what a checkpoint of this run could not hold."""
+        if not self._state.rank:
+            self._companions = read_companions(self._contents.companions)
+            target, first = step_directory(self.root, 0), Progress(0, self._layout)
+            check_plain(dict(self._contents.hf_config), target, "config")
+            results = results_to_come(self._table, self._layout.world)
+            read_back(lambda: self._manifest(first, results), target)
+
+    def _check_progress(self, progress: Progress) -> None:
+        """Refuse what is new in this checkpoint and could not be read back, before a byte is written."""
+        target = step_directory(self.root, progress.step)
+        check_plain(progress.data, target, "data")
+        check_plain(progress.memory, target, "memory")
+
+    def _manifest(self, progress: Progress, results: Sequence[tuple[StoredFile, str] | None]) -> Manifest:
+        contents = self._contents
+        return Manifest(
+            kind="training" if self._optimizer is not None else "weights",
+            model_type=contents.family.model_type,
+            config=dict(contents.hf_config),
+            layout=self._layout,
+            step=progress.step,
+            data_position=progress.data,
+            state={
+                "split": list(contents.split) if contents.split else None,
+                "memory": progress.memory,
+                "frozen": [*sorted(self._frozen)],
+            },
+            adapter=contents.adapter,
+            module=contents.family.module if isinstance(contents.family, ModuleFamily) else None,
+            companions=tuple(companion.stored for companion in self._companions),
+            files=tuple(result[0] for result in results if result is not None),
+            tensors=stored_tensors(self._table, results, self._fixed),
+        )
+
+    def _owns(self, place: Place) -> bool:
+        return any(one.rank == self._state.rank for one in self._table.get(place.name, ()))
+
+    def _own_tensors(self) -> dict[str, Tensor]:
+        """What this rank writes: of all that it stores, that which it owns."""
+        found = {place.name: place.part(place.parameter) for place in self._mine}
+        if self._optimizer is None:
+            return found
+        for moment in MOMENTS:
+            choose = moment_of(self._optimizer, moment)
+            for place in self._mine:
+                if (tensor := choose(place.parameter)) is not None:
+                    found[moment_name(moment, place.name)] = place.part(tensor)
+        return found

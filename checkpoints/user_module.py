@@ -1,0 +1,199 @@
+"""Checkpoints of any module: written from its declarations, read in any layout, exported by a table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..models import Rule
+from ..parallel_state import (
+    BadCheckpoint,
+    BadInput,
+    Declaration,
+    Layout,
+    ParallelState,
+    buffer_names,
+    declarations,
+)
+from ..parallel_state.engine import local_data
+from ..parallel_state.together import together
+from .load import fill
+from .moments import MOMENTS, moment_name
+from .rank_storage import stored_parts
+from .resume import Progress, begin_moments, moment_of
+from .save import Contents, Saver
+from .source import Source, open_source
+from .user_module_family import ModuleConfig, ModuleFamily, StoredModule, module_family
+from .verify_together import naming_an_older_one_together, verify_share
+
+
+def save_module(
+    root: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    step: int = 0,
+    data: Mapping[str, Any] | None = None,
+    config: Mapping[str, Any] | None = None,
+    names: Sequence[Rule] = (),
+    keep: int = 2,
+    state: ParallelState | None = None,
+) -> Path:
+    """Write ``root/step-N`` from what the ranks hold of any module, and delete older than ``keep``.
+
+    Collective; returns the checkpoint's folder. With an ``optimizer`` (AdamW) both moments are in it, and a
+    run goes on bit for bit. ``data``: plain data that ``load_module`` gives back, such as where the data
+    stood. ``config`` and ``names`` are for exports: the model's config.json, and the table of Hugging Face's
+    names; ``config`` may also be any plain data to rebuild the module from. Nothing is committed unless every
+    rank succeeds.
+    """
+    state = state or ParallelState.alone()
+    contents = module_contents(model, optimizer, config=config, names=names, state=state)
+    if optimizer is not None:
+        begin_missing(model, optimizer)
+    updates = 0 if optimizer is None else updates_of(optimizer)
+    with Saver(Path(root), model, optimizer, contents, keep=keep, state=state) as saver:
+        saver.save(Progress(step, state.layout, dict(data or {}), {"updates": updates}))
+    return Path(root) / f"step-{step:08d}"
+
+
+def module_contents(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    config: Mapping[str, Any] | None = None,
+    names: Sequence[Rule] = (),
+    state: ParallelState,
+) -> Contents:
+    """What the checkpoints of a module have in common, for a ``Saver`` of one's own. Collective.
+
+    Raises ``BadInput`` for what a checkpoint could not hold: persistent buffers, an optimizer other than
+    AdamW.
+    """
+    config = dict(config or {})
+    family = module_family(StoredModule.of(gather_stages(model, state), names), config)
+    if names:
+        family.links(ModuleConfig())  # refuses a table that does not fit
+
+    def frozen_here() -> list[str]:
+        check_storable("save_module", model, optimizer)
+        return [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+
+    everywhere = together(frozen_here, world=state.layout.world, group=state.file_group)
+    frozen = frozenset(name for names_there in everywhere for name in names_there)
+    return Contents(family, ModuleConfig(), config, frozen=frozen)
+
+
+def check_storable(where: str, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Refuse what a checkpoint could not hold: other optimizers, persistent buffers, several dtypes."""
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Adam):  # AdamW is one
+        found = type(optimizer).__name__
+        raise BadInput(where, "optimizer", expected="AdamW, whose moments are known", found=found)
+    known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    for name in model.state_dict():
+        if name not in known:
+            todo = "register_buffer(..., persistent=False), or a declared parameter without gradient"
+            raise BadInput(where, name, expected="parameters alone", found="a persistent buffer", todo=todo)
+    fixed = buffer_names(declarations(model))
+    dtypes = {str(one.dtype) for name, one in model.named_parameters() if name not in fixed}
+    if len(dtypes) > 1:
+        found = " and ".join(sorted(dtypes))
+        raise BadInput(where, "dtype", expected="one for all parameters", found=found)
+
+
+def gather_stages(model: nn.Module, state: ParallelState) -> list[dict[str, Declaration]]:
+    """The declarations of every pipeline stage, told by one rank of each. Collective.
+
+    Raises ``BadInput`` for a parameter on two stages that is not declared so.
+    """
+    layout = state.layout
+    everywhere = together(lambda: declarations(model), world=layout.world, group=state.file_group)
+    stages = [everywhere[stage * (layout.world // layout.pipeline)] for stage in range(layout.pipeline)]
+    first: dict[str, int] = {}
+    for number, stage in enumerate(stages):
+        for name, declaration in stage.items():
+            if first.setdefault(name, number) != number and not declaration.ends:
+                raise BadInput(
+                    "model", name, expected="one stage", found=f"stages {first[name]} and {number}",
+                    todo="Declare it with ends=True if both ends of the pipeline hold it",
+                )  # fmt: skip
+    return stages
+
+
+def load_module(
+    path: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    names: Sequence[Rule] = (),
+    state: ParallelState | None = None,
+) -> Progress:
+    """Fill a module and, if given, its optimizer from a checkpoint that any layout wrote. Collective.
+
+    ``path``: a checkpoint, the folder of several (the newest is taken), or with ``names`` a Hugging Face
+    folder, which has weights alone. The module may be cut, sharded by FSDP, a stage. Raises ``BadCheckpoint``
+    or ``BadInput``, the same on every rank, for a checkpoint of another module, naming the first parameter.
+    """
+    state = state or ParallelState.alone()
+    stages = gather_stages(model, state)
+
+    def load() -> Progress:
+        family = module_family(StoredModule.of(stages, names), {})
+        source = open_source(path, module=family)
+        _check_same(source, stages, family)
+        manifest, tie = source.manifest, source.tie()
+        if manifest is not None:
+            verify_share(source.path, manifest, state)
+        for name, tensor, box in stored_parts(model, state):
+            fill(tensor, source.read(name, box, tie))
+        if manifest is None:
+            return Progress(0, Layout())
+        memory = manifest.state.get("memory")
+        memory = dict(memory) if isinstance(memory, dict) else {}
+        if optimizer is not None:
+            if manifest.kind != "training":
+                todo = "Leave the optimizer out to begin anew from these weights"
+                raise BadCheckpoint(source.path, expected="moments", found="weights alone", todo=todo)
+            begin_moments(model, optimizer, updates=int(str(memory.get("updates", 0))))
+            for moment in MOMENTS:
+                for name, tensor, box in stored_parts(model, state, moment_of(optimizer, moment)):
+                    fill(tensor, source.read(moment_name(moment, name), box, tie))
+        data = manifest.data_position if isinstance(manifest.data_position, dict) else {}
+        return Progress(manifest.step or 0, manifest.layout, dict(data), memory)
+
+    with naming_an_older_one_together(state):
+        return together(load, world=state.layout.world, group=state.file_group)[state.rank]
+
+
+def _check_same(source: Source, stages: Sequence[Mapping[str, Declaration]], family: ModuleFamily) -> None:
+    """The names and true shapes of the whole module, against those of the checkpoint."""
+    wanted = {name: one.shape for stage in stages for name, one in stage.items()}
+    if source.manifest is None:
+        return  # the folder was read against them
+    found = {n: whole.shape for n, whole in source.catalog.items() if not n.startswith("optimizer.")}
+    for name in [*wanted, *found]:
+        if wanted.get(name) != found.get(name):
+            expected, there = (
+                "no such parameter" if one is None else list(one)
+                for one in (wanted.get(name), found.get(name))
+            )
+            todo = "It is a checkpoint of another module"
+            raise BadCheckpoint(source.path, name, expected=expected, found=there, todo=todo)
+
+
+def begin_missing(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Zero moments where the optimizer has made none yet."""
+    for parameter in model.parameters():
+        if parameter.requires_grad and not optimizer.state.get(parameter):
+            step = torch.zeros((), dtype=torch.float32, device=local_data(parameter).device)
+            moments = {moment: torch.zeros_like(parameter, requires_grad=False) for moment in MOMENTS}
+            optimizer.state[parameter] = {"step": step, **moments}
+
+
+def updates_of(optimizer: torch.optim.Optimizer) -> int:
+    """Count the updates that the optimizer has made."""
+    return max((int(one["step"]) for one in optimizer.state.values() if "step" in one), default=0)

@@ -1,0 +1,203 @@
+"""A module of a user's, which no family describes: its declarations and its table of names, as data."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, NoReturn
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
+
+from ..layers import VOCABULARY_MULTIPLE, padded_vocabulary
+from ..models import CausalLM, Family, ModelConfig, Rename, Rule, Split, Stack, Transpose
+from ..models.base.names import Link, expand
+from ..parallel_state import BadInput, Cut, Declaration, Layout
+
+#: What a checkpoint says it is of, where the module's config has no ``model_type``.
+MODULE = "module"
+_KINDS: dict[str, type[Rename | Transpose | Stack]] = {
+    "rename": Rename,
+    "transpose": Transpose,
+    "stack": Stack,
+}
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class StoredCut(_Strict):
+    """See ``parallel_state.Cut``."""
+
+    dim: int
+    axis: str
+    unit: int
+
+
+class StoredDeclaration(_Strict):
+    """How a parameter lay over the ranks (see ``parallel_state.Declaration``), and on which stages.
+
+    ``rows``: in checkpoints of the first version, whose ``shape`` is the padded one, the true rows of dim 0.
+    """
+
+    shape: tuple[int, ...]
+    cut: StoredCut | None = None
+    multiple: int | None = Field(default=None, ge=1, le=2**24)
+    rows: int | None = Field(default=None, ge=1)
+    partial: tuple[str, ...] = ()
+    ends: bool = False
+    experts: bool = False
+    buffer: bool = False
+    stages: tuple[int, ...] = (0,)
+
+    def restored(self) -> Declaration:
+        cut = None if self.cut is None else Cut(**self.cut.model_dump())
+        shape, multiple = self.shape, self.multiple
+        if self.rows is not None and shape:
+            held, *rest = shape
+            multiple = VOCABULARY_MULTIPLE if padded_vocabulary(self.rows) == held else held
+            shape = (self.rows, *rest)
+        return Declaration(
+            shape, cut=cut, multiple=multiple, partial=self.partial, ends=self.ends,
+            experts=self.experts, buffer=self.buffer,
+        )  # fmt: skip
+
+
+class StoredRule(_Strict):
+    """A line of the table of names: Hugging Face's tensor ``hf`` is made of ``ours``."""
+
+    kind: Literal["rename", "transpose", "split", "stack"]
+    ours: tuple[str, ...]
+    hf: str
+    transpose: bool = False
+
+    def restored(self) -> Rule:
+        if self.kind == "split":
+            return Split(self.ours, self.hf, self.transpose)
+        (ours,) = self.ours
+        return _KINDS[self.kind](ours, self.hf)
+
+    @classmethod
+    def of(cls, rule: Rule) -> StoredRule:
+        if isinstance(rule, Split):
+            return cls(kind="split", ours=tuple(rule.ours), hf=rule.hf, transpose=rule.transpose)
+        kind = next(name for name, one in _KINDS.items() if isinstance(rule, one))
+        return cls.model_validate({"kind": kind, "ours": (rule.ours,), "hf": rule.hf})
+
+
+class StoredModule(_Strict):
+    """What lets a checkpoint of any module be cut anew, compared and exported with no code of the module."""
+
+    pipeline: int = 1
+    declarations: dict[str, StoredDeclaration]
+    names: tuple[StoredRule, ...] = ()
+
+    @classmethod
+    def of(cls, stages: Sequence[Mapping[str, Declaration]], names: Iterable[Rule]) -> StoredModule:
+        stored: dict[str, StoredDeclaration] = {}
+        for number, stage in enumerate(stages):
+            for name, one in stage.items():
+                where = stored[name].stages if name in stored else ()
+                cut = None if one.cut is None else StoredCut(**asdict(one.cut))
+                stored[name] = StoredDeclaration(
+                    shape=one.shape, cut=cut, multiple=one.multiple, partial=one.partial, ends=one.ends,
+                    experts=one.experts, buffer=one.buffer, stages=(*where, number),
+                )  # fmt: skip
+        rules = tuple(map(StoredRule.of, names))
+        return cls(pipeline=len(stages), declarations=stored, names=rules)
+
+
+class ModuleConfig(ModelConfig):
+    """Nothing is known of a module's configuration, so nothing of it is computed with."""
+
+    vocab_size: int = 0
+    hidden_size: int = 0
+    intermediate_size: int = 0
+    num_hidden_layers: int = 0
+    num_attention_heads: int = 0
+    max_position_embeddings: int = 0
+    tie_word_embeddings: bool = False
+    initializer_range: float = 0.0
+
+
+@dataclass(frozen=True)
+class ModuleFamily(Family):
+    """``Family`` for a stored module: declarations and links, no model to build. See ``module_family``."""
+
+    module: StoredModule = field(kw_only=True)
+
+    def build(self, config: ModelConfig, **_: Any) -> NoReturn:
+        raise BadInput(
+            "model", expected="a model of the zoo", found="a module's checkpoint",
+            todo="Build the module yourself, and fill it with load_module",
+        )  # fmt: skip
+
+    def declarations(
+        self, config: ModelConfig, layout: Layout | None = None, *, split: Sequence[int] | None = None
+    ) -> list[dict[str, Declaration]]:
+        """Of each stage. A pipeline of another length than wrote the checkpoint is one stage, or refused."""
+        layout, stored = layout or Layout(), self.module
+        if layout.pipeline not in (1, stored.pipeline) or split is not None:
+            raise BadInput(
+                "layout", "pipeline" if split is None else "split",
+                expected="1" + (f" or {stored.pipeline}, as it was written" if stored.pipeline > 1 else ""),
+                found=layout.pipeline if split is None else list(split),
+                todo="The module's own code says what its stages hold: load_module cuts it in any layout",
+            )  # fmt: skip
+        stages: list[dict[str, Declaration]] = [{} for _ in range(layout.pipeline)]
+        for name, one in stored.declarations.items():
+            declaration = one.restored()
+            declaration.check(layout, name)
+            for stage in one.stages if layout.pipeline > 1 else (0,):
+                stages[stage][name] = declaration
+        return stages
+
+    def links(self, config: ModelConfig) -> tuple[list[Link], dict[str, tuple[int, ...]]]:
+        shapes = {name: one.restored().shape for name, one in self.module.declarations.items()}
+        if not self.rules:
+            raise BadInput(
+                self.model_type, "names", expected="a table of Hugging Face's names", found="none",
+                todo="Give names=[Rename(ours, theirs), ...] to save_module",
+            )  # fmt: skip
+        blocks = 1 + max(
+            (int(n) for name in shapes for n in re.findall(r"(?<=\.)\d+(?=\.)", name)), default=-1
+        )
+        check_names(self.rules, shapes, blocks)
+        return expand(self.rules, shapes, blocks)
+
+    def from_hf(self, raw: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
+        return ModuleConfig()
+
+
+def module_family(module: StoredModule, config: Mapping[str, JsonValue]) -> ModuleFamily:
+    """The family of a checkpoint that says by itself how its tensors lie."""
+    names = config.get("architectures")
+    first = names[0] if isinstance(names, list) and names else MODULE
+    rules = [rule.restored() for rule in module.names]
+    kind = str(config.get("model_type", MODULE))
+    return ModuleFamily(kind, str(first), ModuleConfig, CausalLM, rules, tied_head="", module=module)
+
+
+def check_names(rules: Sequence[Rule], shapes: Mapping[str, tuple[int, ...]], blocks: int) -> None:
+    """Refuse a table that leaves out a parameter, names one twice, or one of no parameter at all."""
+    covered: dict[str, str] = {}
+    for rule in rules:
+        ours = rule.ours if isinstance(rule, Split) else (rule.ours,)
+        found = False
+        for i in range(max(blocks, 1)) if "{i}" in rule.hf else (0,):
+            for one in (template.replace("{i}", str(i)) for template in ours):
+                if one not in shapes:
+                    continue
+                found = True
+                if one in covered:
+                    raise BadInput("names", one, expected="one rule", found=f"{covered[one]} and {rule.hf}")
+                covered[one] = rule.hf
+        if not found:
+            near = f"The parameters are {', '.join(list(shapes)[:4])}, ..."
+            raise BadInput(
+                "names", rule.hf, expected="a rule for a parameter", found=f"none named {ours}", todo=near
+            )
+    for name in shapes:
+        if name not in covered:
+            raise BadInput("names", name, expected="a rule for every parameter", found="none for this one")

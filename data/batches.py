@@ -1,0 +1,125 @@
+"""Batches of a global step: the same samples in the same order for any number of data ranks.
+
+The only position is the step. Everything else follows from (seed, step) and the token files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..layers import IGNORE
+from ..parallel_state import BadInput
+from .batch import Batch as Batch
+from .mixture import Interleave
+from .rows import Documents, Overlong, Samples, rows_of
+from .shuffle import ids_at, permute, positions_of
+from .token_index import TokenPaths
+from .tokens import TokenFile
+
+
+class Mixture:
+    """Token files drawn from by weight: any prefix holds each file's share of samples to within one.
+
+    Weights are positive and of any sum. A file that runs out starts its next epoch, alone, in a new order.
+    All files must come from one tokenizer.
+    """
+
+    def __init__(self, parts: Sequence[tuple[TokenFile, float]]) -> None:
+        self.files = [file for file, _ in parts]
+        self.interleave = Interleave([weight for _, weight in parts])
+        for file in self.files[1:]:
+            if file.index.tokenizer_fingerprint != self.files[0].index.tokenizer_fingerprint:
+                raise BadInput(
+                    TokenPaths(file.path).index,
+                    "tokenizer_fingerprint",
+                    expected=f"{self.files[0].index.tokenizer_fingerprint}, as of {self.files[0].path}",
+                    found=file.index.tokenizer_fingerprint,
+                    todo="Tokenize all files of a mixture with one tokenizer",
+                )
+
+    @property
+    def vocab_size(self) -> int:
+        """Every id is below it."""
+        return max(file.vocab_size for file in self.files)
+
+
+class GlobalBatches:
+    """Batches of ``global_batch`` rows of ``sequence_length`` tokens each.
+
+    Running text gives windows, a chat set whole samples: see ``rows``. An epoch gives each row of a file
+    once, in an order of its own; when a step needs more than is left, or than there is, the next epoch
+    follows in the same batch.
+
+    ``BadInput`` for a file that does not fill one window, or whose samples do not fit.
+    """
+
+    def __init__(
+        self,
+        tokens: TokenFile | Mixture,
+        sequence_length: int,
+        global_batch: int,
+        seed: int,
+        *,
+        documents: Documents = "joined",
+        samples: Samples = "packed",
+        overlong: Overlong = "refuse",
+    ) -> None:
+        if sequence_length < 1:
+            raise BadInput("data", "sequence_length", expected="at least 1", found=sequence_length)
+        self.sequence_length, self.global_batch, self.seed = sequence_length, global_batch, seed
+        self.vocab_size = tokens.vocab_size
+        mixture = tokens if isinstance(tokens, Mixture) else Mixture([(tokens, 1)])
+        self._interleave = mixture.interleave
+        self._rows = [rows_of(file, sequence_length, documents, samples, overlong) for file in mixture.files]
+        positions_of(0, global_batch)  # refuses a batch of nothing
+        permute([], 1, seed, 0)  # refuses a bad seed
+
+    @property
+    def fingerprint(self) -> str:
+        """The files' fingerprints, how rows are made of each, and shares: what a training manifest keeps."""
+        if len(self._rows) == 1:
+            return self._rows[0].fingerprint
+        shares = zip(self._interleave.shares, self._rows, strict=True)
+        return " + ".join(
+            f"{share}/{self._interleave.period} of {rows.fingerprint}" for share, rows in shares
+        )
+
+    @property
+    def samples(self) -> int:
+        """How many different rows there are, over all files."""
+        return sum(len(rows) for rows in self._rows)
+
+    def sample_ids(
+        self, step: int, data_index: int = 0, data_size: int = 1
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Of each row of the batch, the number of its file and its number in the file."""
+        positions = positions_of(step, self.global_batch, data_index, data_size)
+        sources, draws = self._interleave.locate(positions)
+        ids = np.empty_like(draws)
+        for source in np.unique(sources):
+            here = sources == source
+            ids[here] = ids_at(draws[here], len(self._rows[source]), self.seed, stream=int(source))
+        return sources, ids
+
+    def batch(self, step: int, data_index: int = 0, data_size: int = 1) -> Batch:
+        """What data rank ``data_index`` of ``data_size`` gets at ``step`` (from 0).
+
+        All int64 of shape ``[global_batch / data_size, sequence_length]``; the label of a token is the next
+        token, so a loss shifts nothing. ``positions`` unless every row is one run of joined text. The ranks'
+        pieces, in order, are the batch of ``data_size=1``.
+        ``BadInput`` where ``data_size`` does not divide ``global_batch``, or a token is not below the file's
+        ``vocab_size``.
+        """
+        sources, numbers = self.sample_ids(step, data_index, data_size)
+        shape = (len(numbers), self.sequence_length)
+        ids, labels = np.zeros(shape, dtype=np.int64), np.full(shape, IGNORE, dtype=np.int64)
+        positions = np.broadcast_to(np.arange(self.sequence_length), shape).copy()
+        for row, (source, number) in enumerate(zip(sources.tolist(), numbers.tolist(), strict=True)):
+            self._rows[source].fill(number, ids[row], labels[row], positions[row])
+        # By the files and not by what this batch drew: all ranks and steps compute alike.
+        told = torch.from_numpy(positions) if any(rows.separate for rows in self._rows) else None
+        return Batch(torch.from_numpy(ids), torch.from_numpy(labels), told)

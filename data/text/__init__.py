@@ -1,0 +1,1 @@
+"""From text to tokens: documents, chat templates, tokenizers."""

@@ -1,0 +1,111 @@
+"""Records of chat sets in the forms that people publish, brought to one: a list of messages.
+
+===========================  ==========================================================================
+``messages``                 a list of ``{"role": ..., "content": ...}``; with ``tools`` beside, if any
+``conversations``            the same as ``{"from": "human", "value": ...}`` (ShareGPT)
+``prompt``, ``completion``   two texts, or two lists of messages; only the completion is learnt
+``instruction``, ``output``  with ``input`` and ``system``, if any (Alpaca)
+===========================  ==========================================================================
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from ...parallel_state import BadInput
+
+_SHARED_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """``messages``, of which the first ``given`` are never learnt, whoever speaks; ``tools`` on offer."""
+
+    messages: list[dict[str, Any]]
+    given: int = 0
+    tools: list[dict[str, Any]] | None = None
+
+
+def conversation_of(record: dict[str, Any], where: str) -> Conversation:
+    """The conversation in a record. ``BadInput`` names ``where`` and the key for any other form."""
+    # A table has every column in every row, and None where a row has nothing.
+    record = {key: value for key, value in record.items() if value is not None}
+    tools = _tools(record.get("tools"), where)
+    if "messages" in record:
+        return Conversation(_messages(record["messages"], where, "messages"), 0, tools)
+    if "conversations" in record:
+        return Conversation(_shared(record["conversations"], where), 0, tools)
+    if "prompt" in record and "completion" in record:
+        prompt, completion = (
+            _turn(record[key], where, key, role)
+            for key, role in (("prompt", "user"), ("completion", "assistant"))
+        )
+        return Conversation(prompt + completion, len(prompt), tools)
+    if "instruction" in record and "output" in record:
+        asked = [_text(record[key], where, key) for key in ("instruction", "input") if record.get(key)]
+        said = [("system", _text(record["system"], where, "system"))] if record.get("system") else []
+        said += [("user", "\n\n".join(asked)), ("assistant", _text(record["output"], where, "output"))]
+        return Conversation([{"role": role, "content": content} for role, content in said], 0, tools)
+    raise BadInput(
+        where,
+        expected="messages, conversations, prompt and completion, or instruction and output",
+        found=f"the keys {', '.join(record) or 'of nothing'}",
+    )
+
+
+def _turn(value: Any, where: str, key: str, role: str) -> list[dict[str, Any]]:
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    return _messages(value, where, key)
+
+
+def _messages(value: Any, where: str, key: str) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not value:
+        raise BadInput(where, key, expected="a list of messages", found=f"{value!r:.80}")
+    messages = []
+    for number, message in enumerate(value):
+        at = f"{key}[{number}]"
+        if not isinstance(message, dict):
+            raise BadInput(where, at, expected="a message", found=f"{message!r:.80}")
+        present = {name: part for name, part in message.items() if part is not None}
+        if not isinstance(present.get("role"), str):
+            raise BadInput(where, f"{at}.role", expected="text", found=repr(message.get("role")))
+        if not isinstance(present.get("content"), str | list) and "tool_calls" not in present:
+            raise BadInput(
+                where, f"{at}.content", expected="text or a list of parts", found=repr(message.get("content"))
+            )
+        messages.append(present)
+    return messages
+
+
+def _shared(value: Any, where: str) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not value:
+        raise BadInput(where, "conversations", expected="a list of messages", found=f"{value!r:.80}")
+    messages = []
+    for number, message in enumerate(value):
+        if isinstance(message, dict) and "from" in message:
+            role = message["from"]
+            message = {"role": _SHARED_ROLES.get(role, role), "content": message.get("value")}
+        messages.extend(_messages([message], where, f"conversations[{number}]"))
+    return messages
+
+
+def _text(value: Any, where: str, key: str) -> str:
+    if not isinstance(value, str):
+        raise BadInput(where, key, expected="text", found=f"{value!r:.80}")
+    return value
+
+
+def _tools(value: Any, where: str) -> list[dict[str, Any]] | None:
+    if isinstance(value, str) and value:
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise BadInput(where, "tools", expected="a list in JSON", found=f"{value!r:.80}") from error
+    if not value:
+        return None
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise BadInput(where, "tools", expected="a list of JSON schemas", found=f"{value!r:.80}")
+    return value

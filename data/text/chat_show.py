@@ -1,0 +1,36 @@
+"""Samples of a chat set as a reader sees them: what is learnt stands in double brackets."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from pathlib import Path
+
+from ..tokens import TokenFile
+from .chat_template import Chat
+from .tokenizer import load_tokenizer
+
+
+def shown(file: TokenFile, number: int, tokenizer: Path) -> str:
+    """Sample ``number`` decoded, special tokens included, runs of learnt tokens as ``[[...]]``."""
+    assert file.targets is not None
+    loaded = load_tokenizer(tokenizer)
+    begin, end = file.documents[number : number + 2].tolist()
+    pairs = zip(file.ids(begin, end).tolist(), file.learnt(begin, end).tolist(), strict=True)
+    runs = [(learnt, [token for token, _ in run]) for learnt, run in groupby(pairs, key=lambda pair: pair[1])]
+    return "".join(f"[[{loaded.decode(ids)}]]" if learnt else loaded.decode(ids) for learnt, ids in runs)
+
+
+def warnings_of(file: TokenFile, chat: Chat, tokenizer: Path) -> list[str]:
+    """What is likely wrong with what is learnt, a line each."""
+    said, targets = [], file.index.targets
+    if targets is not None and targets.unended:
+        said.append(
+            f"in {targets.unended:,} samples the special token right behind an answer is not learnt: "
+            "the model would not learn to stop. Put the end mark inside {% generation %}; see with --show 1"
+        )
+    if chat.template_of(load_tokenizer(tokenizer), tokenizer).learns_the_header():
+        said.append(
+            "the template ignores add_generation_prompt, so what stands before an answer is learnt with it. "
+            "Mark the answers with {% generation %} and {% endgeneration %}; see with --show 1"
+        )
+    return said

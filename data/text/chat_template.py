@@ -1,0 +1,248 @@
+"""A conversation as a tokenizer's chat template writes it, and which of its tokens are the assistant's.
+
+Two ways to find them. A template with ``{% generation %}`` marks them itself. Of any other, the beginnings of
+the conversation are written out: what an assistant's message adds to the text before it, the prompt to answer
+included, is the assistant's. That needs a template that writes a beginning as the whole begins; one that
+does not (it drops earlier thoughts, say) is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...parallel_state import BadInput
+from ...storage.small_files import read_text
+from ...system import OverLimit, bounded
+from .chat_formats import Conversation
+from .tokenizer import (
+    TEMPLATE_MEMORY,
+    TEMPLATE_SECONDS,
+    FolderTokenizer,
+    Tokenizer,
+    check_length,
+    endless_template,
+)
+
+_MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """How conversations become text: the chat template, if not the tokenizer's own, and its variables."""
+
+    template: Path | None = None
+    variables: tuple[tuple[str, str], ...] = ()
+
+    @staticmethod
+    def of(template: Path | None, settings: Sequence[str]) -> Chat:
+        """From ``name=value`` settings."""
+        variables = {}
+        for setting in settings:
+            name, equals, value = setting.partition("=")
+            if not equals or not name.isidentifier():
+                raise BadInput(
+                    "--template-set", setting, expected="name=value, such as enable_thinking=false"
+                )
+            variables[name] = value
+        return Chat(template, tuple(sorted(variables.items())))
+
+    def on_one_day(self, loaded: Tokenizer, where: Path) -> Chat:
+        """With today's date for a template that would ask the clock: every sample gets the same."""
+        text, variables = self.template_of(loaded, where).text, dict(self.variables)
+        if "strftime_now" in text and "date_string" in text:
+            variables.setdefault("date_string", date.today().strftime("%d %b %Y"))
+        return Chat(self.template, tuple(sorted(variables.items())))
+
+    def template_of(self, loaded: Tokenizer, where: Path) -> ChatTemplate:
+        if not isinstance(loaded, FolderTokenizer):
+            raise BadInput(
+                where,
+                expected="a Hugging Face tokenizer folder, for a chat template",
+                found="a SentencePiece file",
+            )
+        return ChatTemplate(loaded, self.template, dict(self.variables))
+
+
+class ChatTemplate:
+    """The template in ``file``, or the tokenizer's own. ``variables`` are what it may ask for beside.
+
+    ``BadInput`` where there is no template, or none that a tokenizer can follow by characters.
+    """
+
+    def __init__(
+        self, tokenizer: FolderTokenizer, file: Path | None, variables: Mapping[str, str] | None = None
+    ) -> None:
+        self._tokenizer = tokenizer.backend
+        self._where = file or tokenizer.path
+        self.text = read_template(file) if file is not None else _own(tokenizer)
+        self.marked = _MARKED.search(_COMMENT.sub("", self.text)) is not None
+        self.variables: dict[str, Any] = {
+            name: {"true": True, "false": False}.get(value, value)
+            for name, value in (variables or {}).items()
+        }
+        added = self._tokenizer.added_tokens_decoder.items()
+        self._special = {*self._tokenizer.all_special_ids, *(id for id, token in added if token.special)}
+        if not self._tokenizer.is_fast:
+            raise BadInput(tokenizer.path, "tokenizer.json", expected="one, to follow characters to tokens")
+
+    @property
+    def sha256(self) -> str:
+        """Of the template and its variables."""
+        told = "".join(f"\n{name}={value!r}" for name, value in sorted(self.variables.items()))
+        return hashlib.sha256((self.text + told).encode()).hexdigest()
+
+    def encode(self, conversation: Conversation, where: str) -> tuple[list[int], NDArray[np.uint8]]:
+        """The ids of the whole conversation, and for each 1 where it is to be learnt.
+
+        A token counts where any of its characters is the assistant's. ``where`` names the sample in errors.
+        """
+        options = {"return_offsets_mapping": True, "split_special_tokens": False}
+        text = self._text(conversation.messages, conversation, where)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            half = text[error.start]
+            raise BadInput(where, expected="text", found=f"half a surrogate pair, {half!r}") from error
+        if self.marked:
+            found = self._apply(
+                conversation.messages,
+                conversation,
+                where,
+                return_dict=True,
+                return_assistant_tokens_mask=True,
+                tokenizer_kwargs=options,
+            )
+            ids: list[int] = found["input_ids"]
+            learnt = np.array(found["assistant_masks"], dtype=np.uint8)
+            if conversation.given:
+                prompt = self._prompt(conversation, conversation.given, where)
+                self._check_begins(text, prompt, where)
+                learnt[_ends(found) <= len(prompt)] = 0
+            return ids, learnt
+        spans = self._spans(text, conversation, where)
+        found = self._tokenizer(text, add_special_tokens=False, verbose=False, **options)
+        ends = _ends(found)
+        starts = np.array([start for start, _ in found["offset_mapping"]], dtype=np.int64)
+        learnt = np.zeros(len(starts), dtype=np.uint8)
+        for start, end in spans:
+            learnt[(starts < end) & (ends > start)] = 1
+        return found["input_ids"], learnt
+
+    def learns_the_header(self) -> bool:
+        """Whether what stands before an answer, such as ``<|im_start|>assistant``, would be learnt with it.
+
+        So it is in a template without marks that writes no prompt to answer when asked for one. Tried on a
+        question and an answer; False where the template does not take these.
+        """
+        question, answer = {"role": "user", "content": "3+4"}, {"role": "assistant", "content": "seven7seven"}
+        if self.marked:
+            return False
+        try:
+            asked = Conversation([question])
+            prompt, bare = self._prompt(asked, 1, "a question"), self._text([question], asked, "a question")
+            whole = self._text([question, answer], asked, "an answer")
+        except BadInput:
+            return False
+        header, found, _ = whole.removeprefix(prompt).partition("seven7seven")
+        return prompt == bare and whole.startswith(prompt) and bool(found) and bool(header.strip())
+
+    def lacks_end(self, ids: list[int], learnt: NDArray[np.uint8]) -> bool:
+        """Whether an answer's end mark is not learnt: a special token right behind what is learnt, which, but
+        for blanks, does not itself end with one.
+        """
+        edges = np.flatnonzero(np.diff(learnt, prepend=0, append=0).astype(bool)).reshape(-1, 2).tolist()
+        for start, end in edges:
+            if end == len(ids) or ids[end] not in self._special:
+                continue
+            last = next((one for one in ids[start:end][::-1] if self._tokenizer.decode([one]).strip()), None)
+            if last not in self._special:
+                return True
+        return False
+
+    def _spans(self, text: str, conversation: Conversation, where: str) -> list[tuple[int, int]]:
+        """Where in the text the assistant speaks."""
+        spans, messages = [], conversation.messages
+        for number in range(conversation.given, len(messages)):
+            if messages[number]["role"] != "assistant":
+                continue
+            prompt = self._prompt(conversation, number, where) if number else ""
+            answered = (
+                text
+                if number + 1 == len(messages)
+                else self._text(messages[: number + 1], conversation, where)
+            )
+            self._check_begins(answered, prompt, where)
+            self._check_begins(text, answered, where)
+            spans.append((len(prompt), len(answered)))
+        return spans
+
+    def _prompt(self, conversation: Conversation, count: int, where: str) -> str:
+        """What stands before an answer to the first ``count`` messages."""
+        return self._text(conversation.messages[:count], conversation, where, add_generation_prompt=True)
+
+    def _text(self, messages: Any, conversation: Conversation, where: str, **options: bool) -> str:
+        text: str = self._apply(messages, conversation, where, tokenize=False, **options)
+        check_length(text, where)
+        return text
+
+    def _apply(self, messages: Any, conversation: Conversation, where: str, **options: Any) -> Any:
+        """What the tokenizer makes of these messages by this template."""
+        # What is written is limited first, as text; the same text in ids needs more memory, and no less.
+        memory = TEMPLATE_MEMORY if options.get("tokenize") is False else None
+        try:
+            with bounded(seconds=TEMPLATE_SECONDS if memory else None, memory=memory):
+                return self._tokenizer.apply_chat_template(
+                    messages, tools=conversation.tools, chat_template=self.text, **options, **self.variables
+                )
+        except OverLimit as error:
+            raise endless_template(where, error) from None
+        except Exception as error:  # a template raises what it likes
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            raise BadInput(
+                where, "chat template", expected="one that takes this conversation", found=reason
+            ) from error
+
+    def _check_begins(self, whole: str, beginning: str, where: str) -> None:
+        if whole.startswith(beginning):
+            return
+        at = next((i for i, (a, b) in enumerate(zip(whole, beginning, strict=False)) if a != b), len(whole))
+        raise BadInput(
+            self._where,
+            "chat template",
+            expected="the beginning of a conversation written as the whole begins, to tell who speaks",
+            found=f"{beginning[at : at + 30]!r} for {whole[at : at + 30]!r} at character {at} of {where}",
+            todo="Mark the assistant's words in the template with {% generation %} and {% endgeneration %}",
+        )
+
+
+def _ends(found: Any) -> NDArray[np.int64]:
+    return np.array([end for _, end in found["offset_mapping"]], dtype=np.int64)
+
+
+def read_template(file: Path) -> str:
+    """A template's text. ``BadInput`` for a file that cannot be read."""
+    return read_text(file)
+
+
+def _own(tokenizer: FolderTokenizer) -> str:
+    try:
+        text: str = tokenizer.backend.get_chat_template()
+    except ValueError:
+        raise BadInput(
+            tokenizer.path,
+            "chat_template",
+            expected="a chat template",
+            found="none",
+            todo="Give a file with --chat-template, or put chat_template.jinja beside the tokenizer",
+        ) from None
+    return text

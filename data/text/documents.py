@@ -1,0 +1,282 @@
+"""Documents from files: cut into blocks by one reader, taken apart by many workers.
+
+The reader cuts bytes at places where a document cannot go on (a line end in JSON lines, a blank line between
+paragraphs), so the documents do not depend on where the cuts fall.
+"""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, Protocol, cast
+
+from ...parallel_state import BadInput
+from ...storage.regular import stat_regular
+from .tables import dataset_files, need, read_dataset, read_parquet
+from .tokenizer import LARGEST_TEXT
+
+#: No document has more bytes, for none may have more characters than are tokenized at once.
+LARGEST_DOCUMENT = 4 * LARGEST_TEXT
+
+#: What unpacks to this many times its size, and to more than this many bytes, is no text: gzip ends at 1032.
+MOST_UNPACKED, UNPACKED_FREELY = 1100, 2**26
+
+#: The widest window of a .zst file, as the zstd program allows it unless asked; and how much of the file is
+#: unpacked at once, of which 4 bytes may become 128 KiB. Unit: bytes.
+_WIDEST_WINDOW, _PACKED = 2**27, 2**10
+
+#: What a record of a chat set may have; a table's other columns are not read.
+CHAT_KEYS = (
+    *("messages", "conversations", "prompt", "completion", "instruction", "input", "output"),
+    *("system", "tools"),
+)
+
+_BLOCK = 2**20
+
+Kind = Literal["text", "paragraphs", "lines", "rows"]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One worker's portion. ``first`` is the number of its first line (or row) in the file, from 1."""
+
+    path: Path
+    kind: Kind
+    first: int
+    data: bytes | list[dict[str, Any]]
+    position: int  # how many bytes of the file, as stored, have been read so far
+
+
+class _Stream(Protocol):
+    def read(self, size: int, /) -> bytes: ...
+
+
+def check_inputs(paths: list[Path], *, chat: bool = False) -> int:
+    """Refuse inputs that are missing, of an unknown kind, or need an absent package. Returns their bytes.
+
+    A chat set has records: running text is refused.
+    """
+    if not paths:
+        raise BadInput("input", expected="at least one file", found="none")
+    total = 0
+    for path in paths:
+        if path.is_dir():
+            total += input_size(path)
+            need("pyarrow", path)
+            continue
+        total += stat_regular(path).st_size
+        if path.name.endswith(".parquet"):
+            need("pyarrow", path)
+        if path.name.endswith(".zst"):
+            need("zstandard", path)
+        if _inner_name(path).endswith(".json"):
+            raise BadInput(
+                path, expected=".jsonl, .txt or .parquet", found=".json", todo="Write one object a line"
+            )
+        if chat and not _inner_name(path).endswith((".jsonl", ".parquet")):
+            raise BadInput(path, expected="conversations in .jsonl or .parquet", found="another kind of file")
+    return total
+
+
+def input_size(path: Path) -> int:
+    """Bytes of a file, or of the files of a data set's folder."""
+    return sum(file.stat().st_size for file in (dataset_files(path) if path.is_dir() else [path]))
+
+
+def read_blocks(
+    path: Path, *, split_paragraphs: bool, json_key: str, chat: bool = False, size: int = _BLOCK
+) -> Iterator[Block]:
+    """The file's blocks in order, of about ``size`` bytes unless a document is longer."""
+    if path.is_dir() or path.name.endswith(".parquet"):
+        choose = _chat_columns if chat else functools.partial(_column, json_key)
+        first = 1
+        for rows, position in (read_dataset if path.is_dir() else read_parquet)(path, choose):
+            yield Block(path, "rows", first, rows, position)
+            first += len(rows)
+        return
+    kind: Kind = "paragraphs" if split_paragraphs else "text"
+    if _inner_name(path).endswith(".jsonl"):
+        kind = "lines"
+    end = {"lines": _end_of_line, "paragraphs": _end_of_paragraph, "text": lambda data: 0}[kind]
+    with path.open("rb") as raw:
+        first, unpacked = 1, 0
+        try:
+            for data in _cut(_decompressed(path, raw), size, end, path):
+                unpacked += len(data)
+                if unpacked > max(UNPACKED_FREELY, MOST_UNPACKED * raw.tell()):
+                    expected = f"a file that unpacks to at most {MOST_UNPACKED} times its size"
+                    raise BadInput(path, expected=expected, found="one that unpacks to more")
+                yield Block(path, kind, first, data, raw.tell())
+                first += data.count(b"\n")
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise BadInput(path, expected="a whole compressed file", found=str(error)) from error
+
+
+def documents_of(block: Block, json_key: str) -> Iterator[tuple[str, str]]:
+    """The block's documents, none of them empty, each with where it stands (``file:line``)."""
+    texts: Iterator[tuple[str, str]]
+    if block.kind in ("rows", "lines"):
+        texts = ((where, _text(where, json_key, record)) for where, record in records_of(block))
+    else:
+        text = _decode(block, cast("bytes", block.data), block.first)
+        found = _paragraphs(text, block.first) if block.kind == "paragraphs" else iter([(block.first, text)])
+        texts = ((f"{block.path}:{line}", text) for line, text in found)
+    for where, text in texts:
+        if text:
+            yield where, text
+
+
+def paragraphs_of(paths: list[Path], json_key: str) -> Iterator[str]:
+    """The inputs' documents in pieces between blank lines, whitespace kept, to train a tokenizer on."""
+    for path in paths:
+        for block in read_blocks(path, split_paragraphs=False, json_key=json_key):
+            for _, text in documents_of(block, json_key):
+                yield from (part for part in text.split("\n\n") if part.strip())
+
+
+def records_of(block: Block) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The block's JSON objects or table rows, each with where it stands (``file:line``)."""
+    if block.kind == "rows":
+        for row, record in enumerate(cast("list[dict[str, Any]]", block.data), block.first):
+            yield f"{block.path}:{row}", record
+        return
+    for number, line in enumerate(cast("bytes", block.data).split(b"\n"), block.first):
+        if number == 1:
+            line = line.removeprefix(b"\xef\xbb\xbf")
+        if not line.strip():
+            continue
+        where = f"{block.path}:{number}"
+        try:
+            record = json.loads(_decode(block, line, number))
+        except (json.JSONDecodeError, RecursionError) as error:
+            reason = f"{error.msg} at column {error.colno}" if isinstance(error, ValueError) else "nesting"
+            raise BadInput(where, expected="one JSON object", found=reason) from error
+        if not isinstance(record, dict):
+            raise BadInput(where, expected="a JSON object", found=type(record).__name__)
+        yield where, record
+
+
+def _paragraphs(text: str, first: int) -> Iterator[tuple[int, str]]:
+    """Runs of lines that are not blank, without the line end of the last."""
+    lines: list[str] = []
+    for number, line in enumerate([*text.split("\n"), ""], first):
+        if line.strip(" \t\r"):
+            lines.append(line)
+        elif lines:
+            yield number - len(lines), "\n".join(lines).removesuffix("\r")
+            lines = []
+
+
+def _text(where: str, key: str, record: dict[str, Any]) -> str:
+    if key not in record:
+        found = f"the keys {', '.join(record)}"
+        raise BadInput(
+            where, expected=f"an object with {key!r}", found=found, todo="Name its text with --json-key"
+        )
+    value = record[key]
+    if not isinstance(value, str):
+        raise BadInput(where, key, expected="text", found=f"{value!r:.80}")
+    return value
+
+
+def _column(key: str, names: list[str], path: Path) -> list[str]:
+    if key not in names:
+        found = f"the columns {', '.join(names)}"
+        raise BadInput(path, f"column {key!r}", found=found, todo="Name one with --json-key")
+    return [key]
+
+
+def _chat_columns(names: list[str], path: Path) -> list[str]:
+    return [name for name in names if name in CHAT_KEYS]
+
+
+def _decode(block: Block, data: bytes, first: int) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        line = first + data.count(b"\n", 0, error.start)
+        raise BadInput(
+            f"{block.path}:{line}", expected="UTF-8", found=f"byte {data[error.start]:#04x}"
+        ) from error
+
+
+def _cut(stream: _Stream, size: int, end: Callable[[bytes], int], path: Path) -> Iterator[bytes]:
+    """The stream in pieces that each end where ``end(piece)`` says that a document may end (0: nowhere)."""
+    held, more = b"", size
+    while data := stream.read(more):
+        held += data
+        if cut := end(held):
+            yield held[:cut]
+            held, more = held[cut:], size
+        else:
+            more = len(held)  # double, so that a long document is not searched over and over
+        if len(held) > LARGEST_DOCUMENT:
+            raise BadInput(
+                path,
+                "document",
+                expected=f"at most {LARGEST_DOCUMENT} bytes",
+                found="a longer one",
+                todo="Split the file, or its paragraphs with --split-paragraphs",
+            )
+    if held:
+        yield held
+
+
+def _end_of_line(data: bytes) -> int:
+    return data.rfind(b"\n") + 1
+
+
+def _end_of_paragraph(data: bytes) -> int:
+    """After the last blank line."""
+    end = len(data)
+    while (end := data.rfind(b"\n", 0, end)) >= 0:
+        start = data.rfind(b"\n", 0, end) + 1
+        if not data[start:end].strip(b" \t\r") and start:
+            return end + 1
+    return 0
+
+
+def _inner_name(path: Path) -> str:
+    return path.name.removesuffix(".gz").removesuffix(".zst")
+
+
+def _decompressed(path: Path, raw: BinaryIO) -> _Stream:
+    if path.name.endswith(".gz"):
+        return cast(_Stream, gzip.GzipFile(fileobj=raw))
+    if path.name.endswith(".zst"):
+        return _Zstandard(path, raw)
+    return raw
+
+
+class _Zstandard:
+    """A .zst file of one or more frames. The package's own reader takes a file cut short for a whole one."""
+
+    def __init__(self, path: Path, raw: BinaryIO) -> None:
+        self._package = need("zstandard", path)
+        self._path, self._raw = path, raw
+        self._frame, self._packed, self._begun = self._new_frame(), b"", False
+
+    def read(self, size: int, /) -> bytes:
+        """Some bytes, near ``size`` or not; none at the end."""
+        while packed := self._packed or self._raw.read(_PACKED):
+            self._packed = b""
+            try:
+                data: bytes = self._frame.decompress(packed)
+            except self._package.ZstdError as error:
+                raise BadInput(self._path, expected="a zstandard file", found=str(error)) from error
+            self._begun = not self._frame.eof
+            if self._frame.eof:
+                self._packed, self._frame = self._frame.unused_data, self._new_frame()
+            if data:
+                return data
+        if self._begun:
+            raise BadInput(self._path, expected="a whole zstandard file", found="one that is cut short")
+        return b""
+
+    def _new_frame(self) -> Any:
+        return self._package.ZstdDecompressor(max_window_size=_WIDEST_WINDOW).decompressobj()

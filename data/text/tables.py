@@ -1,0 +1,142 @@
+"""Rows of tables: Parquet files, and the folders that Hugging Face's ``Dataset.save_to_disk`` writes."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ...parallel_state import BadInput
+from ...storage.small_files import read_json
+from ...system import OverLimit, bounded
+
+#: Some rows, their columns as keys, and how many bytes of the input have been read so far.
+Portion = tuple[list[dict[str, Any]], int]
+#: The columns to read, of those that there are.
+Choose = Callable[[list[str], Path], list[str]]
+
+_ROWS = 1024
+
+#: Bytes that rows read at once should have, and those that they may need: what is packed may be small and
+#: unpack to anything, and only the memory that it takes tells.
+_GOOD_SIZE, MOST_MEMORY = 2**24, 2**30
+
+
+def need(package: str, path: Path) -> Any:
+    """The package that reads ``path``, an extra."""
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise BadInput(
+            path,
+            expected=f"the {package} package to read it",
+            found="none",
+            todo="pip install 'trilith[data]'",
+        ) from error
+
+
+def _within_memory(portions: Iterator[Portion], path: Path) -> Iterator[Portion]:
+    """The portions, refused where one takes more memory to unpack than any should."""
+    while True:
+        try:
+            with bounded(memory=MOST_MEMORY):
+                portion = next(portions, None)
+        except OverLimit as error:
+            raise BadInput(
+                path,
+                "rows",
+                expected=f"rows that are unpacked within {error}",
+                found="some that need more",
+                todo="Write the file anew with shorter rows",
+            ) from None
+        if portion is None:
+            return
+        yield portion
+
+
+def _rows_at_once(metadata: Any, columns: list[str]) -> int:
+    """How many rows are about ``_GOOD_SIZE`` bytes, by what the file says of its columns."""
+    size, rows = 0, int(metadata.num_rows)
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        for one in map(group.column, range(group.num_columns)):
+            if one.path_in_schema.partition(".")[0] in columns:
+                size += max(int(one.total_uncompressed_size), 0)
+    return max(1, min(_ROWS, _GOOD_SIZE * rows // max(size, 1)))
+
+
+def read_parquet(path: Path, choose: Choose) -> Iterator[Portion]:
+    """A Parquet file's rows in order."""
+    return _within_memory(_parquet_rows(path, choose), path)
+
+
+def _parquet_rows(path: Path, choose: Choose) -> Iterator[Portion]:
+    need("pyarrow", path)
+    pyarrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
+    try:
+        file = parquet.ParquetFile(path)
+        columns = choose(file.schema_arrow.names, path)
+        rows = _rows_at_once(file.metadata, columns)
+        size, done, total = path.stat().st_size, 0, max(file.metadata.num_rows, 1)
+        for batch in file.iter_batches(batch_size=rows, columns=columns):
+            done += batch.num_rows
+            yield batch.to_pylist(), size * done // total
+    except MemoryError:  # which pyarrow's own is too
+        raise
+    except (pyarrow.ArrowException, OSError) as error:
+        raise BadInput(path, expected="a Parquet file", found=" ".join(str(error).split())[:200]) from error
+
+
+def dataset_files(folder: Path) -> list[Path]:
+    """The Arrow files of a data set's folder, in their order. ``BadInput`` for any other folder."""
+    if (folder / "dataset_dict.json").is_file():
+        names = sorted(path.parent.name for path in folder.glob("*/state.json"))
+        raise BadInput(
+            folder,
+            expected="one data set",
+            found=f"several: {', '.join(names)}",
+            todo=f"Name one, such as {folder / names[0]}" if names else "",
+        )
+    if not (folder / "state.json").is_file():
+        raise BadInput(
+            folder,
+            expected="a regular file, or a folder written by datasets' save_to_disk",
+            found="a folder with no state.json",
+            todo="Name the files in it",
+        )
+    state = read_json(folder / "state.json")
+    try:
+        files = [folder / Path(str(part["filename"])).name for part in state["_data_files"]]
+    except (KeyError, TypeError) as error:
+        raise BadInput(
+            folder / "state.json", "_data_files", expected="a list of file names", found="something else"
+        ) from error
+    for file in files:
+        if not file.is_file():
+            raise BadInput(file, expected="a file that state.json names", found="nothing there")
+    return files
+
+
+def read_dataset(folder: Path, choose: Choose) -> Iterator[Portion]:
+    """A data set's rows in order."""
+    return _within_memory(_dataset_rows(folder, choose), folder)
+
+
+def _dataset_rows(folder: Path, choose: Choose) -> Iterator[Portion]:
+    need("pyarrow", folder)
+    pyarrow, ipc = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.ipc")
+    before = 0
+    for path in dataset_files(folder):
+        try:
+            with pyarrow.memory_map(str(path)) as source, ipc.open_stream(source) as reader:
+                columns = choose(reader.schema.names, path)
+                for batch in reader:
+                    for first in range(0, batch.num_rows, _ROWS):
+                        yield batch.select(columns).slice(first, _ROWS).to_pylist(), before + source.tell()
+        except MemoryError:
+            raise
+        except (pyarrow.ArrowException, OSError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise BadInput(path, expected="a stream of Arrow tables", found=reason) from error
+        before += path.stat().st_size

@@ -1,0 +1,216 @@
+"""A tokenizer: text to ids and back, from a SentencePiece ``.model`` file or a Hugging Face folder."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any, Protocol
+
+from ...parallel_state import BadInput
+from ...storage import DECIDE_IDS, VOCABULARIES
+from ...storage.regular import read_small, stat_regular
+from ...storage.small_files import refuse_pointer
+from ...system import OverLimit, bounded
+
+#: A text is tokenized whole, and takes some 130 bytes of memory a character, 1 GiB for the largest.
+LARGEST_TEXT = 2**23
+
+#: Seconds of processor time, and bytes of memory, in which a chat template must have written a conversation.
+TEMPLATE_SECONDS, TEMPLATE_MEMORY = 5.0, 2**29
+
+#: No tokenizer file may be larger (the largest public ones are near 35 MB). Unit: bytes.
+LARGEST_FILE = 256 * 2**20
+
+#: One turn of a conversation: its ``role`` and ``content``.
+Message = dict[str, str]
+
+
+class Tokenizer(Protocol):
+    """What a data set needs of a tokenizer. ``fingerprint`` names its files' contents (a SHA-256 in hex)."""
+
+    vocab_size: int  # every id is below it
+    bos_id: int | None
+    eos_id: int | None
+    fingerprint: str
+    starts_with_bos: bool  # whether its files ask for ``bos_id`` before a text; ``prompt`` then puts it there
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of ``text``, with no special token added. ``UnicodeEncodeError`` for a lone surrogate."""
+        ...
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of ``ids``, nothing left out and nothing tidied."""
+        ...
+
+    def prompt(self, text: str) -> list[int]:
+        """The ids of ``text`` as a model meets it at the start of a document: with a first special token
+        where the tokenizer's files ask for one.
+        """
+        ...
+
+    def chat(self, messages: list[Message]) -> list[int]:
+        """The ids of a conversation in the chat template, up to where the answer begins; or ``BadInput``."""
+        ...
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """The tokenizer in ``path``: a SentencePiece ``.model`` file, or a folder for ``AutoTokenizer``.
+
+    Nothing is downloaded and no code from the folder is run. ``BadInput`` where the path is missing, holds no
+    vocabulary, or a file in it is over 256 MiB or unreadable.
+    """
+    path = Path(path)
+    if path.is_dir():
+        return FolderTokenizer(path)
+    if not path.exists():
+        raise BadInput(
+            path, expected="a SentencePiece .model file or a tokenizer folder", found="nothing there"
+        )
+    if path.suffix != ".model":
+        raise BadInput(
+            path,
+            expected="a SentencePiece .model file or a tokenizer folder",
+            found=f"a file that ends in {path.suffix!r}",
+            todo="Give the folder that holds it" if path.suffix == ".json" else "",
+        )
+    return _SentencePieceTokenizer(path)
+
+
+def check_length(text: str, where: object = "text") -> None:
+    """Refuse a text that is too long to be tokenized whole."""
+    if len(text) > LARGEST_TEXT:
+        raise BadInput(
+            where,
+            "document",
+            expected=f"at most {LARGEST_TEXT:,} characters",
+            found=f"{len(text):,}",
+            todo="Split it; a text file into its paragraphs with --split-paragraphs",
+        )
+
+
+class _SentencePieceTokenizer:
+    """A ``.model`` file read by SentencePiece itself."""
+
+    def __init__(self, path: Path) -> None:
+        from sentencepiece import SentencePieceProcessor
+
+        model = _read(path)
+        self._processor = SentencePieceProcessor()
+        try:
+            self._processor.LoadFromSerializedProto(model)
+        except (RuntimeError, OSError) as error:
+            raise BadInput(path, expected="a SentencePiece model", found="bytes it cannot read") from error
+        self.vocab_size: int = self._processor.GetPieceSize()
+        self.bos_id = _id_or_none(self._processor.bos_id())
+        self.eos_id = _id_or_none(self._processor.eos_id())
+        self.fingerprint = hashlib.sha256(model).hexdigest()
+        self.starts_with_bos = False  # a .model does not say, and ``EncodeAsIds`` adds none
+
+    def encode(self, text: str) -> list[int]:
+        check_length(text)
+        text.encode()  # SentencePiece would raise a RuntimeError about its own types
+        ids: list[int] = self._processor.EncodeAsIds(text)
+        return ids
+
+    def decode(self, ids: list[int]) -> str:
+        text: str = self._processor.DecodeIds(ids)
+        return text
+
+    def prompt(self, text: str) -> list[int]:
+        return self.encode(text)
+
+    def chat(self, messages: list[Message]) -> list[int]:
+        expected = "a Hugging Face tokenizer folder, for a chat template"
+        raise BadInput("generate", "tokenizer", expected=expected, found="a SentencePiece .model file")
+
+
+class FolderTokenizer:
+    """A Hugging Face folder read by ``AutoTokenizer``."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if not any((path / name).exists() for name in VOCABULARIES):
+            raise BadInput(path, expected=f"one of {', '.join(VOCABULARIES)}", found="none of them")
+        digest = hashlib.sha256()
+        for name in DECIDE_IDS:
+            if (path / name).exists():
+                content = _read(path / name)
+                digest.update(f"{name}:{len(content)}:".encode() + content)
+        self.fingerprint = digest.hexdigest()
+        for file in path.iterdir():  # AutoTokenizer opens others too, and would wait for a pipe
+            if file.suffix in (".json", ".jinja", ".txt", ".model"):
+                stat_regular(file)
+        self.backend = _auto_tokenizer(path)
+        # Added tokens may leave holes, so the largest id counts and not how many there are.
+        self.vocab_size = 1 + max(self.backend.get_vocab().values(), default=-1)
+        if not self.vocab_size:
+            raise BadInput(path, "vocabulary", expected="at least one token", found="none")
+        self.bos_id = _id_or_none(self.backend.bos_token_id)
+        self.eos_id = _id_or_none(self.backend.eos_token_id)
+        # Of a text and not of "": where both are one token, that could as well be the end.
+        self.starts_with_bos = self.bos_id is not None and self.prompt("a")[:1] == [self.bos_id]
+
+    def encode(self, text: str) -> list[int]:
+        check_length(text)
+        text.encode()  # tokenizers would raise a TypeError that does not say what is wrong
+        ids: list[int] = self.backend.encode(text, add_special_tokens=False, verbose=False)
+        return ids
+
+    def decode(self, ids: list[int]) -> str:
+        text: str = self.backend.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
+    def prompt(self, text: str) -> list[int]:
+        check_length(text)
+        text.encode()
+        ids: list[int] = self.backend.encode(text, add_special_tokens=True, verbose=False)
+        return ids[:-1] if len(ids) > 1 and ids[-1] == self.eos_id else ids  # some end every text
+
+    def chat(self, messages: list[Message]) -> list[int]:
+        if not self.backend.chat_template:
+            raise BadInput(self.path, "chat_template", expected="one, for a chat", found="none")
+        try:
+            with bounded(seconds=TEMPLATE_SECONDS, memory=TEMPLATE_MEMORY):
+                text: str = self.backend.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=True
+                )
+        except OverLimit as error:
+            raise endless_template(self.path, error) from None
+        except Exception as error:  # whatever Jinja, or the template itself, raises
+            reason = " ".join(str(error).split())[:200]
+            raise BadInput(self.path, "chat_template", expected="to accept it", found=reason) from error
+        return self.encode(text)
+
+
+def endless_template(where: object, error: OverLimit) -> BadInput:
+    """What to say of a template that does not come to an end."""
+    return BadInput(
+        where,
+        "chat template",
+        expected=f"one that writes a conversation within {error}",
+        found="one that needs more",
+        todo="Look for a loop or a repetition in it that grows without need",
+    )
+
+
+def _auto_tokenizer(path: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # tokenizers raises a bare Exception for a file it cannot parse
+        reason = " ".join(str(error).split())[:200]
+        raise BadInput(
+            path, expected="a tokenizer that AutoTokenizer loads without a network", found=reason
+        ) from error
+
+
+def _read(path: Path) -> bytes:
+    """A regular file's bytes, refused by size before anything is read."""
+    content = read_small(path, LARGEST_FILE)
+    refuse_pointer(content, path)
+    return content
+
+
+def _id_or_none(token: int | None) -> int | None:
+    return None if token is None or token < 0 else int(token)

@@ -1,0 +1,216 @@
+"""Train a SentencePiece tokenizer and write it as a Hugging Face folder that gives the same ids.
+
+SentencePiece and the ``tokenizers`` library run the same algorithms with other arithmetic and other defaults.
+They agree on every text once nothing is normalised, no blank is added or removed, unknown characters become
+bytes, special tokens are not looked for inside a text, and, for unigram, single precision adds the scores
+exactly (see ``_round_scores``).
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from ...checkpoints.staging import check_output, staged
+from ...parallel_state import BadInput
+from ...storage.disk import Disk
+from ...storage.output_file import check_place
+from .chat_template import read_template
+from .tokenizer import Tokenizer, load_tokenizer
+
+#: Unigram log probabilities are rounded to multiples of 1/64. Sums below 2**18, some 25,000 tokens, are then
+#: exact in SentencePiece's single precision, so that ties are ties in both libraries.
+_SCORE_UNIT = 64
+
+#: What pieces such as ``</s>`` and ``<0x0A>`` are spelled with. Each must be an ordinary piece of a unigram
+#: vocabulary, or the spelling of a special token would be the cheapest way through a text that contains it.
+_SPELLING = "</>0123456789ABCDEFskunx"
+_NEVER_CHOSEN = -(2.0**20)
+
+#: Characters to train on at most: all of them are held in memory, several times over.
+MOST_CHARACTERS = 2**30
+
+_SPECIAL = ("<unk>", "<s>", "</s>")
+
+
+def train_tokenizer(
+    texts: Iterable[str],
+    folder: str | Path,
+    *,
+    vocab_size: int,
+    model_type: Literal["bpe", "unigram"] = "bpe",
+    chat_template: Path | None = None,
+) -> Tokenizer:
+    """Train on ``texts`` (paragraphs, say) and write ``folder``; the same texts give the same bytes.
+
+    The folder holds ``tokenizer.model`` (SentencePiece), ``tokenizer.json``, ``tokenizer_config.json`` and
+    ``special_tokens_map.json``. ``AutoTokenizer.from_pretrained(folder)`` gives the ids of the ``.model`` on
+    any text, and decoding gives the text back; only U+2581 comes back as the blank that it stands for.
+    ``<unk>``, ``<s>`` and ``</s>`` are ids 0, 1 and 2 and are never read out of a text that spells them.
+
+    One exception: beside a ``config.json`` of ``model_type`` qwen2, transformers 5.23 puts Qwen's own
+    pipeline in place of whatever tokenizer the folder holds.
+
+    ``chat_template`` is a Jinja file that the folder is to carry, for conversations.
+
+    ``vocab_size`` counts the 3 special tokens and 256 byte tokens. ``BadInput`` where the texts do not fill
+    or fit it, or the folder exists and is not empty. Source: Kudo and Richardson, SentencePiece, 2018.
+    """
+    folder = Path(folder)
+    if model_type not in ("bpe", "unigram"):
+        raise BadInput("tokenizer", "model_type", expected="bpe or unigram", found=repr(model_type))
+    if vocab_size < 260:
+        raise BadInput(
+            "tokenizer", "vocab_size", expected="at least 260: 3 special, 256 bytes", found=vocab_size
+        )
+    check_place(folder)
+    check_output(folder)
+    template = None if chat_template is None else read_template(chat_template)
+    model = _train(texts, vocab_size, model_type)
+    _write(folder, model, model_type, template)
+    return load_tokenizer(folder)
+
+
+def _train(texts: Iterable[str], vocab_size: int, model_type: str) -> bytes:
+    from sentencepiece import SentencePieceTrainer
+
+    written, wrong = io.BytesIO(), list[Exception]()
+    try:
+        SentencePieceTrainer.Train(
+            sentence_iterator=_counted(texts, wrong),
+            model_writer=written,
+            model_type=model_type,
+            vocab_size=vocab_size,
+            add_dummy_prefix=False,
+            remove_extra_whitespaces=False,
+            normalization_rule_name="identity",
+            byte_fallback=True,
+            allow_whitespace_only_pieces=True,  # indented code takes a third fewer tokens
+            required_chars=_SPELLING if model_type == "unigram" else "",
+            max_sentence_length=2**30,  # longer texts would be left out without a word
+            num_threads=1,  # sums over threads would depend on their number
+            minloglevel=2,
+        )
+    except (RuntimeError, OSError) as error:
+        if wrong:
+            raise wrong[0] from None
+        # "INTERNAL: src/file.cc(123) [(condition)] The reason."
+        reason = " ".join(str(error).split()).rpartition("] ")[2].removesuffix(".")
+        raise BadInput(
+            "tokenizer",
+            f"training a {model_type} vocabulary of {vocab_size}",
+            found=reason,
+            todo="Give more text or another vocab_size",
+        ) from error
+    return _round_scores(written.getvalue()) if model_type == "unigram" else written.getvalue()
+
+
+def _counted(texts: Iterable[str], wrong: list[Exception]) -> Iterator[str]:
+    """Give the texts on, up to ``MOST_CHARACTERS``. SentencePiece makes an error of its own of any that an
+    iterator raises: the one meant for the user is put into ``wrong``.
+    """
+    count = 0
+    try:
+        for text in texts:
+            count += len(text)
+            if count > MOST_CHARACTERS:
+                raise BadInput(
+                    "tokenizer",
+                    "text to train on",
+                    expected=f"at most {MOST_CHARACTERS:,} characters",
+                    found="more",
+                    todo="Give a sample: some hundred million characters are plenty",
+                )
+            yield text
+    except Exception as error:
+        wrong.append(error)
+        raise
+
+
+def _round_scores(model: bytes) -> bytes:
+    """The model with its scores on a grid, so that float32 and float64 sums of them are the same number."""
+    from sentencepiece import sentencepiece_model_pb2
+
+    messages: Any = sentencepiece_model_pb2  # protobuf makes its classes at run time
+    proto = messages.ModelProto.FromString(model)
+    for piece in proto.pieces:
+        piece.score = round(piece.score * _SCORE_UNIT) / _SCORE_UNIT
+    rounded: bytes = proto.SerializeToString(deterministic=True)
+    return rounded
+
+
+def _write(folder: Path, model: bytes, model_type: str, template: str | None) -> None:
+    """Write the folder beside its place and rename it there; remove what a killed call left there."""
+    special = dict(zip(("unk_token", "bos_token", "eos_token"), _SPECIAL, strict=True))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "add_prefix_space": False,
+        "clean_up_tokenization_spaces": False,
+        "split_special_tokens": True,
+        **special,
+    }
+    files = {
+        "tokenizer.model": model,
+        "tokenizer.json": _backend(model, model_type).to_str(pretty=True).encode(),
+        "tokenizer_config.json": _json(config),
+        "special_tokens_map.json": _json(special),
+    }
+    if template is not None:
+        files["chat_template.jinja"] = template.encode()
+    disk = Disk()
+    with staged(folder, disk=disk) as staging:
+        for name, content in files.items():
+            disk.write_file(staging.directory / name, content)
+        staging.publish()
+
+
+def _backend(model: bytes, model_type: str) -> Any:
+    """The ``tokenizers`` pipeline with the pieces and the behaviour of the SentencePiece model."""
+    from sentencepiece import SentencePieceProcessor
+    from tokenizers import AddedToken, decoders, models, normalizers
+    from tokenizers import Tokenizer as Backend
+
+    processor = SentencePieceProcessor()
+    processor.LoadFromSerializedProto(model)
+    pieces: list[str] = [processor.IdToPiece(i) for i in range(processor.GetPieceSize())]
+    plain = {
+        piece: i
+        for i, piece in enumerate(pieces)
+        if not (processor.IsControl(i) or processor.IsUnknown(i) or processor.IsByte(i))
+    }
+    if model_type == "bpe":
+        vocabulary = {piece: i for i, piece in enumerate(pieces)}
+        unknown = processor.IdToPiece(processor.unk_id())
+        core: Any = models.BPE(
+            vocabulary, _merges(plain), unk_token=unknown, fuse_unk=True, byte_fallback=True
+        )
+    else:
+        scores = [
+            (piece, processor.GetScore(i) if piece in plain else _NEVER_CHOSEN)
+            for i, piece in enumerate(pieces)
+        ]
+        core = models.Unigram(scores, unk_id=processor.unk_id(), byte_fallback=True)
+    backend = Backend(core)
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    backend.add_special_tokens([AddedToken(piece, normalized=False, special=True) for piece in _SPECIAL])
+    return backend
+
+
+def _merges(plain: dict[str, int]) -> list[tuple[str, str]]:
+    """Every way to make a piece from two others, best piece first: SentencePiece numbers pieces by score."""
+    return [
+        (piece[:cut], piece[cut:])
+        for piece in sorted(plain, key=plain.__getitem__)
+        for cut in range(1, len(piece))
+        if piece[:cut] in plain and piece[cut:] in plain
+    ]
+
+
+def _json(content: dict[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()

@@ -1,0 +1,245 @@
+"""The index of a token file: what it says, and the checks that the files beside it agree."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ..parallel_state import BadInput, from_validation
+from ..storage.regular import read_small, stat_regular
+from ..storage.small_files import read_json
+from ..storage.strict_json import shown
+from .token_sums import Sums, block_count
+
+#: Since 2 an index is sealed and names the blocks' checksums; 1 is still read.
+VERSION = 2
+
+_LARGEST_INDEX = 2**20
+_PROBE_BLOCKS, _PROBE_BYTES = 64, 2**16
+
+
+class TargetIndex(BaseModel):
+    """What the index of a chat set says beside: of the file that tells which tokens are to be learnt."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    tokens: int = Field(ge=1, description="how many of the tokens are to be learnt")
+    sha256: str
+    probe: str
+    template_sha256: str = Field(description="of the chat template that the samples went through")
+    left_out: int = Field(ge=0, description="samples with nothing to learn, which are not in the file")
+    unended: int = Field(
+        default=0, ge=0, description="samples that learn an answer and not the special token that ends it"
+    )
+
+
+class TokenIndex(BaseModel):
+    """What ``<name>.json`` says. ``probe`` hashes 64 blocks of the tokens, so that opening reads 4 MiB.
+
+    ``seal`` is the SHA-256 of all that it says beside, so that no other index can be taken for this one.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    version: int = Field(ge=1, le=VERSION)
+    dtype: Literal["uint16", "uint32"]
+    tokens: int = Field(ge=1)
+    documents: int = Field(ge=1)
+    vocab_size: int = Field(ge=1, le=2**32)
+    eos_id: int | None = Field(ge=0)
+    bos_id: int | None = Field(default=None, ge=0, description="what each document of text begins with")
+    tokenizer_fingerprint: str
+    sha256: str
+    probe: str
+    documents_sha256: str
+    targets: TargetIndex | None = None
+    sums_sha256: str | None = None
+    seal: str | None = None
+
+    def sealed(self) -> TokenIndex:
+        """The same with its seal."""
+        return self.model_copy(update={"seal": self._seal()})
+
+    def check_seal(self, path: Path) -> None:
+        """Refuse an index that was changed after it was written."""
+        if self.version == 1 and (self.seal or self.sums_sha256):
+            raise BadInput(path, "version", expected=f"{VERSION} of an index with a seal", found=1)
+        if self.version > 1 and (self.sums_sha256 is None or self.seal != self._seal()):
+            raise BadInput(
+                path,
+                "seal",
+                expected=f"{self._seal()}, the SHA-256 of what the index says",
+                found=self.seal or "none",
+                todo="The index was changed after it was made: copy it again, or tokenize again",
+            )
+
+    def _seal(self) -> str:
+        said = self.model_dump(mode="json", exclude={"seal"})
+        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPaths:
+    """The files of the token file called ``name``: four, and a fifth where only some tokens are learnt."""
+
+    name: Path
+
+    @property
+    def tokens(self) -> Path:
+        return self.name.with_name(self.name.name + ".bin")
+
+    @property
+    def documents(self) -> Path:
+        return self.name.with_name(self.name.name + ".docs.npy")
+
+    @property
+    def targets(self) -> Path:
+        return self.name.with_name(self.name.name + ".targets")
+
+    @property
+    def sums(self) -> Path:
+        return self.name.with_name(self.name.name + ".sums")
+
+    @property
+    def all(self) -> tuple[Path, ...]:
+        """Every file that a token file may have, the index first."""
+        return self.index, self.tokens, self.documents, self.targets, self.sums
+
+    @property
+    def index(self) -> Path:
+        return self.name.with_name(self.name.name + ".json")
+
+    @staticmethod
+    def of(path: str | Path) -> TokenPaths:
+        """From the name, or from any of the files."""
+        path = Path(path)
+        for suffix in (".docs.npy", ".targets", ".sums", ".bin", ".json"):
+            if path.name.endswith(suffix):
+                return TokenPaths(path.with_name(path.name.removesuffix(suffix)))
+        return TokenPaths(path)
+
+
+def little_endian(dtype: str) -> np.dtype[Any]:
+    """The type on disk, whatever the machine."""
+    return np.dtype(dtype).newbyteorder("<")
+
+
+def dtype_for(vocab_size: int) -> Literal["uint16", "uint32"]:
+    """The narrowest type that holds every id of a vocabulary."""
+    return "uint16" if vocab_size <= 2**16 else "uint32"
+
+
+def probe(path: Path) -> str:
+    """SHA-256 of the size and of 64 evenly spaced blocks of 64 KiB: tells other data, fast at any size."""
+    size = path.stat().st_size
+    digest = hashlib.sha256(f"{size}:".encode())
+    last = max(size - _PROBE_BYTES, 0)
+    with path.open("rb") as file:
+        for start in sorted({last * i // (_PROBE_BLOCKS - 1) for i in range(_PROBE_BLOCKS)}):
+            digest.update(os.pread(file.fileno(), _PROBE_BYTES, start))
+    return digest.hexdigest()
+
+
+def read_index(path: Path) -> TokenIndex:
+    """The index, each field of the right type and within bounds."""
+    _size_of(path, todo="Make it with: trilith tokenize")
+    content = read_json(path, _LARGEST_INDEX)
+    version = content.get("version", VERSION)
+    if type(version) is not int or not 1 <= version <= VERSION:
+        raise BadInput(path, "version", expected=f"1 to {VERSION}", found=shown(version))
+    try:
+        index = TokenIndex.model_validate(content)
+    except ValidationError as error:
+        raise from_validation(path, error) from None
+    if index.vocab_size > 2**16 and index.dtype == "uint16":
+        raise BadInput(
+            path, "dtype", expected=f"uint32 for a vocabulary of {index.vocab_size}", found=index.dtype
+        )
+    index.check_seal(path)
+    return index
+
+
+def check_tokens(path: Path, index: TokenIndex) -> None:
+    """The tokens have the size and the probe that the index says."""
+    itemsize = little_endian(index.dtype).itemsize
+    _check_content(path, index.tokens * itemsize, f"{index.tokens} tokens of {index.dtype}", index.probe)
+
+
+def check_targets(path: Path, index: TokenIndex) -> None:
+    """So has the file that tells which tokens are to be learnt, where the index speaks of one."""
+    if index.targets is not None:
+        _check_content(path, index.tokens, f"one for each of {index.tokens} tokens", index.targets.probe)
+
+
+def read_sums(path: Path, index: TokenIndex) -> tuple[Sums | None, Sums | None]:
+    """The checksums of the tokens' blocks and of the targets', whose hash the index names."""
+    if index.sums_sha256 is None:
+        return None, None
+    tokens = block_count(index.tokens * little_endian(index.dtype).itemsize)
+    targets = block_count(index.tokens) if index.targets is not None else 0
+    size, found = 4 * (tokens + targets), _size_of(path)
+    if found != size:
+        raise BadInput(path, "size", expected=f"{size} bytes: {tokens + targets} checksums", found=found)
+    content = read_small(path, size)
+    digest = hashlib.sha256(content).hexdigest()
+    if digest != index.sums_sha256:
+        raise BadInput(path, "sha256", expected=f"{index.sums_sha256}, as the index says", found=digest)
+    sums = np.frombuffer(content, dtype="<u4")
+    return sums[:tokens], sums[tokens:] if targets else None
+
+
+def _check_content(path: Path, size: int, meaning: str, expected_probe: str) -> None:
+    found = _size_of(path)
+    if found != size:
+        raise BadInput(path, "size", expected=f"{size} bytes: {meaning}", found=found)
+    if probe(path) != expected_probe:
+        raise BadInput(
+            path, "content", expected=f"the tokens that {path.stem}.json describes", found="others"
+        )
+
+
+def read_documents(path: Path, index: TokenIndex) -> NDArray[np.int64]:
+    """The document offsets, whose hash the index names."""
+    size, longest = _size_of(path), 8 * (index.documents + 1) + 4096
+    if size > longest:
+        raise BadInput(path, "size", expected=f"at most {longest} bytes", found=size)
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != index.documents_sha256:
+        raise BadInput(path, "sha256", expected=f"{index.documents_sha256}, as the index says", found=digest)
+    try:
+        offsets = np.load(path, allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise BadInput(path, expected="an array of int64", found="something else") from error
+    check_offsets(offsets, index.documents, index.tokens, path)
+    return np.asarray(offsets, dtype=np.int64)
+
+
+def check_offsets(offsets: Any, documents: int, tokens: int, where: object) -> None:
+    """Document offsets rise from 0 to the number of tokens, one more of them than documents."""
+    if not isinstance(offsets, np.ndarray) or offsets.dtype != np.dtype("<i8"):
+        raise BadInput(where, "type", expected="int64", found=getattr(offsets, "dtype", type(offsets)))
+    if offsets.shape != (documents + 1,):
+        raise BadInput(where, "shape", expected=(documents + 1,), found=offsets.shape)
+    if offsets[0] != 0 or offsets[-1] != tokens:
+        raise BadInput(where, "bounds", expected=f"0 to {tokens}", found=f"{offsets[0]} to {offsets[-1]}")
+    falls = np.flatnonzero(np.diff(offsets) <= 0)
+    if falls.size:
+        at = int(falls[0])
+        raise BadInput(where, f"offset {at + 1}", expected=f"more than {offsets[at]}", found=offsets[at + 1])
+
+
+def _size_of(path: Path, todo: str = "") -> int:
+    """The size of a regular file with content, asked before opening: a pipe would block for ever."""
+    size = stat_regular(path, todo=todo).st_size
+    if size == 0:
+        raise BadInput(path, expected="content", found="an empty file")
+    return size

@@ -1,0 +1,88 @@
+"""Checksums of a token file's blocks, so that what a batch reads is compared at the moment it is read.
+
+``<name>.sums`` holds the CRC-32 of each 64 KiB of the tokens and then of the targets, little-endian uint32. A
+hash of the whole file would have to read it whole on every start; this one costs a block's reading once.
+"""
+
+from __future__ import annotations
+
+from array import array
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..parallel_state import BadInput
+from ..storage.crc import crc32
+
+#: Bytes with one checksum: less than what a system reads ahead, so that checking reads little more.
+BLOCK = 2**16
+
+Sums = NDArray[np.uint32]
+
+
+class BlockSums:
+    """Computes the checksums of a file's blocks from its bytes as they come."""
+
+    def __init__(self) -> None:
+        self._done, self._last, self._filled = array("I"), 0, 0
+
+    def update(self, data: bytes | memoryview) -> None:
+        data, at = memoryview(data).cast("B"), 0
+        while at < len(data):
+            part = data[at : at + BLOCK - self._filled]
+            self._last = crc32(part, self._last)
+            self._filled += len(part)
+            at += len(part)
+            if self._filled == BLOCK:
+                self._done.append(self._last)
+                self._last = self._filled = 0
+
+    def value(self) -> Sums:
+        """Of what has come so far; the last block may be a part of one."""
+        sums = [*self._done, self._last] if self._filled else self._done
+        return np.array(sums, dtype="<u4")
+
+
+class CheckedFile:
+    """The items of a mapped file, each block of which is compared with its checksum when it is first read.
+
+    ``sums`` is None for a file that was made before there were checksums: it is read as it is.
+    """
+
+    def __init__(self, path: Path, items: NDArray[Any], sums: Sums | None) -> None:
+        self.path, self.items, self._sums = path, items, sums
+        self._bytes = items.view(np.uint8)
+        self._checked = np.zeros(block_count(items.nbytes), dtype=bool)
+
+    def read(self, begin: int, end: int) -> NDArray[Any]:
+        """Items ``begin`` to ``end``. ``BadInput`` where they are not what was written."""
+        if self._sums is not None and end > begin:
+            size = self.items.itemsize
+            first, last = begin * size // BLOCK, -(-end * size // BLOCK)
+            if not self._checked[first:last].all():
+                for block in range(first, last):
+                    self._check(block)
+        items: NDArray[Any] = self.items[begin:end]
+        return items
+
+    def _check(self, block: int) -> None:
+        assert self._sums is not None
+        if self._checked[block]:
+            return
+        found = crc32(self._bytes[block * BLOCK : (block + 1) * BLOCK].data)
+        if found != self._sums[block]:
+            raise BadInput(
+                self.path,
+                f"bytes {block * BLOCK} to {min((block + 1) * BLOCK, len(self._bytes)) - 1}",
+                expected=f"the CRC-32 {int(self._sums[block]):08x} that they were written with",
+                found=f"{found:08x}",
+                todo="The file was changed after it was made: copy it again, or tokenize again",
+            )
+        self._checked[block] = True
+
+
+def block_count(size: int) -> int:
+    """Checksums of a file of ``size`` bytes."""
+    return -(-size // BLOCK)

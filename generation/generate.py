@@ -1,0 +1,163 @@
+"""Text from a model in any layout: a batch of prompts, read once, then one token of each row a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..layers import KeyValueCache, Stage, gather_logits
+from ..models.base.family import CausalLM
+from ..parallel_state import BadInput, seed_of
+from ..pipeline.relay import through_stages
+from .sampling import Sampling, choose
+
+Tokens = Sequence[int]
+
+
+@torch.no_grad()
+def generate(
+    model: CausalLM,
+    prompts: Sequence[Tokens],
+    *,
+    max_new_tokens: int,
+    min_new_tokens: int = 0,
+    sampling: Sampling | None = None,
+    stop: Collection[int] = (),
+    ends: Callable[[Tokens], bool] | None = None,
+    seed: int = 0,
+    first: int = 0,
+    cached: bool = True,
+    on_tokens: Callable[[list[int | None]], None] | None = None,
+) -> list[list[int]]:
+    """The new token ids of each prompt: up to ``max_new_tokens``, a token of ``stop`` being the last.
+
+    Prompts may be of different lengths: a row is what it would be alone. Draws follow from ``seed`` and the
+    prompt's number, which is ``first`` for the first one, so not from the batch. A stop token cannot come
+    before ``min_new_tokens``; ``ends`` is told a row's new tokens and may end it, too. ``on_tokens`` is told
+    each step's token of each row, ``None`` where it has ended. Without ``cached`` the whole sequence is
+    computed again for each token.
+
+    Collective: all ranks of the model's layout call it alike, and all get the same. Data ranks may have
+    prompts of their own only where the weights are not sharded over them. Raises ``BadInput``.
+    """
+    sampling = sampling or Sampling()
+    _check(model, prompts, max_new_tokens, min_new_tokens, stop)
+    device = model.state.device if model.state.mesh is not None else next(model.parameters()).device
+    tokens_BT, positions_BT = left_padded(prompts, device)
+    longest = tokens_BT.shape[1]
+    room = longest + max_new_tokens - 1
+    # A cache for each stage of this rank: a forward through one is told of the tokens once.
+    caches = {
+        stage.number: KeyValueCache(len(prompts), room) if cached else None for stage in model.stage.parts
+    }
+    generators = [torch.Generator().manual_seed(seed_of(seed, "row", first + i)) for i in range(len(prompts))]
+    texts: list[list[int]] = [[] for _ in prompts]
+    ended = [False] * len(prompts)
+    with _generating(model):
+        read = 0
+        for number in range(max_new_tokens):
+            logits_BV = _next_logits(model, tokens_BT[:, read:], positions_BT[:, read:], caches)
+            new_B = torch.empty(len(prompts), dtype=torch.int64, device=device)
+            if logits_BV is not None:
+                uniform_B = torch.cat([torch.rand(1, generator=g, dtype=torch.float64) for g in generators])
+                banned = stop if number < min_new_tokens else ()
+                new_B = choose(logits_BV, sampling, uniform=uniform_B.to(device), banned=banned)
+            layout = model.state.layout
+            if layout.pipeline > 1:
+                last = layout.rank_of_stage(layout.stages - 1)
+                dist.broadcast(new_B, group=model.state.pipeline_group, group_src=last)
+            step: list[int | None] = [None if ended[i] else token for i, token in enumerate(new_B.tolist())]
+            for i, token in enumerate(step):
+                if token is not None:
+                    texts[i].append(token)
+                    enough = number + 1 >= min_new_tokens
+                    ended[i] = token in stop or (enough and ends is not None and ends(texts[i]))
+            if on_tokens is not None:
+                on_tokens(step)
+            if all(ended):
+                break
+            read = tokens_BT.shape[1] if cached else 0
+            tokens_BT = torch.cat((tokens_BT, new_B.unsqueeze(1)), dim=1)
+            positions_BT = torch.cat((positions_BT, positions_BT[:, -1:] + 1), dim=1)
+    return texts
+
+
+def left_padded(prompts: Sequence[Tokens], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Tokens and positions (B, longest); the prompts end together.
+
+    Padding stands before a prompt, each token of it at position 0 and so a document of its own: no token of
+    the prompt sees it.
+    """
+    longest = max(map(len, prompts))
+    tokens = torch.tensor([[0] * (longest - len(prompt)) + [*prompt] for prompt in prompts], device=device)
+    before = torch.tensor([[longest - len(prompt)] for prompt in prompts], device=device)
+    return tokens, (torch.arange(longest, device=device) - before).clamp(min=0)
+
+
+def _next_logits(
+    model: CausalLM, tokens_BS: Tensor, positions_BS: Tensor, caches: Mapping[int, KeyValueCache | None]
+) -> Tensor | None:
+    """The last token's logits (B, V), where the last stage is; each stage hands its hidden states on."""
+
+    def run(stage: Stage, x: Tensor) -> Tensor:
+        y: Tensor = model(x, positions=positions_BS, cache=caches[stage.number], stage=stage)
+        return y
+
+    config, dtype = model.config, next(model.parameters()).dtype
+    shape = (*tokens_BS.shape, config.hidden_size)
+    y = through_stages(model, tokens_BS, run, shape=shape, dtype=dtype)
+    return None if y is None else gather_logits(y[:, -1:], config.vocab_size, state=model.state)[:, -1]
+
+
+@contextmanager
+def _generating(model: CausalLM) -> Iterator[None]:
+    """The model as it is asked for logits and not trained; afterwards as it was."""
+    training, in_loss = model.training, model.head_in_loss
+    model.eval()
+    model.head_in_loss = False
+    try:
+        yield
+    finally:
+        model.train(training)
+        model.head_in_loss = in_loss
+
+
+def _check(model: CausalLM, prompts: Sequence[Tokens], most: int, least: int, stop: Collection[int]) -> None:
+    if not prompts or not all(map(len, prompts)):
+        raise BadInput("generate", "prompt", expected="at least one token", found="none")
+    if most < 1 or least > most:
+        expected = f"from 1 up, and min_new_tokens={least} or more"
+        raise BadInput("generate", "max_new_tokens", expected=expected, found=most)
+    vocabulary, positions = model.config.vocab_size, model.config.max_position_embeddings
+    outside = [token for ids in (*prompts, stop) for token in ids if not 0 <= token < vocabulary]
+    if outside:
+        expected = f"ids below the model's vocab_size={vocabulary}"
+        raise BadInput("generate", "tokens", expected=expected, found=outside[0])
+    longest = max(map(len, prompts))
+    if longest + most > positions:
+        raise BadInput(
+            "generate",
+            "prompt and new tokens",
+            expected=f"at most the model's {positions} positions",
+            found=longest + most,
+        )
+    if model.state.context_size > 1:
+        raise BadInput(
+            "generate",
+            "layout.context",
+            expected="1: one token at a time cannot be cut along the sequence",
+            found=model.state.context_size,
+            todo="Load the weights in the same layout without it",
+        )
+    if model.state.sequence:
+        raise BadInput(
+            "generate",
+            "layout.sequence",
+            expected="false: one token at a time cannot be split along the sequence",
+            found=True,
+            todo="Load the weights in the same layout without it",
+        )

@@ -1,0 +1,66 @@
+"""What to continue: prompts given one by one, or in a file, as text or as conversations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..data.text.tokenizer import Message, Tokenizer
+from ..parallel_state import BadInput
+from ..storage.small_files import Line, read_json_lines, read_text
+from ..storage.strict_json import shown
+
+#: A file of prompts is read whole, so it has a largest size. Unit: bytes.
+PROMPTS = 64 << 20
+
+#: Text to continue, or a conversation to answer.
+Prompt = str | list[Message]
+
+
+def read_prompts(given: Sequence[str], file: Path | None) -> list[Prompt]:
+    """The prompts of the command line, then those of ``file``: of a ``.jsonl`` each line's ``prompt`` or
+    ``messages``, of any other each line that is not blank. ``BadInput`` names file and line.
+    """
+    prompts: list[Prompt] = [*given]
+    if file is not None:
+        if file.suffix == ".jsonl":
+            prompts += [_record(line, f"{file}:{line.number}") for line in read_json_lines(file, PROMPTS)]
+        else:
+            prompts += [line for line in read_text(file, PROMPTS).splitlines() if line.strip()]
+    if not prompts:
+        raise BadInput("generate", "prompt", expected="--prompt TEXT or --prompts FILE", found="neither")
+    return prompts
+
+
+def prompt_ids(
+    prompt: Prompt, tokenizer: Tokenizer, *, chat: bool, system: str | None, where: object
+) -> list[int]:
+    """The ids to continue: ``chat`` makes text a user's message, after ``system`` if there is one, and the
+    tokenizer's chat template writes it down, up to where the answer begins. A conversation always is chat.
+    """
+    if isinstance(prompt, str) and not chat:
+        ids = tokenizer.prompt(prompt)
+    else:
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if system is not None and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": system}, *messages]
+        ids = tokenizer.chat(messages)
+    if not ids:
+        raise BadInput(where, "prompt", expected="at least one token", found=repr(prompt)[:80])
+    return ids
+
+
+def _record(line: Line, where: str) -> Prompt:
+    if line.value is None:
+        raise BadInput(line.wrong)
+    text, messages = line.value.get("prompt"), line.value.get("messages")
+    if isinstance(text, str):
+        return text
+    if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
+        expected = "prompt (text) or messages (a list of objects with role and content)"
+        raise BadInput(where, expected=expected, found=shown(line.text))
+    return [{"role": one["role"], "content": one["content"]} for one in messages]
+
+
+def _is_message(one: object) -> bool:
+    return isinstance(one, dict) and all(isinstance(one.get(key), str) for key in ("role", "content"))

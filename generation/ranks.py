@@ -1,0 +1,139 @@
+"""The ranks of ``trilith generate``: started here, or by torchrun; the first one writes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TextIO
+
+from ..parallel_state import Layout
+from ..runs.guard import watched
+from ..runs.heartbeat import this_start
+from ..runs.launch import check_launch, check_local, launch, own_rank, process_group, under_torchrun
+from ..storage.disk import writing
+from ..storage.output_file import check_output_file, output_file
+from .continuation import Continuation
+from .request import Figures, Prepared, Request, continue_prompts, prepare
+
+#: In the status folder, what the first rank has to say at the end: the ranks' stderr is torchrun's.
+_FIGURES = "figures"
+
+
+def run_generation(
+    request: Request,
+    layout: Layout,
+    *,
+    words: Sequence[str],
+    write: Callable[[str], None],
+    note: Callable[[str], None],
+    device: str = "cpu",
+    out: Path | None = None,
+    force: bool = False,
+    status: Path | None = None,
+) -> int:
+    """Write what the request asks for; the exit code.
+
+    ``words`` are the command's own, with which a layout of several ranks starts them; ``status`` is the
+    folder that they were then given. ``write`` gets text or, for several prompts, lines of JSON, unless these
+    go into the file ``out``, where ``force`` replaces what another command wrote; ``note`` the figures at the
+    end.
+    """
+    inputs = [one for one in (request.source, request.tokenizer, request.adapter) if one is not None]
+    if out is not None:
+        check_output_file(out, ours=_is_ours, force=force, inputs=inputs)
+    if not under_torchrun():
+        check_local(layout, device=device)
+    if layout.world > 1 and not under_torchrun():
+        prepare(request, layout)  # bad input is said once and at once, before any rank starts
+        with tempfile.TemporaryDirectory(prefix="trilith-generate-") as folder:
+            code = launch([*words, "--status", folder], layout.world, Path(folder))
+            figures = Path(folder) / _FIGURES
+            if figures.exists():
+                note(figures.read_text())
+        return code
+    check_launch(layout, device=device)
+    with ExitStack() as stack:
+        if status is not None:
+            stack.enter_context(watched(status, own_rank(), layout.world, run=this_start()))
+        prepared = prepare(request, layout)
+        first = own_rank() == 0
+        file = stack.enter_context(_open(out, inputs, force)) if out is not None and first else None
+        digest = hashlib.sha256(repr(request).encode()).hexdigest()
+        state = stack.enter_context(process_group(layout, device=device, alike={"request": digest}))
+        stream = _text_of_one(request, prepared, write) if first and file is None else None
+        done = continue_prompts(
+            request,
+            prepared,
+            state,
+            on_text=stream,
+            on_row=_rows(request, file, write) if first and stream is None else None,
+        )
+        if first:
+            if stream is not None:
+                write("\n")
+            _tell(done, note, status)
+    return 0
+
+
+@contextmanager
+def _open(out: Path, inputs: Sequence[Path], force: bool) -> Iterator[TextIO]:
+    with (
+        output_file(out, ours=_is_ours, force=force, inputs=inputs) as path,
+        path.open("w", encoding="utf-8") as file,
+    ):
+        yield file
+
+
+def _is_ours(seen: bytes) -> bool:
+    """Whether a file begins with a line such as ``_rows`` writes."""
+    try:
+        first = json.loads(seen.split(b"\n", 1)[0])
+    except ValueError:
+        return False
+    return isinstance(first, dict) and [*first] == ["prompt", "text", "tokens", "finish"]
+
+
+def _text_of_one(
+    request: Request, prepared: Prepared, write: Callable[[str], None]
+) -> Callable[[str], None] | None:
+    """For a single prompt: it stands before its continuation, but a chat shows the answer alone."""
+    if len(prepared.ids) != 1:
+        return None
+    (prompt,) = request.prompts
+    if isinstance(prompt, str) and not request.chat:
+        write(prompt)
+    return write
+
+
+def _rows(
+    request: Request, file: TextIO | None, write: Callable[[str], None]
+) -> Callable[[Continuation], None]:
+    prompts = iter(request.prompts)
+
+    def line(row: Continuation) -> None:
+        said = {
+            "prompt": next(prompts),
+            "text": row.text,
+            "tokens": len(row.tokens),
+            "finish": row.finish,
+        }
+        text = json.dumps(said, ensure_ascii=False) + "\n"
+        if file is None:
+            write(text)
+        else:
+            with writing(Path(file.name)):
+                file.write(text)
+                file.flush()
+
+    return line
+
+
+def _tell(done: Figures, note: Callable[[str], None], status: Path | None) -> None:
+    if status is None:
+        note(str(done))
+    else:
+        (status / _FIGURES).write_text(str(done))

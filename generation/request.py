@@ -1,0 +1,148 @@
+"""A run of ``trilith generate``: prompts to ids, a model in its layout, and text as it comes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..checkpoints import Source, load_source, read_with_adapter
+from ..data.text.tokenizer import Tokenizer, load_tokenizer
+from ..data.vocabulary import check_vocabulary
+from ..parallel_state import BadInput, Layout, ParallelState, dtype_named
+from ..storage.small_files import read_json
+from .continuation import Continuation
+from .generate import generate
+from .prompts import Prompt, prompt_ids
+from .sampling import Sampling
+
+GENERATION_CONFIG = "generation_config.json"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for. ``stop`` are texts that end a row; ``batch``: how many rows are computed at once."""
+
+    source: Path
+    prompts: Sequence[Prompt]
+    tokenizer: Path | None = None
+    chat: bool = False
+    system: str | None = None
+    max_new_tokens: int = 64
+    min_new_tokens: int = 0
+    sampling: Sampling = field(default_factory=Sampling)
+    stop: Sequence[str] = ()
+    ignore_eos: bool = False
+    seed: int = 0
+    batch: int = 16
+    dtype: str = "float32"
+    adapter: Path | None = None
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The prompts as ids and the ids that end a row, found out before any rank starts."""
+
+    source: Source
+    adapter: Source | None
+    tokenizer: Tokenizer
+    ids: list[list[int]]
+    stop: frozenset[int]
+
+
+def prepare(request: Request, layout: Layout) -> Prepared:
+    """Read everything but the weights. Raises ``BadInput`` for what cannot be generated from."""
+    source, adapter = read_with_adapter(request.source, request.adapter)
+    tokenizer = load_tokenizer(request.tokenizer or source.path)
+    config = source.model_config
+    check_vocabulary(tokenizer.vocab_size, config.vocab_size, request.tokenizer or source.path)
+    (adapter or source).family.declarations(config, layout)  # refuses a layout that cannot cut the model
+    dtype_named(request.dtype)
+    ids = [
+        prompt_ids(prompt, tokenizer, chat=request.chat, system=request.system, where=f"prompt {number}")
+        for number, prompt in enumerate(request.prompts, 1)
+    ]
+    longest = max(map(len, ids)) + request.max_new_tokens
+    if longest > config.max_position_embeddings:
+        expected = f"at most the model's {config.max_position_embeddings} positions"
+        raise BadInput("generate", "prompt and new tokens", expected=expected, found=longest)
+    stop = frozenset() if request.ignore_eos else stop_ids(source, tokenizer)
+    return Prepared(source, adapter, tokenizer, ids, stop)
+
+
+def stop_ids(source: Source, tokenizer: Tokenizer) -> frozenset[int]:
+    """What ends a text: ``eos_token_id`` of generation_config.json and config.json, and the tokenizer's."""
+    raw = [source.config.get("eos_token_id"), tokenizer.eos_id]
+    file = source.path / GENERATION_CONFIG
+    if file.exists():
+        raw.append(read_json(file).get("eos_token_id"))
+    found = [one for value in raw for one in (value if isinstance(value, list) else [value])]
+    # A reduced or freshly made model may name ids that it has no rows for.
+    return frozenset(i for i in found if isinstance(i, int) and 0 <= i < source.model_config.vocab_size)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What it took: new tokens of all rows, and the seconds from the first prompt to the last token."""
+
+    tokens: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.tokens} tokens in {self.seconds:.2f} s, {self.tokens / self.seconds:.1f} tokens/s"
+
+
+def continue_prompts(
+    request: Request,
+    prepared: Prepared,
+    state: ParallelState,
+    *,
+    on_text: Callable[[str], None] | None = None,
+    on_row: Callable[[Continuation], None] | None = None,
+) -> Figures:
+    """Collective: every rank calls it. ``on_row`` is told each prompt's continuation when its batch is done;
+    ``on_text``, for a single prompt, its pieces as they come.
+    """
+    source, adapter = prepared.source, prepared.adapter
+    family = (adapter or source).family
+    model = family.build(source.model_config, state=state, dtype=dtype_named(request.dtype))
+    model.to_empty(device=state.device)
+    for one in (source, adapter):
+        if one is not None:
+            load_source(one, model)
+    began, tokens = time.perf_counter(), 0
+    for first, rows in _batches(prepared.ids, request.batch):
+        watch = [Continuation(prepared.tokenizer, ids, prepared.stop, request.stop) for ids in rows]
+
+        def streamed(step: list[int | None], one: Continuation = watch[0]) -> None:
+            if on_text is not None and step[0] is not None:
+                on_text(one.grow(step[0]))
+
+        found = generate(
+            model,
+            rows,
+            max_new_tokens=request.max_new_tokens,
+            min_new_tokens=request.min_new_tokens,
+            sampling=request.sampling,
+            stop=prepared.stop,
+            ends=watch[0].holds_stop if request.stop else None,
+            seed=request.seed,
+            first=first,
+            on_tokens=streamed if len(prepared.ids) == 1 else None,
+        )
+        for row, new in zip(watch, found, strict=True):
+            row.close(new)
+            tokens += len(new)
+            if on_row is not None:
+                on_row(row)
+        if on_text is not None and len(prepared.ids) == 1:
+            on_text(watch[0].rest())
+    return Figures(tokens, max(time.perf_counter() - began, 1e-9))
+
+
+def _batches(rows: list[list[int]], size: int) -> Iterator[tuple[int, list[list[int]]]]:
+    if size < 1:
+        raise BadInput("generate", "batch", expected="at least 1", found=size)
+    for first in range(0, len(rows), size):
+        yield first, rows[first : first + size]

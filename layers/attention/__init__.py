@@ -1,0 +1,1 @@
+"""Attention: over whole rows, in blocks, and over rows that context ranks share."""

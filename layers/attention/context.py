@@ -1,0 +1,164 @@
+"""Causal attention of this context rank's queries over the keys and values of all context ranks.
+
+Keys and values come all at once (all-gather) or from rank to rank around a ring (``layout.ring``), one rank's
+at a time while those before are computed with; either way the blocks are the same. Forward puts the blocks
+together by their log-sums. Backward fetches the keys and values again, rather than keeping them, and sends
+their gradients home: by a reduce-scatter, or around the ring behind the keys and values.
+
+B batch  S tokens here  H query heads here  K key/value heads here  E head dim
+
+Sources: Liu et al. 2023 (ring attention); Llama 3, section 3.3.2 (all-gathered keys and values).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...parallel_state import ParallelState, engine
+from .blockwise import How, attend, attend_backward
+from .context_mask import Block, ContextScope
+
+
+def context_attention(
+    q_BHSE: Tensor,
+    k_BKSE: Tensor,
+    v_BKSE: Tensor,
+    scope: ContextScope,
+    *,
+    dropout: float = 0.0,
+    scale: float | None = None,
+) -> Tensor:
+    """(B, H, S, E): each token sees those of the whole sequence that the scope lets it see.
+
+    Only key/value heads travel, never the queries that share them. Dropout's masks follow torch's generator,
+    which should differ between the context ranks. Collective over the context ranks, in backward too.
+    """
+    scale = q_BHSE.shape[-1] ** -0.5 if scale is None else scale
+    seed = int(torch.randint(2**62, (), device="cpu")) if dropout else 0
+    return _attention(q_BHSE, k_BKSE, v_BKSE, scope, dropout, scale, seed)
+
+
+class _ContextAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scope: ContextScope,
+        dropout: float,
+        scale: float,
+        seed: int,
+    ) -> Tensor:
+        chunk = q.shape[2] // 2
+        inner = torch.promote_types(q.dtype, torch.float32)
+        out = torch.zeros_like(q, dtype=inner)
+        sums = torch.full(q.shape[:-1], float("-inf"), dtype=inner, device=q.device)
+        for source, keys, values in _arriving(k, v, scope.state):
+            for block in scope.blocks(source, chunk):
+                mine, theirs = _rows(block.query, chunk), _rows(block.key, chunk)
+                how = _how(scope, source, block, chunk, dropout, scale, seed)
+                part, log_sums = attend(q[:, :, mine], keys[:, :, theirs], values[:, :, theirs], how)
+                _merge(out[:, :, mine], sums[:, :, mine], part, log_sums)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, sums)
+        ctx.scope, ctx.dropout, ctx.scale, ctx.seed = scope, dropout, scale, seed
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, sums = ctx.saved_tensors
+        scope, chunk, (grad,) = ctx.scope, q.shape[2] // 2, grads
+        dq = torch.zeros_like(q, dtype=sums.dtype)
+        home = _Returning(scope.state)
+        for source, keys, values in _arriving(k, v, scope.state):
+            dkv = torch.zeros(2, *k.shape, dtype=sums.dtype, device=k.device)
+            for block in scope.blocks(source, chunk):
+                mine, theirs = _rows(block.query, chunk), _rows(block.key, chunk)
+                how = _how(scope, source, block, chunk, ctx.dropout, ctx.scale, ctx.seed)
+                at = (slice(None), slice(None), mine)
+                part, dk, dv = attend_backward(
+                    grad[at], q[at], keys[:, :, theirs], values[:, :, theirs], out[at], sums[at], how
+                )
+                dq[at] += part
+                dkv[0][:, :, theirs] += dk
+                dkv[1][:, :, theirs] += dv
+            home.add(source, dkv)
+        dk, dv = home.arrived().to(k.dtype).unbind(0)
+        return dq.to(q.dtype), dk, dv, None, None, None, None
+
+
+# torch declares ``apply`` without types.
+_attention: Callable[..., Tensor] = _ContextAttention.apply
+
+
+def _arriving(k: Tensor, v: Tensor, state: ParallelState) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Each context rank's keys and values, this rank's own first: there every token sees one, itself."""
+    size, index, group = state.context_size, state.context_index, state.context_group
+    here = torch.stack((k, v))
+    if not state.layout.ring:
+        every = engine.all_gather(here, 0, group).unflatten(0, (size, 2))
+        for step in range(size):
+            source = (index - step) % size
+            yield source, every[source, 0], every[source, 1]
+        return
+    for step in range(size):
+        last = step == size - 1
+        coming = here if last else engine.begin_to_pass_on(here, group)
+        yield (index - step) % size, here[0], here[1]
+        here = here if last else engine.arrived(coming, here)
+
+
+class _Returning:
+    """Gradients of the ranks' keys and values on their way to where these live, in the order of
+    ``_arriving``.
+    """
+
+    def __init__(self, state: ParallelState) -> None:
+        self.state = state
+        self._own: Tensor | None = None
+        self._coming: Tensor | None = None
+        self._every: Tensor | None = None
+
+    def add(self, source: int, dkv: Tensor) -> None:
+        """This rank's part of the gradients of what ``source`` holds: (2, B, K, S, E)."""
+        if not self.state.layout.ring:
+            if self._every is None:
+                self._every = dkv.new_empty(self.state.context_size, *dkv.shape)
+            self._every[source] = dkv
+        elif source == self.state.context_index:
+            self._own = dkv
+        else:
+            if self._coming is not None:
+                dkv += engine.arrived(self._coming, dkv)
+            self._coming = engine.begin_to_pass_on(dkv, self.state.context_group)
+
+    def arrived(self) -> Tensor:
+        """All ranks' parts of the gradients of what this rank holds."""
+        if self._every is not None:
+            return engine.reduce_scatter(self._every.flatten(0, 1), 0, self.state.context_group)
+        assert self._own is not None and self._coming is not None
+        return self._own + engine.arrived(self._coming, self._own)
+
+
+def _how(
+    scope: ContextScope, source: int, block: Block, chunk: int, dropout: float, scale: float, seed: int
+) -> How:
+    number = 4 * source + 2 * block.query + block.key
+    mask = scope.mask(block, chunk)
+    return How(scale, block.causal, mask, dropout, (seed + number) % 2**63, scope.fused)
+
+
+def _rows(half: int, chunk: int) -> slice:
+    return slice(half * chunk, (half + 1) * chunk)
+
+
+def _merge(out: Tensor, sums: Tensor, part: Tensor, log_sums: Tensor) -> None:
+    """Weigh what is there against one more block, in place."""
+    both = torch.logaddexp(sums, log_sums)
+    out.mul_((sums - both).exp().unsqueeze(-1)).add_(part * (log_sums - both).exp().unsqueeze(-1))
+    sums.copy_(both)

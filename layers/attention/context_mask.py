@@ -1,0 +1,82 @@
+"""What this context rank's tokens see of the whole sequence, and which blocks of attention follow from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...parallel_state import ParallelState
+from ..context_chunks import own_chunks, token_places
+from .blockwise import fused_is_right
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One of this rank's two chunks of queries against one of a rank's two chunks of keys.
+
+    ``query`` and ``key``: 0 or 1. ``causal``: they are the same tokens. ``first``: the place of the block's
+    first key, where some of its keys come before what a query sees; ``None`` where none does.
+    """
+
+    query: int
+    key: int
+    causal: bool
+    first: int | None = None
+
+
+class ContextScope:
+    """Made once a forward, from this rank's positions.
+
+    A token sees those from its document's first one, or its window's, up to itself: the first's place is its
+    own place less its position. So nothing need be known of other ranks' tokens.
+    """
+
+    def __init__(self, positions: Tensor | None, *, window: int | None = None, state: ParallelState) -> None:
+        self.state, self.fused = state, fused_is_right(state.device.type)
+        #: (B or 1, S), the place of the first token that each token sees; ``None``: all see the row's first.
+        self.first: Tensor | None = None
+        self._bounds: list[tuple[int, int]] = []
+        if positions is None:
+            return
+        places = token_places(positions.shape[-1], state, positions.device)
+        first = (places - positions).reshape(-1, positions.shape[-1]).clamp(min=0)
+        if window is not None:
+            first = torch.maximum(first, places - (window - 1))
+        if torch.compiler.is_compiling() or positions.is_meta:  # numbers that cannot be looked at
+            self.first, self._bounds = first, [(0, len(places) * state.context_size)] * 2
+            return
+        halves = first.unflatten(-1, (2, -1))
+        # Waits for an accelerator, once a forward.
+        bounds = torch.stack((halves.amin((0, 2)), halves.amax((0, 2))), dim=1).tolist()
+        if any(last > 0 for _, last in bounds):
+            self.first, self._bounds = first, [(low, last) for low, last in bounds]
+
+    def blocks(self, source: int, chunk: int) -> Iterator[Block]:
+        """What this rank computes with the keys of context rank ``source``; ``chunk``: tokens of a chunk.
+
+        Blocks that causality, documents or a window leave empty are not among them.
+        """
+        size = self.state.context_size
+        # The later chunk of keys first, so that each query's first block is the one that has itself.
+        for key, keys in reversed([*enumerate(own_chunks(source, size))]):
+            for query, queries in enumerate(own_chunks(self.state.context_index, size)):
+                if keys > queries:
+                    continue
+                begin = keys * chunk
+                low, last = self._bounds[query] if self._bounds else (0, 0)
+                if low < begin + chunk:
+                    yield Block(query, key, keys == queries, begin if last > begin else None)
+
+    def mask(self, block: Block, chunk: int) -> Tensor | None:
+        """(B or 1, 1, chunk, chunk), true where a query (second to last) sees a key; ``None`` if causality
+        says it all.
+        """
+        if block.first is None or self.first is None:
+            return None
+        first = self.first[:, None, block.query * chunk : (block.query + 1) * chunk, None]
+        keys = block.first + torch.arange(chunk, device=first.device)
+        seen = keys >= first
+        return seen.tril() if block.causal else seen

@@ -1,0 +1,71 @@
+"""Experts: many feed-forward nets of one shape, their weights stacked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import sqrt
+
+from torch import Tensor, nn
+
+from ...parallel_state import (
+    Cut,
+    Declaration,
+    DeclaredModule,
+    Initial,
+    ParallelState,
+    Uniform,
+    declare_parameter,
+    local,
+)
+from ..mlp import activation
+from .grouped_matmul import grouped_mm
+
+
+class Experts(DeclaredModule):
+    """``down_e(act(gate_e(x)) * up_e(x))`` for the rows of each expert, or ``down_e(act(up_e(x)))``.
+
+    The parameters are ``gate``, ``up`` (E, F, D) and ``down`` (E, D, F), without biases. A rank holds the
+    experts of its place on the ``expert`` axis, of each the part of its tensor rank. Input: (M, D), sorted by
+    expert, ``counts`` rows for each expert here; output (M, D), which over the tensor ranks is partial.
+    Raises ``BadInput`` where the layout does not cut it evenly.
+    """
+
+    gate: nn.Parameter
+    up: nn.Parameter
+    down: nn.Parameter
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        act: str = "silu",
+        gated: bool = True,
+        initial: Initial | None = None,
+        out_initial: Initial | None = None,
+        state: ParallelState | None = None,
+    ) -> None:
+        super().__init__()
+        self.act, self.gated = activation(act), gated
+        state = state or ParallelState.alone()
+        wide, narrow = (
+            (num_experts, intermediate_size, hidden_size),
+            (num_experts, hidden_size, intermediate_size),
+        )
+        for name in ("gate", "up") if gated else ("up",):
+            start = initial or Uniform(1 / sqrt(hidden_size))
+            declare_parameter(self, name, Declaration(wide, Cut(1), experts=True, initial=start), state)
+        start = out_initial or initial or Uniform(1 / sqrt(intermediate_size))
+        declare_parameter(self, "down", Declaration(narrow, Cut(2), experts=True, initial=start), state)
+
+    def forward(self, x_MD: Tensor, counts: Sequence[int]) -> Tensor:
+        up_MF = grouped_mm(x_MD, local(self.up), counts)
+        if self.gated:
+            up_MF = self.act(grouped_mm(x_MD, local(self.gate), counts)) * up_MF
+        else:
+            up_MF = self.act(up_MF)
+        return grouped_mm(up_MF, local(self.down), counts)
+
+    def extra_repr(self) -> str:
+        return f"here={tuple(local(self.up).shape)}"

@@ -1,0 +1,82 @@
+"""A mixture of experts in place of a block's feed-forward net."""
+
+from __future__ import annotations
+
+from math import sqrt
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ...parallel_state import (
+    Declaration,
+    DeclaredModule,
+    Initial,
+    ParallelState,
+    Uniform,
+    declare_parameter,
+    local,
+)
+from ..collectives import enter_tensor, leave_tensor
+from .dispatch import Dispatch
+from .experts import Experts
+from .router import TopKRouter
+
+
+class MoE(nn.Module):
+    """Each token through the experts that ``router`` chose for it, weighted; all through ``shared``, if any.
+
+    (B, S, D) in and out, or (B, S / tensor, D) under sequence parallelism. On one device no process group is
+    needed. With ``layout.expert`` > 1 the experts lie on so many ranks, which exchange their tokens: forward
+    and backward are collective over the expert group. None is dropped, whatever the load. ``shared`` gives
+    whole sums (a ``GatedMLP``, perhaps in ``GatedShared``).
+    """
+
+    def __init__(
+        self,
+        router: TopKRouter,
+        experts: Experts,
+        *,
+        shared: nn.Module | None = None,
+        state: ParallelState | None = None,
+    ) -> None:
+        super().__init__()
+        self.state = state or ParallelState.alone()
+        self.router, self.experts, self.shared = router, experts, shared
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        whole_BSD = enter_tensor(x_BSD, self.state)
+        weights_BSK, experts_BSK = self.router(whole_BSD)
+        way = Dispatch(experts_BSK.flatten(0, 1), self.router.num_experts, state=self.state)
+        rows_MD = way.to_experts(whole_BSD.flatten(0, 1))
+        made_NKD = way.back(self.experts(rows_MD, way.counts))
+        y_ND = (made_NKD * weights_BSK.flatten(0, 1).unsqueeze(-1)).sum(1)
+        y_BSD = leave_tensor(y_ND.to(x_BSD.dtype).view_as(whole_BSD), self.state)
+        return y_BSD if self.shared is None else y_BSD + self.shared(x_BSD)
+
+
+class GatedShared(DeclaredModule):
+    """``sigmoid(gate(x)) * net(x)``: shared experts with one gate for all of them (Qwen2-MoE)."""
+
+    gate: nn.Parameter
+
+    def __init__(
+        self,
+        hidden_size: int,
+        net: nn.Module,
+        *,
+        initial: Initial | None = None,
+        state: ParallelState | None = None,
+    ) -> None:
+        super().__init__()
+        self.net, state = net, state or ParallelState.alone()
+        # Between the blocks, where each rank has its own tokens under sequence parallelism.
+        partial = ("tensor",) if state.sequence else ()
+        initial = initial or Uniform(1 / sqrt(hidden_size))
+        declare_parameter(
+            self, "gate", Declaration((1, hidden_size), partial=partial, initial=initial), state
+        )
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        y_BSD: Tensor = self.net(x_BSD)
+        return torch.sigmoid(F.linear(x_BSD, local(self.gate))) * y_BSD

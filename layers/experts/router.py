@@ -1,0 +1,200 @@
+"""The router of a mixture of experts: which experts a token goes to, and with what weight.
+
+B batch  S sequence  D hidden  E experts  K experts a token  G groups of experts
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import sqrt
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ...parallel_state import (
+    BUFFER_DTYPE,
+    BadInput,
+    Declaration,
+    DeclaredModule,
+    Initial,
+    ParallelState,
+    Uniform,
+    declare_parameter,
+    engine,
+    local,
+)
+from ..autocast import without_autocast
+
+
+class TopKRouter(DeclaredModule):
+    """Scores of all experts for a token, the best ``top_k`` of them, and their weights. fp32 inside.
+
+    ``score``: ``softmax`` over the experts or ``sigmoid`` of each. ``normalize`` divides the chosen scores by
+    their sum; ``scale`` multiplies them. With ``groups`` > 1 experts are chosen from the best
+    ``groups_kept`` groups alone, a group counting as its best expert (softmax) or its best two (sigmoid).
+    ``bias_corrected`` adds to the scores, for the choice alone, a bias that ``Balancing`` moves towards even
+    loads: fp32 whatever the model's dtype, zero at first, and saved with the weights.
+
+    Losses, by their gradient alone, once a backward pass: ``balance`` times E / S^2 times the sum over the
+    experts of their tokens times the sum of their scores (which are divided by their sum over the experts),
+    in each row of its own, and ``z_loss`` times the mean square of the logits' logsumexp. Rows count equally;
+    see ``set_auxiliary_scale``.
+
+    Input: (B, S, D), whole along the sequence and alike on the tensor ranks, whose outputs weigh partial
+    sums: the weight's gradient is a part on each of them. Output: weights (B, S, K) in at least fp32, experts
+    (B, S, K) int64. Sources: Shazeer et al. 2017; Fedus et al. 2021 (section 2.2); Zoph et al. 2022 (z-loss);
+    DeepSeek-V2 and V3 (2024: groups, bias, losses in each sequence).
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        score: Literal["softmax", "sigmoid"] = "softmax",
+        normalize: bool = True,
+        scale: float = 1.0,
+        groups: int = 1,
+        groups_kept: int = 1,
+        bias_corrected: bool = False,
+        balance: float = 0.0,
+        z_loss: float = 0.0,
+        initial: Initial | None = None,
+        state: ParallelState | None = None,
+    ) -> None:
+        super().__init__()
+        _check(num_experts, top_k, score, groups, groups_kept)
+        self.num_experts, self.top_k, self.score = num_experts, top_k, score
+        self.normalize, self.scale, self.groups, self.groups_kept = normalize, scale, groups, groups_kept
+        self.balance, self.z_loss = balance, z_loss
+        #: What a row's losses count; ``None``: as much as the others of the same call, which are all.
+        self.row_scale: float | None = None
+        self.tally = Tally(num_experts)
+        self.state = state or ParallelState.alone()
+        partial = ("tensor",) if self.state.tensor_size > 1 else ()
+        stated = Declaration(
+            (num_experts, hidden_size), partial=partial, initial=initial or Uniform(1 / sqrt(hidden_size))
+        )
+        declare_parameter(self, "weight", stated, self.state)
+        if bias_corrected:
+            declare_parameter(self, "bias", Declaration((num_experts,), buffer=True), self.state)
+        else:
+            self.register_parameter("bias", None)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TopKRouter:
+        """Moves to another device or dtype: the bias stays fp32, and loses no digit on the way."""
+        before = None if self.bias is None else self.bias.detach()
+        super()._apply(fn, recurse)
+        if before is not None and self.bias is not None and self.bias.dtype != BUFFER_DTYPE:
+            self.bias.data = before.to(self.bias.device)
+        return self
+
+    @without_autocast
+    def forward(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
+        inner = torch.promote_types(x_BSD.dtype, torch.float32)
+        logits_BSE = F.linear(x_BSD.to(inner), local(self.weight).to(inner))
+        scores_BSE = logits_BSE.softmax(-1) if self.score == "softmax" else logits_BSE.sigmoid()
+        experts_BSK = self.choose(scores_BSE.detach())
+        weights_BSK = scores_BSE.gather(-1, experts_BSK)
+        if self.normalize:
+            weights_BSK = weights_BSK / (weights_BSK.sum(-1, keepdim=True) + 1e-20)
+        weights_BSK = weights_BSK * self.scale
+        if torch.is_grad_enabled() and weights_BSK.requires_grad:
+            weights_BSK = self._with_losses(weights_BSK, experts_BSK, scores_BSE, logits_BSE)
+        return weights_BSK, experts_BSK
+
+    def choose(self, scores_BSE: Tensor) -> Tensor:
+        """The ``top_k`` experts of each token by score, bias and groups."""
+        if self.bias is not None:
+            # Of offloaded weights it rests on the host; FSDP does not bring it.
+            scores_BSE = scores_BSE + self.bias.detach().to(scores_BSE.device)
+        if self.groups > 1:
+            grouped = scores_BSE.unflatten(-1, (self.groups, -1))
+            counted = 1 if self.score == "softmax" else min(2, grouped.shape[-1])
+            best_BSG = grouped.topk(counted, dim=-1).values.sum(-1)
+            kept = best_BSG.topk(self.groups_kept, dim=-1, sorted=False).indices
+            out_BSG = torch.ones_like(best_BSG, dtype=torch.bool).scatter_(-1, kept, False)
+            scores_BSE = grouped.masked_fill(out_BSG.unsqueeze(-1), float("-inf")).flatten(-2)
+        return scores_BSE.topk(self.top_k, dim=-1).indices
+
+    def _with_losses(
+        self, weights_BSK: Tensor, experts_BSK: Tensor, scores_BSE: Tensor, logits_BSE: Tensor
+    ) -> Tensor:
+        """The same weights, whose backward starts that of the losses and counts what was chosen."""
+        rows, state = len(weights_BSK), self.state
+        with torch.no_grad():
+            counts_BE = torch.zeros_like(scores_BSE[:, 0]).scatter_add_(
+                1, experts_BSK.flatten(1), torch.ones_like(weights_BSK).flatten(1)
+            )
+            in_row_BE, length = counts_BE, weights_BSK.shape[1] * state.layout.context
+            if state.layout.context > 1:
+                in_row_BE = engine.all_reduce(counts_BE, state.context_group)
+        shares_BSE = scores_BSE if self.score == "softmax" else scores_BSE / scores_BSE.sum(-1, keepdim=True)
+        balance_B = (in_row_BE * shares_BSE.sum(1)).sum(-1) * (self.num_experts / length**2)
+        z_B = logits_BSE.logsumexp(-1).square().sum(1) / length
+        here = torch.full_like(balance_B.sum(), rows / state.layout.context)
+        losses = torch.stack([balance_B.sum(), z_B.sum(), here])
+        each = 1 / max(rows, 1) if self.row_scale is None else self.row_scale
+        # The tensor ranks see the same tokens and their gradients are summed: one of them has the losses.
+        first = float(state.tensor_index == 0)
+        loss = (losses[0] * self.balance + losses[1] * self.z_loss) * (each * first)
+        return _inject(weights_BSK, loss, counts_BE.sum(0), losses, self.tally)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_experts} experts, top_k={self.top_k}, score={self.score}"
+
+
+class Tally:
+    """What a router counted in backward passes, each once, since it was last cleared.
+
+    In backward, since a forward that is repeated to save memory would count twice, and one without gradients
+    (an evaluation) is not to count at all.
+    """
+
+    def __init__(self, num_experts: int) -> None:
+        self.num_experts = num_experts
+        #: (E + 3,) float64: tokens of each expert; sums over rows of the balance loss and the z-loss; rows.
+        self.sums: Tensor | None = None
+
+    def add(self, counts_E: Tensor, losses: Tensor) -> None:
+        new = torch.cat([counts_E, losses]).double()
+        self.sums = new if self.sums is None else self.sums + new
+
+    def clear(self) -> None:
+        self.sums = None
+
+
+class _Inject(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, counts_E: Tensor, losses: Tensor, tally: Tally) -> Tensor:
+        ctx.save_for_backward(counts_E, losses)
+        ctx.tally = tally
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        counts_E, losses = ctx.saved_tensors
+        ctx.tally.add(counts_E, losses)
+        return grads[0], torch.ones((), dtype=losses.dtype, device=losses.device), None, None, None
+
+
+# torch declares ``apply`` without types.
+_inject: Callable[..., Tensor] = _Inject.apply
+
+
+def _check(experts: int, top_k: int, score: str, groups: int, kept: int) -> None:
+    if score not in ("softmax", "sigmoid"):
+        raise BadInput("router", "score", expected="softmax or sigmoid", found=repr(score))
+    if not 1 <= top_k <= experts:
+        raise BadInput("router", "top_k", expected=f"1 to {experts}, the experts", found=top_k)
+    if groups < 1 or experts % groups:
+        raise BadInput("router", "groups", expected=f"a divisor of {experts} experts", found=groups)
+    if not 1 <= kept <= groups or top_k > experts // groups * kept:
+        expected = f"1 to {groups} groups that hold at least top_k={top_k} experts"
+        raise BadInput("router", "groups_kept", expected=expected, found=kept)

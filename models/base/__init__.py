@@ -1,0 +1,1 @@
+"""The parts that all families share: the config, the family, and the table of names."""

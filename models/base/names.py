@@ -1,0 +1,129 @@
+"""The table of names, ours and Hugging Face's, as data read in both directions; the inverse is derived.
+
+A family lists rules with ``{i}`` for a block's number. ``expand`` turns them into links: element-for-element
+ties between a box of one of our tensors and a box of one of theirs, which together cover every element of
+both sides exactly once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from ...parallel_state import Box
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """The elements of ``ours`` in ``ours_box`` are those of ``hf`` in ``hf_box``, perhaps transposed.
+
+    Of a stack ``ours_box`` has one more dim than ``hf_box``, the first, of one element.
+    """
+
+    ours: str
+    ours_box: Box
+    hf: str
+    hf_box: Box
+    transpose: bool = False
+
+    def to_hf(self, box: Box) -> Box:
+        """Where a box inside ``ours_box`` lies in HF's tensor."""
+        inner = box.within(self.ours_box).with_dims(len(self.hf_box.start))
+        return (inner.transposed() if self.transpose else inner).shift(self.hf_box.start)
+
+    def to_ours(self, box: Box) -> Box:
+        """Where a box inside ``hf_box`` lies in our tensor."""
+        inner = box.within(self.hf_box)
+        inner = inner.transposed() if self.transpose else inner
+        return inner.with_dims(len(self.ours_box.start)).shift(self.ours_box.start)
+
+
+@dataclass(frozen=True, slots=True)
+class Rename:
+    """The same tensor under another name."""
+
+    ours: str
+    hf: str
+
+
+@dataclass(frozen=True, slots=True)
+class Transpose:
+    """A matrix stored the other way round (GPT-2's Conv1D is (in, out))."""
+
+    ours: str
+    hf: str
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Several of ours lie one after the other in one of theirs, along its last dim if it is transposed."""
+
+    ours: tuple[str, ...]
+    hf: str
+    transpose: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Ours counts experts on dim 0; theirs, with ``{e}`` in the name, is a tensor for each of them."""
+
+    ours: str
+    hf: str
+
+
+Rule = Rename | Transpose | Split | Stack
+
+
+def expand(
+    rules: Iterable[Rule], shapes: Mapping[str, tuple[int, ...]], num_layers: int
+) -> tuple[list[Link], dict[str, tuple[int, ...]]]:
+    """All links of a model whose whole tensors have these ``shapes``, and the shapes of HF's tensors.
+
+    A rule for a tensor that this model does not have (a bias, an untied head) gives nothing. Every tensor of
+    ours must be covered, each HF tensor by one rule.
+    """
+    rules = list(rules)
+    per_block = [rule for rule in rules if "{i}" in rule.hf]
+    first = rules.index(per_block[0]) if per_block else len(rules)
+    links: list[Link] = []
+    for rule in rules[:first]:
+        links += _links(rule, shapes, None)
+    for i in range(num_layers):  # a block's tensors stay together, as a shard of a folder wants them
+        for rule in per_block:
+            links += _links(rule, shapes, i)
+    for rule in rules[first:]:
+        links += [] if rule in per_block else _links(rule, shapes, None)
+    hf_shapes: dict[str, tuple[int, ...]] = {}
+    for link in links:
+        known = hf_shapes.get(link.hf, (0,) * len(link.hf_box.stop))
+        hf_shapes[link.hf] = tuple(map(max, known, link.hf_box.stop))
+    uncovered = set(shapes) - {link.ours for link in links}
+    assert not uncovered, f"the name table lacks {sorted(uncovered)[:3]}"
+    return links, hf_shapes
+
+
+def _links(rule: Rule, shapes: Mapping[str, tuple[int, ...]], i: int | None) -> list[Link]:
+    def name(template: str) -> str:
+        return template if i is None else template.format(i=i)
+
+    ours = rule.ours if isinstance(rule, Split) else (rule.ours,)
+    transpose = isinstance(rule, Transpose) or (isinstance(rule, Split) and rule.transpose)
+    present = [name(one) for one in ours if name(one) in shapes]
+    assert len(present) in (0, len(ours)), f"{rule.hf} needs all of {ours}"
+    links, offset = [], 0
+    if isinstance(rule, Stack):
+        for one in present:
+            whole = Box.whole(shapes[one])
+            for expert in range(whole.stop[0]):
+                hf = rule.hf.format(i=i, e=expert)
+                links.append(Link(one, whole.narrow(0, expert, expert + 1), hf, Box.whole(whole.stop[1:])))
+        return links
+    for one in present:
+        whole = Box.whole(shapes[one])
+        turned = transpose and len(whole.shape) == 2
+        inner = whole.transposed() if turned else whole
+        along = len(inner.shape) - 1 if turned else 0
+        shift = tuple(offset if dim == along else 0 for dim in range(len(inner.shape)))
+        links.append(Link(one, whole, name(rule.hf), inner.shift(shift), turned))
+        offset += inner.shape[along] if inner.shape else 0
+    return links

@@ -1,0 +1,141 @@
+"""What Llama's relatives with experts share: a router and experts where Llama has one feed-forward net."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from pydantic import Field
+from torch import nn
+
+from ..layers import Experts, MoE, TopKRouter
+from ..parallel_state import BadInput, Normal, ParallelState
+from .base.names import Rename, Rule, Stack
+from .llama import Block, Llama, LlamaConfig
+
+
+class ExpertsConfig(LlamaConfig):
+    """Llama's fields and those of the experts.
+
+    As in transformers ``router_aux_loss_coef`` counts only with ``output_router_logits``. There the loss is
+    over the tokens of a batch and all routers together; here it is of each row and router, and a mean over
+    the routers: the same number for one row and one router, and here the same in every layout.
+    """
+
+    num_local_experts: int = Field(gt=0, le=2**12)
+    num_experts_per_tok: int = Field(gt=0)
+    output_router_logits: bool = False
+    router_aux_loss_coef: float = Field(default=0.001, ge=0, le=1e3)
+
+    def check(self, where: str) -> None:
+        super().check(where)
+        if self.num_experts_per_tok > self.num_local_experts:
+            expected = f"at most {self.spelled('num_local_experts')}={self.num_local_experts}"
+            raise BadInput(where, "num_experts_per_tok", expected=expected, found=self.num_experts_per_tok)
+
+    @property
+    def routed_experts(self) -> int:
+        return self.num_local_experts
+
+    @property
+    def experts_of_token(self) -> int:
+        return self.num_experts_per_tok
+
+    # What the families differ in.
+    @property
+    def expert_size(self) -> int:
+        """The inner width of one expert."""
+        return self.intermediate_size
+
+    @property
+    def normalized(self) -> bool:
+        """Whether the weights of a token's experts add up to 1."""
+        return True
+
+    @property
+    def balance_factor(self) -> float:
+        """Of each router's balance loss, unless a recipe says another."""
+        return self.router_aux_loss_coef / self.routers if self.output_router_logits else 0.0
+
+    def has_experts(self, number: int) -> bool:
+        """Whether block ``number`` has experts, or one net."""
+        return True
+
+    @property
+    def routers(self) -> int:
+        return sum(map(self.has_experts, range(self.num_hidden_layers)))
+
+
+class NarrowExpertsConfig(ExpertsConfig):
+    """The fields where experts have a width of their own, and some blocks may have one net instead."""
+
+    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {**LlamaConfig.HARMLESS, "mlp_bias": (False,)}
+
+    moe_intermediate_size: int = Field(gt=0, le=2**22)
+    norm_topk_prob: bool = False
+
+    @property
+    def expert_size(self) -> int:
+        return self.moe_intermediate_size
+
+    @property
+    def normalized(self) -> bool:
+        return self.norm_topk_prob
+
+    @property
+    def tensor_units(self) -> dict[str, int]:
+        units = {**super().tensor_units, "moe_intermediate_size": self.moe_intermediate_size}
+        if self.routers == self.num_hidden_layers:  # no block has the one net that this would cut
+            del units["intermediate_size"]
+        return units
+
+
+#: Ours -> Hugging Face's, of a router and experts by the names of most families.
+EXPERT_NAMES: tuple[Rule, ...] = (
+    Rename("layers.{i}.mlp.router.weight", "model.layers.{i}.mlp.gate.weight"),
+    *(
+        Stack(f"layers.{{i}}.mlp.experts.{one}", f"model.layers.{{i}}.mlp.experts.{{e}}.{one}_proj.weight")
+        for one in ("gate", "up", "down")
+    ),
+)
+
+
+class ExpertBlock(Block):
+    """Llama's block with experts for its feed-forward, where the config says so.
+
+    Families with other routers, or a net for all tokens beside the experts, say which.
+    """
+
+    def feed_forward(self, cfg: LlamaConfig, number: int, state: ParallelState | None) -> nn.Module:
+        assert isinstance(cfg, ExpertsConfig), cfg
+        if not cfg.has_experts(number):
+            return super().feed_forward(cfg, number, state)
+        experts = Experts(
+            cfg.num_local_experts,
+            cfg.hidden_size,
+            cfg.expert_size,
+            act=cfg.hidden_act,
+            initial=Normal(cfg.initializer_range),
+            state=state,
+        )
+        return MoE(self.router(cfg, state), experts, shared=self.shared(cfg, state), state=state)
+
+    def router(self, cfg: ExpertsConfig, state: ParallelState | None) -> TopKRouter:
+        return TopKRouter(
+            cfg.hidden_size,
+            cfg.num_local_experts,
+            cfg.num_experts_per_tok,
+            normalize=cfg.normalized,
+            balance=cfg.balance_factor,
+            initial=Normal(cfg.initializer_range),
+            state=state,
+        )
+
+    def shared(self, cfg: ExpertsConfig, state: ParallelState | None) -> nn.Module | None:
+        return None
+
+
+class LlamaWithExperts(Llama):
+    """Llama, or this pipeline rank's stage of it, with experts."""
+
+    block = ExpertBlock

@@ -1,0 +1,1 @@
+"""LoRA on any family: PEFT's config, the layers that it names, and the family with adapters."""

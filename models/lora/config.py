@@ -1,0 +1,176 @@
+"""Which LoRA adapters a model gets, in PEFT's words: rank, scale, modules by Hugging Face's names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
+
+from ...parallel_state import BadInput, from_validation
+from ..base.config import MOST_BLOCKS, names
+from ..patterns import compiled
+
+Names = str | Annotated[tuple[str, ...], Strict(False)]  # a list of a file becomes a tuple
+Rank = Annotated[int, Field(ge=1, le=2**16)]
+Alpha = Annotated[float, Field(gt=0)]
+Block = Annotated[int, Field(ge=0, lt=MOST_BLOCKS)]
+
+_Number = TypeVar("_Number", int, float)
+
+ALL_LINEAR = "all-linear"
+
+#: Keys of an adapter_config.json that do not change what its adapter computes on a model of known weights.
+_INERT = names("""
+    auto_mapping base_model_name_or_path eva_config fan_in_fan_out inference_mode megatron_core peft_version
+    qalora_group_size revision runtime_config
+""")
+#: Ways to draw A and B that leave the base as it is; others (pissa, olora, ...) change the base at the start.
+_PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
+
+
+class LoraConfig(BaseModel):
+    """LoRA adapters under the names and with the meaning of PEFT's ``LoraConfig``.
+
+    ``target_modules`` are names' ends (``q_proj``), whole names, one regular expression, or ``all-linear``.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=()
+    )
+
+    r: Rank = Field(default=8, description="rank of the adapters")
+    lora_alpha: Alpha = Field(default=8, description="scale of what they add: lora_alpha / r")
+    lora_dropout: float = Field(default=0.0, ge=0, lt=1, description="on the adapters' input, in training")
+    use_rslora: bool = Field(default=False, description="scale by lora_alpha / sqrt(r) instead")
+    target_modules: Names = Field(
+        default=ALL_LINEAR, description="ends of Hugging Face's module names, a pattern, or all-linear"
+    )
+    exclude_modules: Names | None = Field(default=None, description="what to leave out again")
+    layers_to_transform: Block | Annotated[tuple[Block, ...], Strict(False)] | None = Field(
+        default=None, description="only blocks of these numbers"
+    )
+    layers_pattern: Names | None = Field(default=None, description="what precedes a block's number in a name")
+    rank_pattern: dict[str, Rank] = Field(default={}, description="other ranks, by a pattern of names")
+    alpha_pattern: dict[str, Alpha] = Field(default={}, description="other alphas, by a pattern of names")
+
+    def __hash__(self) -> int:
+        return hash(self.model_dump_json())
+
+    @classmethod
+    def from_peft(cls, raw: Mapping[str, Any], where: str = "adapter_config.json") -> Self:
+        """From an adapter_config.json's dict. Raises ``BadInput`` for a key that is set and not supported."""
+        for key, value, wanted in (
+            ("peft_type", raw.get("peft_type"), ("LORA",)),
+            ("task_type", raw.get("task_type"), ("CAUSAL_LM", None)),
+            ("bias", raw.get("bias", "none"), ("none",)),
+            ("init_lora_weights", raw.get("init_lora_weights"), _PLAIN_STARTS),
+        ):
+            if value not in wanted:
+                expected = " or ".join(map(repr, wanted))
+                raise BadInput(
+                    where, key, expected=expected, found=repr(value), todo="Nothing else is supported"
+                )
+        known = {"peft_type", "task_type", "bias", "init_lora_weights"} | _INERT | set(cls.model_fields)
+        for key in sorted(set(raw) - known):
+            if raw[key] not in (None, False, "", [], {}):
+                expected = "absent: it changes the adapter and is not supported"
+                raise BadInput(where, key, expected=expected, found=repr(raw[key])[:80])
+        fields = {key: value for key, value in raw.items() if key in cls.model_fields and value is not None}
+        if not fields.get("target_modules"):
+            raise BadInput(where, "target_modules", expected="names of modules, or a pattern", found="none")
+        if isinstance(
+            fields["target_modules"], str
+        ):  # even all-linear, which peft spells out before it saves
+            _check_no_blocks(where, fields)
+        try:
+            return cls(**fields)
+        except ValidationError as error:
+            raise from_validation(where, error) from None
+
+    def to_peft(self) -> dict[str, Any]:
+        """The fields as an adapter_config.json has them; whole numbers without a point."""
+        fields = self.model_dump(mode="json")
+        fields["lora_alpha"] = _plain(self.lora_alpha)
+        fields["alpha_pattern"] = {key: _plain(alpha) for key, alpha in self.alpha_pattern.items()}
+        return fields
+
+    def targets(self, module: str) -> bool:
+        """Whether the linear of this HF name gets an adapter; PEFT's ``check_target_module_exists``."""
+        if self.exclude_modules and _matches(self.exclude_modules, module):
+            return False
+        if not self.all_linear and not _matches(self.target_modules, module):
+            return False
+        return self._is_in_a_wanted_block(module)
+
+    @property
+    def all_linear(self) -> bool:
+        return isinstance(self.target_modules, str) and self.target_modules.lower() == ALL_LINEAR
+
+    def rank_of(self, module: str) -> int:
+        return _by_pattern(self.rank_pattern, module, self.r)
+
+    def alpha_of(self, module: str) -> float:
+        return _by_pattern(self.alpha_pattern, module, self.lora_alpha)
+
+    def check_patterns(self, where: str) -> None:
+        """Refuse what is no regular expression, and what peft refuses beside one."""
+        if isinstance(self.target_modules, str) and not self.all_linear:
+            _check_no_blocks(where, self.model_dump())
+        if self.layers_pattern and self.layers_to_transform is None:
+            expected = "layers_to_transform beside it: peft refuses it alone"
+            raise BadInput(where, "layers_pattern", expected=expected, found=repr(self.layers_pattern))
+        patterns: dict[str, str] = {key: "rank_pattern" for key in self.rank_pattern}
+        patterns |= {key: "alpha_pattern" for key in self.alpha_pattern}
+        for one in self._layers_patterns:
+            patterns[one] = "layers_pattern"
+        for key in ("target_modules", "exclude_modules"):
+            if isinstance(value := getattr(self, key), str):
+                patterns[value] = key
+        for pattern, key in patterns.items():
+            try:
+                compiled(pattern)
+            except re.error as error:
+                found = f"{pattern!r}: {error}"
+                raise BadInput(where, key, expected="a regular expression", found=found) from None
+
+    @property
+    def _layers_patterns(self) -> tuple[str, ...]:
+        given = self.layers_pattern or ()
+        return (given,) if isinstance(given, str) else given
+
+    def _is_in_a_wanted_block(self, module: str) -> bool:
+        wanted = self.layers_to_transform
+        if wanted is None or wanted == ():
+            return True
+        patterns = self._layers_patterns
+        tries = [rf"(?:^|.*?\.){one}\.(?P<idx>\d+)\." for one in patterns] or [r".*?\.[^.]*\.(?P<idx>\d+)\."]
+        found = next((match for one in tries if (match := compiled(one).find("match", module))), None)
+        return found is not None and int(found["idx"]) in ((wanted,) if isinstance(wanted, int) else wanted)
+
+
+def _check_no_blocks(where: str, fields: Mapping[str, Any]) -> None:
+    for key in ("layers_to_transform", "layers_pattern"):
+        if fields.get(key) is not None:
+            expected = "absent: peft refuses it where target_modules is a string and no list"
+            todo = "List the modules, or let the pattern say the blocks"
+            raise BadInput(where, key, expected=expected, found=repr(fields[key]), todo=todo)
+
+
+def _matches(wanted: Names, module: str) -> bool:
+    if isinstance(wanted, str):
+        return compiled(wanted).find("fullmatch", module) is not None
+    return any(module == name or module.endswith(f".{name}") for name in wanted)
+
+
+def _by_pattern(patterns: Mapping[str, _Number], module: str, otherwise: _Number) -> _Number:
+    """The first pattern that a name ends with."""
+    for pattern, value in patterns.items():
+        if compiled(rf"(.*\.)?({pattern})$").find("match", module):
+            return value
+    return otherwise
+
+
+def _plain(number: float) -> float | int:
+    return int(number) if number == int(number) else number

@@ -1,0 +1,200 @@
+"""A family with LoRA: the base, frozen, and adapters, which alone are trained, saved and exchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cache
+
+import torch
+
+from ...layers import ColumnParallelLinear, RowParallelLinear, attach_lora, linears
+from ...parallel_state import BadInput, Declaration, Layout, ParallelState, declarations
+from ..base.config import ModelConfig
+from ..base.family import CausalLM, Family
+from ..base.names import Link
+from .config import LoraConfig
+from .targets import Site, leaves, linear_sites
+
+
+@dataclass(frozen=True)
+class AdaptedFamily(Family):
+    """``base`` with the adapters of ``lora``; ``declarations`` and ``links`` are those of the adapters alone.
+
+    HF's names are then PEFT's. Make it with ``adapted``.
+    """
+
+    base: Family = field(kw_only=True)
+    lora: LoraConfig = field(kw_only=True)
+
+    def build(
+        self,
+        config: ModelConfig,
+        *,
+        split: Sequence[int] | None = None,
+        state: ParallelState | None = None,
+        device: str | torch.device = "meta",
+        dtype: torch.dtype = torch.float32,
+        base_dtype: torch.dtype | None = None,
+    ) -> CausalLM:
+        """The model with its adapters in ``dtype``, and all else frozen in ``base_dtype``, else the same."""
+        model = self.base.build(config, split=split, state=state, device=device, dtype=base_dtype or dtype)
+        model.requires_grad_(False)
+        here = dict(linears(model))
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            with torch.device(device):
+                for site in self.sites(config):
+                    if site.layer in here:
+                        self._attach(here[site.layer], site)
+        finally:
+            torch.set_default_dtype(before)
+        return model
+
+    def _attach(self, layer: ColumnParallelLinear | RowParallelLinear, site: Site) -> None:
+        attach_lora(
+            layer,
+            r=self.lora.rank_of(site.name),
+            alpha=self.lora.alpha_of(site.name),
+            dropout=self.lora.lora_dropout,
+            rslora=self.lora.use_rslora,
+            outputs=site.outputs or None,
+        )
+
+    def declarations(
+        self, config: ModelConfig, layout: Layout | None = None, *, split: Sequence[int] | None = None
+    ) -> list[dict[str, Declaration]]:
+        return _declarations(self, config, layout or Layout(), None if split is None else tuple(split))
+
+    def links(self, config: ModelConfig) -> tuple[list[Link], dict[str, tuple[int, ...]]]:
+        links = [link for site in self.sites(config) for link in site.links(self.lora.rank_of(site.name))]
+        shapes: dict[str, tuple[int, ...]] = {}
+        for link in links:
+            shapes[link.hf] = tuple(map(max, shapes.get(link.hf, (0, 0)), link.hf_box.stop))
+        return links, shapes
+
+    def links_of_all(self, config: ModelConfig) -> list[Link]:
+        return [*self.base.links(config)[0], *self.links(config)[0]]
+
+    def sites(self, config: ModelConfig) -> tuple[Site, ...]:
+        """Where the adapters are, in the order of the model's tensors.
+
+        Raises ``BadInput`` where none is, or one is asked for on what is no linear of a block.
+        """
+        return _sites(self, config)
+
+    def check(self, config: ModelConfig, where: str) -> None:
+        """Refuse targets that name nothing in this model, and blocks that it does not have."""
+        lora = self.lora
+        lora.check_patterns(where)
+        blocks = lora.layers_to_transform
+        for number in (blocks,) if isinstance(blocks, int) else blocks or ():
+            if not 0 <= number < config.num_hidden_layers:
+                expected = f"blocks 0 to {config.num_hidden_layers - 1}"
+                raise BadInput(where, "layers_to_transform", expected=expected, found=number)
+        every = linear_sites(self.base, config)
+        for key, among in (("target_modules", self.sites(config)), ("exclude_modules", every)):
+            names = getattr(lora, key)
+            for name in names if isinstance(names, tuple) else ():
+                if not any(site.name == name or site.name.endswith(f".{name}") for site in among):
+                    expected = f"ends of names such as {leaves(every)}"
+                    raise BadInput(where, key, expected=expected, found=repr(name))
+
+    def check_peft(self, config: ModelConfig) -> None:
+        """Refuse what ``peft`` would attach to other modules: in a model with experts it (0.21) takes every
+        module that is named as an expert's is, such as shared_experts.gate_proj, for all experts.
+        """
+        owned = {module.rpartition(".")[2] for module in _experts(self, config)}
+        for site in self.sites(config):
+            if site.name.rpartition(".")[2] in owned:
+                raise BadInput(
+                    "lora", "target_modules", expected="modules that peft does not take for experts",
+                    found=site.name, todo="`trilith merge-lora` adds such adapters to the weights",
+                )  # fmt: skip
+
+    def to_peft(self, config: ModelConfig, base_path: str | None) -> dict[str, object]:
+        """The adapter_config.json of these adapters, so that ``peft`` attaches them to the same modules."""
+        self.check_peft(config)
+        shape = self.lora.to_peft()
+        if self.lora.all_linear:  # spelled out: not every reader of such files knows the word
+            shape["target_modules"] = leaves(self.sites(config)).split(", ")
+        turned = any(link.transpose for link in self.base.links(config)[0])
+        return {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": base_path,
+            "bias": "none",
+            "fan_in_fan_out": turned,
+            "inference_mode": True,
+            "init_lora_weights": True,
+            **shape,
+        }
+
+
+def adapted(family: Family, lora: LoraConfig) -> AdaptedFamily:
+    """The family with these adapters."""
+    same = {one.name: getattr(family, one.name) for one in fields(Family)}
+    return AdaptedFamily(**same, base=family, lora=lora)
+
+
+@cache
+def _sites(family: AdaptedFamily, config: ModelConfig) -> tuple[Site, ...]:
+    every = linear_sites(family.base, config)
+    found = tuple(site for site in every if family.lora.targets(site.name))
+    if not family.lora.all_linear:
+        _check_no_experts(family, config)
+        known = {site.name for site in every}
+        for name in family.base.links(config)[1]:
+            module = name.removesuffix(".weight")
+            if name.endswith(".weight") and module not in known and family.lora.targets(module):
+                expected = (
+                    "linears of the blocks: LoRA on embeddings, norms, routers and the output layer is not "
+                    "supported"
+                )
+                raise BadInput("lora", "target_modules", expected=expected, found=module)
+    if not found and family.lora.layers_pattern:
+        expected = f"what precedes a block's number in {every[0].name}"
+        raise BadInput("lora", "layers_pattern", expected=expected, found=repr(family.lora.layers_pattern))
+    if not found:
+        expected = f"targets among {leaves(every)}"
+        raise BadInput("lora", "target_modules", expected=expected, found=repr(family.lora.target_modules))
+    return found
+
+
+def _check_no_experts(family: AdaptedFamily, config: ModelConfig) -> None:
+    """Refuse targets that are experts, as files name them or as modules that hold them all."""
+    for module in _experts(family, config):
+        holder, _, leaf = module.rsplit(".", 2)
+        for one in (module, holder, f"{holder}.{leaf}", f"{holder}.gate_up_proj"):
+            if family.lora.targets(one):
+                names = family.lora.target_modules
+                said = names if isinstance(names, str) else [n for n in names if f".{one}".endswith(f".{n}")]
+                expected = "linears: experts are stacks of matrices, on which LoRA is not supported"
+                todo = (
+                    r'Leave them out with exclude_modules = ".*\.experts(\..*)?", name other modules, or say '
+                    "all-linear, which passes them over"
+                )
+                found = f"{said!r}, that is {one}"
+                raise BadInput("lora", "target_modules", expected=expected, found=found, todo=todo)
+
+
+def _experts(family: AdaptedFamily, config: ModelConfig) -> Iterator[str]:
+    """Every matrix of an expert, as a module of Hugging Face's files."""
+    (stated,) = family.base.declarations(config)
+    for link in family.base.links(config)[0]:
+        if stated[link.ours].experts:
+            yield link.hf.removesuffix(".weight")
+
+
+@cache
+def _declarations(
+    family: AdaptedFamily, config: ModelConfig, layout: Layout, split: tuple[int, ...] | None
+) -> list[dict[str, Declaration]]:
+    step = layout.world // layout.pipeline
+    stages = []
+    for stage in range(layout.pipeline):
+        model = family.build(config, split=split, state=ParallelState.stand_in(layout, stage * step))
+        trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        stages.append({name: one for name, one in declarations(model).items() if name in trained})
+    return stages

@@ -1,0 +1,76 @@
+"""The linears of Hugging Face's model as places for adapters, found from the family's table of names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+
+from ...layers import linears
+from ...parallel_state import Box
+from ..base.config import ModelConfig
+from ..base.family import Family
+from ..base.names import Link
+
+#: What PEFT puts before a module's name in the files of an adapter.
+PEFT_PREFIX = "base_model.model."
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A linear of Hugging Face's model, and the products of one of our linears that it is made of.
+
+    ``layer`` is our linear's name, ``outputs`` its products that Hugging Face stores as one (none: the layer
+    is one product). ``parts`` are their modules with their rows of the whole.
+    """
+
+    name: str
+    layer: str
+    outputs: tuple[str, ...]
+    parts: tuple[tuple[str, int, int], ...]
+    in_features: int
+
+    @property
+    def inner(self) -> str:
+        """The module of ours that holds A."""
+        return self.parts[0][0] if len(self.parts) == 1 else self.layer
+
+    def links(self, r: int) -> list[Link]:
+        """Our A and B's to PEFT's."""
+        a, b = (f"{PEFT_PREFIX}{self.name}.{factor}.weight" for factor in ("lora_A", "lora_B"))
+        whole = Box.whole((r, self.in_features))
+        found = [Link(f"{self.inner}.lora_A", whole, a, whole)]
+        for module, start, stop in self.parts:
+            box = Box.whole((stop - start, r))
+            found.append(Link(f"{module}.lora_B", box, b, box.shift((start, 0))))
+        return found
+
+
+@cache
+def linear_sites(family: Family, config: ModelConfig) -> tuple[Site, ...]:
+    """Every linear of Hugging Face's model that is made of ours: what ``all-linear`` means."""
+    layers = dict(linears(family.build(config)))
+    links: dict[str, list[Link]] = {}
+    for link in family.links(config)[0]:
+        links.setdefault(link.hf, []).append(link)
+    found = []
+    for name, those in links.items():
+        modules = [link.ours.removesuffix(".weight") for link in those]
+        owners = {module if module in layers else module.rpartition(".")[0] for module in modules}
+        if not name.endswith(".weight") or not owners <= layers.keys():
+            continue
+        (layer,) = owners
+        parts = []
+        for module, link in zip(modules, those, strict=True):
+            along = 1 if link.transpose else 0
+            parts.append((module, link.hf_box.start[along], link.hf_box.stop[along]))
+        outputs = tuple(module.removeprefix(f"{layer}.") for module in modules if module != layer)
+        found.append(
+            Site(name.removesuffix(".weight"), layer, outputs, tuple(parts), those[0].ours_box.shape[1])
+        )
+    return tuple(found)
+
+
+def leaves(sites: Iterable[Site]) -> str:
+    """The last words of their names, to be shown."""
+    return ", ".join(sorted({site.name.rpartition(".")[2] for site in sites}))

@@ -1,0 +1,81 @@
+"""Parameters that a user's module registered itself: saying how they are cut, and their first values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from .declaration import Cut, Declaration
+from .errors import BadInput
+from .initial_weights import OWN, Initial
+from .state import ParallelState
+
+
+def declare(
+    module: nn.Module,
+    name: str,
+    *,
+    cut: Cut | None = None,
+    partial: tuple[str, ...] = (),
+    ends: bool = False,
+    initial: Initial = OWN,
+    state: ParallelState | None = None,
+) -> Declaration:
+    """Say how ``module.<name>``, a parameter that exists, lies over the ranks; see ``Declaration``.
+
+    With a ``cut`` the parameter is this rank's equal piece, and the whole follows from the layout. Its first
+    values are those of the module's ``reset_parameters`` unless ``initial`` is given. Raises ``BadInput``
+    where there is no such parameter, or the cut is not even.
+
+    >>> norm = nn.LayerNorm(8)  # each rank normalises its own tokens: its gradients are parts
+    >>> declare(norm, "weight", partial=("tensor",)).shape
+    (8,)
+    """
+    parameter = dict(module.named_parameters(recurse=False)).get(name)
+    if parameter is None:
+        known = [known for known, _ in module.named_parameters(recurse=False)]
+        raise BadInput(type(module).__name__, name, expected=f"a parameter among {known}", found="none")
+    state = state or ParallelState.alone()
+    shape = list(parameter.shape)
+    if cut is not None:
+        shape[cut.dim] *= getattr(state.layout, cut.axis)
+    stated = Declaration(tuple(shape), cut=cut, partial=partial, ends=ends, initial=initial)
+    stated.check(state.layout, name)
+    module.__dict__.setdefault("declared", {})[name] = stated
+    return stated
+
+
+def own_values(
+    module: nn.Module, path: str, stated: Mapping[str, Declaration], seed: int
+) -> dict[str, Tensor]:
+    """What ``module.reset_parameters()`` makes of the module's whole parameters, on the CPU in fp32.
+
+    ``stated``: by the names of the model that has the module at ``path``. Raises ``BadInput`` if the module
+    has no ``reset_parameters``, or that leaves a parameter as it was.
+    """
+    here = dict(module.named_parameters(recurse=False))
+    names = {leaf: f"{path}.{leaf}" if path else leaf for leaf in here}
+    reset = getattr(module, "reset_parameters", None)
+    todo = "Declare it (declare_parameter, or declare) with an initial, or give its module reset_parameters"
+    if not callable(reset):
+        leaf = next(one for one in here if stated[names[one]].initial == OWN)
+        expected = "an initial, or reset_parameters() of its module"
+        raise BadInput("initialize", names[leaf], expected=expected, found="neither", todo=todo)
+    whole = {leaf: torch.full(stated[names[leaf]].shape, float("nan"), device="cpu") for leaf in here}
+    try:
+        for leaf, values in whole.items():
+            setattr(module, leaf, nn.Parameter(values))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            reset()
+        drawn = {leaf: getattr(module, leaf).detach() for leaf in here}
+    finally:
+        for leaf, parameter in here.items():
+            setattr(module, leaf, parameter)
+    for leaf, values in drawn.items():
+        if stated[names[leaf]].initial == OWN and bool(values.isnan().any()):
+            expected, found = "every value set by reset_parameters()", "some that are not"
+            raise BadInput("initialize", names[leaf], expected=expected, found=found, todo=todo)
+    return drawn

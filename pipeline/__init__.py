@@ -1,0 +1,22 @@
+"""Floor 4: pipeline schedules, their timetables, and the stages that run them."""
+
+from .relay import through_stages
+from .schedules import SCHEDULE_NAMES, ScheduleKind, ScheduleName, bubble, check_schedule, schedule_kind
+from .timetable import Action, Held, Timed, Timetable, held_at_once, layout_of, timetable
+
+__all__ = [
+    "Action",
+    "Held",
+    "SCHEDULE_NAMES",
+    "ScheduleKind",
+    "ScheduleName",
+    "Timed",
+    "Timetable",
+    "bubble",
+    "check_schedule",
+    "held_at_once",
+    "layout_of",
+    "schedule_kind",
+    "through_stages",
+    "timetable",
+]

@@ -1,0 +1,53 @@
+"""One forward through the stages of a pipeline, one after the other; hidden states go from rank to rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..layers import Stage
+from ..models.base.family import CausalLM
+
+
+def through_stages(
+    model: CausalLM,
+    tokens: Tensor,
+    run: Callable[[Stage, Tensor], Tensor],
+    *,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+) -> Tensor | None:
+    """What the last stage gives, on the rank that holds it; ``None`` on the others.
+
+    ``run(stage, x)`` computes one of this rank's stages. ``tokens``: the first stage's input; ``shape`` and
+    ``dtype``: of the hidden states between stages. Collective over the pipeline.
+    """
+    state = model.state
+    here, holder = state.at.pipeline, state.layout.rank_of_stage
+    out = None
+    for stage in model.stage.parts:
+        x = tokens
+        if not stage.first:
+            before = holder(stage.number - 1)
+            if before != here:
+                x = torch.empty(shape, dtype=dtype, device=tokens.device)
+                exchange(dist.irecv, x, before, state.pipeline_group)
+            else:
+                assert out is not None
+                x = out
+        out = run(stage, x)
+        if not stage.last and (after := holder(stage.number + 1)) != here:
+            exchange(dist.isend, out.to(dtype).contiguous(), after, state.pipeline_group)
+    return out if model.stage.parts[-1].last else None
+
+
+def exchange(way: Callable[..., object], x: Tensor, peer: int, group: dist.ProcessGroup) -> None:
+    """Send ``x`` to ``peer`` (``dist.isend``), or fill it from there (``dist.irecv``), and wait.
+
+    It is batched, as the schedules do it, so that NCCL needs no second connection.
+    """
+    for work in dist.batch_isend_irecv([dist.P2POp(way, x, group=group, group_peer=peer)]):
+        work.wait()

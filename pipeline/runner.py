@@ -1,0 +1,144 @@
+"""The pipeline of a step: torch's schedules over this rank's stages of a model, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from ..layers import Stage
+from ..models import CausalLM
+from ..parallel_state import ParallelState
+from .driver import DrivenStage, StageModule, after_schedule, before_schedule
+from .schedules import check_schedule, schedule_kind
+from .timetable import CLASSES
+
+
+@dataclass(frozen=True, slots=True)
+class Travels:
+    """What one stage hands to the next, of one micro-batch on one rank."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def meta(self) -> Tensor:
+        floating = self.dtype.is_floating_point
+        return torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=floating)
+
+
+class Pipeline:
+    """``step`` runs one step's micro-batches forward and backward through the stages of all ranks."""
+
+    def __init__(self, schedule: Any, stages: Sequence[StageModule], *, zero: int) -> None:
+        self._schedule, self._zero = schedule, zero
+        self._roots: list[FSDPModule] = list(
+            dict.fromkeys(root for stage in stages for root in stage.root or ())
+        )
+
+    def step(
+        self, *inputs: Tensor, target: Tensor | None = None, return_outputs: bool = False, **told: Any
+    ) -> tuple[list[Tensor], Any]:
+        """Collective over the pipeline. All tensors are of all micro-batches, which dim 0 is cut into.
+
+        ``inputs`` are the model's, on the rank that holds the first stage; ``target`` the loss function's, on
+        the one with the last; ``told`` goes to every stage's forward by name. Returns the losses of the
+        micro-batches, in order and on the rank with the last stage, and there on request the outputs.
+        Gradients are in ``.grad``, added to what was there, summed over the data ranks.
+        """
+        losses: list[Tensor] = []
+        before_schedule(self._roots, zero=self._zero)
+        outputs = self._schedule.step(
+            *inputs, target=target, losses=losses, return_outputs=return_outputs, **told
+        )
+        after_schedule(self._roots)
+        return [loss.detach() for loss in losses], outputs
+
+
+def make_schedule(
+    stages: Sequence[nn.Module],
+    loss: Callable[[Tensor, Tensor], Tensor],
+    *,
+    name: str,
+    microbatches: int,
+    entry: Travels,
+    travels: Travels | Sequence[Travels],
+    state: ParallelState,
+) -> Pipeline:
+    """The schedule ``name`` over this rank's stages, the modules that ``state.layout.stages_of`` numbers.
+
+    A stage takes and gives one tensor like ``travels``, or each of the model's stages gives its own of them;
+    the model's first takes one like ``entry``, its last gives what ``loss(given, target)`` takes, which
+    returns the micro-batch's share of the step's loss.
+    The stages may be views of one model (``StageModule``), and may be sharded by FSDP's ``fully_shard``.
+
+    Shapes between stages are stated, not found out by a trial run. Raises ``BadInput`` for an unknown name,
+    and for micro-batches or stages that the schedule cannot run.
+    """
+    layout = state.layout
+    check_schedule(name, layout, microbatches)
+    numbers = layout.stages_of(state.at.pipeline)
+    assert len(stages) == len(numbers), f"{len(stages)} modules for the stages {numbers}"
+    given = [travels] * layout.stages if isinstance(travels, Travels) else travels
+    seats = [one if isinstance(one, StageModule) else _seat(one) for one in stages]
+    driven = [
+        DrivenStage(
+            seat,
+            number,
+            layout.stages,
+            state.device,
+            takes=(given[number - 1] if number else entry).meta(),
+            gives=given[number].meta(),
+            group=state.pipeline_group,
+            zero=layout.zero,
+        )
+        for seat, number in zip(seats, numbers, strict=True)
+    ]
+    several = schedule_kind(name).virtual_stages > 1
+    # The loss of a micro-batch is its share of the step's mean, so gradients are summed as they are.
+    schedule = CLASSES[name](driven if several else driven[0], microbatches, loss_fn=loss, scale_grads=False)
+    return Pipeline(schedule, seats, zero=layout.zero)
+
+
+def schedule_of_model(
+    model: CausalLM,
+    loss: Callable[[Tensor, Tensor], Tensor],
+    *,
+    name: str,
+    microbatches: int,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+) -> Pipeline:
+    """``make_schedule`` for a model of the zoo. ``shape``: (B, S) of one micro-batch; ``dtype``: of the
+    activations.
+    """
+    state, (batch, length) = model.state, shape
+    here = length // state.tensor_size if state.sequence else length
+    return make_schedule(
+        [stage_view(model, stage) for stage in model.stage.parts],
+        loss,
+        name=name,
+        microbatches=microbatches,
+        entry=Travels(shape, torch.int64),
+        travels=Travels((batch, here, model.config.hidden_size), dtype),
+        state=state,
+    )
+
+
+def stage_view(model: CausalLM, stage: Stage) -> StageModule:
+    """One of the stages that a rank's model holds, as a module of its own: no parameter exists twice."""
+
+    def forward(x: Tensor, positions: Tensor | None = None) -> Tensor:
+        out: Tensor = model(x, positions, stage=stage)
+        return out
+
+    ends = [module for name, module in model.named_children() if name != "layers"]
+    uses = [*model.blocks_of(stage), *(ends if stage.first or stage.last else ())]
+    return StageModule(forward, uses, model if isinstance(model, FSDPModule) else None)
+
+
+def _seat(module: nn.Module) -> StageModule:
+    return StageModule(module, [module], module if isinstance(module, FSDPModule) else None)

@@ -1,0 +1,247 @@
+"""Who computes what when in a step of a pipeline: torch's own order of each schedule, timed by unit costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from types import SimpleNamespace
+from typing import Any, Literal
+
+from torch.distributed.pipelining import (
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+
+from ..parallel_state import BadInput, Layout
+from .schedules import check_schedule, schedule_kind
+
+#: Torch's class of each schedule.
+CLASSES: dict[str, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "interleaved-zero-bubble": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+    "dualpipev": ScheduleDualPipeV,
+}
+
+#: Forwards of a step that are planned at most, over all stages. Torch plans so many in some ten seconds.
+MOST_FORWARDS = 2**15
+
+#: Forward; backward as a whole; its two parts, for the stage's input and for its weights.
+Kind = Literal["F", "B", "I", "W"]
+
+#: What they cost where nothing is measured: each product of matrices in forward has two in backward.
+UNIT_COSTS: Mapping[Kind, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One computation of one stage for one micro-batch.
+
+    ``paired``: the rank sends what it gives with what the next action gives, not before.
+    """
+
+    kind: Kind
+    stage: int
+    micro_batch: int
+    paired: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.micro_batch}"
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """An action of a rank with its start and stop, in units of a stage's forward or in seconds."""
+
+    action: Action
+    start: float
+    stop: float
+
+
+@dataclass(frozen=True)
+class Timetable:
+    """A step: what each pipeline rank does, in order."""
+
+    layout: Layout
+    ranks: tuple[tuple[Timed, ...], ...]
+
+    @property
+    def length(self) -> float:
+        """From the first rank's start to the last one's stop."""
+        return max(one.stop for rank in self.ranks for one in rank)
+
+    def idle(self, rank: int) -> float:
+        """The share of the step in which a rank waits."""
+        return 1 - sum(one.stop - one.start for one in self.ranks[rank]) / self.length
+
+    @property
+    def bubble(self) -> float:
+        """The share of the step in which ranks wait, of all of them."""
+        return sum(map(self.idle, range(len(self.ranks)))) / len(self.ranks)
+
+    def most_held(self, rank: int) -> int:
+        """Activations that a rank holds at once: a stage's of one micro-batch are one."""
+        held = most_held([one.action for one in self.ranks[rank]])
+        return sum(one.micro_batches for one in held.values())
+
+
+def layout_of(name: str, pipeline: int, virtual_stages: int | None = None) -> Layout:
+    """The layout of nothing but a pipeline under this schedule."""
+    kind = schedule_kind(name)
+    virtual = virtual_stages or kind.virtual_stages
+    return Layout.of(
+        pipeline=pipeline,
+        virtual_stages=virtual if pipeline > 1 else 1,
+        v_shape=kind.v_shape and pipeline > 1 and virtual == 2,
+    )
+
+
+def timetable(
+    name: str, layout: Layout, micro_batches: int, costs: Mapping[Kind, float] = UNIT_COSTS
+) -> Timetable:
+    """Each action starts when its rank is free and what it needs is there; sending takes no time.
+
+    ``costs``: of one stage. Raises ``BadInput`` for what the schedule cannot run.
+    """
+    order = actions(name, layout.pipeline, layout.virtual_stages, layout.v_shape, micro_batches)
+    done: dict[tuple[str, int, int], float] = {}
+    ranks: list[list[Timed]] = [[] for _ in order]
+    at, last = [0] * len(order), layout.stages - 1
+    while any(at[rank] < len(order[rank]) for rank in range(len(order))):
+        moved = False
+        for rank, todo in enumerate(order):
+            while at[rank] < len(todo):
+                one = todo[at[rank]]
+                needs = _needs(one, last)
+                if needs is not None and needs not in done:
+                    break
+                free = ranks[rank][-1].stop if ranks[rank] else 0.0
+                start = free if needs is None else max(free, done[needs])
+                ranks[rank].append(Timed(one, start, start + costs[one.kind]))
+                # A whole backward, too, gives the gradient of the input, which the stage before waits for.
+                gives = "I" if one.kind == "B" else one.kind
+                later = costs[todo[at[rank] + 1].kind] if one.paired else 0.0
+                done[gives, one.stage, one.micro_batch] = start + costs[one.kind] + later
+                at[rank], moved = at[rank] + 1, True
+        assert moved, "a schedule that waits for itself"
+    return Timetable(layout, tuple(map(tuple, ranks)))
+
+
+def _needs(one: Action, last: int) -> tuple[str, int, int] | None:
+    """What another stage, or an earlier action of this one, must have done."""
+    if one.kind == "F":
+        return ("F", one.stage - 1, one.micro_batch) if one.stage else None
+    if one.kind == "W":
+        return ("I", one.stage, one.micro_batch)
+    return ("F", last, one.micro_batch) if one.stage == last else ("I", one.stage + 1, one.micro_batch)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Micro-batches whose activations a stage holds, from the forward to the end of the backward; and of
+    these, ``halfway``: their input's gradient is made, and what their weights' is made from is held too.
+    """
+
+    micro_batches: int = 0
+    halfway: int = 0
+
+
+def most_held(order: Sequence[Action]) -> dict[int, Held]:
+    """Of each stage of a rank, at the moment at which the rank holds most."""
+    now: dict[int, Held] = {one.stage: Held() for one in order}
+    most, largest = dict(now), 0.0
+    for one in order:
+        held = now[one.stage]
+        now[one.stage] = Held(
+            held.micro_batches + (one.kind == "F") - (one.kind in ("B", "W")),
+            held.halfway + (one.kind == "I") - (one.kind == "W"),
+        )
+        size = sum(held.micro_batches + held.halfway / 2 for held in now.values())
+        if size > largest:
+            most, largest = dict(now), size
+    return most
+
+
+def held_at_once(name: str, layout: Layout, micro_batches: int, pipeline: int) -> dict[int, Held]:
+    """``most_held`` of a pipeline rank under this schedule.
+
+    What fills in the first rounds stays full, so that a step of many micro-batches is as one of few.
+    """
+    if layout.pipeline == 1:
+        return {0: Held(1)}
+    if name == "gpipe":
+        return {pipeline: Held(micro_batches)}
+    few = min(micro_batches, 4 * layout.pipeline)
+    return most_held(actions(name, layout.pipeline, layout.virtual_stages, layout.v_shape, few)[pipeline])
+
+
+@cache
+def actions(
+    name: str, pipeline: int, virtual_stages: int, v_shape: bool, micro_batches: int
+) -> tuple[tuple[Action, ...], ...]:
+    """What each pipeline rank computes, in torch's order; no process group is needed to know it."""
+    if (forwards := pipeline * virtual_stages * micro_batches) > MOST_FORWARDS:
+        expected = f"at most {MOST_FORWARDS:,} stages x micro-batches of a step"
+        raise BadInput("schedule", name, expected=expected, found=f"{forwards:,}")
+    layout = Layout.of(pipeline=pipeline, virtual_stages=virtual_stages, v_shape=v_shape)
+    if pipeline == 1:
+        one = tuple(Action(kind, 0, m) for m in range(micro_batches) for kind in _PLAIN)
+        return (one,)
+    check_schedule(name, layout, micro_batches)
+    if layout.virtual_stages == 1:
+        return tuple(tuple(_one_stage(name, layout, rank, micro_batches)) for rank in range(pipeline))
+    seats = [_seat(number, layout) for number in layout.stages_of(0)]
+    order = CLASSES[name](seats, micro_batches).pipeline_order
+    return tuple(
+        tuple(found for action in order[rank] if action is not None for found in _read(action))
+        for rank in range(pipeline)
+    )
+
+
+def _one_stage(name: str, layout: Layout, rank: int, micro_batches: int) -> Iterator[Action]:
+    """GPipe and 1F1B, which torch runs by other code than it shows (its 1F1B shows the last rank wrong)."""
+    forward = micro_batches if name == "gpipe" else min(layout.pipeline - rank, micro_batches)
+    yield from (Action("F", rank, m) for m in range(forward))
+    for m in range(micro_batches):
+        yield Action("B", rank, m)
+        if forward + m < micro_batches:
+            yield Action("F", rank, forward + m)
+
+
+_PLAIN: tuple[Kind, ...] = ("F", "B")
+_KINDS: dict[str, Kind] = {
+    "FORWARD": "F",
+    "FULL_BACKWARD": "B",
+    "BACKWARD_INPUT": "I",
+    "BACKWARD_WEIGHT": "W",
+}
+
+
+def _seat(number: int, layout: Layout) -> Any:
+    """What torch's schedules ask of a stage while they plan."""
+    return SimpleNamespace(
+        stage_index=number,
+        num_stages=layout.stages,
+        group_size=layout.pipeline,
+        group_rank=0,
+        is_first=number == 0,
+        is_last=number == layout.stages - 1,
+        submod=None,
+        has_backward=True,
+    )
+
+
+def _read(action: Any) -> list[Action]:
+    """Torch's action as ours; a forward beside a backward as the two, which it runs one after the other."""
+    if action.sub_actions is not None:
+        *before, last = (found for one in action.sub_actions for found in _read(one))
+        return [*(replace(one, paired=True) for one in before), last]
+    kind = _KINDS.get(action.computation_type.name)  # none of what is sent or summed
+    return [] if kind is None else [Action(kind, action.stage_index, action.microbatch_index)]

@@ -1,0 +1,123 @@
+"""A timetable as a picture: who computes what when, how long each rank waits, how much it holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib import pyplot as plt
+from matplotlib.patches import Patch
+
+from ..parallel_state import BadInput
+from ..storage.output_file import check_output_file, output_file
+from .timetable import Kind, Timetable
+
+FORMATS = (".png", ".svg", ".pdf")
+#: In each picture's metadata: by which it is known as one of ours.
+_MARK = "trilith schedule"
+
+COLORS: dict[Kind, str] = {"F": "#5fa8d3", "B": "#4d7c3a", "I": "#8cb369", "W": "#f4a259"}
+MEANING: dict[Kind, str] = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward, for the input",
+    "W": "backward, for the weights",
+}
+
+
+def check_picture(out: Path, *, force: bool = False) -> None:
+    """Refuse a file that ``draw_timetables`` would not write, before anything is computed for it."""
+    if out.suffix not in FORMATS:
+        expected = f"a name that ends in {', '.join(FORMATS)}"
+        raise BadInput("schedule", "--out", expected=expected, found=str(out))
+    check_output_file(out, ours=_is_picture, force=force)
+
+
+def _is_picture(seen: bytes) -> bool:
+    return seen.startswith((b"\x89PNG", b"<?xml", b"%PDF")) and _MARK.encode() in seen
+
+
+def draw_timetables(
+    out: Path, title: str, tables: dict[str, Timetable], units: dict[str, str], *, force: bool = False
+) -> None:
+    """Write a picture, in one of ``FORMATS``, of one or more timetables of the same step, by name.
+
+    ``units``: what the time of each is measured in. ``BadInput`` for a file that exists and is no such
+    picture, unless ``force``.
+    """
+    matplotlib.use("Agg")
+    ranks = max(len(one.ranks) for one in tables.values())
+    length = max(len(rank) for one in tables.values() for rank in one.ranks)
+    figure, rows = plt.subplots(
+        len(tables),
+        2,
+        figsize=(min(24, max(11, 3 + 0.27 * length)), 1.1 + len(tables) * (1.2 + 0.42 * ranks)),
+        width_ratios=(6, 1.4),
+        squeeze=False,
+        layout="constrained",
+    )
+    for (name, table), (times, sums) in zip(tables.items(), rows, strict=True):
+        _draw_times(times, table, several=table.layout.virtual_stages > 1)
+        times.set_title(f"{name}: {table.bubble:.1%} of the step is waiting", loc="left", fontsize=10)
+        times.set_xlabel(units[name], fontsize=9)
+        _draw_sums(sums, table)
+    kinds = {one.action.kind for table in tables.values() for rank in table.ranks for one in rank}
+    legend = [Patch(facecolor=COLORS[kind], label=MEANING[kind]) for kind in MEANING if kind in kinds]
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
+    figure.legend(handles=legend, loc="outside lower left", ncols=len(legend), fontsize=9, frameon=False)
+    kind, key = out.suffix.removeprefix("."), "Software" if out.suffix == ".png" else "Creator"
+    with output_file(out, ours=_is_picture, force=force) as path:
+        figure.savefig(path, dpi=120, format=kind, metadata={key: _MARK})
+    plt.close(figure)
+
+
+def _draw_times(axes: Any, table: Timetable, *, several: bool) -> None:
+    """A bar an action with its micro-batch's number; a rank's later stages paler, below those before."""
+    whole = table.length
+    for rank, row in enumerate(table.ranks):
+        stages = table.layout.stages_of(rank)
+        for one in row:
+            later = stages.index(one.action.stage)
+            axes.barh(
+                rank,
+                one.stop - one.start,
+                left=one.start,
+                height=0.86,
+                color=COLORS[one.action.kind],
+                alpha=1 - 0.5 * later / max(1, len(stages) - 1) if several else 1,
+                edgecolor="white",
+                linewidth=0.6,
+            )
+            if one.stop - one.start > 0.008 * whole:
+                axes.text(
+                    (one.start + one.stop) / 2, rank, str(one.action.micro_batch), ha="center", va="center",
+                    fontsize=6.5, color="#222222",
+                )  # fmt: skip
+    axes.set_yticks(range(len(table.ranks)), [f"rank {rank}" for rank in range(len(table.ranks))], fontsize=9)
+    axes.set_xlim(0, whole)
+    axes.invert_yaxis()
+    axes.tick_params(axis="x", labelsize=8)
+    axes.tick_params(axis="y", length=0)
+    axes.set_facecolor("#f4f4f4")
+    for side in axes.spines.values():
+        side.set_visible(False)
+
+
+def _draw_sums(axes: Any, table: Timetable) -> None:
+    """Of each rank: its waiting as a bar, and what it holds at once as a number."""
+    ranks = range(len(table.ranks))
+    idle = [table.idle(rank) for rank in ranks]
+    axes.barh(ranks, idle, height=0.5, color="#bc4b51")
+    most = max(0.3, 1.35 * max(idle))
+    for rank in ranks:
+        axes.text(idle[rank] + 0.02 * most, rank, f"{idle[rank]:.1%}", va="center", fontsize=8)
+        axes.text(most * 1.05, rank, str(table.most_held(rank)), va="center", ha="left", fontsize=9)
+    axes.text(most * 1.05, -0.75, "held", ha="left", fontsize=9)
+    axes.set_title("waiting", loc="left", fontsize=10)
+    axes.set_xlim(0, most)
+    axes.set_ylim(len(table.ranks) - 0.5, -0.5)
+    axes.set_yticks([])
+    axes.set_xticks([])
+    for side in axes.spines.values():
+        side.set_visible(False)

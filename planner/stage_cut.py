@@ -1,0 +1,62 @@
+"""Which blocks go to which stage of a run: by hand, or by what they cost, with both ends counted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..layers import all_stages, split_blocks
+from ..models import AdaptedFamily, Family, ModelConfig
+from ..parallel_state import Layout
+from ..pipeline.cut import cut_by_cost, stage_costs
+from .flops import forward_flops
+
+
+@dataclass(frozen=True, slots=True)
+class StageCut:
+    """Blocks of each stage, and what each costs: FLOPs of a token's forward."""
+
+    counts: tuple[int, ...]
+    costs: tuple[float, ...]
+    layout: Layout
+
+    @property
+    def slowest(self) -> float:
+        """The most costly stage over the mean of all."""
+        return max(self.costs) * len(self.costs) / sum(self.costs)
+
+    def __str__(self) -> str:
+        """One line: what each pipeline rank holds, and what it costs."""
+        stages = all_stages(sum(self.counts), len(self.counts), self.counts)
+        ranks = []
+        unit, name = (1e9, "GFLOPs") if sum(self.costs) > 1e9 else (1e6, "MFLOPs")
+        for rank in range(self.layout.pipeline):
+            held = self.layout.stages_of(rank)
+            blocks = " and ".join(_span(stages[number].blocks) for number in held)
+            ranks.append(f"{blocks} ({sum(self.costs[number] for number in held) / unit:,.3g})")
+        return (
+            f"blocks {', '.join(ranks)} ({name} of a token's forward, ends counted); "
+            f"the slowest stage takes {self.slowest:.2f} of the mean"
+        )
+
+
+def _span(blocks: Sequence[int]) -> str:
+    return str(blocks[0]) if len(blocks) == 1 else f"{blocks[0]}-{blocks[-1]}"
+
+
+def cut_stages(
+    family: Family,
+    config: ModelConfig,
+    layout: Layout,
+    sequence_length: int,
+    *,
+    split: Sequence[int] | None = None,
+) -> StageCut:
+    """The stages of a model in a layout. Raises ``BadInput`` for more stages than blocks, or a bad split."""
+    family = family.base if isinstance(family, AdaptedFamily) else family
+    counts = split_blocks(config.num_hidden_layers, layout.stages, split)  # refuses what cannot be
+    blocks, embedding, head = forward_flops(family, config, sequence_length)
+    if split is None:
+        counts = cut_by_cost(blocks, layout.stages, first=embedding, last=head)
+    costs = stage_costs(counts, blocks, first=embedding, last=head)
+    return StageCut(tuple(counts), tuple(costs), layout)

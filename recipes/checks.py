@@ -1,0 +1,163 @@
+"""What a recipe's numbers must satisfy together, where one key alone cannot say it."""
+
+from __future__ import annotations
+
+import math
+
+from ..models import Family, ModelConfig
+from ..parallel_state import BadInput
+from ..pipeline import schedule_kind
+from .sections import (
+    DebugSection,
+    ExpertsSection,
+    LayoutSection,
+    LossScaleSection,
+    MemorySection,
+    OptimizerSection,
+    WatchSection,
+)
+
+
+def check_optimizer(section: OptimizerSection, steps: int, where: str) -> None:
+    """Refuse a schedule that does not fit the run, and half a statement of how lr scales."""
+    if section.decay is not None and section.schedule != "wsd":
+        raise BadInput(
+            where,
+            "optimizer.decay",
+            expected='schedule = "wsd", the only one with a last phase',
+            found=f'schedule = "{section.schedule}"',
+        )
+    if section.schedule == "wsd" and section.warmup + decay_steps(section, steps) > steps:
+        raise BadInput(
+            where,
+            "optimizer.decay",
+            expected=f"at most the {max(0, steps - section.warmup)} steps after the warm-up",
+            found=decay_steps(section, steps),
+        )
+    if (section.scale_lr is None) != (section.reference_batch is None):
+        raise BadInput(
+            where,
+            "optimizer.scale_lr",
+            expected="scale_lr and reference_batch together, or neither",
+            found=f"scale_lr = {section.scale_lr}, reference_batch = {section.reference_batch}",
+        )
+
+
+def decay_steps(section: OptimizerSection, steps: int) -> int:
+    """How long wsd's last phase is: a tenth of the run, unless it is said."""
+    return max(1, steps // 10) if section.decay is None else section.decay
+
+
+def check_experts(section: ExpertsSection, family: Family, config: ModelConfig, *, adapters: bool) -> None:
+    """Refuse what is said of experts, or of their routers' biases, for a model that has none."""
+    if not config.routers:
+        raise BadInput("recipe", "experts", expected="a model with experts", found=family.model_type)
+    if not section.bias_rate:
+        return
+    if not config.biased_routers:
+        raise BadInput(
+            "recipe",
+            "experts.bias_rate",
+            expected=f"0: the routers of {family.model_type} have no biases",
+            found=section.bias_rate,
+            todo="experts.balance keeps such experts evenly used",
+        )
+    if adapters:
+        raise BadInput(
+            "recipe",
+            "experts.bias_rate",
+            expected="0 beside [lora]: biases are the base's, which stays as it is",
+            found=section.bias_rate,
+        )
+
+
+def check_precision(dtype: str, compute: str | None, scale: LossScaleSection, where: str) -> None:
+    """float16 needs masters that hold what it cannot, and a scale that changes no bit."""
+    if compute == "float16" and dtype == "bfloat16":
+        raise BadInput(where, "dtype", expected="float32 with compute = float16", found=dtype)
+    for key in ("initial", "minimum", "maximum"):
+        value = getattr(scale, key)
+        if math.frexp(value)[0] != 0.5:
+            raise BadInput(where, f"loss_scale.{key}", expected="a power of two", found=value)
+    if not scale.minimum <= scale.initial <= scale.maximum:
+        raise BadInput(
+            where,
+            "loss_scale.initial",
+            expected=f"between minimum={scale.minimum:g} and maximum={scale.maximum:g}",
+            found=scale.initial,
+        )
+
+
+def check_idle(memory: MemorySection, watch: WatchSection, debug: DebugSection, where: str) -> None:
+    """Refuse a key that does nothing because another is not set."""
+    if memory.checkpoint_every is not None and memory.checkpointing != "every":
+        raise BadInput(
+            where,
+            "memory.checkpoint_every",
+            expected='checkpointing = "every" beside it',
+            found=f'checkpointing = "{memory.checkpointing}"',
+        )
+    if debug.every is not None and not debug.collectives:
+        raise BadInput(
+            where, "debug.every", expected="collectives = true beside it", found="collectives = false"
+        )
+    if watch.activation_norms and not watch.norms:
+        raise BadInput(
+            where,
+            "watch.activation_norms",
+            expected="watch.norms, the steps between norms, beside it",
+            found="watch.norms = 0",
+        )
+
+
+def check_memory_of_pipeline(memory: MemorySection, layout: LayoutSection, where: str) -> None:
+    """Refuse what saves memory elsewhere, and under this schedule would not, or at twice the cost."""
+    if layout.pipeline == 1:
+        return
+    name, kind = layout.schedule, schedule_kind(layout.schedule)
+    if memory.loss_chunk and (name == "gpipe" or kind.two_backwards):
+        raise BadInput(
+            where,
+            "memory.loss_chunk",
+            expected=f"0 with layout.schedule={name}, or 1f1b or interleaved",
+            found=memory.loss_chunk,
+            todo="Several micro-batches wait for their backward after their losses, and each would hold a "
+            "gradient of the output layer",
+        )
+    if memory.checkpointing != "none" and kind.two_backwards:
+        raise BadInput(
+            where,
+            "memory.checkpointing",
+            expected=f"none with layout.schedule={name}, or 1f1b or interleaved",
+            found=memory.checkpointing,
+            todo="Its backward comes in two parts, and each would compute a block's forward again",
+        )
+
+
+def check_compile(memory: MemorySection, layout: LayoutSection, debug: DebugSection, where: str) -> None:
+    """Refuse what cannot be in one graph, or looks at operators that a graph hides."""
+    twice = layout.pipeline > 1 and schedule_kind(layout.schedule).two_backwards
+    for wrong, key, expected, found in (
+        (memory.checkpointing == "selective", "memory.checkpointing", "none, every or full", "selective"),
+        (layout.context > 1, "layout.context", 1, layout.context),
+        (twice, "layout.schedule", "gpipe, 1f1b or interleaved", layout.schedule),
+        (debug.collectives, "debug.collectives", "false", "true"),
+    ):
+        if wrong:
+            raise BadInput(where, key, expected=f"{expected} with compile = true", found=found)
+
+
+def check_compiled_model(config: ModelConfig, layout: LayoutSection, lora_dropout: float) -> None:
+    """Refuse to compile blocks whose shapes follow from the data, or whose tensor ranks draw apart."""
+    if config.routed_experts:
+        expected, found = "false with experts, whose tokens are counted as they come", "true"
+        raise BadInput("recipe", "compile", expected=expected, found=found)
+    rates = [getattr(config, name, 0.0) for name in ("attn_pdrop", "attention_dropout", "resid_pdrop")]
+    if layout.tensor > 1 and any([*rates, lora_dropout]):
+        raise BadInput(
+            "recipe",
+            "compile",
+            expected=f"false with dropout over tensor={layout.tensor}, where ranks draw masks of their own",
+            found="true",
+            todo="Set the dropout rates to 0, or tensor to 1",
+        )

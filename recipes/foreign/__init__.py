@@ -1,0 +1,1 @@
+"""Recipes made of other programs' configurations."""

@@ -1,0 +1,182 @@
+"""A run as one TOML file: model, layout, data, optimizer, checkpoints; overrides on the command line."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError
+
+from ..models.base.config import check_keys
+from ..parallel_state import TIMEOUT, BadInput, from_validation, nearest_multiples
+from ..pipeline import check_schedule
+from ..runs.stop_signals import GRACE
+from ..storage.small_files import parse_toml, read_json, read_toml
+from ..storage.strict_json import DEEPEST
+from .checks import check_compile, check_idle, check_memory_of_pipeline, check_optimizer, check_precision
+from .section import Wait
+from .sections import (
+    CheckpointSection,
+    DataSection,
+    DebugSection,
+    EvaluationSection,
+    ExpertsSection,
+    LayoutSection,
+    LoraSection,
+    LossScaleSection,
+    MemorySection,
+    ModelSection,
+    OptimizerSection,
+    Section,
+    WatchSection,
+)
+from .shipped import recipe_file
+
+
+class Recipe(Section):
+    """One run."""
+
+    out: str = Field(description="the run's folder: checkpoints, metrics.jsonl, status")
+    steps: int = Field(ge=1, description="updates of the whole run")
+    stop_after: int | None = Field(
+        default=None, ge=1, description="stop early at this step; the schedule still aims at `steps`"
+    )
+    seed: int = Field(default=0, ge=0, description="of initial weights, dropout and the order of data")
+    device: Literal["cpu", "cuda"] = Field(default="cpu", description="what each rank computes on")
+    deterministic: bool = Field(
+        default=False, description="only algorithms that give the same bits each time, on CUDA too; slower"
+    )
+    compile: bool = Field(
+        default=False, description="torch.compile each block, in one graph; a CPU needs a C++ compiler for it"
+    )
+    grace: Wait = Field(
+        default=GRACE,
+        description="seconds after SIGTERM or Ctrl-C by which the run has saved and left",
+    )
+    timeout: Wait = Field(
+        default=TIMEOUT.total_seconds(),
+        description="seconds after which a silent peer counts as failed",
+    )
+    dtype: Literal["float32", "float64", "bfloat16"] = Field(
+        default="float32", description="weights and moments"
+    )
+    compute: Literal["float32", "float64", "bfloat16", "float16"] | None = Field(
+        default=None,
+        description="forward and backward; bfloat16 or float16 with float32 weights is mixed precision",
+    )
+    reduce: Literal["float32", "float64", "bfloat16", "float16"] | None = Field(
+        default=None, description="sums of gradients over ranks and micro-batches; default: dtype"
+    )
+    loss_scale: LossScaleSection = Field(default=LossScaleSection(), description="of float16")
+    log_every: int = Field(default=10, ge=1, description="steps between lines on the terminal")
+    model: ModelSection = Field(description="where it comes from")
+    lora: LoraSection | None = Field(default=None, description="adapters on a frozen model")
+    layout: LayoutSection = Field(default=LayoutSection(), description="on which ranks")
+    data: DataSection = Field(description="what it learns")
+    optimizer: OptimizerSection = Field(default=OptimizerSection(), description="AdamW, rates")
+    experts: ExpertsSection | None = Field(default=None, description="of a model that has some")
+    memory: MemorySection = Field(default=MemorySection(), description="what is given up for it")
+    checkpoint: CheckpointSection = Field(default=CheckpointSection(), description="when saved")
+    evaluation: EvaluationSection | None = Field(default=None, description="on held-out tokens")
+    watch: WatchSection = Field(default=WatchSection(), description="what else is written down")
+    debug: DebugSection = Field(default=DebugSection(), description="what looks for mistakes")
+
+    @property
+    def digest(self) -> str:
+        """16 hexadecimal digits that differ between recipes that say different things."""
+        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]
+
+    def check(self, where: str) -> None:
+        """Refuse numbers that do not fit each other, before anything is read or started."""
+        if self.model.init_from is None and self.model.config is None:
+            raise BadInput(where, "model", expected="init_from or config", found=self.model.model_dump())
+        check_optimizer(self.optimizer, self.steps, where)
+        check_precision(self.dtype, self.compute, self.loss_scale, where)
+        check_idle(self.memory, self.watch, self.debug, where)
+        layout = self.layout.layout
+        if self.data.global_batch % (layout.data * self.data.micro_batch):
+            raise BadInput(
+                where,
+                "data.global_batch",
+                expected=f"a multiple of data={layout.data} x micro_batch={self.data.micro_batch}",
+                found=self.data.global_batch,
+                todo=nearest_multiples(
+                    "data.global_batch", layout.data * self.data.micro_batch, self.data.global_batch
+                ),
+            )
+        micro_batches = self.data.global_batch // (layout.data * self.data.micro_batch)
+        check_schedule(self.layout.schedule, layout, micro_batches, where)
+        check_memory_of_pipeline(self.memory, self.layout, where)
+        if self.compile:
+            check_compile(self.memory, self.layout, self.debug, where)
+        absent = [rank for rank in self.watch.trace_ranks if not 0 <= rank < layout.world]
+        if absent:
+            raise BadInput(
+                where, "watch.trace_ranks", expected=f"ranks from 0 to {layout.world - 1}", found=absent[0]
+            )
+        layout.check_length(self.data.sequence_length, where, "data.sequence_length")
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe and apply ``section.key=value`` overrides, whose values are TOML (bare words are
+    strings). A name that is no file may be that of a recipe in ``shipped_recipes``.
+
+    Paths inside it are relative to the working directory. Raises ``BadInput`` with the key, expected and
+    found.
+    """
+    path = recipe_file(path)
+    raw = read_toml(path)
+    for override in overrides:
+        _apply(raw, override)
+    return parse_recipe(raw, str(path))
+
+
+def parse_recipe(raw: dict[str, Any], where: str = "recipe") -> Recipe:
+    """A recipe from plain data, checked."""
+    check_keys(raw, where)
+    try:
+        recipe = Recipe.model_validate(raw)
+    except ValidationError as error:
+        raise from_validation(where, error) from None
+    recipe.check(where)
+    return recipe
+
+
+def with_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
+    """The recipe with ``section.key=value`` changes, checked again."""
+    raw = recipe.model_dump(exclude_unset=True)  # what is said and what is default may differ in meaning
+    for override in overrides:
+        _apply(raw, override)
+    return parse_recipe(raw)
+
+
+def _apply(raw: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise BadInput("override", override, expected="key=value, such as data.global_batch=64")
+    *sections, last = key.strip().split(".")
+    if len(sections) >= DEEPEST:
+        raise BadInput("override", f"{key[:40]}…", expected=f"at most {DEEPEST} levels", found="more")
+    here = raw
+    for section in sections:
+        here = here.setdefault(section, {})
+        if not isinstance(here, dict):
+            raise BadInput("override", key, expected="a section", found=f"{section}={here!r}")
+    here[last] = _value(text.strip())
+
+
+def _value(text: str) -> Any:
+    try:
+        return parse_toml(f"v = {text}", "override")["v"]
+    except BadInput:
+        return text
+
+
+def read_config(section: ModelSection) -> dict[str, Any]:
+    """The config.json's dict of a model that starts from scratch."""
+    if isinstance(section.config, dict):
+        return dict(section.config)
+    assert section.config is not None
+    return read_json(Path(section.config))

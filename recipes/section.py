@@ -1,0 +1,46 @@
+"""What every section of a recipe is."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, Strict, field_validator
+from pydantic_core import PydanticCustomError
+
+from ..models.base.config import MOST_BLOCKS
+
+#: No whole number of a recipe may be larger: up to here a float and any reader of JSON hold it exactly.
+LARGEST = 2**53
+
+#: More ranks on one axis, stages of a pipeline rank, rows of a step and batches made ahead are a slip of the
+#: keyboard: they would be counted out one by one.
+MOST_RANKS, MOST_STAGES, MOST_ROWS, MOST_AHEAD = 2**20, 2**10, 2**24, 2**10
+#: Seconds that anything may be waited for: 48 days.
+LONGEST_WAIT = 2**22
+
+_Beta = Annotated[float, Field(ge=0, lt=1)]
+Betas = Annotated[tuple[_Beta, _Beta], Strict(False)]  # from a list
+Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
+Blocks = Annotated[int, Field(ge=0, le=MOST_BLOCKS)]
+Stages = Annotated[int, Field(ge=1, le=MOST_STAGES)]
+Wait = Annotated[float, Field(gt=0, le=LONGEST_WAIT)]
+Step = Annotated[int, Field(ge=1)]
+Rows = Annotated[int, Field(ge=1, le=MOST_ROWS)]
+
+
+class Section(BaseModel):
+    """Unknown keys, NaN and infinity are refused, and so is ``true``, ``"3"`` or ``3.0`` for the whole number
+    3; a section never changes.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, protected_namespaces=(), allow_inf_nan=False
+    )
+
+    @field_validator("*")
+    @classmethod
+    def _not_too_large(cls, value: object) -> object:
+        for one in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(one, int) and one > LARGEST:
+                raise PydanticCustomError("too_large", f"Input should be at most {LARGEST}")
+        return value

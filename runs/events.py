@@ -1,0 +1,57 @@
+"""What happened to a run besides its steps: ``events.jsonl``, one JSON line an event, never rewritten."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from ..storage.small_files import log_line, read_good_lines
+from .stop_signals import Preempted
+
+
+class Events:
+    """Written by rank 0 alone; a file of ``None`` notes nothing.
+
+    Each line has ``time`` (seconds since 1970), ``event`` and ``step``, how many steps were done. Events:
+    ``started``, ``resumed`` (with the checkpoint and the layout that wrote it; both with layout, world size
+    and the whole recipe), ``saved``, ``stopped`` (asked to), ``failed``, ``finished``. A run that was killed
+    says nothing.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+
+    def note(self, event: str, step: int, **facts: Any) -> None:
+        """Append one line; ``facts`` are what JSON can say."""
+        if self._path is None:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        line = log_line({"time": time.time(), "event": event, "step": step, **facts})
+        torn = self._path.exists() and self._path.read_bytes()[-1:] not in (b"", b"\n")
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(("\n" if torn else "") + line + "\n")
+
+    @contextmanager
+    def until_the_end(self, goal: int) -> Iterator[list[int]]:
+        """Around the steps: how they ended. Gives a list of one number, to be kept at the steps done."""
+        done = [0]
+        try:
+            yield done
+        except BaseException as error:
+            with suppress(OSError):  # a full disk must not hide what went wrong
+                self.note("stopped" if isinstance(error, Preempted) else "failed", done[0], why=_said(error))
+            raise
+        self.note("finished", done[0], goal=goal)
+
+
+def _said(error: BaseException) -> str:
+    return " ".join(f"{error}".split()) or type(error).__name__
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """Read the events of a run, in order; none if there is no file. A broken line is passed over."""
+    lines = read_good_lines(path)
+    return [line for line in lines if isinstance(line.get("event"), str) and type(line.get("step")) is int]

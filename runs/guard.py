@@ -1,0 +1,79 @@
+"""Around a rank's whole run: its heartbeat, and its last word when it fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ..parallel_state import PeerFailed, rank_at_fault
+from .heartbeat import Heartbeat
+
+#: Words of gloo, NCCL and TORCH_DISTRIBUTED_DEBUG=DETAIL.
+_OF_A_COLLECTIVE = (
+    *("gloo", "Gloo", "NCCL", "Connection", "Socket", "Timed out", "Broken pipe", "recvValue"),
+    *("pair closure", "op.preamble", "monitoredBarrier", "mismatch between collectives"),
+)
+_LESS_MEMORY = "Try a smaller data.micro_batch, more tensor or pipeline ranks, or layout.zero=3"
+
+
+class OutOfMemory(RuntimeError):
+    """This rank needed more memory than there is."""
+
+    exit_code = 3
+
+
+@contextmanager
+def watched(folder: Path, rank: int, world: int, *, run: str | None) -> Iterator[Heartbeat]:
+    """While it lasts, ``folder/rank<r>.json`` says that this rank lives; a failure leaves its code and
+    message there. ``run`` names this start; ``None``: the folder is not ours before ``publish``.
+
+    A collective that failed becomes ``PeerFailed`` (exit code 3), naming the rank that failed or fell silent.
+    """
+    with Heartbeat(folder, rank, world) as beat:
+        if run is not None:
+            beat.publish(run)
+        with last_word(beat):
+            yield beat
+
+
+@contextmanager
+def last_word(beat: Heartbeat) -> Iterator[None]:
+    """An error that leaves this block is written down at once, before what lies around the block cleans up.
+    The first one counts.
+    """
+    try:
+        yield
+    except Exception as error:
+        cause = rank_at_fault(error, here=beat.rank) == beat.rank
+        if cause and not hasattr(error, "exit_code") and is_out_of_memory(error):
+            error = OutOfMemory(f"{beat.place}: out of memory: {str(error).splitlines()[0]}. {_LESS_MEMORY}")
+        code = getattr(error, "exit_code", None)
+        if isinstance(code, int):
+            beat.end(code, str(error), cause=cause)
+            raise error
+        if not is_collective_failure(error):
+            beat.end(1, f"{type(error).__name__}: {error}", cause=cause)
+            raise
+        text = f"{beat.place}: a collective failed: {beat.blame() or str(error).splitlines()[0]}"
+        beat.end(PeerFailed.exit_code, text, cause=False)
+        raise PeerFailed(text) from error
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether this rank had no memory left; on a CPU torch raises a plain ``RuntimeError``."""
+    kinds = (MemoryError, torch.OutOfMemoryError)
+    return isinstance(error, kinds) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+    )
+
+
+def is_collective_failure(error: Exception) -> bool:
+    """Whether it says that a peer or the wire failed, not this rank: torch has no one type for that."""
+    text = str(error)
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(sign in text for sign in _OF_A_COLLECTIVE)
+    )

@@ -1,0 +1,249 @@
+"""What each rank leaves on disk while it runs and when it ends: ``status/rank<r>.json``, and how to read
+blame from it.
+
+torchrun flattens every exit code to 1 and shows the victim of a hang, not its cause; the run's folder is
+where all ranks, on all hosts, can see each other without a collective.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Self
+
+from ..parallel_state import MachineFailed, from_os_error
+from ..storage.small_files import read_json
+from .process_info import has_process_info, process_info, start_of
+from .stop_signals import PREEMPTED
+
+#: A rank whose file is older than this many seconds is silent. Ranks beat once a second.
+SILENT_AFTER = 4.0
+_BEAT = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class RankStatus:
+    """``code`` is ``None`` while the rank runs, then its exit code; ``time`` is when it was last alive
+    (epoch, s, by the clock of the disk). ``started`` is the start of process ``pid``, in the system's ticks.
+    ``cause`` is false for a rank that only saw another one fail. ``run`` is alike on the ranks that were
+    started together, and on no others.
+    """
+
+    rank: int
+    code: int | None
+    phase: str
+    step: int
+    error: str
+    time: float
+    pid: int
+    host: str
+    cause: bool = True
+    run: str = ""
+    started: int = 0
+
+    @property
+    def gone(self) -> bool:
+        """Whether its process, which ran on this host, runs no more."""
+        if self.host != socket.gethostname() or not has_process_info():
+            return False
+        now = process_info(self.pid)
+        return now is None or not now.alive or (self.started != 0 and now.started != self.started)
+
+    def silent(self, now: float) -> bool:
+        """Whether it neither ended nor lives: its process is gone or stopped here, or its last beat was long
+        before ``now``.
+        """
+        if self.code is not None:
+            return False
+        if self.gone or (self.host == socket.gethostname() and _stopped(self.pid)):
+            return True
+        return now - self.time > SILENT_AFTER
+
+
+def _stopped(pid: int) -> bool:
+    info = process_info(pid)
+    return info is not None and info.state == "T"
+
+
+class Heartbeat:
+    """Writes this rank's status every second from a thread, so that a rank that waits is alive and one that
+    was stopped or killed is silent. Leaving the context without ``end`` says that it ended well.
+
+    Nothing is written before ``publish``: until then the folder may be another run's.
+    """
+
+    def __init__(self, folder: Path, rank: int, world: int) -> None:
+        self.rank, self.world = rank, world
+        self._path = folder / f"rank{rank}.json"
+        pid = os.getpid()
+        self._status = RankStatus(
+            rank, None, "start", 0, "", 0.0, pid, socket.gethostname(), started=start_of(pid)
+        )
+        self.run: str | None = None
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        if self._status.code is None and error is None:
+            self.end(0)
+        self._stop()
+
+    def publish(self, run: str) -> None:
+        """The folder is ours, and ``run`` the name of this start: write, now and every second.
+
+        The first call counts.
+        """
+        if self.run is None:
+            make_folder(self._path.parent)
+            self._status = _changed(self._status, run=run)
+            self._write(first=True)
+            self.run = run
+            self._thread.start()
+
+    def at(self, phase: str, step: int) -> None:
+        """What this rank does now; written at once where the phase is new, else with the next beat."""
+        new = phase != self._status.phase
+        self._write(now=new, phase=phase, step=step)
+
+    def blame(self) -> str:
+        """Which of the other ranks failed or fell silent; empty where nobody knows."""
+        if self.run is None:
+            return ""
+        return blame(self._path.parent, self.world, but=self.rank, run=self.run)
+
+    @property
+    def place(self) -> str:
+        return f"{self._status.phase} of step {self._status.step}"
+
+    def end(self, code: int, error: str = "", *, cause: bool = True) -> None:
+        """The last word of this rank; written at once. The first call counts."""
+        if self._status.code is None:
+            self._stop()
+            self._write(code=code, error=error, cause=cause)
+
+    def _stop(self) -> None:
+        self._done.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _beat(self) -> None:
+        while not self._done.wait(_BEAT):
+            self._write()
+
+    def _write(self, *, now: bool = True, first: bool = False, **changes: object) -> None:
+        """Note the changes and, ``now``, put them on the disk; a full disk must not hide what went wrong."""
+        with self._lock:
+            self._status = _changed(self._status, time=time.time(), **changes)
+            if first or (now and self.run is not None and not self._replaced()):
+                with suppress(OSError):
+                    temporary = self._path.with_suffix(".tmp")
+                    temporary.write_text(json.dumps(asdict(self._status)))
+                    temporary.replace(self._path)
+
+    def _replaced(self) -> bool:
+        """Whether a later start has the folder by now, in which a rank that ends slowly writes no more."""
+        with suppress(OSError, MachineFailed, ValueError, TypeError):
+            return bool(_read(self._path).run != self.run)
+        return False
+
+
+def _changed(status: RankStatus, **changes: object) -> RankStatus:
+    return RankStatus(**(asdict(status) | changes))
+
+
+def status_folder(out: Path) -> Path:
+    """Where the ranks of a run leave their status, in the run's folder."""
+    return out / "status"
+
+
+def make_folder(folder: Path) -> None:
+    """``BadInput`` where a run's folder cannot be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        expected = "a folder that can be made and written to"
+        raise from_os_error(error, f"recipe: out: {folder}", expected=expected) from None
+
+
+def this_start() -> str:
+    """The name that a launcher of ours gave to the ranks that it started together."""
+    return os.environ.get("TORCHELASTIC_RUN_ID", "")
+
+
+def new_start() -> str:
+    """A name that no other start has, for the ranks that are started together."""
+    return secrets.token_hex(8)
+
+
+def _read(path: Path) -> RankStatus:
+    return RankStatus(**(read_json(path) | {"time": path.stat().st_mtime}))
+
+
+def read_status(folder: Path, *, run: str) -> list[RankStatus]:
+    """Every status of this start, by rank. A file that makes no sense, left by another version or a full
+    disk, is passed over, and so is one of another start.
+    """
+    found = []
+    for path in folder.glob("rank*.json"):
+        with suppress(OSError, MachineFailed, ValueError, TypeError):
+            status = _read(path)
+            if status.run == run:
+                found.append(status)
+    return sorted(found, key=lambda status: status.rank)
+
+
+def clear_status(folder: Path) -> None:
+    """Forget an earlier run's, and what its killed ranks had half written."""
+    for path in (*folder.glob("rank*.json"), *folder.glob("rank*.tmp")):
+        path.unlink(missing_ok=True)
+
+
+def first_failure(folder: Path, *, run: str) -> RankStatus | None:
+    """The earliest end with a code other than 0, that of a rank which is a cause before any other, and one
+    that failed before one that was asked to stop.
+    """
+    ended = [status for status in read_status(folder, run=run) if status.code]
+    failed = [status for status in ended if status.code != PREEMPTED] or ended
+    causes = [status for status in failed if status.cause] or failed
+    return min(causes, key=lambda status: status.time, default=None)
+
+
+def blame(folder: Path, world: int, *, but: int, run: str, wait: float = 1.5) -> str:
+    """Which of the other ranks of this start failed, or fell silent, as a sentence; empty if all are alive
+    after ``wait`` seconds.
+    """
+    deadline = time.monotonic() + wait
+    while True:
+        said = _accusations(folder, world, but, run)
+        if said or time.monotonic() > deadline:
+            return said
+        time.sleep(0.1)
+
+
+def _accusations(folder: Path, world: int, but: int, run: str) -> str:
+    known = {status.rank: status for status in read_status(folder, run=run)}
+    # By the clock of the disk, as the beats are: those of hosts differ.
+    now = known[but].time if but in known else time.time()
+    said = []
+    for rank in set(range(world)) - {but}:
+        status = known.get(rank)
+        if status is None:
+            said.append(f"rank {rank} never started")
+        elif status.code and status.code != PREEMPTED and status.cause:
+            said.append(f"rank {rank} failed in {status.phase} of step {status.step}: {status.error}")
+        elif status.silent(now):
+            said.append(
+                f"rank {rank} died or hangs in {status.phase} of step {status.step} (pid {status.pid})"
+            )
+    return "; ".join(said)

@@ -1,0 +1,189 @@
+"""From a command to a running process group: bare on one rank, through torchrun on many."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from importlib.metadata import version
+from pathlib import Path
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from ..parallel_state import (
+    BACKENDS,
+    FILES_TIMEOUT,
+    TIMEOUT,
+    BadInput,
+    Layout,
+    ParallelState,
+    PeerFailed,
+    check_local_ranks,
+    launched,
+)
+from ..system import visible
+from .heartbeat import blame, first_failure, make_folder, new_start, read_status
+from .own_ranks import OwnRanks
+from .process_info import adopting_orphans
+from .rendezvous import join
+from .stop_signals import PREEMPTED
+
+#: Seconds in which a rank that failed has to end by itself.
+_TO_LEAVE = 5.0
+
+
+def under_torchrun() -> bool:
+    """Whether somebody has already started the ranks. ``BadInput`` for variables that cannot be."""
+    return launched() is not None
+
+
+def own_rank() -> int:
+    """This process's rank under torchrun; 0 where nobody started ranks."""
+    here = launched()
+    return here.rank if here else 0
+
+
+def check_device(device: str) -> None:
+    """``BadInput`` for CUDA where there is none."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise BadInput("recipe", "device", expected="cpu: this machine has no CUDA device", found="cuda")
+
+
+def check_local(layout: Layout, *, device: str) -> None:
+    """Refuse a device that is not here, or more ranks than this machine can run. Leaves no trace.
+
+    Only for ranks that nobody has started yet: where torchrun did, they may be spread over many machines.
+    """
+    check_device(device)
+    check_local_ranks(layout.world, devices=torch.cuda.device_count() if device == "cuda" else None)
+
+
+def check_launch(layout: Layout, *, device: str) -> None:
+    """Refuse a device that is not here, or another number of ranks than the layout's. Leaves no trace."""
+    check_device(device)
+    here = launched()
+    layout.check_world(here.world if here else 1)
+    if device == "cuda" and here and here.local_rank >= torch.cuda.device_count():
+        expected = f"one of the {torch.cuda.device_count()} CUDA devices of this machine, from 0"
+        raise BadInput("environment", "LOCAL_RANK", expected=expected, found=here.local_rank)
+
+
+@contextmanager
+def process_group(
+    layout: Layout,
+    *,
+    device: str = "cpu",
+    timeout: timedelta = TIMEOUT,
+    files_timeout: timedelta = FILES_TIMEOUT,
+    alike: Mapping[str, str] | None = None,
+) -> Iterator[ParallelState]:
+    """Join (or, on one rank, make) the process group and take it down at the end; gives this rank's state.
+
+    ``timeout`` bounds every wait for a peer, ``files_timeout`` those for files; ``alike`` are facts in which
+    all ranks must agree, and they must agree in the versions of torch and of this library.
+    """
+    check_launch(layout, device=device)
+    here, world, rank = launched(), layout.world, own_rank()
+    if device == "cuda":
+        torch.cuda.set_device(here.local_rank if here else 0)
+    card = {"torch": torch.__version__, "trilith": version("trilith"), **(alike or {})}
+    store = join(here, card, timeout) if here else dist.HashStore()
+    dist.init_process_group(BACKENDS[device], store=store, rank=rank, world_size=world, timeout=timeout)
+    failed = threading.Event()
+    if here:
+        _leave_when(failed)
+    try:
+        yield ParallelState.start(layout, device=device, timeout=timeout, files_timeout=files_timeout)
+    except BaseException:
+        failed.set()
+        if world == 1:  # nobody to wait for; the process may go on, and start a group again
+            dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
+
+
+def launch(arguments: Sequence[str], world: int, status: Path, *, lock: int | None = None) -> int:
+    """Run ``trilith <arguments>`` on ``world`` local ranks through torchrun; the exit code of the first that
+    failed.
+
+    torchrun flattens every exit code to 1, so the ranks' own words are read from the folder ``status``, which
+    is this launch's alone. SIGTERM and SIGINT go on to torchrun, which hands them to the ranks; if this
+    process or torchrun is killed, the ranks save and leave. ``lock`` is a descriptor that all of them hold.
+    """
+    check_local_ranks(world)
+    make_folder(status)
+    run = new_start()
+    each = max(1, (os.cpu_count() or 1) // world)
+    command = [sys.executable, "-m", "trilith.runs.torchrun_agent", str(os.getpid())]
+    command += ["--nproc-per-node", str(world)]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--rdzv-id", run]
+    command += ["--no-python", sys.executable, "-m", "trilith.cli", *arguments]
+    environment = {"OMP_NUM_THREADS": str(each), **os.environ}
+    with tempfile.TemporaryFile("w+") as log, adopting_orphans():
+        # What torchrun says on a failure is a page that blames the victim; it is kept for the unexpected
+        # case.
+        child = subprocess.Popen(command, env=environment, stdin=lock, stderr=log)
+        with forward_signals(child):
+            ranks = OwnRanks(child, status, run)
+            code = ranks.wait()
+        ended = [one.code for one in read_status(status, run=run)]
+        if ended == [0] * world:  # whatever became of torchrun
+            return 0
+        failed = first_failure(status, run=run) if code else None
+        if failed is not None:
+            kind = "stopped" if failed.code == PREEMPTED else "error"
+            sys.stderr.write(f"{kind}: rank {failed.rank}: {visible(failed.error)}\n")
+            return int(failed.code or 1)
+        dead = blame(status, world, but=-1, run=run, wait=0.0) if code else ""
+        if dead:
+            if not ended:  # not one came far enough to say why
+                log.seek(0)
+                sys.stderr.write(visible(log.read()))
+            sys.stderr.write(f"error: {visible(dead)}\n")
+            return PeerFailed.exit_code
+        if code:
+            log.seek(0)
+            sys.stderr.write(visible(log.read()))
+        if code < 0:
+            sys.stderr.write(f"error: torchrun was killed by signal {-code}\n")
+            return PeerFailed.exit_code
+    return code
+
+
+@contextmanager
+def forward_signals(child: subprocess.Popen[bytes]) -> Iterator[None]:
+    """While it lasts, SIGTERM and SIGINT are the child's business."""
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        if child.poll() is None:
+            child.send_signal(number)
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _leave_when(failed: threading.Event) -> None:
+    """After a failure nothing may keep this process: no peer that hangs, no collective in a destructor.
+
+    The thread is made beforehand: where memory ran out, starting one may hang.
+    """
+
+    def leave() -> None:
+        failed.wait()
+        time.sleep(_TO_LEAVE)
+        os._exit(PeerFailed.exit_code)
+
+    threading.Thread(target=leave, name="leave", daemon=True).start()

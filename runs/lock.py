@@ -1,0 +1,129 @@
+"""One run at a time in a folder: two would write over each other's metrics and checkpoints.
+
+The system gives the lock up when the last process that holds it ends, however it ends, so a killed run
+blocks nobody for long, and ranks that outlive it by some seconds are waited for.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..parallel_state import BadInput, ParallelState, together
+from .heartbeat import clear_status, make_folder, new_start, status_folder, this_start
+
+#: Seconds to wait for the ranks of a run that has just failed to be gone.
+_PATIENCE = 10.0
+_STANDARD_INPUT = 0
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(line + "\n")
+    sys.stderr.flush()
+
+
+@contextmanager
+def lock_folder(
+    folder: Path, *, patience: float | None = None, say: Callable[[str], None] = _say
+) -> Iterator[int]:
+    """While it lasts, ``folder`` is this process's, and that of the processes which inherit the descriptor
+    that this gives. Nothing in a folder of another run is touched.
+
+    Raises ``BadInput`` if another run has the folder for ``patience`` seconds (10 unless given). ``say`` gets
+    a line before a wait.
+    """
+    fd = _open(folder)
+    try:
+        _take(fd, folder, patience, say)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def only_run_in(
+    folder: Path, state: ParallelState, *, patience: float | None = None, say: Callable[[str], None] = _say
+) -> Iterator[str]:
+    """While it lasts, ``folder`` is that of the ranks which enter this together. Gives the name of this start
+    of the run. Collective; ``BadInput`` on every rank if another run has the folder for ``patience`` seconds.
+
+    Rank 0 holds the lock, unless the launcher that started the ranks does.
+    """
+    held: list[int] = []
+
+    def take() -> str:
+        if state.rank:
+            return ""
+        if inherits_lock(folder):
+            return this_start()
+        held.append(_open(folder))
+        _take(held[0], folder, patience, say)
+        return new_start()
+
+    try:
+        yield together(take, world=state.layout.world, group=state.file_group)[0]
+    finally:
+        for fd in held:
+            os.close(fd)
+
+
+def inherits_lock(folder: Path) -> bool:
+    """Whether the launcher that started this rank has the lock. It hands it on as standard input, the only
+    descriptor that torchrun passes to ranks.
+    """
+    try:
+        if not os.path.samestat(os.fstat(_STANDARD_INPUT), os.stat(_file(folder))):
+            return False
+        fcntl.flock(_STANDARD_INPUT, fcntl.LOCK_EX | fcntl.LOCK_NB)  # holds already, or it is not handed on
+    except OSError:
+        return False
+    return True
+
+
+def _file(folder: Path) -> Path:
+    return folder / "run.lock"
+
+
+def _open(folder: Path) -> int:
+    make_folder(folder)
+    try:
+        return os.open(_file(folder), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        expected, found = "a folder that can be written to", f"{_file(folder)}: {error.strerror}"
+        raise BadInput("recipe", "out", expected=expected, found=found) from None
+
+
+def _take(fd: int, folder: Path, patience: float | None, say: Callable[[str], None]) -> None:
+    """Wait for the lock; then forget what the ranks of an earlier run said."""
+    _wait_for(fd, folder, patience, say)
+    clear_status(status_folder(folder))
+
+
+def _wait_for(fd: int, folder: Path, patience: float | None, say: Callable[[str], None]) -> None:
+    patience = _PATIENCE if patience is None else patience
+    deadline, said = time.monotonic() + patience, False
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise BadInput(
+                    "recipe",
+                    "out",
+                    expected="a folder that no other run is using",
+                    found=f"{folder}, in use",
+                    todo="Wait for that run, or choose another folder",
+                ) from None
+        except OSError as error:
+            expected, found = "a file system that has locks", f"{folder}: {error.strerror}"
+            raise BadInput("recipe", "out", expected=expected, found=found) from None
+        if not said:
+            said = True
+            say(f"{folder} is in use by another run: waiting up to {patience:g} s for it to end")
+        time.sleep(0.2)

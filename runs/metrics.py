@@ -1,0 +1,132 @@
+"""What is known of each step, and its line in ``metrics.jsonl``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..storage.disk import writing
+from ..storage.small_files import log_line, read_good_lines, read_log
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetrics:
+    """One step. ``loss`` is the mean over the step's tokens in nats, ``grad_norm`` is before clipping.
+
+    ``memory`` is in bytes, of the rank that uses most. MFU is a share, ``None`` where the peak of the devices
+    is not known. ``skipped``: why nothing was updated (``overflow``, ``spike``), if so; ``skips``: how often
+    that was so by now. ``loss_scale``: of float16 alone. Without an evaluation after it, its numbers are
+    absent.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    tokens_per_second: float
+    seconds: float
+    mfu_causal: float | None = None
+    mfu_full: float | None = None
+    memory: int | None = None
+    skipped: str | None = None
+    skips: int = 0
+    loss_scale: float | None = None
+    balance_loss: float | None = None
+    router_z_loss: float | None = None
+    expert_load: float | None = None
+    evaluation_loss: float | None = None
+    evaluation_perplexity: float | None = None
+
+
+class StepLog:
+    """A file of one JSON line a step, to which lines are only added. A resume first drops the lines of steps
+    that it will repeat, and moves broken lines (a kill or a full disk cut them short) to a file beside
+    it whose name ends in ``.broken``; every good line stays.
+
+    ``None`` is left out; what is not finite, which JSON cannot say, is ``null``.
+    """
+
+    def __init__(self, path: Path, *, start: int) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept, broken = _sorted_out(path, start) if start and path.exists() else ([], [])
+        if broken:
+            _replace(path.with_name(path.name + ".broken"), broken)
+        _replace(path, kept)
+        with writing(path):
+            self._file = path.open("a", encoding="utf-8")
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        with writing(self.path):
+            self._file.write(log_line(_finite(line)) + "\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _sorted_out(path: Path, start: int) -> tuple[list[str], list[str]]:
+    """The lines of steps before ``start`` as they stand, and the lines that name no step."""
+    kept, broken = [], []
+    for line in read_log(path):
+        step = _step(line.value)
+        if step is None:
+            broken.append(line.text)
+        elif step < start:
+            kept.append(line.text)
+    return kept, broken
+
+
+def _replace(path: Path, lines: list[str]) -> None:
+    """Write a file whole or not at all."""
+    temporary = path.with_name(path.name + ".tmp")
+    with writing(path):
+        try:
+            temporary.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+            temporary.replace(path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+def _finite(line: Mapping[str, Any]) -> dict[str, Any]:
+    said = {key: value for key, value in line.items() if value is not None}
+    return {
+        key: _finite(value) if isinstance(value, Mapping) else None if _is_odd(value) else value
+        for key, value in said.items()
+    }
+
+
+def _is_odd(value: object) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Read a ``metrics.jsonl``: the fields of ``StepMetrics`` that are known, without broken lines."""
+    return read_lines(path)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Read the lines of a step log; none if there is no file. A line that is broken, or names no step, is
+    passed over.
+    """
+    return [line for line in read_good_lines(path) if _step(line) is not None]
+
+
+def is_whole(line: Mapping[str, Any]) -> bool:
+    """Whether a line has what each step has, so that a report can show it. ``None`` stands for a number that
+    was not finite.
+    """
+    said = [line.get(key, "") for key in ("loss", "grad_norm", "lr", "tokens_per_second", "seconds")]
+    numbers = all(value is None or type(value) in (int, float) for value in said)
+    return numbers and type(line.get("tokens")) is int
+
+
+def _step(line: Mapping[str, Any] | None) -> int | None:
+    """The step that a line is about."""
+    step = None if line is None else line.get("step")
+    return step if type(step) is int and step >= 0 else None

@@ -1,0 +1,73 @@
+"""The ranks that a launcher started, and no others: it waits for them and ends those that hang."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from .heartbeat import RankStatus, read_status
+from .process_info import children_of, environment_of, process_info
+from .stop_signals import GRACE, PREEMPTED
+
+_LOOK_EVERY = 0.2
+#: Seconds that ranks have to end by themselves once one has failed.
+_HANGING_AFTER = 4.0
+#: Seconds that ranks have to save and leave once torchrun is gone.
+_ORPHANS_AFTER = GRACE + 5.0
+
+
+class OwnRanks:
+    """The ranks under ``child``, which is torchrun. What they say of themselves is in the folder ``status``,
+    under the name ``run``.
+
+    A process counts as ours if torchrun is its parent or, once torchrun is dead, we are, and its environment
+    has ``run``; a status file alone proves nothing.
+    """
+
+    def __init__(self, child: subprocess.Popen[bytes], status: Path, run: str) -> None:
+        self._child, self._status, self._run = child, status, run
+
+    def wait(self) -> int:
+        """The exit code of torchrun, once it and all ranks are gone.
+
+        torchrun gives ranks that hang after a failure half a minute; we give less.
+        """
+        failed_at: float | None = None
+        while self._child.poll() is None:
+            time.sleep(_LOOK_EVERY)
+            known = read_status(self._status, run=self._run)
+            if failed_at is None and any(one.code not in (None, 0, PREEMPTED) for one in known):
+                failed_at = time.monotonic()
+            if failed_at is not None and time.monotonic() - failed_at > _HANGING_AFTER:
+                for one in known:
+                    if one.code is None and self._runs_under_torchrun(one):
+                        os.kill(one.pid, signal.SIGKILL)
+        self._end_orphans()
+        return self._child.returncode
+
+    def _runs_under_torchrun(self, one: RankStatus) -> bool:
+        info = None if one.gone else process_info(one.pid)
+        return info is not None and info.parent == self._child.pid and info.started == one.started
+
+    def _end_orphans(self) -> None:
+        """Ranks whose torchrun was killed save and leave; after a while they are ended."""
+        deadline, asked = time.monotonic() + _ORPHANS_AFTER, set[int]()
+        while orphans := self._orphans():
+            late = time.monotonic() > deadline
+            for pid in orphans if late else orphans - asked:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL if late else signal.SIGTERM)
+            asked |= orphans
+            time.sleep(_LOOK_EVERY)
+        for pid in asked:
+            with suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+
+    def _orphans(self) -> set[int]:
+        """Our own children of this start: we adopted them."""
+        name = f"TORCHELASTIC_RUN_ID={self._run}"
+        return {one.pid for one in children_of(os.getpid()) if one.alive and name in environment_of(one.pid)}

@@ -1,0 +1,1 @@
+"""The page about a run: its record, charts and tables."""

@@ -1,0 +1,211 @@
+"""A run, or several over each other, as one HTML page that needs no script, no other file and no network."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from ...storage.output_file import check_output_file, output_file
+from .chart import Chart, Series, shown
+from .record import RunRecord, read_run, told
+from .style import STYLE
+from .tables import folded, table
+
+#: Key of a metrics line, title, unit, factor from the file's unit to the chart's.
+CHARTS = (
+    ("loss", "Loss", "nats a token", 1.0),
+    ("lr", "Learning rate", "", 1.0),
+    ("grad_norm", "Gradient norm", "before clipping", 1.0),
+    ("tokens_per_second", "Throughput", "tokens a second", 1.0),
+    ("mfu_causal", "MFU", "percent of peak, causal attention", 100.0),
+    ("memory", "Memory", "GiB, of the rank that uses most", 2.0**-30),
+)
+#: Columns of the table of steps.
+COLUMNS = (
+    *("loss", "evaluation_loss", "evaluation_perplexity", "lr", "grad_norm", "tokens_per_second"),
+    *("mfu_causal", "mfu_full", "memory", "seconds"),
+)
+UNITS = {"memory": "memory (GiB)"}
+#: By which a report is known as one.
+_MARK = '<meta name="generator" content="trilith report">'
+#: Even if something were not escaped, the policy lets nothing run and nothing be fetched.
+_FRAME = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8">{mark}
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<meta http-equiv="Content-Security-Policy"
+  content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
+<link rel="icon" href="data:,"><title>{title}</title><style>{style}</style></head>
+<body><main>{body}</main></body></html>
+"""
+#: Rows of a run's table of steps; of a longer run every n-th.
+_MOST_ROWS = 1000
+
+
+def write_report(folders: Sequence[Path], out: Path, *, force: bool = False) -> None:
+    """Read the runs' folders and write the page.
+
+    ``BadInput`` for a folder in which no run has written, or an ``out`` that cannot be a file, or that exists
+    and is no report, unless ``force``.
+    """
+    check_output_file(out, ours=_is_report, force=force, parents=True)
+    page = make_report([read_run(folder) for folder in folders])
+    with output_file(out, ours=_is_report, force=force, parents=True) as path:
+        path.write_text(page, encoding="utf-8")
+
+
+def _is_report(seen: bytes) -> bool:
+    return seen.startswith(b"<!DOCTYPE html>") and _MARK.encode() in seen
+
+
+def make_report(runs: Sequence[RunRecord]) -> str:
+    """The page. Whatever a run's files say is escaped."""
+    title = "Run " + runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
+    body = [
+        f"<h1>{escape(title)}</h1>",
+        _summary(runs),
+        "<h2>Curves</h2>",
+        f'<div class="charts">{"".join(_charts(runs))}</div>',
+        _differences(runs) if len(runs) > 1 else "",
+    ]
+    for number, run in enumerate(runs):
+        heading = f"<h2>{escape(run.name)}</h2>" if len(runs) > 1 else ""
+        body.append(
+            f'<section id="run-{number}">{heading}{_events(run)}{_recipe(run)}{_steps(run)}</section>'
+        )
+    return _FRAME.format(mark=_MARK, title=escape(title), style=STYLE, body="".join(body))
+
+
+def _charts(runs: Sequence[RunRecord]) -> Iterable[str]:
+    """A run has one colour and one pattern on all charts; evaluations have marks."""
+    alone = len(runs) == 1
+    resumed = sorted({one["step"] for one in runs[0].attempts if one["event"] == "resumed"}) if alone else ()
+    for key, title, unit, factor in CHARTS:
+        series = []
+        for number, run in enumerate(runs):
+            label = title if alone else run.name
+            if key == "loss":
+                label = "training" if alone else f"{run.name}: training"
+            series.append(Series(label, _scaled(run.column(key), factor), number))
+            if key == "loss":
+                label, style = ("evaluation", 1) if alone else (f"{run.name}: evaluation", number)
+                series.append(Series(label, run.column("evaluation_loss"), style, marked=True))
+        yield Chart(key, title, unit, series, resumed).svg()
+
+
+def _scaled(points: list[tuple[int, float | None]], factor: float) -> list[tuple[int, float | None]]:
+    return [(x, None if y is None else y * factor) for x, y in points]
+
+
+def _summary(runs: Sequence[RunRecord]) -> str:
+    facts = [_facts(run) for run in runs]
+    head = ["run", *(run.name for run in runs)] if len(runs) > 1 else ()
+    return table(([key, *(one[key] for one in facts)] for key in facts[0]), caption="In short", head=head)
+
+
+def _facts(run: RunRecord) -> dict[str, str]:
+    last = run.steps[-1] if run.steps else {}
+    evaluations = [(value, step) for step, value in run.column("evaluation_loss") if value is not None]
+    best = min(evaluations, default=None)
+    rates = sorted(value for _, value in run.column("tokens_per_second") if value)
+    memory = [value for _, value in run.column("memory") if value]
+    mfu = [(line["mfu_causal"], line["mfu_full"]) for line in run.steps if line.get("mfu_causal")]
+    middle = sorted(mfu)[len(mfu) // 2] if mfu else None
+    layouts = list(dict.fromkeys(str(one.get("layout")) for one in run.attempts))
+    resumes = sum(one["event"] == "resumed" for one in run.attempts)
+    return {
+        "state": run.state,
+        "layout": "; then ".join(layouts) or "unknown",
+        "resumed": f"{resumes} times" if resumes != 1 else "once",
+        "last loss": f"{shown(last['loss'])} at step {run.done:,}" if last else "none",
+        "best evaluation loss": f"{shown(best[0])} at step {best[1]:,}" if best else "not evaluated",
+        "tokens": f"{sum(line['tokens'] for line in run.steps):,}",
+        "median throughput": f"{rates[len(rates) // 2]:,.0f} tokens/s" if rates else "unknown",
+        "median MFU": f"{middle[0]:.1%} (all of attention: {middle[1]:.1%})" if middle else "peak not known",
+        "most memory": f"{max(memory) / 2**30:.2f} GiB" if memory else "unknown",
+        "skipped steps": _skipped(run.skipped),
+        "last complete checkpoint": run.checkpoint or "none",
+    }
+
+
+def _skipped(steps: list[str]) -> str:
+    if not steps:
+        return "none"
+    return f"{len(steps)}: {', '.join(steps[:20])}{' ...' if len(steps) > 20 else ''}"
+
+
+def _events(run: RunRecord) -> str:
+    rows = [
+        (
+            "" if one["time"] is None else f"{datetime.fromtimestamp(one['time'], UTC):%Y-%m-%d %H:%M:%S}",
+            one["event"],
+            f"{one['step']:,}",
+            _detail(one),
+        )
+        for one in told(run.events)
+    ]
+    return table(rows, caption="What happened", head=("time (UTC)", "event", "after step", "what"))
+
+
+def _detail(one: dict[str, Any]) -> str:
+    match one["event"]:
+        case "started":
+            source = one.get("weights")
+            return _where(one) + (f", weights from {source}" if source else "")
+        case "resumed":
+            return f"{_where(one)}, from {one['checkpoint']}, written by {one['written_by']}"
+        case "saved":
+            return str(one["checkpoint"])
+        case "vanished":
+            return "no word of how it ended: killed, or its machine lost"
+        case _:
+            return str(one.get("why", ""))
+
+
+def _where(one: dict[str, Any]) -> str:
+    return f"on {one['world']} rank{'s' if one['world'] > 1 else ''} ({one['layout']})"
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, str]:
+    if isinstance(value, dict) and value:
+        return {
+            key: text for name, one in value.items() for key, text in _flat(one, f"{prefix}{name}.").items()
+        }
+    return {prefix.rstrip("."): json.dumps(value, ensure_ascii=False)}
+
+
+def _recipe(run: RunRecord) -> str:
+    rows = [one for one in _flat(run.recipe).items() if one[1] != "null"] if run.recipe else []
+    return folded("Recipe of the last attempt", table(rows)) if rows else ""
+
+
+def _differences(runs: Sequence[RunRecord]) -> str:
+    """The keys in which the recipes differ."""
+    flats = [_flat(run.recipe) if run.recipe else {} for run in runs]
+    keys = dict.fromkeys(key for flat in flats for key in flat)
+    rows = [[key, *(flat.get(key, "null") for flat in flats)] for key in keys]
+    odd = [row for row in rows if len(set(row[1:])) > 1]
+    return table(odd, caption="Where the recipes differ", head=["key", *(run.name for run in runs)])
+
+
+def _steps(run: RunRecord) -> str:
+    every = max(1, -(-len(run.steps) // _MOST_ROWS))
+    columns = [key for key in COLUMNS if any(key in line for line in run.steps)]
+    rows = [[str(line["step"] + 1), *(_cell(line, key) for key in columns)] for line in run.steps[::every]]
+    head = ["step", *(UNITS.get(key, key.replace("_", " ")) for key in columns)]
+    which = "every step" if every == 1 else f"one step in {every}; all of them are in metrics.jsonl"
+    return folded(f"Numbers ({which})", table(rows, head=head, numbers=True))
+
+
+def _cell(line: dict[str, Any], key: str) -> str:
+    if key not in line:
+        return ""
+    if line[key] is None:
+        return "not finite"
+    if key == "memory":
+        return f"{line[key] / 2**30:.2f}"
+    return f"{line[key]:.1%}" if key.startswith("mfu") else repr(line[key])

@@ -1,0 +1,107 @@
+"""What a run's folder says about the run: its steps, what happened to it, its last recipe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...checkpoints import complete_checkpoints
+from ...parallel_state import BadCheckpoint, BadInput
+from ..events import read_events
+from ..metrics import is_whole, read_metrics
+
+_ENDS = ("finished", "stopped", "failed")
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """Lines of metrics.jsonl, lines of events.jsonl, and the last complete checkpoint."""
+
+    name: str
+    steps: list[dict[str, Any]]
+    events: list[dict[str, Any]]
+    checkpoint: str | None
+
+    @property
+    def attempts(self) -> list[dict[str, Any]]:
+        """Starts and resumes, in order."""
+        return [one for one in self.events if one["event"] in ("started", "resumed")]
+
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """Of the last attempt; empty where none was noted."""
+        return dict(self.attempts[-1].get("recipe", {})) if self.attempts else {}
+
+    @property
+    def skipped(self) -> list[str]:
+        """Steps, from 1, that updated nothing, and why."""
+        found = ((int(line["step"]) + 1, line.get("skipped")) for line in self.steps)
+        return [f"{step} ({why})" for step, why in found if why]
+
+    @property
+    def state(self) -> str:
+        """How it stands, in words."""
+        last = next((one for one in reversed(self.events) if one["event"] != "saved"), None)
+        if last is None:
+            return "unknown: it has no events"
+        step, event = last["step"], last["event"]
+        if event == "finished":
+            goal = last.get("goal", step)
+            return (
+                f"finished all {goal:,} steps"
+                if step >= goal
+                else f"ended at step {step:,} of {goal:,}, as asked"
+            )
+        if event in ("stopped", "failed"):
+            return f"{event} after step {step:,}"
+        return f"still running, or killed without a word, after step {self.done:,}"
+
+    @property
+    def done(self) -> int:
+        """Steps whose metrics are known, up to the last."""
+        return int(self.steps[-1]["step"]) + 1 if self.steps else 0
+
+    def column(self, key: str) -> list[tuple[int, float | None]]:
+        """(step from 1, value) of the steps that have this number; ``None`` where it was not finite."""
+        found = ((int(line["step"]) + 1, line[key]) for line in self.steps if key in line)
+        return [(step, value if isinstance(value, int | float) else None) for step, value in found]
+
+
+def told(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The events, and between two attempts one that no end separates, ``vanished``."""
+    found: list[dict[str, Any]] = []
+    open_attempt = False
+    for one in events:
+        if one["event"] in ("started", "resumed"):
+            if open_attempt:
+                found.append({"event": "vanished", "step": found[-1]["step"], "time": None})
+            open_attempt = True
+        elif one["event"] in _ENDS:
+            open_attempt = False
+        found.append(one)
+    return found
+
+
+def check_step(checkpoint: Path, step: int | None) -> None:
+    """Refuse a checkpoint in a run's folder that states more steps than the recipes of the run had."""
+    folder = checkpoint.parent.parent
+    if step is None or checkpoint.parent.name != "checkpoints" or not (folder / "events.jsonl").is_file():
+        return
+    goals = [attempt.get("recipe", {}).get("steps") for attempt in read_run(folder).attempts]
+    most = max((goal for goal in goals if isinstance(goal, int)), default=None)
+    if most is not None and step > most:
+        raise BadCheckpoint(
+            checkpoint, "step", expected=f"at most {most:,}, the run's steps", found=f"{step:,}"
+        )
+
+
+def read_run(folder: Path) -> RunRecord:
+    """``BadInput`` for a folder in which no run has written."""
+    steps = [line for line in read_metrics(folder / "metrics.jsonl") if is_whole(line)]
+    events = read_events(folder / "events.jsonl")
+    if not steps and not events:
+        raise BadInput(folder, expected="a run's folder with metrics.jsonl or events.jsonl", found="neither")
+    root = folder / "checkpoints"
+    complete = complete_checkpoints(root) if root.is_dir() else []
+    return RunRecord(str(folder), steps, events, str(complete[-1]) if complete else None)

@@ -1,0 +1,24 @@
+"""torchrun, for as long as its launcher lives: ``python -m trilith.runs.torchrun_agent PID ...``.
+
+``PID`` is the launcher's. When the launcher dies, torchrun gets SIGTERM, which it hands to the ranks: they
+save and leave.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from .process_info import end_with_parent
+
+
+def main(words: Sequence[str]) -> None:
+    """Run torchrun on the words after the launcher's process id."""
+    end_with_parent(parent=int(words[0]))
+    from torch.distributed.run import main as torchrun
+
+    torchrun([*words[1:]])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,110 @@
+"""The small files that travel with the weights unchanged: tokenizer, generation config, chat template.
+
+They are known by name. Whatever else lies in a folder stays there, so no pickle, no code and no file of the
+system that somebody linked to comes into a checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..parallel_state import BadInput
+from .crc import Checksum
+from .disk import Disk, writing
+from .regular import contained, open_regular, read_small, stat_regular
+from .stored_file import StoredFile
+from .strict_json import shown
+
+#: Any of these is enough for a tokenizer.
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+#: The files that decide a tokenizer's ids.
+DECIDE_IDS = (*VOCABULARIES, "merges.txt", "added_tokens.json")
+#: Every file that travels along.
+COMPANIONS = tuple(
+    sorted(
+        {
+            *DECIDE_IDS,
+            "chat_template.jinja",
+            "chat_template.json",
+            "generation_config.json",
+            "special_tokens_map.json",
+            "tokenizer_config.json",
+            "vocab.txt",
+        }
+    )
+)
+
+_MOST_BYTES = 512 << 20
+_COPY = 1 << 20
+
+
+def companions_in(folder: Path, *, allow_symlinks: bool = False) -> list[Path]:
+    """Find the companions in a folder, by name.
+
+    ``BadInput`` for one that is no regular file, is larger than 512 MiB, or is a link that leads out of the
+    folder and the Hugging Face cache it belongs to, unless ``allow_symlinks``.
+    """
+    there = {path.name for path in folder.iterdir()}
+    found = [contained(folder, name, allow_symlinks=allow_symlinks) for name in COMPANIONS if name in there]
+    for path in found:
+        if (size := stat_regular(path).st_size) > _MOST_BYTES:
+            raise BadInput(path, expected=f"at most {_MOST_BYTES:,} bytes", found=f"{size:,}")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Companion:
+    """One file that travels along, as it was when it was read."""
+
+    name: str
+    data: bytes
+
+    @property
+    def stored(self) -> StoredFile:
+        """What a manifest says of it."""
+        return StoredFile(name=self.name, size=len(self.data), crc32=Checksum().add(0, self.data))
+
+    def write(self, directory: Path) -> None:
+        """Write it into a checkpoint; it is on the disk when this returns."""
+        Disk().write_file(directory / self.name, self.data)
+
+
+def read_companions(paths: Sequence[Path]) -> list[Companion]:
+    """Read all of them; ``BadInput`` for a file whose name is not that of a companion."""
+    for path in paths:
+        check_companion(path.name, path)
+    return [Companion(path.name, read_small(path, _MOST_BYTES)) for path in paths]
+
+
+def check_companion(name: str, where: object) -> None:
+    """Refuse a file that may not travel along."""
+    if name not in COMPANIONS:
+        expected, todo = f"one of {', '.join(COMPANIONS)}", "No other file goes into a checkpoint"
+        raise BadInput(where, "companions", expected=expected, found=shown(name), todo=todo)
+
+
+def store_companion(source: Path, directory: Path, disk: Disk | None = None) -> StoredFile:
+    """Copy one into a checkpoint that is being written; what its manifest says of it."""
+    target = directory / source.name
+    copy_file(source, target, disk or Disk())
+    checksum, size = Checksum(), target.stat().st_size
+    with open_regular(target) as (fd, _):
+        checksum.fill_gaps(fd, [(0, size)])
+    return StoredFile(name=source.name, size=size, crc32=checksum.value(size))
+
+
+def copy_file(source: Path, target: Path, disk: Disk) -> None:
+    """Copy the bytes of a small regular file, in pieces; they are on the disk when this returns."""
+    with open_regular(source) as (file, _), writing(target):
+        fd = disk.create(target)
+        try:
+            at = 0
+            while piece := os.pread(file, _COPY, at):
+                disk.write(fd, memoryview(piece), at)
+                at += len(piece)
+            disk.sync(fd)
+        finally:
+            disk.close(fd)

@@ -1,0 +1,183 @@
+"""Reading boxes of tensors from a safetensors file: by ``pread``, checked, with constant extra memory.
+
+The file is never mapped: a mapped file that shrinks kills the process with SIGBUS, and mapped pages count as
+memory of ours in every tool that a user looks at.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.lib.stride_tricks import as_strided
+
+from ..parallel_state import BadCheckpoint, BadInput, Box
+from .dtypes import BITS, TORCH
+from .regular import open_regular
+from .safetensors_header import Entry, header_length, parse_header
+from .strides import Runs, runs_of
+
+Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
+
+#: A run shorter than this costs more as a system call of its own than the bytes between it and the next.
+_RUN_WORTH_A_CALL = 4096
+_SCRATCH = 1 << 20
+#: How many pieces of a file ``state`` reads, beside the last, and of how many bytes.
+_SAMPLES, _SAMPLE = 64, 4096
+
+
+class TensorFile:
+    """A safetensors file whose header was read and checked. It holds no descriptor between calls.
+
+    ``tensors`` maps each name to its ``Entry``; ``metadata`` is the file's own ``__metadata__``; ``identity``
+    changes when the file does, also where its time stamp was put back. Safe to use from several threads at
+    once.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        tensors: dict[str, Entry],
+        metadata: dict[str, str],
+        data_begin: int,
+        identity: object,
+    ):
+        self.path, self.tensors, self.metadata, self.data_begin = path, tensors, metadata, data_begin
+        self.identity = identity
+
+    @classmethod
+    def open(cls, path: Path | str, *, expected: Container[str] = ()) -> TensorFile:
+        """Read and check the header of ``path``.
+
+        Every flaw of the file is a ``BadInput`` of one line naming the file and the tensor. ``expected`` are
+        names that are known to be wanted; any other name that looks like a path is refused.
+        """
+        path = Path(path)
+        with open_regular(path) as (fd, status):
+            first = os.pread(fd, 256, 0)
+            length = header_length(first, status.st_size, path)
+            raw = os.pread(fd, length, 8)
+            if len(raw) < length:
+                raise BadInput(path, expected=f"{length:,} bytes of header", found=f"{len(raw):,}")
+            header = parse_header(raw, status.st_size, path, expected=expected)
+            return cls(path, header.tensors, header.metadata, header.data_begin, _identity(status))
+
+    @property
+    def size(self) -> int:
+        """Bytes in the whole file."""
+        return max((entry.end for entry in self.tensors.values()), default=self.data_begin)
+
+    def read(self, name: str, box: Box | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The elements of tensor ``name`` in ``box`` (all of it by default), of the box's shape.
+
+        ``out``, if given, is filled and returned: a contiguous CPU tensor of that shape and of the stored
+        dtype. ``BadInput`` for a type that torch does not hold, ``BadCheckpoint`` if the file changed since
+        it was opened.
+        """
+        entry = self.tensors[name]
+        box = Box.whole(entry.shape) if box is None else box
+        if entry.dtype not in TORCH:
+            todo = "Quantised checkpoints are not supported"
+            raise BadInput(self.path, name, expected="a dtype that torch holds", found=entry.dtype, todo=todo)
+        if out is None:
+            out = torch.empty(box.shape, dtype=TORCH[entry.dtype])
+        assert out.dtype == TORCH[entry.dtype] and out.shape == box.shape and out.is_contiguous(), (
+            name,
+            out.shape,
+        )
+        if box.size:
+            self._read_box(name, entry, box, out.reshape(-1).view(torch.uint8).numpy())
+        return out
+
+    def state(self) -> tuple[str, object, str]:
+        """What names this very content: the path, the identity, and a hash of the header and of samples.
+
+        The samples are for file systems whose change times say nothing. There a few bytes that changed
+        between two samples are not seen.
+        """
+        with self._opened() as fd:
+            digest = hashlib.sha256(os.pread(fd, self.data_begin, 0))
+            for sample in range(_SAMPLES):
+                begin = self.data_begin + (self.size - self.data_begin) * sample // _SAMPLES
+                digest.update(os.pread(fd, _SAMPLE, begin))
+            digest.update(os.pread(fd, _SAMPLE, max(self.data_begin, self.size - _SAMPLE)))
+        return str(self.path), self.identity, digest.hexdigest()
+
+    def byte_ranges(self, name: str, box: Box | None = None) -> Iterator[tuple[int, int]]:
+        """The ``(offset, length)`` in the file of each contiguous run of ``box``, in element order."""
+        entry = self.tensors[name]
+        for runs in runs_of(entry.shape, box or Box.whole(entry.shape), _itemsize(entry)):
+            for row in range(runs.rows):
+                yield entry.begin + runs.offset + row * runs.stride, runs.length
+
+    def _read_box(self, name: str, entry: Entry, box: Box, into: Bytes) -> None:
+        at = 0
+        with self._opened() as fd:
+            for runs in runs_of(entry.shape, box, _itemsize(entry)):
+                length = runs.rows * runs.length
+                _read_runs(_Reader(fd, self.path, name), entry.begin, runs, into[at : at + length])
+                at += length
+        assert at == into.size, (at, into.size)
+
+    @contextmanager
+    def _opened(self) -> Iterator[int]:
+        """A descriptor of the file, refused if it changed since its header was read."""
+        with open_regular(self.path, kind=BadCheckpoint) as (fd, status):
+            if _identity(status) != self.identity:
+                found = "a file changed since"
+                raise BadCheckpoint(self.path, expected="the file as it was opened", found=found)
+            yield fd
+
+
+class _Reader:
+    """``pread`` that fills its buffer or says which tensor was cut short."""
+
+    def __init__(self, fd: int, path: Path, name: str):
+        self.fd, self.path, self.name = fd, path, name
+
+    def fill(self, into: Bytes, offset: int) -> None:
+        done = 0
+        while done < into.size:
+            count = os.preadv(self.fd, [into[done:].data], offset + done)
+            if count == 0:
+                found, todo = f"only {offset + done:,}", "The file shrank while it was read"
+                expected = f"{offset + into.size:,} bytes in the file"
+                raise BadCheckpoint(self.path, self.name, expected=expected, found=found, todo=todo)
+            done += count
+
+
+def _read_runs(reader: _Reader, begin: int, runs: Runs, into: Bytes) -> None:
+    """Fill ``into`` with the runs one after another."""
+    if runs.rows == 1:
+        reader.fill(into, begin + runs.offset)
+        return
+    at_once = _SCRATCH // runs.stride
+    if runs.length >= _RUN_WORTH_A_CALL or at_once < 2:
+        for row in range(runs.rows):
+            reader.fill(
+                into[row * runs.length : (row + 1) * runs.length], begin + runs.offset + row * runs.stride
+            )
+        return
+    scratch = np.empty(min(at_once, runs.rows) * runs.stride, np.uint8)
+    rows_of = into.reshape(runs.rows, runs.length)
+    for row in range(0, runs.rows, at_once):
+        count = min(at_once, runs.rows - row)
+        span = scratch[: (count - 1) * runs.stride + runs.length]
+        reader.fill(span, begin + runs.offset + row * runs.stride)
+        rows_of[row : row + count] = as_strided(span, (count, runs.length), (runs.stride, 1))
+
+
+def _itemsize(entry: Entry) -> int:
+    bits = BITS[entry.dtype]
+    assert bits % 8 == 0, entry.dtype
+    return bits // 8
+
+
+def _identity(status: os.stat_result) -> tuple[int, ...]:
+    """The change time is the one of these that no program can set."""
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns

@@ -1,0 +1,165 @@
+"""Writing one safetensors file whose tensors are known beforehand, in boxes that arrive in any order."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from threading import Lock
+
+import numpy as np
+import torch
+
+from ..parallel_state import Box
+from .crc import Checksum, crc_of
+from .disk import Disk, DiskFailed, writing
+from .dtypes import TORCH
+from .safetensors_header import Entry, build_header
+from .strides import runs_of
+
+Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
+
+#: Bytes that are summed and written at once.
+_PIECE = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A finished file: its bytes and their CRC-32 (0 if it was not asked for)."""
+
+    size: int
+    crc: int
+
+
+class TensorWriter:
+    """A new safetensors file. ``close`` returns once every byte is on the disk.
+
+    ``tensors`` maps each name to ``(dtype, shape)``, the dtype by the format's name. ``entries`` says where
+    each lies. Boxes may come from several threads; each element must come exactly once. With ``again`` the
+    file may be there, left by a run that was killed; ``take`` says which tensors it holds. ``checksum`` is
+    not free: where nobody keeps it (Hugging Face's folders) it is not taken. With ``overlap`` a thread takes
+    it while the bytes are written; the caller then leaves them unchanged until ``close``.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        tensors: Mapping[str, tuple[str, tuple[int, ...]]],
+        *,
+        metadata: Mapping[str, str] | None = None,
+        disk: Disk | None = None,
+        again: bool = False,
+        checksum: bool = True,
+        overlap: bool = False,
+    ):
+        header, self.entries = build_header(tensors, metadata or {})
+        self.path = path
+        self.size = len(header) + sum(entry.nbytes for entry in self.entries.values())
+        self._disk = disk or Disk()
+        self._checksum = Checksum() if checksum else None
+        self._lock = Lock()
+        self._pool = ThreadPoolExecutor(1, "checksum") if overlap and checksum else None
+        self._sums: list[Future[int]] = []
+        self._missing = {name: prod(entry.shape) for name, entry in self.entries.items()}
+        with writing(path):
+            self._fd = self._disk.reopen(path) if again and path.exists() else self._disk.create(path)
+        self._write(np.frombuffer(header, np.uint8), 0)
+
+    def write(self, name: str, box: Box, tensor: torch.Tensor, crc: int | None = None) -> None:
+        """Put ``tensor``, a CPU tensor of the box's shape and the stored dtype, at ``box`` of ``name``.
+
+        A box that is one run of bytes costs one call to the system; its checksum is taken from memory, unless
+        the caller knows it: ``crc``. Others cost a call a run and are read once more by ``close``.
+        """
+        entry: Entry = self.entries[name]
+        assert tensor.dtype == TORCH[entry.dtype] and tensor.shape == box.shape, (name, box, tensor.shape)
+        if box.size == 0:
+            return
+        data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+        at = 0
+        for runs in runs_of(entry.shape, box, tensor.element_size()):
+            for row in range(runs.rows):
+                offset = entry.begin + runs.offset + row * runs.stride
+                whole = runs.length == data.size
+                self._write(
+                    data[at : at + runs.length], offset, crc if whole else None, sum_now=runs.rows == 1
+                )
+                at += runs.length
+        self._written(name, box.size)
+
+    def sum_of(self, name: str) -> int:
+        """The CRC-32 of a tensor's bytes, as they are in the file."""
+        entry = self.entries[name]
+        return crc_of(self._fd, entry.begin, entry.end)
+
+    def take(self, name: str, crc: int) -> None:
+        """The tensor is in the file already, whole, with this ``sum_of``."""
+        entry = self.entries[name]
+        if self._checksum is not None:
+            self._checksum.known(entry.begin, entry.nbytes, crc)
+        self._written(name, prod(entry.shape))
+
+    def _written(self, name: str, elements: int) -> None:
+        with self._lock:
+            self._missing[name] -= elements
+
+    def sync(self) -> None:
+        """What was written so far is on the disk when this returns."""
+        with writing(self.path):
+            self._disk.sync(self._fd)
+
+    def close(self) -> Written:
+        """Flush to the disk and give the size and checksum of the file."""
+        left = {name: count for name, count in self._missing.items() if count}
+        assert not left, f"{self.path}: elements not written exactly once: {left}"
+        crc, found = 0, os.fstat(self._fd).st_size
+        if found != self.size:
+            raise DiskFailed(f"{self.path}: {self.size:,} bytes were written, {found:,} are there")
+        for one in self._sums:
+            one.result()
+        if self._checksum is not None:
+            self._checksum.fill_gaps(self._fd, [(0, self.size)])
+            if gaps := self._checksum.gaps(self.size):
+                raise DiskFailed(f"{self.path}: what was written cannot be read from byte {gaps[0][0]:,} on")
+            crc = self._checksum.value(self.size)
+        self.sync()
+        self.abandon()
+        return Written(self.size, crc)
+
+    def abandon(self) -> None:
+        """Give the descriptor back and leave the file as it is."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+        if self._fd >= 0:
+            self._disk.close(self._fd)
+            self._fd = -1
+
+    def _write(
+        self,
+        data: Bytes,
+        offset: int,
+        crc: int | None = None,
+        sum_now: bool = True,
+    ) -> None:
+        if not sum_now or self._checksum is None:
+            self._put(data, offset)
+        elif crc is not None:
+            self._checksum.add(offset, data.data, crc)
+            self._put(data, offset)
+        else:
+            for at in range(
+                0, data.size, _PIECE
+            ):  # the sum brings a piece into the cache, to be written from there
+                piece = data[at : at + _PIECE]
+                if self._pool is not None:
+                    self._sums.append(self._pool.submit(self._checksum.add, offset + at, piece.data))
+                else:
+                    self._checksum.add(offset + at, piece.data)
+                self._put(piece, offset + at)
+
+    def _put(self, data: Bytes, offset: int) -> None:
+        with writing(self.path):
+            self._disk.write(self._fd, data.data, offset)

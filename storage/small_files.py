@@ -1,0 +1,155 @@
+"""Read the small files that people and other programs write: text, JSON, TOML and lines of JSON.
+
+This is the one reader for them. A file must be a regular file (a pipe or a device could make us wait for
+ever), no larger than a limit, in UTF-8, and with one meaning: no key twice, no number that is not finite, no
+deep nesting. Anything else is one line of ``BadInput`` that names the file.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..parallel_state import BadInput
+from .crc import crc32
+from .regular import read_small
+from .strict_json import (
+    DEEPEST,
+    decode_utf8,
+    deeper,
+    finite_float,
+    is_pointer,
+    parse_object,
+    what_it_looks_like,
+)
+
+#: Of a file that a person writes by hand: a recipe, a template. Unit: bytes.
+BY_HAND = 1 << 20
+#: Of a configuration that a program writes. Unit: bytes.
+CONFIGURATION = 16 << 20
+#: Of a log that grows by a line a step, and of a file of prompts. Unit: bytes.
+LOG = 1 << 30
+
+#: TOML's strings (quotes may lack their end, which is the parser's to refuse) and comments. No part of a
+#: match is tried twice, so that the time grows with the text alone.
+_TEXT_OR_COMMENT = re.compile(
+    r'"""(?:[^"\\]|\\.?|"(?!""))*+(?:""")?'
+    r"|'''(?:[^']|'(?!''))*+(?:''')?"
+    r'|"(?:[^"\\\n]|\\.?)*+"?'
+    r"|'[^'\n]*+'?"
+    r"|#[^\n]*+",
+    re.DOTALL,
+)
+#: A dotted key that names more levels than there may be. Python's parser takes time that grows with the
+#: square of the levels.
+_LONG_KEY = re.compile(rf"(?<![\w-])[\w-]++(?:[ \t]*+\.[ \t]*+[\w-]++){{{DEEPEST}}}")
+
+
+def _placeholder(found: re.Match[str]) -> str:
+    """Stand for a string as a key without dots, and for a comment as nothing."""
+    return "" if found[0].startswith("#") else "s"
+
+
+def refuse_pointer(raw: bytes, path: Path, *, kind: type[BadInput] = BadInput) -> None:
+    """Refuse what git-lfs leaves in a file's place until the file is fetched."""
+    if is_pointer(raw):
+        raise kind(path, expected="the file itself", found="a git-lfs pointer", todo=what_it_looks_like(raw))
+
+
+def read_text(path: Path, limit: int = BY_HAND, *, kind: type[BadInput] = BadInput) -> str:
+    """Read a text file. A byte order mark, which some editors put first, is left out."""
+    raw = read_small(path, limit, kind=kind)
+    refuse_pointer(raw, path, kind=kind)
+    return decode_utf8(raw, path, kind=kind).removeprefix("\ufeff")
+
+
+def read_json(path: Path, limit: int = CONFIGURATION, *, kind: type[BadInput] = BadInput) -> dict[str, Any]:
+    """Read a file that holds one JSON object."""
+    return parse_object(read_small(path, limit, kind=kind), path, kind=kind)
+
+
+def read_toml(path: Path, limit: int = BY_HAND) -> dict[str, Any]:
+    """Read a file in TOML."""
+    return parse_toml(read_text(path, limit), path)
+
+
+def parse_toml(text: str, where: object) -> dict[str, Any]:
+    """Parse TOML of at most ``DEEPEST`` nested levels; ``BadInput`` that names ``where`` and the line."""
+    try:
+        if _LONG_KEY.search(_TEXT_OR_COMMENT.sub(_placeholder, text)):
+            raise RecursionError
+        value = tomllib.loads(text, parse_float=finite_float)
+        if deeper(value, DEEPEST):
+            raise RecursionError
+        return value
+    except RecursionError:
+        raise BadInput(where, expected=f"a depth of at most {DEEPEST} levels", found="more") from None
+    except ValueError as error:  # TOMLDecodeError, our hook, and integers of thousands of digits
+        raise BadInput(where, expected="TOML", found=str(error)) from None
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of a file: its number from 1, and the JSON object in it or else what is wrong with it."""
+
+    number: int
+    text: str
+    value: dict[str, Any] | None
+    wrong: str = ""
+
+
+def log_line(fields: Mapping[str, Any]) -> str:
+    """Write a line of a log: a JSON object whose last field is the CRC-32 of all that stands before it."""
+    body = json.dumps(fields)[:-1]
+    return f'{body}, "crc32": "{crc32(body.encode()):08x}"}}'
+
+
+def _without_sum(raw: bytes, value: dict[str, Any], where: str) -> dict[str, Any]:
+    """Check and leave out a log line's sum; lines of earlier releases have none."""
+    if "crc32" not in value:
+        return value
+    stated, found = value.pop("crc32"), f"{crc32(raw.rpartition(b', ')[0]):08x}"
+    if stated != found:
+        raise BadInput(where, "crc32", expected=stated, found=found, todo="The line was altered or damaged")
+    return value
+
+
+def read_log(path: Path) -> Iterator[Line]:
+    """As ``read_json_lines``; a line that does not fit its sum is a broken one."""
+    for line in read_json_lines(path):
+        if line.value is None:
+            yield line
+            continue
+        try:
+            value = _without_sum(line.text.encode(), line.value, f"{path}:{line.number}")
+            yield Line(line.number, line.text, value)
+        except BadInput as error:
+            yield Line(line.number, line.text, None, str(error))
+
+
+def read_json_lines(path: Path, limit: int = LOG) -> Iterator[Line]:
+    """Read a file of JSON objects, one a line. A line that is blank is left out; a line that is broken is
+    given with what is wrong, so that the caller decides about it and the good lines after it are not lost.
+    """
+    for number, raw in enumerate(read_small(path, limit).split(b"\n"), 1):
+        if not raw.strip():
+            continue
+        text = raw.decode("utf-8", errors="replace")
+        try:
+            yield Line(number, text, parse_object(raw, f"{path}:{number}"))
+        except BadInput as error:
+            yield Line(number, text, None, str(error))
+
+
+def read_good_lines(path: Path) -> list[dict[str, Any]]:
+    """Read the JSON objects of a log; none if there is no file. Broken lines, which a kill or a full disk
+    leaves, are passed over.
+    """
+    if not path.exists():
+        return []
+    return [line.value for line in read_log(path) if line.value is not None]

@@ -1,0 +1,1 @@
+"""Compare a module with one process and name the first difference."""

@@ -1,0 +1,121 @@
+"""``assert_layout_invariant``: is a user's own module the same in every layout? If not, from where on?"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...checkpoints import differences, read_source
+from ...parallel_state import BadInput, Layout
+from ..ranks.failures import RankError
+from ..ranks.pickling import FunctionName, pack
+from ..ranks.pool import run_parallel
+from .finding import Fault, Figures
+from .run import Trial, Witnessed, alone, in_layout
+from .verdict import judge
+
+#: What a module that knows no sequence parallelism and no pipeline should bear.
+LAYOUTS = (Layout(tensor=2), Layout(data_replicate=2), Layout.of(tensor=2, data=2, zero=3))
+
+
+class LayoutVariance(AssertionError):
+    """A module whose results depend on the layout. ``fault.module`` is the first that differs."""
+
+    def __init__(self, layout: Layout, fault: Fault) -> None:
+        self.layout, self.fault = layout, fault
+        where = fault.module or "the model itself"
+        super().__init__(f"{layout}: {fault.phase}: {where}: {fault.said}")
+
+
+def assert_layout_invariant(
+    factory: Callable[..., nn.Module],
+    batch: Mapping[str, Tensor],
+    *,
+    layouts: Sequence[Layout] = LAYOUTS,
+    loss: Callable[..., tuple[Tensor, Tensor | int]] | None = None,
+    micro_batch: int = 1,
+    steps: int = 3,
+    clip: float = 0.1,
+    lr: float = 1e-2,
+    schedule: str | None = None,
+    checkpoint: bool = True,
+    tolerance: float = 1e-10,
+    seed: int = 0,
+    timeout: float = 120,
+) -> dict[Layout, Figures]:
+    """Run a module on one process and in every layout, in fp64, and compare all that can be seen of it.
+
+    ``factory(state=...)`` builds it: a function or class at the top level of a file, which other processes
+    find by name, or a ``functools.partial`` of one. On one process its ``state`` is ``None``. ``batch``:
+    tensors by name, samples on dim 0; ``forward`` takes those that it names, ``loss(given, samples)`` all of
+    them and, if it names it, ``state``, and returns the sum of the losses and how many they are, alike on
+    all tensor ranks. Without ``loss`` the module gives one whole tensor, whose elements all weigh otherwise.
+    ``micro_batch`` is in samples. ``schedule`` is of every pipeline; ``None`` is the plainest that goes with
+    the layout's stages: 1f1b, interleaved, or zbv.
+
+    Compared are, from micro-batch to micro-batch, what each module is given and gives and the gradients of
+    both; every parameter's gradient; loss, gradient norm and weights of ``steps`` AdamW steps with clipping;
+    and a ``checkpoint`` that each layout writes and the next reads, bit for bit. Dropout is off.
+
+    Returns the largest differences by layout. Raises ``LayoutVariance``, an ``AssertionError``, which names
+    the first module that differs in the order of computation, and ``BadInput`` for a layout that the module
+    refuses; what the module itself raises comes as ``RankError``. ``tolerance`` is relative to a tensor's
+    largest element; ``timeout``, in seconds, is of each run.
+    """
+    factory_name, arguments = _named(factory)
+    trial = Trial(
+        factory_name,
+        None if loss is None else FunctionName.of(loss),
+        pack((*arguments, dict(batch))),
+        micro_batch, steps, clip, lr, seed, "1f1b", torch.float64,
+    )  # fmt: skip
+    found: dict[Layout, Figures] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        read = f"{folder}/0" if checkpoint else None
+        (one,) = _run(alone, 1, trial, read, timeout=timeout)
+        for number, layout in enumerate(layouts, 1):
+            write = f"{folder}/{number}" if checkpoint else None
+            trial = replace(trial, schedule=schedule or _plainest(layout))
+            ranks = _run(in_layout, layout.world, trial, layout, one.shapes, read, write, timeout=timeout)
+            verdict = judge(layout, one, ranks, tolerance=tolerance)
+            if isinstance(verdict, Fault):
+                raise LayoutVariance(layout, verdict)
+            found[layout] = verdict
+            if read is not None and write is not None:
+                _same_checkpoint(layout, f"{folder}/0", write)
+                read = write
+    return found
+
+
+def _plainest(layout: Layout) -> str:
+    """The schedule for its stages."""
+    return "zbv" if layout.v_shape else "interleaved" if layout.virtual_stages > 1 else "1f1b"
+
+
+def _run(fn: Callable[..., Witnessed], world: int, *args: Any, timeout: float) -> list[Witnessed]:
+    try:
+        return run_parallel(fn, world, *args, timeout=timeout)
+    except RankError as error:
+        if isinstance(error.cause, BadInput):  # the user's words, rather than a rank's
+            raise error.cause from None
+        raise
+
+
+def _same_checkpoint(layout: Layout, first: str, second: str) -> None:
+    for one in differences(read_source(first), read_source(second)):
+        name = one.name.removeprefix("optimizer.exp_avg_sq.").removeprefix("optimizer.exp_avg.")
+        said = f"{one.name} is not what was read: {one.what}"
+        raise LayoutVariance(layout, Fault(name.rpartition(".")[0], "checkpoint", one.relative, said))
+
+
+def _named(factory: Callable[..., nn.Module]) -> tuple[FunctionName, tuple[Any, Any]]:
+    """The factory by its name, and what a ``partial`` gives it."""
+    if isinstance(factory, partial):
+        return FunctionName.of(factory.func), (factory.args, factory.keywords)
+    return FunctionName.of(factory), ((), {})

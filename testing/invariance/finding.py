@@ -1,0 +1,48 @@
+"""What is found wrong with a module in a layout, and how ranks of a layout stand together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from ...parallel_state import Layout
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """``module``: the first that differs, in the order of computation; ``phase``: ``structure``, ``forward``,
+    ``loss``, ``backward``, ``gradient``, ``update``. ``relative``: how far, over the largest element.
+    """
+
+    module: str
+    phase: str
+    relative: float
+    said: str
+    #: Whether all that is wrong so far is that parts were not added up.
+    unsummed: bool = False
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The largest relative differences of one layout."""
+
+    forward: float
+    gradients: float
+    weights: float
+
+
+def tensor_groups(layout: Layout, ranks: Sequence[T]) -> Iterator[Sequence[T]]:
+    """The tensor axis is the fastest."""
+    for start in range(0, layout.world, layout.tensor):
+        yield ranks[start : start + layout.tensor]
+
+
+def module_of(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def with_note(said: str, note: str) -> str:
+    return f"{said}: {note}" if note else said

@@ -1,0 +1,1 @@
+"""Compare a model with transformers, one process and a layout."""

@@ -1,0 +1,1 @@
+"""Processes that tests reuse as ranks."""

@@ -1,0 +1,51 @@
+"""A rank of ``run_fresh``: it runs one call and ends."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import threading
+import traceback
+from multiprocessing.connection import Connection
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from .messages import Call, Ready
+from .pickling import pack, unpack
+from .worker import enter
+
+
+def main(parent: Connection) -> int:
+    """Run the function that the parent sends, and give the code to exit with.
+
+    The interpreter then ends as any script's does, threads, process group and all: tests look at just that.
+    """
+    faulthandler.register(signal.SIGUSR1, all_threads=False)
+    faulthandler.enable()  # and where it was when a signal of the system's ended it
+    parent.send_bytes(pack(Ready()))
+    call = unpack(parent.recv_bytes())
+    assert isinstance(call, Call), call
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    torch.set_num_threads(1)
+    np.random.seed()  # forks share numpy's state, launched processes do not
+    try:
+        enter(call)
+        call.function.load()(*unpack(call.arguments))
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    except Exception as error:
+        traceback.print_exc()
+        code = getattr(error, "exit_code", 1)
+        return code if isinstance(code, int) else 1
+    return 0
+
+
+def _end_with(parent: Connection) -> None:
+    """The parent says nothing more: its end closes when it dies."""
+    try:
+        parent.recv_bytes()
+    except (EOFError, OSError):
+        os._exit(0)

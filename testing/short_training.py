@@ -1,0 +1,237 @@
+"""A few training steps of a model from the zoo in one layout, brought back as whole tensors to compare."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..data.batch import Batch
+from ..layers import IGNORE, compile_blocks
+from ..models import CausalLM, LoraConfig, adapted, family_of
+from ..parallel_state import (
+    Box,
+    Layout,
+    Normal,
+    ParallelState,
+    clip_gradients,
+    declarations,
+    initialize,
+    seed_of,
+    stored_box,
+)
+from ..parallel_state.engine import local_data
+from ..parallel_state.initial_weights import fill
+from ..recipes.sections import MemorySection, ParameterGroup
+from ..training.adamw import make_adamw
+from ..training.build import spare_memory
+from ..training.data_parallel import shard_over_data
+from ..training.parameter_groups import assign, freeze, names_of
+from ..training.precision import Precision
+from ..training.step import TrainStep
+
+
+@dataclass(frozen=True)
+class Case:
+    """What to train: a config.json's dict, a layout, a batch."""
+
+    config: dict[str, Any]
+    layout: Layout = field(default_factory=Layout)
+    split: tuple[int, ...] | None = None
+    schedule: str = "1f1b"
+    label_smoothing: float = 0.0
+    samples: int = 4
+    length: int = 16
+    micro_batch: int = 1
+    steps: int = 2
+    clip: float = 0.05
+    lr: float = 1e-2
+    dtype: torch.dtype = torch.float64
+    compute: torch.dtype | None = None
+    seed: int = 7
+    documents: bool = False  # several a row: positions start again where one starts
+    memory: MemorySection = field(default_factory=MemorySection)
+    compiled: str = ""  # torch.compile's backend
+    lora: dict[str, Any] | None = None
+    frozen: str | None = None  # a pattern over names: what is not trained
+
+
+@dataclass
+class Outcome:
+    """Losses and gradient norms of each step, the first step's gradients, the first and last parameters."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: dict[str, Tensor]
+    initial: dict[str, Tensor]
+    parameters: dict[str, Tensor]
+
+
+Pieces = dict[str, tuple[Box, bool, Tensor]]
+
+
+@dataclass
+class RankOutcome:
+    """An ``Outcome`` in the pieces that one rank holds."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: Pieces
+    initial: Pieces
+    parameters: Pieces
+
+
+def train_rank(case: Case) -> RankOutcome:
+    """Run inside a process group of ``case.layout.world`` ranks; what this rank holds in the end."""
+    state = ParallelState.start(case.layout)
+    family = family_of(case.config)
+    config = family.from_hf(case.config)
+    if case.lora is not None:
+        family = adapted(family, LoraConfig.model_validate(case.lora))
+    model = family.build(config, split=case.split, state=state, dtype=case.dtype)
+    if case.frozen is not None:
+        freeze(model, assign([ParameterGroup(match=case.frozen, freeze=True)], names_of(family, config)))
+    precision = Precision(case.dtype, case.compute or case.dtype, case.dtype)
+    if case.compiled:
+        compile_blocks(model.layers.values(), backend=case.compiled)
+    spare_memory(model, case.memory)
+    shard_over_data(model, state, precision, offload=case.memory.offload)
+    model.to_empty(device="cpu")
+    initialize(model, case.seed, state=state)
+    roughen(model, case.seed, state)
+    initial = pieces(model, state)
+    step = TrainStep(
+        model,
+        micro_batch=case.micro_batch,
+        schedule=case.schedule,
+        label_smoothing=case.label_smoothing,
+        dtype=case.compute or case.dtype,
+        loss_chunk=case.memory.loss_chunk,
+    )
+    optimizer = make_adamw(model, lr=case.lr)
+    losses, norms, gradients = [], [], {}
+    for number in range(case.steps):
+        each = case.samples // case.layout.data
+        mine = batch(case, number, config.vocab_size).split(each)[state.data_index]
+        losses.append(float(step(*mine)))
+        if number == 0:
+            gradients = pieces(model, state, gradients=True)
+        norms.append(float(clip_gradients(model, case.clip, state=state)))
+        optimizer.step()
+        optimizer.zero_grad()
+    dist.barrier()
+    return RankOutcome(losses, norms, gradients, initial, pieces(model, state))
+
+
+def batch(case: Case, step: int, vocab_size: int) -> Batch:
+    """The whole batch of a step; labels that do not count lie unevenly over the samples, and so do starts of
+    documents.
+    """
+    generator = torch.Generator().manual_seed(seed_of(case.seed, "batch", step))
+    tokens = torch.randint(vocab_size, (case.samples, case.length + 1), generator=generator)
+    labels = tokens[:, 1:].clone()
+    for sample in range(case.samples):
+        labels[sample, : (3 * sample) % case.length] = IGNORE
+    positions = None
+    if case.documents:
+        places = torch.arange(case.length).expand(case.samples, -1)
+        starts = torch.rand(case.samples, case.length, generator=generator) < 0.2
+        positions = places - torch.where(starts, places, 0).cummax(1).values
+    return Batch(tokens[:, :-1].contiguous(), labels, positions)
+
+
+def roughen(model: CausalLM, seed: int, state: ParallelState) -> None:
+    """Random norms, biases and second factors of LoRA: at their default values most mistakes do not show."""
+    stated = declarations(model)
+    for name, parameter in model.named_parameters():
+        declaration = stated[name]
+        if len(declaration.shape) == 1 or name.endswith("lora_B"):
+            box, data = stored_box(parameter, declaration, state), local_data(parameter)
+            noise = torch.zeros_like(data)
+            if box.size:
+                fill(noise, box, declaration.shape, Normal(0.3), seed_of(seed, "rough", name))
+            data.add_(noise)
+
+
+def pieces(model: CausalLM, state: ParallelState, *, gradients: bool = False) -> Pieces:
+    """What this rank holds of each parameter: its box without padding, whether it owns it, the numbers.
+
+    Asserts that padding is zero.
+    """
+    stated = declarations(model)
+    found = {}
+    for name, parameter in model.named_parameters():
+        declaration = stated[name]
+        if gradients and not parameter.requires_grad:
+            assert parameter.grad is None, f"{name} is frozen and has a gradient"
+            continue
+        tensor = parameter.grad if gradients else parameter
+        assert tensor is not None, f"{name} has no gradient"
+        box = declaration.true_part(stored_box(parameter, declaration, state))
+        owner = declaration.owner(state.layout, state.at)
+        held = local_data(tensor)
+        if declaration.multiple is not None:
+            assert not bool(held[box.shape[0] :].any()), f"{name}: padding is not zero"
+            held = held[: box.shape[0]]
+        found[name] = (box, owner, held.clone())
+    return found
+
+
+def assemble(ranks: Sequence[Pieces]) -> dict[str, Tensor]:
+    """Whole tensors from all ranks' pieces. Each element is owned once; every copy equals it bit for bit."""
+    whole: dict[str, Tensor] = {}
+    counts: dict[str, Tensor] = {}
+    for name in sorted({name for rank in ranks for name in rank}):
+        held = [rank[name] for rank in ranks if name in rank]
+        shape = tuple(max(box.stop[dim] for box, _, _ in held) for dim in range(held[0][2].ndim))
+        whole[name] = torch.full(shape, float("nan"), dtype=held[0][2].dtype)
+        counts[name] = torch.zeros(shape, dtype=torch.int32)
+        for box, owner, tensor in held:
+            if owner:
+                whole[name][box.slices] = tensor
+                counts[name][box.slices] += 1
+        assert bool((counts[name] == 1).all()), f"{name}: not every element has exactly one owner"
+        for box, _, tensor in held:
+            assert torch.equal(whole[name][box.slices], tensor), f"{name}: copies differ at {box}"
+    return whole
+
+
+def outcome(ranks: Sequence[RankOutcome]) -> Outcome:
+    """One outcome of all ranks', which must agree on losses and norms bit for bit."""
+    first = ranks[0]
+    for rank in ranks[1:]:
+        assert rank.losses == first.losses and rank.norms == first.norms, "ranks disagree"
+    return Outcome(
+        first.losses,
+        first.norms,
+        assemble([rank.gradients for rank in ranks]),
+        assemble([rank.initial for rank in ranks]),
+        assemble([rank.parameters for rank in ranks]),
+    )
+
+
+def first_difference(a: Outcome, b: Outcome, *, tolerance: float) -> str | None:
+    """The first thing that differs by more than ``tolerance``, relative to its largest element.
+
+    A key bias is measured against a thousandth of the largest tensor of its kind: without rotation it shifts
+    all scores alike, so its gradient is zero but for rounding. Initial parameters must be equal bit for bit.
+    """
+    for name in ("losses", "norms"):
+        for step, (x, y) in enumerate(zip(getattr(a, name), getattr(b, name), strict=True)):
+            if not abs(x - y) <= tolerance * abs(x):
+                return f"{name}[{step}]: {x} and {y}"
+    for kind in ("initial", "gradients", "parameters"):
+        left, right = getattr(a, kind), getattr(b, kind)
+        if left.keys() != right.keys():
+            return f"{kind}: names {sorted(left.keys() ^ right.keys())}"
+        largest = {name: float(tensor.abs().max()) for name, tensor in left.items()}
+        for name in left:
+            scale = max(largest[name], 1e-3 * max(largest.values()) if name.endswith("k.bias") else 1e-300)
+            worst = float((left[name] - right[name]).abs().max()) / scale
+            if not worst <= (0.0 if kind == "initial" else tolerance):
+                return f"{kind}: {name} differs by {worst:.2e}"
+    return None

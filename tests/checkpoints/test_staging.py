@@ -1,0 +1,422 @@
+"""An output is absent or whole, whatever happens: refusals, crashes at every system call, two jobs."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from collections import namedtuple
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trilith.checkpoints import Manifest, latest_checkpoint, verify
+from trilith.checkpoints.manifest import Part, StoredTensor
+from trilith.checkpoints.staging import Staging, check_output, clear_unfinished, remove_checkpoint, staged
+from trilith.parallel_state import BadInput, Box, Layout
+from trilith.storage import TensorWriter
+from trilith.storage.disk import Disk, DiskFailed
+from trilith.storage.file_names import MANIFEST
+from trilith.storage.stored_file import StoredFile
+
+
+def save(output: Path, value: float, disk: Disk | None = None) -> None:
+    """A checkpoint of two files, as a training run would write it."""
+    with staged(output, disk=disk) as staging:
+        files, tensors = [], {}
+        for i in range(2):
+            writer = TensorWriter(
+                staging.directory / f"{i}.safetensors", {f"w{i}": ("F32", (64,))}, disk=disk
+            )
+            try:
+                writer.write(f"w{i}", Box((0,), (32,)), torch.full((32,), value))
+                writer.write(f"w{i}", Box((32,), (64,)), torch.full((32,), value))
+                written = writer.close()
+            finally:
+                writer.abandon()
+            files.append(StoredFile(name=f"{i}.safetensors", size=written.size, crc32=written.crc))
+            parts = (Part(file=i, start=(0,), stop=(64,)),)
+            tensors[f"w{i}"] = StoredTensor(dtype="F32", shape=(64,), parts=parts)
+        manifest = Manifest(
+            kind="training",
+            model_type="m",
+            config={},
+            layout=Layout(tensor=len(files) or 1),
+            files=tuple(files),
+            tensors=tensors,
+        )
+        staging.publish(manifest.to_bytes())
+
+
+def read(directory: Path) -> float:
+    """The one value of a whole checkpoint."""
+    manifest = Manifest.load(directory)
+    verify(directory, manifest)
+    (value,) = {
+        file.read(name).unique().item() for file in manifest.open_files(directory) for name in file.tensors
+    }
+    return float(value)
+
+
+def test_a_published_checkpoint_reads_back_and_nothing_else_is_left(tmp_path: Path) -> None:
+    save(tmp_path / "new" / "run" / "step-00000001", 1.0)
+    assert read(tmp_path / "new" / "run" / "step-00000001") == 1.0
+    assert [path.name for path in (tmp_path / "new" / "run").iterdir()] == ["step-00000001"]
+    (tmp_path / "empty").mkdir()
+    save(tmp_path / "empty", 2.0)  # an empty directory is taken over
+    assert read(tmp_path / "empty") == 2.0
+
+
+# ---- refusals ----
+
+
+def occupied(output: Path) -> dict[str, Any]:
+    output.mkdir()
+    (output / "mine").touch()
+    return {}
+
+
+def a_file(output: Path) -> dict[str, Any]:
+    output.touch()
+    return {}
+
+
+def a_link(output: Path) -> dict[str, Any]:
+    output.symlink_to(output.parent)
+    return {}
+
+
+def the_input(output: Path) -> dict[str, Any]:
+    output.mkdir()
+    return {"inputs": [output.parent / "." / output.name]}
+
+
+def inside_the_input(output: Path) -> dict[str, Any]:
+    return {"inputs": [output.parent]}
+
+
+def too_large(output: Path) -> dict[str, Any]:
+    return {"need": 1 << 60}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        pytest.param(occupied, "with files in it", id="G16-occupied"),
+        pytest.param(the_input, "outside the input", id="G17-the-input"),
+        pytest.param(inside_the_input, "outside the input", id="G17-inside-the-input"),
+        pytest.param(a_file, "found a file", id="G18-file"),
+        pytest.param(a_link, "a link", id="G18-link"),
+        pytest.param(too_large, r"expected [\d,.]+ GB free .* found [\d,.]+ GB", id="G20-too-little-space"),
+    ],
+)
+def test_outputs_that_cannot_be(tmp_path: Path, spoil: Callable[[Path], dict[str, Any]], says: str) -> None:
+    output = tmp_path / "out"
+    arguments = spoil(output)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(BadInput, match=says) as caught:
+        Staging.begin(output, **arguments)
+    assert caught.value.exit_code == 2 and str(output) in str(caught.value)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_G19_not_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+    with pytest.raises(BadInput, match="may write to"):
+        check_output(tmp_path / "out")
+
+
+def test_G20_the_margin_is_a_tenth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    space = namedtuple("space", "f_bavail f_frsize")
+    monkeypatch.setattr(os, "statvfs", lambda path: space(1100, 10**6))
+    check_output(tmp_path / "out", need=10**9)
+    with pytest.raises(BadInput, match=r"1\.1 GB free \(1\.0 GB and a tenth\), found 1\.1 GB"):
+        check_output(tmp_path / "out", need=10**9 + 10**6)
+
+
+@pytest.mark.parametrize("name", ["with space", "ünïcødé", "x" * 250, "é" * 127, "-dash"])
+def test_G24_names_of_every_kind(tmp_path: Path, name: str) -> None:
+    save(tmp_path / name, 1.0)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_G24_a_name_that_no_file_system_takes(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="at most 255 bytes"):
+        save(tmp_path / ("x" * 256), 1.0)
+
+
+# ---- failures on the way ----
+
+
+class Failing(Disk):
+    """A disk on which one of the calls fails."""
+
+    def __init__(self, method: str, code: int, after: int = 0):
+        self.method, self.code, self.left = method, code, after
+
+    def __getattribute__(self, name: str) -> object:
+        if name == object.__getattribute__(self, "__dict__").get("method"):
+            if self.left == 0:
+                raise OSError(self.code, os.strerror(self.code))
+            self.left -= 1
+        return super().__getattribute__(name)
+
+
+@pytest.mark.parametrize("method", ["create", "write", "sync", "sync_directory", "rename"])
+@pytest.mark.parametrize("after", [0, 1, 2])
+@pytest.mark.parametrize(
+    "code", [pytest.param(errno.ENOSPC, id="G21-disk-full"), pytest.param(errno.EIO, id="G21-error")]
+)
+def test_a_failure_leaves_the_older_one_and_nothing_else(
+    tmp_path: Path, method: str, after: int, code: int
+) -> None:
+    save(tmp_path / "step-00000001", 1.0)
+    try:
+        save(tmp_path / "step-00000002", 2.0, Failing(method, code, after))
+    except DiskFailed as error:
+        assert error.exit_code == 3 and str(tmp_path) in str(error) and "\n" not in str(error)
+    found = latest_checkpoint(tmp_path)
+    left = {path.name for path in tmp_path.iterdir()}
+    if found.directory.name == "step-00000002":  # only the last sync failed: the name is there, and whole
+        assert read(found.directory) == 2.0
+    else:
+        assert left == {"step-00000001"}
+    assert read(tmp_path / "step-00000001") == 1.0
+
+
+def test_G23_no_permission_to_rename(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="permission to rename"):
+        save(tmp_path / "out", 1.0, Failing("rename", errno.EACCES, after=1))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_G16_files_that_appear_meanwhile_are_not_touched(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="appeared"), staged(tmp_path / "out") as staging:
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "mine").touch()
+        staging.publish()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
+
+
+def test_G25_a_second_job_is_refused_and_harms_nothing(tmp_path: Path) -> None:
+    with staged(tmp_path / "out", identity="0" * 16) as first:
+        for identity in ("0" * 16, "1" * 16, None):
+            with pytest.raises(BadInput, match="another process"):
+                Staging.begin(tmp_path / "out", identity=identity)
+        assert first.directory.is_dir()
+        with staged(tmp_path / "other") as other:  # of another output: no matter
+            other.publish()
+        first.publish()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "out"]
+
+
+def test_G25_a_killed_job_blocks_nobody_and_is_cleared(tmp_path: Path) -> None:
+    child = os.fork()
+    if child == 0:
+        staging = Staging.begin(tmp_path / "out", identity="0123456789abcdef")
+        (staging.directory / "half.safetensors").write_bytes(b"half")
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["out.lock", "out.tmp-0123456789abcdef"]
+    bystander = tmp_path / "out.tmp-mine"
+    bystander.mkdir()
+    save(tmp_path / "out", 1.0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.tmp-mine"]
+
+
+def test_what_killed_runs_left_is_cleared_but_not_what_is_being_written(tmp_path: Path) -> None:
+    for name in ("step-2.tmp-0123456789abcdef", "step-4", "step-4.tmp-mine", "other.tmp-0123456789abcdef"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("x")
+    (tmp_path / "step-8.lock").touch()  # killed before it made anything else, or after all was done
+    (tmp_path / "notes.lock").write_text("no lock of ours")
+    writing = Staging.begin(tmp_path / "step-6")
+    clear_unfinished(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "step-4",
+        "step-4.tmp-mine",
+        "step-6.lock",
+        "notes.lock",
+        writing.directory.name,
+    }
+    writing.abandon()
+    clear_unfinished(tmp_path / "nowhere")
+
+
+def test_K8_a_deletion_that_is_cut_short_leaves_no_checkpoint(tmp_path: Path) -> None:
+    save(tmp_path / "step-00000001", 1.0)
+    save(tmp_path / "step-00000002", 2.0)
+
+    class Lazy(Disk):
+        def remove_tree(self, path: Path) -> None:
+            (path / "0.safetensors").unlink()
+
+    remove_checkpoint(tmp_path / "step-00000002", Lazy())
+    assert latest_checkpoint(tmp_path).directory.name == "step-00000001"
+    assert len([*tmp_path.iterdir()]) == 2
+    clear_unfinished(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+    remove_checkpoint(tmp_path / "step-00000001")
+    assert not (tmp_path / "step-00000001").exists()
+
+
+# ---- every crash ----
+
+
+@dataclass
+class File:
+    data: bytearray = field(default_factory=bytearray)
+    durable: bytes = b""
+
+
+@dataclass
+class Directory:
+    names: dict[str, File | Directory] = field(default_factory=dict)
+    durable: dict[str, File | Directory] = field(default_factory=dict)
+
+
+class Recorder(Disk):
+    """The real disk, and a log of what was asked of it."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[object, ...]] = []
+        self.paths: dict[int, Path] = {}
+
+    def create(self, path: Path) -> int:
+        fd = super().create(path)
+        self.paths[fd] = path
+        self.log.append(("create", path))
+        return fd
+
+    def write(self, fd: int, data: memoryview, offset: int) -> None:
+        self.log.append(("write", self.paths[fd], bytes(data), offset))
+        super().write(fd, data, offset)
+
+    def sync(self, fd: int) -> None:
+        self.log.append(("sync", self.paths[fd]))
+        super().sync(fd)
+
+    def sync_directory(self, path: Path) -> None:
+        self.log.append(("sync_directory", path))
+        super().sync_directory(path)
+
+    def make_directory(self, path: Path) -> None:
+        self.log.append(("make_directory", path))
+        super().make_directory(path)
+
+    def rename(self, old: Path, new: Path) -> None:
+        self.log.append(("rename", old, new))
+        super().rename(old, new)
+
+
+class Model:
+    """What a file system may hold after a crash: all that was asked of it, or only what was synced."""
+
+    def __init__(self, root: Path):
+        self.root, self.top = root, Directory()
+
+    def at(self, path: Path) -> Directory:
+        node = self.top
+        for name in path.relative_to(self.root).parts:
+            inner = node.names[name]
+            assert isinstance(inner, Directory), path
+            node = inner
+        return node
+
+    def apply(self, call: tuple[object, ...]) -> None:
+        kind, path = call[0], call[1]
+        assert isinstance(path, Path)
+        home = self.top if path == self.root else self.at(path.parent)
+        match kind:
+            case "create":
+                home.names[path.name] = File()
+            case "make_directory":
+                home.names[path.name] = Directory()
+            case "write":
+                file, data, offset = home.names[path.name], call[2], call[3]
+                assert isinstance(file, File) and isinstance(data, bytes) and isinstance(offset, int)
+                file.data.extend(bytes(max(0, offset + len(data) - len(file.data))))
+                file.data[offset : offset + len(data)] = data
+            case "sync":
+                file = home.names[path.name]
+                assert isinstance(file, File)
+                file.durable = bytes(file.data)
+            case "sync_directory":
+                node = self.at(path)
+                node.durable = dict(node.names)
+            case "rename":
+                new = call[2]
+                assert isinstance(new, Path)
+                self.at(new.parent).names[new.name] = home.names.pop(path.name)
+
+    def lay_out(self, target: Path, *, all_names: bool, all_data: bool) -> None:
+        def put(node: Directory, place: Path) -> None:
+            place.mkdir(exist_ok=True)
+            for name, child in (node.names if all_names else node.durable).items():
+                if isinstance(child, Directory):
+                    put(child, place / name)
+                else:
+                    (place / name).write_bytes(child.data if all_data else child.durable)
+
+        put(self.top, target)
+
+
+def crash_states(root: Path, log: list[tuple[object, ...]], scratch: Path) -> Iterator[tuple[int, Path]]:
+    """Every state that a crash after each call may leave, laid out in a directory of its own."""
+    for length in range(len(log) + 1):
+        for names in (True, False):
+            for data in (True, False):
+                model = Model(root)
+                for call in log[:length]:
+                    model.apply(call)
+                target = scratch / f"{length}-{names}-{data}"
+                model.lay_out(target, all_names=names, all_data=data)
+                yield length, target
+
+
+def check_crashes(root: Path, log: list[tuple[object, ...]], scratch: Path, old_calls: int) -> set[float]:
+    """The values that the states read as: the old or the new one, and only the new once it is published."""
+    seen = set()
+    for length, target in crash_states(root, log, scratch):
+        new = target / "step-00000002"
+        if new.exists():
+            assert read(new) == 2.0, f"after call {length}"
+        if length >= old_calls:
+            value = read(latest_checkpoint(target).directory)
+            assert value == 2.0 or (value == 1.0 and length < len(log)), f"after call {length}: {value}"
+            seen.add(value)
+    return seen
+
+
+def test_every_crash_reads_as_old_or_new(tmp_path: Path) -> None:
+    root, scratch, disk = tmp_path / "run", tmp_path / "crashes", Recorder()
+    root.mkdir()
+    scratch.mkdir()
+    save(root / "step-00000001", 1.0, disk)
+    old_calls = len(disk.log)
+    save(root / "step-00000002", 2.0, disk)
+
+    kinds = [call[0] for call in disk.log[old_calls:]]
+    paths = [Path(str(call[1])).name for call in disk.log[old_calls:]]
+    assert kinds[-4:] == ["rename", "sync_directory", "rename", "sync_directory"]
+    last_data = max(i for i, name in enumerate(paths) if name.endswith(".safetensors"))
+    assert kinds[last_data] == "sync" and paths.index(f"{MANIFEST}.tmp") > last_data
+    assert check_crashes(root, disk.log, scratch, old_calls) == {1.0, 2.0}
+
+
+@pytest.mark.parametrize("forgotten", ["sync", "sync_directory"])
+def test_a_forgotten_sync_is_found(tmp_path: Path, forgotten: str) -> None:
+    root, scratch, disk = tmp_path / "run", tmp_path / "crashes", Recorder()
+    root.mkdir()
+    scratch.mkdir()
+    save(root / "step-00000001", 1.0, disk)
+    old_calls = len(disk.log)
+    save(root / "step-00000002", 2.0, disk)
+    log = disk.log[:old_calls] + [call for call in disk.log[old_calls:] if call[0] != forgotten]
+    with pytest.raises((AssertionError, BadInput)):
+        check_crashes(root, log, scratch, old_calls)

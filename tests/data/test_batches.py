@@ -1,0 +1,191 @@
+"""Batches: windows of the tokens, the same for any number of data ranks; the step is the only position."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trilith.data import Batch, TokenFile
+from trilith.data.batches import GlobalBatches, Mixture
+from trilith.data.shuffle import sample_ids
+from trilith.data.token_writer import TokenWriter
+from trilith.layers import IGNORE
+from trilith.parallel_state import BadInput
+
+Make = Callable[..., TokenFile]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    """A file whose token number ``i`` is ``first + i``."""
+
+    def build(
+        name: str, tokens: int, *, first: int = 0, fingerprint: str = "t", vocab: int = 70_000
+    ) -> TokenFile:
+        with TokenWriter(tmp_path / name, vocab_size=vocab, tokenizer_fingerprint=fingerprint) as writer:
+            writer.add(np.arange(first, first + tokens))
+            return writer.commit()
+
+    return build
+
+
+def test_samples_are_windows_and_labels_are_the_next_tokens(make: Make) -> None:
+    data = GlobalBatches(make("a", 50), 8, 6, seed=1)
+    input_ids, labels, positions = data.batch(0)
+    assert positions is None
+    assert data.samples == 6
+    assert input_ids.shape == labels.shape == (6, 8)
+    assert input_ids.dtype == labels.dtype == torch.int64
+    assert input_ids.is_contiguous() and labels.is_contiguous()
+    assert torch.equal(labels, input_ids + 1)
+    assert sorted(input_ids[:, 0].tolist()) == [0, 8, 16, 24, 32, 40]
+    assert (input_ids[:, 0] // 8).tolist() == sample_ids(0, 6, 6, seed=1).tolist()
+
+
+@pytest.mark.parametrize(("tokens", "samples"), [(9, 1), (16, 1), (17, 2), (24, 2), (25, 3)])
+def test_a_window_shares_one_token_with_the_next(make: Make, tokens: int, samples: int) -> None:
+    assert GlobalBatches(make("a", tokens), 8, 1, seed=0).samples == samples
+
+
+@settings(max_examples=40, deadline=None)
+@given(step=st.integers(0, 10**9), seed=st.integers(0, 2**40))
+def test_ranks_pieces_in_order_are_the_global_batch_D5(
+    tmp_path_factory: pytest.TempPathFactory, step: int, seed: int
+) -> None:
+    folder = tmp_path_factory.mktemp("pieces")
+    with TokenWriter(folder / "a", vocab_size=200) as writer:
+        writer.add(np.arange(100))
+        file = writer.commit()
+    with TokenWriter(folder / "b", vocab_size=200) as writer:
+        writer.add(np.arange(100, 160))
+        other = writer.commit()
+    for tokens in (file, Mixture([(file, 2), (other, 1)])):
+        data = GlobalBatches(tokens, 7, 12, seed)
+        whole = data.batch(step)
+        for size in (1, 2, 3, 4, 6, 12):
+            pieces = [data.batch(step, rank, size) for rank in range(size)]
+            assert torch.equal(torch.cat([piece.input_ids for piece in pieces]), whole.input_ids)
+            assert torch.equal(torch.cat([piece.labels for piece in pieces]), whole.labels)
+
+
+def test_there_is_no_state_but_the_step(make: Make) -> None:
+    file = make("a", 1000)
+    forward = GlobalBatches(file, 8, 4, seed=3)
+    steps = [forward.batch(step)[0] for step in range(80)]
+    resumed = GlobalBatches(TokenFile.open(file.path), 8, 4, seed=3)
+    for step in (79, 3, 40, 40):
+        assert torch.equal(resumed.batch(step)[0], steps[step])
+    assert not torch.equal(GlobalBatches(file, 8, 4, seed=4).batch(0)[0], steps[0])
+
+
+def test_an_epoch_gives_every_sample_once_and_the_next_in_another_order(make: Make) -> None:
+    data = GlobalBatches(make("a", 20 * 8 + 1), 8, 4, seed=0)
+    epochs = [
+        torch.cat([data.batch(step)[0][:, 0] for step in range(5 * epoch, 5 * epoch + 5)]) for epoch in (0, 1)
+    ]
+    for epoch in epochs:
+        assert sorted(epoch.tolist()) == list(range(0, 160, 8))
+    assert epochs[0].tolist() != epochs[1].tolist()
+
+
+def test_f3_a_batch_larger_than_the_data_wraps_over_epochs(make: Make) -> None:
+    data = GlobalBatches(make("a", 3 * 8 + 1), 8, 12, seed=0)
+    assert Counter(data.batch(5)[0][:, 0].tolist()) == {0: 4, 8: 4, 16: 4}
+
+
+def test_a_mixture_gives_each_file_its_share_and_each_sample_once_an_epoch(make: Make) -> None:
+    files = [make("a", 8 * 40 + 1), make("b", 8 * 10 + 1, first=1000), make("c", 8 * 30 + 1, first=2000)]
+    data = GlobalBatches(Mixture(list(zip(files, [5, 3, 2], strict=True))), 8, 10, seed=0)
+    assert data.samples == 80
+    drawn = [(int(s), int(i)) for step in range(8) for s, i in zip(*data.sample_ids(step), strict=True)]
+    assert Counter(source for source, _ in drawn) == {0: 40, 1: 24, 2: 16}
+    assert Counter(i for source, i in drawn if source == 0) == dict.fromkeys(range(40), 1)
+    second = Counter(i for source, i in drawn if source == 1)
+    assert set(second) == set(range(10)) and set(second.values()) == {2, 3}
+    for step in range(8):
+        starts = data.batch(step)[0][:, 0]
+        expected = [1000 * source + 8 * sample for source, sample in drawn[10 * step : 10 * step + 10]]
+        assert starts.tolist() == expected
+
+
+def test_files_of_one_size_have_orders_of_their_own(make: Make) -> None:
+    files = [make("a", 8 * 50 + 1), make("b", 8 * 50 + 1)]
+    sources, ids = GlobalBatches(Mixture([(file, 1) for file in files]), 8, 100, seed=0).sample_ids(0)
+    assert (ids[sources == 0] != ids[sources == 1]).any()
+
+
+def test_a_mixture_of_one_is_the_file(make: Make) -> None:
+    file = make("a", 500)
+    plain, mixed = GlobalBatches(file, 8, 6, seed=2), GlobalBatches(Mixture([(file, 0.3)]), 8, 6, seed=2)
+    assert torch.equal(plain.batch(17)[0], mixed.batch(17)[0])
+
+
+def test_f12_fingerprints_name_files_and_shares(make: Make) -> None:
+    a, b = make("a", 100), make("b", 100, first=7)
+    prints = {
+        GlobalBatches(tokens, 8, 1, seed=0).fingerprint
+        for tokens in (a, b, Mixture([(a, 1), (b, 1)]), Mixture([(b, 1), (a, 1)]), Mixture([(a, 2), (b, 1)]))
+    }
+    assert len(prints) == 5
+    doubled, plain = (GlobalBatches(Mixture([(a, w), (b, w)]), 8, 1, seed=0) for w in (2, 1))
+    assert doubled.fingerprint == plain.fingerprint
+
+
+def test_f4_tokens_changed_after_the_file_was_opened_are_found_when_they_are_met(make: Make) -> None:
+    file = make("a", 100, vocab=100)
+    content = np.memmap(file.path.with_name("a.bin"), dtype="<u2", mode="r+")
+    data = GlobalBatches(file, 9, 11, seed=0)
+    content[37] = 100
+    with pytest.raises(BadInput, match="bytes 0 to 199: expected the CRC-32"):
+        data.batch(0)
+
+
+def _mixed_tokenizers(make: Make) -> None:
+    Mixture([(make("a", 50), 1), (make("b", 50, fingerprint="u"), 1)])
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        pytest.param(
+            lambda m: GlobalBatches(m("a", 8), 8, 1, 0), "at least 9", id="F2-shorter-than-a-sequence"
+        ),
+        pytest.param(
+            lambda m: GlobalBatches(Mixture([(m("a", 99), 1), (m("b", 8), 1)]), 8, 1, 0),
+            "b.bin",
+            id="F2-one-file-of-a-mixture",
+        ),
+        pytest.param(
+            lambda m: GlobalBatches(m("a", 99), 8, 6, 0).batch(0, 0, 4),
+            "multiple of the 4",
+            id="E13-batch-not-divisible-by-ranks",
+        ),
+        pytest.param(lambda m: GlobalBatches(m("a", 99), 8, 0, 0), "global_batch", id="E11-batch-of-nothing"),
+        pytest.param(lambda m: GlobalBatches(m("a", 99), 0, 1, 0), "sequence_length", id="E11-no-length"),
+        pytest.param(lambda m: GlobalBatches(m("a", 99), 8, 1, -1), "seed", id="negative-seed"),
+        pytest.param(_mixed_tokenizers, "one tokenizer", id="mixture-of-two-tokenizers"),
+        pytest.param(lambda m: Mixture([]), "at least one", id="mixture-of-nothing"),
+    ],
+)
+def test_refusals(make: Make, call: Callable[[Make], object], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        call(make)
+
+
+def test_ids_outside_the_vocabulary_are_refused_on_the_host_F4() -> None:
+    """Before the batch goes to a device; a label that does not count is none outside."""
+    good = torch.tensor([[0, 6]])
+    Batch(good, torch.tensor([[IGNORE, 6]])).check_ids(7)
+    for ids, labels, name in (
+        (torch.tensor([[0, 7]]), good, "token id: expected 0 to 6, .*found 7"),
+        (torch.tensor([[IGNORE, 1]]), good, "token id: expected 0 to 6, .*found -100"),
+        (good, torch.tensor([[0, -1]]), "label: expected 0 to 6, .*found -1"),
+    ):
+        with pytest.raises(BadInput, match=name):
+            Batch(ids, labels).check_ids(7)

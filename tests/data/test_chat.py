@@ -1,0 +1,238 @@
+"""Chat sets: every published form, only the assistant's tokens learnt, whichever way they are found."""
+
+from __future__ import annotations
+
+import string
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import ByteLevelBPETokenizer
+from transformers import PreTrainedTokenizerFast
+from trilith.data.text.chat_formats import Conversation, conversation_of
+from trilith.data.text.chat_template import Chat, ChatTemplate
+from trilith.data.text.tokenizer import FolderTokenizer, load_tokenizer
+from trilith.data.text.tokenizer_training import train_tokenizer
+from trilith.parallel_state import BadInput
+
+LIBRARY = Path(string.__file__).parent
+TEXTS = [(LIBRARY / f"{name}.py").read_text() for name in ("string", "textwrap", "token", "this")]
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content + '<|im_end|>\n' }}{% endgeneration %}"
+    "{% else %}{{ m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+#: The last answer's thoughts are written, earlier ones are not.
+FORGETFUL = (
+    "{% for m in messages %}{{ m.role + ': ' }}"
+    "{% if m.role == 'assistant' and loop.last %}{{ m.thought }}{% endif %}"
+    "{{ m.content + '\n' }}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+#: The prompt ends with a blank, which a byte-level tokenizer joins with the answer's first word.
+BLANK = (
+    "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+
+TALK = [
+    {"role": "system", "content": "You are brief."},
+    {"role": "user", "content": "Héllo, who are you?"},
+    {"role": "assistant", "content": "  a héron 日本"},
+    {"role": "user", "content": "and <|im_end|> means?"},
+    {"role": "assistant", "content": "the end"},
+]
+
+
+@pytest.fixture(scope="module", params=["sentencepiece", "byte-level"])
+def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> FolderTokenizer:
+    folder = tmp_path_factory.mktemp("tokenizer") / "t"
+    if request.param == "sentencepiece":
+        train_tokenizer(TEXTS, folder, vocab_size=400)
+    else:
+        trained = ByteLevelBPETokenizer()
+        trained.train_from_iterator(TEXTS, vocab_size=500, show_progress=False)
+        wrapped = PreTrainedTokenizerFast(tokenizer_object=trained._tokenizer, eos_token="<|im_end|>")
+        wrapped.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
+        wrapped.save_pretrained(folder)
+    loaded = load_tokenizer(folder)
+    assert isinstance(loaded, FolderTokenizer)
+    return loaded
+
+
+def template(tokenizer: FolderTokenizer, folder: Path, text: str, **variables: str) -> ChatTemplate:
+    (folder / "chat.jinja").write_text(text)
+    return ChatTemplate(tokenizer, folder / "chat.jinja", variables)
+
+
+def learnt(tokenizer: FolderTokenizer, ids: list[int], targets: Any) -> list[str]:
+    """The runs of tokens that are to be learnt, decoded."""
+    edges = np.flatnonzero(np.diff([0, *targets.tolist(), 0]))
+    return [tokenizer.decode(ids[a:b]) for a, b in edges.reshape(-1, 2).tolist()]
+
+
+@pytest.mark.parametrize("text", [CHATML, MARKED], ids=["by beginnings", "by marks"])
+def test_only_what_the_assistant_says_is_learnt(
+    tokenizer: FolderTokenizer, tmp_path: Path, text: str
+) -> None:
+    found = template(tokenizer, tmp_path, text)
+    assert found.marked == (text == MARKED)
+    ids, targets = found.encode(Conversation(TALK), "here")
+    assert learnt(tokenizer, ids, targets) == ["  a héron 日本<|im_end|>\n", "the end<|im_end|>\n"]
+    theirs = tokenizer.backend.apply_chat_template(
+        TALK, chat_template=text, return_dict=True, tokenizer_kwargs={"split_special_tokens": False}
+    )
+    assert ids == theirs["input_ids"]
+
+
+def test_both_ways_agree_where_a_token_reaches_over_the_edge(
+    tokenizer: FolderTokenizer, tmp_path: Path
+) -> None:
+    marked = BLANK.replace(
+        "{{ m.role + ': ' + m.content + '\n' }}",
+        "{{ m.role + ': ' }}{% if m.role == 'assistant' %}{% generation %}{{ m.content + '\n' }}"
+        "{% endgeneration %}{% else %}{{ m.content + '\n' }}{% endif %}",
+    )
+    conversation = Conversation([TALK[1], {"role": "assistant", "content": "the end"}] * 2)
+    ids, targets = template(tokenizer, tmp_path, BLANK).encode(conversation, "here")
+    again, marks = template(tokenizer, tmp_path, marked).encode(conversation, "here")
+    assert ids == again and targets.tolist() == marks.tolist()
+    assert [text.lstrip(" ") for text in learnt(tokenizer, ids, targets)] == ["the end\n"] * 2
+
+
+@pytest.mark.parametrize("text", [CHATML, MARKED], ids=["by beginnings", "by marks"])
+def test_of_a_prompt_nothing_is_learnt_whoever_speaks(
+    tokenizer: FolderTokenizer, tmp_path: Path, text: str
+) -> None:
+    ids, targets = template(tokenizer, tmp_path, text).encode(Conversation(TALK, given=4), "here")
+    assert learnt(tokenizer, ids, targets) == ["the end<|im_end|>\n"]
+
+
+def test_a_template_that_rewrites_the_past_is_refused_with_the_place(
+    tokenizer: FolderTokenizer, tmp_path: Path
+) -> None:
+    talk = [{**message, "thought": "hmm. "} for message in TALK[1:]]
+    forgetful = template(tokenizer, tmp_path, FORGETFUL)
+    with pytest.raises(BadInput, match=r"written as the whole begins.*'hmm.*of in\.jsonl:7.*generation %}"):
+        forgetful.encode(Conversation(talk), "in.jsonl:7")
+    ids, targets = forgetful.encode(Conversation(talk[:2]), "in.jsonl:8")
+    assert learnt(tokenizer, ids, targets)[0].lstrip(" ") == "hmm.   a héron 日本\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message", "words"),
+    [
+        ("{{ raise_exception('no tools here') }}", "x", r"in:3: chat template: .*no tools here"),
+        ("{{ messages[0].nothing.more }}", "x", "in:3: chat template: .*Undefined"),
+        (CHATML, "a\ud800b", "in:3: expected text, found half a surrogate"),
+        (MARKED, "a\ud800b", "in:3: expected text, found half a surrogate"),
+    ],
+    ids=["raises", "undefined", "surrogate", "surrogate-marked"],
+)
+def test_a_conversation_that_a_template_does_not_take(
+    tokenizer: FolderTokenizer, tmp_path: Path, text: str, message: str, words: str
+) -> None:
+    with pytest.raises(BadInput, match=words):
+        template(tokenizer, tmp_path, text).encode(
+            Conversation([{"role": "user", "content": message}]), "in:3"
+        )
+
+
+def test_variables_reach_the_template_and_its_hash(tokenizer: FolderTokenizer, tmp_path: Path) -> None:
+    text = "{% if thinking %}{{ mood }}{% endif %}" + CHATML
+    on, off, none = (
+        template(tokenizer, tmp_path, text, **told)
+        for told in ({"thinking": "true", "mood": "gay"}, {"thinking": "false", "mood": "gay"}, {})
+    )
+    written = [tokenizer.decode(one.encode(Conversation(TALK), "here")[0]) for one in (on, off, none)]
+    assert written[0] == "gay" + written[1] and written[1] == written[2]
+    assert len({on.sha256, off.sha256, none.sha256}) == 3
+
+
+def test_every_sample_gets_one_date(tokenizer: FolderTokenizer, tmp_path: Path) -> None:
+    text = "{% if not date_string %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}" + CHATML
+    (tmp_path / "dated.jinja").write_text(text)
+    chat = Chat.of(tmp_path / "dated.jinja", []).on_one_day(tokenizer, tmp_path)
+    assert [name for name, _ in chat.variables] == ["date_string"]
+    fixed = Chat.of(tmp_path / "dated.jinja", ["date_string=1 May 2020"]).on_one_day(tokenizer, tmp_path)
+    assert fixed.variables == (("date_string", "1 May 2020"),)
+    (tmp_path / "plain.jinja").write_text(CHATML)
+    assert Chat.of(tmp_path / "plain.jinja", []).on_one_day(tokenizer, tmp_path).variables == ()
+
+
+def test_f9_a_tokenizer_without_a_template_says_where_one_goes(
+    tokenizer: FolderTokenizer, tmp_path: Path
+) -> None:
+    with pytest.raises(BadInput, match="--chat-template"):
+        ChatTemplate(tokenizer, None)
+    with pytest.raises(BadInput, match="expected a file, found nothing there"):
+        ChatTemplate(tokenizer, tmp_path / "nowhere.jinja")
+    with pytest.raises(BadInput, match="thinking: expected name=value"):
+        Chat.of(None, ["thinking"])
+
+
+USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        ({"messages": [USER, ANSWER], "text": "x"}, Conversation([USER, ANSWER])),
+        ({"messages": [{**USER, "name": None}], "prompt": None}, Conversation([USER])),
+        (
+            {"messages": [USER], "tools": '[{"type": "function"}]'},
+            Conversation([USER], 0, [{"type": "function"}]),
+        ),
+        (
+            {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+            Conversation([USER, ANSWER]),
+        ),
+        ({"prompt": "q", "completion": "a"}, Conversation([USER, ANSWER], 1)),
+        (
+            {"prompt": [USER, ANSWER, USER], "completion": [ANSWER]},
+            Conversation([USER, ANSWER, USER, ANSWER], 3),
+        ),
+        ({"instruction": "q", "input": "", "output": "a"}, Conversation([USER, ANSWER])),
+        (
+            {"instruction": "q", "input": "on", "output": "a", "system": "s"},
+            Conversation(
+                [{"role": "system", "content": "s"}, {"role": "user", "content": "q\n\non"}, ANSWER]
+            ),
+        ),
+    ],
+    ids=[
+        *("messages", "nulls-of-tables", "tools", "shared", "prompt", "prompt-of-messages", "alpaca"),
+        "alpaca-with-input",
+    ],
+)
+def test_every_form_becomes_a_conversation(record: dict[str, Any], expected: Conversation) -> None:
+    assert conversation_of(record, "here") == expected
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ({"text": "x"}, "found the keys text"),
+        ({"messages": []}, "messages: expected a list"),
+        ({"messages": "hello"}, "messages: expected a list"),
+        ({"messages": [["user", "q"]]}, r"messages\[0\]: expected a message"),
+        ({"messages": [USER, {"content": "q"}]}, r"messages\[1\]\.role: expected text, found None"),
+        ({"messages": [{"role": "user", "content": 7}]}, r"messages\[0\]\.content: .*found 7"),
+        ({"conversations": [{"from": 3, "value": "q"}]}, r"conversations\[0\]"),
+        ({"prompt": "q"}, "found the keys prompt"),
+        ({"prompt": "q", "completion": 5}, "completion: expected a list"),
+        ({"instruction": 4, "output": "a"}, "instruction: expected text, found 4"),
+        ({"messages": [USER], "tools": "{"}, "tools: expected a list in JSON"),
+        ({"messages": [USER], "tools": [1]}, "tools: expected a list of JSON schemas"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_another_form_is_refused_by_place_and_key(record: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadInput, match=rf"in\.jsonl:4: .*{words}|in\.jsonl:4: {words}"):
+        conversation_of(record, "in.jsonl:4")

@@ -1,0 +1,173 @@
+"""Rows of separate documents and of chat samples: what is learnt, where positions start, what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trilith.data import TokenFile
+from trilith.data.batches import GlobalBatches, Mixture
+from trilith.data.rows import SampleRows, WindowRows, rows_of
+from trilith.data.token_writer import TokenWriter
+from trilith.layers import IGNORE
+from trilith.parallel_state import BadInput
+
+Sample = tuple[list[int], list[int]]
+samples = st.lists(
+    st.integers(1, 9).flatmap(
+        lambda n: st.tuples(
+            st.lists(st.integers(0, 999), min_size=n, max_size=n),
+            st.lists(st.integers(0, 1), min_size=n, max_size=n),
+        )
+    ),
+    min_size=1,
+    max_size=20,
+)
+
+
+def write(name: Path, documents: list[Sample], *, chat: bool, template: str = "t") -> TokenFile:
+    with TokenWriter(name, vocab_size=1000, template_sha256=template if chat else None) as writer:
+        for ids, learnt in documents:
+            writer.add_documents(ids, [len(ids)], learnt if chat else None)
+        return writer.commit()
+
+
+def filled(rows: WindowRows | SampleRows, row: int) -> tuple[list[int], list[int], list[int]]:
+    ids, labels = np.zeros(rows.length, np.int64), np.full(rows.length, IGNORE, np.int64)
+    positions = np.arange(rows.length)
+    rows.fill(row, ids, labels, positions)
+    return ids.tolist(), labels.tolist(), positions.tolist()
+
+
+def numbered(count: int) -> list[Sample]:
+    """Documents of 1, 2, 3 and so on tokens, numbered through."""
+    return [([n * (n - 1) // 2 + i for i in range(n)], [1] * n) for n in range(1, count + 1)]
+
+
+def test_separate_documents_restart_and_do_not_predict_each_other(tmp_path: Path) -> None:
+    file = write(tmp_path / "d", numbered(5), chat=False)  # starts: 0 1 3 6 10, 15 tokens
+    rows = WindowRows(file, 7, separate=True)
+    assert len(rows) == 2
+    X = IGNORE
+    assert filled(rows, 0) == ([0, 1, 2, 3, 4, 5, 6], [X, 2, X, 4, 5, X, 7], [0, 0, 1, 0, 1, 2, 0])
+    assert filled(rows, 1) == ([7, 8, 9, 10, 11, 12, 13], [8, 9, X, 11, 12, 13, 14], [0, 1, 2, 0, 1, 2, 3])
+    joined = WindowRows(file, 7, separate=False)
+    assert filled(joined, 0) == (list(range(7)), list(range(1, 8)), list(range(7)))
+
+
+@settings(max_examples=100, deadline=None)
+@given(documents=samples, length=st.integers(1, 12))
+def test_separate_windows_know_the_document_of_every_token(
+    tmp_path_factory: pytest.TempPathFactory, documents: list[Sample], length: int
+) -> None:
+    tokens = [token for ids, _ in documents for token in ids]
+    owner = [number for number, (ids, _) in enumerate(documents) for _ in ids]
+    if len(tokens) <= length:
+        return
+    rows = WindowRows(write(tmp_path_factory.mktemp("w") / "d", documents, chat=False), length, separate=True)
+    for row in range(len(rows)):
+        ids, labels, positions = filled(rows, row)
+        begin = row * length
+        for place in range(length):
+            at = begin + place
+            assert ids[place] == tokens[at]
+            assert labels[place] == (tokens[at + 1] if owner[at + 1] == owner[at] else IGNORE)
+            assert positions[place] == min(place, sum(owner[i] == owner[at] for i in range(at)))
+
+
+@settings(max_examples=100, deadline=None)
+@given(documents=samples, length=st.integers(8, 20), packed=st.booleans())
+def test_every_sample_stands_whole_in_one_row_and_only_targets_are_labels(
+    tmp_path_factory: pytest.TempPathFactory, documents: list[Sample], length: int, packed: bool
+) -> None:
+    if all(len(ids) == 1 for ids, _ in documents) or not any(any(learnt) for _, learnt in documents):
+        return
+    file = write(tmp_path_factory.mktemp("s") / "d", documents, chat=True)
+    rows = SampleRows(file, length, packed=packed, overlong="refuse")
+    found = []
+    for row in range(len(rows)):
+        ids, labels, positions = filled(rows, row)
+        starts = [at for at in range(length) if positions[at] == 0]
+        assert positions == [at - max(s for s in starts if s <= at) for at in range(length)]
+        taken = sum(len(documents[sample][0]) - 1 for sample in rows.rows[row].tolist())
+        for start, end in zip(starts, [*starts[1:], taken], strict=True):
+            found.append((ids[start:end], labels[start:end]))
+        assert set(ids[taken:]) <= {0} and set(labels[taken:]) <= {IGNORE}, "padding, of the last document"
+    expected = [
+        (ids[:-1], [token if counts else IGNORE for token, counts in zip(ids[1:], learnt[1:], strict=True)])
+        for ids, learnt in documents
+        if len(ids) > 1
+    ]
+    for one in expected:
+        assert one in found
+        found.remove(one)
+    assert not found
+    if packed:
+        assert len(rows) <= len(expected)
+    else:
+        assert len(rows) == len(expected)
+
+
+def test_a_sample_that_no_row_holds_is_refused_cut_or_left_out(tmp_path: Path) -> None:
+    file = write(tmp_path / "d", numbered(6), chat=True)
+    with pytest.raises(BadInput, match=r"at most 5 tokens.*1 longer ones of 6, the longest with 6.*overlong"):
+        SampleRows(file, 4, packed=True, overlong="refuse")
+    cut = SampleRows(file, 4, packed=False, overlong="truncate")
+    assert filled(cut, len(cut) - 1) == ([15, 16, 17, 18], [16, 17, 18, 19], [0, 1, 2, 3])
+    left_out = SampleRows(file, 4, packed=False, overlong="drop")
+    assert len(left_out) == len(cut) - 1
+    whole = SampleRows(file, 5, packed=False, overlong="truncate")
+    prints = {rows.fingerprint for rows in (cut, left_out, whole)}
+    assert len(prints) == 3
+
+
+def test_f2_a_chat_set_without_a_sample_that_fits(tmp_path: Path) -> None:
+    file = write(tmp_path / "d", numbered(6)[3:], chat=True)
+    with pytest.raises(BadInput, match="some of 2 to 3 tokens, found none"):
+        SampleRows(file, 2, packed=True, overlong="drop")
+
+
+def test_f14_a_chat_set_with_nothing_to_learn_is_not_written(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="tokens to learn: expected at least one, found none in 0"):
+        write(tmp_path / "d", [([1, 2, 3], [0, 0, 0])], chat=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_choice_is_refused(tmp_path: Path) -> None:
+    file = write(tmp_path / "d", numbered(6), chat=True)
+    with pytest.raises(BadInput, match="one of joined, separate, found 'alone'"):
+        rows_of(file, 8, "alone", "packed", "refuse")
+
+
+@settings(max_examples=15, deadline=None)
+@given(step=st.integers(0, 10**6))
+def test_chat_and_text_in_one_mixture_are_cut_alike_for_any_number_of_ranks(
+    tmp_path_factory: pytest.TempPathFactory, step: int
+) -> None:
+    folder = tmp_path_factory.mktemp("mix")
+    chat, text = (write(folder / name, numbered(9), chat=name == "chat") for name in ("chat", "text"))
+    data = GlobalBatches(Mixture([(chat, 2), (text, 1)]), 10, 12, seed=5)
+    whole = data.batch(step)
+    assert whole.positions is not None
+    for size in (2, 3, 4):
+        pieces = [data.batch(step, rank, size) for rank in range(size)]
+        for index, tensor in enumerate(whole):
+            parts = [part for part in (piece[index] for piece in pieces) if part is not None]
+            assert tensor is not None and torch.equal(torch.cat(parts), tensor)
+
+
+def test_the_way_rows_are_made_is_part_of_the_fingerprint(tmp_path: Path) -> None:
+    chat, text = (write(tmp_path / name, numbered(9), chat=name == "chat") for name in ("chat", "text"))
+    other = write(tmp_path / "other", [(ids, [0, *learnt[1:]]) for ids, learnt in numbered(9)], chat=True)
+    ways = {
+        GlobalBatches(chat, 10, 1, 0).fingerprint,
+        GlobalBatches(chat, 10, 1, 0, samples="single").fingerprint,
+        GlobalBatches(other, 10, 1, 0).fingerprint,
+        GlobalBatches(text, 10, 1, 0).fingerprint,
+        GlobalBatches(text, 10, 1, 0, documents="separate").fingerprint,
+    }
+    assert len(ways) == 5

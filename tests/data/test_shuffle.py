@@ -1,0 +1,123 @@
+"""The order of samples is a permutation in each epoch and depends on (seed, epoch) alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trilith.data.shuffle import ids_at, permute, positions_of, sample_ids
+from trilith.parallel_state import BadInput
+
+seeds = st.integers(0, 2**63 - 1)
+epochs = st.integers(0, 1000)
+
+
+@pytest.mark.parametrize("n", [4, 16, 64, 4096])
+def test_the_network_alone_is_a_permutation_where_it_fits_exactly(n: int) -> None:
+    """No number falls outside these sizes; a network that is none would send others round for ever."""
+    np.testing.assert_array_equal(np.sort(permute(np.arange(n), n, 3, 1)), np.arange(n))
+
+
+@settings(max_examples=300, deadline=None)
+@given(n=st.integers(1, 5000), seed=seeds, epoch=epochs)
+def test_every_epoch_is_a_permutation(n: int, seed: int, epoch: int) -> None:
+    np.testing.assert_array_equal(np.sort(permute(np.arange(n), n, seed, epoch)), np.arange(n))
+
+
+@pytest.mark.parametrize("n", range(1, 70))
+def test_small_and_power_of_two_sizes_are_permutations(n: int) -> None:
+    np.testing.assert_array_equal(np.sort(permute(np.arange(n), n, 0, 0)), np.arange(n))
+
+
+@settings(max_examples=100, deadline=None)
+@given(n=st.integers(1, 5000), seed=seeds, epoch=epochs, data=st.data())
+def test_an_index_goes_to_the_same_place_alone_and_in_any_company(
+    n: int, seed: int, epoch: int, data: st.DataObject
+) -> None:
+    indices = data.draw(st.lists(st.integers(0, n - 1), max_size=20))
+    whole = permute(np.arange(n), n, seed, epoch)
+    assert permute(indices, n, seed, epoch).tolist() == [whole[i] for i in indices]
+
+
+def test_shape_is_kept_and_the_input_is_not_written_to() -> None:
+    indices = np.arange(12).reshape(3, 4)
+    out = permute(indices, 12, 1, 1)
+    assert out.shape == (3, 4) and out.dtype == np.int64
+    assert (indices == np.arange(12).reshape(3, 4)).all()
+
+
+def test_seed_epoch_and_stream_each_change_the_order() -> None:
+    base = permute(np.arange(1000), 1000, 1, 0)
+    for other in (
+        permute(np.arange(1000), 1000, 2, 0),
+        permute(np.arange(1000), 1000, 1, 1),
+        permute(np.arange(1000), 1000, 1, 0, stream=1),
+    ):
+        assert (base == other).mean() < 0.02
+
+
+def test_every_order_of_four_samples_is_about_as_likely() -> None:
+    found, counts = np.unique(
+        [permute(np.arange(4), 4, seed, 0) for seed in range(2400)], axis=0, return_counts=True
+    )
+    assert len(found) == 24
+    assert ((counts - 100.0) ** 2 / 100).sum() < 60  # chi-square with 23 degrees: 60 is one in 30,000
+
+
+def test_neighbours_do_not_stay_together() -> None:
+    order = permute(np.arange(100_000), 100_000, 5, 0)
+    assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.02
+    assert abs(np.corrcoef(order, np.arange(100_000))[0, 1]) < 0.02
+
+
+def test_the_order_is_fixed_for_all_time() -> None:
+    """A run resumed years later must find its samples where they were."""
+    assert permute(np.arange(10), 10, 0, 0).tolist() == [7, 8, 5, 0, 2, 9, 3, 6, 4, 1]
+    assert permute([0, 1, 10**12 - 1], 10**12, 1234, 5).tolist() == [532283900465, 843349098538, 492751948383]
+    assert sample_ids(3, 6, 10, 7).tolist() == [4, 8, 0, 4, 9, 7]
+
+
+@settings(max_examples=25, deadline=None)
+@given(n=st.integers(1, 200), batch=st.integers(1, 50), seed=seeds)
+def test_steps_lie_end_to_end_over_the_epochs(n: int, batch: int, seed: int) -> None:
+    steps = 3 * n // batch + 1
+    ids = np.concatenate([sample_ids(step, batch, n, seed) for step in range(steps)])
+    for epoch in range(len(ids) // n):
+        np.testing.assert_array_equal(ids[epoch * n : (epoch + 1) * n], permute(np.arange(n), n, seed, epoch))
+
+
+@pytest.mark.parametrize("n", [1, 3, 7], ids=lambda n: f"F3-{n}-samples-for-a-batch-of-16")
+def test_a_batch_larger_than_the_data_wraps_over_epochs(n: int) -> None:
+    ids = sample_ids(2, 16, n, seed=0)
+    counts = np.bincount(ids, minlength=n)
+    assert len(ids) == 16 and counts.min() >= 16 // n - 1 and counts.max() <= 16 // n + 2
+
+
+def test_positions_far_out_need_no_walk_through_the_epochs() -> None:
+    far = 10**15
+    assert ids_at([far], 1000, 3)[0] == permute([far % 1000], 1000, 3, far // 1000)[0]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 12])
+def test_ranks_pieces_in_order_are_the_whole(size: int) -> None:
+    pieces = [positions_of(5, 12, rank, size) for rank in range(size)]
+    np.testing.assert_array_equal(np.concatenate(pieces), np.arange(60, 72))
+
+
+@pytest.mark.parametrize(
+    ("call", "key"),
+    [
+        pytest.param(lambda: positions_of(0, 10, 0, 4), "global_batch", id="E13-batch-not-divisible"),
+        pytest.param(lambda: positions_of(0, 0), "global_batch", id="E11-batch-of-nothing"),
+        pytest.param(lambda: positions_of(-1, 4), "step", id="negative-step"),
+        pytest.param(lambda: positions_of(2**62, 4), "step", id="step-past-int64"),
+        pytest.param(lambda: permute([0], 1, -1, 0), "seed", id="negative-seed"),
+        pytest.param(lambda: permute([], 0, 1, 0), "samples", id="F1-no-samples"),
+    ],
+)
+def test_refusals(call: object, key: str) -> None:
+    assert callable(call)
+    with pytest.raises(BadInput) as caught:
+        call()
+    assert caught.value.key == key

@@ -1,0 +1,151 @@
+"""What a document of text begins with: what the tokenizer puts before a prompt, unless told otherwise."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers.processors import TemplateProcessing
+from trilith.cli.app import run
+from trilith.data import TokenFile, token_writer
+from trilith.data.text.chat_template import Chat
+from trilith.data.text.tokenize import tokenize
+from trilith.data.text.tokenizer import load_tokenizer
+from trilith.data.text.tokenizer_training import train_tokenizer
+from trilith.generation.prompts import prompt_ids
+from trilith.parallel_state import BadInput
+
+TEXTS = ["one fish", "two fish", "red fish"]
+BOS, EOS = 1, 2
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer that knows a start token and puts it nowhere."""
+    folder = tmp_path_factory.mktemp("tokenizer") / "plain"
+    train_tokenizer([text * 20 for text in TEXTS], folder, vocab_size=275)
+    return folder
+
+
+def that_puts(before: str, plain: Path, folder: Path) -> Path:
+    """The same tokenizer with special tokens around a text, as Llama 3's ``tokenizer.json`` has them."""
+    shutil.copytree(plain, folder)
+    backend = Backend.from_file(str(folder / "tokenizer.json"))
+    backend.post_processor = TemplateProcessing(single=before, special_tokens=[("<s>", BOS), ("</s>", EOS)])
+    backend.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def starting(plain: Path) -> Path:
+    return that_puts("<s> $A", plain, plain.parent / "starting")
+
+
+def texts(path: Path) -> Path:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return path
+
+
+def documents(file: TokenFile) -> list[list[int]]:
+    bounds = zip(file.documents[:-1], file.documents[1:], strict=True)
+    return [file.tokens[start:end].tolist() for start, end in bounds]
+
+
+def test_a_document_begins_as_a_prompt_does(starting: Path, plain: Path, tmp_path: Path) -> None:
+    for folder, begin in ((starting, [BOS]), (plain, [])):
+        loaded, name = load_tokenizer(folder), tmp_path / folder.name
+        file = tokenize([texts(tmp_path / "in.jsonl")], folder, name, workers=1)
+        prompts = [prompt_ids(text, loaded, chat=False, system=None, where="here") for text in TEXTS]
+        assert documents(file) == [[*prompt, EOS] for prompt in prompts]
+        assert all(
+            prompt == [*begin, *loaded.encode(text)] for prompt, text in zip(prompts, TEXTS, strict=True)
+        )
+        assert file.index.bos_id == (BOS if begin else None)
+        file.verify()
+
+
+@pytest.mark.parametrize("folder", ["starting", "plain"])
+@pytest.mark.parametrize("bos", [True, False])
+def test_the_choice_can_be_told(
+    folder: str, bos: bool, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    path: Path = request.getfixturevalue(folder)
+    source, ids = texts(tmp_path / "in.jsonl"), load_tokenizer(path).encode(TEXTS[0])
+    file = tokenize([source], path, tmp_path / "out", bos=bos, append_eos=False)
+    assert documents(file)[0] == ([BOS, *ids] if bos else ids)
+    assert file.index.bos_id == (BOS if bos else None)
+
+
+def test_without_a_start_token_the_index_is_what_it_was(plain: Path, starting: Path, tmp_path: Path) -> None:
+    """And so an index without the key is read: those written before there was one."""
+    source = texts(tmp_path / "in.jsonl")
+    tokenize([source], plain, tmp_path / "out")
+    index = json.loads((tmp_path / "out.json").read_text())
+    assert [*index] == [
+        *("version", "dtype", "tokens", "documents", "vocab_size", "eos_id"),
+        *("tokenizer_fingerprint", "sha256", "probe", "documents_sha256"),
+    ]
+    with_one = tokenize([source], starting, tmp_path / "with")
+    without = tokenize([source], starting, tmp_path / "without", bos=False)
+    assert with_one.fingerprint != without.fingerprint == TokenFile.open(tmp_path / "out").fingerprint
+
+
+@pytest.mark.parametrize(("before", "expected"), [("$A </s>", False), ("<s> $A </s>", True)])
+def test_an_end_that_a_tokenizer_adds_is_no_start(
+    before: str, expected: bool, plain: Path, tmp_path: Path
+) -> None:
+    folder = that_puts(before, plain, tmp_path / "t")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    if not expected:  # one token is both, as GPT-2's
+        config["bos_token"] = config["eos_token"]
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+        (folder / "special_tokens_map.json").unlink()
+        assert load_tokenizer(folder).bos_id == EOS
+    assert load_tokenizer(folder).starts_with_bos is expected
+
+
+def test_a_choice_that_cannot_be_is_refused(plain: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "t"
+    shutil.copytree(plain, folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    del config["bos_token"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "special_tokens_map.json").unlink()
+    source = texts(tmp_path / "in.jsonl")
+    with pytest.raises(BadInput, match="a begin of sequence token, found none"):
+        tokenize([source], folder, tmp_path / "out", bos=True)
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    with pytest.raises(BadInput, match="the template decides, found --no-bos"):
+        tokenize([source], folder, tmp_path / "out", bos=False, chat=Chat())
+    assert sorted(tmp_path.iterdir()) == [source, folder]
+
+
+def test_an_interrupted_job_with_the_other_choice_begins_anew(
+    starting: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_writer, "MARK_EVERY", 0.0)
+    source = texts(tmp_path / "in.jsonl")
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tokenize([source], starting, tmp_path / "out", workers=1, on_progress=interrupt)
+    assert (tmp_path / "out.partial" / "journal").exists()
+    file = tokenize([source], starting, tmp_path / "out", bos=False, workers=1)
+    assert not any(BOS in ids for ids in documents(file))
+
+
+@pytest.mark.parametrize(
+    ("choice", "said"), [([], "the start token, id 1"), (["--no-bos"], "no start token")]
+)
+def test_the_command_says_it(
+    choice: list[str], said: str, starting: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["tokenize", str(texts(tmp_path / "in.jsonl")), "--tokenizer", str(starting), *choice]
+    assert run([*words, "--out", str(tmp_path / "out")]) == 0
+    assert f"each document begins with {said}\n" in capsys.readouterr().out

@@ -1,0 +1,153 @@
+"""A flipped bit in any file of a token file: verify and training refuse it, or nothing changes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from trilith.cli.app import run
+from trilith.data import TokenFile, token_index, token_sums
+from trilith.data.batches import GlobalBatches
+from trilith.data.token_index import TokenPaths
+from trilith.data.token_writer import TokenWriter
+from trilith.parallel_state import BadInput
+
+LENGTH = 64
+
+
+def write(name: Path, *, chat: bool) -> Path:
+    """Some 40,000 tokens: three blocks with checksums and more bytes than the small probe of these tests."""
+    rng = np.random.default_rng(3)
+    with TokenWriter(name, vocab_size=50_000, eos_id=2, template_sha256="0" * 64 if chat else None) as writer:
+        for _ in range(800):
+            ids = rng.integers(0, 50_000, 50)
+            writer.add_documents(ids, [50], rng.integers(0, 2, 50) if chat else None)
+        writer.commit()
+    return name
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["text", "chat"])
+def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("whole") / "data", chat=request.param)
+
+
+def batches(name: Path) -> list[np.ndarray]:
+    """Everything that training reads of the file, in order: ids and labels of one epoch."""
+    made = GlobalBatches(TokenFile.open(name), LENGTH, 4, seed=0, overlong="truncate")
+    steps = [made.batch(step) for step in range(made.samples // 4)]
+    return [np.stack([step.input_ids.numpy(), step.labels.numpy()]) for step in steps]
+
+
+@settings(
+    max_examples=150,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(data=st.data())
+def test_a_flipped_bit_is_refused_or_changes_nothing(
+    whole: Path, data: st.DataObject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = [path for path in TokenPaths(whole).all if path.exists()]
+    path = data.draw(st.sampled_from(files))
+    content = bytearray(path.read_bytes())
+    bit = data.draw(st.integers(0, 8 * len(content) - 1))
+    before, meaning = bytes(content), _meaning(whole)
+    content[bit // 8] ^= 1 << bit % 8
+    try:
+        path.write_bytes(content)
+        with monkeypatch.context() as patch:
+            # So that the probe, which reads all of a small file, does not do the work of the checksums.
+            patch.setattr(token_index, "_check_content", _size_alone)
+            try:
+                read = batches(whole)
+            except BadInput:
+                read = None
+            try:
+                TokenFile.open(whole).verify()
+                verified = True
+            except BadInput:
+                verified = False
+        if verified:  # a blank of the index that became another blank, say
+            assert path.suffix == ".json" and _meaning(whole) == meaning
+        if read is not None:
+            assert all(map(np.array_equal, read, _untouched(whole, before, path)))
+    finally:
+        path.write_bytes(before)
+
+
+def _size_alone(path: Path, size: int, meaning: str, expected_probe: str) -> None:
+    assert path.stat().st_size == size
+
+
+def _untouched(whole: Path, content: bytes, path: Path) -> list[np.ndarray]:
+    path.write_bytes(content)
+    return batches(whole)
+
+
+def _meaning(name: Path) -> object:
+    return TokenFile.open(name).index
+
+
+def test_ids_beyond_the_stated_vocabulary_stop_the_batch_even_under_a_seal_of_somebody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A maker who writes a smaller vocabulary than his ids need, and all checksums rightly."""
+    with TokenWriter(tmp_path / "data", vocab_size=300) as writer:
+        monkeypatch.setattr(writer, "_vocab_size", 60_000)
+        writer.add([5] * 200 + [40_000] + [5] * 200)
+        monkeypatch.setattr(writer, "_vocab_size", 300)
+        writer.commit()
+    made = GlobalBatches(TokenFile.open(tmp_path / "data"), 100, 4, seed=0)
+    with pytest.raises(BadInput, match="token 200: expected below 300, found 40000"):
+        made.batch(0)
+    assert run(["verify", str(tmp_path / "data")]) == 2
+
+
+def test_a_block_is_compared_once_however_often_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "data", chat=False)
+    sums, real = 0, token_sums.crc32
+
+    def counted(*arguments: object) -> int:
+        nonlocal sums
+        sums += 1
+        return real(*arguments)
+
+    monkeypatch.setattr(token_sums, "crc32", counted)
+    file = TokenFile.open(tmp_path / "data")
+    for _ in range(3):
+        for begin in range(0, 40_000, 1000):
+            file.ids(begin, begin + 1000)
+    assert sums == 2  # 80,000 bytes
+
+
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("suffix", ["", ".bin", ".json"])
+def test_verify_reads_a_token_file_and_says_what_it_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], suffix: str, chat: bool
+) -> None:
+    name = write(tmp_path / "data", chat=chat)
+    assert run(["verify", f"{name}{suffix}"]) == 0
+    said = capsys.readouterr().out
+    assert "40,000 ids below 50,000" in said and "800 documents" in said and "seal" in said
+    with name.with_suffix(".bin").open("r+b") as file:
+        file.seek(70_000)
+        file.write(b"\x01\x02")
+    assert run(["verify", f"{name}{suffix}"]) == 2
+    assert "data.bin" in capsys.readouterr().err
+
+
+def test_a_file_made_before_there_were_seals_is_still_read(tmp_path: Path) -> None:
+    name = write(tmp_path / "data", chat=False)
+    index = TokenFile.open(name).index.model_dump(exclude_defaults=True, exclude={"sums_sha256", "seal"})
+    name.with_suffix(".json").write_text(json.dumps(index | {"version": 1}))
+    name.with_suffix(".sums").unlink()
+    TokenFile.open(name).verify()
+    name.with_suffix(".json").write_text(json.dumps(index))
+    with pytest.raises(BadInput, match="seal"):  # and no seal can be taken off a newer one
+        TokenFile.open(name)

@@ -1,0 +1,353 @@
+"""Tokenizing: the same bytes from any number of workers and any cut of the input; errors by file and line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+import string
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trilith.cli.app import run
+from trilith.cli.tokenize import tokenize as command
+from trilith.data import TokenFile
+from trilith.data.text import documents as documents_module
+from trilith.data.text import tokenize as tokenize_module
+from trilith.data.text.documents import documents_of, read_blocks
+from trilith.data.text.tokenize import tokenize
+from trilith.data.text.tokenizer import Tokenizer, load_tokenizer
+from trilith.data.text.tokenizer_training import train_tokenizer
+from trilith.parallel_state import BadInput, PeerFailed
+from typer import Typer
+from typer.testing import CliRunner
+
+LIBRARY = Path(string.__file__).parent
+SOURCES = [LIBRARY / f"{name}.py" for name in ("string", "textwrap", "token", "this")]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer") / "t"
+    train_tokenizer([source.read_text() for source in SOURCES], path, vocab_size=400)
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Tokenizer:
+    return load_tokenizer(folder)
+
+
+def texts_of(file: TokenFile, tokenizer: Tokenizer, *, eos: bool = True) -> list[str]:
+    texts = []
+    for start, stop in zip(file.documents[:-1], file.documents[1:], strict=True):
+        ids = file.tokens[start:stop].tolist()
+        if eos:
+            assert ids.pop() == tokenizer.eos_id
+        texts.append(tokenizer.decode(ids))
+    return texts
+
+
+def contents(name: Path) -> list[bytes]:
+    return [
+        name.with_name(name.name + suffix).read_bytes() for suffix in (".bin", ".docs.npy", ".sums", ".json")
+    ]
+
+
+def jsonl(path: Path, texts: list[str], *, key: str = "text") -> Path:
+    path.write_text("".join(json.dumps({"n": i, key: text}) + "\n" for i, text in enumerate(texts)))
+    return path
+
+
+def test_a_text_file_is_a_document_ended_by_eos(folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    file = tokenize(SOURCES, folder, tmp_path / "out", workers=1)
+    assert texts_of(file, tokenizer) == [source.read_bytes().decode() for source in SOURCES]
+    assert file.index.eos_id == 2 and file.vocab_size == 400
+    assert file.index.tokenizer_fingerprint == tokenizer.fingerprint
+
+
+def test_without_eos_there_is_only_the_text(folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    file = tokenize(SOURCES[:2], folder, tmp_path / "out", workers=1, append_eos=False)
+    assert texts_of(file, tokenizer, eos=False) == [source.read_text() for source in SOURCES[:2]]
+    assert 2 not in file.tokens
+
+
+def test_json_lines_in_order_blank_lines_and_empty_texts_left_out(
+    folder: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(
+        b'\xef\xbb\xbf{"text": "a b\\nc"}\r\n\n{"text": ""}\n   \n{"text": "\\u00e9\xc3\xa9", "x": NaN}'
+    )
+    assert texts_of(tokenize([path], folder, tmp_path / "out", workers=1), tokenizer) == ["a b\nc", "éé"]
+
+
+def test_another_key(folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "in.jsonl", ["one", "two"], key="content")
+    file = tokenize([path], folder, tmp_path / "out", json_key="content", workers=1)
+    assert texts_of(file, tokenizer) == ["one", "two"]
+
+
+def test_paragraphs_are_documents(folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = tmp_path / "in.txt"
+    path.write_bytes(b"\n\n  first\nstill first\n\n \t \nsecond\r\n\r\nthird\n\n\n")
+    file = tokenize([path], folder, tmp_path / "out", split_paragraphs=True, workers=1)
+    assert texts_of(file, tokenizer) == ["  first\nstill first", "second", "third"]
+
+
+def test_packed_files_give_the_same_tokens(folder: Path, tmp_path: Path) -> None:
+    plain = jsonl(tmp_path / "in.jsonl", [source.read_text() for source in SOURCES])
+    packed = tmp_path / "in.jsonl.gz"
+    data = plain.read_bytes()
+    packed.write_bytes(gzip.compress(data[:1000]) + gzip.compress(data[1000:]))  # members, as after `cat`
+    tokenize([plain], folder, tmp_path / "plain", workers=1)
+    tokenize([packed], folder, tmp_path / "packed", workers=1)
+    assert contents(tmp_path / "plain") == contents(tmp_path / "packed")
+    text = tmp_path / "in.gz"
+    text.write_bytes(gzip.compress(SOURCES[0].read_bytes()))
+    tokenize([text], folder, tmp_path / "text", workers=1)
+    tokenize([SOURCES[0]], folder, tmp_path / "source", workers=1)
+    assert contents(tmp_path / "text") == contents(tmp_path / "source")
+
+
+def test_the_bytes_do_not_depend_on_workers_or_block_size(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = folder / "tokenizer.model"
+    parts = [part for source in SOURCES for part in source.read_text().split("\n\n")]
+    inputs = [jsonl(tmp_path / "a.jsonl", parts), *SOURCES, jsonl(tmp_path / "b.jsonl", parts[::-1])]
+    for name, workers, size in (("one", 1, 2**20), ("two", 1, 500), ("three", 3, 2000)):
+        monkeypatch.setattr(read_blocks, "__kwdefaults__", {"size": size})
+        tokenize(inputs, model, tmp_path / name, split_paragraphs=True, workers=workers)
+    assert contents(tmp_path / "one") == contents(tmp_path / "two") == contents(tmp_path / "three")
+
+
+def test_progress_reaches_the_size_of_the_inputs(folder: Path, tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    file = tokenize(
+        SOURCES,
+        folder,
+        tmp_path / "out",
+        workers=1,
+        on_progress=lambda *figures: seen.append(figures),
+    )
+    assert seen == sorted(seen)
+    assert seen[-1] == (sum(source.stat().st_size for source in SOURCES), len(file.tokens))
+
+
+lines = st.lists(st.sampled_from(["", " ", "\t\r", "a", " b", "cc\r", "é", "\x0b"]), max_size=30)
+
+
+@settings(max_examples=150, deadline=None)
+@given(lines=lines, last=st.sampled_from(["", "\n"]), size=st.integers(1, 40))
+def test_paragraphs_do_not_depend_on_where_blocks_are_cut(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[str], last: str, size: int
+) -> None:
+    path = tmp_path_factory.mktemp("cut") / "in.txt"
+    text = "\n".join(lines) + last
+    path.write_bytes(text.encode())
+
+    def documents(size: int) -> list[tuple[str, str]]:
+        blocks = list(read_blocks(path, split_paragraphs=True, json_key="text", size=size))
+        assert b"".join(bytes(block.data) for block in blocks) == text.encode()
+        return [document for block in blocks for document in documents_of(block, "text")]
+
+    assert documents(size) == documents(10**6)
+    expected = re.split(r"\n(?:[ \t\r]*\n)+", re.sub(r"\A(?:[ \t\r]*\n)+", "", text + "\n\n"))
+    assert [document for _, document in documents(size)] == [p.removesuffix("\r") for p in expected if p]
+
+
+@settings(max_examples=50, deadline=None)
+@given(texts=st.lists(st.text(max_size=20), max_size=20), size=st.integers(1, 60))
+def test_json_lines_do_not_depend_on_where_blocks_are_cut(
+    tmp_path_factory: pytest.TempPathFactory, texts: list[str], size: int
+) -> None:
+    path = jsonl(tmp_path_factory.mktemp("cut") / "in.jsonl", texts)
+    blocks = read_blocks(path, split_paragraphs=False, json_key="text", size=size)
+    found = [document for block in blocks for document in documents_of(block, "text")]
+    assert found == [(f"{path}:{i}", text) for i, text in enumerate(texts, 1) if text]
+
+
+class _KillsItsReader:
+    """Stands for a job; whoever unpickles it dies as if for want of memory."""
+
+    def __init__(self, tokenizer: Path, json_key: str, append_eos: bool, chat: None, bos_id: None) -> None:
+        self.json_key, self.chat, self.bos_id = json_key, chat, bos_id
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (os._exit, (9,))
+
+
+def _write(name: str, content: bytes) -> Callable[[Path], Path]:
+    def make(folder: Path) -> Path:
+        (folder / name).write_bytes(content)
+        return folder / name
+
+    return make
+
+
+GOOD = b'{"text": "fine"}\n'
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        pytest.param(
+            _write("in.jsonl", GOOD * 2 + b'{"text": \n' + GOOD), r"in\.jsonl:3: .*JSON", id="bad-line"
+        ),
+        pytest.param(
+            _write("in.jsonl", GOOD + b'["text"]\n'), r"in\.jsonl:2: .*found list", id="not-an-object"
+        ),
+        pytest.param(_write("in.jsonl", b'{"body": "x"}\n'), r"in\.jsonl:1: .*body.*--json-key", id="no-key"),
+        pytest.param(
+            _write("in.jsonl", GOOD + b'{"text": 7}\n'), r"in\.jsonl:2: text: .*found 7", id="not-text"
+        ),
+        pytest.param(_write("in.jsonl", GOOD + b"[" * 200_000), r"in\.jsonl:2", id="deep-json"),
+        pytest.param(
+            _write("in.jsonl", GOOD + b'{"text": "\xff"}\n'), r"in\.jsonl:2: .*0xff", id="json-not-utf-8"
+        ),
+        pytest.param(
+            _write("in.jsonl", b'{"text": "a\\ud800"}'), r"in\.jsonl:1: .*surrogate", id="surrogate"
+        ),
+        pytest.param(_write("in.txt", b"a\nb\n\xe9\n"), r"in\.txt:3: .*0xe9", id="text-not-utf-8"),
+        pytest.param(_write("in.txt", b""), "at least one, found none", id="F1-empty-file"),
+        pytest.param(_write("in.jsonl", b'\n{"text": ""}\n'), "at least one, found none", id="F1-no-text"),
+        pytest.param(_write("in.json", b"[]"), "one object a line", id="json-array"),
+        pytest.param(_write("in.txt.gz", gzip.compress(b"a" * 999)[:-9]), r"in\.txt\.gz", id="gz-cut-short"),
+        pytest.param(_write("in.txt.gz", b"plain text"), r"in\.txt\.gz", id="gz-that-is-not"),
+        pytest.param(
+            _write("in.txt.gz", gzip.compress(b"")[:10] + b"\xff" * 20),
+            r"in\.txt\.gz",
+            id="gz-damaged-inside",
+        ),
+        pytest.param(lambda folder: folder / "nowhere.txt", "nothing there", id="missing"),
+        pytest.param(lambda folder: folder, "regular file", id="folder"),
+    ],
+)
+def test_bad_input_names_file_and_line_and_leaves_nothing(
+    folder: Path, tmp_path: Path, make: Callable[[Path], Path], message: str
+) -> None:
+    path = make(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(BadInput, match=message) as caught:
+        tokenize([path], folder, tmp_path / "new" / "out", workers=1)
+    assert "\n" not in str(caught.value)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_of_several_bad_lines_any_number_of_workers_names_the_first(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(GOOD * 100_000 + b"{\n" + GOOD * 100_000 + b"[\n")
+    for workers in (1, 2):
+        with pytest.raises(BadInput, match=r"in\.jsonl:100001: "):
+            tokenize([path], folder / "tokenizer.model", tmp_path / "out", workers=workers)
+        assert sorted(tmp_path.iterdir()) == [path]
+
+
+def test_a_worker_that_is_killed_ends_the_job(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Signals come from the worker itself, through what it unpickles: the code under test stays as it is.
+    monkeypatch.setattr(tokenize_module, "Job", _KillsItsReader)
+    with pytest.raises(PeerFailed, match="--workers"):
+        tokenize(SOURCES, folder / "tokenizer.model", tmp_path / "out", workers=2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_document_has_a_largest_size(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents_module, "LARGEST_DOCUMENT", 1000)
+    path = tmp_path / "in.txt"
+    path.write_text("a\n" * 600)
+    with pytest.raises(BadInput, match="--split-paragraphs"):
+        tokenize([path], folder, tmp_path / "out", workers=1)
+
+
+def test_no_eos_to_append(folder: Path, tmp_path: Path) -> None:
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    del config["eos_token"]
+    copy = tmp_path / "t"
+    copy.mkdir()
+    (copy / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    (copy / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(BadInput, match="--no-append-eos"):
+        tokenize(SOURCES, copy, tmp_path / "out", workers=1)
+    tokenize(SOURCES, copy, tmp_path / "out", workers=1, append_eos=False)
+
+
+def test_no_worker_is_refused(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="workers"):
+        tokenize(SOURCES, folder, tmp_path / "out", workers=0)
+
+
+@pytest.mark.parametrize(("name", "package"), [("in.txt.zst", "zstandard"), ("in.parquet", "pyarrow")])
+def test_a_package_that_is_not_there_is_named(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, package: str
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    (tmp_path / name).write_bytes(b"anything")
+    with pytest.raises(BadInput, match=rf"{package}.*pip install 'trilith\[data\]'"):
+        tokenize([tmp_path / name], folder, tmp_path / "out", workers=1)
+
+
+def test_zstandard(folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    zstandard = pytest.importorskip("zstandard", reason="comes with the extra trilith[data]")
+    path, bad = tmp_path / "in.jsonl.zst", tmp_path / "bad.txt.zst"
+    path.write_bytes(
+        zstandard.compress(b'{"text": "one"}\n{"te') + zstandard.compress(b'xt": "two"}\n')  # two frames
+    )
+    file = tokenize([path], folder, tmp_path / "out", workers=1)
+    assert texts_of(file, tokenizer) == ["one", "two"]
+    bad.write_bytes(b"plain text")
+    with pytest.raises(BadInput, match="zstandard file"):
+        tokenize([bad], folder, tmp_path / "bad", workers=1)
+    bad.write_bytes(zstandard.compress(SOURCES[0].read_bytes())[:-100])
+    with pytest.raises(BadInput, match="zstandard file"):
+        tokenize([bad], folder, tmp_path / "bad", workers=1)
+
+
+def test_parquet(folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="comes with the extra trilith[data]")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="comes with the extra trilith[data]")
+    path, texts = tmp_path / "in.parquet", [f"row {i}" for i in range(3000)]
+    parquet.write_table(pyarrow.table({"text": texts, "n": range(3000)}), path, row_group_size=700)
+    file = tokenize([path], folder, tmp_path / "out", workers=1)
+    assert texts_of(file, tokenizer) == texts
+    with pytest.raises(BadInput, match="columns text, n"):
+        tokenize([path], folder, tmp_path / "bad", json_key="body", workers=1)
+    with pytest.raises(BadInput, match=r"in\.parquet:1: n: expected text"):
+        tokenize([path], folder, tmp_path / "bad", json_key="n", workers=1)
+    path.write_bytes(b"PAR1 but not really")
+    with pytest.raises(BadInput, match="Parquet"):
+        tokenize([path], folder, tmp_path / "bad", workers=1)
+
+
+def test_the_command(folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    app = Typer()
+    app.command()(command)
+    path = jsonl(tmp_path / "in.jsonl", ["one", "two"], key="body")
+    arguments = [str(path), "--tokenizer", str(folder), "--out", str(tmp_path / "out"), "--json-key", "body"]
+    result = CliRunner().invoke(app, [*arguments, "--workers", "1", "--no-append-eos"])
+    assert result.exit_code == 0, result.output
+    assert "tokens in 2 documents" in result.stdout
+    assert texts_of(TokenFile.open(tmp_path / "out"), tokenizer, eos=False) == ["one", "two"]
+    again = CliRunner().invoke(app, arguments)
+    assert isinstance(again.exception, BadInput) and "an existing file" in str(again.exception)
+
+
+def test_a_tokenizer_trained_by_the_command_is_the_functions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    template = tmp_path / "chat.jinja"
+    template.write_text("{{ messages }}")
+    words = ["train-tokenizer", *map(str, SOURCES), "--vocab-size", "400", "--out", str(tmp_path / "t")]
+    assert run([*words, "--chat-template", str(template)]) == 0
+    assert "400 ids, bpe" in capsys.readouterr().out
+    parts = [part for path in SOURCES for part in path.read_text().split("\n\n") if part.strip()]
+    same = train_tokenizer(parts, tmp_path / "same", vocab_size=400)
+    assert load_tokenizer(tmp_path / "t").fingerprint == same.fingerprint
+    assert (tmp_path / "t" / "chat_template.jinja").read_text() == "{{ messages }}"

@@ -1,0 +1,101 @@
+"""A tokenization that goes on after a stop writes its input as it is now, whatever happened in between."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trilith.data import token_writer
+from trilith.data.text.documents import read_blocks
+from trilith.data.text.tokenize import tokenize
+from trilith.data.text.tokenizer_training import train_tokenizer
+
+WORDS = [f"number {i} of many words" for i in range(400)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def a_mark_for_each_of_many_blocks() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda fd: None)
+        patch.setattr(token_writer, "MARK_EVERY", 0.0)
+        patch.setitem(read_blocks.__kwdefaults__, "size", 1000)
+        yield
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer") / "folder"
+    train_tokenizer(WORDS, folder, vocab_size=300)
+    return folder
+
+
+def write(path: Path, letter: str) -> None:
+    """Documents of the same sizes, whatever the letter."""
+    path.write_text("".join(json.dumps({"text": letter + word}) + "\n" for word in WORDS))
+
+
+def begin(path: Path, tokenizer: Path, out: Path, blocks: int) -> None:
+    made = 0
+
+    def stop(done: int, tokens: int) -> None:
+        nonlocal made
+        made += 1
+        if made == blocks:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tokenize([path], tokenizer, out, workers=1, on_progress=stop)
+    assert out.with_name("out.partial").is_dir()
+
+
+def check_equal(path: Path, tokenizer: Path, out: Path) -> None:
+    """Going on gives the files that a call of its own gives."""
+    tokenize([path], tokenizer, out, workers=1)
+    tokenize([path], tokenizer, out.with_name("whole"), workers=1)
+    made = sorted(out.parent.glob("out.*"))
+    assert len(made) == 4
+    for file in made:
+        assert file.read_bytes() == file.with_name(file.name.replace("out", "whole")).read_bytes(), file
+
+
+@settings(max_examples=12, deadline=None)
+@given(way=st.sampled_from(("in place", "renamed over", "not")), put_back=st.booleans(), at=st.integers(2, 9))
+def test_an_input_that_changed_between_is_wholly_the_new_one(
+    tokenizer: Path, way: str, put_back: bool, at: int
+) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        path, out = Path(name) / "in.jsonl", Path(name) / "out"
+        write(path, "a")
+        before = path.stat()
+        begin(path, tokenizer, out, at)
+        if way != "not":
+            fresh = path if way == "in place" else path.with_name("fresh")
+            write(fresh, "b")
+            fresh.rename(path)
+        if put_back:
+            os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        assert path.stat().st_size == before.st_size
+        check_equal(path, tokenizer, out)
+
+
+@settings(max_examples=25, deadline=None)
+@given(file=st.floats(0, 1, exclude_max=True), bit=st.floats(0, 1, exclude_max=True))
+def test_a_flipped_bit_in_what_a_stop_left_has_no_effect(tokenizer: Path, file: float, bit: float) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        path, out = Path(name) / "in.jsonl", Path(name) / "out"
+        write(path, "a")
+        begin(path, tokenizer, out, 8)
+        files = [one for one in sorted(Path(name).glob("out.partial/*")) if one.stat().st_size]
+        assert {"journal", "lengths", "tokens"} <= {one.name for one in files}
+        victim = files[int(file * len(files))]
+        content = bytearray(victim.read_bytes())
+        where = int(bit * len(content) * 8)
+        content[where // 8] ^= 1 << where % 8
+        victim.write_bytes(content)
+        check_equal(path, tokenizer, out)

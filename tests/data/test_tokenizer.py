@@ -1,0 +1,311 @@
+"""A trained tokenizer gives the same ids from SentencePiece and from the Hugging Face folder, on any text."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import string
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers.processors import TemplateProcessing
+from trilith.data.text import tokenizer as tokenizer_module
+from trilith.data.text.tokenizer import Tokenizer, load_tokenizer
+from trilith.data.text.tokenizer_training import train_tokenizer
+from trilith.data.vocabulary import check_vocabulary
+from trilith.parallel_state import BadInput
+from trilith.testing import run_fresh
+
+#: Modules of the standard library, in parts between blank lines: tabs, tables, characters of many scripts.
+LIBRARY = Path(string.__file__).parent
+PARTS = [
+    part
+    for name in ("string", "textwrap", "tokenize", "statistics", "tabnanny", "token", "this", "html/entities")
+    for part in re.split(r"(?<=\n\n)", (LIBRARY / f"{name}.py").read_text(encoding="utf-8"))
+]
+#: What differs first when one setting is wrong.
+HARD = [
+    "",
+    " ",
+    "  two blanks lead and trail  ",
+    "\n\n\n",
+    "\tdef f(x):\n\t\treturn   x\n",
+    "a" + " " * 37 + "b",
+    "-----==========#####",
+    "naïve café, e\u0301, ﬁ, Å, ½, ①",
+    "漢字かな交じり文 한국어 العربية हिन्दी",
+    "😀👩\u200d👩\u200d👧 \U0001f1e8\U0001f1ed",
+    "nul \x00 bell \x07 del \x7f bom \ufeff line \u2028 nbsp \xa0",
+    "\r\n windows \r\n",
+    "<s> </s> <unk> <0x41> <0x0A> [MASK] <|endoftext|>",
+    "0x41 0X1F 1234567890",
+]
+
+
+@pytest.fixture(scope="module", params=["bpe", "unigram"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp(request.param) / "tokenizer"
+    train_tokenizer(PARTS[::2], path, vocab_size=600, model_type=request.param)
+    return path
+
+
+@pytest.fixture(scope="module")
+def pair(folder: Path) -> tuple[Tokenizer, Tokenizer]:
+    return load_tokenizer(folder / "tokenizer.model"), load_tokenizer(folder)
+
+
+def agree(pair: tuple[Tokenizer, Tokenizer], text: str) -> None:
+    spoken, folded = (tokenizer.encode(text) for tokenizer in pair)
+    assert spoken == folded
+    for tokenizer in pair:
+        assert tokenizer.decode(spoken) == text.replace("▁", " ")
+
+
+@pytest.mark.parametrize("text", HARD, ids=lambda text: ascii(text)[:20])
+def test_hard_texts_give_equal_ids_and_come_back(pair: tuple[Tokenizer, Tokenizer], text: str) -> None:
+    agree(pair, text)
+
+
+def test_seen_and_unseen_parts_of_the_standard_library_do_too(pair: tuple[Tokenizer, Tokenizer]) -> None:
+    for part in PARTS:
+        agree(pair, part)
+    agree(pair, "".join(PARTS))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    text=st.text(st.one_of(st.sampled_from(" \t\n▁aebt<s>/0x1-="), st.characters(codec="utf-8")), max_size=60)
+)
+def test_arbitrary_text_does_too(pair: tuple[Tokenizer, Tokenizer], text: str) -> None:
+    agree(pair, text)
+
+
+def test_it_does_too_after_transformers_saved_and_reloaded_it(
+    folder: Path, pair: tuple[Tokenizer, Tokenizer], tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    auto = AutoTokenizer.from_pretrained(folder, add_prefix_space=False, local_files_only=True)
+    auto.save_pretrained(tmp_path / "again")
+    again = load_tokenizer(tmp_path / "again")
+    for text in [*HARD, *PARTS[::5]]:
+        assert again.encode(text) == pair[0].encode(text) == auto(text)["input_ids"]
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "mistral", "qwen3", "gpt_neox"])
+def test_a_models_config_beside_it_changes_nothing(
+    folder: Path, pair: tuple[Tokenizer, Tokenizer], tmp_path: Path, model_type: str
+) -> None:
+    shutil.copytree(folder, tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": model_type}))
+    beside = load_tokenizer(tmp_path / "model")
+    assert beside.vocab_size == 600
+    assert all(beside.encode(text) == pair[0].encode(text) for text in HARD)
+
+
+def test_sizes_special_ids_and_files(folder: Path, pair: tuple[Tokenizer, Tokenizer]) -> None:
+    for tokenizer in pair:
+        assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == (600, 1, 2)
+    assert {path.name for path in folder.iterdir()} == {
+        "tokenizer.model",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+    }
+    assert [path for path in folder.parent.iterdir()] == [folder]
+
+
+@pytest.mark.parametrize("model_type", ["bpe", "unigram"])
+def test_training_is_deterministic(tmp_path: Path, model_type: Literal["bpe", "unigram"]) -> None:
+    for name in ("one", "two"):
+        train_tokenizer(iter(PARTS[:40]), tmp_path / name, vocab_size=400, model_type=model_type)
+    for path in (tmp_path / "one").iterdir():
+        assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes()
+    assert load_tokenizer(tmp_path / "one").fingerprint == load_tokenizer(tmp_path / "two").fingerprint
+
+
+def test_the_spelling_of_a_special_token_is_text_even_in_letters_never_seen(tmp_path: Path) -> None:
+    words = ["cab", "bad", "gold", "mild", "calm", "wild", "gaol", "lamb", "cold", "bald", "glad", "clam"]
+    texts = [f"{a} {b} {a}{b}" for a in words for b in words]
+    train_tokenizer(texts, tmp_path / "t", vocab_size=310, model_type="unigram")
+    pair = load_tokenizer(tmp_path / "t" / "tokenizer.model"), load_tokenizer(tmp_path / "t")
+    for text in ("<s>", "cab</s>bad", "<unk>", "<0x41><0xFF>"):
+        agree(pair, text)
+
+
+def test_a_long_text_is_learned_from_whole(tmp_path: Path) -> None:
+    """SentencePiece leaves out texts above 4,192 bytes unless told otherwise."""
+    text = "xylophone quartz " * 1000
+    tokenizer = train_tokenizer([text], tmp_path / "t", vocab_size=290)
+    assert len(tokenizer.encode("xylophone")) < 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        pytest.param({"vocab_size": 100}, "at least 260", id="vocabulary-too-small"),
+        pytest.param({"vocab_size": 100_000}, "training a bpe vocabulary", id="vocabulary-too-large"),
+        pytest.param({"vocab_size": 300, "model_type": "wordpiece"}, "bpe or unigram", id="unknown-model"),
+        pytest.param({"vocab_size": 300, "texts": []}, "training a bpe vocabulary", id="F1-no-text"),
+        pytest.param({"vocab_size": 300, "texts": [" "]}, "training a bpe vocabulary", id="F1-only-a-blank"),
+    ],
+)
+def test_training_refuses_and_leaves_nothing(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadInput, match=message) as caught:
+        train_tokenizer(**{"texts": PARTS, "folder": tmp_path / "t", **arguments})
+    assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_training_writes_over_nothing(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("precious")
+    with pytest.raises(BadInput, match="empty directory"):
+        train_tokenizer(PARTS, tmp_path, vocab_size=300)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def _nothing(folder: Path) -> Path:
+    return folder / "nowhere"
+
+
+def _no_vocabulary(folder: Path) -> Path:
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.model").unlink()
+    return folder
+
+
+def _with(name: str, content: bytes, *, open_file: bool = False) -> Callable[[Path], Path]:
+    def make(folder: Path) -> Path:
+        (folder / name).write_bytes(content)
+        return folder / name if open_file else folder
+
+    return make
+
+
+def _huge(name: str, *, open_file: bool = False) -> Callable[[Path], Path]:
+    def make(folder: Path) -> Path:
+        with (folder / name).open("r+b") as file:
+            file.truncate(2 * 2**30)  # sparse: takes no room
+        return folder / name if open_file else folder
+
+    return make
+
+
+def _pipe(folder: Path) -> Path:
+    (folder / "tokenizer.json").unlink()
+    os.mkfifo(folder / "tokenizer.json")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        pytest.param(_nothing, "nothing there", id="F9-missing"),
+        pytest.param(_no_vocabulary, "none of them", id="F9-folder-without-vocabulary"),
+        pytest.param(_huge("tokenizer.json"), "268,435,456 bytes", id="F10-2-GB-tokenizer-json"),
+        pytest.param(_huge("tokenizer.model", open_file=True), "268,435,456 bytes", id="F10-2-GB-model"),
+        pytest.param(_with("tokenizer.json", b"{"), "AutoTokenizer", id="tokenizer-json-cut-short"),
+        pytest.param(_with("tokenizer.json", b"[]"), "AutoTokenizer", id="tokenizer-json-a-list"),
+        pytest.param(
+            _with("tokenizer.model", b"no", open_file=True), "SentencePiece", id="model-not-a-model"
+        ),
+        pytest.param(_with("tokenizer.model", b"", open_file=True), "SentencePiece", id="model-empty"),
+        pytest.param(
+            _with("tokenizer.json", b"version https://git-lfs.github.com/spec/v1"),
+            "git lfs pull",
+            id="git-lfs",
+        ),
+        pytest.param(_with("notes.txt", b"hello", open_file=True), r"\.txt", id="another-kind-of-file"),
+        pytest.param(lambda folder: folder / "tokenizer.json", "Give the folder", id="the-json-itself"),
+        pytest.param(_pipe, "regular file", id="pipe"),
+    ],
+)
+def test_what_cannot_be_loaded_is_refused(
+    folder: Path, tmp_path: Path, damage: Callable[[Path], Path], message: str
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    with pytest.raises(BadInput, match=message) as caught:
+        load_tokenizer(damage(copy))
+    assert "\n" not in str(caught.value)
+
+
+def test_no_code_of_a_folder_is_run(folder: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    config = json.loads((copy / "tokenizer_config.json").read_text())
+    config |= {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": [None, "evil.Evil"]}}
+    (copy / "tokenizer_config.json").write_text(json.dumps(config))
+    (copy / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    with pytest.raises(BadInput):
+        load_tokenizer(copy)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_folder_that_adds_special_tokens_adds_none_here_and_decoding_leaves_none_out(
+    folder: Path, pair: tuple[Tokenizer, Tokenizer], tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    backend = Backend.from_file(str(copy / "tokenizer.json"))
+    backend.post_processor = TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    assert backend.encode("a b").ids[0] == 1
+    backend.save(str(copy / "tokenizer.json"))
+    adding = load_tokenizer(copy)
+    assert adding.encode("a b") == pair[0].encode("a b")
+    assert adding.decode([1, *adding.encode("a b"), 2]) == "<s>a b</s>"
+
+
+def test_half_a_surrogate_pair_is_the_same_error_from_both(pair: tuple[Tokenizer, Tokenizer]) -> None:
+    for tokenizer in pair:
+        with pytest.raises(UnicodeEncodeError):
+            tokenizer.encode("a\ud800b")
+
+
+def test_f8_vocabulary_may_be_smaller_than_the_models_but_not_larger(
+    pair: tuple[Tokenizer, Tokenizer],
+) -> None:
+    check_vocabulary(pair[0].vocab_size, 600, "here")
+    check_vocabulary(pair[0].vocab_size, 640, "here")
+    with pytest.raises(BadInput, match="here: vocab_size: expected at most 599"):
+        check_vocabulary(pair[0].vocab_size, 599, "here")
+
+
+def test_fingerprint_follows_the_files(folder: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    assert load_tokenizer(copy).fingerprint == load_tokenizer(folder).fingerprint
+    added = json.loads((copy / "tokenizer.json").read_text())
+    added["version"] = "1.0"
+    (copy / "tokenizer.json").write_text(json.dumps(added))
+    assert load_tokenizer(copy).fingerprint != load_tokenizer(folder).fingerprint
+    assert tokenizer_module.LARGEST_FILE == 256 * 2**20
+
+
+@pytest.mark.parametrize("when", ["before_rename", "after_rename"])
+def test_what_a_killed_training_left_is_removed_by_the_next(tmp_path: Path, when: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRILITH_FAULT", f"rank=0;at=commit.{when};act=kill")
+        (code,) = run_fresh(train_small, 1, str(tmp_path / "t"), process_group=False)
+    assert code == -9, code.output
+    assert (tmp_path / "t").exists() == (when == "after_rename") and len([*tmp_path.iterdir()]) == 2
+    if when == "after_rename":
+        with pytest.raises(BadInput, match="empty directory"):
+            train_small(str(tmp_path / "t"))
+    else:
+        train_small(str(tmp_path / "t"))
+    assert [path.name for path in tmp_path.iterdir()] == ["t"]
+    assert load_tokenizer(tmp_path / "t").vocab_size == 400
+
+
+def train_small(folder: str) -> None:
+    train_tokenizer(PARTS[:40], folder, vocab_size=400)

@@ -1,0 +1,173 @@
+"""Collectives that ranks issue differently are caught before they run, with both ranks' lines of code."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from trilith.parallel_state import CollectiveOrder, Layout, ParallelState, PeerFailed, engine
+from trilith.recipes.recipe import parse_recipe
+from trilith.testing import RankError, run_parallel
+from trilith.testing.short_runs import TINY_GPT2, run_recipe, tiny_recipe, write_tokens
+from trilith.training import Trainer
+
+X = torch.ones(4, 6)
+
+
+def attention(group: dist.ProcessGroup, x: Tensor) -> None:
+    engine.all_reduce(x, group)
+
+
+def feed_forward(group: dist.ProcessGroup, x: Tensor) -> None:
+    engine.all_reduce(x, group)
+
+
+def order(group: dist.ProcessGroup, odd: bool) -> None:
+    for one in (feed_forward, attention) if odd else (attention, feed_forward):
+        one(group, X)
+
+
+def shape(group: dist.ProcessGroup, odd: bool) -> None:
+    attention(group, X[:2] if odd else X)
+
+
+def dtype(group: dist.ProcessGroup, odd: bool) -> None:
+    attention(group, X.double() if odd else X)
+
+
+def operator(group: dist.ProcessGroup, odd: bool) -> None:
+    if odd:
+        engine.all_gather(X, 0, group)
+    else:
+        engine.all_reduce(X, group)
+
+
+def reduction(group: dist.ProcessGroup, odd: bool) -> None:
+    dist.all_reduce(X.clone(), op=dist.ReduceOp.MAX if odd else dist.ReduceOp.SUM, group=group)
+
+
+def extra(group: dist.ProcessGroup, odd: bool) -> None:
+    if odd:
+        feed_forward(group, X)
+    dist.all_reduce(X.clone())
+
+
+def seeded(wrong: Callable[[dist.ProcessGroup, bool], None], every: int, timeout: float) -> None:
+    """Three good collectives, then those of ``wrong``, which rank 1 does otherwise."""
+    state = ParallelState.start(Layout.of(tensor=2))
+    with CollectiveOrder(state, every=every, timeout=timedelta(seconds=timeout)):
+        for _ in range(3):
+            attention(state.tensor_group, X)
+        wrong(state.tensor_group, state.rank == 1)
+
+
+def said(wrong: Callable[[dist.ProcessGroup, bool], None], every: int = 1, timeout: float = 60) -> list[str]:
+    with pytest.raises(RankError) as error:
+        run_parallel(seeded, 2, wrong, every, timeout)
+    causes = [failure.cause for failure in error.value.failures]
+    assert all(isinstance(cause, PeerFailed) and cause.exit_code == 3 for cause in causes)
+    assert "\n" not in str(causes[0])
+    return [str(cause) for cause in causes]
+
+
+def line(function: Callable[..., None], text: str) -> str:
+    """Where in this file a function's line stands."""
+    source = Path(__file__).read_text().splitlines()
+    first = function.__code__.co_firstlineno
+    number = next(i for i, one in enumerate(source[first - 1 :], first) if text in one)
+    return rf"(?:tests/)?parallel_state/test_order\.py:{number} {function.__name__}"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "ours", "theirs"),
+    [
+        (order, "all_reduce sum float32 [4, 6]", "all_reduce sum float32 [4, 6]"),
+        (shape, "all_reduce sum float32 [4, 6]", "all_reduce sum float32 [2, 6]"),
+        (dtype, "all_reduce sum float32 [4, 6]", "all_reduce sum float64 [4, 6]"),
+        (operator, "all_reduce sum float32 [4, 6]", "all_gather_into_tensor float32 [4, 6]"),
+        (reduction, "allreduce sum float32 [4, 6]", "allreduce max float32 [4, 6]"),
+    ],
+    ids=["K18-order", "K18-shape", "K18-dtype", "K18-operator", "K18-reduction"],
+)
+def test_what_differs_is_named_on_both_ranks_K18(
+    wrong: Callable[[dist.ProcessGroup, bool], None], ours: str, theirs: str
+) -> None:
+    places = {
+        order: (line(attention, "engine"), line(feed_forward, "engine")),
+        shape: (line(attention, "engine"),) * 2,
+        dtype: (line(attention, "engine"),) * 2,
+        operator: (line(operator, "engine.all_reduce"), line(operator, "engine.all_gather")),
+        reduction: (line(reduction, "dist.all_reduce"),) * 2,
+    }[wrong]
+    first, second = said(wrong)
+    assert first == second, "all ranks say the same"
+    pattern = rf"collective 4 of ranks \[0, 1\] differs: rank 0 calls {re.escape(ours)} at {places[0]}.*; "
+    assert re.match(pattern + rf"rank 1 calls {re.escape(theirs)} at {places[1]}", first), first
+
+
+def test_between_rare_comparisons_the_first_call_that_differs_is_named_K18() -> None:
+    assert all("collective 4 of ranks [0, 1] differs" in one for one in said(order, every=5))
+
+
+def test_ranks_that_wait_for_each_other_in_two_groups_are_named_with_their_lines_K18() -> None:
+    first, second = sorted(said(extra, timeout=2))
+    assert first.startswith("after 2 s rank 0 waits at collective 1 of ranks [0, 1]: allreduce sum")
+    assert "rank 1's last was collective 4 of ranks [0, 1]: all_reduce" in first and "feed_forward" in first
+    assert second.startswith("after 2 s rank 1 waits at collective 4")
+
+
+LAYOUTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"tensor": 2, "sequence": True}, {"memory": {"checkpointing": "selective"}}),
+    ({"pipeline": 2}, {"memory": {"loss_chunk": 5}}),
+    ({"data": 2, "zero": 3}, {"checkpoint": {"every": 1, "background": True}}),
+    ({"tensor": 2, "pipeline": 2}, {"model": {"config": TINY_GPT2}}),
+    ({"data": 2, "context": 2, "zero": 2}, {}),
+]
+
+
+@pytest.mark.parametrize(("layout", "more"), LAYOUTS, ids=lambda one: str(one)[:40])
+def test_a_run_that_is_right_is_left_alone(
+    layout: dict[str, Any], more: dict[str, Any], tmp_path: Path
+) -> None:
+    """Two steps, a save, an evaluation and norms: no alarm, and not a bit of the losses is changed."""
+    tokens = write_tokens(tmp_path / "tokens")
+    losses = []
+    for on in (False, True):
+        changes = {"layout": layout, "steps": 2, "debug": {"collectives": on}, "watch": {"norms": 1}, **more}
+        raw = tiny_recipe(tmp_path / f"run{on}", tokens, **changes)
+        raw["evaluation"] = {"tokens": str(tokens), "every": 1, "samples": 2}
+        world = parse_recipe(raw).layout.layout.world
+        losses.append([[one.loss for one in rank] for rank in run_parallel(run_recipe, world, raw)])
+    assert losses[0] == losses[1]
+
+
+def swapped(raw: dict[str, Any]) -> None:
+    """On rank 1 a block's feed-forward comes before its attention, as a bad merge would have it."""
+    recipe = parse_recipe(raw)
+    trainer = Trainer(recipe, ParallelState.start(recipe.layout.layout), quiet=True)
+    block: Any = trainer.model.layers["1"]
+    if trainer.state.rank == 1:
+
+        def parallel(x: Tensor, rope: Any, scope: Any) -> Tensor:
+            change: Tensor = block.mlp(block.mlp_norm(x))
+            return x + change + block.attention(block.attention_norm(x), rope, scope)
+
+        block.forward = parallel
+    trainer.run()
+
+
+def test_in_a_run_the_lines_of_the_model_are_named_K18(tmp_path: Path) -> None:
+    tokens = write_tokens(tmp_path / "tokens")
+    raw = tiny_recipe(tmp_path / "run", tokens, layout={"tensor": 2}, debug={"collectives": True})
+    with pytest.raises(RankError) as error:
+        run_parallel(swapped, 2, raw)
+    text = str(error.value.failures[0].cause)
+    assert re.search(r"rank 0 calls all_reduce.* layers/linear\.py.* models/llama\.py", text), text
+    assert re.search(r"rank 1 calls all_reduce.* layers/mlp\.py.*[ /]parallel_state/test_order", text), text

@@ -1,0 +1,116 @@
+"""Timetables of torch's own schedules: whole, in a possible order, and as idle as the formula says."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from trilith.parallel_state import BadInput, Layout
+from trilith.pipeline import SCHEDULE_NAMES, Held, bubble, check_schedule, held_at_once, layout_of, timetable
+
+SIZES = [(2, 4), (2, 8), (4, 8), (4, 20), (8, 16)]
+
+
+@pytest.mark.parametrize("name", SCHEDULE_NAMES)
+@pytest.mark.parametrize(("pipeline", "micro_batches"), SIZES)
+def test_the_bubble_is_the_formula_s(name: str, pipeline: int, micro_batches: int) -> None:
+    layout = layout_of(name, pipeline)
+    found = timetable(name, layout, micro_batches)
+    assert found.bubble == pytest.approx(bubble(name, layout, micro_batches), abs=1e-12)
+
+
+@pytest.mark.parametrize(("name", "virtual"), [("interleaved", 3), ("interleaved-zero-bubble", 4)])
+def test_more_stages_wait_less(name: str, virtual: int) -> None:
+    two, more = layout_of(name, 4), layout_of(name, 4, virtual)
+    assert timetable(name, more, 8).bubble == pytest.approx(bubble(name, more, 8), abs=1e-12)
+    assert timetable(name, more, 8).bubble < timetable(name, two, 8).bubble
+
+
+def test_formulas() -> None:
+    """Narayanan et al. 2021, equation 2, and Qi et al. 2023; p = 4, m = 8."""
+    found = {name: bubble(name, layout_of(name, 4), 8) for name in SCHEDULE_NAMES}
+    expected = {"gpipe": 3 / 11, "1f1b": 3 / 11, "interleaved": 3 / 19, "zbv": 3 / 51, "dualpipev": 6 / 54}
+    assert found == pytest.approx({**expected, "interleaved-zero-bubble": 3 / 51})
+
+
+@pytest.mark.parametrize("name", SCHEDULE_NAMES)
+@pytest.mark.parametrize(("pipeline", "micro_batches"), SIZES)
+def test_every_stage_computes_each_micro_batch_once(name: str, pipeline: int, micro_batches: int) -> None:
+    found = timetable(name, layout_of(name, pipeline), micro_batches)
+    done = Counter(
+        (half, one.action.stage, one.action.micro_batch)
+        for rank in found.ranks
+        for one in rank
+        for half in ("IW" if one.action.kind == "B" else one.action.kind)
+    )
+    assert set(done) == {
+        (half, stage, m)
+        for half in "FIW"
+        for stage in range(found.layout.stages)
+        for m in range(micro_batches)
+    }
+    assert set(done.values()) == {1}
+    for rank, row in enumerate(found.ranks):
+        assert {one.action.stage for one in row} == set(found.layout.stages_of(rank))
+        assert all(a.stop <= b.start for a, b in pairwise(row)), "one at a time"
+
+
+def test_what_ranks_hold() -> None:
+    def held(name: str, micro_batches: int = 8) -> list[int]:
+        layout = layout_of(name, 4)
+        return [
+            sum(one.micro_batches for one in held_at_once(name, layout, micro_batches, rank).values())
+            for rank in range(4)
+        ]
+
+    assert held("gpipe") == [8, 8, 8, 8]
+    assert held("1f1b") == [4, 3, 2, 1]
+    # Of stages half as large: Narayanan et al.'s (p - 1) more in flight, and ZBV's even 2 p of halves.
+    assert held("interleaved") == [11, 9, 7, 5]
+    assert held("zbv") == [8, 8, 8, 7]
+    assert held("dualpipev") == [9, 9, 9, 9]
+    assert held_at_once("1f1b", Layout(), 8, 0) == {0: Held(1)}
+
+
+@pytest.mark.parametrize("name", ["interleaved", "interleaved-zero-bubble", "zbv", "dualpipev"])
+def test_many_micro_batches_hold_what_few_do(name: str) -> None:
+    layout = layout_of(name, 4)
+    found = timetable(name, layout, 40)
+    for rank in range(4):
+        few = sum(one.micro_batches for one in held_at_once(name, layout, 40, rank).values())
+        assert found.most_held(rank) == few
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "micro_batches", "words"),
+    [
+        pytest.param("1f1b", {"pipeline": 4}, 3, ("at least 4", "found 3", "Nearest legal: 4"), id="E12-few"),
+        pytest.param(
+            "dualpipev",
+            {"pipeline": 4, "virtual_stages": 2, "v_shape": True},
+            6,
+            ("at least 8", "found 6", "Nearest legal: 8"),
+            id="E12-dualpipev",
+        ),
+        pytest.param(
+            "interleaved",
+            {"pipeline": 4, "virtual_stages": 2},
+            9,
+            ("a multiple of 2", "found 9", "Nearest legal: 8 or 10"),
+            id="E12-rounds",
+        ),
+        pytest.param("interleaved", {"pipeline": 4}, 8, ("at least 2", "found 1"), id="E5-one-stage"),
+        pytest.param(
+            "1f1b", {"pipeline": 4, "virtual_stages": 2}, 8, ("1 with 1f1b", "found 2"), id="E5-two-stages"
+        ),
+        pytest.param(
+            "zbv", {"pipeline": 4, "virtual_stages": 3}, 8, ("2 with zbv", "found 3"), id="E5-three-stages"
+        ),
+        pytest.param("1f2b", {"pipeline": 4}, 8, ("one of gpipe, 1f1b", "'1f2b'"), id="unknown"),
+    ],
+)
+def test_refusals(name: str, layout: dict[str, int], micro_batches: int, words: tuple[str, ...]) -> None:
+    with pytest.raises(BadInput) as error:
+        check_schedule(name, Layout.of(**layout), micro_batches)
+    assert all(word in str(error.value) for word in words), error.value

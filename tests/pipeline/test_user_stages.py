@@ -1,0 +1,160 @@
+"""A module of one's own with several stages a rank: one model under every schedule, or refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from trilith.layers import (
+    MLP,
+    LayerNorm,
+    Stage,
+    VocabParallelEmbedding,
+    valid_tokens,
+    vocab_parallel_cross_entropy,
+)
+from trilith.parallel_state import BadInput, Layout, ParallelState, initialize
+from trilith.testing import LayoutVariance, RankError, assert_layout_invariant, run_parallel
+from trilith.training import ModuleStep, Precision, shard_over_data
+from trilith.training.user_step import Samples
+
+LOOP: dict[str, Any] = {"virtual_stages": 2}
+SHAPED: dict[str, Any] = {"virtual_stages": 2, "v_shape": True}
+SCHEDULES = {"interleaved": LOOP, "interleaved-zero-bubble": LOOP, "zbv": SHAPED, "dualpipev": SHAPED}
+VOCAB, D, BLOCKS = 31, 8, 5
+
+
+class Net(nn.Module):
+    """Two streams from the third block on, so that one tensor travels first and then two; tied ends."""
+
+    def __init__(self, *, state: ParallelState | None = None) -> None:
+        super().__init__()
+        self.stage = Stage.of(BLOCKS, state=state)
+        if self.stage.first or self.stage.last:
+            self.embed = VocabParallelEmbedding(VOCAB, D, ends=True, state=state)
+        here = self.stage.blocks
+        self.blocks = nn.ModuleDict({str(i): MLP(D, 2 * D, state=state) for i in here})
+        self.norms = nn.ModuleDict({str(i): LayerNorm(D, state=state) for i in here})
+
+    def forward(
+        self, x: Tensor | None = None, memory: Tensor | None = None, *, tokens: Tensor, stage: Any = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        stage = stage or self.stage
+        x = self.embed(tokens) if stage.first else x
+        for i in map(str, stage.blocks):
+            memory = x if i == "2" else memory
+            x = x + self.blocks[i](self.norms[i](x) if memory is None else self.norms[i](x) * memory)
+        assert x is not None
+        if not stage.last:
+            return x if memory is None else (x, memory)
+        y: Tensor = self.embed.project(x)
+        return y
+
+
+def loss(y: Tensor, samples: Samples, *, state: ParallelState | None = None) -> tuple[Tensor, Tensor]:
+    labels = samples["labels"]
+    return vocab_parallel_cross_entropy(y, labels, VOCAB, state=state).sum(), valid_tokens(labels)
+
+
+BATCH = {
+    name: torch.randint(VOCAB, (8, 4), generator=torch.Generator().manual_seed(seed))
+    for seed, name in enumerate(("tokens", "labels"))
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("interleaved-zero-bubble", {}),
+        ("zbv", {}),
+        *(
+            pytest.param(name, more, marks=pytest.mark.slow)
+            for name in SCHEDULES
+            for more in (*({"data": 2, "zero": zero} for zero in range(4)), {"tensor": 2, "sequence": True})
+        ),
+    ],
+)
+def test_several_stages_a_rank_are_one_process(name: str, more: dict[str, int]) -> None:
+    layout = Layout.of(pipeline=2, **SCHEDULES[name], **more)
+    found = assert_layout_invariant(Net, BATCH, layouts=[layout], loss=loss, schedule=name, steps=2)
+    assert found[layout].weights < 1e-10
+
+
+class Faulty(Net):
+    """The third block, on the way back up or in the second round, is another than elsewhere."""
+
+    def forward(self, x: Any = None, memory: Any = None, *, tokens: Tensor, stage: Any = None) -> Any:
+        out = super().forward(x, memory, tokens=tokens, stage=stage)
+        return out if stage is None or stage.number != 2 else (out[0] * 1.5, out[1])
+
+
+def test_where_a_stage_differs_is_named() -> None:
+    layout = Layout(pipeline=2, virtual_stages=2)
+    with pytest.raises(LayoutVariance) as caught:
+        assert_layout_invariant(Faulty, BATCH, layouts=[layout], loss=loss, steps=1, checkpoint=False)
+    assert "what it gives to norms.4 differs" in str(caught.value)
+
+
+class Stageless(nn.Module):
+    def forward(self, x: Tensor, *, stage: Any = None) -> Tensor:
+        return x
+
+
+class Deaf(Net):
+    def forward(self, x: Any = None, memory: Any = None, *, tokens: Tensor) -> Any:
+        return super().forward(x, memory, tokens=tokens)
+
+
+def test_what_cannot_run_several_stages_is_refused_with_both_numbers() -> None:
+    state = ParallelState.stand_in(Layout(pipeline=2, virtual_stages=2))
+
+    def step(model: nn.Module, schedule: str = "interleaved") -> None:
+        ModuleStep(model, loss, micro_batch=1, schedule=schedule, state=state)
+
+    step(Net(state=state))
+    for schedule, says in {
+        "1f1b": "virtual_stages: expected 1 with 1f1b, found 2",
+        "zbv": "virtual_stages: expected 2 with zbv",
+        "zigzag": "schedule: expected one of gpipe, 1f1b, interleaved",
+    }.items():
+        with pytest.raises(BadInput, match=says):
+            step(Net(state=state), schedule)
+    with pytest.raises(BadInput, match="a Stage of virtual_stages=2 parts, found none"):
+        step(Stageless())
+    with pytest.raises(BadInput, match=r"model.stage: expected parts \(0, 2\), found \(0,\)"):
+        step(Net())
+    with pytest.raises(BadInput, match="a keyword stage, with virtual_stages=2, found none"):
+        step(Deaf(state=state))
+
+
+def steps_of_shapes(lengths: list[tuple[int, int]], samples: tuple[int, int]) -> list[float]:
+    """The losses of steps in which the two data ranks have rows of these lengths, and so many samples."""
+    state = ParallelState.start(Layout.of(pipeline=2, data=2, zero=3))
+    torch.manual_seed(0)
+    model = shard_over_data(Net(state=state).double(), state, Precision(*[torch.float64] * 3))
+    initialize(model, 0, state=state)
+    step = ModuleStep(model, loss, micro_batch=1, state=state)
+    found = []
+    for both in lengths:
+        length, count = both[state.data_index], samples[state.data_index]
+        tokens = torch.arange(count * length).view(count, length) % VOCAB
+        found.append(float(step({"tokens": tokens, "labels": (tokens + 1) % VOCAB})))
+    return found
+
+
+def test_shapes_may_change_on_one_data_rank_alone() -> None:
+    """The trial run gathers weights under ZeRO 3, so all data ranks make it or none does."""
+    changing = run_parallel(steps_of_shapes, 4, [(4, 4), (4, 6), (5, 6)], (2, 2), timeout=60)
+    fresh = [run_parallel(steps_of_shapes, 4, [one], (2, 2), timeout=60)[0][0] for one in [(4, 6), (5, 6)]]
+    assert len({tuple(one) for one in changing}) == 1
+    assert changing[0][1:] == pytest.approx(fresh, rel=1e-12)
+
+
+def test_data_ranks_with_different_numbers_of_samples_are_refused_alike() -> None:
+    with pytest.raises(RankError) as error:
+        run_parallel(steps_of_shapes, 4, [(4, 4)], (2, 4), timeout=60)
+    said = {str(failure.cause) for failure in error.value.failures}
+    assert len(error.value.failures) == 4 and len(said) == 1
+    assert "as many on each data rank, found from 2 to 4" in said.pop()

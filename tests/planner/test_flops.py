@@ -1,0 +1,105 @@
+"""FLOPs of a token, against torch's own counter, and MFU from them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+from trilith.models import LoraConfig, adapted, family_of
+from trilith.planner.flops import Mfu, flops_per_token, peak_flops, peak_named
+from trilith.runs.metrics import read_metrics
+from trilith.testing import run_parallel
+from trilith.testing.short_runs import (
+    TINY_GLM,
+    TINY_GPT2,
+    TINY_LLAMA,
+    TINY_MIXTRAL,
+    run_recipe,
+    tiny_recipe,
+    write_tokens,
+)
+
+LENGTH, SAMPLES = 16, 3
+CONFIGS = {
+    "llama": TINY_LLAMA,
+    "llama-untied": TINY_LLAMA | {"tie_word_embeddings": False},
+    "gpt2": TINY_GPT2,
+    "mixtral": TINY_MIXTRAL,
+    "glm4_moe": TINY_GLM,
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("backward", [False, True])
+def test_flops_are_those_that_torch_counts(name: str, backward: bool) -> None:
+    """Without a state nothing is padded; the plain backend multiplies out all of attention."""
+    raw = CONFIGS[name]
+    family = family_of(raw)
+    config = family.from_hf(raw)
+    model = family.build(config, device="cpu").eval()
+    ids = torch.randint(131, (SAMPLES, LENGTH))
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        logits = model(ids)
+        if backward:
+            logits.sum().backward()
+    flops = flops_per_token(family, config, LENGTH)
+    expected = flops.full if backward else flops.matrices + flops.attention
+    assert counter.get_total_flops() == SAMPLES * LENGTH * expected
+
+
+def test_the_conventions_differ_by_half_of_attention() -> None:
+    family = family_of(TINY_LLAMA)
+    flops = flops_per_token(family, family.from_hf(TINY_LLAMA), LENGTH)
+    layers, hidden = TINY_LLAMA["num_hidden_layers"], 32
+    assert flops.full - flops.causal == 12 * layers * hidden * LENGTH / 2
+    mfu = Mfu(flops, 4, 1e9)(1000.0)
+    assert mfu is not None
+    assert mfu.full == pytest.approx(1000 * flops.full / 4e9)
+    assert mfu.causal == pytest.approx(1000 * flops.causal / 4e9)
+
+
+def test_what_is_frozen_costs_no_gradient_of_its_weights() -> None:
+    family = family_of(TINY_LLAMA)
+    config = family.from_hf(TINY_LLAMA)
+    whole = flops_per_token(family, config, LENGTH)
+    down = {f"layers.{i}.mlp.down.weight" for i in range(3)}
+    assert whole.full - flops_per_token(family, config, LENGTH, frozen=down).full == 2 * 3 * 32 * 48
+    lora = adapted(family, LoraConfig(r=2, target_modules=("down_proj",)))
+    tuned, adapters = flops_per_token(lora, config, LENGTH), 3 * 2 * (32 + 48)
+    assert tuned.full == whole.full - whole.trained + 6 * adapters
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA A10", 125e12),
+        ("NVIDIA A10G", None),
+        ("NVIDIA L40S", 362e12),
+        ("AMD Instinct MI300X", 1307e12),
+        ("NVIDIA GeForce RTX 4090", None),
+    ],
+)
+def test_a_device_s_peak_follows_from_its_whole_name(name: str, peak: float | None) -> None:
+    assert peak_named(name) == peak
+
+
+def test_a_run_on_a_cpu_has_mfu_only_where_its_peak_is_stated(tmp_path: Path) -> None:
+    assert peak_flops(torch.device("cpu"), torch.bfloat16) is None
+    tokens = write_tokens(tmp_path / "tokens")
+    for name, watch in (("silent", {}), ("stated", {"peak_flops": 1e9})):
+        raw: dict[str, Any] = tiny_recipe(tmp_path / name, tokens, steps=1, watch=watch)
+        (metrics,) = run_parallel(run_recipe, 1, raw)[0]
+        (line,) = read_metrics(tmp_path / name / "metrics.jsonl")
+        assert line["memory"] > 1e7
+        assert ("mfu_full" in line) == (metrics.mfu_full is not None) == bool(watch)
+    family = family_of(TINY_LLAMA)
+    flops = flops_per_token(family, family.from_hf(TINY_LLAMA), LENGTH)
+    assert line["mfu_causal"] == pytest.approx(line["tokens_per_second"] * flops.causal / 1e9)

@@ -1,0 +1,98 @@
+"""What ranks leave on disk, and whom it lets one blame."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trilith.runs.heartbeat import Heartbeat, RankStatus, blame, first_failure, read_status
+from trilith.runs.process_info import start_of
+from trilith.runs.stop_signals import PREEMPTED
+
+
+def leave(folder: Path, rank: int, *, age: float = 0.0, **said: Any) -> None:
+    told: dict[str, Any] = {"code": None, "phase": "step", "step": 3, "error": "", "pid": os.getpid()}
+    told |= {"host": "elsewhere", "run": "now"}
+    status = RankStatus(rank=rank, time=0.0, **(told | said))
+    path = folder / f"rank{rank}.json"
+    path.write_text(json.dumps(asdict(status)))
+    os.utime(path, (time.time() - age,) * 2)
+
+
+def test_a_silent_rank_is_told_by_the_clock_of_the_disk(tmp_path: Path) -> None:
+    """The host that asks may be minutes off: what counts is how long before our own last beat theirs was."""
+    leave(tmp_path, 0, age=100)
+    leave(tmp_path, 1, age=99)
+    leave(tmp_path, 2, age=110)
+    assert (
+        blame(tmp_path, 3, but=0, run="now", wait=0)
+        == f"rank 2 died or hangs in step of step 3 (pid {os.getpid()})"
+    )
+
+
+def test_a_process_that_is_gone_is_silent_at_once(tmp_path: Path) -> None:
+    leave(tmp_path, 0)
+    leave(tmp_path, 1, host=socket.gethostname(), pid=2**22 - 1)
+    assert "rank 1 died" in blame(tmp_path, 2, but=0, run="now", wait=0)
+
+
+@pytest.mark.parametrize("rubbish", [b"", b"{", b"\xff", b"[]", b'{"rank": 1}', b'{"rank": 1, "new": 2}'])
+def test_files_that_make_no_sense_are_passed_over(tmp_path: Path, rubbish: bytes) -> None:
+    leave(tmp_path, 0)
+    (tmp_path / "rank1.json").write_bytes(rubbish)
+    assert [status.rank for status in read_status(tmp_path, run="now")] == [0]
+    assert blame(tmp_path, 2, but=0, run="now", wait=0) == "rank 1 never started"
+
+
+def test_an_earlier_run_is_not_blamed(tmp_path: Path) -> None:
+    """torchrun clears nothing: what ranks of an earlier start left is there until theirs are written."""
+    leave(tmp_path, 0, run="now")
+    leave(tmp_path, 1, run="before", code=2, error="of yesterday")
+    leave(tmp_path, 2, run="now", code=4, error="of today")
+    said = blame(tmp_path, 3, but=0, run="now", wait=0)
+    assert said == "rank 1 never started; rank 2 failed in step of step 3: of today"
+
+
+def test_who_was_asked_to_stop_did_not_fail(tmp_path: Path) -> None:
+    leave(tmp_path, 0)
+    leave(tmp_path, 1, code=PREEMPTED, error="asked to stop", age=5)
+    assert blame(tmp_path, 2, but=0, run="now", wait=0) == ""
+    first = first_failure(tmp_path, run="now")
+    assert first is not None and first.rank == 1  # nothing else ended
+    leave(tmp_path, 0, code=3, error="a collective failed", cause=False)
+    first = first_failure(tmp_path, run="now")
+    assert first is not None and first.rank == 0
+
+
+def test_a_process_id_that_was_given_out_again_is_not_the_rank_s(tmp_path: Path) -> None:
+    leave(tmp_path, 0)
+    here = {"host": socket.gethostname(), "pid": os.getpid()}
+    leave(tmp_path, 1, **here, started=start_of(os.getpid()))
+    assert blame(tmp_path, 2, but=0, run="now", wait=0) == ""
+    leave(tmp_path, 1, **here, started=start_of(os.getpid()) - 1)
+    assert "rank 1 died" in blame(tmp_path, 2, but=0, run="now", wait=0)
+
+
+def test_nothing_is_written_before_the_folder_is_known_to_be_ours(tmp_path: Path) -> None:
+    with Heartbeat(tmp_path / "status", 0, 2) as beat:
+        beat.at("step", 1)
+        assert beat.blame() == ""
+        beat.end(3, "failed early")
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_rank_that_ends_slowly_does_not_write_over_the_next_start_s_file(tmp_path: Path) -> None:
+    with Heartbeat(tmp_path, 1, 2) as slow, Heartbeat(tmp_path, 1, 2) as new:
+        slow.publish("before")
+        new.publish("now")
+        slow.at("save", 7)
+        slow.end(3, "of yesterday")
+        (found,) = read_status(tmp_path, run="now")
+        assert (found.code, found.phase) == (None, "start")
+        assert read_status(tmp_path, run="before") == []

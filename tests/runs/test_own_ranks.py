@@ -1,0 +1,95 @@
+"""Whom a launcher ends: the processes that it started itself, on their own word, and no others."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from socket import gethostname
+from unittest import mock
+
+import pytest
+from trilith.runs.heartbeat import RankStatus
+from trilith.runs.own_ranks import OwnRanks
+from trilith.runs.process_info import adopting_orphans, children_of, start_of
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+
+
+def leave(folder: Path, rank: int, *, run: str, code: int | None, pid: int, started: int) -> None:
+    status = RankStatus(rank, code, "step", 3, "", 0.0, pid, gethostname(), run=run, started=started)
+    (folder / f"rank{rank}.json").write_text(json.dumps(asdict(status)))
+
+
+@pytest.fixture
+def torchrun() -> Iterator[subprocess.Popen[bytes]]:
+    """A stand-in for torchrun with one rank under it; both end by themselves after some seconds."""
+    environment = {**os.environ, "TORCHELASTIC_RUN_ID": "ours"}
+    command = ["sh", "-c", "sleep 4; echo done"]
+    child = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)
+    while not children_of(child.pid):
+        time.sleep(0.01)
+    yield child
+    child.kill()
+    child.communicate()
+
+
+def rank_of(child: subprocess.Popen[bytes]) -> tuple[int, int]:
+    (rank,) = children_of(child.pid)
+    return rank.pid, rank.started
+
+
+@pytest.mark.parametrize(
+    ("run", "off", "ended"),
+    [("ours", 0, True), ("another's", 0, False), ("ours", 1, False)],
+    ids=["ours", "of-another-start", "of-another-process"],
+)
+def test_only_a_rank_of_this_start_is_taken_for_hanging(
+    tmp_path: Path, torchrun: subprocess.Popen[bytes], run: str, off: int, ended: bool
+) -> None:
+    """Rank 0 of a start has failed; the status of rank 1 names a process that runs under our torchrun."""
+    pid, started = rank_of(torchrun)
+    leave(tmp_path, 0, run=run, code=2, pid=os.getpid(), started=start_of(os.getpid()))
+    leave(tmp_path, 1, run=run, code=None, pid=pid, started=started + off)
+    began = time.monotonic()
+    with mock.patch("trilith.runs.own_ranks._HANGING_AFTER", 0.2):
+        assert OwnRanks(torchrun, tmp_path, "ours").wait() == 0
+    assert (time.monotonic() - began < 3) == ended
+
+
+def test_a_process_that_somebody_else_started_is_left_alone(
+    tmp_path: Path, torchrun: subprocess.Popen[bytes]
+) -> None:
+    """Its status says everything right, but our torchrun is not its parent."""
+    stranger = subprocess.Popen(["sleep", "60"])
+    leave(tmp_path, 0, run="ours", code=2, pid=os.getpid(), started=start_of(os.getpid()))
+    leave(tmp_path, 1, run="ours", code=None, pid=stranger.pid, started=start_of(stranger.pid))
+    try:
+        with mock.patch("trilith.runs.own_ranks._HANGING_AFTER", 0.2):
+            OwnRanks(torchrun, tmp_path, "ours").wait()
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
+def test_ranks_of_a_torchrun_that_was_killed_are_asked_to_leave_and_waited_for(
+    tmp_path: Path, torchrun: subprocess.Popen[bytes]
+) -> None:
+    pid, _ = rank_of(torchrun)
+    with adopting_orphans():
+        ranks = OwnRanks(torchrun, tmp_path, "ours")
+        torchrun.kill()
+        began = time.monotonic()
+        assert ranks.wait() == -signal.SIGKILL
+    assert time.monotonic() - began < 3
+    with suppress(ProcessLookupError):
+        os.kill(pid, 0)
+        pytest.fail("the rank still runs")

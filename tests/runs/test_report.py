@@ -1,0 +1,228 @@
+"""The report of a run: one page that needs nothing else, with every number, and nothing in it but text."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trilith.cli.app import run
+from trilith.runs.metrics import read_metrics
+from trilith.runs.report.chart import Chart, Series, thinned
+from trilith.runs.report.page import make_report
+from trilith.runs.report.record import RunRecord, read_run, told
+from trilith.testing import run_parallel
+from trilith.testing.short_runs import run_recipe, tiny_recipe, write_tokens
+
+EMPTY_TAGS = {"meta", "link", "line", "circle", "polyline"}
+
+
+class Page(HTMLParser):
+    """Elements with their attributes, cells by row, all text; tags must close in order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.rows: list[list[str]] = []
+        self.text, self._open = "", list[str]()
+        self.feed(text)
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in EMPTY_TAGS:
+            self._open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self._open and self._open[-1] in ("td", "th"):
+            self.rows[-1][-1] += data
+        if "style" not in self._open:
+            self.text += data
+
+    def row(self, first: str) -> list[str]:
+        (found,) = (row[1:] for row in self.rows if row and row[0] == first)
+        return found
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.elements if name == tag]
+
+
+def assert_stands_alone(text: str) -> Page:
+    page = Page(text)
+    assert not re.search(r"https?:|//[a-z]|url\(|@import", text), "it asks for something outside"
+    for tag, attributes in page.elements:
+        assert tag not in ("script", "img", "iframe", "object", "embed", "video", "audio", "form", "a")
+        for key, value in attributes.items():
+            assert key not in ("src", "srcset", "xlink:href", "style") and not key.startswith("on")
+            assert key != "href" or value == "data:,"
+    policy = next(one for one in page.all("meta") if one.get("http-equiv") == "Content-Security-Policy")
+    assert str(policy["content"]).startswith("default-src 'none'")
+    return page
+
+
+def steps(count: int, **changes: Any) -> list[dict[str, Any]]:
+    return [
+        {"step": n, "loss": 3.0 - n / count, "grad_norm": 0.5, "lr": 1e-3, "tokens": 64, "seconds": 0.25}
+        | {"tokens_per_second": 256.0, "memory": 2**30}
+        | changes
+        for n in range(count)
+    ]
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Stopped after 3 steps at tensor 2 and resumed on one rank, with evaluation, as the CLI reports it."""
+    place = tmp_path_factory.mktemp("report")
+    raw = tiny_recipe(place / "run", write_tokens(place / "tokens"), watch={"peak_flops": 1e12})
+    raw["evaluation"] = {"tokens": str(place / "tokens"), "every": 2, "samples": 4}
+    run_parallel(run_recipe, 2, raw | {"layout": {"tensor": 2}, "stop_after": 3})
+    run_parallel(run_recipe, 1, raw)
+    assert run(["report", str(place / "run")]) == 0
+    return place / "run"
+
+
+def test_the_report_of_a_resumed_run_has_every_number(resumed: Path) -> None:
+    page = assert_stands_alone((resumed / "report.html").read_text())
+    lines = read_metrics(resumed / "metrics.jsonl")
+    assert len(lines) == 6
+    (head,) = (row for row in page.rows if row[:2] == ["step", "loss"])
+    for line in lines:
+        row = dict(zip(head[1:], page.row(str(line["step"] + 1)), strict=True))
+        for key, value in line.items():
+            if key not in ("step", "tokens", "skipped", "skips"):
+                name, wanted = key.replace("_", " "), repr(value)
+                if key == "memory":
+                    name, wanted = "memory (GiB)", f"{value / 2**30:.2f}"
+                elif key.startswith("mfu"):
+                    wanted = f"{value:.1%}"
+                assert row[name] == wanted, key
+    assert page.row("state") == ["finished all 6 steps"]
+    assert page.row("layout") == ["tensor 2; then one rank"]
+    assert page.row("resumed") == ["once"]
+    assert page.row("tokens") == [f"{6 * 8 * 16:,}"]
+    assert page.row("last complete checkpoint") == [str(resumed / "checkpoints" / "step-00000006")]
+    what = [row[1:] for row in page.rows if row and re.match(r"\d{4}-", row[0])]
+    assert [row[:2] for row in what] == [
+        *(["started", "0"], ["saved", "3"], ["finished", "3"]),
+        *(["resumed", "3"], ["saved", "6"], ["finished", "6"]),
+    ]
+    assert what[3][2] == "on 1 rank (one rank), from step-00000003, written by tensor 2"
+    assert page.row("optimizer.lr") == ["0.01"]
+
+
+def test_every_chart_has_a_name_and_says_in_words_what_it_shows(resumed: Path) -> None:
+    text = (resumed / "report.html").read_text()
+    page = Page(text)
+    charts = [one for one in page.all("svg") if one.get("role") == "img"]
+    assert len(charts) == 6
+    ids = [str(one["id"]) for _, one in page.elements if one.get("id")]
+    assert len(ids) == len(set(ids))
+    for one in charts:
+        assert set(str(one["aria-labelledby"]).split()) <= set(ids)
+    assert all(one.get("role") == "img" or one.get("aria-hidden") == "true" for one in page.all("svg"))
+    first, last = (f"{line['loss']:.4g}" for line in read_metrics(resumed / "metrics.jsonl")[::5])
+    assert f"training: from {first} at step 1 to {last} at step 6" in page.text
+    assert page.all("html") == [{"lang": "en"}] and "<title>Run " in text
+    assert {one.get("scope") for one in page.all("th")} == {"row", "col"}
+
+
+def test_what_a_run_s_files_say_stays_text() -> None:
+    bad = '<script>alert("1")</script>&amp;\'>'
+    events = [
+        {"event": "started", "step": 0, "time": 0.0, "layout": bad, "world": 1, "weights": bad}
+        | {"recipe": {"out": bad, bad: 1}},
+        {"event": "failed", "step": 3, "time": 1.0, "why": bad},
+    ]
+    record = RunRecord(bad, steps(3, loss=None, lr=bad), events, bad)
+    for text in (make_report([record]), make_report([record, record])):
+        page = assert_stands_alone(text)
+        assert page.text.count(bad) >= 6
+        assert "failed after step 3" in page.text
+
+
+def test_runs_that_are_compared_share_charts_and_show_where_they_differ() -> None:
+    def record(name: str, lr: float) -> RunRecord:
+        recipe = {"steps": 4, "optimizer": {"lr": lr, "clip": 1.0}}
+        events = [{"event": "started", "step": 0, "time": 0.0, "layout": "one", "world": 1, "recipe": recipe}]
+        return RunRecord(name, steps(4), events, None)
+
+    page = assert_stands_alone(make_report([record("a", 0.1), record("b", 0.2)]))
+    assert page.row("run") == page.row("key") == ["a", "b"]
+    assert ["optimizer.lr", "0.1", "0.2"] in page.rows
+    assert sum(bool(row) and row[0] == "optimizer.clip" for row in page.rows) == 2  # in the recipes alone
+    patterns = {one.get("stroke-dasharray") for one in page.all("polyline")}
+    assert len(patterns) == 2, "without colour the runs cannot be told apart"
+    assert page.row("state")[0].startswith("still running, or killed without a word")
+
+
+def test_an_attempt_that_ended_without_a_word_is_listed() -> None:
+    events: list[dict[str, Any]] = [
+        {"event": event, "step": step, "time": 0.0}
+        for event, step in (("started", 0), ("saved", 4), ("resumed", 4), ("stopped", 6), ("resumed", 6))
+    ]
+    assert [one["event"] for one in told(events)] == [
+        *("started", "saved", "vanished", "resumed", "stopped", "resumed")
+    ]
+
+
+def test_skipped_steps_are_listed() -> None:
+    lines = steps(4)
+    lines[2] |= {"skipped": "overflow", "loss": None}
+    page = Page(make_report([RunRecord("r", lines, [], None)]))
+    assert page.row("skipped steps") == ["1: 3 (overflow)"]
+    assert page.row("3")[0] == "not finite"
+
+
+def test_a_long_run_keeps_its_peaks_and_stays_small() -> None:
+    points = [(n, math.sin(n / 9)) for n in range(100_000)]
+    points[54_321] = (54_321, 9.0)
+    kept = thinned(points)
+    assert len(kept) < 1300 and (54_321, 9.0) in kept
+    assert [x for x, _ in kept] == sorted(x for x, _ in kept)
+    text = make_report([RunRecord("long", steps(100_000), [], None)])
+    assert len(text) < 1_000_000
+    assert "one step in 100; all of them are in metrics.jsonl" in text
+
+
+def test_a_curve_stands_where_its_numbers_are() -> None:
+    line = Chart("c", "T", "", [Series("s", [(0, 0.0), (5, 1.0), (10, None), (15, 4.0), (20, 4.0)], 0)]).svg()
+    runs = [
+        [tuple(map(float, one.split(","))) for one in points.split()]
+        for points in re.findall(r'<polyline[^>]* points="([^"]*)"', line)
+    ]
+    (a, b), (c, d) = runs
+    assert a[0] < b[0] < c[0] < d[0] and a[1] > b[1] > c[1] == d[1]
+    assert (b[1] - a[1]) * 4 == pytest.approx(c[1] - a[1], abs=0.5)
+    assert (b[0] - a[0]) * 4 == pytest.approx(d[0] - a[0], abs=0.5)
+    assert Chart("c", "T", "", [Series("s", [(1, None)], 0)]).svg() == ""
+    wide = Chart("c", "T", "", [Series("s", [(1, 1e-3), (2, 1e3)], 0)]).svg()
+    assert "logarithmic" in wide
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["report", str(tmp_path)]) == 2
+    assert (
+        "expected a run's folder with metrics.jsonl or events.jsonl, found neither" in capsys.readouterr().err
+    )
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_a_line_that_a_kill_cut_short_does_not_hide_the_rest(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in steps(2)) + '{"st')
+    (tmp_path / "events.jsonl").write_text('{"event": "started", "step": 0, "time": 0}\n{"ev\n')
+    record = read_run(tmp_path)
+    assert (len(record.steps), len(record.events)) == (2, 1)

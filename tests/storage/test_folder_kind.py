@@ -1,0 +1,133 @@
+"""A folder's kind is decided by what only that kind holds: decoys change nothing, two kinds are refused."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from trilith.checkpoints import convert, read_source
+from trilith.cli.app import run
+from trilith.parallel_state import BadCheckpoint, BadInput
+from trilith.storage.folder_kind import ADAPTERS, SOURCES, FolderKind, kind_of_folder
+from trilith.testing.hf_folders import write_hf_folder
+from trilith.testing.short_runs import TINY_LLAMA
+
+#: What makes a folder of each kind, a path with a slash at its end being a folder.
+MARKS = {
+    FolderKind.MODEL: ["config.json", "model.safetensors"],
+    FolderKind.ADAPTER: ["adapter_config.json", "adapter_model.safetensors"],
+    FolderKind.CHECKPOINT: ["manifest.json", "rank-00000-of-00001.safetensors"],
+    FolderKind.CHECKPOINTS: ["step-00000010/manifest.json"],
+    FolderKind.RUN: ["checkpoints/step-00000010/manifest.json", "metrics.jsonl"],
+    FolderKind.TOKENS: ["tokens.bin", "tokens.docs.npy", "tokens.json"],
+}
+#: Names that look like something and say nothing.
+DECOYS = [
+    *("step-by-step.md", "step-images/", "step-", "step-1e3/", "step-+0000010/"),
+    *("step-\u0660\u0660\u0660\u0660\u0660\u0660\u0660\u0661/", "Step-00000010/", "step-00000010"),
+    *("step-00000010.json", "step-00000010.md/", "step-00000010.tmp-mine/", "step-00000010 "),
+    *("checkpoints.md", "checkpoints/notes.txt", "manifest.json.bak", "manifest.jsonl", "journal.jsonl"),
+    *("run.lock.txt", "adapter_config.json.orig", "config.json~", "README.md", "tokens.docs", "a.tmp-b/"),
+    *("images/step-00000010/", "old/manifest.json", "old/config.json", "tokenizer.json"),
+]
+
+
+def make(folder: Path, names: list[str]) -> None:
+    for name in names:
+        path = folder / name
+        if name.endswith("/"):
+            path.mkdir(parents=True, exist_ok=True)
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("{}")
+
+
+@given(
+    kind=st.sampled_from([*MARKS, FolderKind.OTHER]),
+    decoys=st.lists(st.sampled_from(DECOYS), unique_by=lambda name: name.split("/")[0], max_size=12),
+)
+def test_decoys_change_nothing(kind: FolderKind, decoys: list[str]) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        make(Path(name), MARKS.get(kind, []))
+        taken = {path.name for path in Path(name).iterdir()}
+        make(Path(name), [one for one in decoys if one.split("/")[0] not in taken])
+        assert kind_of_folder(Path(name)) == (Path(name), kind)
+
+
+@given(
+    kinds=st.sets(st.sampled_from([*MARKS][:5]), min_size=2, max_size=3),
+    among=st.sampled_from((SOURCES, ADAPTERS)),
+)
+def test_a_folder_of_two_kinds_is_refused_and_each_can_be_named(
+    kinds: set[FolderKind], among: tuple[FolderKind, ...]
+) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        for kind in kinds:
+            make(Path(name), MARKS[kind])
+        usable = kinds & {*among}
+        if len(usable) < 2:
+            assert kind_of_folder(Path(name), among)[1] in usable or not usable
+            return
+        with pytest.raises(BadInput, match="a folder of one kind") as caught:
+            kind_of_folder(Path(name), among)
+        for kind in usable:
+            assert kind.value in str(caught.value)
+            said = next(
+                part for part in caught.value.todo.split(": ", 1)[1].split("; ") if kind.value in part
+            )
+            path = Path(said.removesuffix(f" for {kind.value}"))
+            same = {FolderKind.RUN: FolderKind.CHECKPOINTS, FolderKind.CHECKPOINTS: FolderKind.CHECKPOINT}
+            assert kind_of_folder(Path(path), among)[1] is same.get(kind, kind)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("folders")
+    write_hf_folder(root / "hf", TINY_LLAMA)
+    convert(root / "hf", root / "saved", tensor=2)
+    (root / "run" / "checkpoints").mkdir(parents=True)
+    (root / "saved").rename(root / "run" / "checkpoints" / "step-00000010")
+    return root
+
+
+@pytest.mark.parametrize("decoy", DECOYS)
+def test_a_good_folder_is_read_whatever_lies_beside_its_files(
+    folders: Path, tmp_path: Path, decoy: str
+) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(folders / "hf" / name)
+    make(tmp_path, [decoy])
+    assert read_source(tmp_path, allow_symlinks=True).manifest is None
+
+
+def test_a_model_s_folder_that_holds_a_run_s_checkpoints_is_read_as_what_is_named(
+    folders: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    both = tmp_path / "both"
+    convert(folders / "run", both, to="hf")
+    (both / "checkpoints").symlink_to(folders / "run" / "checkpoints")
+    assert run(["inspect", str(both)]) == 2
+    err = capfd.readouterr().err
+    assert err.count("\n") == 1 and str(both / "config.json") in err and str(both / "checkpoints") in err
+    assert read_source(both / "config.json").manifest is None
+    assert read_source(both / "checkpoints").manifest is not None
+
+
+def test_what_an_unfinished_conversion_left_is_no_source(folders: Path, tmp_path: Path) -> None:
+    left = tmp_path / "out.tmp-0123456789abcdef"
+    convert(folders / "run", tmp_path / "out", to="hf")
+    (tmp_path / "out").rename(left)
+    with pytest.raises(BadInput, match="unfinished"):
+        read_source(left)
+
+
+def test_a_run_without_checkpoints_is_told_as_such(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(BadCheckpoint, match="a directory of checkpoints"):
+        read_source(tmp_path)
+    (tmp_path / "checkpoints" / "step-00000001.tmp-0123456789abcdef").mkdir(parents=True)
+    with pytest.raises(BadCheckpoint, match="unfinished: step-00000001"):
+        read_source(tmp_path)

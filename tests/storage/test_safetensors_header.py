@@ -1,0 +1,243 @@
+"""Bad safetensors bytes are refused, each with one line that names the file, fast and without allocating."""
+
+import json
+import os
+import resource
+import struct
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from trilith.parallel_state import BadCheckpoint, BadInput
+from trilith.storage import TensorFile
+from trilith.storage.safetensors_header import build_header
+
+F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+def framed(header: object, data: bytes = bytes(8), length: int | None = None) -> bytes:
+    """A file with this header, which is JSON unless it is bytes already."""
+    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(raw) if length is None else length) + raw + data
+
+
+def one(**changes: object) -> bytes:
+    """A file of one tensor ``w`` of two floats, with some fields changed; ``None`` leaves a field out."""
+    fields = {key: value for key, value in (F32 | changes).items() if value is not None}
+    return framed({"w": fields})
+
+
+def two(a: tuple[int, int], b: tuple[int, int], data: int = 16) -> bytes:
+    """A file of two tensors of bytes at these offsets."""
+    return framed(
+        {
+            "a": {"dtype": "U8", "shape": [a[1] - a[0]], "data_offsets": a},
+            "b": {"dtype": "U8", "shape": [b[1] - b[0]], "data_offsets": b},
+        },
+        bytes(data),
+    )
+
+
+GOOD = one()
+SAME_KEY = b'{"w":%s,"w":%s}'
+AS_JSON = json.dumps(F32).encode()
+LATER = json.dumps(F32 | {"data_offsets": [8, 16]}).encode()
+DEEP = b'{"w":' + b"[" * 200_000 + b"]" * 200_000 + b"}"
+EMPTY_TENSOR = '"t%07d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
+
+
+BYTES = [
+    pytest.param(b"", "0 bytes", id="A1-empty"),
+    pytest.param(b"\0" * 7, "7 bytes", id="A2-seven-bytes"),
+    pytest.param(GOOD[:30], "cut short", id="A3-header-truncated"),
+    pytest.param(GOOD[:-1], "'w'.*cut short", id="A4-data-truncated"),
+    pytest.param(GOOD + b"tail", "the end of tensor 'w'", id="A5-trailing-bytes"),
+    pytest.param(framed(b"{}", length=1 << 63), "header length", id="A6-length-2-to-63"),
+    pytest.param(framed(b"{}", length=(1 << 64) - 1), "header length", id="A7-length-2-to-64-less-1"),
+    pytest.param(framed(b"{}", bytes(190), length=200 << 20), "header length", id="A8-length-200-MB"),
+    pytest.param(framed({"w": F32}, length=20), "valid JSON", id="A9-length-too-short"),
+    pytest.param(framed(b"", length=0), "header length", id="A10-length-0"),
+    pytest.param(framed(b"{hello}"), "valid JSON", id="A11-not-JSON"),
+    pytest.param(framed([{"w": F32}]), "JSON object", id="A12-array"),
+    pytest.param(framed(b'{"\xff":1}'), "UTF-8", id="A13-bad-UTF-8"),
+    pytest.param(framed(SAME_KEY % (AS_JSON, AS_JSON)), "key 'w' twice", id="A14-duplicate-key"),
+    pytest.param(
+        framed(SAME_KEY % (AS_JSON, LATER), bytes(16)), "key 'w' twice", id="A15-duplicate-key-other-range"
+    ),
+    pytest.param(two((0, 8), (4, 16)), "'b'.*overlap", id="A16-overlap"),
+    pytest.param(two((0, 4), (8, 16)), "'b'.*hole", id="A17-hole"),
+    pytest.param(two((2, 8), (8, 16)), "'a'.*hole after the header", id="A17-hole-at-the-front"),
+    pytest.param(one(data_offsets=[8, 0]), "'w'.*in order", id="A18-begin-after-end"),
+    pytest.param(one(shape=[4], data_offsets=[0, 16]), "'w'.*cut short", id="A19-end-past-file"),
+    pytest.param(one(shape=[3]), "'w'.*12 bytes for F32", id="A20-bytes-disagree"),
+    pytest.param(one(shape=[-2]), "'w'.*whole numbers", id="A21-negative-dim"),
+    pytest.param(one(shape=[1 << 62, 1 << 62]), r"'w'.*2\^63", id="A22-product-overflow"),
+    pytest.param(one(shape=[0, 1 << 62, 4], data_offsets=[0, 0]), r"'w'.*2\^63", id="A22-overflow-beside-0"),
+    pytest.param(one(shape=[2.0]), "'w'.*whole numbers", id="A23-float-dim"),
+    pytest.param(one(shape=[True, 2]), "'w'.*whole numbers", id="A23-bool-dim"),
+    pytest.param(one(shape=[1] * 65), "'w'.*at most 64", id="A23-too-many-dims"),
+    pytest.param(one(dtype="F128"), "'w'.*dtype of the format.*F128", id="A24-unknown-dtype"),
+    pytest.param(one(dtype=None), "'w'.*dtype of the format", id="A25-missing-dtype"),
+    pytest.param(framed({"w": 3}), "'w'.*an object", id="A25-entry-is-a-number"),
+    pytest.param(
+        framed({"__metadata__": {"a": 1}, "w": F32}), "__metadata__ 'a'.*string", id="A27-metadata-number"
+    ),
+    pytest.param(framed({"__metadata__": [], "w": F32}), "__metadata__", id="A27-metadata-list"),
+    pytest.param(framed(DEEP), "depth", id="A28-deep-JSON"),
+    pytest.param(
+        framed(("{" + ",".join(EMPTY_TENSOR % i for i in range(300_000)) + "}").encode(), b""),
+        "at most",
+        id="A29-300000-empty-tensors",
+    ),
+    pytest.param(
+        framed(("{" + ",".join(EMPTY_TENSOR % i for i in range(100_001)) + "}").encode(), b""),
+        "at most 100,000 tensors",
+        id="A29-one-tensor-too-many",
+    ),
+    pytest.param(framed({"../../etc/x": F32}), "etc/x", id="A30-name-is-a-path"),
+    pytest.param(framed({"a\nb": F32}), "printable", id="A30-newline-in-name"),
+    pytest.param(
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n",
+        "git lfs pull",
+        id="A35-git-lfs-pointer",
+    ),
+    pytest.param(b"<!DOCTYPE html><html>404</html>", "web page", id="A36-web-page"),
+    pytest.param(b"\n <html><body>Access denied</body></html>", "web page", id="A36-web-page-lower-case"),
+]
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(BadInput) as caught:
+        TensorFile.open(path)
+    message = str(caught.value)
+    assert "\n" not in message and str(path) in message and len(message) < 600
+    assert caught.value.exit_code == 2
+    return message
+
+
+@pytest.mark.parametrize(("raw", "says"), BYTES)
+def test_bad_bytes_are_refused_at_once(tmp_path: Path, raw: bytes, says: str) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(raw)
+    peak, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    with pytest.raises(BadInput, match=says):
+        TensorFile.open(path)
+    assert time.process_time() - begin < 0.05
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 100 << 10
+    refusal(path)
+
+
+def test_every_prefix_and_every_flipped_bit_reads_or_refuses(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    variants = [GOOD[:end] for end in range(len(GOOD))]
+    for at in range(len(GOOD) - 8):
+        variants += [GOOD[:at] + bytes([GOOD[at] ^ 1 << bit]) + GOOD[at + 1 :] for bit in range(8)]
+    accepted = 0
+    for raw in variants:
+        path.write_bytes(raw)
+        try:
+            file = TensorFile.open(path)
+        except BadInput:
+            continue
+        accepted += 1  # a letter of a name changed, or I32 for F32: still one meaning, and the library agrees
+        assert {k: tuple(v.shape) for k, v in load_file(path).items()} == {
+            k: v.shape for k, v in file.tensors.items()
+        }
+    assert 0 < accepted < 40
+
+
+def test_A26_extra_field_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(framed({"__metadata__": {"format": "pt"}, "w": F32 | {"comment": "by hand"}}))
+    file = TensorFile.open(path)
+    assert file.metadata == {"format": "pt"}
+    assert torch.equal(file.read("w"), torch.zeros(2))
+
+
+def test_A30_name_like_a_path_is_read_where_it_is_expected(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(framed({"block/w": F32}))
+    refusal(path)
+    assert "block/w" in TensorFile.open(path, expected={"block/w"}).tensors
+
+
+def directory(path: Path) -> None:
+    path.mkdir()
+
+
+def dangling(path: Path) -> None:
+    path.symlink_to("gone")
+
+
+def device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def absent(path: Path) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        pytest.param(directory, "a directory", id="A31-directory"),
+        pytest.param(dangling, "link to gone", id="A32-dangling-link"),
+        pytest.param(os.mkfifo, "a pipe", id="A33-pipe"),
+        pytest.param(device, "a device", id="A33-device"),
+        pytest.param(absent, "nothing there", id="A32-absent"),
+    ],
+)
+def test_what_is_no_file_is_refused_without_waiting(
+    tmp_path: Path, make: Callable[[Path], None], says: str
+) -> None:
+    path = tmp_path / "model.safetensors"
+    make(path)
+    messages: list[str] = []
+    reader = threading.Thread(target=lambda: messages.append(refusal(path)), daemon=True)
+    reader.start()
+    reader.join(5)
+    assert messages and says in messages[0]
+
+
+def test_A34_file_that_shrinks_is_an_error_and_no_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"w": torch.arange(100_000)}, path)
+    file = TensorFile.open(path)
+
+    os.truncate(path, 4096)
+    with pytest.raises(BadCheckpoint, match="changed since") as caught:
+        file.read("w")
+    assert caught.value.exit_code == 4
+
+    # and when it shrinks between our look at its size and the read itself
+    save_file({"w": torch.arange(100_000)}, path)
+    file, pread = TensorFile.open(path), os.preadv
+
+    def shrinking(fd: int, buffers: list[memoryview], offset: int) -> int:
+        os.truncate(path, 4096)
+        return pread(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", shrinking)
+    with pytest.raises(BadCheckpoint, match=r"'?w'?.*shrank"):
+        file.read("w")
+
+
+def test_built_header_is_what_is_parsed(tmp_path: Path) -> None:
+    spec = {"b": ("BF16", (3, 5)), "é": ("F32", ()), "e": ("U8", (0, 4)), "f": ("F64", (2,))}
+    raw, entries = build_header(spec, {"format": "pt"})
+    assert len(raw) % 8 == 0
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(raw + bytes(30 + 4 + 16))
+    file = TensorFile.open(path)
+    assert file.tensors == entries
+    assert file.data_begin == len(raw) and file.size == path.stat().st_size
+    assert all(entry.begin % 8 == 0 for name, entry in entries.items() if name == "f")
+    assert {name: tuple(t.shape) for name, t in load_file(path).items()} == {
+        n: s for n, (_, s) in spec.items()
+    }

@@ -1,0 +1,196 @@
+"""What we write is what safetensors reads, and the checksum is that of the bytes on the disk."""
+
+import errno
+import os
+import random
+import resource
+import signal
+import tracemalloc
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file
+from trilith.parallel_state import Box
+from trilith.storage import TensorWriter
+from trilith.storage.crc import Checksum, combine
+from trilith.storage.disk import Disk, DiskFailed
+from trilith.storage.dtypes import TORCH, name_of
+from trilith.storage.strides import blocks
+
+
+@given(st.binary(max_size=300), st.binary(max_size=300))
+def test_combined_checksums_are_that_of_the_whole(a: bytes, b: bytes) -> None:
+    assert combine(zlib.crc32(a), zlib.crc32(b), len(b)) == zlib.crc32(a + b)
+
+
+def test_checksum_of_pieces_in_any_order_and_what_is_missing() -> None:
+    data = random.Random(0).randbytes(1000)
+    seen = Checksum()
+    for begin, end in [(700, 1000), (0, 300), (400, 700), (400, 700)]:
+        seen.add(begin, data[begin:end])
+    assert seen.gaps(1000) == [(300, 100)]
+    seen.add(250, data[250:350])  # overlaps: counts for nothing
+    assert seen.gaps(1000) == [(300, 100)]
+    seen.add(300, data[300:400])
+    assert seen.gaps(1000) == []
+    assert seen.value(1000) == zlib.crc32(data)
+    assert Checksum().value(0) == 0 and Checksum().gaps(3) == [(0, 3)]
+
+
+def test_memory_of_a_checksum_does_not_grow_with_the_file() -> None:
+    seen, blocks = Checksum(), 20_000
+    tracemalloc.start()
+    for block in range(blocks):
+        seen.add(4 * block, b"abcd")
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 20_000
+    assert seen.value(4 * blocks) == zlib.crc32(b"abcd" * blocks)
+
+
+def test_sums_of_stretches_that_lie_apart() -> None:
+    data = random.Random(0).randbytes(100)
+    seen = Checksum(apart=[40, 70])
+    for begin in range(0, 100, 10):
+        seen.add(begin, data[begin : begin + 10])
+    stretches = [(0, 40), (40, 70), (70, 100)]
+    assert seen.of(stretches) == [zlib.crc32(data[begin:end]) for begin, end in stretches]
+
+
+def test_a_sum_reads_on_where_the_system_gives_less_than_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, whole = random.Random(0).randbytes(1000), os.preadv
+    (tmp_path / "f").write_bytes(data)
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: whole(fd, [buffers[0][:7]], at))
+    seen = Checksum()
+    with open(tmp_path / "f", "rb") as file:
+        seen.fill_gaps(file.fileno(), [(0, 300), (300, 1000)])
+    assert seen.value(1000) == zlib.crc32(data)
+
+
+def test_a_sum_of_bytes_that_cannot_be_read_back_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = TensorWriter(tmp_path / "f", {"w": ("U8", (4, 4))})
+    writer.write("w", Box((0, 0), (4, 2)), torch.ones(4, 2, dtype=torch.uint8))
+    writer.write("w", Box((0, 2), (4, 4)), torch.ones(4, 2, dtype=torch.uint8))
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: 0)
+    with pytest.raises(DiskFailed, match="cannot be read from byte"):
+        writer.close()
+    writer.abandon()
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_boxes_in_any_order_make_the_file_that_safetensors_reads(tmp_path: Path, threads: int) -> None:
+    tensors = {
+        "z": torch.randn(17, 9).bfloat16(),
+        "a": torch.randn(4, 5, 6),
+        "scalar": torch.tensor(3.5, dtype=torch.float64),
+        "none": torch.zeros(0, 7, dtype=torch.int32),
+        "odd": torch.randint(0, 255, (3,), dtype=torch.uint8),
+    }
+    spec = {name: (name_of(t.dtype), tuple(t.shape)) for name, t in tensors.items()}
+    writer = TensorWriter(tmp_path / "w.safetensors", spec, metadata={"format": "pt"})
+    jobs = []
+    for name, tensor in tensors.items():
+        whole = Box.whole(tuple(tensor.shape))
+        if tensor.ndim == 2 and tensor.numel():  # two halves by columns: strided writes
+            halves = [whole.narrow(1, 0, 4), whole.narrow(1, 4, tensor.shape[1])]
+            jobs += [(name, piece) for half in halves for piece in blocks(half, 20)]
+        else:
+            jobs += [(name, piece) for piece in blocks(whole, 7)]
+    random.Random(1).shuffle(jobs)
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(lambda job: writer.write(*job, tensors[job[0]][job[1].slices].contiguous()), jobs))
+    written = writer.close()
+
+    raw = (tmp_path / "w.safetensors").read_bytes()
+    assert (written.size, written.crc) == (len(raw), zlib.crc32(raw))
+    loaded = load_file(tmp_path / "w.safetensors")
+    assert loaded.keys() == tensors.keys()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+    with safe_open(tmp_path / "w.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+@pytest.mark.parametrize("name", sorted(TORCH))
+def test_every_type(tmp_path: Path, name: str) -> None:
+    tensor = torch.randint(0, 255, (4, 16), dtype=torch.uint8)
+    tensor = tensor.bool() if name == "BOOL" else tensor.view(TORCH[name])
+    writer = TensorWriter(tmp_path / "w", {"t": (name, tuple(tensor.shape))})
+    writer.write("t", Box.whole(tuple(tensor.shape)), tensor)
+    writer.close()
+    assert torch.equal(load_file(tmp_path / "w")["t"].view(torch.uint8), tensor.view(torch.uint8))
+
+
+def test_an_element_left_out_is_no_finished_file(tmp_path: Path) -> None:
+    writer = TensorWriter(tmp_path / "w", {"t": ("F32", (4,))})
+    writer.write("t", Box((0,), (3,)), torch.zeros(3))
+    with pytest.raises(AssertionError, match="'t': 1"):
+        writer.close()
+    writer.abandon()
+
+
+def test_sequential_writes_are_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = TensorWriter(tmp_path / "w", {"t": ("F32", (4, 4)), "u": ("F32", (4,))})
+    for row in range(4):
+        writer.write("t", Box((row, 0), (row + 1, 4)), torch.zeros(1, 4))
+    writer.write("u", Box((0,), (4,)), torch.zeros(4))
+    monkeypatch.delattr(os, "pread")
+    assert writer.close().crc == zlib.crc32((tmp_path / "w").read_bytes())
+
+
+def test_an_existing_file_is_never_written_over(tmp_path: Path) -> None:
+    (tmp_path / "w").write_bytes(b"mine")
+    with pytest.raises(DiskFailed, match="File exists"):
+        TensorWriter(tmp_path / "w", {})
+    assert (tmp_path / "w").read_bytes() == b"mine"
+
+
+class FullDisk(Disk):
+    """A disk with room for so many bytes."""
+
+    def __init__(self, room: int, code: int):
+        self.room, self.code = room, code
+
+    def write(self, fd: int, data: memoryview, offset: int) -> None:
+        if offset + len(data) > self.room:
+            raise OSError(self.code, os.strerror(self.code))
+        super().write(fd, data, offset)
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        pytest.param(errno.ENOSPC, "No space left", id="G21-disk-full"),
+        pytest.param(errno.EDQUOT, "quota", id="G22-quota"),
+        pytest.param(errno.EFBIG, "too large", id="G22-file-too-large"),
+    ],
+)
+def test_disk_that_refuses(tmp_path: Path, code: int, says: str) -> None:
+    writer = TensorWriter(tmp_path / "w", {"t": ("F32", (4096,))}, disk=FullDisk(8192, code))
+    with pytest.raises(DiskFailed, match=f"w: cannot be written: .*{says}") as caught:
+        writer.write("t", Box((0,), (4096,)), torch.zeros(4096))
+    assert caught.value.exit_code == 3
+    writer.abandon()
+
+
+def test_G22_the_limit_of_the_system_itself(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))
+    try:
+        writer = TensorWriter(tmp_path / "w", {"t": ("F32", (4096,))})
+        with pytest.raises(DiskFailed, match="File too large"):
+            writer.write("t", Box((0,), (4096,)), torch.zeros(4096))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    writer.abandon()

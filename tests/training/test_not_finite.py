@@ -1,0 +1,128 @@
+"""A number that is not finite: all ranks stop before the update, and the first module to give it is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+from trilith.parallel_state import ParallelState, PeerFailed
+from trilith.parallel_state.engine import local_data
+from trilith.recipes.recipe import parse_recipe
+from trilith.runs.events import read_events
+from trilith.runs.metrics import StepMetrics, read_metrics
+from trilith.testing import run_parallel
+from trilith.testing.short_runs import tiny_recipe, write_tokens
+from trilith.training import Trainer
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "tp2": {"tensor": 2},
+    "pp2": {"pipeline": 2},
+    "dp2": {"data": 2},
+    "zero3": {"data": 2, "zero": 3},
+}
+
+
+def stopped(raw: dict[str, Any], spoil: Callable[[Trainer], None]) -> tuple[str, bool]:
+    """Two good steps, then ``spoil`` on this rank: what the run says, and whether its weights stayed."""
+    recipe = parse_recipe(raw)
+    trainer = Trainer(recipe, ParallelState.start(recipe.layout.layout), quiet=True)
+    before: list[Tensor] = []
+
+    def after(metrics: StepMetrics) -> None:
+        if metrics.step == 1:
+            spoil(trainer)
+            before.extend(local_data(one).clone() for one in trainer.model.parameters())
+
+    try:
+        trainer.run(after)
+    except PeerFailed as error:
+        now = [local_data(one) for one in trainer.model.parameters()]
+        same = all(unchanged(a, b) for a, b in zip(before, now, strict=True))
+        return str(error), same
+    return "", False
+
+
+def unchanged(a: Tensor, b: Tensor) -> bool:
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def weight(trainer: Trainer) -> None:
+    """On the last rank, one element of a weight of the last block, which it has in every layout."""
+    name = "layers.2.mlp.gate_up.up.weight"
+    if trainer.state.rank == trainer.state.layout.world - 1:
+        local_data(trainer.model.get_parameter(name))[-1, 0] = float("nan")
+
+
+def row_weight(trainer: Trainer) -> None:
+    """The same in a matrix whose product is summed over the tensor ranks before anybody sees it."""
+    if trainer.state.rank == 1:
+        local_data(trainer.model.get_parameter("layers.1.mlp.down.weight"))[0, 0] = float("inf")
+
+
+def output(trainer: Trainer) -> None:
+    """On the last rank that has the block, what its attention gives."""
+    if trainer.state.rank == trainer.state.layout.world - 1:
+        attention = trainer.model.get_submodule("layers.2.attention")
+        attention.register_forward_hook(lambda module, inputs, out: out / 0)
+
+
+def backward(trainer: Trainer) -> None:
+    """Only the gradient of a block's output, on rank 0: forward is sound."""
+    if trainer.state.rank == 0:
+        block = trainer.model.layers["1"]
+
+        def spoil(module: object, inputs: object, out: Tensor) -> None:
+            if out.requires_grad:
+                out.register_hook(lambda grad: grad * float("nan"))
+
+        block.register_forward_hook(spoil)
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tokens(tmp_path_factory.mktemp("health") / "tokens")
+
+
+def said(tmp_path: Path, tokens: Path, layout: str, spoil: Callable[[Trainer], None]) -> str:
+    """What all ranks say alike, having updated nothing."""
+    raw = tiny_recipe(tmp_path / "run", tokens, layout=LAYOUTS[layout])
+    found = run_parallel(stopped, parse_recipe(raw).layout.layout.world, raw, spoil)
+    assert len({text for text, _ in found}) == 1, found
+    assert all(same for _, same in found), "the update went through"
+    assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 2
+    event = read_events(tmp_path / "run" / "events.jsonl")[-1]
+    assert (event["event"], event["step"], event["why"]) == ("failed", 2, found[0][0])
+    return found[0][0]
+
+
+@pytest.mark.parametrize(("layout", "rank"), [("one", 0), ("tp2", 1), ("pp2", 1), ("zero3", 1)])
+def test_a_bad_weight_is_named_by_its_module_and_rank(
+    tmp_path: Path, tokens: Path, layout: str, rank: int
+) -> None:
+    what = f"rank {rank}: the output of layers.2.mlp.gate_up is not finite"
+    assert said(tmp_path, tokens, layout, weight) == f"step 3: {what}; nothing was updated"
+
+
+def test_a_bad_weight_whose_product_is_summed_inside_the_module_is_its_rank_s(
+    tmp_path: Path, tokens: Path
+) -> None:
+    text = said(tmp_path, tokens, "tp2", row_weight)
+    assert text.startswith("step 3: rank 1: the output of layers.1.mlp.down is not finite")
+
+
+@pytest.mark.parametrize("layout", ["dp2", "tp2"])
+def test_a_bad_output_on_one_rank_is_named(tmp_path: Path, tokens: Path, layout: str) -> None:
+    text = said(tmp_path, tokens, layout, output)
+    assert text.startswith("step 3: rank 1: the output of layers.2.attention is not finite")
+
+
+@pytest.mark.parametrize("layout", ["one", "pp2"])
+def test_a_fault_in_the_backward_pass_is_named_by_the_nearest_gradient(
+    tmp_path: Path, tokens: Path, layout: str
+) -> None:
+    text = said(tmp_path, tokens, layout, backward)
+    assert text.startswith("step 3: rank 0: the gradient of layers.1.mlp.down.weight is not finite")

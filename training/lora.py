@@ -1,0 +1,72 @@
+"""LoRA in a run: what is attached, on which base, and where the first weights of either come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..checkpoints import Source, StoredAdapter, load_source, read_adapter, read_lora, stored_adapter
+from ..models import AdaptedFamily, CausalLM, Family, LoraConfig, adapted
+from ..parallel_state import BadInput, ParallelState, initialize
+from ..recipes.sections import LoraSection
+
+
+def plan_adapters(lora: LoraSection, base: Source) -> tuple[AdaptedFamily, StoredAdapter]:
+    """The family with the recipe's adapters, and what the run's checkpoints will say of their base.
+
+    Raises ``BadInput`` for targets that the model does not have.
+    """
+    if lora.init_from is None:
+        family = adapted(base.family, recipe_shape(lora))
+        family.check(base.model_config, "recipe: lora")
+    else:
+        _check_alone(lora)
+        begun = read_adapter(lora.init_from, base).family
+        assert isinstance(begun, AdaptedFamily)
+        family = adapted(base.family, _with_dropout(lora, begun.lora))
+    return family, stored_adapter(family, base)
+
+
+def recipe_shape(lora: LoraSection) -> LoraConfig:
+    """What the recipe says of its adapters; where it names others to go on with, they say it."""
+    if lora.init_from is None:
+        return LoraConfig.model_validate(lora.model_dump(exclude={"init_from"}))
+    _check_alone(lora)
+    return _with_dropout(lora, read_lora(lora.init_from))
+
+
+def _check_alone(lora: LoraSection) -> None:
+    said = sorted(lora.model_fields_set - {"init_from", "lora_dropout"})
+    if said:
+        expected = "nothing beside lora.init_from, which says it, but lora_dropout"
+        raise BadInput("recipe", f"lora.{said[0]}", expected=expected, found=getattr(lora, said[0]))
+
+
+def _with_dropout(lora: LoraSection, begun: LoraConfig) -> LoraConfig:
+    """The adapters of ``init_from``, with the dropout of the recipe if it says one."""
+    if "lora_dropout" not in lora.model_fields_set:
+        return begun
+    return begun.model_copy(update={"lora_dropout": lora.lora_dropout})
+
+
+def first_adapters(
+    lora: LoraSection,
+    base: Source,
+    family: Family,
+    model: CausalLM,
+    seed: int,
+    *,
+    state: ParallelState,
+    resuming: bool,
+    say: Callable[[str], None],
+) -> None:
+    """Fill the base, which no checkpoint of the run holds, and for a new run the adapters."""
+    load_source(base, model)
+    say(f"base weights from {base.path}, frozen")
+    if resuming:
+        return
+    if lora.init_from is not None:
+        load_source(read_adapter(lora.init_from, base), model)
+        say(f"adapters from {lora.init_from}")
+        return
+    (stated,) = family.declarations(base.model_config)  # a group of the recipe's may freeze some of them
+    initialize(model, seed, among=stated, state=state)

@@ -1,0 +1,112 @@
+"""What stops a run: a number that is not finite, named by step, rank and the first module that gave it."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..data.batch import Batch
+from ..models import CausalLM
+from ..parallel_state import PeerFailed, last_not_finite
+from ..parallel_state.engine import local_data
+from .forward import ForwardOnly
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Origin:
+    """Where a number that is not finite first appeared; the least of all ranks' came before the others.
+
+    ``order`` counts the modules' outputs of a micro-batch: ranks of one stage call the same ones in the same
+    order, and one rank's bad number reaches its neighbours a few outputs later. Where it reaches them inside
+    the module, the rank whose part of the module's weights is bad comes first.
+    """
+
+    micro_batch: int
+    stage: int
+    order: int
+    weights_are_finite: bool
+    rank: int
+    module: str
+
+
+def name_the_culprit(model: CausalLM, step: int, forward: ForwardOnly, batch: Batch) -> NoReturn:
+    """Loss and norm are the same on every rank, so all come here, before the update; ``PeerFailed``.
+
+    The forward pass is run again and each module's output looked at, on every rank. Where all of them are
+    finite, the fault is in the backward pass, and the last parameter with a bad gradient is the nearest.
+    ``step`` counts from 1.
+    """
+    state = model.state
+    # A compiled block would hide its modules.
+    with looking(model) as seen, torch.compiler.set_stance("force_eager"):
+        forward(batch)
+    mine = None
+    if seen:
+        weights = model.get_submodule(seen[0].module).parameters()
+        mine = replace(seen[0], weights_are_finite=all(_all_finite(local_data(one)) for one in weights))
+    origins: list[Origin | None] = [None] * state.layout.world
+    dist.all_gather_object(origins, mine)
+    found = min((one for one in origins if one is not None), default=None)
+    if found is not None:
+        what = f"rank {found.rank}: the output of {found.module or 'the model'}"
+    else:
+        gradients: list[str | None] = [None] * state.layout.world
+        dist.all_gather_object(gradients, last_not_finite(model, state=state))
+        # The last in the model; of its ranks the first, since the data axes are summed by now.
+        named = [(-_depth(name), rank, name) for rank, name in enumerate(gradients) if name is not None]
+        what = f"rank {min(named)[1]}: the gradient of {min(named)[2]}" if named else "the loss"
+    raise PeerFailed(f"step {step}: {what} is not finite; nothing was updated")
+
+
+@contextmanager
+def looking(model: CausalLM) -> Iterator[list[Origin]]:
+    """While it lasts, every module's output is looked at; the first here that is not finite is listed.
+
+    A module is looked at before the one that holds it, so the innermost is named.
+    """
+    found: list[Origin] = []
+    names = {module: name for name, module in model.named_modules()}
+    count = {"outputs": 0, "micro_batches": -1, "stage": 0}
+    first = model.stage.parts[0].number
+
+    def begin(module: nn.Module, inputs: Any, told: dict[str, Any]) -> None:
+        count["stage"] = told["stage"].number
+        count["micro_batches"] += count["stage"] == first
+        count["outputs"] = 0
+
+    def look(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        count["outputs"] += 1
+        if not found and not _all_finite(output):
+            place = (count["micro_batches"], count["stage"], count["outputs"])
+            found.append(Origin(*place, True, model.state.rank, name))
+
+    hooks = [model.register_forward_pre_hook(begin, with_kwargs=True)]
+    hooks += [module.register_forward_hook(partial(look, name)) for module, name in names.items()]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _depth(parameter: str) -> float:
+    """Where in the model a parameter is used: its block's number, or before or behind all blocks."""
+    block = re.match(r"layers\.(\d+)\.", parameter)
+    return int(block[1]) if block else -1 if parameter.startswith(("embed.", "position.")) else math.inf
+
+
+def _all_finite(output: Any) -> bool:
+    if isinstance(output, Tensor):
+        return not output.is_floating_point() or bool(torch.isfinite(output).all())
+    if isinstance(output, (tuple, list)):
+        return all(map(_all_finite, output))
+    return True

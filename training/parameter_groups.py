@@ -1,0 +1,98 @@
+"""Parameters that are treated differently, chosen by patterns over their names, ours or Hugging Face's."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from ..models import Family, ModelConfig
+from ..models.patterns import compiled
+from ..parallel_state import BadInput, buffer_names
+from ..recipes.sections import ParameterGroup
+
+
+def names_of(family: Family, config: ModelConfig) -> dict[str, tuple[str, ...]]:
+    """Every parameter of the whole model: our name -> Hugging Face's, of which there may be several.
+
+    What no gradient moves is none that could be treated differently.
+    """
+    names: dict[str, tuple[str, ...]] = {}
+    (stated,) = family.declarations(config)
+    fixed = buffer_names(stated)
+    for link in family.links(config)[0]:
+        if link.ours in fixed:
+            continue
+        names[link.ours] = (*names.get(link.ours, ()), link.hf)
+    return names
+
+
+def assign(
+    groups: Sequence[ParameterGroup], names: Mapping[str, Sequence[str]], where: str = "recipe"
+) -> dict[str, ParameterGroup]:
+    """Our name -> its group, for the parameters that have one: the first whose pattern is found in a name.
+
+    Over the names of the whole model, so that every rank comes to the same. Raises ``BadInput`` for a pattern
+    that is none, that finds nothing, or nothing that is left, and where everything would be frozen.
+    """
+    assigned: dict[str, ParameterGroup] = {}
+    for number, group in enumerate(groups):
+        key = f"optimizer.groups[{number}].match"
+        try:
+            pattern = compiled(group.match)
+        except re.error as error:
+            raise BadInput(
+                where, key, expected="a regular expression", found=f"{group.match!r}: {error}"
+            ) from None
+        found = [
+            ours
+            for ours, theirs in names.items()
+            if any(pattern.find("search", name) for name in (ours, *theirs))
+        ]
+        if not found:
+            raise BadInput(
+                where,
+                key,
+                expected="a pattern that finds a parameter",
+                found=repr(group.match),
+                todo=f"Near names: {', '.join(_near(group.match, names))}",
+            )
+        left = [ours for ours in found if ours not in assigned]
+        if not left:
+            raise BadInput(
+                where,
+                key,
+                expected="a parameter that no group before it takes",
+                found=f"{group.match!r}, all of whose {len(found)} are taken",
+                todo="Put the narrower pattern first",
+            )
+        assigned |= dict.fromkeys(left, group)
+    if names and all(name in assigned and assigned[name].freeze for name in names):
+        raise BadInput(
+            where, "optimizer.groups", expected="a parameter that is not frozen", found="all of them frozen"
+        )
+    return assigned
+
+
+def freeze(model: nn.Module, assigned: Mapping[str, ParameterGroup]) -> None:
+    """Take the frozen parameters out of the gradient. Before FSDP takes hold of them."""
+    for name, parameter in model.named_parameters():
+        if name in assigned and assigned[name].freeze:
+            parameter.requires_grad_(False)
+
+
+def _near(pattern: str, names: Mapping[str, Sequence[str]], most: int = 3) -> list[str]:
+    """Names that look like what the pattern meant, or have a part that does; one of all blocks' is enough."""
+    known = [name for ours, theirs in names.items() for name in (*theirs, ours)]
+    plain = re.sub(r"\\\.", ".", pattern)
+    plain = re.sub(r"\\d|[\^$*+?()\[\]{}|\\]", "", plain).strip(".")
+    ends: dict[str, str] = {}
+    for name in known:
+        words = [word for word in name.split(".") if not word.isdigit()]
+        for first in range(len(words)):
+            for last in range(first + 1, len(words) + 1):
+                ends.setdefault(".".join(words[first:last]), name)
+    near = difflib.get_close_matches(plain, ends, 2 * most, cutoff=0.4)
+    return list(dict.fromkeys(ends[part] for part in near))[:most] or known[:most]
