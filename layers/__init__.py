@@ -1,8 +1,12 @@
 """Floor 2: parallel layers. With ``state=None`` each is its ``torch.nn`` counterpart on one device."""
 
 from .activation_checkpointing import Checkpointing, checkpoint_blocks, checkpointed, keep_aside
-from .attention.attention import SharedHeads, causal_attention, merge_heads, split_heads
-from .attention.mask import AttentionScope, KeyValueCache, documents
+from .attention.attention import Attention, SharedHeads
+from .attention.causal import causal_attention, merge_heads, split_heads
+from .attention.inputs import AttentionInputs
+from .attention.key_value_cache import KeyValueCache
+from .attention.mask import AttentionScope
+from .attention.visible import documents
 from .chunked_loss import chunked_cross_entropy
 from .collectives import (
     copy_to_tensor,
@@ -15,14 +19,13 @@ from .collectives import (
     split_to_tensor,
 )
 from .compile import compile_blocks
-from .context_chunks import cut_sequence, token_places
+from .context_chunks import cut_sequence, default_positions, token_places
 from .dropout import Dropout, own_random
 from .embedding import (
     VOCABULARY_MULTIPLE,
     PositionEmbedding,
     VocabParallelEmbedding,
     VocabParallelHead,
-    default_positions,
     gather_logits,
     padded_vocabulary,
 )
@@ -42,6 +45,8 @@ from .stage import Stage, all_stages, split_blocks
 
 __all__ = [
     "ACTIVATIONS",
+    "Attention",
+    "AttentionInputs",
     "AttentionScope",
     "Balance",
     "Balancing",

@@ -34,3 +34,13 @@ def cut_sequence(x: Tensor, state: ParallelState, *, dim: int = 1) -> Tensor:
 def token_places(length: int, state: ParallelState, device: torch.device | None = None) -> Tensor:
     """Where in the whole sequence this context rank's ``length`` tokens stand: (length,) int64."""
     return cut_sequence(torch.arange(length * state.context_size, device=device), state, dim=0)
+
+
+def default_positions(x: Tensor, state: ParallelState, *, embedded: bool) -> Tensor:
+    """Positions 0 to S-1 of the whole sequence, for token ids (B, S) or, ``embedded``, hidden states.
+
+    Hidden states under sequence parallelism are this rank's piece (B, S / tensor, D). Over several context
+    ranks ``x`` is this rank's chunks of the sequence, and so are the positions: (S / context,).
+    """
+    length = x.shape[1] * (state.tensor_size if embedded and state.sequence else 1)
+    return token_places(length, state, x.device)

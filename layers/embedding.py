@@ -20,7 +20,6 @@ from ..parallel_state import (
 )
 from .argument_checks import alone_or
 from .collectives import enter_tensor, gather_from_tensor, leave_tensor
-from .context_chunks import token_places
 
 #: In memory, vocabularies are padded to a multiple of this that the layout can cut; checkpoints are not.
 VOCABULARY_MULTIPLE = 128
@@ -179,13 +178,3 @@ def _vocabulary(
 
 def _repr(rows: int, dim: int, padded: int, state: ParallelState) -> str:
     return f"{rows}, {dim}, padded={padded}, here=({padded // state.tensor_size}, {dim})"
-
-
-def default_positions(x: Tensor, state: ParallelState, *, embedded: bool) -> Tensor:
-    """Positions 0 to S-1 of the whole sequence, for token ids (B, S) or, ``embedded``, hidden states.
-
-    Hidden states under sequence parallelism are this rank's piece (B, S / tensor, D). Over several context
-    ranks ``x`` is this rank's chunks of the sequence, and so are the positions: (S / context,).
-    """
-    length = x.shape[1] * (state.tensor_size if embedded and state.sequence else 1)
-    return token_places(length, state, x.device)

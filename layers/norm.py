@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -10,25 +11,36 @@ from .argument_checks import alone_or, check_no_state
 
 
 class RMSNorm(DeclaredModule):
-    """``x / rms(x) * weight`` over the last dim, fp32 inside. (B, S, D) in and out.
+    """``x / rms(x) * (offset + weight)`` over the last dim, fp32 inside. (B, S, D) in and out.
 
-    The weight lies whole on every rank; where the tokens are split over the tensor axis its gradient is a
-    part, and always where each rank normalises its own ``heads`` (B, H, S, E). Source: Zhang and Sennrich
-    2019.
+    With an ``offset`` of 1 (Gemma) weights start at 0, so that the factor starts at 1 either way. The weight
+    lies whole on every rank; where the tokens are split over the tensor axis its gradient is a part, and
+    always where each rank normalises its own ``heads`` (B, H, S, E). Source: Zhang and Sennrich 2019.
     """
 
     weight: nn.Parameter
 
     def __init__(
-        self, dim: int, eps: float = 1e-6, *, heads: bool = False, state: ParallelState | None = None
+        self,
+        dim: int,
+        eps: float = 1e-6,
+        *,
+        offset: float = 0.0,
+        heads: bool = False,
+        state: ParallelState | None = None,
     ) -> None:
         super().__init__()
         check_no_state(eps, "RMSNorm", "eps")
-        self.dim, self.eps = dim, eps
-        _declare_norm(self, "weight", dim, 1.0, alone_or(state), heads=heads)
+        self.dim, self.eps, self.offset = dim, eps, offset
+        _declare_norm(self, "weight", dim, 1.0 - offset, alone_or(state), heads=heads)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (self.dim,), local(self.weight), self.eps)
+        weight = local(self.weight)
+        if not self.offset:
+            return F.rms_norm(x, (self.dim,), weight, self.eps)
+        # The sum is taken in fp32: near 1 bf16 has too few digits for a small weight.
+        inner = torch.promote_types(x.dtype, torch.float32)
+        return F.rms_norm(x.to(inner), (self.dim,), self.offset + weight.to(inner), self.eps).to(x.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.dim}, eps={self.eps}"

@@ -1,4 +1,4 @@
-"""What Llama's relatives with experts share: a router and experts where Llama has one feed-forward net."""
+"""The config fields, names and layers that Llama's relatives with experts share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from ..layers import Experts, MoE, TopKRouter
 from ..parallel_state import BadInput, Normal, ParallelState
 from .base.names import Rename, Rule, Stack
-from .llama import Block, Llama, LlamaConfig
+from .llama import LlamaConfig
 
 
 class ExpertsConfig(LlamaConfig):
@@ -41,20 +41,9 @@ class ExpertsConfig(LlamaConfig):
     def experts_of_token(self) -> int:
         return self.num_experts_per_tok
 
-    # What the families differ in.
-    @property
-    def expert_size(self) -> int:
-        """The inner width of one expert."""
-        return self.intermediate_size
-
-    @property
-    def normalized(self) -> bool:
-        """Whether the weights of a token's experts add up to 1."""
-        return True
-
     @property
     def balance_factor(self) -> float:
-        """Of each router's balance loss, unless a recipe says another."""
+        """The factor of each router's balance loss, unless a recipe says another."""
         return self.router_aux_loss_coef / self.routers if self.output_router_logits else 0.0
 
     def has_experts(self, number: int) -> bool:
@@ -63,6 +52,7 @@ class ExpertsConfig(LlamaConfig):
 
     @property
     def routers(self) -> int:
+        """How many blocks have experts."""
         return sum(map(self.has_experts, range(self.num_hidden_layers)))
 
 
@@ -73,14 +63,6 @@ class NarrowExpertsConfig(ExpertsConfig):
 
     moe_intermediate_size: int = Field(gt=0, le=2**22)
     norm_topk_prob: bool = False
-
-    @property
-    def expert_size(self) -> int:
-        return self.moe_intermediate_size
-
-    @property
-    def normalized(self) -> bool:
-        return self.norm_topk_prob
 
     @property
     def tensor_units(self) -> dict[str, int]:
@@ -100,42 +82,34 @@ EXPERT_NAMES: tuple[Rule, ...] = (
 )
 
 
-class ExpertBlock(Block):
-    """Llama's block with experts for its feed-forward, where the config says so.
-
-    Families with other routers, or a net for all tokens beside the experts, say which.
-    """
-
-    def feed_forward(self, cfg: LlamaConfig, number: int, state: ParallelState | None) -> nn.Module:
-        assert isinstance(cfg, ExpertsConfig), cfg
-        if not cfg.has_experts(number):
-            return super().feed_forward(cfg, number, state)
-        experts = Experts(
-            cfg.num_local_experts,
-            cfg.hidden_size,
-            cfg.expert_size,
-            act=cfg.hidden_act,
-            initial=Normal(cfg.initializer_range),
-            state=state,
-        )
-        return MoE(self.router(cfg, state), experts, shared=self.shared(cfg, state), state=state)
-
-    def router(self, cfg: ExpertsConfig, state: ParallelState | None) -> TopKRouter:
-        return TopKRouter(
-            cfg.hidden_size,
-            cfg.num_local_experts,
-            cfg.num_experts_per_tok,
-            normalize=cfg.normalized,
-            balance=cfg.balance_factor,
-            initial=Normal(cfg.initializer_range),
-            state=state,
-        )
-
-    def shared(self, cfg: ExpertsConfig, state: ParallelState | None) -> nn.Module | None:
-        return None
+def mixture(
+    cfg: ExpertsConfig,
+    router: TopKRouter,
+    width: int,
+    state: ParallelState,
+    *,
+    shared: nn.Module | None = None,
+) -> MoE:
+    """Make the experts of a block, each ``width`` wide inside, behind their router."""
+    experts = Experts(
+        cfg.num_local_experts,
+        cfg.hidden_size,
+        width,
+        act=cfg.hidden_act,
+        initial=Normal(cfg.initializer_range),
+        state=state,
+    )
+    return MoE(router, experts, shared=shared, state=state)
 
 
-class LlamaWithExperts(Llama):
-    """Llama, or this pipeline rank's stage of it, with experts."""
-
-    block = ExpertBlock
+def softmax_router(cfg: ExpertsConfig, state: ParallelState, *, normalize: bool) -> TopKRouter:
+    """Make the router of Mixtral and Qwen; ``normalize``: the weights of a token's experts add up to 1."""
+    return TopKRouter(
+        cfg.hidden_size,
+        cfg.num_local_experts,
+        cfg.num_experts_per_tok,
+        normalize=normalize,
+        balance=cfg.balance_factor,
+        initial=Normal(cfg.initializer_range),
+        state=state,
+    )

@@ -8,11 +8,12 @@ from typing import Any, ClassVar
 from pydantic import Field
 from torch import nn
 
-from ..layers import GatedMLP, TopKRouter
-from ..parallel_state import BadInput, Normal, ParallelState
+from ..layers import Attention, GatedMLP, TopKRouter
+from ..parallel_state import BadInput
 from .base.family import Family
 from .base.names import Rename
-from .expert_block import EXPERT_NAMES, ExpertBlock, ExpertsConfig, LlamaWithExperts, NarrowExpertsConfig
+from .expert_block import EXPERT_NAMES, NarrowExpertsConfig, mixture
+from .llama import Llama, grouped_attention
 from .qwen import QWEN3
 
 
@@ -76,23 +77,15 @@ class Glm4MoeConfig(NarrowExpertsConfig):
                 f"1 to {most} groups of {each} that hold num_experts_per_tok={self.num_experts_per_tok}"
             )
             raise BadInput(where, "topk_group", expected=expected, found=self.topk_group)
-        if self.rotated % 2 or not self.rotated:
+        if self.rotary_dim % 2 or not self.rotary_dim:
             expected = f"a share of head_dim={self.head_dim} that is an even number of it"
             raise BadInput(
                 where, "partial_rotary_factor", expected=expected, found=self.partial_rotary_factor
             )
 
     @property
-    def rotated(self) -> int:
+    def rotary_dim(self) -> int:
         return int(self.head_dim * self.partial_rotary_factor)
-
-    @property
-    def out_bias(self) -> bool:
-        return False
-
-    @property
-    def head_norms(self) -> bool:
-        return self.use_qk_norm
 
     @property
     def balance_factor(self) -> float:
@@ -133,12 +126,21 @@ def _without_share(raw: Mapping[str, Any], where: str) -> tuple[dict[str, Any], 
     return kept, share
 
 
-class Glm4MoeBlock(ExpertBlock):
-    """A block whose router has a bias, and whose experts one more net for all tokens stands beside."""
+class Glm4Moe(Llama):
+    """GLM-4.5, or this pipeline rank's stage of it."""
 
-    def router(self, cfg: ExpertsConfig, state: ParallelState | None) -> TopKRouter:
-        assert isinstance(cfg, Glm4MoeConfig), cfg
-        return TopKRouter(
+    config: Glm4MoeConfig
+
+    def attention(self, number: int) -> Attention:
+        cfg = self.config
+        return grouped_attention(cfg, self.state, qkv_bias=cfg.attention_bias, head_norms=cfg.use_qk_norm)
+
+    def feed_forward(self, number: int) -> nn.Module:
+        """One net in the first blocks; then experts, and beside them one more net for all tokens."""
+        cfg = self.config
+        if not cfg.has_experts(number):
+            return super().feed_forward(number)
+        router = TopKRouter(
             cfg.hidden_size,
             cfg.num_local_experts,
             cfg.num_experts_per_tok,
@@ -148,25 +150,17 @@ class Glm4MoeBlock(ExpertBlock):
             groups=cfg.n_group,
             groups_kept=cfg.topk_group,
             bias_corrected=True,
-            initial=Normal(cfg.initializer_range),
-            state=state,
+            initial=self.initial,
+            state=self.state,
         )
-
-    def shared(self, cfg: ExpertsConfig, state: ParallelState | None) -> nn.Module | None:
-        assert isinstance(cfg, Glm4MoeConfig), cfg
-        return GatedMLP(
+        shared = GatedMLP(
             cfg.hidden_size,
             cfg.n_shared_experts * cfg.moe_intermediate_size,
             act=cfg.hidden_act,
-            initial=Normal(cfg.initializer_range),
-            state=state,
+            initial=self.initial,
+            state=self.state,
         )
-
-
-class Glm4Moe(LlamaWithExperts):
-    """GLM-4.5, or this pipeline rank's stage of it."""
-
-    block = Glm4MoeBlock
+        return mixture(cfg, router, cfg.moe_intermediate_size, self.state, shared=shared)
 
 
 GLM4_MOE = Family(

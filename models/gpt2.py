@@ -1,8 +1,8 @@
-"""GPT-2.    B batch  S sequence  D hidden  E head dim  H heads here"""
+"""GPT-2.    B batch  S sequence  D hidden"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from math import sqrt
 from typing import Any, ClassVar
 
@@ -12,25 +12,17 @@ from torch import Tensor, nn
 from ..layers import (
     ACTIVATIONS,
     MLP,
-    AttentionScope,
-    ColumnParallelLinear,
+    Attention,
     Dropout,
-    KeyValueCache,
     LayerNorm,
     PositionEmbedding,
-    RowParallelLinear,
-    Stage,
-    VocabParallelEmbedding,
-    VocabParallelHead,
-    causal_attention,
     default_positions,
-    merge_heads,
-    own_random,
-    split_heads,
 )
-from ..parallel_state import BadInput, Normal, ParallelState
+from ..parallel_state import BadInput, Normal
+from .base.blocks import Block, PreNormBlock
 from .base.config import ModelConfig
-from .base.family import CausalLM, Family
+from .base.decoder import Decoder
+from .base.family import Family
 from .base.names import Rename, Rule, Split, Transpose
 
 
@@ -127,107 +119,56 @@ NAMES: tuple[Rule, ...] = (
 )
 
 
-class Attention(nn.Module):
-    """Multi-head attention. A rank holds whole heads: the cut never runs through one."""
-
-    def __init__(self, cfg: GPT2Config, *, state: ParallelState | None = None) -> None:
-        super().__init__()
-        self.head_dim, self.dropout = cfg.head_dim, cfg.attn_pdrop
-        self.state = state or ParallelState.alone()
-        hidden = cfg.hidden_size
-        self.qkv = ColumnParallelLinear(
-            hidden,
-            {"q": hidden, "k": hidden, "v": hidden},
-            unit=cfg.head_dim,
-            initial=Normal(cfg.initializer_range),
-            state=state,
-        )
-        self.out = RowParallelLinear(
-            hidden, hidden, unit=cfg.head_dim, initial=residual_initial(cfg), state=state
-        )
-
-    def forward(self, x_BSD: Tensor, scope: AttentionScope) -> Tensor:
-        q_BHSE, k_BHSE, v_BHSE = (split_heads(t, self.head_dim) for t in self.qkv(x_BSD))
-        k_BHSE, v_BHSE = scope.extend(self, k_BHSE, v_BHSE)
-        dropout = self.dropout if self.training else 0.0
-        with own_random(self.state, split=dropout > 0):
-            heads_BHSE = causal_attention(q_BHSE, k_BHSE, v_BHSE, scope, dropout=dropout)
-        out: Tensor = self.out(merge_heads(heads_BHSE))
-        return out
-
-
-class Block(nn.Module):
-    """Attention and feed-forward, each on a normalised copy of the residual stream and added to it."""
-
-    def __init__(self, cfg: GPT2Config, *, state: ParallelState | None = None) -> None:
-        super().__init__()
-        self.attention_norm = LayerNorm(cfg.hidden_size, cfg.layer_norm_eps, state=state)
-        self.attention = Attention(cfg, state=state)
-        self.mlp_norm = LayerNorm(cfg.hidden_size, cfg.layer_norm_eps, state=state)
-        self.mlp = MLP(
-            cfg.hidden_size,
-            cfg.intermediate_size,
-            act=cfg.hidden_act,
-            initial=Normal(cfg.initializer_range),
-            out_initial=residual_initial(cfg),
-            state=state,
-        )
-        self.dropout = Dropout(cfg.resid_pdrop, state=state)
-
-    def forward(self, x_BSD: Tensor, scope: AttentionScope) -> Tensor:
-        x_BSD = x_BSD + self.dropout(self.attention(self.attention_norm(x_BSD), scope))
-        x_BSD = x_BSD + self.dropout(self.mlp(self.mlp_norm(x_BSD)))
-        return x_BSD
-
-
-class GPT2(CausalLM):
+class GPT2(Decoder):
     """GPT-2, or this pipeline rank's stage of it."""
 
-    def __init__(
-        self, cfg: GPT2Config, *, split: Sequence[int] | None = None, state: ParallelState | None = None
-    ) -> None:
-        super().__init__()
-        self.config, self.state = cfg, state or ParallelState.alone()
-        self.stage = Stage.of(cfg.num_hidden_layers, split=split, state=state)
-        init = Normal(cfg.initializer_range)
-        if self.stage.first or (self.stage.last and cfg.tie_word_embeddings):
-            ends = cfg.tie_word_embeddings and not (self.stage.first and self.stage.last)
-            self.embed = VocabParallelEmbedding(
-                cfg.vocab_size, cfg.hidden_size, ends=ends, initial=init, state=state
-            )
-        if self.stage.first:
-            self.position = PositionEmbedding(
-                cfg.max_position_embeddings, cfg.hidden_size, initial=init, state=state
-            )
-            self.dropout = Dropout(cfg.embd_pdrop, state=state)
-        self.layers = nn.ModuleDict({str(i): Block(cfg, state=state) for i in self.stage.blocks})
-        if self.stage.last:
-            self.norm = LayerNorm(cfg.hidden_size, cfg.layer_norm_eps, state=state)
-            if not cfg.tie_word_embeddings:
-                self.head = VocabParallelHead(cfg.hidden_size, cfg.vocab_size, initial=init, state=state)
+    config: GPT2Config
 
-    def forward(
-        self,
-        x: Tensor,
-        positions: Tensor | None = None,
-        cache: KeyValueCache | None = None,
-        *,
-        stage: Stage | None = None,
-    ) -> Tensor:
-        stage = stage or self.stage
-        x_BSD, scope = x, AttentionScope(positions, cache, state=self.state)
-        if stage.first:
-            if positions is None:
-                positions = default_positions(x, self.state, embedded=False)
-            x_BSD = self.dropout(self.position(self.embed(x), positions))
-        for block in self.blocks_of(stage):
-            x_BSD = block(x_BSD, scope)
-        return self.finish(scope.asked(x_BSD)) if stage.last else x_BSD
+    def block(self, number: int) -> Block:
+        cfg = self.config
+        # What joins the residual stream starts smaller, by the number of joins (Radford et al. 2019, 2.3).
+        joining = Normal(cfg.initializer_range / sqrt(2 * cfg.num_hidden_layers))
+        return PreNormBlock(
+            Attention(
+                cfg.hidden_size,
+                heads=cfg.num_attention_heads,
+                head_dim=cfg.head_dim,
+                qkv_bias=True,
+                out_bias=True,
+                rotary=None,
+                dropout=cfg.attn_pdrop,
+                initial=self.initial,
+                out_initial=joining,
+                state=self.state,
+            ),
+            MLP(
+                cfg.hidden_size,
+                cfg.intermediate_size,
+                act=cfg.hidden_act,
+                initial=self.initial,
+                out_initial=joining,
+                state=self.state,
+            ),
+            norm=self.make_norm,
+            dropout=cfg.resid_pdrop,
+            state=self.state,
+        )
 
+    def make_norm(self) -> nn.Module:
+        return LayerNorm(self.config.hidden_size, self.config.layer_norm_eps, state=self.state)
 
-def residual_initial(cfg: GPT2Config) -> Normal:
-    """What joins the residual stream starts smaller, by the number of joins (Radford et al. 2019, 2.3)."""
-    return Normal(cfg.initializer_range / sqrt(2 * cfg.num_hidden_layers))
+    def add_entry(self) -> None:
+        cfg = self.config
+        self.position = PositionEmbedding(
+            cfg.max_position_embeddings, cfg.hidden_size, initial=self.initial, state=self.state
+        )
+        self.dropout = Dropout(cfg.embd_pdrop, state=self.state)
+
+    def enter(self, x_BSD: Tensor, positions: Tensor | None) -> Tensor:
+        if positions is None:
+            positions = default_positions(x_BSD, self.state, embedded=True)
+        dropped: Tensor = self.dropout(self.position(x_BSD, positions))
+        return dropped
 
 
 GPT2_FAMILY = Family(

@@ -7,8 +7,9 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
+from ..layers import Attention
 from .base.family import Family
-from .llama import NAMES, Llama, LlamaConfig
+from .llama import NAMES, Llama, LlamaConfig, grouped_attention
 
 
 class MistralConfig(LlamaConfig):
@@ -30,8 +31,17 @@ class MistralConfig(LlamaConfig):
         return fields
 
     @property
-    def window(self) -> int | None:
-        return self.sliding_window
+    def layer_type(self) -> str:
+        return "full_attention" if self.sliding_window is None else "sliding_attention"
 
 
-MISTRAL = Family("mistral", "MistralForCausalLM", MistralConfig, Llama, NAMES)
+class Mistral(Llama):
+    """Mistral, or this pipeline rank's stage of it."""
+
+    config: MistralConfig
+
+    def attention(self, number: int) -> Attention:
+        return grouped_attention(self.config, self.state, window=self.config.sliding_window)
+
+
+MISTRAL = Family("mistral", "MistralForCausalLM", MistralConfig, Mistral, NAMES)

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from pydantic import Field
+from torch import nn
 
 from .base.family import Family
 from .base.names import Rename, Stack
-from .expert_block import ExpertsConfig, LlamaWithExperts
+from .expert_block import ExpertsConfig, mixture, softmax_router
 from .llama import NAMES
-from .mistral import MistralConfig
+from .mistral import Mistral, MistralConfig
 
 
 class MixtralConfig(MistralConfig, ExpertsConfig):
@@ -36,11 +37,21 @@ class MixtralConfig(MistralConfig, ExpertsConfig):
         return super().read({"num_key_value_heads": 8, **raw}, where)
 
 
+class Mixtral(Mistral):
+    """Mixtral, or this pipeline rank's stage of it."""
+
+    config: MixtralConfig
+
+    def feed_forward(self, number: int) -> nn.Module:
+        router = softmax_router(self.config, self.state, normalize=True)
+        return mixture(self.config, router, self.config.intermediate_size, self.state)
+
+
 MIXTRAL = Family(
     "mixtral",
     "MixtralForCausalLM",
     MixtralConfig,
-    LlamaWithExperts,
+    Mixtral,
     (
         *NAMES,
         Rename("layers.{i}.mlp.router.weight", "model.layers.{i}.block_sparse_moe.gate.weight"),

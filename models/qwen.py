@@ -7,10 +7,11 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
+from ..layers import Attention
 from ..parallel_state import BadInput
 from .base.family import Family
-from .base.names import Rename
-from .llama import NAMES, Llama, LlamaConfig
+from .base.names import in_blocks
+from .llama import NAMES, Llama, LlamaConfig, grouped_attention
 
 #: What other families call a switch for the norms of queries and keys, which Qwen 3 always has.
 HEAD_NORMS = ("use_qk_norm", "qk_norm", "qk_layernorm")
@@ -39,9 +40,12 @@ class Qwen2Config(LlamaConfig):
     def read_keys(cls) -> set[str]:
         return {*super().read_keys(), *_WINDOWS}
 
-    @property
-    def qkv_bias(self) -> bool:
-        return True
+
+class Qwen2(Llama):
+    """Qwen 2 or 2.5, or this pipeline rank's stage of it."""
+
+    def attention(self, number: int) -> Attention:
+        return grouped_attention(self.config, self.state, qkv_bias=True)
 
 
 class Qwen3Config(LlamaConfig):
@@ -65,9 +69,13 @@ class Qwen3Config(LlamaConfig):
     def read_keys(cls) -> set[str]:
         return {*super().read_keys(), *_WINDOWS}
 
-    @property
-    def head_norms(self) -> bool:
-        return True
+
+class Qwen3(Llama):
+    """Qwen 3, or this pipeline rank's stage of it."""
+
+    def attention(self, number: int) -> Attention:
+        bias = self.config.attention_bias
+        return grouped_attention(self.config, self.state, qkv_bias=bias, out_bias=bias, head_norms=True)
 
 
 def check_no_windows(raw: Mapping[str, Any], where: str) -> None:
@@ -77,17 +85,7 @@ def check_no_windows(raw: Mapping[str, Any], where: str) -> None:
         raise BadInput(where, "use_sliding_window", expected=expected, found=raw["use_sliding_window"])
 
 
-QWEN2 = Family("qwen2", "Qwen2ForCausalLM", Qwen2Config, Llama, NAMES)
-QWEN3 = Family(
-    "qwen3",
-    "Qwen3ForCausalLM",
-    Qwen3Config,
-    Llama,
-    (
-        *NAMES,
-        *(
-            Rename(f"layers.{{i}}.attention.{one}.weight", f"model.layers.{{i}}.self_attn.{one}.weight")
-            for one in ("q_norm", "k_norm")
-        ),
-    ),
-)
+QK_NORM_NAMES = in_blocks(("attention.q_norm", "self_attn.q_norm"), ("attention.k_norm", "self_attn.k_norm"))
+
+QWEN2 = Family("qwen2", "Qwen2ForCausalLM", Qwen2Config, Qwen2, NAMES)
+QWEN3 = Family("qwen3", "Qwen3ForCausalLM", Qwen3Config, Qwen3, (*NAMES, *QK_NORM_NAMES))

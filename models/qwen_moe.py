@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
+from torch import nn
 
 from ..parallel_state import BadInput
 from .base.config import MOST_BLOCKS
 from .base.family import Family
-from .expert_block import EXPERT_NAMES, LlamaWithExperts, NarrowExpertsConfig
-from .qwen import HEAD_NORMS, QWEN3, check_no_windows
+from .expert_block import EXPERT_NAMES, NarrowExpertsConfig, mixture, softmax_router
+from .qwen import HEAD_NORMS, QWEN3, Qwen3, check_no_windows
 
 
 class Qwen3MoeConfig(NarrowExpertsConfig):
@@ -50,10 +51,6 @@ class Qwen3MoeConfig(NarrowExpertsConfig):
             found = f"decoder_sparse_step={self.decoder_sparse_step} of {self.num_hidden_layers} blocks"
             raise BadInput(where, "mlp_only_layers", expected="a block with experts", found=found)
 
-    @property
-    def head_norms(self) -> bool:
-        return True
-
     def has_experts(self, number: int) -> bool:
         return number not in self.mlp_only_layers and (number + 1) % self.decoder_sparse_step == 0
 
@@ -63,10 +60,23 @@ class Qwen3MoeConfig(NarrowExpertsConfig):
         return {**written, "num_experts": self.num_local_experts, "mlp_only_layers": layers}
 
 
+class Qwen3Moe(Qwen3):
+    """Qwen 3 with experts, or this pipeline rank's stage of it."""
+
+    config: Qwen3MoeConfig
+
+    def feed_forward(self, number: int) -> nn.Module:
+        cfg = self.config
+        if not cfg.has_experts(number):
+            return super().feed_forward(number)
+        router = softmax_router(cfg, self.state, normalize=cfg.norm_topk_prob)
+        return mixture(cfg, router, cfg.moe_intermediate_size, self.state)
+
+
 QWEN3_MOE = Family(
     "qwen3_moe",
     "Qwen3MoeForCausalLM",
     Qwen3MoeConfig,
-    LlamaWithExperts,
+    Qwen3Moe,
     (*QWEN3.rules, *EXPERT_NAMES),
 )

@@ -99,11 +99,11 @@ def all_to_all(x: Tensor, received: Sequence[int], sent: Sequence[int], group: d
     return cast(Tensor, _ops.wait_tensor(out))
 
 
-def begin_to_pass_on(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def ring_exchange_start(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Send ``x`` to the next rank of the ring while the one before sends its own, of the same shape.
 
-    Returns at once; ``arrived`` waits. An all-to-all in which each rank has something for one other alone:
-    unlike sends it comes in order with the group's other collectives, and needs no tags.
+    Returns at once; ``ring_exchange_wait`` waits. An all-to-all in which each rank has something for one
+    other alone: unlike sends it comes in order with the group's other collectives, and needs no tags.
     """
     size, rank = group.size(), group.rank()
     here = [x.numel() if peer == (rank + 1) % size else 0 for peer in range(size)]
@@ -112,7 +112,7 @@ def begin_to_pass_on(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return cast(Tensor, coming)
 
 
-def arrived(coming: Tensor, like: Tensor) -> Tensor:
+def ring_exchange_wait(coming: Tensor, like: Tensor) -> Tensor:
     """What the rank before passed on, once it is there, in the shape of ``like``."""
     return cast(Tensor, _ops.wait_tensor(coming)).view(like.shape)
 

@@ -165,7 +165,7 @@ def _one_in_flight(
         kept += work.config.hidden_size * work.compute * tokens
     if layout.pipeline > 1:
         kept += residual * work.compute * tokens  # a stage keeps its output until its backward
-    rope = 2 * work.length * getattr(work.config, "rotated", 0) * work.compute
+    rope = 2 * work.length * getattr(work.config, "rotary_dim", 0) * work.compute
     columns = _columns(work) if stage.last else 0
     if not work.loss_chunk:  # GPipe has made the losses of the other micro-batches too
         kept += columns * (work.inner + work.compute) * tokens * (held - 1) / max(held, 1)

@@ -441,8 +441,8 @@ MUTANTS = (
     Mutant(
         "gradients of keys and values lose a rank on the way round the ring",
         "layers/attention/context.py",
-        "dkv += engine.arrived(self._coming, dkv)",
-        "engine.arrived(self._coming, dkv)",
+        "dkv += engine.ring_exchange_wait(self._coming, dkv)",
+        "engine.ring_exchange_wait(self._coming, dkv)",
         (CONTEXT,),
     ),
     Mutant(

@@ -1,59 +1,86 @@
-"""Causal attention over the heads that this rank holds.    B batch  S sequence  H heads here  E head dim"""
+"""Attention as a layer: projections, rotation, causal attention and output, whole heads on each rank.
+
+B batch  S sequence  D hidden  E head dim  H query heads here  K key/value heads here
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
-from torch import Tensor
-from torch.nn import functional as F
+from torch import Tensor, nn
 
-from ...parallel_state import ParallelState
-from .context import context_attention
-from .mask import AttentionScope
-
-
-def split_heads(x: Tensor, head_dim: int) -> Tensor:
-    """(B, S, H * E) -> (B, H, S, E)."""
-    return torch.unflatten(x, -1, (-1, head_dim)).transpose(1, 2)
+from ...parallel_state import Initial, ParallelState
+from ..argument_checks import alone_or
+from ..dropout import own_random
+from ..linear import ColumnParallelLinear, RowParallelLinear
+from .causal import causal_attention, merge_heads, split_heads
+from .inputs import AttentionInputs
 
 
-def merge_heads(x_BHSE: Tensor) -> Tensor:
-    """(B, H, S, E) -> (B, S, H * E)."""
-    return x_BHSE.transpose(1, 2).flatten(-2)
+class Attention(nn.Module):
+    """Causal self-attention whose key/value heads may serve several query heads each.
 
+    Input and output: (B, S, D), or (B, S / tensor, D) under sequence parallelism. Each tensor rank computes
+    whole heads; key/value heads that the ranks do not divide are shared (see ``ColumnParallelLinear``).
 
-def causal_attention(
-    q_BHSE: Tensor,
-    k_BKSE: Tensor,
-    v_BKSE: Tensor,
-    scope: AttentionScope | None = None,
-    *,
-    dropout: float = 0.0,
-    scale: float | None = None,
-) -> Tensor:
-    """Scaled dot-product attention: each position sees itself and what came before, within the ``scope``.
-
-    (B, H, S, E) like ``q``. Query heads may be a multiple of the key/value heads: each of these then serves
-    as many consecutive query heads. Over several context ranks (``scope``) it is collective.
+    ``kv_heads``: the default is ``heads``. ``qk_norm`` makes the norm of a head's query and of its key, which
+    comes before the rotation (Qwen 3). ``rotary`` names the rotation among those of ``AttentionInputs``;
+    ``None``: no rotation (GPT-2). ``window``: how many tokens a token sees, itself included; ``None``: all
+    before it. ``scale`` multiplies the scores; the default is ``head_dim ** -0.5``. ``soft_cap`` bounds the
+    scores (Gemma 2). ``dropout`` is that of the attention weights. ``initial`` and ``out_initial`` are the
+    initial weights of the first and of the last product. Source: Ainslie et al. 2023 (grouped queries).
     """
-    if scope is not None and scope.context is not None:
-        return context_attention(q_BHSE, k_BKSE, v_BKSE, scope.context, dropout=dropout, scale=scale)
-    grouped = q_BHSE.shape[1] != k_BKSE.shape[1]
-    scope = scope or AttentionScope()
-    if grouped and scope.mask is not None:
-        # A GPU's flash attention takes no mask and its memory-efficient one no groups: between them all
-        # scores would be written out.
-        k_BKSE, v_BKSE = (t.repeat_interleave(q_BHSE.shape[1] // t.shape[1], dim=1) for t in (k_BKSE, v_BKSE))
-        grouped = False
-    return F.scaled_dot_product_attention(
-        q_BHSE,
-        k_BKSE,
-        v_BKSE,
-        attn_mask=scope.mask,
-        is_causal=scope.causal,
-        dropout_p=dropout,
-        scale=scale,
-        enable_gqa=grouped,
-    )
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        heads: int,
+        head_dim: int,
+        kv_heads: int | None = None,
+        qkv_bias: bool = False,
+        out_bias: bool = False,
+        qk_norm: Callable[[], nn.Module] | None = None,
+        rotary: str | None = "all",
+        window: int | None = None,
+        scale: float | None = None,
+        soft_cap: float | None = None,
+        dropout: float = 0.0,
+        initial: Initial | None = None,
+        out_initial: Initial | None = None,
+        state: ParallelState | None = None,
+    ) -> None:
+        super().__init__()
+        kv_heads = heads if kv_heads is None else kv_heads
+        self.head_dim, self.rotary, self.window = head_dim, rotary, window
+        self.scale, self.soft_cap, self.dropout = scale, soft_cap, dropout
+        self.state = alone_or(state)
+        widths = {"q": heads * head_dim, "k": kv_heads * head_dim, "v": kv_heads * head_dim}
+        self.qkv = ColumnParallelLinear(
+            hidden_size, widths, qkv_bias, unit=head_dim, shared=("k", "v"), initial=initial, state=state
+        )
+        self.q_norm, self.k_norm = (qk_norm() if qk_norm else nn.Identity() for _ in range(2))
+        self.shared = SharedHeads(heads, kv_heads, state=state)
+        self.out = RowParallelLinear(
+            widths["q"], hidden_size, out_bias, unit=head_dim, initial=out_initial or initial, state=state
+        )
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        q_BHSE, k_BKSE, v_BKSE = (split_heads(t, self.head_dim) for t in self.qkv(x_BSD))
+        q_BHSE, k_BKSE = self.q_norm(q_BHSE), self.k_norm(k_BKSE)
+        if self.rotary is not None:
+            rope = inputs.rope(self.rotary)
+            q_BHSE, k_BKSE = rope(q_BHSE), rope(k_BKSE)
+        scope = inputs.scope(self.window)
+        k_BKSE, v_BKSE = map(self.shared, scope.extend(self, k_BKSE, v_BKSE))
+        dropout = self.dropout if self.training else 0.0
+        with own_random(self.state, split=dropout > 0):
+            heads_BHSE = causal_attention(
+                q_BHSE, k_BKSE, v_BKSE, scope, dropout=dropout, scale=self.scale, soft_cap=self.soft_cap
+            )
+        out: Tensor = self.out(merge_heads(heads_BHSE))
+        return out
 
 
 class SharedHeads:

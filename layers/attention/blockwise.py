@@ -10,9 +10,10 @@ whole's output and log-sum.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,10 +26,12 @@ _AT_ONCE = 2**26
 
 
 @dataclass(frozen=True, slots=True)
-class How:
-    """``seed``: of the block's dropout, so that backward draws the same; ``mask``: (B or 1, 1, Q, T), true
-    where a query sees a key, ``None`` if ``causal`` says it all. ``fused``: by torch's own operator if that
-    can.
+class BlockAttentionOptions:
+    """How a block is computed.
+
+    ``seed``: that of the block's dropout, so that backward draws the same. ``mask``: (B or 1, 1, Q, T), true
+    where a query sees a key; ``None`` where ``causal`` says it all. ``soft_cap`` bounds the scores, see
+    ``causal_attention``. ``fused``: use torch's own operator where it can compute the block.
     """
 
     scale: float
@@ -36,24 +39,27 @@ class How:
     mask: Tensor | None = None
     dropout: float = 0.0
     seed: int = 0
+    soft_cap: float | None = None
     fused: bool = True
 
 
 @without_autocast
-def attend(q_BHQE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, how: How) -> tuple[Tensor, Tensor]:
+def attend(
+    q_BHQE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, options: BlockAttentionOptions
+) -> tuple[Tensor, Tensor]:
     """The block's output (B, H, Q, E) and log-sums (B, H, Q), both in at least fp32.
 
     Of a query that sees none of the keys they are 0 and minus infinity.
     """
     inner = torch.promote_types(q_BHQE.dtype, torch.float32)
-    if _fused(q_BHQE, how):
+    if _fused(q_BHQE, options):
         k, v = (_repeated(t, q_BHQE) for t in (k_BKTE, v_BKTE))
-        out, log_sums = engine.flash_attention(q_BHQE, k, v, causal=how.causal, scale=how.scale)
+        out, log_sums = engine.flash_attention(q_BHQE, k, v, causal=options.causal, scale=options.scale)
         return out.to(inner), log_sums.to(inner)
     k, v = k_BKTE.to(inner), v_BKTE.to(inner)
     outs, sums = [], []
-    for rows, dropped in _slices(q_BHQE, k, how):
-        scores = _scores(q_BHQE[:, :, rows].to(inner), k, how, rows)
+    for rows, dropped in _slices(q_BHQE, k, options):
+        scores = _hide(_scores(q_BHQE[:, :, rows].to(inner), k, options), options, rows)
         log_sums = scores.logsumexp(-1)
         weights = (scores - log_sums.masked_fill(log_sums.isneginf(), 0.0).unsqueeze(-1)).exp()
         outs.append(_fold(weights if dropped is None else weights * dropped, k) @ v)
@@ -64,36 +70,89 @@ def attend(q_BHQE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, how: How) -> tuple[Te
 
 @without_autocast
 def attend_backward(
-    grad: Tensor, q_BHQE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, out: Tensor, log_sums: Tensor, how: How
+    grad: Tensor,
+    q_BHQE: Tensor,
+    k_BKTE: Tensor,
+    v_BKTE: Tensor,
+    out: Tensor,
+    log_sums: Tensor,
+    options: BlockAttentionOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """This block's part of the gradients of q, k and v, in at least fp32.
 
     ``out`` (B, H, Q, E), of the inputs' dtype, and ``log_sums`` (B, H, Q) are those over all keys.
     """
     inner = torch.promote_types(q_BHQE.dtype, torch.float32)
-    if _fused(q_BHQE, how):
+    if _fused(q_BHQE, options):
         k, v = (_repeated(t, q_BHQE) for t in (k_BKTE, v_BKTE))
         dq, dk, dv = engine.flash_attention_backward(
-            grad, q_BHQE, k, v, out, log_sums, causal=how.causal, scale=how.scale
+            grad, q_BHQE, k, v, out, log_sums, causal=options.causal, scale=options.scale
         )
         groups = (k_BKTE.shape[1], -1)
         dk, dv = (t.unflatten(1, groups).sum(2, dtype=inner) for t in (dk, dv))
         return dq.to(inner), dk, dv
     k, v = k_BKTE.to(inner), v_BKTE.to(inner)
     dk, dv, dqs = torch.zeros_like(k), torch.zeros_like(v), []
-    for rows, dropped in _slices(q_BHQE, k, how):
+    for rows, dropped in _slices(q_BHQE, k, options):
         q, dout = q_BHQE[:, :, rows].to(inner), grad[:, :, rows].to(inner)
-        weights = (_scores(q, k, how, rows) - log_sums[:, :, rows].unsqueeze(-1)).exp()
+        scores = _scores(q, k, options)
+        # The derivative of the cap: 1 - tanh^2, before what is not seen becomes infinite.
+        slope = None if options.soft_cap is None else 1 - (scores / options.soft_cap) ** 2
+        weights = (_hide(scores, options, rows) - log_sums[:, :, rows].unsqueeze(-1)).exp()
         dweights = (_fold(dout, k) @ v.transpose(-1, -2)).view_as(weights)
         kept = weights
         if dropped is not None:
             kept, dweights = weights * dropped, dweights * dropped
         dv += _fold(kept, k).transpose(-1, -2) @ _fold(dout, k)
         rest = (dout * out[:, :, rows].to(inner)).sum(-1, keepdim=True)
-        dscores = _fold(weights * (dweights - rest) * how.scale, k)
+        dscores = weights * (dweights - rest) * options.scale
+        dscores = _fold(dscores if slope is None else dscores * slope, k)
         dk += dscores.transpose(-1, -2) @ _fold(q, k)
         dqs.append((dscores @ k).view_as(q))
     return torch.cat(dqs, dim=2), dk, dv
+
+
+def blockwise_attention(
+    q_BHSE: Tensor,
+    k_BKTE: Tensor,
+    v_BKTE: Tensor,
+    mask: Tensor | None = None,
+    *,
+    causal: bool,
+    dropout: float = 0.0,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+) -> Tensor:
+    """Compute attention whose scores exist only a few rows at a time, in forward and in backward.
+
+    Returns (B, H, S, E), like ``q``. For what torch's fused operators do not compute: scores with a
+    ``soft_cap``. ``mask``: (B or 1, 1, S, T), true where a query sees a key; without one, ``causal`` says
+    whether keys and queries are the same tokens in order. Dropout follows torch's generator.
+    """
+    scale = q_BHSE.shape[-1] ** -0.5 if scale is None else scale
+    seed = int(torch.randint(2**62, (), device="cpu")) if dropout else 0
+    options = BlockAttentionOptions(scale, causal, mask, dropout, seed, soft_cap)
+    return _attention(q_BHSE, k_BKTE, v_BKTE, options)
+
+
+class _BlockwiseAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: BlockAttentionOptions) -> Tensor:
+        out, log_sums = attend(q, k, v, options)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, log_sums)
+        ctx.options = options
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, log_sums = ctx.saved_tensors
+        dq, dk, dv = attend_backward(grads[0], q, k, v, out, log_sums, ctx.options)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
+
+
+# torch declares ``apply`` without types.
+_attention: Callable[..., Tensor] = _BlockwiseAttention.apply
 
 
 @cache
@@ -107,8 +166,10 @@ def fused_is_right(device: str) -> bool:
     q, k, v, grad = (torch.randn(1, 2, 64, 64, generator=generator).to(device, dtype) for _ in range(4))
     try:
         for causal in (False, True):
-            how = How(0.125, causal)
-            found, expected = (_of_more(grad, q, k, v, replace(how, fused=one)) for one in (True, False))
+            options = BlockAttentionOptions(0.125, causal)
+            found, expected = (
+                _of_longer_sequence(grad, q, k, v, replace(options, fused=one)) for one in (True, False)
+            )
             for one, other in zip(found, expected, strict=True):
                 worst = float((one.double() - other.double()).abs().max() / other.double().abs().max())
                 if not worst <= tolerance:
@@ -122,14 +183,19 @@ def fused_is_right(device: str) -> bool:
     return True
 
 
-def _of_more(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, how: How) -> list[Tensor]:
-    """A block's output and log-sums, and its gradients as if there were keys of the same weight besides."""
-    out, log_sums = attend(q, k, v, how)
-    return [out, log_sums, *attend_backward(grad, q, k, v, out.to(q.dtype), log_sums + 0.7, how)]
+def _of_longer_sequence(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, options: BlockAttentionOptions
+) -> list[Tensor]:
+    """Compute output, log-sums and gradients of one block that is part of a longer sequence.
+
+    Its log-sums are raised by 0.7, as other blocks' keys would raise them.
+    """
+    out, log_sums = attend(q, k, v, options)
+    return [out, log_sums, *attend_backward(grad, q, k, v, out.to(q.dtype), log_sums + 0.7, options)]
 
 
-def _fused(q: Tensor, how: How) -> bool:
-    if not how.fused or how.mask is not None or how.dropout:
+def _fused(q: Tensor, options: BlockAttentionOptions) -> bool:
+    if not options.fused or options.mask is not None or options.dropout or options.soft_cap is not None:
         return False
     if q.device.type == "cuda":
         return q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
@@ -148,28 +214,34 @@ def _fold(x_BHQX: Tensor, k_BKTE: Tensor) -> Tensor:
     return folded
 
 
-def _scores(q_BHQE: Tensor, k_BKTE: Tensor, how: How, rows: slice) -> Tensor:
-    """(B, H, Q, T), minus infinity where a query does not see a key."""
-    scores = (_fold(q_BHQE, k_BKTE) @ k_BKTE.transpose(-1, -2)).mul_(how.scale)
+def _scores(q_BHQE: Tensor, k_BKTE: Tensor, options: BlockAttentionOptions) -> Tensor:
+    """(B, H, Q, T), whatever a query sees; bounded, if there is a soft cap."""
+    scores = (_fold(q_BHQE, k_BKTE) @ k_BKTE.transpose(-1, -2)).mul_(options.scale)
     scores = scores.view(*q_BHQE.shape[:3], -1)
-    if how.mask is not None:
-        return scores.masked_fill_(~how.mask[:, :, rows], float("-inf"))
-    if how.causal:
+    cap = options.soft_cap
+    return scores if cap is None else scores.div_(cap).tanh_().mul_(cap)
+
+
+def _hide(scores: Tensor, options: BlockAttentionOptions, rows: slice) -> Tensor:
+    """Set scores to minus infinity, in place, where a query does not see a key."""
+    if options.mask is not None:
+        return scores.masked_fill_(~options.mask[:, :, rows], float("-inf"))
+    if options.causal:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(rows.start + 1)
         scores.masked_fill_(later, float("-inf"))
     return scores
 
 
-def _slices(q: Tensor, k: Tensor, how: How) -> Iterator[tuple[slice, Tensor | None]]:
+def _slices(q: Tensor, k: Tensor, options: BlockAttentionOptions) -> Iterator[tuple[slice, Tensor | None]]:
     """Rows of queries whose scores are few enough, each with its dropout: 0, or 1 / (1 - p)."""
     batch, heads, queries, _ = q.shape
     each = max(1, _AT_ONCE // (batch * heads * k.shape[2]))
-    generator = torch.Generator(q.device).manual_seed(how.seed) if how.dropout else None
+    generator = torch.Generator(q.device).manual_seed(options.seed) if options.dropout else None
     for start in range(0, queries, each):
         rows = slice(start, min(start + each, queries))
         dropped = None
         if generator is not None:
             shape = (batch, heads, rows.stop - rows.start, k.shape[2])
             drawn = torch.rand(shape, generator=generator, device=q.device)
-            dropped = (drawn >= how.dropout).to(k.dtype) / (1 - how.dropout)
+            dropped = (drawn >= options.dropout).to(k.dtype) / (1 - options.dropout)
         yield rows, dropped

@@ -13,13 +13,14 @@ Sources: Liu et al. 2023 (ring attention); Llama 3, section 3.3.2 (all-gathered 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...parallel_state import ParallelState, engine
-from .blockwise import How, attend, attend_backward
+from .blockwise import BlockAttentionOptions, attend, attend_backward
 from .context_mask import Block, ContextScope
 
 
@@ -31,6 +32,7 @@ def context_attention(
     *,
     dropout: float = 0.0,
     scale: float | None = None,
+    soft_cap: float | None = None,
 ) -> Tensor:
     """(B, H, S, E): each token sees those of the whole sequence that the scope lets it see.
 
@@ -39,7 +41,8 @@ def context_attention(
     """
     scale = q_BHSE.shape[-1] ** -0.5 if scale is None else scale
     seed = int(torch.randint(2**62, (), device="cpu")) if dropout else 0
-    return _attention(q_BHSE, k_BKSE, v_BKSE, scope, dropout, scale, seed)
+    settings = BlockAttentionOptions(scale, False, None, dropout, seed, soft_cap, scope.fused)
+    return _attention(q_BHSE, k_BKSE, v_BKSE, scope, settings)
 
 
 class _ContextAttention(torch.autograd.Function):
@@ -50,9 +53,7 @@ class _ContextAttention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         scope: ContextScope,
-        dropout: float,
-        scale: float,
-        seed: int,
+        settings: BlockAttentionOptions,
     ) -> Tensor:
         chunk = q.shape[2] // 2
         inner = torch.promote_types(q.dtype, torch.float32)
@@ -61,12 +62,12 @@ class _ContextAttention(torch.autograd.Function):
         for source, keys, values in _arriving(k, v, scope.state):
             for block in scope.blocks(source, chunk):
                 mine, theirs = _rows(block.query, chunk), _rows(block.key, chunk)
-                how = _how(scope, source, block, chunk, dropout, scale, seed)
-                part, log_sums = attend(q[:, :, mine], keys[:, :, theirs], values[:, :, theirs], how)
+                options = _options(scope, source, block, chunk, settings)
+                part, log_sums = attend(q[:, :, mine], keys[:, :, theirs], values[:, :, theirs], options)
                 _merge(out[:, :, mine], sums[:, :, mine], part, log_sums)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, sums)
-        ctx.scope, ctx.dropout, ctx.scale, ctx.seed = scope, dropout, scale, seed
+        ctx.scope, ctx.settings = scope, settings
         return out
 
     @staticmethod
@@ -79,17 +80,17 @@ class _ContextAttention(torch.autograd.Function):
             dkv = torch.zeros(2, *k.shape, dtype=sums.dtype, device=k.device)
             for block in scope.blocks(source, chunk):
                 mine, theirs = _rows(block.query, chunk), _rows(block.key, chunk)
-                how = _how(scope, source, block, chunk, ctx.dropout, ctx.scale, ctx.seed)
+                options = _options(scope, source, block, chunk, ctx.settings)
                 at = (slice(None), slice(None), mine)
                 part, dk, dv = attend_backward(
-                    grad[at], q[at], keys[:, :, theirs], values[:, :, theirs], out[at], sums[at], how
+                    grad[at], q[at], keys[:, :, theirs], values[:, :, theirs], out[at], sums[at], options
                 )
                 dq[at] += part
                 dkv[0][:, :, theirs] += dk
                 dkv[1][:, :, theirs] += dv
             home.add(source, dkv)
         dk, dv = home.arrived().to(k.dtype).unbind(0)
-        return dq.to(q.dtype), dk, dv, None, None, None, None
+        return dq.to(q.dtype), dk, dv, None, None
 
 
 # torch declares ``apply`` without types.
@@ -108,9 +109,9 @@ def _arriving(k: Tensor, v: Tensor, state: ParallelState) -> Iterator[tuple[int,
         return
     for step in range(size):
         last = step == size - 1
-        coming = here if last else engine.begin_to_pass_on(here, group)
+        coming = here if last else engine.ring_exchange_start(here, group)
         yield (index - step) % size, here[0], here[1]
-        here = here if last else engine.arrived(coming, here)
+        here = here if last else engine.ring_exchange_wait(coming, here)
 
 
 class _Returning:
@@ -134,23 +135,24 @@ class _Returning:
             self._own = dkv
         else:
             if self._coming is not None:
-                dkv += engine.arrived(self._coming, dkv)
-            self._coming = engine.begin_to_pass_on(dkv, self.state.context_group)
+                dkv += engine.ring_exchange_wait(self._coming, dkv)
+            self._coming = engine.ring_exchange_start(dkv, self.state.context_group)
 
     def arrived(self) -> Tensor:
         """All ranks' parts of the gradients of what this rank holds."""
         if self._every is not None:
             return engine.reduce_scatter(self._every.flatten(0, 1), 0, self.state.context_group)
         assert self._own is not None and self._coming is not None
-        return self._own + engine.arrived(self._coming, self._own)
+        return self._own + engine.ring_exchange_wait(self._coming, self._own)
 
 
-def _how(
-    scope: ContextScope, source: int, block: Block, chunk: int, dropout: float, scale: float, seed: int
-) -> How:
+def _options(
+    scope: ContextScope, source: int, block: Block, chunk: int, settings: BlockAttentionOptions
+) -> BlockAttentionOptions:
+    """Those of one block: what it sees, and a seed of its own for dropout."""
     number = 4 * source + 2 * block.query + block.key
-    mask = scope.mask(block, chunk)
-    return How(scale, block.causal, mask, dropout, (seed + number) % 2**63, scope.fused)
+    seed = (settings.seed + number) % 2**63
+    return replace(settings, causal=block.causal, mask=scope.mask(block, chunk), seed=seed)
 
 
 def _rows(half: int, chunk: int) -> slice:

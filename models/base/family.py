@@ -53,7 +53,7 @@ class CausalLM(nn.Module):
         assert not stage.pieces, "of several stages one runs at a time: say which"
         return (self.layers[str(number)] for number in stage.blocks)
 
-    def finish(self, x_BSD: Tensor) -> Tensor:
+    def logits(self, x_BSD: Tensor) -> Tensor:
         """From the last block to the logits, or as far as ``head_in_loss`` wants it."""
         x_BSD = self.norm(x_BSD)
         if self.head_in_loss:

@@ -7,7 +7,7 @@ both sides exactly once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ...parallel_state import Box
@@ -17,7 +17,7 @@ from ...parallel_state import Box
 class Link:
     """The elements of ``ours`` in ``ours_box`` are those of ``hf`` in ``hf_box``, perhaps transposed.
 
-    Of a stack ``ours_box`` has one more dim than ``hf_box``, the first, of one element.
+    For a stacked tensor ``ours_box`` has an extra leading dimension of size 1 (the expert).
     """
 
     ours: str
@@ -72,6 +72,19 @@ class Stack:
 
 
 Rule = Rename | Transpose | Split | Stack
+
+
+def in_blocks(*pairs: tuple[str, str], kinds: Sequence[str] = ("weight",)) -> tuple[Rename, ...]:
+    """Renames inside every block, for our name and HF's: both without their prefixes and without the kind.
+
+    >>> in_blocks(("mlp.down", "mlp.down_proj"))[0].hf
+    'model.layers.{i}.mlp.down_proj.weight'
+    """
+    return tuple(
+        Rename(f"layers.{{i}}.{ours}.{kind}", f"model.layers.{{i}}.{hf}.{kind}")
+        for ours, hf in pairs
+        for kind in kinds
+    )
 
 
 def expand(

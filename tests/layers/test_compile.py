@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from trilith.layers import AttentionScope, default_positions
+from trilith.layers import AttentionInputs, default_positions
 from trilith.models import LLAMA
 from trilith.parallel_state import Layout, ParallelState
 from trilith.testing import run_parallel
@@ -33,12 +33,12 @@ def eager_and_compiled(sequence: bool, packed: bool, backend: str) -> float:
     block = model.layers["0"]
     x = torch.randn(2, 8 // (size if sequence else 1), 16)
     positions = default_positions(x, state, embedded=True)
-    scope = AttentionScope(positions % 5 if packed else positions)
-    rope = model.rotary(positions, x.dtype)
+    positions = (positions % 5 if packed else positions).expand(2, -1)
+    inputs = AttentionInputs(positions, like=x, rotary=dict(model.rotary.items()), state=state)
 
     def run(call: torch.nn.Module) -> list[Tensor]:
         block.zero_grad()
-        y = call(x, rope, scope)
+        y = call(x, inputs)
         y.pow(2).sum().backward()
         return [y, *(p.grad if size == 1 else p.grad.to_local() for p in block.parameters())]
 

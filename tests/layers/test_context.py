@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from trilith.layers import AttentionScope, KeyValueCache, cut_sequence, default_positions, token_places
 from trilith.layers.attention import blockwise as blocks
-from trilith.layers.attention.blockwise import How, attend, attend_backward
+from trilith.layers.attention.blockwise import BlockAttentionOptions, attend, attend_backward
 from trilith.layers.attention.context_mask import Block, ContextScope
 from trilith.parallel_state import BadInput, Layout, ParallelState
 
@@ -106,16 +106,16 @@ class Attend(torch.autograd.Function):
     """A block alone as a function with a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, how: How) -> Tensor:
-        out, log_sums = attend(q, k, v, how)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: BlockAttentionOptions) -> Tensor:
+        out, log_sums = attend(q, k, v, options)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, log_sums)
-        ctx.how = how
+        ctx.options = options
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return *attend_backward(grads[0], *ctx.saved_tensors, ctx.how), None
+        return *attend_backward(grads[0], *ctx.saved_tensors, ctx.options), None
 
 
 attention: Callable[..., Tensor] = Attend.apply
@@ -138,7 +138,7 @@ def test_a_block_is_attention_with_its_gradients(
         monkeypatch.setattr(blocks, "_fused", lambda q, how: False)
     mask = (torch.rand(2, 1, 5, 5) < 0.5) | torch.eye(5).bool() if kind == "mask" else None
     q, k, v = heads()
-    ours = attention(q, k, v, How(0.3, kind == "causal", mask))
+    ours = attention(q, k, v, BlockAttentionOptions(0.3, kind == "causal", mask))
     grad = torch.randn_like(ours)
     found = torch.autograd.grad(ours, (q, k, v), grad)
     theirs = F.scaled_dot_product_attention(
@@ -169,23 +169,25 @@ def test_a_query_that_sees_no_key_of_a_block_weighs_nothing() -> None:
     q, k, v = heads()
     mask = torch.ones(1, 1, 5, 5, dtype=torch.bool)
     mask[..., 2, :] = False
-    out, log_sums = attend(q, k, v, How(0.5, False, mask))
+    out, log_sums = attend(q, k, v, BlockAttentionOptions(0.5, False, mask))
     assert bool((out[:, :, 2] == 0).all()) and bool(log_sums[:, :, 2].isneginf().all())
     assert bool(out.isfinite().all()) and bool(log_sums[:, :, 3].isfinite().all())
 
 
 def test_dropout_is_drawn_again_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "_AT_ONCE", 2 * 6 * 5 * 2)
-    how = How(0.5, True, dropout=0.4, seed=11)
-    torch.autograd.gradcheck(lambda *qkv: attention(*qkv, how), heads(), fast_mode=True)
-    kept = attend(*heads(), How(0.5, True, dropout=0.4, seed=11))[0]
-    other = attend(*heads(), How(0.5, True, dropout=0.4, seed=12))[0]
-    assert torch.equal(kept, attend(*heads(), how)[0]) and not torch.equal(kept, other)
+    options = BlockAttentionOptions(0.5, True, dropout=0.4, seed=11)
+    torch.autograd.gradcheck(lambda *qkv: attention(*qkv, options), heads(), fast_mode=True)
+    kept = attend(*heads(), BlockAttentionOptions(0.5, True, dropout=0.4, seed=11))[0]
+    other = attend(*heads(), BlockAttentionOptions(0.5, True, dropout=0.4, seed=12))[0]
+    assert torch.equal(kept, attend(*heads(), options)[0]) and not torch.equal(kept, other)
 
 
 def test_dropout_is_right_on_average() -> None:
     q, k, v = (t.detach() for t in heads())
-    expected = attend(q, k, v, How(0.5, True))[0]
-    drawn = torch.stack([attend(q, k, v, How(0.5, True, None, 0.3, seed))[0] for seed in range(1000)])
+    expected = attend(q, k, v, BlockAttentionOptions(0.5, True))[0]
+    drawn = torch.stack(
+        [attend(q, k, v, BlockAttentionOptions(0.5, True, None, 0.3, seed))[0] for seed in range(1000)]
+    )
     assert float((drawn.mean(0) - expected).abs().max()) < 0.2
     assert float(drawn.std(0)[:, :, 1:].min()) > 0.01

@@ -99,6 +99,6 @@ def shapes_alone() -> list[tuple[int, ...]]:
 
 def test_more_tokens_than_it_was_made_for_are_an_error() -> None:
     cache = KeyValueCache(1, 4)
-    cache.admit(torch.arange(3).unsqueeze(0))
+    cache.advance(torch.arange(3).unsqueeze(0))
     with pytest.raises(AssertionError, match="cannot hold 3 tokens and 2"):
-        cache.admit(torch.arange(3, 5).unsqueeze(0))
+        cache.advance(torch.arange(3, 5).unsqueeze(0))

@@ -77,7 +77,7 @@ def saved(config: dict[str, Any], lora: LoraConfig | None) -> tuple[int, float]:
     out = model(torch.zeros(2, LENGTH, dtype=torch.long))
     shape = block_shape(work, stated, 0, Layout().coordinates(0), frozen=frozen)
     assert out.requires_grad
-    rotation = 2 * LENGTH * made.rotated * 4 if config["model_type"] != "gpt2" else 0
+    rotation = 2 * LENGTH * made.rotary_dim * 4 if config["model_type"] != "gpt2" else 0
     return sum(found.values()) - rotation, kept_in_block(work, shape, "none").kept * 2 * LENGTH
 
 

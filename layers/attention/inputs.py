@@ -1,0 +1,64 @@
+"""What all attention layers of a forward take besides hidden states: rotations and masks, each made once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor, nn
+
+from ...parallel_state import ParallelState
+from ..context_chunks import default_positions
+from ..rotary import Rope
+from .key_value_cache import KeyValueCache
+from .mask import AttentionScope
+from .visible import exceeds
+
+
+class AttentionInputs:
+    """Rotations by name, and what is seen under each window; made before the blocks, given to all of them.
+
+    ``positions``: (B, S) of the whole sequence; ``None``: each row is one document, 0 to S - 1. With a
+    ``cache`` they must be given, and its tokens come before them. ``like``: the hidden states (B, S, D) that
+    enter the first block, or (B, S / tensor, D) under sequence parallelism: rotations have their dtype and
+    device. ``windows``: those of the attention layers, ``None`` among them for a layer without a window.
+    ``rotary``: modules that make a ``Rope`` from positions, by the names that attention layers use.
+    """
+
+    def __init__(
+        self,
+        positions: Tensor | None,
+        cache: KeyValueCache | None = None,
+        *,
+        like: Tensor,
+        windows: Iterable[int | None] = (None,),
+        rotary: Mapping[str, nn.Module] | None = None,
+        state: ParallelState,
+    ) -> None:
+        self._cache = cache
+        if cache is not None:
+            assert positions is not None, "tokens that follow a cache need positions"
+            cache.advance(positions)
+        places = default_positions(like, state, embedded=True) if positions is None else positions
+        tokens = places.shape[-1] * state.context_size if cache is None else cache.used
+        self._scopes: dict[int | None, AttentionScope] = {}
+        for window in windows:  # a window that no row exceeds is none: its scope is shared
+            narrow = window if exceeds(window, tokens) else None
+            if narrow not in self._scopes:
+                given = positions if narrow is None else places
+                self._scopes[narrow] = AttentionScope(given, cache, window=narrow, state=state)
+            self._scopes[window] = self._scopes[narrow]
+        self._ropes: dict[str, Rope] = {
+            name: make(places, like.dtype) for name, make in (rotary or {}).items()
+        }
+
+    def rope(self, name: str) -> Rope:
+        """Return the rotation of this name."""
+        return self._ropes[name]
+
+    def scope(self, window: int | None) -> AttentionScope:
+        """Return what queries see under this window."""
+        return self._scopes[window]
+
+    def last_wanted(self, x_BSD: Tensor) -> Tensor:
+        """Select the hidden states that need logits: all tokens, or with a cache only the last one."""
+        return x_BSD if self._cache is None else x_BSD[:, -1:]

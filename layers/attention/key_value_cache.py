@@ -1,0 +1,66 @@
+"""What generation keeps of the tokens so far: each block's keys and values, and the tokens' documents.
+
+B batch  S tokens of this forward  T tokens so far  K key/value heads here  E head dim
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from .visible import documents, exceeds, restarts, visible_tokens
+
+
+class KeyValueCache:
+    """Keys and values of the tokens so far, for each block on this rank.
+
+    A block has two tensors, (B, K, ``length``, E) with the head dim of the keys or of the values, allocated
+    once, when the block first runs; K are the key/value heads that this rank computes, shared ones included.
+    ``length``: the most tokens that a row can have.
+    """
+
+    def __init__(self, batch: int, length: int) -> None:
+        self.batch, self.length, self.used, self.start = batch, length, 0, 0
+        self._documents: Tensor | None = None
+        self._packed = False
+        self._held: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+
+    def advance(self, positions_BS: Tensor) -> None:
+        """Make room for the next S tokens of each row; once a forward, before any ``mask`` or ``extend``.
+
+        Only the first call looks whether rows hold several documents: later tokens continue the last one, and
+        the device is not waited for at each of them.
+        """
+        start, new = self.used, positions_BS.shape[1]
+        assert start + new <= self.length, f"a cache of {self.length} cannot hold {start} tokens and {new}"
+        self.start, self.used = start, start + new
+        documents_BS = documents(positions_BS)
+        if self._documents is None:
+            self._packed = restarts(positions_BS)
+            self._documents = documents_BS.new_zeros(self.batch, self.length)
+        else:
+            documents_BS = documents_BS + self._documents[:, start - 1 : start]
+        self._documents[:, start : self.used] = documents_BS
+
+    def mask(self, window: int | None = None) -> Tensor | None:
+        """Return the mask (B, 1, S, T) of the newest tokens, or ``None`` if they need none."""
+        assert self._documents is not None, "advance comes first"
+        start, new = self.start, self.used - self.start
+        if not self._packed and (start == 0 or new == 1) and not exceeds(window, self.used):
+            return None
+        return visible_tokens(self._documents[:, start : self.used], self._documents[:, : self.used], window)
+
+    def extend(self, block: nn.Module, k_BKSE: Tensor, v_BKSE: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep the new tokens' keys and values; return all so far, (B, K, T, E), in the cache's memory."""
+        if block not in self._held:
+            self._held[block] = (self._allocate(k_BKSE), self._allocate(v_BKSE))
+        keys, values = self.held(block)
+        start = self.used - k_BKSE.shape[2]
+        keys[:, :, start : self.used], values[:, :, start : self.used] = k_BKSE, v_BKSE
+        return keys[:, :, : self.used], values[:, :, : self.used]
+
+    def _allocate(self, x_BKSE: Tensor) -> Tensor:
+        return x_BKSE.new_empty(self.batch, x_BKSE.shape[1], self.length, x_BKSE.shape[3])
+
+    def held(self, block: nn.Module) -> tuple[Tensor, Tensor]:
+        """Return all that is allocated for this block's keys and values."""
+        return self._held[block]

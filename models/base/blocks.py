@@ -1,0 +1,49 @@
+"""How a block joins attention and feed-forward to the residual stream.    B batch  S sequence  D hidden"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from ...layers import Attention, AttentionInputs, Dropout
+from ...parallel_state import ParallelState
+
+
+class PreNormBlock(nn.Module):
+    """A norm before each branch (GPT-2, Llama); ``dropout`` is that of what each branch adds."""
+
+    def __init__(
+        self,
+        attention: Attention,
+        mlp: nn.Module,
+        *,
+        norm: Callable[[], nn.Module],
+        dropout: float = 0.0,
+        state: ParallelState | None = None,
+    ) -> None:
+        super().__init__()
+        self.attention_norm, self.attention, self.mlp_norm, self.mlp = norm(), attention, norm(), mlp
+        self.dropout = Dropout(dropout, state=state) if dropout else nn.Identity()
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        x_BSD = x_BSD + self.dropout(self.attention(self.attention_norm(x_BSD), inputs))
+        x_BSD = x_BSD + self.dropout(self.mlp(self.mlp_norm(x_BSD)))
+        return x_BSD
+
+
+class SandwichBlock(nn.Module):
+    """A norm before and after each branch (Gemma 2)."""
+
+    def __init__(self, attention: Attention, mlp: nn.Module, *, norm: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.attention_norm, self.attention, self.after_attention = norm(), attention, norm()
+        self.mlp_norm, self.mlp, self.after_mlp = norm(), mlp, norm()
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        x_BSD = x_BSD + self.after_attention(self.attention(self.attention_norm(x_BSD), inputs))
+        x_BSD = x_BSD + self.after_mlp(self.mlp(self.mlp_norm(x_BSD)))
+        return x_BSD
+
+
+Block = PreNormBlock | SandwichBlock

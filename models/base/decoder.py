@@ -1,0 +1,100 @@
+"""What decoders share: the pieces that a pipeline stage holds, and the way of a batch through them.
+
+B batch  S sequence  D hidden
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...layers import (
+    Attention,
+    AttentionInputs,
+    KeyValueCache,
+    Stage,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+)
+from ...parallel_state import Normal, ParallelState
+from .blocks import Block
+from .family import CausalLM
+
+
+class Decoder(CausalLM):
+    """A stack of blocks between an embedding and a norm with an output layer, or this rank's stage of it.
+
+    A family says what a ``block`` is and, where it differs from Llama, what the other methods give.
+    """
+
+    def __init__(
+        self, cfg: Any, *, split: Sequence[int] | None = None, state: ParallelState | None = None
+    ) -> None:
+        super().__init__()
+        self.config, self.state = cfg, state or ParallelState.alone()
+        self.stage = stage = Stage.of(cfg.num_hidden_layers, split=split, state=state)
+        tied = cfg.tie_word_embeddings
+        if stage.first or (stage.last and tied):
+            ends = tied and not (stage.first and stage.last)
+            self.embed = VocabParallelEmbedding(
+                cfg.vocab_size, cfg.hidden_size, ends=ends, initial=self.initial, state=state
+            )
+        if stage.first:
+            self.add_entry()
+        self.rotary = nn.ModuleDict(self.make_rotary())
+        self.layers = nn.ModuleDict({str(number): self.block(number) for number in stage.blocks})
+        found = (each.window for each in self.layers.modules() if isinstance(each, Attention))
+        self.windows = tuple(dict.fromkeys(found))
+        if stage.last:
+            self.norm = self.make_norm()
+            if not tied:
+                self.head = VocabParallelHead(
+                    cfg.hidden_size, cfg.vocab_size, initial=self.initial, state=state
+                )
+
+    @property
+    def initial(self) -> Normal:
+        return Normal(self.config.initializer_range)
+
+    def block(self, number: int) -> Block:
+        """Make the block of this number, which counts from 0 over the whole model."""
+        raise AssertionError("each family has its own")
+
+    def make_norm(self) -> nn.Module:
+        """Make a norm over the hidden states."""
+        raise AssertionError("each family has its own")
+
+    def make_rotary(self) -> Mapping[str, nn.Module]:
+        """Make the rotations, by the names that attention layers ask for."""
+        return {}
+
+    def add_entry(self) -> None:
+        """Add the modules that ``enter`` uses; the first stage alone has them."""
+
+    def enter(self, x_BSD: Tensor, positions: Tensor | None) -> Tensor:
+        """Change the embedded tokens before the first block: learned positions, a scale, dropout."""
+        return x_BSD
+
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+        *,
+        stage: Stage | None = None,
+    ) -> Tensor:
+        stage = stage or self.stage
+        x_BSD = self.enter(self.embed(x), positions) if stage.first else x
+        inputs = AttentionInputs(
+            positions,
+            cache,
+            like=x_BSD,
+            windows=self.windows,
+            rotary=dict(self.rotary.items()),
+            state=self.state,
+        )
+        for block in self.blocks_of(stage):
+            x_BSD = block(x_BSD, inputs)
+        return self.logits(inputs.last_wanted(x_BSD)) if stage.last else x_BSD
