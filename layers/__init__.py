@@ -37,7 +37,7 @@ from .experts.moe import GatedShared, MoE
 from .experts.router import TopKRouter
 from .linear import ColumnParallelLinear, RowParallelLinear, linears
 from .lora import attach_lora, lora_scale
-from .loss import IGNORE, valid_tokens, vocab_parallel_cross_entropy
+from .loss import IGNORE, bounded, valid_tokens, vocab_parallel_cross_entropy
 from .mlp import ACTIVATIONS, MLP, GatedMLP, activation
 from .norm import LayerNorm, RMSNorm
 from .rotary import Rope, RotaryEmbedding, inverse_frequencies
@@ -76,6 +76,7 @@ __all__ = [
     "activation",
     "all_stages",
     "attach_lora",
+    "bounded",
     "causal_attention",
     "checkpoint_blocks",
     "checkpointed",

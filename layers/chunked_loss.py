@@ -41,6 +41,7 @@ class _Chunked(torch.autograd.Function):
         ignore: int,
         chunk: int,
         wanted: tuple[bool, bool],
+        logit_cap: float | None,
         state: ParallelState,
     ) -> Tensor:
         x_ND, y_N = hidden.detach().reshape(-1, hidden.shape[-1]), labels.reshape(-1)
@@ -55,11 +56,17 @@ class _Chunked(torch.autograd.Function):
         for start in range(0, len(y_N), max(chunk, 1)):
             x_CD, y_C = x_ND[start : start + chunk], y_N[start : start + chunk]
             part = torch.mm(x_CD, w_VD.t(), out=logits_CV[: len(y_C)])
-            losses, gradient = losses_in_place(part.to(inner), y_C, vocab_size, smoothing, ignore, state)
+            capped, slope = part.to(inner), None
+            if logit_cap is not None:
+                share = (capped / logit_cap).tanh_()
+                capped, slope = share * logit_cap, 1 - share**2
+            losses, gradient = losses_in_place(capped, y_C, vocab_size, smoothing, ignore, state)
             loss += losses.sum()
             if not any(wanted):
                 continue
             grad_CV = gradient.scaled(one, vocab_size, smoothing, state)
+            if slope is not None:
+                grad_CV *= slope
             if grad_CV.dtype != part.dtype:
                 grad_CV = part.copy_(grad_CV)
             if dx_ND is not None:
@@ -80,7 +87,7 @@ class _Chunked(torch.autograd.Function):
         dx = None if dx_ND is None else (dx_ND.to(scale.dtype) * scale).to(dx_ND.dtype).view(ctx.shape)
         # In place: a second copy of the weight's gradient is what this function is there to spare.
         dw = None if dw_VD is None else dw_VD.mul_(scale).to(ctx.dtype)
-        return dx, dw, *[None] * 7
+        return dx, dw, *[None] * 8
 
 
 _chunked: Callable[..., Tensor] = _Chunked.apply  # torch declares it without types
@@ -96,6 +103,7 @@ def chunked_cross_entropy(
     chunk: int,
     label_smoothing: float = 0.0,
     ignore_index: int = IGNORE,
+    logit_cap: float | None = None,
     state: ParallelState | None = None,
 ) -> Tensor:
     """The sum over tokens of ``vocab_parallel_cross_entropy(F.linear(hidden, weight), labels)``: a scalar.
@@ -103,7 +111,8 @@ def chunked_cross_entropy(
     ``hidden``: (B, S, D), or (B, S / tensor, D) under sequence parallelism. ``weight``: (padded / tensor, D),
     this rank's rows. ``labels``: (B, S), shifted. ``chunk``: how many tokens' logits there are at once;
     memory beyond inputs and gradients is ``chunk * rows * (bytes of hidden + 4)``, or without the 4 where
-    hidden is already fp32. Two small all-reduces a chunk over the tensor axis. Backward may run once.
+    hidden is already fp32. Two small all-reduces a chunk over the tensor axis. ``logit_cap``: the logits
+    are ``bounded`` by it first, and memory holds two more chunks. Backward may run once.
     """
     state = state or ParallelState.alone()
     if chunk < 1:
@@ -113,7 +122,9 @@ def chunked_cross_entropy(
     hidden, weight = enter_tensor(hidden.to(inner), state), weight.to(inner)
     on = torch.is_grad_enabled()
     wanted = (on and hidden.requires_grad, on and weight.requires_grad)
-    return _chunked(hidden, weight, labels, vocab_size, label_smoothing, ignore_index, chunk, wanted, state)
+    return _chunked(
+        hidden, weight, labels, vocab_size, label_smoothing, ignore_index, chunk, wanted, logit_cap, state
+    )
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

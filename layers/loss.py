@@ -133,6 +133,11 @@ def vocab_parallel_cross_entropy(
     return _cross_entropy(logits, labels, vocab_size, label_smoothing, ignore_index, state)
 
 
+def bounded(logits: Tensor, cap: float) -> Tensor:
+    """Return ``cap * tanh(logits / cap)``: smooth, and within plus or minus ``cap`` (Gemma 2, section 2)."""
+    return (logits / cap).tanh() * cap
+
+
 def valid_tokens(labels: Tensor, *, ignore_index: int = IGNORE) -> Tensor:
     """How many labels count, as a scalar int64 tensor."""
     return (labels != ignore_index).sum()

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..parallel_state import BadInput
 from .base.family import Family
+from .gemma2 import GEMMA2
 from .glm_moe import GLM4_MOE
 from .gpt2 import GPT2_FAMILY
 from .llama import LLAMA
@@ -17,7 +18,7 @@ from .qwen_moe import QWEN3_MOE
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
-    for family in (LLAMA, GPT2_FAMILY, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, GLM4_MOE)
+    for family in (LLAMA, GPT2_FAMILY, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, GLM4_MOE, GEMMA2)
 }
 
 

@@ -55,7 +55,8 @@ class BlockShape:
     #: Inputs that the products keep for their weights, or for adapters that see them as they are; attention's
     #: output, which attention keeps itself, left out.
     inputs: int
-    #: Norms whose weights are trained, of two.
+    #: Norms over the hidden size, and those of them whose weights are trained.
+    norms: int
     trained_norms: int
     #: Of all adapters here: widths of their inputs, and of what lies between their factors.
     adapted: int = 0
@@ -118,6 +119,8 @@ def block_shape(
             "mlp.gate_up" if gated else "mlp.up": config.hidden_size,
             "mlp.down": feed_forward,
         }
+    # A norm is a child of the block with one vector as its weight.
+    norms = [n for n in own if n.endswith(".weight") and n.count(".") == 3 and len(stated[n].shape) == 1]
     factors = [stated[name].box(layout, at).shape for name in own if name.endswith(".lora_A")]
     return BlockShape(
         hidden=config.hidden_size,
@@ -130,7 +133,8 @@ def block_shape(
         rms=f"{block}attention_norm.bias" not in stated,
         cut=layout.tensor > 1,
         inputs=sum(width for name, width in products.items() if trained(name)),
-        trained_norms=trained("attention_norm") + trained("mlp_norm"),
+        norms=len(norms),
+        trained_norms=sum(name not in frozen for name in norms),
         adapted=sum(width for _, width in factors),
         ranks=sum(rank for rank, _ in factors),
         routed=routed,
@@ -155,7 +159,7 @@ def kept_in_block(work: Work, shape: BlockShape, mode: Checkpointing) -> Kept:
     branches = 3 if shape.gated else 1
     norms = (
         norm_bytes(work, shape.residual, shape.hidden, rms=shape.rms, trained=number < shape.trained_norms)
-        for number in range(2)
+        for number in range(shape.norms)
     )
     everything = (
         sum(norms)

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from ..layers import Stage, checkpointed, padded_vocabulary
-from ..parallel_state import BUFFER_DTYPE, Coordinates, Declaration
+from ..parallel_state import BUFFER_DTYPE, BadInput, Coordinates, Declaration
 from ..pipeline.schedules import schedule_kind
 from ..pipeline.timetable import held_at_once
 from .activations import block_shape, kept_in_block, norm_bytes
@@ -56,8 +56,12 @@ def plan_memory(
 ) -> MemoryPlan:
     """The memory of the rank at these coordinates, which holds ``stage`` with these declarations.
 
-    ``frozen`` names parameters without gradient and moments, for which nothing is kept either.
+    ``frozen`` names parameters without gradient and moments, for which nothing is kept either. Raises
+    ``BadInput`` for a model whose memory cannot be told.
     """
+    if (cap := getattr(work.config, "attn_logit_softcapping", None)) is not None:
+        expected = "null: the memory of attention whose scores are bounded is not planned yet"
+        raise BadInput("dry run", "attn_logit_softcapping", expected=expected, found=cap)
     held = rank_parameters(stated, work.layout, at, frozen=frozen)
     resting = held.trained_stored * work.master + (held.stored - held.trained_stored) * work.frozen
     resting += BUFFER_DTYPE.itemsize * held.buffers
@@ -178,13 +182,16 @@ def _logits(work: Work, stage: Stage, *, trained: bool) -> int:
         return 0
     columns = _columns(work)
     cast = work.compute if work.compute < work.inner else 0
+    capped = getattr(work.config, "final_logit_softcapping", None) is not None
     if work.loss_chunk:
         chunk = min(work.loss_chunk, work.tokens)
         weight = columns * work.config.hidden_size * (work.inner + cast) * int(trained)
         hidden = work.tokens * work.config.hidden_size * work.compute
-        return chunk * columns * (work.inner + cast) + weight + hidden
+        bounded = 2 * work.inner if capped else 0  # the bounded logits, and the derivative of the bound
+        return chunk * columns * (work.inner + cast + bounded) + weight + hidden
     output = work.compute if work.layout.pipeline > 1 else 0  # which torch's stage keeps
-    return work.tokens * columns * (2 * work.inner + output + cast)
+    bounded = work.compute if capped else 0  # of the logits the bound keeps its tanh
+    return work.tokens * columns * (2 * work.inner + output + cast + bounded)
 
 
 def _columns(work: Work) -> int:

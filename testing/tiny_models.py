@@ -77,6 +77,18 @@ MODELS: dict[str, dict[str, Any]] = {
         "topk_group": 2,
         "routed_scaling_factor": 2.5,
     },
+    # The window is shorter than the sequence; the caps are low enough to bend scores and logits.
+    "gemma2": {
+        **PLAIN,
+        "model_type": "gemma2",
+        "rope_scaling": None,
+        "num_hidden_layers": 4,
+        "sliding_window": 5,
+        "query_pre_attn_scalar": 12,
+        "attn_logit_softcapping": 0.5,
+        "final_logit_softcapping": 1.5,
+        "tie_word_embeddings": True,
+    },
     "gpt2": {
         "model_type": "gpt2",
         "vocab_size": 503,

@@ -96,6 +96,7 @@ class TrainStep:
                 size,
                 chunk=self.loss_chunk,
                 label_smoothing=label_smoothing,
+                logit_cap=self.model.logit_cap,
                 state=state,
             )
         return vocab_parallel_cross_entropy(

@@ -139,7 +139,8 @@ class _BlockwiseAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: BlockAttentionOptions) -> Tensor:
         out, log_sums = attend(q, k, v, options)
-        out = out.to(q.dtype)
+        # In the order of the output projection's input, which is then this tensor and no copy.
+        out = out.to(q.dtype).transpose(1, 2).contiguous().transpose(1, 2)
         ctx.save_for_backward(q, k, v, out, log_sums)
         ctx.options = options
         return out

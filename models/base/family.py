@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...layers import KeyValueCache, Stage, VocabParallelEmbedding, VocabParallelHead
+from ...layers import KeyValueCache, Stage, VocabParallelEmbedding, VocabParallelHead, bounded
 from ...parallel_state import Declaration, Layout, ParallelState, declarations, local
 from .config import ModelConfig
 from .names import Link, Rule, expand
@@ -48,6 +48,11 @@ class CausalLM(nn.Module):
     ) -> Tensor:
         raise AssertionError("each family has its own")
 
+    @property
+    def logit_cap(self) -> float | None:
+        """The bound of the logits, see ``layers.bounded``; a number, since the loss needs its derivative."""
+        return None
+
     def blocks_of(self, stage: Stage) -> Iterator[nn.Module]:
         """The blocks of one stage, in order."""
         assert not stage.pieces, "of several stages one runs at a time: say which"
@@ -63,7 +68,7 @@ class CausalLM(nn.Module):
                 x_BSD = x_BSD.detach().requires_grad_()
             return x_BSD
         logits: Tensor = self.embed.project(x_BSD) if self.config.tie_word_embeddings else self.head(x_BSD)
-        return logits
+        return logits if self.logit_cap is None else bounded(logits, self.logit_cap)
 
     @property
     def head_weight(self) -> Tensor:

@@ -110,6 +110,12 @@ QWEN3_MOE_CONFIG = {
 
 
 #: GLM-4.5-Air's keys.
+GEMMA2_CONFIG = LLAMA_CONFIG | {
+    "model_type": "gemma2",
+    "architectures": ["Gemma2ForCausalLM"],
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+}
 GLM4_MOE_CONFIG = {
     **LLAMA_CONFIG,
     "model_type": "glm4_moe",
@@ -290,7 +296,7 @@ def test_it_is_refused_in_one_line_that_names_the_key(
 def test_an_unsupported_model_is_told_what_is_supported() -> None:  # D4
     with pytest.raises(
         BadInput,
-        match="expected one of glm4_moe, gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, found",
+        match="one of gemma2, glm4_moe, gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, found",
     ):
         read(LLAMA_CONFIG, {"model_type": "mamba"})
 
@@ -308,6 +314,10 @@ ACCEPTED = [
     ("llama-layers", LLAMA_CONFIG, {"layer_types": ["full_attention"] * 3}, {"window": None}),
     ("mistral-layers", MISTRAL_CONFIG, {"layer_types": ["sliding_attention"] * 3}, {"window": 4096}),
     ("qwen2-layers", QWEN2_CONFIG, {"layer_types": ["full_attention"] * 3}, {"window": None}),
+    ("gemma2", GEMMA2_CONFIG, {"num_hidden_layers": 4}, {"window": None, "attn_logit_softcapping": 50.0}),
+    ("gemma2-window", GEMMA2_CONFIG, {"sliding_window": 64}, {"window": 64, "head_dim": 256}),
+    ("gemma2-layers", GEMMA2_CONFIG, {"layer_types": ["full_attention"] * 3}, {"window": None}),
+    ("gemma2-no-cap", GEMMA2_CONFIG, {"attn_logit_softcapping": None}, {"attn_logit_softcapping": None}),
     ("qwen3", QWEN3_CONFIG, {"sliding_window": None}, {"head_norms": True, "head_dim": 128}),
     ("qwen3-head", QWEN3_CONFIG, {"head_dim": 16}, {"head_dim": 16, "qkv_bias": False}),
     ("qwen3-bias", QWEN3_CONFIG, {"attention_bias": True}, {"qkv_bias": True}),
@@ -408,7 +418,7 @@ BY_TYPE: dict[str, dict[str, Any]] = {
     one["model_type"]: one
     for one in (
         *(LLAMA_CONFIG, GPT2_CONFIG, MISTRAL_CONFIG, QWEN2_CONFIG, QWEN3_CONFIG, MIXTRAL_CONFIG),
-        *(QWEN3_MOE_CONFIG, GLM4_MOE_CONFIG),
+        *(QWEN3_MOE_CONFIG, GLM4_MOE_CONFIG, GEMMA2_CONFIG),
     )
 }
 FIXED = [(kind, key) for kind, family in sorted(FAMILIES.items()) for key in sorted(family.config.HARMLESS)]

@@ -99,6 +99,7 @@ def test_a_family_is_found_by_its_model_type() -> None:
         "qwen3": "qwen3",
         "mixtral": "mixtral",
         "qwen3_moe": "qwen3_moe",
+        "gemma2": "gemma2",
         "glm4_moe": "glm4_moe",
     }
 

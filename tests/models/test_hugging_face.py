@@ -105,6 +105,13 @@ def qwen3_moe(changes: dict[str, Any]) -> nn.Module:
     return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**shape, rope_parameters=ROPE))
 
 
+def gemma2(changes: dict[str, Any]) -> nn.Module:
+    """Caps low enough to bend, and a window shorter than the sequence."""
+    caps = {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 1.5, "query_pre_attn_scalar": 12}
+    shape = {**SHAPE, "num_hidden_layers": 4, "sliding_window": 5, **caps, **changes}
+    return transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**shape, rope_parameters=ROPE))
+
+
 def glm4_moe(changes: dict[str, Any]) -> nn.Module:
     shape = {
         "n_routed_experts": 8,
@@ -152,6 +159,17 @@ CASES = [
         qwen3_moe,
         {"mlp_only_layers": [1], "attention_bias": True, "tie_word_embeddings": True},
         id="qwen3-moe-biases",
+    ),
+    pytest.param(gemma2, {}, id="gemma2"),
+    pytest.param(
+        gemma2,
+        {"attn_logit_softcapping": None, "final_logit_softcapping": None, "tie_word_embeddings": False},
+        id="gemma2-no-caps",
+    ),
+    pytest.param(
+        gemma2,
+        {"layer_types": ["full_attention"] * 2 + ["sliding_attention"] * 2, "attention_bias": True},
+        id="gemma2-layers",
     ),
     pytest.param(glm4_moe, {"attention_bias": True, "use_qk_norm": True}, id="glm4-moe"),
     pytest.param(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from trilith.models import LoraConfig, adapted, family_of
-from trilith.parallel_state import Layout, ParallelState, declarations, initialize
+from trilith.parallel_state import BadInput, Layout, ParallelState, declarations, initialize
 from trilith.parallel_state.engine import local_data
 from trilith.planner import MemoryPlan, Work, plan_memory, rank_parameters
 from trilith.recipes.sections import MemorySection
@@ -205,6 +205,15 @@ def planned(**changes: Any) -> MemoryPlan:
     stated = declarations(model)
     names = [name for name in stated if name.startswith(frozen)] if frozen else []
     return plan_memory(work, stated, model.stage, layout.coordinates(stage_of), frozen=names)
+
+
+def test_a_model_whose_memory_cannot_be_told_is_refused() -> None:
+    """Bounded scores are written out in blocks, which nothing here counts."""
+    family = family_of({"model_type": "gemma2"})
+    model = family.build(family.from_hf({**LLAMA, "model_type": "gemma2", "tie_word_embeddings": True}))
+    work, stage = Work(model.config, Layout(), 256, 2, 1), model.stage
+    with pytest.raises(BadInput, match="attn_logit_softcapping: expected null"):
+        plan_memory(work, declarations(model), stage, Layout().coordinates(0))
 
 
 def test_the_bytes_a_parameter_of_each_zero_stage() -> None:

@@ -1,0 +1,115 @@
+"""Gemma 2: a norm before and after each branch, bounded scores and logits, a window in every other block."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import sqrt
+from typing import Any, ClassVar
+
+from pydantic import Field
+from torch import Tensor, nn
+
+from ..layers import Attention, GatedMLP, RMSNorm
+from ..parallel_state import BadInput
+from .base.blocks import Block, SandwichBlock
+from .base.family import Family
+from .base.names import in_blocks
+from .llama import ATTENTION, EMBEDDING, ENDS, GATED_MLP, Llama, LlamaConfig
+
+NAMES = (
+    *EMBEDDING,
+    *ATTENTION,
+    *GATED_MLP,
+    *in_blocks(
+        ("attention_norm", "input_layernorm"),
+        ("after_attention", "post_attention_layernorm"),
+        ("mlp_norm", "pre_feedforward_layernorm"),
+        ("after_mlp", "post_feedforward_layernorm"),
+    ),
+    *ENDS,
+)
+
+
+class Gemma2Config(LlamaConfig):
+    """The fields of a Gemma 2 config.json that the model computes with; the defaults are transformers'."""
+
+    OWN_NAMES: ClassVar[Mapping[str, str]] = {"hidden_activation": "hidden_act"}
+    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        **LlamaConfig.HARMLESS,
+        **dict.fromkeys(("mlp_bias", "use_bidirectional_attention"), (False,)),
+    }
+
+    vocab_size: int = Field(default=256000, gt=0, le=2**24)
+    head_dim: int = Field(default=256, gt=0, le=2**16, multiple_of=2)
+    hidden_act: str = "gelu_pytorch_tanh"
+    max_position_embeddings: int = Field(default=8192, gt=0)
+    tie_word_embeddings: bool = True
+    query_pre_attn_scalar: int = Field(default=256, gt=0)
+    sliding_window: int | None = Field(default=4096, gt=0)
+    attn_logit_softcapping: float | None = Field(default=50.0, gt=0)
+    final_logit_softcapping: float | None = Field(default=30.0, gt=0)
+    layer_types: tuple[str, ...] = ()
+
+    @classmethod
+    def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
+        fields = super().read({"head_dim": 256, "num_key_value_heads": 4, **raw}, where)
+        for key in ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping"):
+            if key in raw:  # null says: none
+                fields[key] = raw[key]
+        if isinstance(fields.get("layer_types"), list):
+            fields["layer_types"] = tuple(fields["layer_types"])
+        return fields
+
+    def check_stated(self, raw: Mapping[str, Any], where: str) -> None:
+        kinds, count = self.layer_types, self.num_hidden_layers
+        if kinds and (len(kinds) != count or set(kinds) - {"sliding_attention", "full_attention"}):
+            expected = f"sliding_attention or full_attention for each of {count} blocks"
+            raise BadInput(where, "layer_types", expected=expected, found=repr(list(kinds))[:80])
+
+    def window(self, number: int) -> int | None:
+        """How many tokens a token of block ``number`` sees; ``None``: all before it."""
+        narrow = self.layer_types[number] == "sliding_attention" if self.layer_types else number % 2 == 0
+        return self.sliding_window if narrow else None
+
+    def to_hf(self) -> dict[str, Any]:
+        return {**super().to_hf(), "layer_types": [*self.layer_types] or None}
+
+
+class Gemma2(Llama):
+    """Gemma 2, or this pipeline rank's stage of it."""
+
+    config: Gemma2Config
+
+    def block(self, number: int) -> Block:
+        cfg = self.config
+        attention = Attention(
+            cfg.hidden_size,
+            heads=cfg.num_attention_heads,
+            kv_heads=cfg.num_key_value_heads,
+            head_dim=cfg.head_dim,
+            qkv_bias=cfg.attention_bias,
+            out_bias=cfg.attention_bias,
+            window=cfg.window(number),
+            scale=cfg.query_pre_attn_scalar**-0.5,
+            soft_cap=cfg.attn_logit_softcapping,
+            dropout=cfg.attention_dropout,
+            initial=self.initial,
+            state=self.state,
+        )
+        mlp = GatedMLP(
+            cfg.hidden_size, cfg.intermediate_size, act=cfg.hidden_act, initial=self.initial, state=self.state
+        )
+        return SandwichBlock(attention, mlp, norm=self.make_norm)
+
+    def make_norm(self) -> nn.Module:
+        return RMSNorm(self.config.hidden_size, self.config.rms_norm_eps, offset=1.0, state=self.state)
+
+    def enter(self, x_BSD: Tensor, positions: Tensor | None) -> Tensor:
+        return x_BSD * x_BSD.new_tensor(sqrt(self.config.hidden_size))
+
+    @property
+    def logit_cap(self) -> float | None:
+        return self.config.final_logit_softcapping
+
+
+GEMMA2 = Family("gemma2", "Gemma2ForCausalLM", Gemma2Config, Gemma2, NAMES)
