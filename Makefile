@@ -1,5 +1,5 @@
 # `make check` is exactly what CI runs.
-.PHONY: check lint typecheck test mutants faults browser
+.PHONY: check lint typecheck test docs mutants faults browser
 
 export OMP_NUM_THREADS ?= 1
 
@@ -18,6 +18,10 @@ typecheck:
 # DETAIL has torch compare what each rank calls: also in the processes that tests start as a user would.
 test:
 	TORCH_DISTRIBUTED_DEBUG=DETAIL pytest
+
+# docs/recipe.md and the tables of docs/training.md, from the help of a recipe's keys.
+docs:
+	python -m trilith.recipes.reference
 
 # Faults seeded one at a time: does the suite see each of them? Some minutes, not part of `check`.
 mutants:

@@ -36,52 +36,78 @@ from .shipped import recipe_file
 
 
 class Recipe(Section):
-    """One run."""
+    """Describe one run: everything that a training run needs to know."""
 
     out: str = Field(description="the run's folder: checkpoints, metrics.jsonl, status")
-    steps: int = Field(ge=1, description="updates of the whole run")
+    steps: int = Field(ge=1, description="number of optimizer steps of the whole run")
     stop_after: int | None = Field(
-        default=None, ge=1, description="stop early at this step; the schedule still aims at `steps`"
+        default=None, ge=1, description="stop after this step; the learning-rate schedule still spans `steps`"
     )
-    seed: int = Field(default=0, ge=0, description="of initial weights, dropout and the order of data")
-    device: Literal["cpu", "cuda"] = Field(default="cpu", description="what each rank computes on")
+    seed: int = Field(
+        default=0, ge=0, description="seed of the initial weights, of dropout and of the data order"
+    )
+    device: Literal["cpu", "cuda"] = Field(default="cpu", description="device that each rank computes on")
     deterministic: bool = Field(
-        default=False, description="only algorithms that give the same bits each time, on CUDA too; slower"
+        default=False,
+        description="use only algorithms that give the same bits on every run, on CUDA too; slower",
     )
     compile: bool = Field(
-        default=False, description="torch.compile each block, in one graph; a CPU needs a C++ compiler for it"
+        default=False,
+        description="compile each block with torch.compile, as one graph; a CPU needs a C++ compiler",
     )
     grace: Wait = Field(
         default=GRACE,
-        description="seconds after SIGTERM or Ctrl-C by which the run has saved and left",
+        description="seconds within which the run saves and exits after SIGTERM or Ctrl-C",
     )
     timeout: Wait = Field(
         default=TIMEOUT.total_seconds(),
-        description="seconds after which a silent peer counts as failed",
+        description="seconds to wait for a silent rank before it counts as failed",
     )
     dtype: Literal["float32", "float64", "bfloat16"] = Field(
-        default="float32", description="weights and moments"
+        default="float32", description="data type of the weights and of the optimizer's moments"
     )
     compute: Literal["float32", "float64", "bfloat16", "float16"] | None = Field(
         default=None,
-        description="forward and backward; bfloat16 or float16 with float32 weights is mixed precision",
+        description="data type of forward and backward; bfloat16 or float16 with float32 weights is mixed "
+        "precision; default: dtype",
     )
     reduce: Literal["float32", "float64", "bfloat16", "float16"] | None = Field(
-        default=None, description="sums of gradients over ranks and micro-batches; default: dtype"
+        default=None,
+        description="data type in which gradients are summed over ranks and micro-batches; default: dtype",
     )
-    loss_scale: LossScaleSection = Field(default=LossScaleSection(), description="of float16")
-    log_every: int = Field(default=10, ge=1, description="steps between lines on the terminal")
-    model: ModelSection = Field(description="where it comes from")
-    lora: LoraSection | None = Field(default=None, description="adapters on a frozen model")
-    layout: LayoutSection = Field(default=LayoutSection(), description="on which ranks")
-    data: DataSection = Field(description="what it learns")
-    optimizer: OptimizerSection = Field(default=OptimizerSection(), description="AdamW, rates")
-    experts: ExpertsSection | None = Field(default=None, description="of a model that has some")
-    memory: MemorySection = Field(default=MemorySection(), description="what is given up for it")
-    checkpoint: CheckpointSection = Field(default=CheckpointSection(), description="when saved")
-    evaluation: EvaluationSection | None = Field(default=None, description="on held-out tokens")
-    watch: WatchSection = Field(default=WatchSection(), description="what else is written down")
-    debug: DebugSection = Field(default=DebugSection(), description="what looks for mistakes")
+    loss_scale: LossScaleSection = Field(
+        default=LossScaleSection(), description="loss scaling, for compute = float16"
+    )
+    log_every: int = Field(default=10, ge=1, description="steps between progress lines on the terminal")
+    model: ModelSection = Field(
+        description="the model: pretrained weights, or a config to start from scratch"
+    )
+    lora: LoraSection | None = Field(
+        default=None, description="LoRA: train adapters and leave the model as it is"
+    )
+    layout: LayoutSection = Field(
+        default=LayoutSection(), description="number of ranks along each parallel axis"
+    )
+    data: DataSection = Field(description="the token files, and the size of rows and batches")
+    optimizer: OptimizerSection = Field(
+        default=OptimizerSection(), description="AdamW and its learning-rate schedule"
+    )
+    experts: ExpertsSection | None = Field(
+        default=None, description="load balancing of mixture-of-experts models"
+    )
+    memory: MemorySection = Field(default=MemorySection(), description="trade time for memory")
+    checkpoint: CheckpointSection = Field(
+        default=CheckpointSection(), description="when and how checkpoints are saved"
+    )
+    evaluation: EvaluationSection | None = Field(
+        default=None, description="evaluation of the loss on held-out tokens"
+    )
+    watch: WatchSection = Field(
+        default=WatchSection(), description="further measurements to write while training"
+    )
+    debug: DebugSection = Field(
+        default=DebugSection(), description="extra checks while training; they slow the run"
+    )
 
     @property
     def digest(self) -> str:

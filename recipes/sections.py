@@ -17,66 +17,82 @@ from .section import Section as Section
 
 
 class ModelSection(Section):
-    """Where the model comes from: weights of a Hugging Face folder or checkpoint, or a config to start from
-    scratch.
-    """
+    """The model: weights of a Hugging Face folder or checkpoint, or a config to start from scratch."""
 
     init_from: str | None = Field(
-        default=None, description="a Hugging Face folder or a trilith checkpoint to start from"
+        default=None, description="Hugging Face folder or trilith checkpoint whose weights to start from"
     )
     config: str | dict[str, Any] | None = Field(
         default=None,
-        description="a config.json, or its fields, to start from scratch; beside init_from: what that holds",
+        description="a config.json, or its fields, of a model to start from scratch; beside init_from it "
+        "must agree with that",
     )
     tokenizer: str | None = Field(
-        default=None, description="a tokenizer folder to carry along into checkpoints and exports"
+        default=None, description="tokenizer folder to copy into checkpoints and exports"
     )
 
 
 class LoraSection(LoraConfig):
-    """LoRA: the model of ``model.init_from`` stays as it is, and adapters are trained; PEFT's keys."""
+    """LoRA: train adapters on the model of ``model.init_from``, which stays as it is; the keys are PEFT's."""
 
     init_from: str | None = Field(
         default=None,
-        description="adapters to go on with: PEFT's folder or a LoRA run's; it says all but lora_dropout",
+        description="adapters to continue with: a PEFT folder or a LoRA run; all other keys but "
+        "lora_dropout then come from there",
     )
 
 
 class LayoutSection(Section):
-    """How the model lies on the ranks; see `trilith.parallel_state.Layout`."""
+    """How many ranks there are along each parallel axis; see `trilith.parallel_state.Layout`."""
 
-    tensor: Ranks = Field(default=1, description="ranks that each linear is cut over")
-    pipeline: Ranks = Field(default=1, description="stages of blocks, one after the other")
-    data: Ranks = Field(default=1, description="ranks, or groups of them, with rows of their own")
+    tensor: Ranks = Field(
+        default=1, description="tensor parallelism: number of ranks that share each matrix product"
+    )
+    pipeline: Ranks = Field(
+        default=1, description="pipeline parallelism: number of ranks that each hold a part of the blocks"
+    )
+    data: Ranks = Field(
+        default=1, description="data parallelism: number of replicas; each trains on different rows"
+    )
     data_replicate: Ranks = Field(
-        default=1, description="of the data ranks: whole copies, inside each of which zero shards"
+        default=1,
+        description="hybrid sharding: number of whole copies among the data ranks; zero shards inside "
+        "each copy",
     )
     expert: Ranks = Field(
         default=1,
-        description="ranks that the experts are dealt out over; a divisor of the data ranks that zero shards "
-        "over, without zero of data",
+        description="expert parallelism: number of ranks that the experts are distributed over; it divides "
+        "context x data / data_replicate",
     )
     zero: int = Field(
         default=0,
         ge=0,
         le=3,
-        description="what data ranks share out: 0 nothing, 1 moments, 2 gradients too, 3 weights too",
+        description="ZeRO stage, what data ranks shard: 0 nothing; 1 moments; 2 moments and gradients; 3 "
+        "weights too",
     )
-    sequence: bool = Field(default=False, description="what tensor ranks repeat is cut along the row")
+    sequence: bool = Field(
+        default=False,
+        description="sequence parallelism: split norms and dropout over the tensor ranks along the sequence",
+    )
     context: Ranks = Field(
-        default=1, description="ranks that each row is cut over, into 2 x context chunks; for long rows"
+        default=1,
+        description="context parallelism: number of ranks that share each row, for long rows; cut into 2 "
+        "x context chunks",
     )
     context_attention: Literal["all-gather", "ring"] = Field(
         default="all-gather",
-        description="how context ranks get keys and values: all at once, or piece by piece around a ring",
+        description="how context ranks exchange keys and values: all-gather, or piece by piece around a ring",
     )
     split: list[Blocks] | None = Field(
-        default=None, description="blocks of each pipeline stage; default: by what blocks and ends cost"
+        default=None,
+        description="number of blocks of each pipeline stage; default: balanced by the cost of blocks, "
+        "embedding and output layer",
     )
-    schedule: ScheduleName = Field(default="1f1b", description="of the pipeline; docs/pipeline.md")
+    schedule: ScheduleName = Field(default="1f1b", description="pipeline schedule; see docs/pipeline.md")
     virtual_stages: Stages | None = Field(
         default=None,
-        description="stages of a pipeline rank, for interleaved schedules; default: 2, or 1 with gpipe, 1f1b",
+        description="number of stages that each pipeline rank holds; default: 2, or 1 with gpipe and 1f1b",
     )
 
     @property
@@ -106,106 +122,138 @@ class LayoutSection(Section):
 class DataSection(Section):
     """What to train on: token files written by `trilith tokenize`, named without their suffix."""
 
-    tokens: str | list[str] = Field(description="the token file, or several to mix")
-    weights: list[float] | None = Field(
-        default=None, description="how often each token file is drawn from; default: by size"
+    tokens: str | list[str] = Field(
+        description="token file, or a list of token files to mix; names have no suffix"
     )
-    sequence_length: int = Field(ge=1, le=2**30, description="tokens of a row")
-    global_batch: Rows = Field(description="rows of sequence_length a step, over all ranks")
-    micro_batch: Rows = Field(default=1, description="rows that a rank computes at once")
+    weights: list[float] | None = Field(
+        default=None, description="share of each token file in the mixture; default: its size"
+    )
+    sequence_length: int = Field(ge=1, le=2**30, description="number of tokens in a row")
+    global_batch: Rows = Field(description="number of rows in a step, over all ranks")
+    micro_batch: Rows = Field(default=1, description="number of rows that a rank computes at once")
     documents: Documents = Field(
         default="joined",
-        description="of running text: attention and positions run over the documents in a row, or, separate, "
-        "start anew with each",
+        description="running text: joined, attention and positions run across the documents of a row; "
+        "separate, "
+        "they restart at each document",
     )
     samples: Samples = Field(
-        default="packed", description="of chat sets: as many whole samples a row as fit, or a single one"
+        default="packed",
+        description="chat data: packed, as many whole samples in a row as fit; single, one sample in a row",
     )
     overlong: Overlong = Field(
-        default="refuse", description="of chat sets: what becomes of a sample longer than sequence_length"
+        default="refuse",
+        description="chat data: what to do with a sample that is longer than sequence_length",
     )
     prefetch: int = Field(
-        default=2, ge=0, le=MOST_AHEAD, description="batches made ahead, in a thread; 0: none"
+        default=2, ge=0, le=MOST_AHEAD, description="number of batches to prepare ahead in a thread; 0: none"
     )
 
 
 class ParameterGroup(Section):
-    """What is different for the parameters whose name matches; the first group that matches counts."""
+    """Settings for the parameters whose name matches; the first group that matches applies."""
 
     match: str = Field(
-        min_length=1, description="a regular expression, searched in Hugging Face's name and in ours"
+        min_length=1,
+        description="regular expression to search for in a parameter's Hugging Face name and in its name "
+        "here",
     )
-    lr_scale: float = Field(
-        default=1.0, ge=0, description="their learning rate, as a multiple of the others'"
-    )
+    lr_scale: float = Field(default=1.0, ge=0, description="factor of the learning rate of these parameters")
     weight_decay: float | None = Field(
-        default=None, ge=0, description="instead of the usual; also of vectors"
+        default=None,
+        ge=0,
+        description="weight decay of these parameters, vectors included; default: optimizer.weight_decay, "
+        "for matrices only",
     )
-    freeze: bool = Field(default=False, description="never updated; no gradient and no moments")
+    freeze: bool = Field(
+        default=False, description="leave these parameters as they are: no gradient, no moments"
+    )
 
 
 class SpikeSection(Section):
-    """Which steps are skipped because their loss or gradient norm leaps."""
+    """Skip steps whose loss or gradient norm is far above that of recent steps."""
 
     deviations: float = Field(
         default=6.0,
         gt=0,
-        description="standard deviations above the window's mean from which a step is a spike",
+        description="number of standard deviations above the mean of recent steps from which a step is "
+        "skipped",
     )
     window: int = Field(
         default=128,
         ge=4,
         le=2**20,
-        description="steps that are looked back on; nothing is skipped before half of them",
+        description="number of recent steps to compare with; nothing is skipped before half of them were "
+        "taken",
     )
 
 
 class LossScaleSection(Section):
-    """By what the loss is multiplied under float16; all numbers are powers of two."""
+    """The factor of the loss under float16, against underflow; all factors are powers of two."""
 
-    initial: float = Field(default=2.0**16, gt=0, description="at the first step")
+    initial: float = Field(default=2.0**16, gt=0, description="factor at the first step")
     growth_interval: int = Field(
-        default=2000, ge=0, description="steps without overflow after which it doubles; 0: never"
+        default=2000,
+        ge=0,
+        description="number of steps without overflow after which the factor doubles; 0: never",
     )
-    minimum: float = Field(default=1.0, gt=0, description="an overflow at this scale stops the run")
-    maximum: float = Field(default=2.0**24, gt=0, description="it doubles no further")
+    minimum: float = Field(
+        default=1.0, gt=0, description="smallest factor; an overflow at this factor stops the run"
+    )
+    maximum: float = Field(default=2.0**24, gt=0, description="largest factor")
 
 
 class OptimizerSection(Section):
-    """AdamW and the learning rate's course."""
+    """AdamW and its learning-rate schedule."""
 
-    lr: float = Field(default=3e-4, gt=0, description="the highest learning rate")
-    betas: Betas = Field(default=(0.9, 0.95), description="AdamW's")
-    eps: float = Field(default=1e-8, gt=0, description="AdamW's")
-    weight_decay: float = Field(default=0.1, ge=0, description="of matrices; biases, norms have none")
+    lr: float = Field(default=3e-4, gt=0, description="peak learning rate")
+    betas: Betas = Field(default=(0.9, 0.95), description="AdamW's beta 1 and beta 2")
+    eps: float = Field(default=1e-8, gt=0, description="AdamW's epsilon")
+    weight_decay: float = Field(
+        default=0.1, ge=0, description="AdamW's weight decay of matrices; biases and norms have none"
+    )
     clip: float = Field(
-        default=1.0, ge=0, description='largest global gradient norm; 0 or "none": no clipping'
+        default=1.0,
+        ge=0,
+        description='largest global gradient norm; larger ones are scaled to it; 0 or "none": no clipping',
     )
     schedule: Literal["cosine", "linear", "wsd", "constant", "inverse_sqrt"] = Field(
-        default="cosine", description="of the learning rate"
+        default="cosine", description="shape of the learning-rate schedule after the warm-up"
     )
-    warmup: int = Field(default=0, ge=0, description="steps of a straight line up to lr")
+    warmup: int = Field(
+        default=0, ge=0, description="number of steps in which the learning rate rises linearly to lr"
+    )
     minimum_ratio: float = Field(
-        default=0.1, ge=0, le=1, description="the last learning rate, as a share of lr; not of constant"
+        default=0.1, ge=0, le=1, description="last learning rate as a share of lr; not used by constant"
     )
     decay: int | None = Field(
-        default=None, ge=1, description="steps of wsd's last phase; default: a tenth of the run"
+        default=None,
+        ge=1,
+        description="number of steps of the wsd schedule's final decay; default: a tenth of the run",
     )
     decay_shape: Literal["1-sqrt", "linear", "cosine"] = Field(
-        default="1-sqrt", description="of wsd's last phase"
+        default="1-sqrt", description="shape of the wsd schedule's final decay"
     )
     scale_lr: Literal["sqrt", "linear"] | None = Field(
-        default=None, description="how lr follows data.global_batch from reference_batch"
+        default=None,
+        description="how lr grows with data.global_batch / reference_batch; default: it does not",
     )
     reference_batch: int | None = Field(
-        default=None, ge=1, description="samples a step for which lr was found good"
+        default=None, ge=1, description="global batch size for which lr was tuned"
     )
-    label_smoothing: float = Field(default=0.0, ge=0, lt=1, description="share spread over the vocabulary")
+    label_smoothing: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="label smoothing: share of the target that is spread over the vocabulary",
+    )
     groups: tuple[ParameterGroup, ...] = Field(
-        default=(), strict=False, description="parameters with a rate or decay of their own, or frozen"
+        default=(),
+        strict=False,
+        description="groups of parameters with another learning rate or weight decay, or frozen",
     )
     skip_spikes: SpikeSection | None = Field(
-        default=None, description="skip steps that leap; {} for the defaults"
+        default=None, description="skip steps whose loss or gradient norm leaps; {} for the defaults"
     )
 
     @field_validator("clip", mode="before")
@@ -215,27 +263,29 @@ class OptimizerSection(Section):
 
 
 class MemorySection(Section):
-    """What is given up for memory: time, mostly. docs/memory.md has what each saves and costs."""
+    """Trade time for memory; docs/memory.md says what each key saves and costs."""
 
     checkpointing: Checkpointing = Field(
         default="none",
-        description="what blocks forget and compute again in backward: none; selective, all but products and "
-        "attention; every, every n-th block all; full, all blocks all",
+        description="activation checkpointing. none: keep everything; selective: recompute everything except "
+        "matrix products and attention; every: recompute each n-th block; full: recompute all blocks",
     )
     checkpoint_every: int | None = Field(
-        default=None, ge=1, description="the n of checkpointing = every; default: 2"
+        default=None, ge=1, description="n of checkpointing = every; default: 2"
     )
     loss_chunk: int = Field(
-        default=0, ge=0, description="tokens whose logits there are at once; 0: those of a micro-batch"
+        default=0,
+        ge=0,
+        description="number of tokens whose logits exist at once; 0: those of a whole micro-batch",
     )
     offload: bool = Field(
         default=False,
-        description="weights, gradients and moments rest in the host's memory, where the optimizer steps",
+        description="keep weights, gradients and moments in the host's memory and run the optimizer there",
     )
     device_gb: float | None = Field(
         default=None,
         gt=0,
-        description="of a device, in 10^9 bytes, for a dry run; default: the GPU here",
+        description="memory of a device in 10^9 bytes, for a dry run; default: that of the GPU here",
     )
 
     @property
@@ -245,56 +295,71 @@ class MemorySection(Section):
 
 
 class CheckpointSection(Section):
-    """When checkpoints are written, and how many stay."""
+    """When and how checkpoints are saved, and how many are kept."""
 
-    every: int = Field(default=0, ge=0, description="steps between checkpoints; 0: only at the end")
-    keep: int = Field(default=2, ge=1, description="how many complete checkpoints stay")
+    every: int = Field(
+        default=0, ge=0, description="number of steps between checkpoints; 0: save only at the end"
+    )
+    keep: int = Field(default=2, ge=1, description="number of complete checkpoints to keep")
     background: bool = Field(
         default=False,
-        description="go on while a copy of weights and moments is written; needs room for the copy",
+        description="go on while a copy of data type of the weights and of the optimizer's moments is "
+        "written; needs room for the copy",
     )
     timeout: Wait = Field(
         default=FILES_TIMEOUT.total_seconds(),
-        description="seconds after which a rank that still writes or checks its part counts as failed",
+        description="seconds to wait for a rank that writes or checks its part before it counts as failed",
     )
 
 
 class EvaluationSection(Section):
     """The loss on tokens that are not trained on."""
 
-    tokens: str | list[str] = Field(description="held-out token files, cut into samples as the data's are")
-    every: int = Field(default=100, ge=1, description="steps between evaluations; the last step has one too")
-    samples: int = Field(default=64, ge=1, description="the same ones each time; at most all there are")
+    tokens: str | list[str] = Field(
+        description="held-out token file or files, cut into rows as those of [data]"
+    )
+    every: int = Field(
+        default=100, ge=1, description="number of steps between evaluations; the last step is evaluated too"
+    )
+    samples: int = Field(
+        default=64, ge=1, description="number of rows to evaluate, the same ones each time; at most all rows"
+    )
 
 
 class DebugSection(Section):
-    """What looks for mistakes and slows the run; docs/watching.md."""
+    """Extra checks while training, which slow the run; see docs/watching.md."""
 
-    collectives: bool = Field(default=False, description="compare what ranks send, name where it differs")
-    every: int | None = Field(default=None, ge=1, description="of a group, from one to the next; default: 1")
+    collectives: bool = Field(
+        default=False, description="compare the collectives of the ranks and name the first that differs"
+    )
+    every: int | None = Field(
+        default=None, ge=1, description="compare every n-th collective of each process group; default: 1"
+    )
 
 
 class WatchSection(Section):
-    """What else a run writes down about itself."""
+    """Further measurements that a run writes while training; see docs/watching.md."""
 
     tensorboard: bool = Field(
         default=False,
-        description="event files in the run's folder; needs `pip install 'trilith[tensorboard]'`",
+        description="write TensorBoard event files in the run's folder; needs `pip install "
+        "'trilith[tensorboard]'`",
     )
     peak_flops: float | None = Field(
         default=None,
         gt=0,
-        description="FLOP/s of one device in the compute format, for MFU; default: by the device's name",
+        description="peak FLOP/s of one device in the compute data type, for MFU; default: looked up by "
+        "the device's name",
     )
     norms: int = Field(
         default=0,
         ge=0,
-        description="steps between norms of each weight and gradient in norms.jsonl; 0: none",
+        description="number of steps between norms of every weight and gradient in norms.jsonl; 0: none",
     )
     activation_norms: bool = Field(
-        default=False, description="with the norms also each block's output, as a root mean square"
+        default=False, description="beside the norms, write the root mean square of each block's output"
     )
     trace_steps: list[Step] = Field(
-        default=[], description="steps, counted from 1, of which torch.profiler writes a Chrome trace"
+        default=[], description="steps, counted from 1, that torch.profiler records as a Chrome trace"
     )
-    trace_ranks: list[int] = Field(default=[0], description="ranks that write the traces")
+    trace_ranks: list[int] = Field(default=[0], description="ranks that write traces")

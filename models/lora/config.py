@@ -41,19 +41,31 @@ class LoraConfig(BaseModel):
     )
 
     r: Rank = Field(default=8, description="rank of the adapters")
-    lora_alpha: Alpha = Field(default=8, description="scale of what they add: lora_alpha / r")
-    lora_dropout: float = Field(default=0.0, ge=0, lt=1, description="on the adapters' input, in training")
+    lora_alpha: Alpha = Field(default=8, description="the adapters' output is scaled by lora_alpha / r")
+    lora_dropout: float = Field(
+        default=0.0, ge=0, lt=1, description="dropout of the adapters' input while training"
+    )
     use_rslora: bool = Field(default=False, description="scale by lora_alpha / sqrt(r) instead")
     target_modules: Names = Field(
-        default=ALL_LINEAR, description="ends of Hugging Face's module names, a pattern, or all-linear"
+        default=ALL_LINEAR,
+        description="layers with adapters: ends of Hugging Face's module names, a regular expression, or "
+        "all-linear",
     )
-    exclude_modules: Names | None = Field(default=None, description="what to leave out again")
+    exclude_modules: Names | None = Field(
+        default=None, description="layers to leave out, named as in target_modules"
+    )
     layers_to_transform: Block | Annotated[tuple[Block, ...], Strict(False)] | None = Field(
-        default=None, description="only blocks of these numbers"
+        default=None, description="numbers of the blocks that get adapters; default: all"
     )
-    layers_pattern: Names | None = Field(default=None, description="what precedes a block's number in a name")
-    rank_pattern: dict[str, Rank] = Field(default={}, description="other ranks, by a pattern of names")
-    alpha_pattern: dict[str, Alpha] = Field(default={}, description="other alphas, by a pattern of names")
+    layers_pattern: Names | None = Field(
+        default=None, description="the part of a module's name before the block's number"
+    )
+    rank_pattern: dict[str, Rank] = Field(
+        default={}, description="ranks of single layers, by a pattern of their names"
+    )
+    alpha_pattern: dict[str, Alpha] = Field(
+        default={}, description="lora_alpha of single layers, by a pattern of their names"
+    )
 
     def __hash__(self) -> int:
         return hash(self.model_dump_json())

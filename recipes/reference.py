@@ -1,0 +1,102 @@
+"""Writes docs/recipe.md and the tables of docs/training.md from the keys' own help: ``make docs``."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from . import sections
+from .recipe import Recipe
+
+#: A table in docs/training.md: the section's class, perhaps some of its keys, the table.
+TABLE = re.compile(r"<!-- (\w+)(?:: ([\w ]+))? -->\n(.*?)<!-- end -->", re.DOTALL)
+
+
+def default_of(field: FieldInfo) -> str:
+    """Return a key's default as the tables show it."""
+    default = field.get_default(call_default_factory=True)
+    if field.is_required():
+        return "required"
+    if isinstance(default, BaseModel) or default == ():
+        return ""
+    if isinstance(default, float) and default >= 2**16:
+        return f"2^{default.hex().split('p+')[1]}"
+    return (
+        "none" if default is None else f"`{str(default).replace('True', 'true').replace('False', 'false')}`"
+    )
+
+
+def choices_of(annotation: Any) -> list[str]:
+    """Return the words that a key may have."""
+    found = [str(one) for one in get_args(annotation) if isinstance(one, str)]
+    for part in get_args(annotation):
+        found += choices_of(part) if get_origin(part) is not None else []
+    return found
+
+
+def table(model: type[BaseModel], keys: list[str]) -> str:
+    """Write the table of a section's keys, or of some of them."""
+    lines = ["| key | default | |", "|---|---|---|"]
+    for name, field in model.model_fields.items():
+        if keys and name not in keys:
+            continue
+        assert field.description, f"{model.__name__}.{name} has no description"
+        words = ", ".join(f"`{one}`" for one in choices_of(field.annotation))
+        said = f"{field.description}{f': {words}' if words else ''}".replace("|", "\\|")
+        lines.append(f"| `{name}` | {default_of(field)} | {said} |")
+    return "\n".join(lines) + "\n"
+
+
+SECTIONS: list[tuple[str, type[BaseModel]]] = [
+    ("The top", Recipe),
+    ("[model]", sections.ModelSection),
+    ("[lora]", sections.LoraSection),
+    ("[layout]", sections.LayoutSection),
+    ("[data]", sections.DataSection),
+    ("[optimizer]", sections.OptimizerSection),
+    ("[[optimizer.groups]]", sections.ParameterGroup),
+    ("[optimizer.skip_spikes]", sections.SpikeSection),
+    ("[loss_scale]", sections.LossScaleSection),
+    ("[experts]", sections.ExpertsSection),
+    ("[memory]", sections.MemorySection),
+    ("[checkpoint]", sections.CheckpointSection),
+    ("[evaluation]", sections.EvaluationSection),
+    ("[watch]", sections.WatchSection),
+    ("[debug]", sections.DebugSection),
+]
+
+
+def reference() -> str:
+    """Write docs/recipe.md."""
+    parts = [
+        "# Every key of a recipe\n\nOn the command line: `trilith train recipe.toml section.key=value`.\n"
+    ]
+    parts += [f"## `{title}`\n\n{table(model, [])}" for title, model in SECTIONS]
+    return "\n".join(parts).replace("`The top`", "The top")
+
+
+def with_tables(text: str) -> str:
+    """Replace the tables in a page by those that the keys' help gives now."""
+
+    def table_of(found: re.Match[str]) -> str:
+        name, keys = found[1], found[2]
+        model = Recipe if name == "Recipe" else getattr(sections, name)
+        head = f"<!-- {name}: {keys} -->" if keys else f"<!-- {name} -->"
+        return f"{head}\n{table(model, (keys or '').split())}<!-- end -->"
+
+    return TABLE.sub(table_of, text)
+
+
+def write_docs(docs: Path) -> None:
+    """Bring docs/recipe.md and the tables of docs/training.md up to date."""
+    (docs / "recipe.md").write_text(reference(), encoding="utf-8")
+    page = docs / "training.md"
+    page.write_text(with_tables(page.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write_docs(Path("docs"))
