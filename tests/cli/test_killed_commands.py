@@ -146,6 +146,7 @@ class Start:
                 err = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
                 os.dup2(err, 1)
                 os.dup2(err, 2)
+                sys.stdout = sys.stderr = os.fdopen(2, "w", 1)  # not pytest's
                 watch_calls(theirs, at)
                 code = run(words)
                 sys.stderr.flush()
