@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,8 @@ def encode_all(
     pending: deque[tuple[int, Future[Encoded]]] = deque()
     try:
         for done, block in blocks:
-            pending.append((done, executor.submit(_encode_in_worker, block, job)))
+            with _workers_alive():
+                pending.append((done, executor.submit(_encode_in_worker, block, job)))
             if len(pending) > 3 * workers:
                 yield _next(pending)
         while pending:
@@ -87,9 +89,16 @@ def encode_all(
 
 def _next(pending: deque[tuple[int, Future[Encoded]]]) -> tuple[int, Encoded]:
     done, future = pending.popleft()
-    try:
+    with _workers_alive():
         return done, future.result()
-    except BrokenProcessPool as error:
+
+
+@contextmanager
+def _workers_alive() -> Iterator[None]:
+    """Say that a worker was killed; one that is killed while it starts gives an end of file."""
+    try:
+        yield
+    except (BrokenProcessPool, EOFError, ConnectionError) as error:
         raise PeerFailed(
             "a tokenizing process died, for want of memory perhaps: use fewer --workers"
         ) from error

@@ -279,6 +279,19 @@ def test_no_eos_to_append(folder: Path, tmp_path: Path) -> None:
     tokenize(SOURCES, copy, tmp_path / "out", workers=1, append_eos=False)
 
 
+def test_a_worker_that_is_killed_while_it_starts_ends_the_job_too(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server that starts workers then gives an end of file, which a command line takes for Ctrl-D."""
+
+    def killed(*arguments: object) -> None:
+        raise EOFError
+
+    monkeypatch.setattr("concurrent.futures.ProcessPoolExecutor.submit", killed)
+    with pytest.raises(PeerFailed, match="--workers"):
+        tokenize(SOURCES, folder / "tokenizer.model", tmp_path / "out", workers=2)
+
+
 def test_no_worker_is_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="workers"):
         tokenize(SOURCES, folder, tmp_path / "out", workers=0)
