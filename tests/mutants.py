@@ -200,14 +200,14 @@ MUTANTS = (
     ),
     Mutant(
         "key heads in the wrong order",
-        "models/llama.py",
+        "layers/attention/attention.py",
         "scope.extend(self, k_BKSE, v_BKSE)",
         "scope.extend(self, k_BKSE.flip(1), v_BKSE)",
         (FORWARD,),
     ),
     Mutant(
         "packed documents that see those before them in the row",
-        "layers/attention/mask.py",
+        "layers/attention/visible.py",
         "(positions_BS == 0).cumsum(1)",
         "(positions_BS < 0).cumsum(1)",
         ("tests/models/test_packing.py",),

@@ -15,7 +15,7 @@ from trilith.layers import (
     chunked_cross_entropy,
     vocab_parallel_cross_entropy,
 )
-from trilith.layers.attention.blockwise import How, attend, attend_backward
+from trilith.layers.attention.blockwise import BlockAttentionOptions, attend, attend_backward
 
 D, VOCAB = 16, 31
 Layer = Callable[[Tensor], Tensor]
@@ -30,7 +30,7 @@ def made(layer: torch.nn.Module) -> torch.nn.Module:
 
 def attention(x: Tensor) -> Tensor:
     q = x.detach().view(1, 2, -1, D // 2)
-    how = How(0.5, True, fused=False)
+    how = BlockAttentionOptions(0.5, True, fused=False)
     out, sums = attend(q, q, q, how)
     grads = attend_backward(out, q, q, q, out, sums, how)
     return torch.cat([out, *grads]) + 0 * x.sum()

@@ -82,7 +82,7 @@ def line(function: Callable[..., None], text: str) -> str:
     source = Path(__file__).read_text().splitlines()
     first = function.__code__.co_firstlineno
     number = next(i for i, one in enumerate(source[first - 1 :], first) if text in one)
-    return rf"(?:tests/)?parallel_state/test_order\.py:{number} {function.__name__}"
+    return rf"(?:tests/)?parallel_state/test_collective_order\.py:{number} {function.__name__}"
 
 
 @pytest.mark.parametrize(
@@ -155,9 +155,9 @@ def swapped(raw: dict[str, Any]) -> None:
     block: Any = trainer.model.layers["1"]
     if trainer.state.rank == 1:
 
-        def parallel(x: Tensor, rope: Any, scope: Any) -> Tensor:
+        def parallel(x: Tensor, inputs: Any) -> Tensor:
             change: Tensor = block.mlp(block.mlp_norm(x))
-            return x + change + block.attention(block.attention_norm(x), rope, scope)
+            return x + change + block.attention(block.attention_norm(x), inputs)
 
         block.forward = parallel
     trainer.run()
@@ -169,5 +169,7 @@ def test_in_a_run_the_lines_of_the_model_are_named_K18(tmp_path: Path) -> None:
     with pytest.raises(RankError) as error:
         run_parallel(swapped, 2, raw)
     text = str(error.value.failures[0].cause)
-    assert re.search(r"rank 0 calls all_reduce.* layers/linear\.py.* models/llama\.py", text), text
-    assert re.search(r"rank 1 calls all_reduce.* layers/mlp\.py.*[ /]parallel_state/test_order", text), text
+    assert re.search(r"rank 0 calls all_reduce.* layers/linear\.py.* models/base/blocks\.py", text), text
+    assert re.search(
+        r"rank 1 calls all_reduce.* layers/mlp\.py.*[ /]parallel_state/test_collective_order", text
+    ), text

@@ -17,20 +17,20 @@ import pytest
 OTHER_CODE = """
 import importlib.util, os, sys
 
-def parallel(self, x, rope, scope):
+def parallel(self, x, inputs):
     change = self.mlp(self.mlp_norm(x))
-    return x + change + self.attention(self.attention_norm(x), rope, scope)
+    return x + change + self.attention(self.attention_norm(x), inputs)
 
 class Merge:
     def find_spec(self, name, path=None, target=None):
-        if name != "trilith.models.llama":
+        if name != "trilith.models.base.blocks":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         load = spec.loader.exec_module
         def exec_module(module):
             load(module)
-            module.Block.forward = parallel
+            module.PreNormBlock.forward = parallel
         spec.loader.exec_module = exec_module
         return spec
 
@@ -62,7 +62,7 @@ def test_a_rank_that_sends_in_another_order_stops_the_run_and_both_lines_are_nam
     assert done.returncode == code, done.stderr
     both = (
         r"collective \d+ of ranks \[0, 1\] differs: "
-        r"rank 0 calls all_reduce sum float32 \[.*\] at .*layers/linear\.py:\d+ .*models/llama\.py:\d+ .*; "
+        r"rank 0 calls all_reduce sum float32 \[.*\] at .*layers/linear\.py:\d+ .*layers/attention/attention\.py:\d+ .*; "
         r"rank 1 calls all_reduce sum float32 \[.*\] at .*layers/mlp\.py:\d+ .*site/sitecustomize\.py:5 "
     )
     assert re.search(both, done.stderr), done.stderr
