@@ -120,7 +120,8 @@ class ModuleStep:
         and sums gradients as often as its neighbours. Where the shapes of one rank's samples changed, all
         ranks set up their pipeline anew: its trial run gathers weights too.
         """
-        shapes, count = {name: one.shape for name, one in samples.items()}, count_samples(samples)
+        count = count_samples(samples)
+        shapes = {name: one.shape for name, one in samples.items()}
         changed, self._shapes = shapes != self._shapes, shapes
         if self.state.layout.world > 1:
             said = torch.tensor([changed, count, -count])

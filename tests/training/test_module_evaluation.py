@@ -136,9 +136,12 @@ def test_a_loss_that_is_a_mean_is_refused_and_no_other_is(micro_batch: int) -> N
 
 def test_counts_below_one_divide_as_they_are() -> None:
     torch.manual_seed(0)
-    weighted = plain_step(
-        lambda given, samples: (0.01 * samples["x"].sum() + 0 * given.sum(), 0.01 * len(given))
-    )
+
+    def loss(given: Tensor, samples: dict[str, Tensor]) -> tuple[Tensor, float]:
+        nothing = given.sum() - given.sum().detach()  # but a gradient, without which a step is refused
+        return 0.01 * samples["x"].sum() + nothing, 0.01 * len(given)
+
+    weighted = plain_step(loss)
     assert weighted == pytest.approx(float(batch(0)["x"].sum() / 8), rel=1e-12)
 
 
