@@ -239,7 +239,8 @@ def _once(
         ),
         Traffic("ends", "all_reduce", "tied embedding", bool(ends), numbers(ends) * size, 2),
         Traffic("all", "all_reduce", "tokens", 1, 8, layout.world),
-        Traffic("all", "all_reduce", "loss", 1, work.inner, layout.world),
+        # With the loss go three numbers that tell whether every parameter has a gradient.
+        Traffic("all", "all_reduce", "loss", 1, 4 * work.inner, layout.world),
         Traffic("all", "all_reduce", "gradient norm", 1, max(work.master, 4), layout.world),
     ]
 

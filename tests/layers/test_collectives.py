@@ -93,12 +93,15 @@ def test_backward_is_the_transpose_of_forward(
 def values(dim: int) -> dict[str, Tensor]:
     state = ParallelState.start(Layout.of(tensor=dist.get_world_size()))
     whole, own = torch.arange(16.0).reshape(4, 4), torch.full((4, 4), 1.0 + dist.get_rank())
+    along = dim if dim >= 0 else dim - 1  # a sequence has features behind it
     return {
         "reduced": reduce_from_tensor(own, state),
         "piece": split_to_tensor(whole, state, dim=dim),
         "gathered": gather_from_tensor(split_to_tensor(whole, state, dim=dim), state, dim=dim),
-        "sequence": gather_sequence(split_to_tensor(whole, state, dim=dim), state, dim=dim),
-        "scattered": scatter_sequence(whole * own, state, dim=dim),
+        "sequence": gather_sequence(
+            split_to_tensor(whole, state, dim=dim).unsqueeze(-1), state, dim=along
+        ).squeeze(-1),
+        "scattered": scatter_sequence((whole * own).unsqueeze(-1), state, dim=along).squeeze(-1),
     }
 
 
