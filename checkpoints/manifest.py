@@ -151,6 +151,14 @@ class Manifest(StrictRecord):
         }
         return seal(text_of(ordered))
 
+    def accepted_bytes(self, directory: Path) -> bytes:
+        """Write the manifest as text for ``directory``; refuse one that a reader would not accept there."""
+        raw = self.to_bytes()
+        read = Manifest.parse(raw, directory)
+        read.check(directory)
+        read.check_place(directory)
+        return raw
+
     @property
     def sealed(self) -> bool:
         """Whether damage to the manifest itself is noticed; it is not in checkpoints of earlier releases."""

@@ -6,10 +6,10 @@ import shutil
 from pathlib import Path
 
 from ..parallel_state import BadCheckpoint
+from ..storage.staging import remove_checkpoint
 from .find import complete_checkpoints, step_of
 from .hold import nobody_reads
 from .manifest import Manifest
-from .staging import remove_checkpoint
 
 
 def set_aside(target: Path) -> None:

@@ -16,6 +16,7 @@ from ..parallel_state import BadInput, ParallelState, buffer_names, fault
 from ..parallel_state.together import together
 from ..storage.companions import Companion, read_companions
 from ..storage.disk import DiskFailed, writing
+from ..storage.staging import Staging, clear_unfinished
 from ..storage.stored_file import StoredFile
 from .find import step_directory
 from .manifest import Manifest, StoredAdapter
@@ -25,7 +26,6 @@ from .rank_storage import Place, places
 from .readable import check_plain, read_back
 from .resume import Progress, moment_of
 from .retention import delete_old, set_aside
-from .staging import Staging, clear_unfinished
 from .user_module_family import ModuleFamily
 
 T = TypeVar("T")
@@ -181,7 +181,8 @@ class Saver:
                 return
             for companion in self._companions:
                 companion.write(staging[0].directory)
-            staging[0].publish(self._manifest(progress, results).to_bytes())
+            manifest = self._manifest(progress, results)
+            staging[0].publish(manifest.accepted_bytes(staging[0].output))
             self._lines.append(f"COMMITTED {target}")
 
         try:

@@ -476,12 +476,12 @@ MUTANTS = (
     Mutant(
         "old checkpoint deleted before the new one is committed",
         "checkpoints/save.py",
-        "            staging[0].publish(self._manifest(progress, results).to_bytes())\n",
-        "            from .commit import remove_checkpoint\n"
+        "            staging[0].publish(manifest.accepted_bytes(staging[0].output))\n",
+        "            from ..storage.staging import remove_checkpoint\n"
         "            from .find import complete_checkpoints\n\n"
         "            for old in complete_checkpoints(self.root)[::-1][self.keep - 1 :]:\n"
         "                remove_checkpoint(old)\n"
-        "            staging[0].publish(self._manifest(progress, results).to_bytes())\n",
+        "            staging[0].publish(manifest.accepted_bytes(staging[0].output))\n",
         (
             "tests/training/test_save_faults.py::test_the_only_checkpoint_stays_until_the_next_is_committed_K11",
         ),

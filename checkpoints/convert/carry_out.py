@@ -16,11 +16,11 @@ from ...storage.dtypes import TORCH
 from ...storage.journal import EVERY, JOURNAL, Journal
 from ...storage.output_file import check_place
 from ...storage.safetensors_writer import TensorWriter
+from ...storage.staging import Staging, staged
 from ...storage.stored_file import StoredFile
 from ..hugging_face.writer import HFFolderWriter
 from ..manifest import Manifest
 from ..readable import check_plain, read_back
-from ..staging import Staging, staged
 from ..verify import checksum_of, verify_file, verify_rest
 from .execute import execute
 from .memory_budget import block_within
@@ -147,7 +147,7 @@ def _write_sharded(
         for file, one in zip(plan.files, written, strict=True)
     ]
     companions = [store_companion(path, staging.directory) for path in plan.source.companions]
-    staging.publish(_manifest(plan, layout, files, companions).to_bytes())
+    staging.publish(_manifest(plan, layout, files, companions).accepted_bytes(staging.output))
 
 
 def _rehearse(plan: Conversion, layout: Layout, dst: Path) -> None:

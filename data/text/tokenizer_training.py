@@ -14,10 +14,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from ...checkpoints.staging import check_output, staged
 from ...parallel_state import BadInput
 from ...storage.disk import Disk
 from ...storage.output_file import check_place
+from ...storage.staging import check_output, staged
 from .chat_template import read_template
 from .tokenizer import Tokenizer, load_tokenizer
 

@@ -87,7 +87,7 @@ def test_without_a_start_token_the_index_is_what_it_was(plain: Path, starting: P
     index = json.loads((tmp_path / "out.json").read_text())
     assert [*index] == [
         *("version", "dtype", "tokens", "documents", "vocab_size", "eos_id"),
-        *("tokenizer_fingerprint", "sha256", "probe", "documents_sha256"),
+        *("tokenizer_fingerprint", "sha256", "probe", "documents_sha256", "sums_sha256", "seal"),
     ]
     with_one = tokenize([source], starting, tmp_path / "with")
     without = tokenize([source], starting, tmp_path / "without", bos=False)

@@ -194,6 +194,11 @@ def _write(name: str, content: bytes) -> Callable[[Path], Path]:
 GOOD = b'{"text": "fine"}\n'
 
 
+def _empty_folder(folder: Path) -> Path:
+    (folder / "empty").mkdir()
+    return folder / "empty"
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -226,7 +231,8 @@ GOOD = b'{"text": "fine"}\n'
             id="gz-damaged-inside",
         ),
         pytest.param(lambda folder: folder / "nowhere.txt", "nothing there", id="missing"),
-        pytest.param(lambda folder: folder, "regular file", id="folder"),
+        pytest.param(_empty_folder, "regular file", id="folder"),
+        pytest.param(lambda folder: folder, "an output outside the input", id="folder-of-the-output"),
     ],
 )
 def test_bad_input_names_file_and_line_and_leaves_nothing(

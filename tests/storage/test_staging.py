@@ -15,11 +15,11 @@ import pytest
 import torch
 from trilith.checkpoints import Manifest, latest_checkpoint, verify
 from trilith.checkpoints.manifest import Part, StoredTensor
-from trilith.checkpoints.staging import Staging, check_output, clear_unfinished, remove_checkpoint, staged
 from trilith.parallel_state import BadInput, Box, Layout
 from trilith.storage import TensorWriter
 from trilith.storage.disk import Disk, DiskFailed
 from trilith.storage.file_names import MANIFEST
+from trilith.storage.staging import Staging, check_output, clear_unfinished, remove_checkpoint, staged
 from trilith.storage.stored_file import StoredFile
 
 
@@ -48,7 +48,7 @@ def save(output: Path, value: float, disk: Disk | None = None) -> None:
             files=tuple(files),
             tensors=tensors,
         )
-        staging.publish(manifest.to_bytes())
+        staging.publish(manifest.accepted_bytes(staging.output))
 
 
 def read(directory: Path) -> float:

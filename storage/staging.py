@@ -20,11 +20,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..parallel_state import BadInput, fault
-from ..storage.disk import Disk, DiskFailed, writing
-from ..storage.file_names import MANIFEST
-from ..storage.output_file import check_outside
-from ..storage.regular import open_regular
-from .manifest import Manifest
+from .disk import Disk, DiskFailed, writing
+from .file_names import MANIFEST
+from .output_file import check_outside
+from .regular import open_regular
 
 _SPARE = 1.1
 _LONGEST_NAME = 255
@@ -105,7 +104,8 @@ class Staging:
     def publish(self, manifest: bytes | None = None) -> None:
         """Give the directory its name; when this returns, a power cut cannot take it back.
 
-        Every file in it must be on the disk by now. ``manifest`` is written last of all.
+        Every file in it must be on the disk by now. ``manifest`` is written last of all (a checkpoint's is
+        one that a reader accepts: ``Manifest.accepted_bytes``).
         """
         if manifest is not None:
             fresh = self.directory / f"{MANIFEST}.tmp"
@@ -132,13 +132,10 @@ class Staging:
         self._release()
 
     def _read_back(self, path: Path, manifest: bytes) -> None:
-        """Refuse to commit unless a reader would accept what is on the disk by now."""
+        """Refuse to commit unless the disk gives back what was written."""
         with open_regular(path) as (fd, _):
             if os.pread(fd, len(manifest) + 1, 0) != manifest:
                 raise DiskFailed(f"{path}: what was written cannot be read back")
-        read = Manifest.parse(manifest, self.output)
-        read.check(self.output)
-        read.check_place(self.output)
 
     def abandon(self) -> None:
         """Remove what was written and give up the lock. What cannot be removed keeps its telling name."""
