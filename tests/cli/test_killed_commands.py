@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from multiprocessing import forkserver
 from pathlib import Path
 from random import Random
 from typing import Any, get_type_hints
@@ -39,6 +40,14 @@ from trilith.testing.short_runs import TINY_LLAMA, run_recipe, tiny_recipe, writ
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 #: Seconds of a pause.
 PAUSE = 0.05
+
+
+def forget_servers() -> None:
+    """Let multiprocessing start a server of its own in a fork of a process that has one."""
+    server: Any = forkserver._forkserver
+    server._forkserver_pid = server._forkserver_address = server._forkserver_alive_fd = None
+
+
 EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.truncate", "os.scandir"}
 CALLS = ("fsync", "write", "pwrite", "pread", "preadv")
 CONFIG = {**TINY_LLAMA, "vocab_size": 320}
@@ -147,6 +156,7 @@ class Start:
                 os.dup2(err, 1)
                 os.dup2(err, 2)
                 sys.stdout = sys.stderr = os.fdopen(2, "w", 1)  # not pytest's
+                forget_servers()
                 watch_calls(theirs, at)
                 code = run(words)
                 sys.stderr.flush()
