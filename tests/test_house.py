@@ -66,8 +66,10 @@ READERS = {
 }
 
 #: Files over the limit, and why each stays one file.
-LIMIT = 400
-LONG_FILES: dict[str, str] = {}
+LIMIT = 300
+LONG_FILES: dict[str, str] = {
+    "recipes/sections.py": "every key of a recipe with its help, to be found in one place",
+}
 
 
 def sources() -> dict[str, str]:

@@ -49,7 +49,7 @@ def test_retention_leaves_what_is_read_and_deletes_it_with_the_next(tmp_path: Pa
     assert steps_in(tmp_path) == [1, 2]
     whole = source.read("weight", Box.whole((2, 3)), source.tie())
     assert torch.equal(whole, torch.ones(2, 3))
-    verify(source.path, source.manifest)  # type: ignore[arg-type]
+    verify(source.path, source.manifest)
     del source, whole
     saved(tmp_path, 3, keep=1)
     assert steps_in(tmp_path) == [3]
@@ -77,7 +77,7 @@ def test_several_readers_hold_one_checkpoint_and_each_alone_keeps_it(tmp_path: P
 
 def reading_convert(run_folder: Path, scratch: Path) -> None:
     convert(run_folder, scratch, to="sharded")
-    verify(scratch, read_source(scratch).manifest)  # type: ignore[arg-type]
+    verify(scratch, read_source(scratch).manifest)
 
 
 def reading_inspect(run_folder: Path, scratch: Path) -> None:

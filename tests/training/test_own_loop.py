@@ -128,7 +128,7 @@ def reset(name: str, layout: Layout, seed: int | None) -> Pieces:
     for module in model.modules():
         if hasattr(module, "reset_parameters"):
             module.reset_parameters() if seed is None else module.reset_parameters(seed)
-    return pieces(model, state)  # type: ignore[arg-type]
+    return pieces(model, state)
 
 
 @pytest.mark.parametrize("name", LAYERS)
