@@ -36,7 +36,10 @@ def convert(
         typer.Option(help="follow links out of a Hugging Face folder (the hub's cache is always followed)"),
     ] = False,
     workers: Annotated[int, typer.Option(min=1, help="threads that read and write")] = 2,
-    max_ram: Annotated[str, typer.Option(help="memory to stay below, such as 800MB or 2GiB")] = "1GiB",
+    max_ram: Annotated[
+        str | None,
+        typer.Option(help="memory to stay below, such as 800MB or 2GiB; default: some 20 MB for each worker"),
+    ] = None,
     verify: Annotated[
         bool,
         typer.Option("--verify", help="afterwards read the output and compare every number with the source"),
@@ -56,7 +59,8 @@ def convert(
     from .progress import byte_progress
     from .sizes import parse_counts, parse_size
 
-    counts, most = parse_counts(split, "convert"), parse_size(max_ram, "--max-ram")
+    counts = parse_counts(split, "convert")
+    most = parse_size(max_ram, "--max-ram") if max_ram is not None else None
     plan = plan_conversion(
         src, to=to, tensor=tensor, pipeline=pipeline, split=counts, dtype=dtype, allow_symlinks=allow_symlinks
     )

@@ -15,7 +15,10 @@ def merge_lora(
     adapter: Annotated[Path, typer.Argument(help="PEFT's folder, a LoRA run's, or a checkpoint of one")],
     out: Annotated[Path, typer.Argument(help="a new folder")],
     workers: Annotated[int, typer.Option(min=1, help="threads that read and write")] = 2,
-    max_ram: Annotated[str, typer.Option(help="memory to stay below, such as 800MB or 2GiB")] = "1GiB",
+    max_ram: Annotated[
+        str | None,
+        typer.Option(help="memory to stay below, such as 800MB or 2GiB; default: some 20 MB for each worker"),
+    ] = None,
 ) -> None:
     """Add LoRA adapters to the weights of their base: a whole Hugging Face folder that needs no peft.
 
@@ -29,7 +32,7 @@ def merge_lora(
     from .progress import byte_progress
     from .sizes import parse_size
 
-    most = parse_size(max_ram, "--max-ram")
+    most = parse_size(max_ram, "--max-ram") if max_ram is not None else None
     check_workers(workers, "merge-lora")
     plan = plan_merge(base, adapter)
     with byte_progress(f"{base} + {adapter} -> {out}", plan.nbytes) as advance:

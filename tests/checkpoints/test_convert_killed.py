@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 from trilith.checkpoints import How, convert
+from trilith.checkpoints.convert import memory_budget
 from trilith.checkpoints.convert.memory_budget import anonymous_memory, block_within
+from trilith.cli.app import run
 from trilith.parallel_state import BadCheckpoint, BadInput, Box
 from trilith.storage import TensorWriter
 from trilith.storage.journal import Journal
@@ -224,6 +226,14 @@ def test_an_interrupt_keeps_what_was_written_and_an_error_does_not(tmp_path: Pat
 def test_too_little_memory_is_refused_with_figures() -> None:
     with pytest.raises(BadInput, match=r"--max-ram: expected at least [\d,]+ MB .*, found 1 MB"):
         block_within(1 << 20, 2)
+
+
+def test_a_process_of_any_size_converts_where_no_memory_is_asked_for(
+    tmp_path: Path, sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_budget, "anonymous_memory", lambda: 1 << 40)
+    assert run(["convert", str(sources / "hf"), str(tmp_path / "out"), "--tensor", "2"]) == 0
+    assert run(["convert", str(sources / "hf"), str(tmp_path / "not"), "--max-ram", "1GiB"]) == 2
 
 
 def test_memory_asked_for_bounds_blocks_and_workers() -> None:
