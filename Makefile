@@ -19,9 +19,11 @@ typecheck:
 test:
 	TORCH_DISTRIBUTED_DEBUG=DETAIL pytest
 
-# docs/recipe.md and the tables of docs/training.md, from the help of a recipe's keys.
+# docs/recipe.md and the tables of docs/training.md, from the help of a recipe's keys; docs/commands.md, from the
+# help of the commands.
 docs:
 	python -m trilith.recipes.reference
+	python -m trilith.cli.reference
 
 # Faults seeded one at a time: does the suite see each of them? Some minutes, not part of `check`.
 mutants:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect as python_inspect
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -54,20 +56,44 @@ UNEXPECTED, USAGE, PREEMPTED, INTERRUPTED = 1, 2, 75, 130
 def make_app(commands: Sequence[Callable[..., Any]] = COMMANDS) -> typer.Typer:
     """The typer application of these commands; a function's name is its command's."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.callback()(_options)
+    app.callback(help=unwrapped(_options.__doc__ or ""))(_options)
     for command in commands:
-        app.command()(command)
+        app.command(help=unwrapped(command.__doc__ or ""))(command)
     return app
+
+
+def unwrapped(text: str) -> str:
+    """Join the lines of each paragraph, so that a terminal of any width wraps them; keep indented lines."""
+    return re.sub(r"(?<=\S)\n(?=\S)", " ", python_inspect.cleandoc(text))
 
 
 def _options(
     version: Annotated[
         bool,
-        typer.Option("--version", help="print the version and stop", callback=_print_version, is_eager=True),
+        typer.Option("--version", help="print the version and exit", callback=_print_version, is_eager=True),
     ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="show the traceback of an error")] = False,
+    debug: Annotated[
+        bool,
+        typer.Option("--debug", help="print the traceback of an error; stands before the command's name"),
+    ] = False,
 ) -> None:
-    """Megatron-style training for PyTorch: one model, any layout."""
+    """Train language models in any parallel layout, and convert their weights.
+
+    A layout is the number of ranks along each parallel axis. It changes neither the model nor its results,
+    so a run, a checkpoint or a conversion may move between layouts at any time. `trilith COMMAND --help`
+    explains a command and shows examples.
+
+    Exit codes: 0 success; 1 unforeseen error, or a comparison that found a difference; 2 bad input; 3 a rank
+    failed, or the machine ran out of something; 4 damaged checkpoint; 75 stopped by a signal after saving;
+    130 Ctrl-C.
+
+    Examples:
+
+        trilith quickstart
+        trilith convert Llama-3.2-1B sharded --tensor 4 --pipeline 2
+        trilith tokenize corpus.txt --tokenizer Llama-3.2-1B --out tokens
+        trilith train recipe.toml
+    """
 
 
 def _print_version(asked: bool) -> None:

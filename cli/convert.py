@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from .options import DRY_RUN, MAX_RAM, SPLIT, WORKERS
 from .say import say
 
 if TYPE_CHECKING:
@@ -16,44 +17,59 @@ if TYPE_CHECKING:
 
 def convert(
     src: Annotated[
-        Path, typer.Argument(help="a Hugging Face folder or model id, a checkpoint, or a run's folder")
+        Path,
+        typer.Argument(
+            help="Hugging Face folder, Hugging Face model id, checkpoint, or a run's folder", metavar="SRC"
+        ),
     ],
-    dst: Annotated[Path, typer.Argument(help="a new folder")],
+    dst: Annotated[Path, typer.Argument(help="new folder for the converted weights", metavar="DST")],
     to: Annotated[
         Literal["hf", "peft", "sharded"] | None,
         typer.Option(
             "--to",
-            help="hf, sharded, or peft for LoRA adapters; default: the other form",
+            help="form to write: hf (Hugging Face), sharded (checkpoint) or peft (LoRA adapters); "
+            "default: sharded from a Hugging Face folder, or with --tensor or --pipeline; otherwise hf",
         ),
     ] = None,
-    tensor: Annotated[int, typer.Option(min=1, help="cut for this many tensor ranks")] = 1,
-    pipeline: Annotated[int, typer.Option(min=1, help="and this many pipeline stages")] = 1,
-    split: Annotated[str | None, typer.Option(help="blocks of each stage by hand, such as 3,2")] = None,
-    dtype: Annotated[str | None, typer.Option(help="cast the weights: float32, bfloat16, float16")] = None,
-    allow_nonfinite: Annotated[bool, typer.Option(help="let NaN and infinities through")] = False,
+    tensor: Annotated[int, typer.Option(min=1, help="number of tensor-parallel ranks to cut for")] = 1,
+    pipeline: Annotated[int, typer.Option(min=1, help="number of pipeline stages to cut for")] = 1,
+    split: Annotated[str | None, typer.Option(help=SPLIT)] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="data type to cast the weights to: float32, bfloat16 or float16")
+    ] = None,
+    allow_nonfinite: Annotated[
+        bool, typer.Option("--allow-nonfinite", help="accept weights that are NaN or infinite")
+    ] = False,
     allow_symlinks: Annotated[
         bool,
-        typer.Option(help="follow links out of a Hugging Face folder (the hub's cache is always followed)"),
+        typer.Option(
+            "--allow-symlinks",
+            help="follow symbolic links that lead out of a Hugging Face folder (links into the Hugging Face "
+            "cache are always followed)",
+        ),
     ] = False,
-    workers: Annotated[int, typer.Option(min=1, help="threads that read and write")] = 2,
+    workers: Annotated[int, typer.Option(min=1, help=WORKERS)] = 2,
     max_ram: Annotated[
         str | None,
-        typer.Option(help="memory to stay below, such as 800MB or 2GiB; default: some 20 MB for each worker"),
+        typer.Option(help=MAX_RAM),
     ] = None,
     verify: Annotated[
         bool,
-        typer.Option("--verify", help="afterwards read the output and compare every number with the source"),
+        typer.Option("--verify", help="read the output again and compare every number with the source"),
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the plan and write nothing")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help=DRY_RUN)] = False,
 ) -> None:
-    """Convert between Hugging Face folders and sharded checkpoints, or from one layout to another.
+    """Convert weights between Hugging Face, checkpoints and layouts.
 
-    Killed, the same command goes on where it was. Memory does not grow with the model.
+    A sharded checkpoint has TENSOR x PIPELINE files of weights, one for each rank. Memory does not grow with
+    the model. DST appears only when it is complete; if the command is killed, the same command continues.
 
-    trilith convert Llama-3.2-1B sharded --tensor 4 --pipeline 2
-    trilith convert sharded other --tensor 2
-    trilith convert other Llama-again --to hf
-    trilith convert lora-run adapter --to peft
+    Examples:
+
+        trilith convert Llama-3.2-1B sharded --tensor 4 --pipeline 2
+        trilith convert sharded other --tensor 2
+        trilith convert other Llama-again --to hf
+        trilith convert lora-run adapter --to peft
     """
     from ..checkpoints import How, carry_out, plan_conversion
     from .progress import byte_progress

@@ -11,11 +11,25 @@ from .say import say
 
 
 def diff(
-    a: Annotated[Path, typer.Argument(help="a Hugging Face folder, a checkpoint, or a run's folder")],
-    b: Annotated[Path, typer.Argument(help="another, of any layout or form")],
-    most: Annotated[int, typer.Option("--most", min=1, help="show so many differing tensors")] = 20,
+    a: Annotated[
+        Path, typer.Argument(help="Hugging Face folder, checkpoint, or a run's folder", metavar="A")
+    ],
+    b: Annotated[
+        Path, typer.Argument(help="folder to compare with, in any form and any layout", metavar="B")
+    ],
+    most: Annotated[
+        int, typer.Option("--most", min=1, help="largest number of differing tensors to print")
+    ] = 20,
 ) -> None:
-    """Compare the weights (and, between runs, the moments) of two folders; exit code 1 if they differ."""
+    """Compare the weights of two folders tensor by tensor.
+
+    Between two runs the optimizer moments are compared too. The exit code is 1 if the folders differ.
+
+    Examples:
+
+        trilith diff run-a run-b
+        trilith diff run Llama-3.2-1B --most 5
+    """
     from itertools import islice
 
     from ..checkpoints import differences, read_source, verify

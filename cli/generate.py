@@ -14,52 +14,77 @@ from .say import say
 def generate(
     context: typer.Context,
     source: Annotated[
-        Path, typer.Argument(help="a Hugging Face folder or a trilith checkpoint", metavar="DIR")
+        Path, typer.Argument(help="Hugging Face folder, checkpoint, or a run's folder", metavar="DIR")
     ],
     prompt: Annotated[
-        list[str] | None, typer.Option("--prompt", "-p", help="the text to continue; may be given again")
+        list[str] | None, typer.Option("--prompt", "-p", help="text to continue; may be repeated")
     ] = None,
     prompts: Annotated[
         Path | None,
-        typer.Option(help="a file of prompts: one a line, or .jsonl with prompt or messages in each"),
+        typer.Option(help="file of prompts: one in each line, or .jsonl records with prompt or messages"),
     ] = None,
     chat: Annotated[
         bool,
-        typer.Option("--chat", help="prompts are a user's messages, put into the tokenizer's chat template"),
+        typer.Option(
+            "--chat", help="treat prompts as messages of a user, and apply the tokenizer's chat template"
+        ),
     ] = False,
-    system: Annotated[str | None, typer.Option(help="the system's message of a chat")] = None,
+    system: Annotated[str | None, typer.Option(help="system message, for --chat")] = None,
     max_new_tokens: Annotated[
-        int, typer.Option(min=1, max=2**20, help="how many tokens to add at most")
+        int, typer.Option(min=1, max=2**20, help="largest number of tokens to add")
     ] = 64,
-    min_new_tokens: Annotated[int, typer.Option(min=0, help="and at least, before it may stop")] = 0,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token")] = 0.0,
-    top_k: Annotated[int, typer.Option(min=0, help="sample from the k likeliest tokens; 0: from all")] = 0,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="sample from this much probability")] = 1.0,
-    seed: Annotated[int, typer.Option(help="of the sampling; no prompt changes another's")] = 0,
+    min_new_tokens: Annotated[int, typer.Option(min=0, help="smallest number of tokens to add")] = 0,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="sampling temperature; 0: always take the likeliest token")
+    ] = 0.0,
+    top_k: Annotated[int, typer.Option(min=0, help="sample from the K likeliest tokens; 0: from all")] = 0,
+    top_p: Annotated[
+        float,
+        typer.Option(
+            min=0.0, max=1.0, help="sample from the likeliest tokens whose probabilities reach this sum"
+        ),
+    ] = 1.0,
+    seed: Annotated[
+        int, typer.Option(help="seed of the sampling; each prompt has its own random numbers")
+    ] = 0,
     stop: Annotated[
-        list[str] | None, typer.Option(help="a text that ends it, besides the model's own tokens; repeatable")
+        list[str] | None,
+        typer.Option(help="text that ends a continuation, besides the model's end tokens; may be repeated"),
     ] = None,
     ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="only --stop and the most tokens end it")
+        bool, typer.Option("--ignore-eos", help="do not stop at the model's end tokens")
     ] = False,
-    batch: Annotated[int, typer.Option(min=1, help="prompts computed at once")] = 16,
-    out: Annotated[Path | None, typer.Option(help="write one JSON object a prompt into this file")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="number of prompts computed at once")] = 16,
+    out: Annotated[
+        Path | None, typer.Option(help="JSONL file to write, with one object for each prompt")
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help=FORCE)] = False,
-    tensor: Annotated[int, typer.Option(min=1, help="cut each layer over so many local processes")] = 1,
-    pipeline: Annotated[int, typer.Option(min=1, help="and the blocks over so many stages")] = 1,
-    dtype: Annotated[str, typer.Option(help="of weights and arithmetic: float32, bfloat16, ...")] = "float32",
-    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
-    tokenizer: Annotated[Path | None, typer.Option(help="a tokenizer folder, if DIR has none")] = None,
+    tensor: Annotated[
+        int, typer.Option(min=1, help="number of tensor-parallel ranks, as local processes")
+    ] = 1,
+    pipeline: Annotated[int, typer.Option(min=1, help="number of pipeline stages, as local processes")] = 1,
+    dtype: Annotated[
+        str, typer.Option(help="data type of weights and arithmetic: float32, bfloat16, ...")
+    ] = "float32",
+    device: Annotated[str, typer.Option(help="device to compute on: cpu or cuda")] = "cpu",
+    tokenizer: Annotated[Path | None, typer.Option(help="tokenizer folder; default: DIR")] = None,
     adapter: Annotated[
         Path | None,
-        typer.Option(help="LoRA adapters for DIR: PEFT's, or a run's, which may be DIR itself"),
+        typer.Option(help="LoRA adapters to add: PEFT folder or a LoRA run's folder"),
     ] = None,
     status: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Continue texts with a model, on one device or in a layout.
 
-    One prompt is written out as it grows; of several, one JSON object each: prompt, text, tokens, finish
-    (stop or length). Any layout gives the same text. Ranks may also be started by torchrun.
+    The text of a single prompt is printed as it grows. For several prompts the command prints one JSON object
+    each, with prompt, text, tokens and finish (stop or length). All layouts give the same text. The ranks may
+    also be started by torchrun.
+
+    Examples:
+
+        trilith generate Llama-3.2-1B --prompt "def main():"
+        trilith generate Llama-3.2-1B --prompts questions.jsonl --chat --temperature 0.7 --out answers.jsonl
+        trilith generate run --prompt "Once" --tensor 2
     """
     from ..generation import Sampling
     from ..generation.prompts import read_prompts

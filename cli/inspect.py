@@ -10,13 +10,23 @@ import typer
 
 def inspect(
     source: Annotated[
-        Path, typer.Argument(help="a Hugging Face folder, a checkpoint, or a run's folder", metavar="DIR")
+        Path, typer.Argument(help="Hugging Face folder, checkpoint, or a run's folder", metavar="DIR")
     ],
-    tensor: Annotated[str | None, typer.Option("--tensor", help="statistics of one tensor")] = None,
+    tensor: Annotated[
+        str | None,
+        typer.Option(
+            "--tensor", help="name of a tensor whose minimum, maximum, mean and standard deviation to print"
+        ),
+    ] = None,
 ) -> None:
-    """What a folder of weights holds: model, layout that wrote it, step, files, tensors. Reads no weights.
+    """List what a folder of weights holds: model, layout, step, files, tensors.
 
-    With --tensor NAME also its smallest, largest, mean and spread.
+    The command reads headers only. With --tensor it also reads that tensor.
+
+    Examples:
+
+        trilith inspect run
+        trilith inspect Llama-3.2-1B --tensor model.norm.weight
     """
     from math import prod
 

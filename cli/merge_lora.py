@@ -7,25 +7,40 @@ from typing import Annotated
 
 import typer
 
+from .options import MAX_RAM, WORKERS
 from .say import say
 
 
 def merge_lora(
-    base: Annotated[Path, typer.Argument(help="a Hugging Face folder or model id, or a checkpoint")],
-    adapter: Annotated[Path, typer.Argument(help="PEFT's folder, a LoRA run's, or a checkpoint of one")],
-    out: Annotated[Path, typer.Argument(help="a new folder")],
-    workers: Annotated[int, typer.Option(min=1, help="threads that read and write")] = 2,
+    base: Annotated[
+        Path,
+        typer.Argument(
+            help="Hugging Face folder, Hugging Face model id, or checkpoint of the base model", metavar="BASE"
+        ),
+    ],
+    adapter: Annotated[
+        Path,
+        typer.Argument(
+            help="PEFT folder, a LoRA run's folder, or a checkpoint of a LoRA run", metavar="ADAPTER"
+        ),
+    ],
+    out: Annotated[Path, typer.Argument(help="new Hugging Face folder", metavar="OUT")],
+    workers: Annotated[int, typer.Option(min=1, help=WORKERS)] = 2,
     max_ram: Annotated[
         str | None,
-        typer.Option(help="memory to stay below, such as 800MB or 2GiB; default: some 20 MB for each worker"),
+        typer.Option(help=MAX_RAM),
     ] = None,
 ) -> None:
-    """Add LoRA adapters to the weights of their base: a whole Hugging Face folder that needs no peft.
+    """Add LoRA adapters to the weights of their base model.
 
-    W + scale * B A, in float32, then in W's own format; all else byte for byte. It loads no model and needs
-    no GPU; memory does not grow with the model. Killed, the same command goes on where it was.
+    Each adapted weight W becomes W + scale * B A, computed in float32 and rounded once to the data type of W.
+    All other tensors stay byte for byte. The command loads no model and needs no GPU, and its memory does not
+    grow with the model. If it is killed, the same command continues.
 
-    trilith merge-lora Llama-3.2-1B lora-run merged
+    Examples:
+
+        trilith merge-lora Llama-3.2-1B lora-run merged
+        trilith merge-lora Llama-3.2-1B adapter merged --max-ram 2GiB
     """
     from ..checkpoints import How, carry_out, plan_merge
     from ..parallel_state import check_workers

@@ -3,5 +3,14 @@
 from __future__ import annotations
 
 SCHEDULES = "gpipe, 1f1b, interleaved, interleaved-zero-bubble, zbv, dualpipev"
-VIRTUAL_STAGES = "stages of a pipeline rank; default: 2, or 1 with gpipe, 1f1b"
-FORCE = "replace a file that is not this command's own"
+VIRTUAL_STAGES = "number of stages on each pipeline rank; default: 2, or 1 with gpipe, 1f1b"
+FORCE = "replace the file even if this command did not write it"
+SPLIT = "number of blocks in each pipeline stage, such as 3,2; default: chosen by trilith"
+WORKERS = "number of threads that read and write"
+MAX_RAM = (
+    "most memory that the process may hold, such as 800MB or 2GiB; default: no limit, and each worker needs "
+    "some 20 MB"
+)
+DRY_RUN = "print the plan and write nothing"
+INPUTS = "text, .jsonl or .parquet files, each also as .gz or .zst, or folders of Hugging Face datasets"
+JSON_KEY = "name of the JSON key or Parquet column that holds the text"

@@ -7,41 +7,61 @@ from typing import Annotated
 
 import typer
 
-from .options import SCHEDULES, VIRTUAL_STAGES
+from .options import SCHEDULES, SPLIT, VIRTUAL_STAGES
 
 
 def parity(
-    folder: Annotated[Path, typer.Argument(help="a Hugging Face folder", metavar="HF_DIR")],
-    tensor: Annotated[int, typer.Option(min=1, help="tensor-parallel ranks")] = 1,
-    pipeline: Annotated[int, typer.Option(min=1, help="pipeline stages")] = 1,
-    data: Annotated[int, typer.Option(min=1, help="data-parallel ranks")] = 1,
-    expert: Annotated[int, typer.Option(min=1, help="of the data ranks: over which experts lie")] = 1,
-    zero: Annotated[int, typer.Option(min=0, max=3, help="ZeRO stage")] = 0,
-    sequence: Annotated[bool, typer.Option("--sequence", help="sequence parallelism")] = False,
-    context: Annotated[int, typer.Option(min=1, help="context-parallel ranks, which share each row")] = 1,
-    ring: Annotated[bool, typer.Option("--ring", help="keys and values go around the context ranks")] = False,
-    schedule: Annotated[str, typer.Option(help=f"of the pipeline: {SCHEDULES}")] = "1f1b",
+    folder: Annotated[Path, typer.Argument(help="Hugging Face folder with the model", metavar="HF_DIR")],
+    tensor: Annotated[int, typer.Option(min=1, help="number of tensor-parallel ranks")] = 1,
+    pipeline: Annotated[int, typer.Option(min=1, help="number of pipeline stages")] = 1,
+    data: Annotated[int, typer.Option(min=1, help="number of data-parallel ranks")] = 1,
+    expert: Annotated[
+        int, typer.Option(min=1, help="number of data-parallel ranks that share out the experts")
+    ] = 1,
+    zero: Annotated[int, typer.Option(min=0, max=3, help="ZeRO stage of data parallelism, 0 to 3")] = 0,
+    sequence: Annotated[
+        bool, typer.Option("--sequence", help="use sequence parallelism over the tensor-parallel ranks")
+    ] = False,
+    context: Annotated[
+        int, typer.Option(min=1, help="number of context-parallel ranks; they share each row")
+    ] = 1,
+    ring: Annotated[
+        bool, typer.Option("--ring", help="use ring attention over the context-parallel ranks")
+    ] = False,
+    schedule: Annotated[str, typer.Option(help=f"pipeline schedule: {SCHEDULES}")] = "1f1b",
     virtual_stages: Annotated[int | None, typer.Option(min=1, help=VIRTUAL_STAGES)] = None,
-    split: Annotated[
-        str | None, typer.Option(help="blocks of each stage by hand, such as 3,2; default: evenly")
-    ] = None,
+    split: Annotated[str | None, typer.Option(help=SPLIT)] = None,
     dtype: Annotated[
-        str, typer.Option(help="float64 tells most, then float32; in bfloat16 only gross errors show")
+        str,
+        typer.Option(
+            help="data type to compute in: float64 shows the smallest errors, bfloat16 only large ones"
+        ),
     ] = "float32",
-    samples: Annotated[int, typer.Option(min=0, help="rows of the batch; 0: two a rank or more")] = 0,
-    length: Annotated[int, typer.Option(min=1, help="tokens of a row")] = 32,
-    seed: Annotated[int, typer.Option(help="of the random tokens")] = 0,
+    samples: Annotated[
+        int, typer.Option(min=0, help="number of rows in the batch; 0: at least two for each rank")
+    ] = 0,
+    length: Annotated[int, typer.Option(min=1, help="number of tokens in a row")] = 32,
+    seed: Annotated[int, typer.Option(help="seed of the random tokens")] = 0,
     tolerance: Annotated[
-        float | None, typer.Option(help="largest relative difference; default: by dtype")
+        float | None,
+        typer.Option(help="largest relative difference that passes; default: depends on --dtype"),
     ] = None,
-    every: Annotated[bool, typer.Option("--modules", help="show every module and gradient")] = False,
+    every: Annotated[
+        bool, typer.Option("--modules", help="print every module and every gradient, not only the worst")
+    ] = False,
 ) -> None:
-    """Compare a model with transformers, and its layout with one process, module by module.
+    """Compare a model with transformers and with one process, module by module.
 
-    Runs one forward and backward on random tokens in transformers, here in one process, and here on as many
-    local processes as the layout has ranks. Compares every module's output, the loss and every gradient, each
-    relative to its largest number, and names the first that differs: where an error begins. Loads the model
-    once for each. Exit code 1 if anything differs by more than the tolerance.
+    The command runs one forward and one backward on random tokens three times: in transformers, in trilith on
+    one process, and in trilith on one local process for each rank of the layout. It compares the output of
+    every module, the loss and every gradient, and names the first one that differs, which is where an error
+    begins. Each run loads the whole model. The exit code is 1 if a difference is larger than the tolerance.
+
+    Examples:
+
+        trilith parity Llama-3.2-1B --tensor 2 --pipeline 2
+        trilith parity Llama-3.2-1B --context 2 --ring --dtype float64
+        trilith parity Mixtral-8x7B --data 2 --expert 2 --zero 1 --modules
     """
     from pydantic import ValidationError
 

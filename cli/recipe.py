@@ -21,24 +21,34 @@ class Origin(StrEnum):
 
 def recipe(
     origin: Annotated[
-        Origin, typer.Argument(help="DeepSpeed's ds_config.json, or Hugging Face's training_args.json")
+        Origin,
+        typer.Argument(
+            help="kind of FILE.json: DeepSpeed's ds_config.json or Hugging Face's training_args.json",
+            metavar="ORIGIN",
+        ),
     ],
-    file: Annotated[Path, typer.Argument(help="the configuration", metavar="FILE.json")],
+    file: Annotated[Path, typer.Argument(help="configuration of the other trainer", metavar="FILE.json")],
     ranks: Annotated[
-        int | None, typer.Option("--ranks", min=1, help="processes that train; the files rarely say")
+        int | None,
+        typer.Option("--ranks", min=1, help="number of processes that train; the file rarely says it"),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", help="write the recipe there; default: print it", metavar="RECIPE.toml"),
+        typer.Option("--out", help="file for the recipe; default: print it", metavar="RECIPE.toml"),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help=FORCE)] = False,
 ) -> None:
-    """Make a recipe of another trainer's configuration.
+    """Translate a DeepSpeed or Hugging Face trainer configuration into a recipe.
 
-    What could not be mapped is listed, a line each with the reason, on stderr and at the end of the recipe.
-    What the file does not say (model, tokens) is left to fill in, there or on the command line: trilith train
-    RECIPE.toml model.init_from=Llama-3.2-1B data.tokens=tokens data.sequence_length=2048. training_args.json
-    is what TrainingArguments.to_json_string() gives; a DeepSpeed configuration that it names is read with it.
+    Settings that have no counterpart are listed with the reason, on stderr and at the end of the recipe.
+    Settings that the file does not have, such as the model and the tokens, are marked FILL IN; give them in
+    the recipe or on the command line of trilith train. training_args.json is the output of
+    TrainingArguments.to_json_string(); the DeepSpeed configuration that it names is read too.
+
+    Examples:
+
+        trilith recipe from-deepspeed ds_config.json --ranks 8 --out recipe.toml
+        trilith recipe from-trainer training_args.json --ranks 8 --out recipe.toml
     """
     from ..recipes.foreign.from_deepspeed import from_deepspeed
     from ..recipes.foreign.from_trainer import from_trainer

@@ -13,20 +13,25 @@ from .say import say
 
 def report(
     runs: Annotated[
-        list[Path], typer.Argument(help="folders of runs; several are compared", metavar="RUN...")
+        list[Path], typer.Argument(help="folder of a run; several runs are compared", metavar="RUN")
     ],
     out: Annotated[
         Path | None,
-        typer.Option(help="the page to write; default: report.html in the run's folder, or here for several"),
+        typer.Option(
+            help="HTML file to write; default: report.html in the run's folder, or in the current folder for "
+            "several runs"
+        ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help=FORCE)] = False,
 ) -> None:
-    """Write one HTML page about a run: curves, throughput, memory, layouts, what was resumed, the recipe.
+    """Write one HTML page about a run: curves, throughput, memory, events, recipe.
 
-    The page holds everything itself, so that it can be sent. Several runs are drawn over each other.
+    The page needs no other file and no network, so it can be sent by mail. Several runs share their charts.
 
-    trilith report run
-    trilith report run-a run-b --out compared.html
+    Examples:
+
+        trilith report run
+        trilith report run-a run-b --out compared.html
     """
     from ..runs.report.page import write_report
 

@@ -8,18 +8,25 @@ from typing import Annotated
 import typer
 
 from .convert import convert
+from .options import DRY_RUN, SPLIT
 
 
 def reshard(
-    src: Annotated[Path, typer.Argument(help="a checkpoint or a run's folder")],
-    dst: Annotated[Path, typer.Argument(help="a new folder")],
-    tensor: Annotated[int, typer.Option(min=1, help="tensor ranks")] = 1,
-    pipeline: Annotated[int, typer.Option(min=1, help="pipeline stages")] = 1,
-    split: Annotated[str | None, typer.Option(help="blocks of each stage by hand, such as 3,2")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the plan and write nothing")] = False,
+    src: Annotated[Path, typer.Argument(help="checkpoint or a run's folder", metavar="SRC")],
+    dst: Annotated[Path, typer.Argument(help="new folder for the checkpoint", metavar="DST")],
+    tensor: Annotated[int, typer.Option(min=1, help="number of tensor-parallel ranks to cut for")] = 1,
+    pipeline: Annotated[int, typer.Option(min=1, help="number of pipeline stages to cut for")] = 1,
+    split: Annotated[str | None, typer.Option(help=SPLIT)] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help=DRY_RUN)] = False,
 ) -> None:
-    """Cut a checkpoint for another layout, weights and moments alike: one file a rank.
+    """Cut a checkpoint for another layout, optimizer moments included.
 
-    Loading does this by itself; a reshard is for moving files to where their ranks are, once.
+    The result has one file for each of TENSOR x PIPELINE ranks. A run does not need this command: it loads a
+    checkpoint of any layout. Use it when each host should have only the files of its own ranks.
+
+    Examples:
+
+        trilith reshard run cut --tensor 2 --pipeline 2
+        trilith reshard run cut --tensor 2 --dry-run
     """
     convert(src, dst, to="sharded", tensor=tensor, pipeline=pipeline, split=split, dry_run=dry_run)

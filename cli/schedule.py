@@ -11,24 +11,33 @@ from .options import FORCE, SCHEDULES, VIRTUAL_STAGES
 
 
 def schedule(
-    name: Annotated[str, typer.Option(help=SCHEDULES)],
-    stages: Annotated[int, typer.Option(min=2, help="pipeline ranks")] = 4,
-    microbatches: Annotated[int, typer.Option(min=1, help="micro-batches a step")] = 8,
+    name: Annotated[str, typer.Option(help=f"pipeline schedule: {SCHEDULES}")],
+    stages: Annotated[int, typer.Option(min=2, help="number of pipeline ranks")] = 4,
+    microbatches: Annotated[int, typer.Option(min=1, help="number of micro-batches in a step")] = 8,
     virtual: Annotated[int | None, typer.Option(min=1, help=VIRTUAL_STAGES)] = None,
-    out: Annotated[Path | None, typer.Option(help="a picture to write: .png, .svg or .pdf")] = None,
+    out: Annotated[Path | None, typer.Option(help="picture to write, in .png, .svg or .pdf")] = None,
     force: Annotated[bool, typer.Option("--force", help=FORCE)] = False,
     measure: Annotated[
-        bool, typer.Option("--measure", help="also run it: on local processes that sleep where they compute")
+        bool,
+        typer.Option(
+            "--measure",
+            help="run the schedule on local processes that sleep instead of computing, and time it",
+        ),
     ] = False,
-    unit: Annotated[float, typer.Option(min=0.001, help="seconds of a rank's forward, with --measure")] = 0.2,
+    unit: Annotated[
+        float, typer.Option(min=0.001, help="seconds that a rank's forward takes, for --measure")
+    ] = 0.2,
 ) -> None:
-    """Show a pipeline schedule: who computes what when, how long each rank waits, how much it holds.
+    """Show the timetable of a pipeline schedule and how long each rank waits.
 
-    The order is torch's own, as a run has it; the times are of stages that take equally long, backward twice
-    as long as forward, and of sending that takes none. Held are activations: those of one stage for one
-    micro-batch are one.
+    The order of work is the one that torch runs in training. The times assume that all stages take equally
+    long, that a backward takes twice as long as a forward, and that sending takes no time. The column "held"
+    counts activations; the activations of one stage for one micro-batch count as one.
 
-    trilith schedule --name zbv --stages 4 --microbatches 8 --measure --out zbv.png
+    Examples:
+
+        trilith schedule --name 1f1b
+        trilith schedule --name zbv --stages 4 --microbatches 8 --measure --out zbv.png
     """
     from ..parallel_state import check_local_ranks
     from ..pipeline import Timetable, bubble, layout_of, timetable

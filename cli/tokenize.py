@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from .options import INPUTS, JSON_KEY
 from .say import say
 
 
@@ -14,48 +15,58 @@ def tokenize(
     inputs: Annotated[
         list[Path],
         typer.Argument(
-            help=".jsonl, .parquet, a folder of Hugging Face's datasets, or text; also .gz and .zst",
-            metavar="INPUT...",
+            help=INPUTS,
+            metavar="INPUT",
         ),
     ],
-    tokenizer: Annotated[Path, typer.Option(help="a Hugging Face folder or a SentencePiece .model file")],
-    out: Annotated[Path, typer.Option(help="name of the token file, without a suffix", metavar="PREFIX")],
+    tokenizer: Annotated[Path, typer.Option(help="Hugging Face folder or SentencePiece .model file")],
+    out: Annotated[Path, typer.Option(help="path of the token file, without a suffix", metavar="PREFIX")],
     append_eos: Annotated[
-        bool, typer.Option("--append-eos/--no-append-eos", help="end each document with the end token")
+        bool,
+        typer.Option("--append-eos/--no-append-eos", help="end each document with the tokenizer's end token"),
     ] = True,
     bos: Annotated[
         bool | None,
         typer.Option(
             "--bos/--no-bos",
-            help="begin each document with the start token; default: where the tokenizer does so to a text",
+            help="begin each document with the start token; default: as the tokenizer does with a text",
         ),
     ] = None,
-    json_key: Annotated[
-        str, typer.Option(help="where a line of JSON or a Parquet table has the text")
-    ] = "text",
+    json_key: Annotated[str, typer.Option(help=JSON_KEY)] = "text",
     split_paragraphs: Annotated[
-        bool, typer.Option("--split-paragraphs", help="a document for each paragraph, not for each text file")
+        bool,
+        typer.Option("--split-paragraphs", help="make one document of each paragraph, not of each text file"),
     ] = False,
     chat: Annotated[
-        bool, typer.Option("--chat", help="conversations: only the assistant's tokens are learnt")
+        bool,
+        typer.Option("--chat", help="read conversations; a model then learns only the assistant's tokens"),
     ] = False,
     chat_template: Annotated[
-        Path | None, typer.Option(help="with --chat: a Jinja file; default: the tokenizer's own template")
+        Path | None,
+        typer.Option(help="Jinja file with the chat template, for --chat; default: the tokenizer's own"),
     ] = None,
     template_set: Annotated[
         list[str] | None,
-        typer.Option(help="with --chat: a variable of the template, such as enable_thinking=false"),
+        typer.Option(help="variable of the chat template, such as enable_thinking=false; may be repeated"),
     ] = None,
     show: Annotated[
-        int, typer.Option(min=0, help="with --chat: print so many samples, what is learnt in [[ ]]")
+        int, typer.Option(min=0, help="number of samples to print, for --chat; learnt tokens are in [[ ]]")
     ] = 0,
-    workers: Annotated[int | None, typer.Option(min=1, help="processes; default: the cores at hand")] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="no progress bar")] = False,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="number of processes; default: one for each available core")
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="show no progress bar")] = False,
 ) -> None:
-    """Turn text, or with --chat conversations, into the token file that a recipe's data.tokens names.
+    """Turn text or conversations into a token file for training.
 
-    A conversation is a record with messages; conversations (from, value); prompt and completion; or
-    instruction, input and output. Killed or interrupted, the same command goes on where it was.
+    The key data.tokens of a recipe names the token file. With --chat each record is a conversation; it has
+    messages, or conversations (from, value), or prompt and completion, or instruction, input and output. If
+    the command is killed or interrupted, the same command continues.
+
+    Examples:
+
+        trilith tokenize corpus.txt --tokenizer tokenizer --out tokens --split-paragraphs
+        trilith tokenize chat.jsonl --tokenizer tokenizer --out sft --chat --show 1
     """
     import time
 

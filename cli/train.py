@@ -13,34 +13,53 @@ import typer
 def train(
     recipe: Annotated[
         Path,
-        typer.Argument(help="a TOML file, or a shipped recipe's name", metavar="RECIPE"),
+        typer.Argument(
+            help="TOML file, or the name of a recipe that is installed with trilith", metavar="RECIPE"
+        ),
     ],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="changes to it, such as layout.tensor=2 data.global_batch=64")
+        list[str] | None,
+        typer.Argument(
+            help="recipe keys to change, such as layout.tensor=2 data.global_batch=64", metavar="KEY=VALUE"
+        ),
     ] = None,
     nproc: Annotated[
         int | None,
-        typer.Option("--nproc", help="local processes; default: as many as the recipe's layout has ranks"),
+        typer.Option("--nproc", help="number of local processes; default: the number of ranks in the layout"),
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="no progress lines")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="print no progress lines")] = False,
     dry: Annotated[
         bool,
-        typer.Option("--dry-run", help="start nothing; say what a rank needs, and whether its device has it"),
+        typer.Option(
+            "--dry-run",
+            help="start nothing; print the memory and traffic of a rank, and whether it fits its device",
+        ),
     ] = False,
     rank: Annotated[
-        int | None, typer.Option("--rank", help="with --dry-run: which rank; default: the heaviest")
+        int | None,
+        typer.Option("--rank", help="rank to plan with --dry-run; default: the one that needs most memory"),
     ] = None,
     device_memory: Annotated[
-        str | None, typer.Option("--device-memory", help="with --dry-run: of each device, such as 80GB")
+        str | None, typer.Option("--device-memory", help="memory of each device for --dry-run, such as 80GB")
     ] = None,
 ) -> None:
-    """Train, or resume training, as a recipe says.
+    """Train a model as a recipe says, or resume its training.
 
-    A run that has a complete checkpoint in its folder goes on from it, in whatever layout the recipe now asks
-    for. On several hosts start the same command on each of them: torchrun --nnodes 2 --nproc-per-node 8
-    --rdzv-backend c10d --rdzv-endpoint HOST:29400 --rdzv-id NAME --no-python trilith train RECIPE, where HOST
-    is one of them and NAME is new for each run. With --dry-run any number of ranks is planned on this
-    machine, without data or GPU.
+    The command starts one local process for each rank of the layout. A run with a complete checkpoint in its
+    folder resumes from it, also in another layout. After SIGTERM or Ctrl-C the run finishes its step, saves
+    and exits with code 75. A dry run plans any number of ranks on this machine, without data and without GPU.
+    docs/recipe.md lists all keys of a recipe.
+
+    On several hosts, start the command with torchrun on each host. HOST is one of the hosts, and NAME is a
+    new name for each run.
+
+    Examples:
+
+        trilith train recipe.toml
+        trilith train recipe.toml layout.tensor=2 layout.data=4 steps=500
+        trilith train llama-3.1-8b-8gpus --dry-run --device-memory 80GB
+        torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 \\
+            --rdzv-id NAME --no-python trilith train recipe.toml
     """
     if dry:
         from .dry_run import show_dry_run

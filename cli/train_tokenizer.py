@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from .options import INPUTS, JSON_KEY
 from .say import say
 
 
@@ -14,24 +15,29 @@ def train_tokenizer(
     inputs: Annotated[
         list[Path],
         typer.Argument(
-            help=".jsonl, .parquet, a folder of Hugging Face's datasets, or text; also .gz and .zst",
-            metavar="INPUT...",
+            help=INPUTS,
+            metavar="INPUT",
         ),
     ],
-    vocab_size: Annotated[int, typer.Option(help="ids, 3 special and 256 byte tokens among them")],
-    out: Annotated[Path, typer.Option(help="a new folder, for --tokenizer", metavar="FOLDER")],
-    model_type: Annotated[Literal["bpe", "unigram"], typer.Option(help="SentencePiece's algorithm")] = "bpe",
-    json_key: Annotated[
-        str, typer.Option(help="where a line of JSON or a Parquet table has the text")
-    ] = "text",
+    vocab_size: Annotated[
+        int, typer.Option(help="number of token ids, including 3 special tokens and 256 byte tokens")
+    ],
+    out: Annotated[Path, typer.Option(help="new folder for the tokenizer", metavar="FOLDER")],
+    model_type: Annotated[Literal["bpe", "unigram"], typer.Option(help="algorithm of SentencePiece")] = "bpe",
+    json_key: Annotated[str, typer.Option(help=JSON_KEY)] = "text",
     chat_template: Annotated[
-        Path | None, typer.Option(help="a Jinja file to carry in the folder, for conversations")
+        Path | None, typer.Option(help="Jinja file with the chat template to store in the folder")
     ] = None,
 ) -> None:
-    """Train a SentencePiece tokenizer on text, and write it so that AutoTokenizer gives the same ids.
+    """Train a SentencePiece tokenizer that transformers can read.
 
-    The text is held in memory: a sample of some hundred megabytes is plenty, and more than 2**30 characters
-    are refused.
+    SentencePiece and transformers' AutoTokenizer give the same ids. The text is held in memory: some hundred
+    megabytes are enough, and more than 2**30 characters are refused.
+
+    Examples:
+
+        trilith train-tokenizer corpus.txt --vocab-size 32000 --out tokenizer
+        trilith train-tokenizer part-*.jsonl --json-key content --vocab-size 32000 --out tokenizer
     """
     from ..data.text.documents import check_inputs, paragraphs_of
     from ..data.text.tokenizer_training import train_tokenizer as train

@@ -14,17 +14,23 @@ def verify(
     source: Annotated[
         Path,
         typer.Argument(
-            help="a checkpoint, a run's folder, a Hugging Face folder, or a token file",
+            help="checkpoint, a run's folder, Hugging Face folder, or token file",
             metavar="DIR_OR_TOKENS",
         ),
     ],
 ) -> None:
-    """Read every byte: checksums and replicas of a checkpoint, all tensors of a Hugging Face folder, or ids
-    and documents of a token file, named by its prefix or by any of its files.
+    """Check every byte of a checkpoint, a Hugging Face folder or a token file.
 
-    Prints the SHA-256 of each file of weights or tokens. Exit code 4 for a checkpoint that is not what was
-    written, 2 for a folder that does not hold what its config says, numbers that are not finite, or a token
-    file that is not what was written.
+    A checkpoint is compared with its checksums, and copies of one tensor with each other. A Hugging Face
+    folder must hold every tensor that its config asks for, and finite numbers only. A token file is compared
+    with the hashes in its index; name it by its prefix or by any of its files. The command prints the SHA-256
+    of each file. The exit code is 4 for a damaged checkpoint and 2 for anything else that is wrong.
+
+    Examples:
+
+        trilith verify run
+        trilith verify Llama-3.2-1B
+        trilith verify tokens
     """
     if not source.is_dir():
         from ..data.token_index import TokenPaths

@@ -1,0 +1,67 @@
+"""Write docs/commands.md from the commands' own help: ``make docs``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+import typer.main
+
+from .app import make_app
+
+EXAMPLES = "Examples:\n"
+
+
+def default_of(option: Any) -> str:
+    """Return the last column of an option's row: its default, or that it is required."""
+    if option.required:
+        return "required"
+    if option.is_flag or option.default is None or option.multiple:
+        return ""
+    return f"`{option.default}`"
+
+
+def row(parameter: Any) -> str:
+    """Return the table row of an argument or an option."""
+    is_option = parameter.param_type_name == "option"
+    names = [*parameter.opts, *parameter.secondary_opts] if is_option else [parameter.metavar]
+    words = ", ".join(f"`{name}`" for name in names)
+    return f"| {words} | {parameter.help} | {default_of(parameter) if is_option else ''} |"
+
+
+def section(name: str, command: Any) -> str:
+    """Return a command's part of the page: usage, explanation, arguments and options, examples."""
+    text, _, examples = command.help.partition(EXAMPLES)
+    shown = [one for one in command.params if not getattr(one, "hidden", False)]
+    arguments = [one for one in shown if one.param_type_name == "argument"]
+    usage = " ".join(
+        one.metavar + ("..." if one.nargs == -1 else "") if one.required else f"[{one.metavar}...]"
+        for one in arguments
+    )
+    lines = [
+        f"## `{name}`\n",
+        f"```\n{' '.join(f'{name} {usage} [OPTIONS]'.split())}\n```\n",
+        _wrapped(text),
+        "",
+    ]
+    if shown:
+        lines += ["| argument or option | meaning | default |", "|---|---|---|", *map(row, shown), ""]
+    block = "\n".join(line.removeprefix("    ") for line in examples.strip("\n").splitlines())
+    return "\n".join(lines) + f"\n```bash\n{block.strip()}\n```\n"
+
+
+def _wrapped(text: str) -> str:
+    return "\n\n".join(fill(part, 120, break_long_words=False) for part in text.strip().split("\n\n"))
+
+
+def reference() -> str:
+    """Return docs/commands.md."""
+    program = typer.main.get_command(make_app())
+    head = "# Every command\n\n`trilith COMMAND --help` prints the same. `make docs` writes this page.\n"
+    commands = [(f"trilith {name}", one) for name, one in getattr(program, "commands", {}).items()]
+    return "\n".join([head, *(section(*one) for one in [("trilith", program), *commands])])
+
+
+if __name__ == "__main__":
+    Path("docs/commands.md").write_text(reference(), encoding="utf-8")
