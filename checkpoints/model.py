@@ -16,7 +16,7 @@ from .load import load_weights
 from .resume import Progress, load_training
 from .save import Contents, Saver
 from .source import read_source
-from .user_module import begin_missing, check_storable, updates_of
+from .user_module import begin_missing, check_storable, together_updates
 
 
 def save_model(
@@ -48,12 +48,11 @@ def save_model(
         family, model.config, family.to_hf(model.config), [counts[number] for number in sorted(counts)],
         frozen=frozenset(name for names, _ in everywhere for name in names),
     )  # fmt: skip
-    updates = 0
     if optimizer is not None:
         begin_missing(model, optimizer)
-        updates = updates_of(optimizer)
+    memory = together_updates(model, optimizer, state)
     with Saver(Path(root), model, optimizer, contents, keep=keep) as saver:
-        saver.save(Progress(step, state.layout, dict(data or {}), {"updates": updates}))
+        saver.save(Progress(step, state.layout, dict(data or {}), memory))
     return Path(root) / f"step-{step:08d}"
 
 

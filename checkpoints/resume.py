@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,10 @@ from ..storage.file_names import STEP_NAME
 from .find import latest_checkpoint
 from .load import check_same_model, fill, fill_from
 from .lora import check_same_base
-from .manifest import StoredAdapter
+from .manifest import Manifest, StoredAdapter
 from .moments import MOMENTS, moment_name
 from .rank_storage import stored_parts
-from .source import open_source
+from .source import Source, open_source
 from .verify_together import naming_an_older_one_together, verify_share
 
 
@@ -91,22 +91,11 @@ def load_training(
             check_same_base(source.adapter, adapter, path)
         # Every byte is read against its checksum before a run goes on: each rank sees to some of the files.
         verify_share(path, manifest, state)
-        tie = source.tie()
         fill_from(source, model)
         memory = manifest.state.get("memory")
         memory = dict(memory) if isinstance(memory, dict) else {"updates": manifest.step}
-        begin_moments(model, optimizer, updates=int(str(memory.get("updates", manifest.step))))
-        for moment in MOMENTS:
-            for name, tensor, box in stored_parts(model, state, moment_of(optimizer, moment)):
-                if name in manifest.frozen:
-                    raise BadCheckpoint(
-                        path,
-                        moment_name(moment, name),
-                        expected="the moment of a parameter that is trained",
-                        found="none: it was frozen",
-                        todo="Freeze what the run began with frozen, or start a new run with init_from",
-                    )
-                fill(tensor, source.read(moment_name(moment, name), box, tie))
+        begin_moments(model, optimizer, {"updates": manifest.step} | memory)
+        fill_moments(source, manifest, model, optimizer, state)
         data = manifest.data_position if isinstance(manifest.data_position, dict) else {}
         return Progress(manifest.step, manifest.layout, dict(data), memory)
 
@@ -114,16 +103,43 @@ def load_training(
         return together(load, world=state.layout.world, group=state.file_group)[state.rank]
 
 
-def begin_moments(model: nn.Module, optimizer: torch.optim.Optimizer, *, updates: int = 0) -> None:
-    """Zero moments of every trained parameter, after ``updates`` updates.
+def fill_moments(
+    source: Source,
+    manifest: Manifest,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: ParallelState,
+) -> None:
+    """Read this rank's moments. ``BadCheckpoint`` for a parameter that is trained now and was frozen then."""
+    tie = source.tie()
+    for moment in MOMENTS:
+        for name, tensor, box in stored_parts(model, state, moment_of(optimizer, moment)):
+            if name in manifest.frozen:
+                raise BadCheckpoint(
+                    source.path,
+                    moment_name(moment, name),
+                    expected="the moment of a parameter that is trained",
+                    found="none: it was frozen",
+                    todo="Freeze what the run began with frozen, or start a new run with these weights alone",
+                )
+            fill(tensor, source.read(moment_name(moment, name), box, tie))
+
+
+def begin_moments(
+    model: nn.Module, optimizer: torch.optim.Optimizer, memory: Mapping[str, Any] | None = None
+) -> None:
+    """Zero moments of every trained parameter, after as many updates as ``memory`` says: ``updates``, or of a
+    parameter that steps have left out its number in ``updates_of``.
 
     AdamW makes its moments at its first update; a step that is skipped must leave them to be saved as well.
     """
-    for parameter in model.parameters():
+    memory = memory or {}
+    updates, of = memory.get("updates", 0), memory.get("updates_of", {})
+    for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             device = local_data(parameter).device  # where fused AdamW looks for it
             optimizer.state[parameter] = {
-                "step": torch.tensor(float(updates), dtype=torch.float32, device=device),
+                "step": torch.tensor(float(of.get(name, updates)), dtype=torch.float32, device=device),
                 **{moment: torch.zeros_like(parameter, requires_grad=False) for moment in MOMENTS},
             }
 

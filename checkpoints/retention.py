@@ -5,11 +5,43 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from ..parallel_state import BadCheckpoint
+from ..parallel_state import BadCheckpoint, BadInput
 from ..storage.staging import remove_checkpoint
+from ..storage.strict_json import shown
 from .find import complete_checkpoints, step_of
 from .hold import nobody_reads
 from .manifest import Manifest
+
+
+def check_same_tensors(root: Path, manifest: Manifest) -> None:
+    """Refuse a folder with checkpoints of another model than ``manifest`` is of: retention would count them
+    among this model's, and delete them.
+    """
+    wanted = _tensors(manifest)
+    for path in complete_checkpoints(root)[::-1] if root.is_dir() else []:
+        try:
+            there = _tensors(Manifest.load(path))
+        except BadCheckpoint:
+            continue
+        if there != wanted:
+            name = min(n for n in wanted.keys() | there.keys() if wanted.get(n) != there.get(n))
+            expected = f"{name} of shape {wanted[name]}" if name in wanted else f"no {name}"
+            raise BadInput(
+                path,
+                expected=f"a checkpoint of the model that is to be saved beside it, with {expected}",
+                found=f"one of shape {there[name]}" if name in there else "none",
+                todo="Choose another folder",
+            )
+        return
+
+
+def _tensors(manifest: Manifest) -> dict[str, list[int]]:
+    """The weights' names, made fit for a message, and shapes."""
+    return {
+        shown(name): [*one.shape]
+        for name, one in manifest.tensors.items()
+        if not name.startswith("optimizer.")
+    }
 
 
 def set_aside(target: Path) -> None:

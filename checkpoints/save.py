@@ -16,8 +16,9 @@ from ..parallel_state import BadInput, ParallelState, buffer_names, fault
 from ..parallel_state.together import together
 from ..storage.companions import Companion, read_companions
 from ..storage.disk import DiskFailed, writing
-from ..storage.staging import Staging, clear_unfinished
+from ..storage.staging import Staging, check_home, clear_unfinished
 from ..storage.stored_file import StoredFile
+from ..storage.strict_json import shown
 from .find import step_directory
 from .manifest import Manifest, StoredAdapter
 from .moments import MOMENTS, moment_name
@@ -25,7 +26,7 @@ from .rank_files import results_to_come, stored_tensors, who_writes, write_file
 from .rank_storage import Place, places
 from .readable import check_plain, read_back
 from .resume import Progress, moment_of
-from .retention import delete_old, set_aside
+from .retention import check_same_tensors, delete_old, set_aside
 from .user_module_family import ModuleFamily
 
 T = TypeVar("T")
@@ -78,6 +79,8 @@ class Saver:
         background: bool = False,
         said: Callable[[str], None] = lambda line: None,
     ) -> None:
+        if type(keep) is not int or keep < 1:
+            raise BadInput("checkpoints", "keep", expected="a whole number of 1 or more", found=shown(keep))
         self.root, self.keep, self.background, self._said = root, keep, background, said
         self._model, self._optimizer, self._contents = model, optimizer, contents
         if state is None:
@@ -116,6 +119,10 @@ class Saver:
 
     def save(self, progress: Progress) -> None:
         """Write, or begin to write, the checkpoint of ``progress.step``. Collective."""
+        if type(progress.step) is not int or progress.step < 0:
+            raise BadInput(
+                "checkpoints", "step", expected="a whole number of 0 or more", found=shown(progress.step)
+            )
         self.wait()
         tensors = self._own_tensors()
         if not self.background:
@@ -211,7 +218,8 @@ class Saver:
             target, first = step_directory(self.root, 0), Progress(0, self._layout)
             check_plain(dict(self._contents.hf_config), target, "config")
             results = results_to_come(self._table, self._layout.world)
-            read_back(lambda: self._manifest(first, results), target)
+            check_home(target)
+            check_same_tensors(self.root, read_back(lambda: self._manifest(first, results), target))
 
     def _check_progress(self, progress: Progress) -> None:
         """Refuse what is new in this checkpoint and could not be read back, before a byte is written."""

@@ -22,9 +22,9 @@ from ..parallel_state import (
 from ..parallel_state.engine import local_data
 from ..parallel_state.together import together
 from .load import fill
-from .moments import MOMENTS, moment_name
+from .moments import MOMENTS
 from .rank_storage import stored_parts
-from .resume import Progress, begin_moments, moment_of
+from .resume import Progress, begin_moments, fill_moments
 from .save import Contents, Saver
 from .source import Source, open_source
 from .user_module_family import ModuleConfig, ModuleFamily, StoredModule, module_family
@@ -55,9 +55,9 @@ def save_module(
     contents = module_contents(model, optimizer, config=config, names=names, state=state)
     if optimizer is not None:
         begin_missing(model, optimizer)
-    updates = 0 if optimizer is None else updates_of(optimizer)
+    memory = together_updates(model, optimizer, state)
     with Saver(Path(root), model, optimizer, contents, keep=keep, state=state) as saver:
-        saver.save(Progress(step, state.layout, dict(data or {}), {"updates": updates}))
+        saver.save(Progress(step, state.layout, dict(data or {}), memory))
     return Path(root) / f"step-{step:08d}"
 
 
@@ -93,6 +93,9 @@ def check_storable(where: str, model: nn.Module, optimizer: torch.optim.Optimize
     if optimizer is not None and not isinstance(optimizer, torch.optim.Adam):  # AdamW is one
         found = type(optimizer).__name__
         raise BadInput(where, "optimizer", expected="AdamW, whose moments are known", found=found)
+    if optimizer is not None and any(group.get("amsgrad") for group in optimizer.param_groups):
+        expected, found = "false: a checkpoint has no place for the largest second moment", "true"
+        raise BadInput(where, "optimizer.amsgrad", expected=expected, found=found)
     known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     for name in model.state_dict():
         if name not in known:
@@ -158,10 +161,8 @@ def load_module(
             if manifest.kind != "training":
                 todo = "Leave the optimizer out to begin anew from these weights"
                 raise BadCheckpoint(source.path, expected="moments", found="weights alone", todo=todo)
-            begin_moments(model, optimizer, updates=int(str(memory.get("updates", 0))))
-            for moment in MOMENTS:
-                for name, tensor, box in stored_parts(model, state, moment_of(optimizer, moment)):
-                    fill(tensor, source.read(moment_name(moment, name), box, tie))
+            begin_moments(model, optimizer, memory)
+            fill_moments(source, manifest, model, optimizer, state)
         data = manifest.data_position if isinstance(manifest.data_position, dict) else {}
         return Progress(manifest.step or 0, manifest.layout, dict(data), memory)
 
@@ -194,6 +195,19 @@ def begin_missing(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             optimizer.state[parameter] = {"step": step, **moments}
 
 
-def updates_of(optimizer: torch.optim.Optimizer) -> int:
-    """Count the updates that the optimizer has made."""
-    return max((int(one["step"]) for one in optimizer.state.values() if "step" in one), default=0)
+def together_updates(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, state: ParallelState
+) -> dict[str, Any]:
+    """What a checkpoint remembers of the optimizer's updates: ``updates``, how many it has made, and
+    ``updates_of``, the number of each parameter that a step has left out. Collective.
+    """
+
+    def here() -> dict[str, int]:
+        known = {} if optimizer is None else optimizer.state
+        return {name: int(known[one]["step"]) for name, one in model.named_parameters() if one in known}
+
+    everywhere = together(here, world=state.layout.world, group=state.file_group)
+    made = {name: count for counts in everywhere for name, count in counts.items()}
+    most = max(made.values(), default=0)
+    fewer = {name: count for name, count in sorted(made.items()) if count != most}
+    return {"updates": most, **({"updates_of": fewer} if fewer else {})}

@@ -50,15 +50,24 @@ def check_output(output: Path, *, inputs: Iterable[Path] = (), need: int = 0) ->
             raise BadInput(
                 output, expected="a new or empty directory", found="one with files in it", todo=todo
             )
-    home = next(parent for parent in Path(os.path.abspath(output)).parents if parent.exists())
-    if not home.is_dir() or not os.access(home, os.W_OK | os.X_OK):
-        raise BadInput(home, expected="a directory that we may write to", found="no permission to")
-    space = os.statvfs(home)
+    space = os.statvfs(check_home(output))
     free = space.f_bavail * space.f_frsize
     need -= _held_by_leftovers(output)
     if need * _SPARE > free:
         expected = f"{need * _SPARE / 1e9:,.1f} GB free ({need / 1e9:,.1f} GB and a tenth)"
         raise BadInput(output, expected=expected, found=f"{free / 1e9:,.1f} GB")
+
+
+def check_home(output: Path) -> Path:
+    """The folder that is there already in which the output, or folders around it, will be made; refused if it
+    is a file or cannot be written to.
+    """
+    home = next(parent for parent in Path(os.path.abspath(output)).parents if parent.exists())
+    if not home.is_dir():
+        raise BadInput(home, expected="a directory", found="a file", todo="Choose another name")
+    if not os.access(home, os.W_OK | os.X_OK):
+        raise BadInput(home, expected="a directory that we may write to", found="no permission to")
+    return home
 
 
 class Staging:

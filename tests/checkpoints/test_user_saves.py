@@ -1,0 +1,155 @@
+"""A loop of one's own that saves: it goes on bit for bit, or is refused before anything is lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from trilith.checkpoints import load_module, restore_model, save_model, save_module
+from trilith.models import family_of
+from trilith.parallel_state import BadCheckpoint, BadInput, Layout, ParallelState, initialize
+from trilith.testing import run_parallel
+from trilith.testing.short_runs import TINIEST_LLAMA
+from trilith.training import Precision, make_adamw, shard_over_data
+
+
+class Two(nn.Module):
+    """The second layer is not in every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.often, self.rarely = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        y: Tensor = self.often(x)
+        return self.rarely(y) if both else y
+
+
+def state_of(layout: Layout) -> ParallelState:
+    return ParallelState.alone() if layout.world == 1 else ParallelState.start(layout)
+
+
+def made(layout: Layout, **how: Any) -> tuple[ParallelState, nn.Module, torch.optim.AdamW]:
+    state = state_of(layout)
+    model = Two() if layout.world == 1 else shard_over_data(Two(), state, Precision())
+    initialize(model, 1, state=state)
+    return state, model, torch.optim.AdamW(model.parameters(), lr=0.1, **how)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, both: bool) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(2, 4).tril(), both).square().sum().backward()
+    optimizer.step()
+
+
+def interrupted(root: str, layout: Layout) -> list[bool]:
+    """Two steps without the second layer, then two with it: at once, and from a checkpoint between."""
+    state, model, optimizer = made(layout)
+    for both in (False, False):
+        step(model, optimizer, both)
+    save_module(root, model, optimizer, step=2, state=state)
+    _, other, theirs = made(layout)
+    load_module(root, other, theirs, state=state)
+    for each, its in ((model, optimizer), (other, theirs)):
+        for both in (True, True):
+            step(each, its, both)
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    return [bool((one == two).all()) for one, two in pairs]
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout.of(data=2, zero=3)], ids=str)
+def test_a_parameter_that_steps_left_out_goes_on_bit_for_bit(layout: Layout, tmp_path: Path) -> None:
+    for same in run_parallel(interrupted, layout.world, str(tmp_path), layout):
+        assert same == [True] * 4
+
+
+def zoo(layout: Layout) -> tuple[Any, torch.optim.AdamW]:
+    state = state_of(layout)
+    family = family_of(TINIEST_LLAMA)
+    model = family.build(family.from_hf(TINIEST_LLAMA), state=state, device="cpu")
+    initialize(model, 3, state=state)
+    return model, make_adamw(model, lr=1e-2)
+
+
+def interrupted_zoo(root: str, layouts: list[Layout]) -> dict[str, float]:
+    """On each stage the norms have gradients in one step of two; how many updates they remember."""
+    model, optimizer = zoo(layouts[0])
+    for number in range(2):
+        for name, parameter in model.named_parameters():
+            parameter.grad = None if number and "norm" in name else torch.ones_like(parameter)
+        optimizer.step()
+    save_model(root, model, optimizer, step=2)
+    model, optimizer = zoo(layouts[1])
+    restore_model(root, model, optimizer)
+    return {name: float(optimizer.state[one]["step"]) for name, one in model.named_parameters()}
+
+
+def test_every_rank_remembers_the_updates_of_each_parameter(tmp_path: Path) -> None:
+    for counts in run_parallel(interrupted_zoo, 2, str(tmp_path), [Layout(pipeline=2), Layout(tensor=2)]):
+        assert len(counts) > 4
+        assert counts == {name: 1.0 if "norm" in name else 2.0 for name in counts}
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    return made(Layout())[1]
+
+
+@pytest.mark.parametrize("keep", [0, -1, 1.5, True, None])
+def test_a_number_of_checkpoints_to_keep_that_would_delete_them_all_is_refused(
+    model: nn.Module, keep: Any, tmp_path: Path
+) -> None:
+    save_module(tmp_path, model, step=1)
+    with pytest.raises(BadInput, match=r"checkpoints: keep: expected a whole number of 1 or more"):
+        save_module(tmp_path, model, step=2, keep=keep)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+@pytest.mark.parametrize("number", [-1, 1.5, True, "3", None])
+def test_a_step_that_is_none_is_refused_and_makes_no_folder(
+    model: nn.Module, number: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(BadInput, match=r"checkpoints: step: expected a whole number of 0 or more"):
+        save_module(tmp_path / "new", model, step=number)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_another_model_s_checkpoints_are_not_deleted_as_this_one_s(model: nn.Module, tmp_path: Path) -> None:
+    for number in (1, 2):
+        save_module(tmp_path, nn.Linear(4, 4), step=number)
+    with pytest.raises(
+        BadInput, match=r"step-00000002: expected a checkpoint of the model .* with no 'bias'"
+    ):
+        save_module(tmp_path, model, step=3, keep=1)
+    zoo_model, _ = zoo(Layout())
+    with pytest.raises(BadInput, match="Choose another folder"):
+        save_model(tmp_path, zoo_model, step=3, keep=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
+
+
+def test_a_place_that_is_a_file_is_refused_as_one(model: nn.Module, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    for root in (tmp_path / "file", tmp_path / "file" / "in it"):
+        with pytest.raises(BadInput, match=r"file: expected a directory, found a file"):
+            save_module(root, model)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_moments_that_a_checkpoint_would_lose_are_refused(tmp_path: Path) -> None:
+    _, model, optimizer = made(Layout(), amsgrad=True)
+    with pytest.raises(BadInput, match=r"save_module: optimizer\.amsgrad: expected false"):
+        save_module(tmp_path / "new", model, optimizer)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_what_was_frozen_and_is_trained_now_has_no_moments_to_go_on_with(tmp_path: Path) -> None:
+    _, model, optimizer = made(Layout())
+    model.rarely.requires_grad_(False)
+    step(model, optimizer, True)
+    save_module(tmp_path, model, optimizer, step=1)
+    _, model, optimizer = made(Layout())
+    with pytest.raises(BadCheckpoint, match=r"exp_avg\.rarely\.weight: .* found none: it was frozen"):
+        load_module(tmp_path, model, optimizer)
