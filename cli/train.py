@@ -67,7 +67,7 @@ def train(
         show_dry_run(recipe, overrides or [], rank=rank, device_memory=device_memory)
         return
     if "RANK" in os.environ:
-        from ..runs.process_info import end_with_parent
+        from ..system.process_info import end_with_parent
 
         end_with_parent()  # before the imports that take seconds: torchrun may be killed meanwhile
     from ..parallel_state import BadInput

@@ -13,9 +13,10 @@ import os
 import resource
 import signal
 import time
-from pathlib import Path
 
 import torch
+
+from ..system.process_info import own_memory
 
 _met = 0
 
@@ -42,8 +43,9 @@ def fault(point: str, *, rank: int, step: int | None = None) -> None:
     elif act == "enospc":
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), point)
     elif act == "memory":
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize(),) * 2)
+        memory = own_memory()
+        assert memory is not None, "this fault needs Linux"
+        resource.setrlimit(resource.RLIMIT_AS, (memory.virtual,) * 2)
         torch.empty(1 << 30, dtype=torch.uint8)
     elif act == "raise":
         raise RuntimeError(f"asked to fail at {point}")

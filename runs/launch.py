@@ -31,9 +31,9 @@ from ..parallel_state import (
     launched,
 )
 from ..system import visible
+from ..system.process_info import adopting_orphans
 from .heartbeat import blame, first_failure, make_folder, new_start, read_status
 from .own_ranks import OwnRanks
-from .process_info import adopting_orphans
 from .rendezvous import join
 from .stop_signals import PREEMPTED
 

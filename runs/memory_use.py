@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import sys
-from pathlib import Path
 
 import torch
+
+from ..system.process_info import own_memory
 
 
 def memory_used(device: torch.device) -> int:
@@ -17,9 +17,7 @@ def memory_used(device: torch.device) -> int:
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    try:
-        resident = int(Path("/proc/self/statm").read_text().split()[1])
-    except OSError:
-        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return most if sys.platform == "darwin" else most * 1024
-    return resident * os.sysconf("SC_PAGE_SIZE")
+    if (memory := own_memory()) is not None:
+        return memory.resident
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024

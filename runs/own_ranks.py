@@ -9,8 +9,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from ..system.process_info import children_of, environment_of, process_info
 from .heartbeat import RankStatus, read_status
-from .process_info import children_of, environment_of, process_info
 from .stop_signals import GRACE, PREEMPTED
 
 _LOOK_EVERY = 0.2

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from .process_info import end_with_parent
+from ..system.process_info import end_with_parent
 
 
 def main(words: Sequence[str]) -> None:

@@ -12,8 +12,9 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
+
+from .process_info import own_memory
 
 
 class OverLimit(Exception):
@@ -32,10 +33,10 @@ def bounded(*, seconds: float | None = None, memory: int | None = None) -> Itera
     def late(number: int, frame: FrameType | None) -> None:
         raise OverLimit(f"{seconds:g} s of processor time")
 
-    held = _held() if memory is not None else None
+    held = own_memory() if memory is not None else None
     try:
         if memory is not None and held is not None:
-            limits = [held + memory, *(limit for limit in before if limit != resource.RLIM_INFINITY)]
+            limits = [held.data + memory, *(limit for limit in before if limit != resource.RLIM_INFINITY)]
             resource.setrlimit(resource.RLIMIT_DATA, (min(limits), before[1]))
         if timed:
             handler = signal.signal(signal.SIGVTALRM, late)
@@ -52,12 +53,3 @@ def bounded(*, seconds: float | None = None, memory: int | None = None) -> Itera
             signal.signal(signal.SIGVTALRM, handler or signal.SIG_DFL)
         if memory is not None:
             resource.setrlimit(resource.RLIMIT_DATA, before)
-
-
-def _held() -> int | None:
-    """Bytes of data of this process, as the limit counts them; None where the system does not say."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[5])
-    except (OSError, IndexError, ValueError):
-        return None
-    return pages * resource.getpagesize()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import resource
 
 from ...parallel_state import BadInput
+from ...system.process_info import own_memory
 from .execute import BLOCK, BLOCKS_OF_A_WORKER
 
 _SMALLEST_BLOCK = 64 << 10
@@ -35,14 +36,8 @@ def anonymous_memory() -> int:
     """Bytes of this process that are in memory and come from no file; all resident ones where that is
     unknown.
     """
-    try:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("RssAnon:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    import resource
-
+    if (memory := own_memory()) is not None:
+        return memory.anonymous
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

@@ -32,7 +32,7 @@ from trilith.data import token_writer
 from trilith.data.text.documents import read_blocks
 from trilith.data.text.tokenizer_training import train_tokenizer
 from trilith.runs.metrics import StepMetrics
-from trilith.runs.process_info import children_of, process_info
+from trilith.system.process_info import children_of, process_info
 from trilith.testing import run_parallel
 from trilith.testing.hf_folders import contents, write_hf_folder
 from trilith.testing.short_runs import TINY_LLAMA, run_recipe, tiny_recipe, write_tokens

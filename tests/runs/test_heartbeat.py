@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 from trilith.runs.heartbeat import Heartbeat, RankStatus, blame, first_failure, read_status
-from trilith.runs.process_info import start_of
 from trilith.runs.stop_signals import PREEMPTED
+from trilith.system.process_info import start_of
 
 
 def leave(folder: Path, rank: int, *, age: float = 0.0, **said: Any) -> None:

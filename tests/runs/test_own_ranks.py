@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 from trilith.runs.heartbeat import RankStatus
 from trilith.runs.own_ranks import OwnRanks
-from trilith.runs.process_info import adopting_orphans, children_of, start_of
+from trilith.system.process_info import adopting_orphans, children_of, start_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 

@@ -24,7 +24,7 @@ from trilith.cli.app import run
 from trilith.runs import torchrun_agent as agent
 from trilith.runs.events import read_events
 from trilith.runs.metrics import read_metrics
-from trilith.runs.process_info import children_of
+from trilith.system.process_info import children_of
 from trilith.testing import ExitCode, run_fresh
 
 Make = Callable[[int], Any]

@@ -136,7 +136,7 @@ def test_malformed_variables_of_torchrun_are_one_line_and_code_2(
     good = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     for one, said in (good | {name: value}).items():
         monkeypatch.setenv(one, said)
-    monkeypatch.setattr("trilith.runs.process_info.end_with_parent", lambda: None)
+    monkeypatch.setattr("trilith.system.process_info.end_with_parent", lambda: None)
     run_ = make(2)
     words = {"train": [str(run_.recipe)], "generate": [str(run_.out), "-p", "x", "--tensor", "2"]}
     assert run([command, *words[command]]) == 2

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
 import sys
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-_PROC = Path("/proc")
+_PROC = Path("/proc")  # nothing else in the house reads it
 #: Linux's numbers for ``prctl``.
 _SET_PARENT_DEATH_SIGNAL, _SET_SUBREAPER, _GET_SUBREAPER = 1, 36, 37
 
@@ -70,6 +71,30 @@ def environment_of(pid: int) -> list[str]:
         return (_PROC / str(pid) / "environ").read_text(errors="replace").split("\0")
     except OSError:
         return []
+
+
+@dataclass(frozen=True, slots=True)
+class OwnMemory:
+    """The memory of this process in bytes.
+
+    ``virtual``: all its address space. ``resident``: what lies in RAM now. ``anonymous``: the part of that
+    which comes from no file. ``data``: what ``RLIMIT_DATA`` counts.
+    """
+
+    virtual: int
+    resident: int
+    anonymous: int
+    data: int
+
+
+def own_memory() -> OwnMemory | None:
+    """Ask the system how much memory this process holds; ``None`` where it does not say."""
+    try:
+        pages = [int(number) for number in (_PROC / "self" / "statm").read_text().split()]
+        virtual, resident, shared, _, _, data, _ = (count * resource.getpagesize() for count in pages)
+    except (OSError, ValueError):
+        return None
+    return OwnMemory(virtual, resident, resident - shared, data)
 
 
 def end_with_parent(number: int = signal.SIGTERM, *, parent: int | None = None) -> None:
