@@ -26,7 +26,7 @@ def show_dry_run(
     room = parse_size(device_memory, "--device-memory") if device_memory is not None else None
     found = dry_run(load_recipe(recipe, overrides), rank=rank, room=room)
     console = plain_console(soft_wrap=True)
-    layout, one, memory = found.recipe.layout.layout, found.rank, found.rank.memory
+    layout, one, memory = found.recipe.layout, found.rank, found.rank.memory
     active = f", of which a token meets {found.active:,}" if found.active < found.parameters else ""
     console.print(f"layout         {layout}{f': {found.ranks:,} ranks' if found.ranks > 1 else ''}")
     console.print(

@@ -15,6 +15,9 @@ def parity(
     tensor: Annotated[int, typer.Option(min=1, help="number of tensor-parallel ranks")] = 1,
     pipeline: Annotated[int, typer.Option(min=1, help="number of pipeline stages")] = 1,
     data: Annotated[int, typer.Option(min=1, help="number of data-parallel ranks")] = 1,
+    data_replicate: Annotated[
+        int, typer.Option(min=1, help="number of whole copies among the data-parallel ranks")
+    ] = 1,
     expert: Annotated[
         int, typer.Option(min=1, help="number of data-parallel ranks that share out the experts")
     ] = 1,
@@ -63,6 +66,8 @@ def parity(
         trilith parity Llama-3.2-1B --context 2 --ring --dtype float64
         trilith parity Mixtral-8x7B --data 2 --expert 2 --zero 1 --modules
     """
+    options = locals()
+
     from pydantic import ValidationError
 
     from ..parallel_state import BadInput, dtype_named, from_validation
@@ -75,20 +80,9 @@ def parity(
     from .sizes import parse_counts
 
     kind = schedule_kind(schedule, "parity")
+    keys = {key: options[key] for key in LayoutSection.model_fields}
     try:
-        section = LayoutSection(
-            tensor=tensor,
-            pipeline=pipeline,
-            data=data,
-            expert=expert,
-            zero=zero,
-            sequence=sequence,
-            context=context,
-            context_attention="ring" if ring else "all-gather",
-            schedule=kind.name,
-            virtual_stages=virtual_stages,
-            split=parse_counts(split, "parity"),
-        )
+        section = LayoutSection.model_validate({**keys, "split": parse_counts(split, "parity")})
     except ValidationError as error:
         raise from_validation("parity", error, spelled=lambda key: f"--{key.replace('_', '-')}") from None
     layout = section.layout

@@ -89,7 +89,7 @@ def train(
 
     launched = under_torchrun()
     loaded = load_recipe(recipe, overrides or [])
-    layout, out = loaded.layout.layout, Path(loaded.out)
+    layout, out = loaded.layout, Path(loaded.out)
     status = status_folder(out)
     if nproc is not None and not launched:
         layout.check_world(nproc)

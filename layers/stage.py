@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..parallel_state import BadInput, ParallelState
+from ..parallel_state import BadInput, ParallelState, nearest
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ def split_blocks(num_layers: int, stages: int, split: Sequence[int] | None = Non
             "pipeline",
             expected=f"at most {num_layers}, one block a stage",
             found=stages,
-            todo=f"Nearest legal pipeline: {num_layers}",
+            todo=nearest("pipeline", [num_layers], stages),
         )
     least, extra = divmod(num_layers, stages)
     middle_first = sorted(range(stages), key=lambda s: abs(2 * s - (stages - 1)))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from math import lcm
 
-from .errors import BadInput, nearest_divisors, nearest_multiples
+from .errors import BadInput, nearest, nearest_divisors, nearest_multiples
 
 #: Mesh axes from the slowest to the fastest (Megatron's order: neighbours in rank are neighbours in tensor).
 AXES = ("pipeline", "data_replicate", "data_shard", "context", "tensor")
@@ -84,11 +84,11 @@ class Layout:
                 "virtual_stages",
                 expected="1 with pipeline=1",
                 found=self.virtual_stages,
-                todo="Nearest legal virtual_stages: 1",
+                todo=nearest("virtual_stages", [1], self.virtual_stages),
             )
         if self.v_shape and self.virtual_stages != 2:
             expected = "2, one on the way down and one on the way up"
-            todo = "Nearest legal virtual_stages: 2"
+            todo = nearest("virtual_stages", [2], self.virtual_stages)
             raise BadInput(
                 "layout", "virtual_stages", expected=expected, found=self.virtual_stages, todo=todo
             )
@@ -117,7 +117,7 @@ class Layout:
             shard, replicate = 1, data
             if data_replicate not in (1, data):
                 expected = f"{data}, the data ranks"
-                todo = f"Nearest legal data_replicate: {data}, or leave it out"
+                todo = f"{nearest('data_replicate', [data], data_replicate)}, or leave it out"
                 raise BadInput("layout", "data_replicate", expected=expected, found=data_replicate, todo=todo)
         else:
             if data_replicate < 1 or data % data_replicate:

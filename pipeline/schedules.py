@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from ..parallel_state import BadInput, Layout
+from ..parallel_state import BadInput, Layout, nearest
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zbv", "dualpipev"]
 
@@ -79,10 +79,11 @@ def check_schedule(name: str, layout: Layout, micro_batches: int, where: str = "
         return
     kind, virtual = schedule_kind(name, where), layout.virtual_stages
     if kind.interleaved and (virtual < 2 or layout.v_shape):
-        expected, todo = f"at least 2 with {name}", "Nearest legal virtual_stages: 2"
+        expected, todo = f"at least 2 with {name}", nearest("virtual_stages", [2], virtual)
         raise BadInput(where, "virtual_stages", expected=expected, found=virtual, todo=todo)
     if not kind.interleaved and (virtual, layout.v_shape) != (kind.virtual_stages, kind.v_shape):
-        todo = f"Nearest legal virtual_stages: {kind.virtual_stages}; only interleaved schedules take others"
+        legal = nearest("virtual_stages", [kind.virtual_stages], virtual)
+        todo = f"{legal}; only interleaved schedules take others"
         expected = f"{kind.virtual_stages} with {name}"
         raise BadInput(where, "virtual_stages", expected=expected, found=virtual, todo=todo)
     if kind.runs(layout.pipeline, micro_batches):
@@ -92,17 +93,11 @@ def check_schedule(name: str, layout: Layout, micro_batches: int, where: str = "
     if micro_batches >= least:
         rounds = micro_batches // layout.pipeline
         expected = f"a multiple of {rounds}, its rounds of at least pipeline={layout.pipeline}, with {name}"
-    legal = [n for n in range(1, 2 * max(least, micro_batches) + 1) if kind.runs(layout.pipeline, n)]
-    near = sorted(sorted(legal, key=lambda n: (abs(n - micro_batches), n))[:2])
-    if micro_batches < least:
-        near = [least]
-    raise BadInput(
-        where,
-        "micro-batches a step",
-        expected=expected,
-        found=micro_batches,
-        todo=f"Nearest legal: {' or '.join(map(str, near))}; change micro_batch or global_batch",
-    )
+    numbers = [n for n in range(1, 2 * micro_batches + 1) if kind.runs(layout.pipeline, n)]
+    key = "micro-batches a step"
+    near = nearest(key, numbers if micro_batches > least else [least], micro_batches)
+    todo = f"{near}; change micro_batch or global_batch"
+    raise BadInput(where, key, expected=expected, found=micro_batches, todo=todo)
 
 
 def bubble(name: str, layout: Layout, micro_batches: int) -> float:

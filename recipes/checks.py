@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 
 from ..models import Family, ModelConfig
-from ..parallel_state import BadInput
+from ..parallel_state import BadInput, Layout
 from ..pipeline import schedule_kind
 from .sections import (
     DebugSection,
     ExpertsSection,
-    LayoutSection,
     LossScaleSection,
     MemorySection,
     OptimizerSection,
@@ -110,11 +109,13 @@ def check_idle(memory: MemorySection, watch: WatchSection, debug: DebugSection, 
         )
 
 
-def check_memory_of_pipeline(memory: MemorySection, layout: LayoutSection, where: str) -> None:
-    """Refuse what saves memory elsewhere, and under this schedule would not, or at twice the cost."""
+def check_memory_of_pipeline(memory: MemorySection, layout: Layout, name: str, where: str) -> None:
+    """Refuse what saves memory elsewhere, but not under the pipeline schedule ``name``, or at twice the
+    cost.
+    """
     if layout.pipeline == 1:
         return
-    name, kind = layout.schedule, schedule_kind(layout.schedule)
+    kind = schedule_kind(name)
     if memory.loss_chunk and (name == "gpipe" or kind.two_backwards):
         raise BadInput(
             where,
@@ -134,20 +135,22 @@ def check_memory_of_pipeline(memory: MemorySection, layout: LayoutSection, where
         )
 
 
-def check_compile(memory: MemorySection, layout: LayoutSection, debug: DebugSection, where: str) -> None:
+def check_compile(
+    memory: MemorySection, layout: Layout, schedule: str, debug: DebugSection, where: str
+) -> None:
     """Refuse what cannot be in one graph, or looks at operators that a graph hides."""
-    twice = layout.pipeline > 1 and schedule_kind(layout.schedule).two_backwards
+    twice = layout.pipeline > 1 and schedule_kind(schedule).two_backwards
     for wrong, key, expected, found in (
         (memory.checkpointing == "selective", "memory.checkpointing", "none, every or full", "selective"),
         (layout.context > 1, "layout.context", 1, layout.context),
-        (twice, "layout.schedule", "gpipe, 1f1b or interleaved", layout.schedule),
+        (twice, "layout.schedule", "gpipe, 1f1b or interleaved", schedule),
         (debug.collectives, "debug.collectives", "false", "true"),
     ):
         if wrong:
             raise BadInput(where, key, expected=f"{expected} with compile = true", found=found)
 
 
-def check_compiled_model(config: ModelConfig, layout: LayoutSection, lora_dropout: float) -> None:
+def check_compiled_model(config: ModelConfig, layout: Layout, lora_dropout: float) -> None:
     """Refuse to compile blocks whose shapes follow from the data, or whose tensor ranks draw apart."""
     if config.routed_experts:
         expected, found = "false with experts, whose tokens are counted as they come", "true"

@@ -10,8 +10,8 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError
 
 from ..models.base.config import check_keys
-from ..parallel_state import TIMEOUT, BadInput, from_validation, nearest_multiples
-from ..pipeline import check_schedule
+from ..parallel_state import TIMEOUT, BadInput, Layout, from_validation, nearest_multiples
+from ..pipeline import ScheduleName, check_schedule
 from ..runs.stop_signals import GRACE
 from ..storage.small_files import parse_toml, read_json, read_toml
 from ..storage.strict_json import DEEPEST
@@ -85,8 +85,8 @@ class Recipe(Section):
     lora: LoraSection | None = Field(
         default=None, description="LoRA: train adapters and leave the model as it is"
     )
-    layout: LayoutSection = Field(
-        default=LayoutSection(), description="number of ranks along each parallel axis"
+    layout_section: LayoutSection = Field(
+        default=LayoutSection(), alias="layout", description="number of ranks along each parallel axis"
     )
     data: DataSection = Field(description="the token files, and the size of rows and batches")
     optimizer: OptimizerSection = Field(
@@ -110,6 +110,21 @@ class Recipe(Section):
     )
 
     @property
+    def layout(self) -> Layout:
+        """The number of ranks along each axis."""
+        return self.layout_section.layout
+
+    @property
+    def pipeline_schedule(self) -> ScheduleName:
+        """The name of the schedule by which pipeline stages take turns."""
+        return self.layout_section.schedule
+
+    @property
+    def split(self) -> list[int] | None:
+        """The number of blocks of each pipeline stage; ``None`` leaves it to ``cut_stages``."""
+        return self.layout_section.split
+
+    @property
     def digest(self) -> str:
         """16 hexadecimal digits that differ between recipes that say different things."""
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]
@@ -121,7 +136,7 @@ class Recipe(Section):
         check_optimizer(self.optimizer, self.steps, where)
         check_precision(self.dtype, self.compute, self.loss_scale, where)
         check_idle(self.memory, self.watch, self.debug, where)
-        layout = self.layout.layout
+        layout = self.layout
         if self.data.global_batch % (layout.data * self.data.micro_batch):
             raise BadInput(
                 where,
@@ -133,10 +148,10 @@ class Recipe(Section):
                 ),
             )
         micro_batches = self.data.global_batch // (layout.data * self.data.micro_batch)
-        check_schedule(self.layout.schedule, layout, micro_batches, where)
-        check_memory_of_pipeline(self.memory, self.layout, where)
+        check_schedule(self.pipeline_schedule, layout, micro_batches, where)
+        check_memory_of_pipeline(self.memory, layout, self.pipeline_schedule, where)
         if self.compile:
-            check_compile(self.memory, self.layout, self.debug, where)
+            check_compile(self.memory, layout, self.pipeline_schedule, self.debug, where)
         absent = [rank for rank in self.watch.trace_ranks if not 0 <= rank < layout.world]
         if absent:
             raise BadInput(
@@ -172,7 +187,8 @@ def parse_recipe(raw: dict[str, Any], where: str = "recipe") -> Recipe:
 
 def with_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
     """The recipe with ``section.key=value`` changes, checked again."""
-    raw = recipe.model_dump(exclude_unset=True)  # what is said and what is default may differ in meaning
+    # A key that is given may mean something else than the same value by default.
+    raw = recipe.model_dump(exclude_unset=True, by_alias=True)
     for override in overrides:
         _apply(raw, override)
     return parse_recipe(raw)

@@ -41,7 +41,8 @@ def choices_of(annotation: Any) -> list[str]:
 def table(model: type[BaseModel], keys: list[str]) -> str:
     """Write the table of a section's keys, or of some of them."""
     lines = ["| key | default | |", "|---|---|---|"]
-    for name, field in model.model_fields.items():
+    for attribute, field in model.model_fields.items():
+        name = field.alias or attribute
         if keys and name not in keys:
             continue
         assert field.description, f"{model.__name__}.{name} has no description"

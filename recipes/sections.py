@@ -80,9 +80,9 @@ class LayoutSection(Section):
         description="context parallelism: number of ranks that share each row, for long rows; cut into 2 "
         "x context chunks",
     )
-    context_attention: Literal["all-gather", "ring"] = Field(
-        default="all-gather",
-        description="how context ranks exchange keys and values: all-gather, or piece by piece around a ring",
+    ring: bool = Field(
+        default=False,
+        description="pass keys and values around the context ranks, piece by piece; default: gather them",
     )
     split: list[Blocks] | None = Field(
         default=None,
@@ -97,18 +97,11 @@ class LayoutSection(Section):
 
     @property
     def layout(self) -> Layout:
+        """The layout itself: every key but those that say how a pipeline cuts and runs the blocks."""
         return Layout.of(
-            tensor=self.tensor,
-            pipeline=self.pipeline,
-            data=self.data,
-            data_replicate=self.data_replicate,
-            expert=self.expert,
-            zero=self.zero,
-            sequence=self.sequence,
+            **self.model_dump(exclude={"split", "schedule", "virtual_stages"}),
             virtual_stages=self.stages_of_a_rank,
             v_shape=self.pipeline > 1 and schedule_kind(self.schedule).v_shape,
-            context=self.context,
-            ring=self.context_attention == "ring",
         )
 
     @property

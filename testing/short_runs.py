@@ -113,12 +113,12 @@ def tiny_recipe(out: Path, tokens: Path, **changes: Any) -> dict[str, Any]:
 def run_recipe(raw: dict[str, Any]) -> list[StepMetrics]:
     """Run it on the ranks that call this together, in their process group; the metrics of the steps."""
     recipe = parse_recipe(raw)
-    return Trainer(recipe, ParallelState.start(recipe.layout.layout), quiet=True).run()
+    return Trainer(recipe, ParallelState.start(recipe.layout), quiet=True).run()
 
 
 def train(raw: dict[str, Any]) -> list[StepMetrics]:
     """Run it on ranks of the pool, as many as its layout has; rank 0's metrics of the steps."""
-    metrics: list[StepMetrics] = run_parallel(run_recipe, parse_recipe(raw).layout.layout.world, raw)[0]
+    metrics: list[StepMetrics] = run_parallel(run_recipe, parse_recipe(raw).layout.world, raw)[0]
     return metrics
 
 

@@ -98,7 +98,7 @@ def test_what_context_parallelism_shows_runs(tmp_path: Path) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     exec(compile(code, "context.md", "exec"), {})
     (toml,) = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
-    layout = parse_recipe(tiny_recipe(tmp_path, tmp_path / "tokens", **tomllib.loads(toml))).layout.layout
+    layout = parse_recipe(tiny_recipe(tmp_path, tmp_path / "tokens", **tomllib.loads(toml))).layout
     assert (layout.context, layout.ring) == (4, True)
 
 
@@ -109,5 +109,5 @@ def test_what_is_said_of_experts_runs(tmp_path: Path) -> None:
     (toml,) = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
     changes = {"model": {"config": TINY_MIXTRAL}, "data": {"global_batch": 16}} | tomllib.loads(toml)
     recipe = parse_recipe(tiny_recipe(tmp_path, tmp_path / "tokens", **changes))
-    assert plan(recipe).config.routed_experts % recipe.layout.layout.expert == 0
+    assert plan(recipe).config.routed_experts % recipe.layout.expert == 0
     assert recipe.experts is not None and recipe.experts.balance == 0.01

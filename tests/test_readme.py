@@ -88,7 +88,7 @@ def test_the_layers_work_as_shown_under_torchrun_and_agree(capsys: pytest.Captur
 def test_the_recipe_is_one(tmp_path: Path) -> None:
     (text,) = blocks("toml")
     recipe = parse_recipe(tomllib.loads(text))
-    assert recipe.layout.layout.world == 8
+    assert recipe.layout.world == 8
     assert write_tokens(tmp_path / recipe.data.tokens if isinstance(recipe.data.tokens, str) else tmp_path)
 
 

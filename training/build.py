@@ -63,7 +63,7 @@ def build(recipe: Recipe, plan: Plan, state: ParallelState) -> Parts:
     step = TrainStep(
         model,
         micro_batch=recipe.data.micro_batch,
-        schedule=recipe.layout.schedule,
+        schedule=recipe.pipeline_schedule,
         label_smoothing=wanted.label_smoothing,
         dtype=precision.compute,
         loss_chunk=recipe.memory.loss_chunk,

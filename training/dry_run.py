@@ -109,7 +109,7 @@ def dry_run(recipe: Recipe, *, rank: int | None = None, room: int | None = None)
     """
     planned, missing = plan_without_weights(recipe)
     base = planned.family.base if isinstance(planned.family, AdaptedFamily) else planned.family
-    layout = recipe.layout.layout
+    layout = recipe.layout
     found = rank_plan(recipe, planned, rank) if rank is not None else heaviest(recipe, planned)
     (stated,) = base.declarations(planned.config)
     room = room if room is not None else _room(recipe)
@@ -122,7 +122,7 @@ def dry_run(recipe: Recipe, *, rank: int | None = None, room: int | None = None)
         layout.world,
         found,
         micro_batches,
-        bubble(recipe.layout.schedule, layout, micro_batches) if layout.pipeline > 1 else 0.0,
+        bubble(recipe.pipeline_schedule, layout, micro_batches) if layout.pipeline > 1 else 0.0,
         planned.cut,
         flops_of(recipe, planned),
         room,
@@ -133,7 +133,7 @@ def dry_run(recipe: Recipe, *, rank: int | None = None, room: int | None = None)
 
 def heaviest(recipe: Recipe, planned: Plan) -> RankPlan:
     """Of the ranks that differ in memory: the first of each pipeline stage."""
-    layout = recipe.layout.layout
+    layout = recipe.layout
     step = layout.world // layout.pipeline
     plans = [rank_plan(recipe, planned, stage * step) for stage in range(layout.pipeline)]
     return max(plans, key=lambda one: one.total)
@@ -141,7 +141,7 @@ def heaviest(recipe: Recipe, planned: Plan) -> RankPlan:
 
 def rank_plan(recipe: Recipe, planned: Plan, rank: int) -> RankPlan:
     """The memory of one rank of the recipe's layout."""
-    layout = recipe.layout.layout
+    layout = recipe.layout
     state = ParallelState.stand_in(layout, rank)
     stated, frozen, frozen_bytes = _parameters(recipe, planned, state)
     master, compute = (dtype_named(name).itemsize for name in (recipe.dtype, recipe.compute or recipe.dtype))
@@ -151,7 +151,7 @@ def rank_plan(recipe: Recipe, planned: Plan, rank: int) -> RankPlan:
         recipe.data.sequence_length,
         recipe.data.micro_batch,
         _micro_batches(recipe),
-        schedule=recipe.layout.schedule,
+        schedule=recipe.pipeline_schedule,
         master=master,
         frozen=frozen_bytes,
         compute=compute,
@@ -213,7 +213,7 @@ def plan_without_weights(recipe: Recipe) -> tuple[Plan, list[str]]:
 
 
 def _micro_batches(recipe: Recipe) -> int:
-    return recipe.data.global_batch // (recipe.layout.layout.data * recipe.data.micro_batch)
+    return recipe.data.global_batch // (recipe.layout.data * recipe.data.micro_batch)
 
 
 def _room(recipe: Recipe) -> int | None:

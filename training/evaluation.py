@@ -81,7 +81,7 @@ def open_held_out(recipe: Recipe, vocab_size: int) -> HeldOut | None:
         return open_data(recipe.model_copy(update={"data": recipe.data.model_copy(update=changes)}))
 
     samples = min(section.samples, opened(1).samples)
-    ranks = recipe.layout.layout.data
+    ranks = recipe.layout.data
     batches = opened(-(-samples // ranks) * ranks)
     if batches.vocab_size > vocab_size:
         raise BadInput(

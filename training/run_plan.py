@@ -87,10 +87,10 @@ def plan(recipe: Recipe) -> Plan:
             expected = "a model to attach adapters to"
             raise BadInput("recipe", "model.init_from", expected=expected, found="a model from scratch")
         family, adapter = plan_adapters(recipe.lora, source)
-    layout = recipe.layout.layout
+    layout = recipe.layout
     if recipe.compile:
-        check_compiled_model(config, recipe.layout, recipe.lora.lora_dropout if recipe.lora else 0.0)
-    cut = cut_stages(family, config, layout, recipe.data.sequence_length, split=recipe.layout.split)
+        check_compiled_model(config, layout, recipe.lora.lora_dropout if recipe.lora else 0.0)
+    cut = cut_stages(family, config, layout, recipe.data.sequence_length, split=recipe.split)
     # Building every stage on the meta device refuses each cut that is not even.
     family.declarations(config, layout, split=cut.counts)
     hf_config = raw if recipe.model.init_from is not None else family.to_hf(config) | dict(raw)

@@ -65,9 +65,9 @@ class Watchers:
         """The run begins, or goes on from a checkpoint that another layout may have written."""
         recipe = self.recipe
         facts: dict[str, Any] = {
-            "layout": str(recipe.layout.layout),
-            "world": recipe.layout.layout.world,
-            "recipe": recipe.model_dump(mode="json"),
+            "layout": str(recipe.layout),
+            "world": recipe.layout.world,
+            "recipe": recipe.model_dump(mode="json", by_alias=True),
         }
         if checkpoint is None or progress is None:
             self.events.note("started", step, **facts, weights=recipe.model.init_from)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from ...parallel_state import BadInput, Layout, from_validation, nearest_divisors, nearest_multiples
+from ...parallel_state import BadInput, Layout, from_validation, nearest, nearest_divisors, nearest_multiples
 
 
 def names(text: str) -> frozenset[str]:
@@ -222,7 +222,7 @@ class ModelConfig(BaseModel):
                 "pipeline",
                 expected=f"at most {most}, {blocks}",
                 found=layout.pipeline,
-                todo=f"Nearest legal pipeline: {most}",
+                todo=nearest("pipeline", [most], layout.pipeline),
             )
 
     @classmethod

@@ -9,7 +9,7 @@ from typing import Any
 from .translation import Given, Translation
 
 #: How context ranks get keys and values: at once, or a piece at a time around a ring.
-_STRATEGIES = {"allgather": "all-gather", "alltoall": "ring"}
+_STRATEGIES = {"allgather": False, "alltoall": True}
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def parallelism(given: Given, found: Translation, sizes: Sizes, ranks: int) -> N
     if strategy is not None and sizes.context > 1:
         if strategy not in _STRATEGIES:
             raise section.bad("cp_handler.cp_comm_strategy", " or ".join(_STRATEGIES), strategy)
-        found.set("layout.context_attention", _STRATEGIES[strategy])
+        found.set("layout.ring", _STRATEGIES[strategy])
     if sizes.shard > 1 and sizes.replicate > 1:
         found.set("layout.data_replicate", sizes.replicate, f"replicas of {sizes.shard} shards each")
     found.values.setdefault("layout.data", ranks // each)

@@ -143,7 +143,7 @@ def test_a_run_that_is_right_is_left_alone(
         changes = {"layout": layout, "steps": 2, "debug": {"collectives": on}, "watch": {"norms": 1}, **more}
         raw = tiny_recipe(tmp_path / f"run{on}", tokens, **changes)
         raw["evaluation"] = {"tokens": str(tokens), "every": 1, "samples": 2}
-        world = parse_recipe(raw).layout.layout.world
+        world = parse_recipe(raw).layout.world
         losses.append([[one.loss for one in rank] for rank in run_parallel(run_recipe, world, raw)])
     assert losses[0] == losses[1]
 
@@ -151,7 +151,7 @@ def test_a_run_that_is_right_is_left_alone(
 def swapped(raw: dict[str, Any]) -> None:
     """On rank 1 a block's feed-forward comes before its attention, as a bad merge would have it."""
     recipe = parse_recipe(raw)
-    trainer = Trainer(recipe, ParallelState.start(recipe.layout.layout), quiet=True)
+    trainer = Trainer(recipe, ParallelState.start(recipe.layout), quiet=True)
     block: Any = trainer.model.layers["1"]
     if trainer.state.rank == 1:
 

@@ -62,7 +62,7 @@ WIDE = {**UNTIED, "vocab_size": 512}
 def evaluated(raw: dict[str, Any]) -> tuple[float, int]:
     """The loss on held-out tokens of made-up weights, and the bytes alive at the worst moment."""
     recipe = parse_recipe(raw)
-    state = ParallelState.start(recipe.layout.layout)
+    state = ParallelState.start(recipe.layout)
     parts = build(recipe, plan(recipe), state)
     torch.manual_seed(0)
     with torch.no_grad():

@@ -85,19 +85,19 @@ def test_many_micro_batches_hold_what_few_do(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "layout", "micro_batches", "words"),
     [
-        pytest.param("1f1b", {"pipeline": 4}, 3, ("at least 4", "found 3", "Nearest legal: 4"), id="E12-few"),
+        pytest.param("1f1b", {"pipeline": 4}, 3, ("at least 4", "found 3", "a step: 4"), id="E12-few"),
         pytest.param(
             "dualpipev",
             {"pipeline": 4, "virtual_stages": 2, "v_shape": True},
             6,
-            ("at least 8", "found 6", "Nearest legal: 8"),
+            ("at least 8", "found 6", "a step: 8"),
             id="E12-dualpipev",
         ),
         pytest.param(
             "interleaved",
             {"pipeline": 4, "virtual_stages": 2},
             9,
-            ("a multiple of 2", "found 9", "Nearest legal: 8 or 10"),
+            ("a multiple of 2", "found 9", "a step: 8 or 10"),
             id="E12-rounds",
         ),
         pytest.param("interleaved", {"pipeline": 4}, 8, ("at least 2", "found 1"), id="E5-one-stage"),

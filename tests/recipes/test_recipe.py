@@ -32,13 +32,13 @@ def test_overrides_are_toml_values_and_bare_words(recipe: Path) -> None:
         recipe,
         ["layout.tensor=2", "layout.split=[1, 2]", "out=other/run", "optimizer.lr=1e-4", "stop_after=3"],
     )
-    assert (loaded.layout.tensor, loaded.layout.split, loaded.out) == (2, [1, 2], "other/run")
+    assert (loaded.layout.tensor, loaded.split, loaded.out) == (2, [1, 2], "other/run")
     assert (loaded.optimizer.lr, loaded.stop_after) == (1e-4, 3)
 
 
 def test_zero_puts_the_data_ranks_on_the_right_axis(recipe: Path) -> None:
-    plain = load_recipe(recipe, ["layout.data=4"]).layout.layout
-    sharded = load_recipe(recipe, ["layout.data=4", "layout.zero=2", "layout.data_replicate=2"]).layout.layout
+    plain = load_recipe(recipe, ["layout.data=4"]).layout
+    sharded = load_recipe(recipe, ["layout.data=4", "layout.zero=2", "layout.data_replicate=2"]).layout
     assert (plain.data_replicate, plain.data_shard) == (4, 1)
     assert (sharded.data_replicate, sharded.data_shard) == (2, 2)
 
@@ -79,15 +79,15 @@ def test_sequence_parallelism_needs_a_sequence_that_divides_E9(recipe: Path) -> 
 
 
 def test_context_ranks_need_a_sequence_of_as_many_pairs_of_chunks_E7(recipe: Path) -> None:
-    assert load_recipe(recipe, ["layout.context=4"]).layout.layout.context == 4
+    assert load_recipe(recipe, ["layout.context=4"]).layout.context == 4
     with pytest.raises(BadInput) as error:
         load_recipe(recipe, ["layout.context=4", "data.sequence_length=30"])
     assert "sequence_length: expected a multiple of 2 x context=4, found 30" in str(error.value)
     assert str(error.value).endswith("Nearest legal data.sequence_length: 24 or 32")
-    ring = load_recipe(recipe, ["layout.context=2", "layout.context_attention=ring"])
-    assert ring.layout.layout.ring
-    with pytest.raises(BadInput, match=r"layout\.context_attention: expected 'all-gather' or 'ring'"):
-        load_recipe(recipe, ["layout.context_attention=circle"])
+    ring = load_recipe(recipe, ["layout.context=2", "layout.ring=true"])
+    assert ring.layout.ring
+    with pytest.raises(BadInput, match=r"layout\.ring: expected a valid boolean, found 'circle'"):
+        load_recipe(recipe, ["layout.ring=circle"])
 
 
 def test_a_recipe_that_is_not_there_or_not_toml_is_named(tmp_path: Path) -> None:

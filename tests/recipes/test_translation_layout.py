@@ -72,7 +72,7 @@ def test_a_pipeline_of_deepspeed_is_cut_and_recomputed_and_the_rest_is_listed() 
         ({"dp_replicate_size": 2, "dp_shard_size": 4}, {"data": 8, "data_replicate": 2}),
         (
             {"tp_size": 2, "cp_size": 2, "dp_shard_size": 2, "cp_handler": {"cp_comm_strategy": "alltoall"}},
-            {"tensor": 2, "context": 2, "data": 2, "context_attention": "ring"},
+            {"tensor": 2, "context": 2, "data": 2, "ring": True},
         ),
     ],
 )

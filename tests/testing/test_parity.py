@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,9 +23,11 @@ from transformers import (
     MixtralForCausalLM,
 )
 from trilith.cli.app import run
+from trilith.cli.parity import parity as parity_command
 from trilith.layers import Stage
 from trilith.models import CausalLM
 from trilith.parallel_state import BadInput, Layout
+from trilith.recipes.sections import LayoutSection
 from trilith.testing.parity.case import Question, differences, first_beyond
 from trilith.testing.parity.check import parity
 from trilith.testing.parity.ours import observe_ours, observe_rank
@@ -249,3 +252,10 @@ def test_a_folder_with_a_hole_is_refused_as_everywhere(folders: Path, tmp_path: 
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(BadInput, match="finite"):
         parity(Question(str(tmp_path), samples=2, length=8))
+
+
+def test_the_command_s_options_are_the_keys_of_a_recipe_s_layout() -> None:
+    """They are written out because ``--help`` must not import torch; no axis may be missing there."""
+    options = inspect.signature(parity_command).parameters
+    for key, field in LayoutSection.model_fields.items():
+        assert options[key].default == field.default, key

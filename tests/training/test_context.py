@@ -20,7 +20,7 @@ def test_a_run_with_context_ranks_is_the_run_without_them(make: Callable[[int], 
         "context": [
             "layout.data=1",
             "layout.context=2",
-            "layout.context_attention=ring",
+            "layout.ring=true",
             "memory.checkpointing=selective",
             "data.documents=separate",
         ],

@@ -38,7 +38,7 @@ def recipe(folder: Path, tokens: Path, layout: dict[str, Any], **changes: Any) -
 
 
 def run(raw: dict[str, Any]) -> None:
-    run_parallel(run_recipe, parse_recipe(raw).layout.layout.world, raw)
+    run_parallel(run_recipe, parse_recipe(raw).layout.world, raw)
 
 
 def lines(out: Path, *keys: str) -> list[list[float]]:

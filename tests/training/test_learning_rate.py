@@ -140,7 +140,7 @@ def run_and_listen(raw: dict[str, Any]) -> tuple[list[float], str]:
     recipe = parse_recipe(raw)
     said = io.StringIO()
     with redirect_stdout(said):
-        metrics = Trainer(recipe, ParallelState.start(recipe.layout.layout)).run()
+        metrics = Trainer(recipe, ParallelState.start(recipe.layout)).run()
     return [one.lr for one in metrics], said.getvalue()
 
 

@@ -120,7 +120,7 @@ def test_adapters_are_resharded_with_their_moments_and_started_from(
 def numbers(raw: dict[str, Any]) -> dict[str, set[torch.dtype]]:
     """The formats in which this rank stores base and adapters."""
     loaded = parse_recipe(raw)
-    model = build(loaded, plan(loaded), ParallelState.start(loaded.layout.layout)).model
+    model = build(loaded, plan(loaded), ParallelState.start(loaded.layout)).model
     kinds: dict[str, set[torch.dtype]] = {"base": set(), "adapters": set()}
     for name, parameter in model.named_parameters():
         kinds["adapters" if "lora_" in name else "base"].add(local_data(parameter).dtype)

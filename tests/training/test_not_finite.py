@@ -29,7 +29,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 def stopped(raw: dict[str, Any], spoil: Callable[[Trainer], None]) -> tuple[str, bool]:
     """Two good steps, then ``spoil`` on this rank: what the run says, and whether its weights stayed."""
     recipe = parse_recipe(raw)
-    trainer = Trainer(recipe, ParallelState.start(recipe.layout.layout), quiet=True)
+    trainer = Trainer(recipe, ParallelState.start(recipe.layout), quiet=True)
     before: list[Tensor] = []
 
     def after(metrics: StepMetrics) -> None:
@@ -90,7 +90,7 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def said(tmp_path: Path, tokens: Path, layout: str, spoil: Callable[[Trainer], None]) -> str:
     """What all ranks say alike, having updated nothing."""
     raw = tiny_recipe(tmp_path / "run", tokens, layout=LAYOUTS[layout])
-    found = run_parallel(stopped, parse_recipe(raw).layout.layout.world, raw, spoil)
+    found = run_parallel(stopped, parse_recipe(raw).layout.world, raw, spoil)
     assert len({text for text, _ in found}) == 1, found
     assert all(same for _, same in found), "the update went through"
     assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 2

@@ -29,7 +29,7 @@ Leaf = tuple[str, type, Callable[[Any], Any]]
 def leaves_of(model: type[BaseModel]) -> Iterator[Leaf]:
     for name, field in model.model_fields.items():
         for path, kind, wrap in _leaves(field.annotation):
-            yield f"{name}{path}", kind, wrap
+            yield f"{field.alias or name}{path}", kind, wrap
 
 
 def _leaves(annotation: Any) -> Iterator[Leaf]:
@@ -88,7 +88,8 @@ def test_the_walk_finds_the_numbers_of_every_section() -> None:
         *("optimizer.betas", "optimizer.groups.lr_scale", "optimizer.skip_spikes.window", "lora.r"),
         *("lora.rank_pattern", "lora.layers_to_transform", "loss_scale.initial", "watch.trace_steps"),
     } <= found
-    sections = {name for name, field in Recipe.model_fields.items() if "Section" in str(field.annotation)}
+    fields = Recipe.model_fields.items()
+    sections = {field.alias or name for name, field in fields if "Section" in str(field.annotation)}
     assert sections - {name.partition(".")[0] for name in found} <= {"model", "experts"} - {"experts"}
 
 

@@ -37,7 +37,7 @@ SAME = [
     pytest.param({"tensor": 2}, {"model": {"config": TINY_GPT2}}, id="D1-dropout-tp2"),
     pytest.param({"pipeline": 2}, {"model": {"config": TINY_GPT2}}, id="D1-dropout-pp2"),
     pytest.param(
-        {"context": 2, "context_attention": "ring"},
+        {"context": 2, "ring": True},
         {"model": {"config": TINY_GPT2}},
         id="D1-dropout-cp2",
     ),

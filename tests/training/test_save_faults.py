@@ -70,7 +70,7 @@ def test_a_rank_that_writes_slowly_holds_up_nobody_and_breaks_nothing_K9(make: M
 def leave(recipe: str, how: str) -> None:
     """Save in the background, slowly, and leave in the middle of it."""
     loaded = load_recipe(Path(recipe), ["checkpoint.background=true", "steps=2"])
-    with process_group(loaded.layout.layout, timeout=timedelta(seconds=20)) as state:
+    with process_group(loaded.layout, timeout=timedelta(seconds=20)) as state:
         trainer = Trainer(loaded, state, quiet=True)
         real = trainer._saver
 
@@ -118,7 +118,7 @@ def test_leaving_amid_a_save_in_the_background_leaves_all_of_it_or_nothing_K10(m
 def fail_while_saving(recipe: str) -> None:
     """What becomes of a rank's error while its checkpoint is still being written, slowly."""
     loaded = load_recipe(Path(recipe), ["checkpoint.background=true", "layout.data=1", "layout.zero=0"])
-    with process_group(loaded.layout.layout) as state:
+    with process_group(loaded.layout) as state:
         trainer = Trainer(loaded, state, quiet=True)
 
         def fail(metrics: Any) -> None:
@@ -150,7 +150,7 @@ def fail_and_say_when(recipe: str, status: str) -> None:
         print(f"told {said.code} {said.error}")
         leave(saver, *error)
 
-    with watched(Path(status), 0, 1, run="now") as beat, process_group(loaded.layout.layout) as state:
+    with watched(Path(status), 0, 1, run="now") as beat, process_group(loaded.layout) as state:
         trainer = Trainer(loaded, state, beat=beat, quiet=True)
 
         def fail(metrics: Any) -> None:

@@ -103,7 +103,7 @@ def test_a_module_of_ones_own_says_what_a_step_may_leave_out(layout: Layout) -> 
 def run_without_a_block(raw: dict[str, Any]) -> tuple[str, bool]:
     """What a run says whose first block is left out from its second step on; whether a weight moved then."""
     recipe = parse_recipe(raw)
-    trainer = Trainer(recipe, ParallelState.start(recipe.layout.layout), quiet=True)
+    trainer = Trainer(recipe, ParallelState.start(recipe.layout), quiet=True)
     before: list[Tensor] = []
 
     def leave_out(metrics: object) -> None:

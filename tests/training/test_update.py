@@ -47,7 +47,7 @@ def run_with_a_leap(raw: dict[str, Any], step: int, factor: float) -> tuple[list
     nothing in the norm.
     """
     recipe = parse_recipe(raw)
-    state = ParallelState.start(recipe.layout.layout)
+    state = ParallelState.start(recipe.layout)
     trainer = Trainer(recipe, state, quiet=True)
     update, gradients, moved = Update.__call__, Watchers.gradients, []
 
@@ -84,7 +84,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all_and_halves_the_scale(
     tmp_path: Path, tokens: Path, layout: dict[str, Any]
 ) -> None:
     raw = tiny_recipe(tmp_path / "run", tokens, layout=layout, **HALF)
-    world = parse_recipe(raw).layout.layout.world
+    world = parse_recipe(raw).layout.world
     for metrics, moved in run_parallel(run_with_a_leap, world, raw, 1, math.inf):
         assert [one.skipped for one in metrics] == [None, "overflow", None, None, None]
         assert moved == [True, False, True, True, True]
@@ -110,7 +110,7 @@ def test_a_leap_of_the_norm_on_one_rank_skips_the_step_on_all(
 def run_in_doubt(raw: dict[str, Any]) -> list[str | None]:
     """Which steps are skipped where the last rank alone takes the third for a spike."""
     recipe = parse_recipe(raw)
-    state = ParallelState.start(recipe.layout.layout)
+    state = ParallelState.start(recipe.layout)
 
     def doubt(self: Spikes, loss: float, norm: float) -> bool:
         return state.rank == state.layout.world - 1 and len(self.losses) == 2

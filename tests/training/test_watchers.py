@@ -45,7 +45,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(raw: dict[str, Any]) -> Path:
     recipe = parse_recipe(raw)
     if not Path(recipe.out).exists():
-        run_parallel(run_recipe, recipe.layout.layout.world, raw)
+        run_parallel(run_recipe, recipe.layout.world, raw)
     return Path(recipe.out)
 
 
