@@ -24,7 +24,7 @@ from ..parallel_state.together import together
 from .load import fill
 from .moments import MOMENTS
 from .rank_storage import stored_parts
-from .resume import Progress, begin_moments, fill_moments
+from .resume import Progress, begin_moments, fill_moments, newest_in
 from .save import Contents, Saver
 from .source import Source, open_source
 from .user_module_family import ModuleConfig, ModuleFamily, StoredModule, module_family
@@ -142,7 +142,7 @@ def load_module(
     or ``BadInput``, the same on every rank, for a checkpoint of another module, naming the first parameter.
     """
     state = state or ParallelState.alone()
-    stages = gather_stages(model, state)
+    stages, path = gather_stages(model, state), newest_in(path, state)
 
     def load() -> Progress:
         family = module_family(StoredModule.of(stages, names), {})
