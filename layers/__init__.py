@@ -1,4 +1,7 @@
-"""Floor 2: parallel layers. With ``state=None`` each is its ``torch.nn`` counterpart on one device."""
+"""Offer parallel layers: tensor-parallel linears, embeddings, attention (also over context ranks, in a
+ring), norms, feed-forward, experts, LoRA, and the collectives between them. With ``state=None`` each layer
+is its ``torch.nn`` counterpart on one device.
+"""
 
 from .activation_checkpointing import Checkpointing, checkpoint_blocks, checkpointed, keep_aside
 from .attention.attention import Attention, SharedHeads

@@ -1,4 +1,4 @@
-"""Floor 3: the zoo. One file per family: config, names, attention, block, model."""
+"""Offer the zoo: one file per family, with its config, Hugging Face names, attention, block and model."""
 
 from .base.config import ModelConfig
 from .base.family import CausalLM, Family
