@@ -1,4 +1,8 @@
-"""Floor 1: the layout, the state of one rank, and parameters that state once how they are cut."""
+"""Hold the layout, the state of one rank (mesh and process groups), and parameters that declare once how they
+are cut.
+
+Also here: gradient sums, clipping by the global norm, initial weights, and the errors for users.
+"""
 
 from .boxes import Box
 from .collective_order import CollectiveOrder
