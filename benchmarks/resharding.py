@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from conversion import llama
 from measure import Row, in_turn, ratio, seconds_of
-from trilith.checkpoints import How, Manifest, convert, differences, read_source
+from trilith.checkpoints import ConversionOptions, Manifest, convert, differences, read_source
 from trilith.checkpoints.convert.plan import plan_to_sharded
 from trilith.checkpoints.manifest import Part, StoredTensor
 from trilith.checkpoints.moments import MOMENTS, moment_name
@@ -95,7 +95,9 @@ def bytes_read(src: Path, dst: Path, layout: tuple[int, int]) -> Row:
     plan = plan_to_sharded(source, tensor=layout[0], pipeline=layout[1])
     needed = sum(whole_bytes(one.shape, one.dtype) for one in source.catalog.values())
     before = _read_so_far()
-    convert(src, dst, to="sharded", tensor=layout[0], pipeline=layout[1], how=How(check=False))
+    convert(
+        src, dst, to="sharded", tensor=layout[0], pipeline=layout[1], options=ConversionOptions(check=False)
+    )
     found = (_read_so_far() - before) / needed
     shutil.rmtree(dst)
     assert plan.nbytes >= needed

@@ -1,6 +1,10 @@
-"""Floor 4: Hugging Face folders and sharded checkpoints, read, written, converted and verified."""
+"""Floor 4: weights on disk: Hugging Face folders and sharded checkpoints.
 
-from .convert.carry_out import How, carry_out, convert
+Offers ``load_model`` and ``convert``, ``save_model`` and ``restore_model`` for a model of the zoo,
+``save_module`` and ``load_module`` for any other, ``verify``, and what a training run saves and resumes with.
+"""
+
+from .convert.carry_out import ConversionOptions, carry_out, convert
 from .convert.request import plan_conversion, plan_merge
 from .diff import Difference, differences
 from .find import complete_checkpoints, latest_checkpoint, step_directory
@@ -21,7 +25,7 @@ __all__ = [
     "Contents",
     "Difference",
     "HFFolder",
-    "How",
+    "ConversionOptions",
     "Manifest",
     "Progress",
     "Saver",

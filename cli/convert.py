@@ -71,7 +71,7 @@ def convert(
         trilith convert other Llama-again --to hf
         trilith convert lora-run adapter --to peft
     """
-    from ..checkpoints import How, carry_out, plan_conversion
+    from ..checkpoints import ConversionOptions, carry_out, plan_conversion
     from .progress import byte_progress
     from .sizes import parse_counts, parse_size
 
@@ -87,8 +87,8 @@ def convert(
                 say(f"  {one.name}  {one.dtype} {list(one.box.shape)}  from {len(one.copies)} pieces")
         return
     with byte_progress(f"{src} -> {dst}", plan.nbytes) as advance:
-        how = How(workers=workers, max_ram=most, progress=advance)
-        carry_out(plan, dst, allow_nonfinite=allow_nonfinite, how=how)
+        options = ConversionOptions(workers=workers, max_ram=most, progress=advance)
+        carry_out(plan, dst, allow_nonfinite=allow_nonfinite, options=options)
     for warning in plan.source.warnings:
         say(f"warning: {warning}", err=True)
     say(f"{dst}: {len(plan.files)} files of weights, {plan.nbytes:,} bytes")

@@ -42,7 +42,7 @@ def merge_lora(
         trilith merge-lora Llama-3.2-1B lora-run merged
         trilith merge-lora Llama-3.2-1B adapter merged --max-ram 2GiB
     """
-    from ..checkpoints import How, carry_out, plan_merge
+    from ..checkpoints import ConversionOptions, carry_out, plan_merge
     from ..parallel_state import check_workers
     from .progress import byte_progress
     from .sizes import parse_size
@@ -51,7 +51,7 @@ def merge_lora(
     check_workers(workers, "merge-lora")
     plan = plan_merge(base, adapter)
     with byte_progress(f"{base} + {adapter} -> {out}", plan.nbytes) as advance:
-        carry_out(plan, out, how=How(workers=workers, max_ram=most, progress=advance))
+        carry_out(plan, out, options=ConversionOptions(workers=workers, max_ram=most, progress=advance))
     for warning in plan.source.warnings:
         say(f"warning: {warning}", err=True)
     say(f"{out}: {len(plan.files)} files of weights, {plan.nbytes:,} bytes")

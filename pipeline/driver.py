@@ -37,8 +37,8 @@ class StageModule(nn.Module):
         if root is not None and root not in self.sharded:
             self.sharded.append(root)
 
-    def forward(self, *inputs: Any, **told: Any) -> Tensor:
-        return self._run(*inputs, **told)
+    def forward(self, *inputs: Any, **keywords: Any) -> Tensor:
+        return self._run(*inputs, **keywords)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Also those that FSDP has put aside: autograd's graph is made of them."""

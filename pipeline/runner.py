@@ -40,19 +40,19 @@ class Pipeline:
         )
 
     def step(
-        self, *inputs: Tensor, target: Tensor | None = None, return_outputs: bool = False, **told: Any
+        self, *inputs: Tensor, target: Tensor | None = None, return_outputs: bool = False, **keywords: Any
     ) -> tuple[list[Tensor], Any]:
         """Collective over the pipeline. All tensors are of all micro-batches, which dim 0 is cut into.
 
         ``inputs`` are the model's, on the rank that holds the first stage; ``target`` the loss function's, on
-        the one with the last; ``told`` goes to every stage's forward by name. Returns the losses of the
+        the one with the last; ``keywords`` goes to every stage's forward by name. Returns the losses of the
         micro-batches, in order and on the rank with the last stage, and there on request the outputs.
         Gradients are in ``.grad``, added to what was there, summed over the data ranks.
         """
         losses: list[Tensor] = []
         before_schedule(self._roots, zero=self._zero)
         outputs = self._schedule.step(
-            *inputs, target=target, losses=losses, return_outputs=return_outputs, **told
+            *inputs, target=target, losses=losses, return_outputs=return_outputs, **keywords
         )
         after_schedule(self._roots)
         return [loss.detach() for loss in losses], outputs

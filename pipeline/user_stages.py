@@ -25,12 +25,12 @@ Given = tuple[Travels, ...]
 class ModuleStages:
     """This rank's stages, one or ``parts_of`` the model. Several tensors travel as one, a row a sample.
 
-    ``told``: of a micro-batch of ``samples`` what ``forward`` names, for the trial run. Collective over all
-    ranks.
+    ``keywords``: what ``forward`` names of a micro-batch of ``samples``, for the trial run. Collective over
+    all ranks.
     """
 
     def __init__(
-        self, model: nn.Module, state: ParallelState, told: Mapping[str, Tensor], *, samples: int
+        self, model: nn.Module, state: ParallelState, keywords: Mapping[str, Tensor], *, samples: int
     ) -> None:
         self.model, self.state, self.samples = model, state, samples
         self.parts = dict(zip(state.layout.stages_of(state.at.pipeline), parts_of(model, state), strict=True))
@@ -42,7 +42,7 @@ class ModuleStages:
         group = state.pipeline_group
         for number in range(state.layout.stages):
             holder = state.layout.rank_of_stage(number)
-            here: list[Any] = [self._tried(number, told) if holder == state.at.pipeline else None]
+            here: list[Any] = [self._tried(number, keywords) if holder == state.at.pipeline else None]
             dist.broadcast_object_list(here, src=dist.get_global_rank(group, holder), group=group)
             if isinstance(here[0], Exception):  # on every rank: none waits for a stage that failed
                 raise self._error or here[0]
@@ -61,12 +61,13 @@ class ModuleStages:
         """A stage by itself. Which parameters it uses only its code knows: taken are those of all."""
         model, received = self.model, self._received(number)
 
-        def forward(x: Tensor, /, **told: Tensor) -> Tensor:  # a tensor of the samples may be called x too
-            return _pack(_tensors(self._run(number, _unpack(x, received) if received else (), told)))
+        # A tensor of the samples may be called x too.
+        def forward(x: Tensor, /, **keywords: Tensor) -> Tensor:
+            return _pack(_tensors(self._run(number, _unpack(x, received) if received else (), keywords)))
 
         return StageModule(forward, [model], model if isinstance(model, FSDPModule) else None)
 
-    def forward_only(self, told: Mapping[str, Tensor]) -> Any:
+    def forward_only(self, keywords: Mapping[str, Tensor]) -> Any:
         """One micro-batch through the stages of all ranks; what the model gives, where the last stage is.
 
         Collective over the pipeline; no gradients.
@@ -86,7 +87,7 @@ class ModuleStages:
                     x = torch.empty(packed.shape, dtype=packed.dtype, device=self.state.device)
                     exchange(dist.irecv, x, before, group)
                 received = _unpack(x, self._received(number))
-            given = self._run(number, received, told)
+            given = self._run(number, received, keywords)
             if number == self.state.layout.stages - 1:
                 return given
             out = _pack(_tensors(given))
@@ -98,9 +99,9 @@ class ModuleStages:
         """What the model gave, of what its last stage handed to the schedule."""
         return self._whole(_unpack(given, self.gives[-1]))
 
-    def _tried(self, number: int, told: Mapping[str, Tensor]) -> Given | Exception:
+    def _tried(self, number: int, keywords: Mapping[str, Tensor]) -> Given | Exception:
         try:
-            return self._try(number, told)
+            return self._try(number, keywords)
         except Exception as error:
             self._error = error
             said = f"stage {number} failed in its trial run: {type(error).__name__}: {error}"
@@ -109,16 +110,16 @@ class ModuleStages:
     def _received(self, number: int) -> Given:
         return self.gives[number - 1] if number else ()
 
-    def _run(self, number: int, received: tuple[Tensor, ...], told: Mapping[str, Tensor]) -> Any:
+    def _run(self, number: int, received: tuple[Tensor, ...], keywords: Mapping[str, Tensor]) -> Any:
         which = {} if self.parts[number] is None else {"stage": self.parts[number]}
-        return self.model(*received, **told, **which)
+        return self.model(*received, **keywords, **which)
 
-    def _try(self, number: int, told: Mapping[str, Tensor]) -> Given:
+    def _try(self, number: int, keywords: Mapping[str, Tensor]) -> Given:
         """What the stage gives for zeros; nothing that is drawn or learnt comes of it."""
         device = self.state.device
         with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             zeros = [torch.zeros(one.shape, dtype=one.dtype, device=device) for one in self._received(number)]
-            whole = self._run(number, tuple(zeros), told)
+            whole = self._run(number, tuple(zeros), keywords)
         if number == self.state.layout.stages - 1:
             if isinstance(whole, dict):
                 names = tuple(whole)

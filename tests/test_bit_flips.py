@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch.distributed as dist
-from trilith.checkpoints import How, convert, load_model, read_source, verify
+from trilith.checkpoints import ConversionOptions, convert, load_model, read_source, verify
 from trilith.cli.app import run
 from trilith.data import TokenFile
 from trilith.parallel_state import BadInput, Box
@@ -28,7 +28,7 @@ from trilith.recipes.foreign.translation import to_toml
 from trilith.recipes.recipe import parse_recipe
 from trilith.runs.report.record import read_run
 from trilith.testing.short_runs import TINIEST_LLAMA, tiny_recipe, write_tokens
-from trilith.training.run_plan import open_data
+from trilith.training.run_data import open_data
 
 STEPS = 3
 #: The answers to what was damaged: input, a rank or the disk, a checkpoint.
@@ -89,7 +89,7 @@ def interrupted(source: Path, out: Path) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        convert(source, out, tensor=2, how=How(workers=1, note_every=1, progress=stop))
+        convert(source, out, tensor=2, options=ConversionOptions(workers=1, note_every=1, progress=stop))
     assert list(out.parent.rglob("journal*"))
 
 
@@ -168,7 +168,9 @@ def load_all(folder: Path) -> object:
 def finish(root: Path) -> object:
     """What the interrupted conversion becomes when the same call goes on; its source is the first run."""
     out = root / "interrupted" / "out"
-    convert(root.parent.parent / "made" / "run", out, tensor=2, how=How(workers=1, note_every=1))
+    convert(
+        root.parent.parent / "made" / "run", out, tensor=2, options=ConversionOptions(workers=1, note_every=1)
+    )
     return all_of(out)
 
 

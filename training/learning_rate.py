@@ -75,5 +75,5 @@ def scaled_rate(lr: float, rule: str | None, *, batch: int, reference: int | Non
         return lr, ""
     ratio = batch / reference
     peak = lr * (math.sqrt(ratio) if rule == "sqrt" else ratio)
-    how = f"sqrt({batch} / {reference})" if rule == "sqrt" else f"{batch} / {reference}"
-    return peak, f"learning rate {peak:.6g} = {lr:g} x {how}, for a batch of {batch} samples"
+    factor = f"sqrt({batch} / {reference})" if rule == "sqrt" else f"{batch} / {reference}"
+    return peak, f"learning rate {peak:.6g} = {lr:g} x {factor}, for a batch of {batch} samples"

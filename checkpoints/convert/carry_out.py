@@ -33,7 +33,7 @@ Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True)
-class How:
+class ConversionOptions:
     """What has no bearing on the result: ``max_ram`` and ``note_every`` in bytes.
 
     ``max_ram`` bounds all that the process holds of its own, what is there already included; ``None`` asks
@@ -61,25 +61,31 @@ def convert(
     dtype: str | None = None,
     allow_nonfinite: bool = False,
     allow_symlinks: bool = False,
-    how: How = How(),  # frozen, so one for all calls does no harm
+    options: ConversionOptions = ConversionOptions(),  # frozen, so one for all calls does no harm
 ) -> Conversion:
     """Write ``src`` anew as ``dst``: cut for ``tensor`` x ``pipeline``, or as a Hugging Face folder.
 
     ``to`` defaults to the other form when no layout is asked for; that of LoRA adapters is PEFT's folder.
     Moments come along between checkpoints; a Hugging Face folder holds weights only. ``dtype`` (``bfloat16``
     and so on) casts the weights, and refuses if a number overflows. A checkpoint's every byte is read against
-    its checksums, unless ``how.check`` is false. Nothing is left behind on a failure; killed, the same call
-    goes on where it was. ``how.progress`` gets the bytes written since the last call.
+    its checksums, unless ``options.check`` is false. Nothing is left behind on a failure; killed, the same
+    call goes on where it was. ``options.progress`` gets the bytes written since the last call.
     """
     plan = plan_conversion(
         src, to=to, tensor=tensor, pipeline=pipeline, split=split, dtype=dtype, allow_symlinks=allow_symlinks
     )
-    carry_out(plan, Path(dst), allow_nonfinite=allow_nonfinite, how=how)
+    carry_out(plan, Path(dst), allow_nonfinite=allow_nonfinite, options=options)
     return plan
 
 
 @no_collector()
-def carry_out(plan: Conversion, dst: Path, *, allow_nonfinite: bool = False, how: How = How()) -> None:
+def carry_out(
+    plan: Conversion,
+    dst: Path,
+    *,
+    allow_nonfinite: bool = False,
+    options: ConversionOptions = ConversionOptions(),
+) -> None:
     """Write what was planned as ``dst``; see ``convert``."""
     if plan.layout is None:
         check_plain(plan.source.config, plan.source.path, "config")
@@ -96,12 +102,12 @@ def carry_out(plan: Conversion, dst: Path, *, allow_nonfinite: bool = False, how
         if not all((staging.directory / file.name).exists() for file in plan.files):
             (staging.directory / JOURNAL).unlink(missing_ok=True)  # it speaks of files that are gone
         if plan.layout is None:
-            _write_hf(plan, staging, allow_nonfinite, how)
+            _write_hf(plan, staging, allow_nonfinite, options)
         else:
-            _write_sharded(plan, plan.layout, staging, allow_nonfinite, how)
+            _write_sharded(plan, plan.layout, staging, allow_nonfinite, options)
 
 
-def _write_hf(plan: Conversion, staging: Staging, allow_nonfinite: bool, how: How) -> None:
+def _write_hf(plan: Conversion, staging: Staging, allow_nonfinite: bool, options: ConversionOptions) -> None:
     outputs = {one.name: one for file in plan.files for one in file.tensors}
     writer = HFFolderWriter(
         staging.directory,
@@ -115,7 +121,7 @@ def _write_hf(plan: Conversion, staging: Staging, allow_nonfinite: bool, how: Ho
         transfers = [
             _transfer(one, writer.writers[writer.place[name]], plan.merge) for name, one in outputs.items()
         ]
-        _move(plan, transfers, writer.writers, staging, allow_nonfinite, how)
+        _move(plan, transfers, writer.writers, staging, allow_nonfinite, options)
         writer.finish()
     finally:
         writer.abandon()
@@ -124,7 +130,7 @@ def _write_hf(plan: Conversion, staging: Staging, allow_nonfinite: bool, how: Ho
 
 
 def _write_sharded(
-    plan: Conversion, layout: Layout, staging: Staging, allow_nonfinite: bool, how: How
+    plan: Conversion, layout: Layout, staging: Staging, allow_nonfinite: bool, options: ConversionOptions
 ) -> None:
     writers: list[TensorWriter] = []
     try:
@@ -136,7 +142,7 @@ def _write_sharded(
             for file, writer in zip(plan.files, writers, strict=True)
             for one in file.tensors
         ]
-        _move(plan, transfers, writers, staging, allow_nonfinite, how)
+        _move(plan, transfers, writers, staging, allow_nonfinite, options)
         written = [writer.close() for writer in writers]
     finally:
         for writer in writers:
@@ -201,12 +207,14 @@ def _transfer(one: OutputTensor, writer: TensorWriter, merge: Merge | None = Non
     return Transfer(one.name, one.box, one.copies, writer, merge.change(one.name) if merge else None)
 
 
-def _memory(plan: Conversion, how: How) -> tuple[int, int]:
+def _memory(plan: Conversion, options: ConversionOptions) -> tuple[int, int]:
     """Bytes of a block, and workers. A block that is changed is there in fp32 as well, beside its factors."""
     if plan.merge is None:
-        return block_within(how.max_ram, how.workers)
-    factors = how.workers * plan.merge.bytes_of_a_worker
-    block, workers = block_within(None if how.max_ram is None else how.max_ram - factors, how.workers)
+        return block_within(options.max_ram, options.workers)
+    factors = options.workers * plan.merge.bytes_of_a_worker
+    block, workers = block_within(
+        None if options.max_ram is None else options.max_ram - factors, options.workers
+    )
     return block // 2, workers
 
 
@@ -216,11 +224,11 @@ def _move(
     writers: Sequence[TensorWriter],
     staging: Staging,
     allow_nonfinite: bool,
-    how: How,
+    options: ConversionOptions,
 ) -> None:
     """Move the numbers; a checkpoint's checksums are taken from what is read, and compared at the end."""
-    source, manifest = plan.source, plan.source.manifest if how.check else None
-    block, workers = _memory(plan, how)
+    source, manifest = plan.source, plan.source.manifest if options.check else None
+    block, workers = _memory(plan, options)
     seen = [checksum_of(file) for file in source.files] if manifest is not None else []
     fault("convert.before_data", rank=0)
 
@@ -238,8 +246,8 @@ def _move(
             block=block,
             allow_nonfinite=allow_nonfinite,
             seen=seen,
-            journal=Journal(staging.directory / JOURNAL, sync, every=how.note_every),
-            progress=how.progress,
+            journal=Journal(staging.directory / JOURNAL, sync, every=options.note_every),
+            progress=options.progress,
         )
     except BadInput as error:
         if manifest is not None:  # numbers that are not finite may be what a damaged file looks like

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trilith.checkpoints import How, convert
+from trilith.checkpoints import ConversionOptions, convert
 from trilith.checkpoints.convert import memory_budget
 from trilith.checkpoints.convert.memory_budget import anonymous_memory, block_within
 from trilith.cli.app import run
@@ -49,7 +49,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def convert_noting(src: str, dst: str, arguments: dict[str, Any], every: int) -> None:
-    convert(src, dst, **arguments, how=How(note_every=every))
+    convert(src, dst, **arguments, options=ConversionOptions(note_every=every))
 
 
 def killed(src: Path, dst: Path, arguments: dict[str, Any], point: str, every: int = 4000) -> None:
@@ -120,7 +120,9 @@ def test_what_was_noted_is_not_written_again(
         40_000 if form == "reshard" else 4000,
     )
     seen: list[int] = []
-    plan = convert(sources / name, tmp_path / "out", **arguments, how=How(progress=seen.append))
+    plan = convert(
+        sources / name, tmp_path / "out", **arguments, options=ConversionOptions(progress=seen.append)
+    )
     assert 0 < sum(written) < 0.8 * all_of_it
     assert sum(seen) == plan.nbytes
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
@@ -217,7 +219,12 @@ def test_an_interrupt_keeps_what_was_written_and_an_error_does_not(tmp_path: Pat
 
     for error, left in ((KeyboardInterrupt, 1), (RuntimeError, 0)):
         with pytest.raises(error):
-            convert(sources / "hf", tmp_path / "out", tensor=2, how=How(progress=interrupted(error)))
+            convert(
+                sources / "hf",
+                tmp_path / "out",
+                tensor=2,
+                options=ConversionOptions(progress=interrupted(error)),
+            )
         assert len(list(tmp_path.glob("out.tmp-*"))) == left
         assert not list(tmp_path.glob("*.lock"))
     convert(sources / "hf", tmp_path / "out", tensor=2)
@@ -256,7 +263,7 @@ def convert_and_watch(src: str, dst: str, room: int) -> None:
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    convert(src, dst, tensor=2, how=How(workers=2, max_ram=before + room))
+    convert(src, dst, tensor=2, options=ConversionOptions(workers=2, max_ram=before + room))
     done.set()
     watcher.join()
     print(f"{(peak[0] - before) / 1e6:.0f} MB of {room / 1e6:.0f} MB")

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from trilith.checkpoints import How, carry_out, convert, plan_conversion, plan_merge
+from trilith.checkpoints import ConversionOptions, carry_out, convert, plan_conversion, plan_merge
 from trilith.checkpoints.convert.plan import Conversion
 from trilith.parallel_state import BadCheckpoint
 from trilith.storage import safetensors_reader as tensor_file
@@ -108,9 +108,9 @@ def change(folder: Path, new: Path, way: str) -> None:
 
 def begin(plan: Conversion, dst: Path, share: float) -> None:
     """The same work, stopped when so much of it was made; each piece is noted."""
-    how = How(workers=1, note_every=1, progress=stop_after(int(share * plan.nbytes)))
+    options = ConversionOptions(workers=1, note_every=1, progress=stop_after(int(share * plan.nbytes)))
     with pytest.raises(KeyboardInterrupt):
-        carry_out(plan, dst, how=how)
+        carry_out(plan, dst, options=options)
     assert list(dst.parent.glob(f"{dst.name}.tmp-*/journal.jsonl"))
 
 
@@ -162,7 +162,9 @@ def test_a_source_that_changes_while_it_is_read_is_refused(
             changed.append(True)
 
     with pytest.raises(BadCheckpoint, match=r"a file changed since|CRC-32"):
-        carry_out(plan_of(tmp_path), tmp_path / "out", how=How(workers=1, progress=progress))
+        carry_out(
+            plan_of(tmp_path), tmp_path / "out", options=ConversionOptions(workers=1, progress=progress)
+        )
     assert not list(tmp_path.glob("out*"))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trilith.checkpoints import How
+from trilith.checkpoints import ConversionOptions
 from trilith.cli.app import COMMANDS, run
 from trilith.cli.sizes import LARGEST, parse_size
 from trilith.data.text import tokenizer_training
@@ -149,7 +149,7 @@ def test_no_worker_and_too_many_workers_are_refused(workers: int) -> None:
     with pytest.raises(BadInput, match="workers: expected from 1 to"):
         check_workers(workers, "convert")
     with pytest.raises(BadInput, match="workers"):
-        How(workers=workers)
+        ConversionOptions(workers=workers)
 
 
 @settings(deadline=None, max_examples=50)
