@@ -11,11 +11,12 @@ import torch
 from ..models import FAMILIES, CausalLM, Family
 from ..parallel_state import BadInput, Layout
 from ..parallel_state.together import together
+from .find import latest_checkpoint
 from .load import load_weights
-from .resume import Progress, load_training, newest_in
+from .resume import Progress, begin_moments, load_training
 from .save import Contents, Saver
 from .source import read_source
-from .user_module import begin_missing, check_storable, together_updates
+from .user_module import check_storable, together_updates
 
 
 def save_model(
@@ -48,7 +49,7 @@ def save_model(
         frozen=frozenset(name for names, _ in everywhere for name in names),
     )  # fmt: skip
     if optimizer is not None:
-        begin_missing(model, optimizer)
+        begin_moments(model, optimizer)
     memory = together_updates(model, optimizer, state)
     with Saver(Path(root), model, optimizer, contents, keep=keep) as saver:
         saver.save(Progress(step, state.layout, dict(data or {}), memory))
@@ -63,8 +64,14 @@ def restore_model(
     Collective. ``path``: a checkpoint, or the folder of several, of which the newest complete one is taken.
     The model may be cut, sharded by FSDP, a stage. Without an optimizer a Hugging Face folder will do, too.
     """
-    state, family = model.state, _family_of(model)
-    found = newest_in(path, state)
+    state, family, path = model.state, _family_of(model), Path(path)
+
+    def find() -> str | None:
+        if state.rank or not path.is_dir() or not any(path.glob("step-*")):
+            return None
+        return str(latest_checkpoint(path).directory)
+
+    found = Path(together(find, world=state.layout.world, group=state.file_group)[0] or path)
     if optimizer is not None:
         return load_training(found, model, optimizer, family, model.config)
 

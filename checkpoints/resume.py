@@ -61,21 +61,6 @@ def newest_checkpoint(
     return None if path is None else Path(path)
 
 
-def newest_in(path: str | Path, state: ParallelState) -> Path:
-    """The newest complete checkpoint of a folder of several, the same on every rank; else ``path`` itself.
-
-    Collective. Rank 0 looks: ranks that looked by themselves might find different ones of a run that saves.
-    """
-    path = Path(path)
-
-    def look() -> str | None:
-        if state.rank or not path.is_dir() or not any(path.glob("step-*")):
-            return None
-        return str(latest_checkpoint(path).directory)
-
-    return Path(together(look, world=state.layout.world, group=state.file_group)[0] or path)
-
-
 def load_training(
     path: Path,
     model: CausalLM,
@@ -107,56 +92,69 @@ def load_training(
         # Every byte is read against its checksum before a run goes on: each rank sees to some of the files.
         verify_share(path, manifest, state)
         fill_from(source, model)
-        memory = manifest.state.get("memory")
-        memory = dict(memory) if isinstance(memory, dict) else {"updates": manifest.step}
-        begin_moments(model, optimizer, {"updates": manifest.step} | memory)
-        fill_moments(source, manifest, model, optimizer, state)
-        data = manifest.data_position if isinstance(manifest.data_position, dict) else {}
-        return Progress(manifest.step, manifest.layout, dict(data), memory)
+        return restore_progress(source, manifest, model, optimizer, state)
 
+    return load_together(load, state)
+
+
+def load_together(load: Callable[[], Progress], state: ParallelState) -> Progress:
+    """Call ``load`` on every rank; a checkpoint that one rank cannot use is refused by all of them."""
     with naming_an_older_one_together(state):
         return together(load, world=state.layout.world, group=state.file_group)[state.rank]
 
 
-def fill_moments(
+def restore_progress(
     source: Source,
     manifest: Manifest,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None,
     state: ParallelState,
-) -> None:
-    """Read this rank's moments. ``BadCheckpoint`` for a parameter that is trained now and was frozen then."""
-    tie = source.tie()
-    for moment in MOMENTS:
-        for name, tensor, box in stored_parts(model, state, moment_of(optimizer, moment)):
-            if name in manifest.frozen:
-                raise BadCheckpoint(
-                    source.path,
-                    moment_name(moment, name),
-                    expected="the moment of a parameter that is trained",
-                    found="none: it was frozen",
-                    todo="Freeze what the run began with frozen, or start a new run with these weights alone",
-                )
-            fill(tensor, source.read(moment_name(moment, name), box, tie))
+) -> Progress:
+    """Fill the optimizer's moments, if there is one, and return where the run stood. The weights are filled
+    before. ``BadCheckpoint`` for a parameter that is trained now and was frozen then.
+    """
+    memory = manifest.state.get("memory")
+    memory = {"updates": manifest.step or 0} | (dict(memory) if isinstance(memory, dict) else {})
+    if optimizer is not None:
+        tie = source.tie()
+        begin_moments(model, optimizer, memory)
+        for moment in MOMENTS:
+            for name, tensor, box in stored_parts(model, state, moment_of(optimizer, moment)):
+                if name in manifest.frozen:
+                    raise BadCheckpoint(
+                        source.path,
+                        moment_name(moment, name),
+                        expected="the moment of a parameter that is trained",
+                        found="none: it was frozen",
+                        todo="Freeze what the run began with frozen, or start a new run with these "
+                        "weights alone",
+                    )
+                fill(tensor, source.read(moment_name(moment, name), box, tie))
+    data = manifest.data_position if isinstance(manifest.data_position, dict) else {}
+    return Progress(manifest.step or 0, manifest.layout, dict(data), memory)
 
 
 def begin_moments(
     model: nn.Module, optimizer: torch.optim.Optimizer, memory: Mapping[str, Any] | None = None
 ) -> None:
-    """Zero moments of every trained parameter, after as many updates as ``memory`` says: ``updates``, or of a
-    parameter that steps have left out its number in ``updates_of``.
+    """Make zero moments where the optimizer has none for a trained parameter.
 
     AdamW makes its moments at its first update; a step that is skipped must leave them to be saved as well.
+    ``memory`` says how many updates there were: ``updates``, or of a parameter that steps have left out its
+    number in ``updates_of``. Without it the optimizer's own numbers stay, and new moments have had none.
     """
-    memory = memory or {}
-    updates, of = memory.get("updates", 0), memory.get("updates_of", {})
+    said = memory or {}
+    updates, of = said.get("updates", 0), said.get("updates_of", {})
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
+        if not parameter.requires_grad:
+            continue
+        kept = optimizer.state[parameter]
+        if memory is not None or not kept:
             device = local_data(parameter).device  # where fused AdamW looks for it
-            optimizer.state[parameter] = {
-                "step": torch.tensor(float(of.get(name, updates)), dtype=torch.float32, device=device),
-                **{moment: torch.zeros_like(parameter, requires_grad=False) for moment in MOMENTS},
-            }
+            kept["step"] = torch.tensor(float(of.get(name, updates)), dtype=torch.float32, device=device)
+        for moment in MOMENTS:
+            if moment not in kept:
+                kept[moment] = torch.zeros_like(parameter, requires_grad=False)
 
 
 def moment_of(optimizer: torch.optim.Optimizer, moment: str) -> Callable[[nn.Parameter], Tensor | None]:

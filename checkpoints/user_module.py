@@ -16,19 +16,18 @@ from ..parallel_state import (
     Declaration,
     Layout,
     ParallelState,
+    alone_or,
     buffer_names,
     declarations,
 )
-from ..parallel_state.engine import local_data
 from ..parallel_state.together import together
 from .load import fill
-from .moments import MOMENTS
 from .rank_storage import stored_parts
-from .resume import Progress, begin_moments, fill_moments, newest_in
+from .resume import Progress, begin_moments, load_together, restore_progress
 from .save import Contents, Saver
 from .source import Source, open_source
 from .user_module_family import ModuleConfig, ModuleFamily, StoredModule, module_family
-from .verify_together import naming_an_older_one_together, verify_share
+from .verify_together import verify_share
 
 
 def save_module(
@@ -51,10 +50,10 @@ def save_module(
     names; ``config`` may also be any plain data to rebuild the module from. Nothing is committed unless every
     rank succeeds.
     """
-    state = state or ParallelState.alone()
+    state = alone_or(state)
     contents = module_contents(model, optimizer, config=config, names=names, state=state)
     if optimizer is not None:
-        begin_missing(model, optimizer)
+        begin_moments(model, optimizer)
     memory = together_updates(model, optimizer, state)
     with Saver(Path(root), model, optimizer, contents, keep=keep, state=state) as saver:
         saver.save(Progress(step, state.layout, dict(data or {}), memory))
@@ -115,7 +114,7 @@ def gather_stages(model: nn.Module, state: ParallelState) -> list[dict[str, Decl
     """
     layout = state.layout
     everywhere = together(lambda: declarations(model), world=layout.world, group=state.file_group)
-    stages = [everywhere[stage * (layout.world // layout.pipeline)] for stage in range(layout.pipeline)]
+    stages = [everywhere[layout.first_rank(stage)] for stage in range(layout.pipeline)]
     first: dict[str, int] = {}
     for number, stage in enumerate(stages):
         for name, declaration in stage.items():
@@ -141,8 +140,8 @@ def load_module(
     folder, which has weights alone. The module may be cut, sharded by FSDP, a stage. Raises ``BadCheckpoint``
     or ``BadInput``, the same on every rank, for a checkpoint of another module, naming the first parameter.
     """
-    state = state or ParallelState.alone()
-    stages, path = gather_stages(model, state), newest_in(path, state)
+    state = alone_or(state)
+    stages = gather_stages(model, state)
 
     def load() -> Progress:
         family = module_family(StoredModule.of(stages, names), {})
@@ -155,19 +154,12 @@ def load_module(
             fill(tensor, source.read(name, box, tie))
         if manifest is None:
             return Progress(0, Layout())
-        memory = manifest.state.get("memory")
-        memory = dict(memory) if isinstance(memory, dict) else {}
-        if optimizer is not None:
-            if manifest.kind != "training":
-                todo = "Leave the optimizer out to begin anew from these weights"
-                raise BadCheckpoint(source.path, expected="moments", found="weights alone", todo=todo)
-            begin_moments(model, optimizer, memory)
-            fill_moments(source, manifest, model, optimizer, state)
-        data = manifest.data_position if isinstance(manifest.data_position, dict) else {}
-        return Progress(manifest.step or 0, manifest.layout, dict(data), memory)
+        if optimizer is not None and manifest.kind != "training":
+            todo = "Leave the optimizer out to begin anew from these weights"
+            raise BadCheckpoint(source.path, expected="moments", found="weights alone", todo=todo)
+        return restore_progress(source, manifest, model, optimizer, state)
 
-    with naming_an_older_one_together(state):
-        return together(load, world=state.layout.world, group=state.file_group)[state.rank]
+    return load_together(load, state)
 
 
 def _check_same(source: Source, stages: Sequence[Mapping[str, Declaration]], family: ModuleFamily) -> None:
@@ -184,15 +176,6 @@ def _check_same(source: Source, stages: Sequence[Mapping[str, Declaration]], fam
             )
             todo = "It is a checkpoint of another module"
             raise BadCheckpoint(source.path, name, expected=expected, found=there, todo=todo)
-
-
-def begin_missing(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Zero moments where the optimizer has made none yet."""
-    for parameter in model.parameters():
-        if parameter.requires_grad and not optimizer.state.get(parameter):
-            step = torch.zeros((), dtype=torch.float32, device=local_data(parameter).device)
-            moments = {moment: torch.zeros_like(parameter, requires_grad=False) for moment in MOMENTS}
-            optimizer.state[parameter] = {"step": step, **moments}
 
 
 def together_updates(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from datetime import timedelta
 from pathlib import Path
 from typing import Annotated
 
@@ -76,48 +75,6 @@ def train(
         if value is not None:
             raise BadInput("train", option, expected="--dry-run with it", found=value)
 
-    from ..recipes.recipe import load_recipe
-    from ..runs.determinism import deterministic
-    from ..runs.guard import watched
-    from ..runs.heartbeat import status_folder, this_start
-    from ..runs.launch import check_launch, check_local, launch, own_rank, process_group, under_torchrun
-    from ..runs.lock import inherits_lock, lock_folder, only_run_in
-    from ..runs.stop_signals import StopSignals
-    from ..training.evaluation import open_held_out
-    from ..training.run_plan import open_data, plan
-    from ..training.trainer import Trainer
+    from ..training import run
 
-    launched = under_torchrun()
-    loaded = load_recipe(recipe, overrides or [])
-    layout, out = loaded.layout, Path(loaded.out)
-    status = status_folder(out)
-    if nproc is not None and not launched:
-        layout.check_world(nproc)
-    if not launched:  # bad input is said once and at once, before any rank starts
-        check_local(layout, device=loaded.device)
-        planned = plan(loaded)
-        open_data(loaded)
-        open_held_out(loaded, planned.config.vocab_size)
-    if launched or layout.world == 1:
-        check_launch(layout, device=loaded.device)
-        handed_on = launched and inherits_lock(out)
-        with (
-            deterministic(loaded.deterministic),
-            StopSignals(loaded.grace) as signals,
-            watched(status, own_rank(), layout.world, run=this_start() if handed_on else None) as beat,
-            process_group(
-                layout,
-                device=loaded.device,
-                timeout=timedelta(seconds=loaded.timeout),
-                files_timeout=timedelta(seconds=loaded.checkpoint.timeout),
-                alike={"recipe": loaded.digest},
-            ) as state,
-            only_run_in(out, state) as run,
-        ):
-            beat.publish(run)
-            Trainer(loaded, state, beat=beat, signals=signals, quiet=quiet).run()
-        return
-    arguments = ["train", str(recipe), *(overrides or []), *(["--quiet"] if quiet else [])]
-    with lock_folder(out) as lock:
-        code = launch(arguments, layout.world, status, lock=lock)
-    raise typer.Exit(code)
+    raise typer.Exit(run(recipe, overrides or [], ranks=nproc, quiet=quiet))

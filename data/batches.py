@@ -6,6 +6,7 @@ The only position is the step. Everything else follows from (seed, step) and the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 
 import numpy as np
 import torch
@@ -77,6 +78,13 @@ class GlobalBatches:
         self._rows = [rows_of(file, sequence_length, documents, samples, overlong) for file in mixture.files]
         positions_of(0, global_batch)  # refuses a batch of nothing
         permute([], 1, seed, 0)  # refuses a bad seed
+
+    def resized(self, global_batch: int) -> GlobalBatches:
+        """The same rows in the same order, in batches of another size."""
+        positions_of(0, global_batch)  # refuses a batch of nothing
+        other = copy(self)
+        other.global_batch = global_batch
+        return other
 
     @property
     def fingerprint(self) -> str:

@@ -7,18 +7,6 @@ from torch import Tensor
 from ..parallel_state import BadInput, ParallelState
 
 
-def alone_or(state: object) -> ParallelState:
-    """The state that a layer was given, or one device; ``BadInput`` for what is none (a layout, say)."""
-    if state is None:
-        return ParallelState.alone()
-    if not isinstance(state, ParallelState):
-        raise BadInput(
-            "layer", "state", expected="a ParallelState or None", found=type(state).__name__,
-            todo="ParallelState.start(layout) makes one on each rank",
-        )  # fmt: skip
-    return state
-
-
 def check_no_state(value: object, layer: str, key: str) -> None:
     """A state given by position would be taken for another argument, and the layer for one on one device."""
     if isinstance(value, ParallelState):
@@ -27,7 +15,7 @@ def check_no_state(value: object, layer: str, key: str) -> None:
 
 
 def check_width(x: Tensor, width: int, layer: str, todo: str) -> None:
-    """Check that the last dim of the input is the layer's ``in_features``."""
+    """Of the last dim of what a layer is given."""
     if x.shape[-1] != width:
         expected, found = f"{width} features on the last dim", f"shape {tuple(x.shape)}"
         raise BadInput(layer, "input", expected=expected, found=found, todo=todo)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..parallel_state import BadInput, ParallelState
+from ..parallel_state import BadInput, ParallelState, alone_or
 from .autocast import without_autocast
 from .collectives import enter_tensor
 from .embedding import check_ids
@@ -106,16 +106,15 @@ def chunked_cross_entropy(
     logit_cap: float | None = None,
     state: ParallelState | None = None,
 ) -> Tensor:
-    """Return the sum over tokens of ``vocab_parallel_cross_entropy(F.linear(hidden, weight), labels)``: a
-    scalar.
+    """The sum over tokens of ``vocab_parallel_cross_entropy(F.linear(hidden, weight), labels)``: a scalar.
 
-    ``hidden``: (B, S, D), or (B, S / tensor, D) with sequence parallelism. ``weight``: (padded / tensor, D),
-    this rank's rows. ``labels``: (B, S), shifted. ``chunk``: number of tokens whose logits exist at once. The
-    memory beyond inputs and gradients is ``chunk * rows * (bytes of hidden + 4)``, or without the 4 if hidden
-    is already fp32. Each chunk has two small all-reduces over the tensor axis. ``logit_cap``: bound of the
-    logits (see ``bounded``); memory then holds two more chunks. Backward may run once.
+    ``hidden``: (B, S, D), or (B, S / tensor, D) under sequence parallelism. ``weight``: (padded / tensor, D),
+    this rank's rows. ``labels``: (B, S), shifted. ``chunk``: how many tokens' logits there are at once;
+    memory beyond inputs and gradients is ``chunk * rows * (bytes of hidden + 4)``, or without the 4 where
+    hidden is already fp32. Two small all-reduces a chunk over the tensor axis. ``logit_cap``: the logits
+    are ``bounded`` by it first, and memory holds two more chunks. Backward may run once.
     """
-    state = state or ParallelState.alone()
+    state = alone_or(state)
     if chunk < 1:
         raise BadInput("memory", "loss_chunk", expected="at least 1 token", found=chunk)
     check_ids(labels, vocab_size, but=ignore_index)

@@ -104,33 +104,31 @@ _scatter_sequence: Callable[..., Tensor] = _ReduceScatter.apply
 
 
 def copy_to_tensor(x: Tensor, state: ParallelState) -> Tensor:
-    """Return a whole activation unchanged; in backward sum the ranks' partial gradients."""
+    """Whole in, whole out; the ranks' gradients, each a part, are summed."""
     return x if state.tensor_size == 1 else _copy(x, state)
 
 
 def reduce_from_tensor(x: Tensor, state: ParallelState) -> Tensor:
-    """Sum a partial activation over the tensor ranks."""
+    """Partial in, whole out."""
     return x if state.tensor_size == 1 else _reduce(x, state)
 
 
 def split_to_tensor(x: Tensor, state: ParallelState, *, dim: int = -1) -> Tensor:
-    """Return this rank's equal piece of a whole activation along ``dim``."""
+    """Whole in, this rank's equal piece of ``dim`` out."""
     if state.tensor_size == 1:
         return x
     return _split(x, _positive(x, dim), state)
 
 
 def gather_from_tensor(x: Tensor, state: ParallelState, *, dim: int = -1) -> Tensor:
-    """Gather an activation that is split along ``dim``; all ranks must use the result in the same way."""
+    """Split along ``dim`` in, whole out, used alike on every rank afterwards."""
     if state.tensor_size == 1:
         return x
     return _gather(x, _positive(x, dim), state)
 
 
 def gather_sequence(x: Tensor, state: ParallelState, *, dim: int = 1) -> Tensor:
-    """Gather an activation that is split along the sequence; ranks may use it differently, so gradients
-    are summed.
-    """
+    """Split along the sequence in, whole out; ranks then use it differently, so gradients are summed."""
     if state.tensor_size == 1:
         return x
     _check_sequence(x, dim)
@@ -138,7 +136,7 @@ def gather_sequence(x: Tensor, state: ParallelState, *, dim: int = 1) -> Tensor:
 
 
 def scatter_sequence(x: Tensor, state: ParallelState, *, dim: int = 1) -> Tensor:
-    """Sum a partial activation over the tensor ranks, and return this rank's piece of the sequence."""
+    """Partial in, the sum's piece of the sequence out."""
     if state.tensor_size == 1:
         return x
     _check_sequence(x, dim)
@@ -147,14 +145,12 @@ def scatter_sequence(x: Tensor, state: ParallelState, *, dim: int = 1) -> Tensor
 
 
 def enter_tensor(x: Tensor, state: ParallelState) -> Tensor:
-    """Bring an activation from between the blocks into column-parallel products, with one collective for
-    all of them.
-    """
+    """From between the blocks into column-parallel products: one collective for all that share the input."""
     return gather_sequence(x, state) if state.sequence else copy_to_tensor(x, state)
 
 
 def leave_tensor(x: Tensor, state: ParallelState) -> Tensor:
-    """Bring the partial sums of a row-parallel product back to between the blocks."""
+    """From a row-parallel product's partial sums back to between the blocks."""
     return scatter_sequence(x, state) if state.sequence else reduce_from_tensor(x, state)
 
 

@@ -26,17 +26,14 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def activation(name: str) -> Callable[[Tensor], Tensor]:
-    """Return the activation with this Hugging Face name; raise ``BadInput`` if there is none."""
+    """The activation with this Hugging Face name, or ``BadInput``."""
     if name not in ACTIVATIONS:
         raise BadInput("mlp", "hidden_act", expected=f"one of {', '.join(ACTIVATIONS)}", found=repr(name))
     return ACTIVATIONS[name]
 
 
 class GatedMLP(nn.Module):
-    """Compute ``down(act(gate(x)) * up(x))`` with one collective before and one after. Source: Shazeer 2020.
-
-    Input and output: (B, S, D), or (B, S / tensor, D) with sequence parallelism.
-    """
+    """``down(act(gate(x)) * up(x))``: one collective in, one out. Source: Shazeer 2020."""
 
     def __init__(
         self,
@@ -58,17 +55,13 @@ class GatedMLP(nn.Module):
         )
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        """Return the feed-forward of ``x``, of the same shape."""
         gate_BSF, up_BSF = self.gate_up(x_BSD)
         down: Tensor = self.down(self.act(gate_BSF) * up_BSF)
         return down
 
 
 class MLP(nn.Module):
-    """Compute ``down(act(up(x)))`` with one collective before and one after.
-
-    Input and output: (B, S, D), or (B, S / tensor, D) with sequence parallelism.
-    """
+    """``down(act(up(x)))``: one collective in, one out."""
 
     def __init__(
         self,
@@ -89,6 +82,5 @@ class MLP(nn.Module):
         )
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        """Return the feed-forward of ``x``, of the same shape."""
         down: Tensor = self.down(self.act(self.up(x_BSD)))
         return down

@@ -6,17 +6,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..parallel_state import Constant, Declaration, DeclaredModule, ParallelState, declare_parameter, local
-from .argument_checks import alone_or, check_no_state
+from ..parallel_state import (
+    Constant,
+    Declaration,
+    DeclaredModule,
+    ParallelState,
+    alone_or,
+    declare_parameter,
+    local,
+)
+from .argument_checks import check_no_state
 
 
 class RMSNorm(DeclaredModule):
-    """Compute ``x / rms(x) * (offset + weight)`` over the last dim, in at least fp32.
+    """``x / rms(x) * (offset + weight)`` over the last dim, fp32 inside. (B, S, D) in and out.
 
-    Input and output: (B, S, D), or (B, S / tensor, D) with sequence parallelism. With ``offset`` 1 (Gemma)
-    the weight starts at 0, so that the factor starts at 1 in both forms. The weight is whole on every rank.
-    Its gradient is partial if the tokens are split over the tensor axis, and always if each rank normalises
-    its own ``heads`` (B, H, S, E). Source: Zhang and Sennrich 2019.
+    With an ``offset`` of 1 (Gemma) weights start at 0, so that the factor starts at 1 either way. The weight
+    lies whole on every rank; where the tokens are split over the tensor axis its gradient is a part, and
+    always where each rank normalises its own ``heads`` (B, H, S, E). Source: Zhang and Sennrich 2019.
     """
 
     weight: nn.Parameter
@@ -36,7 +43,6 @@ class RMSNorm(DeclaredModule):
         _declare_norm(self, "weight", dim, 1.0 - offset, alone_or(state), heads=heads)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the normalised ``x``, of the same shape."""
         weight = local(self.weight)
         if not self.offset:
             return F.rms_norm(x, (self.dim,), weight, self.eps)
@@ -49,10 +55,7 @@ class RMSNorm(DeclaredModule):
 
 
 class LayerNorm(DeclaredModule):
-    """Apply ``nn.LayerNorm`` over the last dim; weight and bias are whole on every rank.
-
-    Input and output: (B, S, D), or (B, S / tensor, D) with sequence parallelism.
-    """
+    """``nn.LayerNorm`` over the last dim, (B, S, D) in and out; weight and bias whole on every rank."""
 
     weight: nn.Parameter
     bias: nn.Parameter
@@ -66,7 +69,6 @@ class LayerNorm(DeclaredModule):
         _declare_norm(self, "bias", dim, 0.0, state)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the normalised ``x``, of the same shape."""
         return F.layer_norm(x, (self.dim,), local(self.weight), local(self.bias), self.eps)
 
     def extra_repr(self) -> str:

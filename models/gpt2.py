@@ -27,9 +27,7 @@ from .base.names import Rename, Rule, Split, Transpose
 
 
 class GPT2Config(ModelConfig):
-    """List the fields of a GPT-2 config.json that the model computes with, under transformers' common
-    names.
-    """
+    """The fields of a GPT-2 config.json that the model computes with, under transformers' common names."""
 
     OWN_NAMES: ClassVar[Mapping[str, str]] = {
         "n_embd": "hidden_size",
@@ -122,7 +120,7 @@ NAMES: tuple[Rule, ...] = (
 
 
 class GPT2(Decoder):
-    """Compute GPT-2, or this pipeline rank's stage of it. Source: Radford et al. 2019."""
+    """GPT-2, or this pipeline rank's stage of it."""
 
     config: GPT2Config
 

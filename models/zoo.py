@@ -23,9 +23,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_of(raw: Mapping[str, Any], where: str = "config.json") -> Family:
-    """Return the family of a config.json's dict. Raises ``BadInput`` for an unknown type or a
-    contradiction.
-    """
+    """The family of a config.json's dict. Raises ``BadInput`` for an unknown type or a contradiction."""
     kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         expected = f"one of {', '.join(sorted(FAMILIES))}"

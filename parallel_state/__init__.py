@@ -1,10 +1,10 @@
-"""Hold the layout, the state of one rank (mesh and process groups), and parameters that declare once how they
-are cut.
+"""Floor 1: how a model lies on many ranks, and nothing about what it computes.
 
-Also here: gradient sums, clipping by the global norm, initial weights, and the errors for users.
+Offers ``Layout``, the numbers; ``ParallelState``, the layout seen from one rank; parameters that declare once
+how they are cut; sums and norms of their gradients; and the errors that users meet.
 """
 
-from .boxes import Box
+from .boxes import Box, shared_units
 from .collective_order import CollectiveOrder
 from .data_types import dtype_named
 from .declaration import BUFFER_DTYPE, Cut, Declaration, buffer_names, declarations, padded_rows
@@ -27,7 +27,7 @@ from .initial_weights import Constant, Initial, Normal, Own, Uniform, seed_of
 from .layout import AXES, Coordinates, Layout
 from .local_work import check_local_ranks, check_workers
 from .parameters import DeclaredModule, declare_parameter, initialize, local, stored_box
-from .state import BACKENDS, FILES_TIMEOUT, TIMEOUT, ParallelState
+from .state import BACKENDS, FILES_TIMEOUT, TIMEOUT, ParallelState, alone_or
 from .together import rank_at_fault, together
 from .torchrun import Launched, launched
 from .trained import NotTrained, refuse_untrained, signs_of_training
@@ -59,6 +59,7 @@ __all__ = [
     "PeerFailed",
     "TIMEOUT",
     "Uniform",
+    "alone_or",
     "buffer_names",
     "check_local_ranks",
     "check_workers",
@@ -88,6 +89,7 @@ __all__ = [
     "refuse_foreign",
     "refuse_untrained",
     "seed_of",
+    "shared_units",
     "signs_of_training",
     "stored_box",
     "together",

@@ -20,7 +20,7 @@ BUFFER_DTYPE = torch.float32
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Cut dim ``dim`` into equal pieces along a mesh axis, each a whole number of units of ``unit`` rows."""
+    """Dim ``dim`` lies in equal pieces along a mesh axis, each a whole number of units of ``unit`` rows."""
 
     dim: int
     axis: str = "tensor"
@@ -29,18 +29,17 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Declaration:
-    """Declare how one parameter is cut over the ranks.
+    """How one parameter lies over the ranks.
 
-    ``shape``: the whole shape, the same in every layout; checkpoints and exports hold it. ``multiple`` (for a
-    vocabulary): memory has rows of zeros after those of dim 0, up to a multiple of this number that the
-    layout can cut (``held_shape``). ``partial``: the axes over which each rank's gradient is partial and must
-    be summed (a norm's weight with sequence parallelism, a shared key/value head). ``ends``: both ends of a
-    pipeline hold the parameter (a tied embedding).
-
-    ``experts``: dim 0 counts experts, which are shared out in equal pieces along the ``expert`` axis, in
-    addition to ``cut``. ``buffer``: numbers that belong to the model and that no gradient changes (a router's
-    bias); they have ``BUFFER_DTYPE``, are whole on every rank at every ZeRO stage, and have no moments.
-    ``initial`` fills the parameter.
+    ``shape`` is the whole shape, the same in every layout: what checkpoints and exports hold. With a
+    ``multiple`` (a vocabulary), memory has rows of zeros after those of dim 0, up to a multiple of this
+    number that the layout can cut (``held_shape``). ``partial`` names the axes over which each rank's
+    gradient is only a part, to be summed (a norm's weight under sequence parallelism, a shared key/value
+    head). ``ends`` marks a parameter that both ends of a pipeline hold (a tied embedding).
+    ``experts`` marks a stack whose dim 0 counts experts, which lie in equal pieces along the layout's
+    ``expert`` axis, beside ``cut``. ``buffer`` marks numbers that belong to the model and that no gradient
+    moves (a router's bias): in ``BUFFER_DTYPE``, whole on every rank at every ZeRO stage,
+    without moments. ``initial`` fills it.
     """
 
     shape: tuple[int, ...]
@@ -85,9 +84,7 @@ class Declaration:
             )
 
     def box(self, layout: Layout, at: Coordinates) -> Box:
-        """Return what the rank at these coordinates holds, padding included, before the data axes shard
-        it.
-        """
+        """What the rank at these coordinates holds, padding included, before its data axes shard it."""
         shape = self.held_shape(layout)
         whole = Box.whole(shape)
         if self.experts:
@@ -101,11 +98,10 @@ class Declaration:
         return whole.narrow(self.cut.dim, index * length, (index + 1) * length)
 
     def shard_box(self, layout: Layout, at: Coordinates) -> Box:
-        """Return what the rank holds between steps: its box, cut on ``shard_dim`` over the data axes as FSDP
-        does.
+        """What the rank holds between steps: its box, cut on ``shard_dim`` over the data axes as FSDP does.
 
-        The cut is that of ``torch.chunk``: pieces of ``ceil(rows / ranks)`` rows, the last ones shorter or
-        empty. At ``zero=0`` nothing is cut, and the context ranks hold the same.
+        ``torch.chunk``: pieces of ``ceil(rows / ranks)`` rows, the last ones shorter or empty. At ``zero=0``
+        nothing is cut, and the context ranks hold the same.
         """
         if self.buffer:
             return self.box(layout, at)
@@ -116,9 +112,7 @@ class Declaration:
         return box.narrow(dim, min(index * piece, rows), min((index + 1) * piece, rows))
 
     def shard_dim(self, layout: Layout) -> int:
-        """Return the dim that FSDP cuts: the first, or the second for stacked experts that are fewer than
-        the ranks.
-        """
+        """The dim that FSDP cuts: the first; of stacked experts that are too few for it, the second."""
         if not self.experts:
             return 0
         ranks, rows = layout.data_sizes(experts=True)[1], self.shape[1]
@@ -128,17 +122,16 @@ class Declaration:
         return int(here % ranks != 0 and rows % ranks == 0)
 
     def true_part(self, box: Box) -> Box:
-        """Return the part of a box that is not padding; it is empty (zero rows) if all of it is padding."""
+        """The part of a box that is no padding; empty (zero rows) where all of it is."""
         if self.multiple is None:
             return box
         start, stop = (min(bound, self.shape[0]) for bound in (box.start[0], box.stop[0]))
         return Box((start, *box.start[1:]), (stop, *box.stop[1:]))
 
     def owner(self, layout: Layout, at: Coordinates, *, sharded: bool = True) -> bool:
-        """Tell whether this rank is the owner among the ranks that hold the same box: the one that counts and
-        writes it.
+        """Whether, of the ranks that hold the same box, this is the one that counts and writes it.
 
-        ``sharded=False``: before the data axes shard it.
+        Not ``sharded``: before the data axes shard it.
         """
         cut_over = () if self.cut is None else (self.cut.axis,)
         copy, shard, _ = layout.data_place(at, self.experts)
@@ -161,10 +154,10 @@ def padded_rows(rows: int, multiple: int, pieces: int = 1) -> int:
 
 
 def declarations(model: nn.Module) -> dict[str, Declaration]:
-    """Return the declaration of every parameter, by its name.
+    """The declaration of every parameter, by its name; an undeclared parameter lies whole on all ranks, and
+    begins as its module's ``reset_parameters`` has it.
 
-    An undeclared parameter is whole on all ranks and starts as its module's ``reset_parameters`` fills it. A
-    parameter that two modules share is listed once, as by ``named_parameters``.
+    A parameter that two modules share is listed once, as ``named_parameters`` does.
     """
     modules = dict(model.named_modules())
     found = {}
@@ -176,5 +169,5 @@ def declarations(model: nn.Module) -> dict[str, Declaration]:
 
 
 def buffer_names(stated: Mapping[str, Declaration]) -> frozenset[str]:
-    """Return the names of those parameters that no gradient changes, in any run."""
+    """Of these parameters, those that no gradient moves, in any run."""
     return frozenset(name for name, one in stated.items() if one.buffer)

@@ -14,9 +14,7 @@ from .layout import Layout
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """State that ``rank`` holds ``box`` of a tensor; of the ranks that hold the same elements one is the
-    ``owner``.
-    """
+    """Rank ``rank`` holds ``box`` of a tensor; of those that hold the same elements one is the ``owner``."""
 
     rank: int
     box: Box
@@ -30,11 +28,11 @@ def holdings(
     sharded: bool = True,
     replicas: bool = False,
 ) -> dict[str, list[Holding]]:
-    """Return, for every tensor, the boxes that ranks hold of it, without padding.
+    """For every tensor, the boxes that ranks hold of it, without padding.
 
-    ``stages``: the declarations of each pipeline stage (``Family.declarations``). ``sharded`` also cuts over
-    the data axes, as between training steps. ``replicas`` also lists the ranks that hold copies, and, with an
-    empty box, those that hold only padding. The owners' boxes are disjoint and cover each tensor.
+    ``stages`` are the declarations of each pipeline stage (``Family.declarations``). ``sharded`` cuts over
+    the data axes as between training steps. ``replicas`` also lists the ranks that hold copies, and those
+    that hold nothing but padding, with an empty box. Owners' boxes are disjoint and cover each tensor.
     """
     assert len(stages) == layout.pipeline, (len(stages), layout)
     found: dict[str, list[Holding]] = {name: [] for stage in stages for name in stage}
@@ -51,9 +49,7 @@ def holdings(
 
 
 def parts(wanted: Box, held: Iterable[Holding]) -> list[tuple[Holding, Box]]:
-    """Return which owners hold which part of ``wanted``; together the parts are all of it, each element
-    once.
-    """
+    """Which owners hold which part of ``wanted``; together all of it, each element once."""
     found = []
     for holding in held:
         overlap = holding.box.intersect(wanted) if holding.owner else None

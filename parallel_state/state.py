@@ -32,11 +32,11 @@ _EXPERT_AXES = ("pipeline", "expert_replicate", "expert_shard", "expert", "tenso
 
 
 class ParallelState:
-    """Tell a parallel layer about the ranks around it; layers take it as their last, keyword-only argument.
+    """What a parallel layer is told, as its last, keyword-only argument, about the ranks around it.
 
-    ``ParallelState.start(layout)`` joins the running process group. ``ParallelState.stand_in(layout, rank)``
-    stands for any rank of any world without processes, for planning and for building on the meta device.
-    ``ParallelState.alone()`` is one device, and the meaning of ``state=None``.
+    ``ParallelState.start(layout)`` joins the running process group; ``ParallelState.stand_in(layout, rank)``
+    stands for any rank of any world without processes, for planning and for building on the meta device;
+    ``ParallelState.alone()`` is one device, and what ``state=None`` means.
     """
 
     def __init__(
@@ -76,12 +76,11 @@ class ParallelState:
         timeout: timedelta = TIMEOUT,
         files_timeout: timedelta = FILES_TIMEOUT,
     ) -> ParallelState:
-        """Return this rank's state in the process group, whose world size must be that of the layout.
+        """This rank's state in the process group, whose world size must be the layout's.
 
-        Under torchrun the process group is started here, unless it runs already. ``timeout`` bounds every
-        wait for a peer, ``files_timeout`` the waits in ``file_group``. Ranks whose torch seeds differ take
-        rank 0's seed, because they draw parts of one tensor from it. Collective: every rank calls it with the
-        same layout.
+        Under torchrun the process group is made here, unless it runs already. ``timeout`` bounds every wait
+        for a peer, ``files_timeout`` those in ``file_group``. Ranks whose torch seeds differ take rank 0's,
+        since parts of one tensor are drawn from it. Collective: every rank calls it, with the same layout.
         """
         if not dist.is_initialized():
             _init_process_group(torch.device(device), timeout)
@@ -117,112 +116,117 @@ class ParallelState:
 
     @classmethod
     def stand_in(cls, layout: Layout, rank: int = 0) -> ParallelState:
-        """Return the state of any rank of any layout without processes; it has coordinates but no groups."""
+        """The state of any rank of any layout, without processes: it has coordinates but no groups."""
         return cls(layout, rank)
 
     @staticmethod
     def alone() -> ParallelState:
-        """Return the state of one device, on which every collective is the identity."""
+        """One device: every collective is the identity."""
         return _alone()
 
     @property
     def tensor_size(self) -> int:
-        """Return the number of tensor ranks."""
         return self.layout.tensor
 
     @property
     def tensor_index(self) -> int:
-        """Return this rank's position on the tensor axis."""
         return self.at.tensor
 
     @property
+    def counts_here(self) -> bool:
+        """Whether this rank counts what the ranks of its tensor group hold alike: the first of them does."""
+        return self.at.tensor == 0
+
+    @property
     def sequence(self) -> bool:
-        """Tell whether activations between the blocks are split along the sequence over the tensor axis."""
+        """Whether activations between the blocks are split along the sequence over the tensor axis."""
         return self.layout.sequence and self.layout.tensor > 1
 
     @property
     def context_size(self) -> int:
-        """Return the number of context ranks."""
         return self.layout.context
 
     @property
     def context_index(self) -> int:
-        """Return this rank's position on the context axis."""
         return self.at.context
 
     @property
     def context_group(self) -> dist.ProcessGroup:
-        """Return the group of ranks that hold the other pieces of the same sequences, in order."""
+        """The ranks that hold the other pieces of the same sequences, in order."""
         assert self._context is not None, "a stand-in has no process groups, and one context rank no others"
         return self._context
 
     @property
     def tensor_group(self) -> dist.ProcessGroup:
-        """Return the group of ranks that hold the other parts of the same layers."""
         assert self._tensor is not None, "a stand-in has no process groups"
         return self._tensor
 
     @property
     def pipeline_group(self) -> dist.ProcessGroup:
-        """Return the group of ranks that hold the other stages."""
         assert self.mesh is not None, "a stand-in has no process groups"
         return self.mesh["pipeline"].get_group()
 
     @property
     def file_group(self) -> dist.ProcessGroup | None:
-        """Return the group of all ranks on the CPU, for checkpoints only: a thread may use it while other
-        ranks compute.
-        """
+        """All ranks, on the CPU. For checkpoints alone: a thread may use it while the others compute."""
         return self._files
 
     @property
     def ends_group(self) -> dist.ProcessGroup:
-        """Return the group of this rank and its counterpart at the other end of the pipeline (for tied
-        embeddings).
-        """
+        """This rank's counterpart at the other end of the pipeline, and itself (for tied embeddings)."""
         assert self._ends is not None, "a stand-in has no process groups, and one stage no ends"
         return self._ends
 
     @property
     def tensor_mesh(self) -> DeviceMesh | None:
-        """Return the mesh of tensor-parallel DTensor parameters; ``None`` for one rank or a stand-in."""
+        """The mesh on which tensor-parallel parameters are DTensors; ``None`` for one rank or a stand-in."""
         return None if self.tensor_size == 1 else self._tensor_mesh
 
     @property
     def data_mesh(self) -> DeviceMesh:
-        """Return the mesh over which FSDP shards (last axis) and, if there are replicas, replicates (first
-        axis).
-        """
+        """The mesh over which FSDP shards (last axis) and, if there are replicas, replicates (first axis)."""
         assert self._data_mesh is not None, "a stand-in has no process groups"
         return self._data_mesh
 
     @property
     def expert_group(self) -> dist.ProcessGroup:
-        """Return the group of ranks that share out the experts and exchange tokens."""
+        """The ranks among which whole sets of experts are dealt out, and tokens sent."""
         assert self._expert_group is not None, "a stand-in has no process groups, and expert=1 no such"
         return self._expert_group
 
     @property
     def expert_tensor_mesh(self) -> DeviceMesh | None:
-        """Return the ``tensor_mesh`` for parameters that are cut over ``expert``."""
+        """``tensor_mesh`` for parameters that are cut over ``expert``."""
         return None if self.tensor_size == 1 else self._expert_tensor_mesh
 
     @property
     def expert_data_mesh(self) -> DeviceMesh:
-        """Return the ``data_mesh`` for parameters that are cut over ``expert``: the ranks that hold the
-        same experts.
-        """
+        """``data_mesh`` for parameters that are cut over ``expert``: the ranks that hold the same ones."""
         assert self._experts is not None, "a stand-in has no process groups, and expert=1 no such"
         replicated = not self.layout.zero or self.layout.data_replicate > 1
         return self._experts[("expert_replicate", "expert_shard") if replicated else ("expert_shard",)]
 
     @property
     def data_index(self) -> int:
-        """Return which piece of the global batch this rank reads, of ``layout.data``."""
+        """Which piece of the global batch this rank reads, of ``layout.data``."""
         return self.at.data_replicate * self.layout.data_shard + self.at.data_shard
 
     def __repr__(self) -> str:
         return f"ParallelState({self.layout}; rank {self.rank} of {self.layout.world})"
+
+
+def alone_or(state: object) -> ParallelState:
+    """Return the state that somebody was given, or one device for ``None``; ``BadInput`` for anything else,
+    such as a layout.
+    """
+    if state is None:
+        return ParallelState.alone()
+    if not isinstance(state, ParallelState):
+        raise BadInput(
+            "layer", "state", expected="a ParallelState or None", found=type(state).__name__,
+            todo="ParallelState.start(layout) makes one on each rank",
+        )  # fmt: skip
+    return state
 
 
 @cache

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .declaration import Cut, Declaration
 from .errors import BadInput
 from .initial_weights import OWN, Initial
-from .state import ParallelState
+from .state import ParallelState, alone_or
 
 
 def declare(
@@ -23,13 +23,13 @@ def declare(
     initial: Initial = OWN,
     state: ParallelState | None = None,
 ) -> Declaration:
-    """Declare how an existing parameter ``module.<name>`` is cut over the ranks; see ``Declaration``.
+    """Say how ``module.<name>``, a parameter that exists, lies over the ranks; see ``Declaration``.
 
-    With a ``cut`` the parameter is this rank's equal piece, and the whole shape follows from the layout. Its
-    first values are those of the module's ``reset_parameters`` unless ``initial`` is given. Raises
-    ``BadInput`` if there is no such parameter or the cut is not even.
+    With a ``cut`` the parameter is this rank's equal piece, and the whole follows from the layout. Its first
+    values are those of the module's ``reset_parameters`` unless ``initial`` is given. Raises ``BadInput``
+    where there is no such parameter, or the cut is not even.
 
-    >>> norm = nn.LayerNorm(8)  # each rank normalises its own tokens: its gradients are partial
+    >>> norm = nn.LayerNorm(8)  # each rank normalises its own tokens: its gradients are parts
     >>> declare(norm, "weight", partial=("tensor",)).shape
     (8,)
     """
@@ -37,7 +37,7 @@ def declare(
     if parameter is None:
         known = [known for known, _ in module.named_parameters(recurse=False)]
         raise BadInput(type(module).__name__, name, expected=f"a parameter among {known}", found="none")
-    state = state or ParallelState.alone()
+    state = alone_or(state)
     shape = list(parameter.shape)
     if cut is not None:
         shape[cut.dim] *= getattr(state.layout, cut.axis)

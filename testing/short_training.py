@@ -117,7 +117,7 @@ def train_rank(case: Case) -> RankOutcome:
     for number in range(case.steps):
         each = case.samples // case.layout.data
         mine = batch(case, number, config.vocab_size).split(each)[state.data_index]
-        losses.append(float(step(*mine)))
+        losses.append(float(step(mine)))
         if number == 0:
             gradients = pieces(model, state, gradients=True)
         norms.append(float(clip_gradients(model, case.clip, state=state)))

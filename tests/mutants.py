@@ -102,7 +102,7 @@ MUTANTS = (
     Mutant(
         "the balance loss counted by every tensor rank",
         "layers/experts/router.py",
-        "first = float(state.tensor_index == 0)",
+        "first = float(state.counts_here)",
         "first = 1.0",
         (CUT_EXPERTS,),
     ),

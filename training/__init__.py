@@ -1,10 +1,17 @@
-"""Floor 7: the training loop and its parts: optimizer, precision, schedules, steps."""
+"""Floor 7: the training loop and its parts.
+
+Offers ``run``, a supervised run of a recipe; ``Trainer``, one rank of it; and for a loop of one's own the
+steps, the optimizer, ZeRO (``shard_over_data``), precision, learning rates and evaluation.
+"""
 
 from .adamw import make_adamw
 from .data_parallel import shard_over_data
 from .evaluation import Evaluator
+from .learning_rate import Schedule
 from .precision import Precision
+from .run_plan import RunPlan, check_run
 from .step import TrainStep
+from .supervised import run
 from .trainer import Trainer
 from .user_step import ModuleStep, own_samples
 
@@ -12,9 +19,13 @@ __all__ = [
     "Evaluator",
     "ModuleStep",
     "Precision",
+    "RunPlan",
+    "Schedule",
     "TrainStep",
     "Trainer",
+    "check_run",
     "make_adamw",
     "own_samples",
+    "run",
     "shard_over_data",
 ]

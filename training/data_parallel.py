@@ -45,7 +45,7 @@ def shard_over_data(
     ZeRO-3 gathers at a time, each with a ``forward``; otherwise ``find_blocks``.
     """
     refuse_foreign(model, "shard_over_data")
-    again, mesh, policy = state.layout.zero == 3, state.data_mesh, precision.policy
+    regather, mesh, policy = state.layout.zero == 3, state.data_mesh, precision.policy
     # Pages of a host without accelerator need no pinning, and cannot be.
     resting = CPUOffloadPolicy(pin_memory=state.device.type != "cpu") if offload else OffloadPolicy()
     cut, stacks = shard_dims(model, state.layout), stacks_of_experts(model) if state.layout.expert > 1 else []
@@ -55,7 +55,7 @@ def shard_over_data(
         fully_shard(
             stack,
             mesh=state.expert_data_mesh,  # over the ranks that hold the same experts
-            reshard_after_forward=again,
+            reshard_after_forward=regather,
             shard_placement_fn=cut,
             ignored_params=ignored,
             mp_policy=policy,
@@ -67,18 +67,18 @@ def shard_over_data(
             fully_shard(
                 block,
                 mesh=mesh,
-                reshard_after_forward=again,
+                reshard_after_forward=regather,
                 shard_placement_fn=cut,
                 ignored_params=ignored,
                 mp_policy=policy,
                 offload_policy=resting,
             )
     # Where the loss computes the logits, it takes the output layer's weight after the model's forward.
-    again = again and not (isinstance(model, CausalLM) and model.head_in_loss)
+    regather = regather and not (isinstance(model, CausalLM) and model.head_in_loss)
     fully_shard(
         model,
         mesh=mesh,
-        reshard_after_forward=again,
+        reshard_after_forward=regather,
         shard_placement_fn=cut,
         ignored_params=ignored,
         mp_policy=policy,

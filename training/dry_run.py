@@ -32,7 +32,8 @@ from ..planner.stage_cut import StageCut
 from ..recipes.recipe import Recipe, with_overrides
 from .build import model_on_meta
 from .lora import recipe_shape
-from .run_plan import Plan, flops_of, open_data, plan
+from .run_data import open_data
+from .run_plan import Plan, flops_of, plan
 
 #: Of a GPU: what its context, its libraries' workspaces, NCCL and torch's caching take. Assumed, unmeasured.
 RUNTIME = 3_000_000_000
@@ -134,8 +135,7 @@ def dry_run(recipe: Recipe, *, rank: int | None = None, room: int | None = None)
 def heaviest(recipe: Recipe, planned: Plan) -> RankPlan:
     """Of the ranks that differ in memory: the first of each pipeline stage."""
     layout = recipe.layout
-    step = layout.world // layout.pipeline
-    plans = [rank_plan(recipe, planned, stage * step) for stage in range(layout.pipeline)]
+    plans = [rank_plan(recipe, planned, layout.first_rank(stage)) for stage in range(layout.pipeline)]
     return max(plans, key=lambda one: one.total)
 
 

@@ -5,19 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..data.batch import Batch
-from ..data.batches import GlobalBatches
 from ..layers import IGNORE, valid_tokens
-from ..parallel_state import BadInput
-from ..recipes.recipe import Recipe
 from .forward import ForwardOnly
-from .run_plan import open_data
+from .run_data import HeldOut
 from .step import TrainStep
 
 
@@ -39,7 +35,7 @@ class Evaluator:
 
         def add(given: Tensor, labels: Tensor) -> None:
             total = self.step.total_loss(given, labels)
-            if state.at.tensor == 0:
+            if state.counts_here:
                 found[0] += total
                 found[1] += valid_tokens(labels)
 
@@ -58,39 +54,6 @@ class Evaluator:
         rows = torch.arange(each) + state.data_index * each
         beyond = (rows >= self.held_out.samples).unsqueeze(1)
         return batch._replace(labels=batch.labels.masked_fill(beyond, IGNORE)).to(state.device)
-
-
-@dataclass(frozen=True)
-class HeldOut:
-    """The held-out data's batches, of which the first ``samples`` rows of the first one count."""
-
-    batches: GlobalBatches
-    samples: int
-
-
-def open_held_out(recipe: Recipe, vocab_size: int) -> HeldOut | None:
-    """As the recipe's training data are cut and packed. ``BadInput`` for what the files cannot give, or ids
-    that the model has no rows for; ``None`` without an evaluation section.
-    """
-    section = recipe.evaluation
-    if section is None:
-        return None
-
-    def opened(rows: int) -> GlobalBatches:
-        changes = {"tokens": section.tokens, "weights": None, "global_batch": rows}
-        return open_data(recipe.model_copy(update={"data": recipe.data.model_copy(update=changes)}))
-
-    samples = min(section.samples, opened(1).samples)
-    ranks = recipe.layout.data
-    batches = opened(-(-samples // ranks) * ranks)
-    if batches.vocab_size > vocab_size:
-        raise BadInput(
-            "recipe",
-            "evaluation.tokens",
-            expected=f"ids below the model's vocab_size={vocab_size}",
-            found=f"token files for a vocabulary of {batches.vocab_size}",
-        )
-    return HeldOut(batches, samples)
 
 
 def perplexity(loss: float) -> float | None:

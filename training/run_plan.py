@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoints import Source, StoredAdapter, check_plain, read_source
-from ..data.batches import GlobalBatches, Mixture
-from ..data.tokens import TokenFile
+from ..data.batches import GlobalBatches
 from ..models import Family, ModelConfig, family_of
 from ..parallel_state import BadInput
 from ..planner.flops import TokenFlops, flops_per_token
@@ -22,6 +21,7 @@ from ..storage import companions_in
 from ..storage.output_file import check_place
 from .lora import plan_adapters
 from .parameter_groups import assign, names_of
+from .run_data import HeldOut, check_vocabulary, open_data, open_held_out
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,26 @@ def plan(recipe: Recipe) -> Plan:
     return Plan(family, config, hf_config, companions, base, adapter, groups, cut=cut)
 
 
+@dataclass(frozen=True)
+class RunPlan(Plan):
+    """A plan, and the run's token files, opened: what a process needs before it builds."""
+
+    batches: GlobalBatches = field(kw_only=True)
+    #: What the run is evaluated on, if it is.
+    held_out: HeldOut | None = field(kw_only=True)
+
+
+def check_run(recipe: Recipe) -> RunPlan:
+    """Plan a run and open its data, once for a process: every rank does so, and before them the process that
+    starts them, so that bad input is said once and at once. Raises ``BadInput``.
+    """
+    planned = plan(recipe)
+    batches = open_data(recipe)
+    check_vocabulary(batches, planned.config.vocab_size, "data.tokens")
+    held_out = open_held_out(recipe, planned.config.vocab_size)
+    return RunPlan(**vars(planned), batches=batches, held_out=held_out)
+
+
 def check_run_folder(recipe: Recipe) -> None:
     """Refuse a run's folder in that of the model or of the adapters, or among another run's checkpoints."""
     out = Path(recipe.out)
@@ -133,25 +153,3 @@ def tokenizer_files(folder: Path) -> list[Path]:
     if not found:
         raise BadInput(folder, expected="a tokenizer folder", found="none of a tokenizer's files in it")
     return found
-
-
-def open_data(recipe: Recipe) -> GlobalBatches:
-    """The run's batches. Raises ``BadInput`` for what the token files cannot give."""
-    names = [recipe.data.tokens] if isinstance(recipe.data.tokens, str) else recipe.data.tokens
-    files = [TokenFile.open(Path(name)) for name in names]
-    weights = recipe.data.weights
-    if weights is not None and len(weights) != len(files):
-        raise BadInput("recipe", "data.weights", expected=f"{len(files)} numbers, one a file", found=weights)
-    if len(files) == 1:
-        tokens: TokenFile | Mixture = files[0]
-    else:
-        tokens = Mixture(list(zip(files, weights or [float(len(f.tokens)) for f in files], strict=True)))
-    return GlobalBatches(
-        tokens,
-        recipe.data.sequence_length,
-        recipe.data.global_batch,
-        recipe.seed,
-        documents=recipe.data.documents,
-        samples=recipe.data.samples,
-        overlong=recipe.data.overlong,
-    )

@@ -11,18 +11,17 @@ from torch import Tensor
 from ..data.batch import Batch
 from ..layers import chunked_cross_entropy, set_auxiliary_scale, valid_tokens, vocab_parallel_cross_entropy
 from ..models import CausalLM
-from ..parallel_state import BadInput, finalize_gradients, refuse_untrained, signs_of_training
 from ..pipeline.runner import Pipeline, schedule_of_model
-from .data_parallel import before_backward
+from .base_step import Step
 
 
-class TrainStep:
-    """``step(*batch)`` leaves in ``.grad`` the gradients of the mean loss over the step's tokens.
+class TrainStep(Step):
+    """``step(batch)`` leaves in ``.grad`` the gradients of the mean loss over the step's tokens.
 
     The mean is over the valid labels of the *global* batch, whatever the micro-batches and data ranks, so it
-    is the same number in every layout. ``micro_batch`` is in samples. The model has been through
-    ``shard_over_data``. ``dtype``: of the activations; ``reduce``: of the sums of gradients outside FSDP, if
-    not the gradients' own.
+    is the same number in every layout. ``micro_batch`` is in samples. With more than one data rank the model
+    has been through ``shard_over_data``. ``dtype``: of the activations; ``reduce``: of the sums of gradients
+    outside FSDP; default: that of the gradients.
     """
 
     def __init__(
@@ -36,61 +35,54 @@ class TrainStep:
         loss_chunk: int = 0,
         reduce: torch.dtype | None = None,
     ) -> None:
-        self.model, self.state = model, model.state
-        self.micro_batch, self.schedule_name = micro_batch, schedule
-        self.label_smoothing, self.dtype, self.reduce = label_smoothing, dtype, reduce
+        super().__init__(model, model.state, micro_batch=micro_batch, reduce=reduce)
+        self.model, self.schedule_name = model, schedule
+        self.label_smoothing, self.dtype = label_smoothing, dtype
         self.loss_chunk, self._scale = loss_chunk, 1.0
         self._schedule: Pipeline | None = None
         self._shape: torch.Size | None = None
         self._tokens = torch.ones(())
 
-    def __call__(
-        self, input_ids: Tensor, labels: Tensor, positions: Tensor | None = None, *, scale: float = 1.0
-    ) -> Tensor:
-        """All (samples of this data rank, S), int64; labels shifted, ``IGNORE`` where they do not count.
-        Whole rows: each context rank is given the same and takes its chunks.
-
-        ``positions`` start again at 0 where a document starts; ``None`` is one document a row.
+    def __call__(self, batch: Batch, *, scale: float = 1.0) -> Tensor:
+        """``batch``: the samples of this data rank, whole rows; each context rank is given the same rows and
+        takes its chunks.
 
         Returns the loss, the same scalar on every rank. A step with no valid label has loss 0 and zero
-        gradients. ``NotTrained``, on every rank, where a trained parameter has no gradient, or all gradients
-        are zero and the loss is not. ``scale``, a power of two: the gradients are those of ``scale`` times
-        the loss.
+        gradients. Raises ``NotTrained``, on every rank, where a trained parameter has no gradient, or all
+        gradients are zero and the loss is not. ``scale``, a power of two: the gradients are those of
+        ``scale`` times the loss.
         """
-        samples, length = input_ids.shape
+        samples, length = batch.input_ids.shape
         self.state.layout.check_length(length, "recipe", "sequence_length")
-        if samples % self.micro_batch:
-            raise BadInput(
-                "recipe",
-                "micro_batch",
-                expected=f"a divisor of the {samples} samples of a data rank",
-                found=self.micro_batch,
-            )
-        input_ids, labels, positions = Batch(input_ids, labels, positions).of_context(self.state)
-        self._tokens, self._scale = self._global_tokens(labels), scale
+        self.check_samples(samples)
+        batch = batch.of_context(self.state)
+        self._tokens, self._scale = self._global_tokens(batch.labels), scale
         set_auxiliary_scale(self.model, scale / (samples * self.state.layout.data))
         if self.state.layout.pipeline > 1:
-            losses = self._pipelined(input_ids, labels, positions)
+            losses = self._pipelined(batch)
         else:
-            losses = self._plain(input_ids, labels, positions)
-        loss = self._global_loss(losses)
-        finalize_gradients(self.model, reduce=self.reduce, state=self.state)
+            losses = self.accumulate(batch.split(self.micro_batch), self._loss_of)
+        inner = torch.promote_types(self.dtype, torch.float32)
+        total = torch.stack(losses).sum() if losses else torch.zeros((), device=self.state.device)
+        sums, signs = self.sum_over_ranks(total.to(inner).view(1))
+        loss = sums[0] / scale
+        self.finish(loss, signs)
         return loss
 
-    def loss(self, given: Tensor, labels: Tensor) -> Tensor:
-        """A micro-batch's share of the step's mean loss, times the scale, from what the model gives."""
-        total = self.total_loss(given, labels, label_smoothing=self.label_smoothing)
+    def loss(self, output: Tensor, labels: Tensor) -> Tensor:
+        """A micro-batch's share of the step's mean loss, times the scale, from what the model returned."""
+        total = self.total_loss(output, labels, label_smoothing=self.label_smoothing)
         return total / self._tokens * self._scale
 
-    def total_loss(self, given: Tensor, labels: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
+    def total_loss(self, output: Tensor, labels: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
         """The sum over a micro-batch's valid tokens, the same on the ranks of a tensor group.
 
-        ``given``: logits, or with ``head_in_loss`` the hidden states of the last stage.
+        ``output``: logits, or with ``head_in_loss`` the hidden states of the last stage.
         """
         size, state = self.model.config.vocab_size, self.state
         if self.model.head_in_loss:
             return chunked_cross_entropy(
-                given,
+                output,
                 self.model.head_weight,
                 labels,
                 size,
@@ -100,55 +92,34 @@ class TrainStep:
                 state=state,
             )
         return vocab_parallel_cross_entropy(
-            given, labels, size, label_smoothing=label_smoothing, state=state
+            output, labels, size, label_smoothing=label_smoothing, state=state
         ).sum()
 
-    def _plain(self, input_ids: Tensor, labels: Tensor, positions: Tensor | None) -> list[Tensor]:
-        losses = []
-        parts = Batch(input_ids, labels, positions).split(self.micro_batch)
-        for number, (x, y, at) in enumerate(parts):
-            before_backward(self.model, self.state, last=number == len(parts) - 1)
-            loss = self.loss(self.model(x, at), y)
-            loss.backward()
-            losses.append(loss.detach())
-        return losses
+    def _loss_of(self, part: Batch) -> Tensor:
+        return self.loss(self.model(part.input_ids, part.positions), part.labels)
 
-    def _pipelined(self, input_ids: Tensor, labels: Tensor, positions: Tensor | None) -> list[Tensor]:
-        if self._schedule is None or input_ids.shape != self._shape:
+    def _pipelined(self, batch: Batch) -> list[Tensor]:
+        ids = batch.input_ids
+        if self._schedule is None or ids.shape != self._shape:
             self._schedule = schedule_of_model(
                 self.model,
                 self.loss,
                 name=self.schedule_name,
-                microbatches=len(input_ids) // self.micro_batch,
-                shape=(self.micro_batch, input_ids.shape[1]),
+                microbatches=len(ids) // self.micro_batch,
+                shape=(self.micro_batch, ids.shape[1]),
                 dtype=self.dtype,
             )
-            self._shape = input_ids.shape
+            self._shape = ids.shape
         stage = self.model.stage
-        arguments = (input_ids,) if stage.first else ()
-        # Every stage attends and rotates by position, so every stage is told; the schedule cuts keywords too.
-        told: dict[str, Any] = {} if positions is None else {"positions": positions}
-        return self._schedule.step(*arguments, target=labels if stage.last else None, **told)[0]
+        # Every stage attends and rotates by position; the schedule cuts keywords too.
+        keywords: dict[str, Any] = {} if batch.positions is None else {"positions": batch.positions}
+        target = batch.labels if stage.last else None
+        return self._schedule.step(*((ids,) if stage.first else ()), target=target, **keywords)[0]
 
     def _global_tokens(self, labels: Tensor) -> Tensor:
         """Valid labels of the whole step, at least 1; of the ranks that share a data piece one counts."""
         state = self.state
-        mine = state.at.tensor == 0 and state.at.pipeline == 0
-        count = valid_tokens(labels) * int(mine)
+        count = valid_tokens(labels) * int(state.counts_here and state.at.pipeline == 0)
         if state.layout.world > 1:
             dist.all_reduce(count)
         return count.clamp(min=1)
-
-    def _global_loss(self, losses: list[Tensor]) -> Tensor:
-        state = self.state
-        inner = torch.promote_types(self.dtype, torch.float32)
-        total = torch.stack(losses).sum() if losses else torch.zeros((), dtype=inner, device=state.device)
-        total = total.to(inner)
-        # With the loss goes what tells all ranks that one of them has nothing to train with.
-        sums = torch.cat([total.view(1), signs_of_training(self.model).to(total)])
-        if state.layout.world > 1:
-            sums[0] *= int(state.at.tensor == 0)
-            dist.all_reduce(sums)
-        loss = sums[0] / self._scale
-        refuse_untrained(self.model, float(loss), sums[1:].tolist(), state=state)
-        return loss

@@ -34,37 +34,35 @@ from .adamw import set_learning_rate
 from .build import build, schedule_of
 from .lora import first_adapters
 from .not_finite import name_the_culprit
-from .run_plan import open_data, plan
+from .run_plan import RunPlan, check_run
 from .watchers import Watchers
 
 
 class Trainer:
-    """One rank's part of a run. Collective: every rank makes one and calls ``run``."""
+    """One rank's part of a run. Collective: every rank makes one and calls ``run``.
+
+    ``plan``: what ``check_run(recipe)`` found in this process, if it was asked before. ``beat`` and
+    ``signals`` belong to a supervised run, which ``training.run`` puts together.
+    """
 
     def __init__(
         self,
         recipe: Recipe,
         state: ParallelState,
+        plan: RunPlan | None = None,
         *,
         beat: Heartbeat | None = None,
         signals: StopSignals | None = None,
         quiet: bool = False,
     ) -> None:
-        self.recipe, self.state, self.plan = recipe, state, plan(recipe)
+        self.recipe, self.state, self.plan = recipe, state, plan or check_run(recipe)
         self.out = Path(recipe.out)
         self.beat, self.signals = beat, signals or StopSignals()
         self.first = state.rank == 0
         self.terminal = Terminal(
             steps=recipe.steps, every=recipe.log_every, stop=recipe.stop_after, quiet=quiet or not self.first
         )
-        self.batches = open_data(recipe)
-        if self.batches.vocab_size > self.plan.config.vocab_size:
-            raise BadInput(
-                "recipe",
-                "data.tokens",
-                expected=f"ids below the model's vocab_size={self.plan.config.vocab_size}",
-                found=f"token files for a vocabulary of {self.batches.vocab_size}",
-            )
+        self.batches = self.plan.batches
         parts = build(recipe, self.plan, state)
         self.model, self.optimizer, self.step = parts.model, parts.optimizer, parts.step
         self.update, self.schedule = parts.update, parts.schedule
@@ -223,7 +221,7 @@ class Trainer:
         fault("step.forward", rank=state.rank, step=number + 1)
         scale = self.update.scale
         try:
-            loss = self.step(*batch.to(state.device), scale=scale)
+            loss = self.step(batch.to(state.device), scale=scale)
         except NotTrained as error:
             raise NotTrained(f"step {number + 1}: {error}") from error
         self.watchers.gradients(number, scale)

@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from ..layers import routers
-from ..parallel_state import (
-    BadInput,
-    ParallelState,
-    divide_gradients,
-    finalize_gradients,
-    refuse_foreign,
-    refuse_untrained,
-    signs_of_training,
-)
+from ..parallel_state import BadInput, ParallelState, alone_or, divide_gradients, refuse_foreign
 from ..parallel_state.engine import fsdp_modules
 from ..pipeline import check_schedule, schedule_kind
 from ..pipeline.runner import Pipeline
 from ..pipeline.user_stages import ModuleStages, parts_of
-from .data_parallel import before_backward
+from .base_step import Step
 from .evaluation import evaluating
 from .loss_contract import is_mean, refuse_mean, sum_and_count
 
@@ -37,7 +28,7 @@ Samples = Mapping[str, Tensor]
 SumAndCount = Callable[..., tuple[Tensor, Tensor | int]]
 
 
-class ModuleStep:
+class ModuleStep(Step):
     """``step(samples)`` leaves in ``.grad`` the gradients of the mean loss over the whole step.
 
     ``loss`` gives a sum and a count for each micro-batch, alike on the ranks of a tensor group. All sums are
@@ -67,8 +58,8 @@ class ModuleStep:
         unused: str | None = None,
         state: ParallelState | None = None,
     ) -> None:
-        self.model, self.micro_batch, self.unused = model, micro_batch, unused
-        self.state = state or ParallelState.alone()
+        super().__init__(model, alone_or(state), micro_batch=micro_batch, unused=unused)
+        self.model = model
         wants = "state" in inspect.signature(loss).parameters
         self.loss: SumAndCount = partial(loss, state=state) if wants else loss
         self._names, self._schedule_name = named_by(model), schedule
@@ -95,25 +86,19 @@ class ModuleStep:
                 )  # fmt: skip
         check_schedule(schedule, layout, schedule_kind(schedule).least_micro_batches(layout.pipeline))
         parts_of(model, self.state)
-        if layout.data > 1 and not isinstance(model, FSDPModule):
-            todo = "Call shard_over_data(model, state, Precision(...)) before"
-            raise BadInput(
-                "step", "model", expected=f"one shared over data={layout.data} ranks", found="none", todo=todo
-            )
 
     def __call__(self, samples: Samples) -> Tensor:
         """``samples``: those of this data rank (``own_samples``). Returns the mean, alike on every rank."""
         self._agree(samples)
-        parts = [*cut_samples(samples, self.micro_batch)]
-        pipelined = self.state.layout.pipeline > 1
-        sums = self._pipelined(samples, parts) if pipelined else self._plain(parts)
-        signs_here = signs_of_training(self.model, unused=self.unused)
-        total, count, signs = self._over_all_ranks(sums, signs_here)
-        mean = total / count
-        refuse_untrained(self.model, float(mean), signs, unused=self.unused, state=self.state)
-        finalize_gradients(self.model, state=self.state)
+        parts, self._sums = self._cut(samples), []
+        if self.state.layout.pipeline > 1:
+            self._pipelined(samples, parts)
+        else:
+            self.accumulate(parts, self._loss_of)
+        total, count, signs = self._totals()
+        self.finish(total / count, signs)
         divide_gradients(self.model, count)
-        return mean
+        return total / count
 
     def _agree(self, samples: Samples) -> None:
         """Refuse, on every rank alike, data ranks with different numbers of samples: each gathers weights
@@ -142,87 +127,84 @@ class ModuleStep:
         ``samples``: those of this data rank, as a step takes them. The model is in evaluation mode meanwhile.
         Collective over all ranks, which must have equally many samples of the same shapes.
         """
-        parts, sums = [*cut_samples(samples, self.micro_batch)], []
+        parts, self._sums = self._cut(samples), []
         with evaluating(self.model):
             # The stages are tried anew: what travelled in training may have had another shape.
             stages = self._stages(parts[0]) if self.state.layout.pipeline > 1 else None
             for part in parts:
-                told = {name: part[name] for name in part if self._names(name)}
-                given = self.model(**told) if stages is None else stages.forward_only(told)
+                keywords = self._keywords(part)
+                output = self.model(**keywords) if stages is None else stages.forward_only(keywords)
                 if stages is None or self._has_last_stage:
-                    total, count = sum_and_count(self.loss(given, part))
-                    sums.append((total, count))
+                    self._sums.append(sum_and_count(self.loss(output, part)))
         for module in fsdp_modules(self.model):  # no backward comes that would drop the gathered weights
             module.reshard()
-        total, count, _ = self._over_all_ranks(sums)
+        total, count, _ = self._totals()
         return total / count
 
+    def _cut(self, samples: Samples) -> list[Samples]:
+        """Micro-batches, in order."""
+        count = count_samples(samples)
+        self.check_samples(count)
+        return [
+            {name: one[start : start + self.micro_batch] for name, one in samples.items()}
+            for start in range(0, count, self.micro_batch)
+        ]
+
+    def _keywords(self, samples: Samples) -> dict[str, Any]:
+        """The samples' tensors that ``forward`` names."""
+        return {name: one for name, one in samples.items() if self._names(name)}
+
     def _stages(self, part: Samples) -> ModuleStages:
-        told = {name: one for name, one in part.items() if self._names(name)}
-        return ModuleStages(self.model, self.state, told, samples=self.micro_batch)
+        return ModuleStages(self.model, self.state, self._keywords(part), samples=self.micro_batch)
 
     @property
     def _has_last_stage(self) -> bool:
         return self.state.layout.stages - 1 in self.state.layout.stages_of(self.state.at.pipeline)
 
-    def _plain(self, parts: list[Samples]) -> list[tuple[Tensor, Tensor | int]]:
-        sums = []
-        for number, part in enumerate(parts):
-            if isinstance(self.model, FSDPModule):
-                before_backward(self.model, self.state, last=number == len(parts) - 1)
-            given = self.model(**{name: part[name] for name in part if self._names(name)})
-            total, count = self._loss(given, part)
-            total.backward()
-            sums.append((total.detach(), count))
-        return sums
-
-    def _pipelined(self, samples: Samples, parts: list[Samples]) -> list[tuple[Tensor, Tensor | int]]:
+    def _pipelined(self, samples: Samples, parts: list[Samples]) -> None:
         """The schedule cuts numbers of samples; the loss finds the samples by them."""
-        told: dict[str, Any] = {name: one for name, one in samples.items() if self._names(name)}
         if self._schedule is None:
             stages = self._stages(parts[0])
             name, count = self._schedule_name, len(parts)
-            self._schedule = stages.schedule(self._loss_of, name=name, microbatches=count)
+            self._schedule = stages.schedule(self._loss_of_numbers, name=name, microbatches=count)
         state = self.state
         numbers = torch.arange(count_samples(samples), device=state.device)
-        first_stage, last_stage = 0 in state.layout.stages_of(state.at.pipeline), self._has_last_stage
-        self._samples, self._sums = samples, []
-        self._schedule.step(*(numbers,) * first_stage, target=numbers if last_stage else None, **told)
-        return self._sums
+        first_stage = 0 in state.layout.stages_of(state.at.pipeline)
+        target = numbers if self._has_last_stage else None
+        self._samples = samples
+        self._schedule.step(*(numbers,) * first_stage, target=target, **self._keywords(samples))
 
-    def _loss(self, given: Any, part: Samples) -> tuple[Tensor, Tensor | int]:
-        found = sum_and_count(self.loss(given, part))
+    def _loss_of(self, part: Samples) -> Tensor:
+        return self._loss(self.model(**self._keywords(part)), part)
+
+    def _loss_of_numbers(self, output: Any, numbers: Tensor) -> Tensor:
+        return self._loss(output, {name: one[numbers] for name, one in self._samples.items()})
+
+    def _loss(self, output: Any, part: Samples) -> Tensor:
+        """The sum of a micro-batch's losses; it is noted, with its count, for the end of the step."""
+        total, count = sum_and_count(self.loss(output, part))
         if self._mean is None:
-            self._mean = is_mean(self.loss, given, part)
-        return found
-
-    def _loss_of(self, given: Any, numbers: Tensor) -> Tensor:
-        total, count = self._loss(given, {name: one[numbers] for name, one in self._samples.items()})
+            self._mean = is_mean(self.loss, output, part)
         self._sums.append((total.detach(), count))
         return total
 
-    def _over_all_ranks(
-        self, sums: list[tuple[Tensor, Tensor | int]], *more: Tensor
-    ) -> tuple[Tensor, Tensor, list[float]]:
-        """Add up the losses, their counts, and ``more`` in fp64, where a count is exact. Refuses a loss that
-        any rank found to be a mean.
+    def _totals(self) -> tuple[Tensor, Tensor, list[float]]:
+        """Return the sum of all ranks' losses and their count, in fp64, where a count is exact, and the signs
+        for ``finish``. Refuses a loss that any rank found to be a mean.
         """
-        state = self.state
-        totals = [[float(total), float(count)] for total, count in sums] or [[0.0, 0.0]]
-        sums_here = torch.tensor(totals, dtype=torch.float64).sum(0).tolist()
-        both = torch.tensor([*sums_here, float(self._mean is True)], dtype=torch.float64, device=state.device)
-        both = both * int(state.at.tensor == 0)  # its neighbours on the tensor axis have the same
-        both = torch.cat([both, *(one.to(both) for one in more)])
-        if state.layout.world > 1:
-            dist.all_reduce(both)
-        if bool(both[2]):
+        each = [[float(total), float(count)] for total, count in self._sums] or [[0.0, 0.0]]
+        numbers = [*torch.tensor(each, dtype=torch.float64).sum(0).tolist(), float(self._mean is True)]
+        device = self.state.device
+        sums, signs = self.sum_over_ranks(torch.tensor(numbers, dtype=torch.float64, device=device))
+        total, count, means = sums
+        if bool(means):
             refuse_mean()
-        return both[0], torch.where(both[1] == 0, 1.0, both[1]), both[3:].tolist()
+        return total, torch.where(count == 0, 1.0, count), signs
 
 
 def own_samples(samples: Samples, state: ParallelState | None = None) -> Samples:
     """Of a whole batch, the equal piece of this data rank. ``BadInput`` where it cannot be cut evenly."""
-    state = state or ParallelState.alone()
+    state = alone_or(state)
     found, data = count_samples(samples), state.layout.data
     if found % data:
         raise BadInput("batch", "samples", expected=f"a multiple of data={data}", found=found)
@@ -230,16 +212,6 @@ def own_samples(samples: Samples, state: ParallelState | None = None) -> Samples
     return {
         name: one[state.data_index * each : (state.data_index + 1) * each] for name, one in samples.items()
     }
-
-
-def cut_samples(samples: Samples, micro_batch: int) -> Iterable[Samples]:
-    """Micro-batches, in order. ``BadInput`` where ``micro_batch`` does not divide the samples."""
-    found = count_samples(samples)
-    if found % micro_batch:
-        expected = f"a divisor of the {found} samples of a data rank"
-        raise BadInput("step", "micro_batch", expected=expected, found=micro_batch)
-    for start in range(0, found, micro_batch):
-        yield {name: one[start : start + micro_batch] for name, one in samples.items()}
 
 
 def count_samples(samples: Samples) -> int:

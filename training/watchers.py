@@ -19,10 +19,10 @@ from ..runs.profiler import Traces
 from ..runs.tensorboard import EventFiles
 from ..runs.terminal import Terminal
 from .build import Parts
-from .evaluation import Evaluator, open_held_out, perplexity
+from .evaluation import Evaluator, perplexity
 from .forward import ForwardOnly
 from .norms import Activations, Norms
-from .run_plan import Plan, flops_of
+from .run_plan import RunPlan, flops_of
 
 
 class Watchers:
@@ -35,7 +35,7 @@ class Watchers:
     def __init__(
         self,
         recipe: Recipe,
-        plan: Plan,
+        plan: RunPlan,
         parts: Parts,
         state: ParallelState,
         terminal: Terminal,
@@ -47,9 +47,10 @@ class Watchers:
         self.events = Events(self.out / "events.jsonl" if self.first else None)
         peak = watch.peak_flops or peak_flops(state.device, dtype)
         self.mfu = Mfu(flops_of(recipe, plan), state.layout.world, peak)
-        held_out = open_held_out(recipe, plan.config.vocab_size)
         self.forward = ForwardOnly(model, micro_batch=recipe.data.micro_batch, dtype=dtype)
-        self.evaluate = None if held_out is None else Evaluator(self.forward, parts.step, held_out)
+        self.evaluate = None
+        if plan.held_out is not None:
+            self.evaluate = Evaluator(self.forward, parts.step, plan.held_out)
         links = plan.family.links_of_all(plan.config)
         self.norms = Norms(model, links) if watch.norms else None
         self.activations = Activations(model, links) if watch.norms and watch.activation_norms else None

@@ -1,1 +1,1 @@
-"""Compute mixtures of experts: the router, the dispatch of tokens, the experts, and load balancing."""
+"""Mixtures of experts: the router, the dispatch of tokens, the experts, and load balancing."""

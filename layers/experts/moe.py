@@ -14,6 +14,7 @@ from ...parallel_state import (
     Initial,
     ParallelState,
     Uniform,
+    alone_or,
     declare_parameter,
     local,
 )
@@ -24,13 +25,12 @@ from .router import TopKRouter
 
 
 class MoE(nn.Module):
-    """Send each token through the experts that ``router`` chose for it, and add their weighted outputs.
+    """Each token through the experts that ``router`` chose for it, weighted; all through ``shared``, if any.
 
-    Input and output: (B, S, D), or (B, S / tensor, D) with sequence parallelism. On one device it needs no
-    process group. With ``layout.expert`` > 1 the experts are shared out over that many ranks, which exchange
-    their tokens: forward and backward are collective over the expert group. No token is dropped, whatever the
-    load. Every token also passes ``shared``, if given, which must return whole sums (a ``GatedMLP``, alone or
-    in a ``GatedShared``).
+    (B, S, D) in and out, or (B, S / tensor, D) under sequence parallelism. On one device no process group is
+    needed. With ``layout.expert`` > 1 the experts lie on so many ranks, which exchange their tokens: forward
+    and backward are collective over the expert group. None is dropped, whatever the load. ``shared`` gives
+    whole sums (a ``GatedMLP``, perhaps in ``GatedShared``).
     """
 
     def __init__(
@@ -42,11 +42,10 @@ class MoE(nn.Module):
         state: ParallelState | None = None,
     ) -> None:
         super().__init__()
-        self.state = state or ParallelState.alone()
+        self.state = alone_or(state)
         self.router, self.experts, self.shared = router, experts, shared
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        """Return the weighted outputs of the experts, of the shape of ``x``."""
         whole_BSD = enter_tensor(x_BSD, self.state)
         weights_BSK, experts_BSK = self.router(whole_BSD)
         way = Dispatch(experts_BSK.flatten(0, 1), self.router.num_experts, state=self.state)
@@ -58,7 +57,7 @@ class MoE(nn.Module):
 
 
 class GatedShared(DeclaredModule):
-    """Compute ``sigmoid(gate(x)) * net(x)``: shared experts with one gate for all of them (Qwen2-MoE)."""
+    """``sigmoid(gate(x)) * net(x)``: shared experts with one gate for all of them (Qwen2-MoE)."""
 
     gate: nn.Parameter
 
@@ -71,7 +70,7 @@ class GatedShared(DeclaredModule):
         state: ParallelState | None = None,
     ) -> None:
         super().__init__()
-        self.net, state = net, state or ParallelState.alone()
+        self.net, state = net, alone_or(state)
         # Between the blocks, where each rank has its own tokens under sequence parallelism.
         partial = ("tensor",) if state.sequence else ()
         initial = initial or Uniform(1 / sqrt(hidden_size))
@@ -80,6 +79,5 @@ class GatedShared(DeclaredModule):
         )
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        """Return the gated output of ``net``, of the shape of ``x``."""
         y_BSD: Tensor = self.net(x_BSD)
         return torch.sigmoid(F.linear(x_BSD, local(self.gate))) * y_BSD

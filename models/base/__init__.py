@@ -1,3 +1,1 @@
-"""Hold what all families share: the config, the family, the decoder, its blocks, and the table of Hugging
-Face names.
-"""
+"""The parts that all families share: the config, the family, and the table of names."""

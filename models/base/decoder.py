@@ -18,7 +18,7 @@ from ...layers import (
     VocabParallelEmbedding,
     VocabParallelHead,
 )
-from ...parallel_state import Normal, ParallelState
+from ...parallel_state import Normal, ParallelState, alone_or
 from .blocks import Block
 from .family import CausalLM
 
@@ -33,7 +33,7 @@ class Decoder(CausalLM):
         self, cfg: Any, *, split: Sequence[int] | None = None, state: ParallelState | None = None
     ) -> None:
         super().__init__()
-        self.config, self.state = cfg, state or ParallelState.alone()
+        self.config, self.state = cfg, alone_or(state)
         self.stage = stage = Stage.of(cfg.num_hidden_layers, split=split, state=state)
         tied = cfg.tie_word_embeddings
         if stage.first or (stage.last and tied):

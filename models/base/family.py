@@ -1,4 +1,4 @@
-"""Define what a family offers to other rooms: its config, its model, and its table of Hugging Face names."""
+"""What a family offers to the rooms above: its config, its model, its table of names."""
 
 from __future__ import annotations
 
@@ -11,24 +11,22 @@ import torch
 from torch import Tensor, nn
 
 from ...layers import KeyValueCache, Stage, VocabParallelEmbedding, VocabParallelHead, bounded
-from ...parallel_state import Declaration, Layout, ParallelState, declarations, local
+from ...parallel_state import Declaration, Layout, ParallelState, alone_or, declarations, local
 from .config import ModelConfig
 from .names import Link, Rule, expand
 
 
 class CausalLM(nn.Module):
-    """Compute a decoder-only language model, or the stage of it that lives on this pipeline rank.
+    """A decoder-only language model, or the stage of it that lives on this pipeline rank.
 
-    ``forward(x)``: ``x`` is token ids (B, S) on the first stage, and the hidden states of the previous stage
-    on the others. It returns hidden states, or on the last stage logits (B, S, padded vocabulary / tensor).
-    ``positions``: (B, S), equal on every stage. Where they restart at 0 a new document starts, and no token
-    sees another document's tokens. ``None``: each row is one document, 0 to S - 1.
-
-    With ``head_in_loss`` the last stage returns normalised hidden states, and the loss uses ``head_weight``.
-    With a ``cache`` the tokens follow the cached ones, positions are required, and the logits are those of
-    the last token only: (B, 1, padded / tensor). With several context ranks, ids, hidden states and positions
-    are this rank's chunks (``cut_sequence``), and S is their number of tokens. ``stage``: which of
-    ``self.stage.parts`` to run, if this rank holds several.
+    ``forward(x)``: token ids (B, S) on the first stage, hidden states from the stage before on the others;
+    gives hidden states, or on the last stage logits (B, S, padded vocabulary / tensor). ``positions`` (B, S),
+    alike on every stage: where they restart at 0 a new document starts, and no token sees another document's.
+    ``None``: each row is one document, 0 to S - 1. With ``head_in_loss`` the last stage gives normalised
+    hidden states, and the loss takes ``head_weight``. With a ``cache`` the tokens follow those that it holds,
+    their positions must be given, and the logits are the last token's alone: (B, 1, padded / tensor). Over
+    several context ranks ids, hidden states and positions are this rank's chunks (``cut_sequence``), S their
+    tokens. ``stage``: which one of ``self.stage.parts`` runs, where this rank holds several.
     """
 
     config: ModelConfig
@@ -48,25 +46,20 @@ class CausalLM(nn.Module):
         *,
         stage: Stage | None = None,
     ) -> Tensor:
-        """Return logits on the last stage, hidden states on the others."""
         raise AssertionError("each family has its own")
 
     @property
     def logit_cap(self) -> float | None:
-        """Return the bound of the logits (see ``layers.bounded``), a number because the loss needs its
-        derivative.
-        """
+        """The bound of the logits, see ``layers.bounded``; a number, since the loss needs its derivative."""
         return None
 
     def blocks_of(self, stage: Stage) -> Iterator[nn.Module]:
-        """Yield the blocks of one stage, in order."""
+        """The blocks of one stage, in order."""
         assert not stage.pieces, "of several stages one runs at a time: say which"
         return (self.layers[str(number)] for number in stage.blocks)
 
     def logits(self, x_BSD: Tensor) -> Tensor:
-        """Compute the logits from the last block's output; with ``head_in_loss`` stop before the output
-        layer.
-        """
+        """From the last block to the logits, or as far as ``head_in_loss`` wants it."""
         x_BSD = self.norm(x_BSD)
         if self.head_in_loss:
             if torch.is_grad_enabled() and not x_BSD.requires_grad:
@@ -79,15 +72,13 @@ class CausalLM(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """Return this rank's rows of the output layer, (padded / tensor, D); the gradient flows to the
-        parameter.
-        """
+        """This rank's rows of the output layer, (padded / tensor, D); the gradient flows to the parameter."""
         return local(self.embed.weight if self.config.tie_word_embeddings else self.head.weight)
 
 
 @dataclass(frozen=True)
 class Family:
-    """Describe one architecture; ``model_type`` and ``architecture`` are Hugging Face's names."""
+    """One architecture. ``model_type`` and ``architecture`` are Hugging Face's names."""
 
     model_type: str
     architecture: str
@@ -96,8 +87,7 @@ class Family:
     rules: Sequence[Rule]
     #: HF tensors that may be there and are not parameters (buffers of old versions): pattern with ``{i}``.
     ignorable: tuple[str, ...] = ()
-    #: Prefix of Hugging Face names, with ``{i}``, in the blocks that a config counts as ``further_blocks``
-    #: (such as GLM-4.5's multi-token prediction); their tensors are not read.
+    #: What precedes the names in blocks that a config counts as ``further_blocks``, with ``{i}``.
     further: str = ""
     #: Where HF also stores a tied output layer, if a checkpoint repeats it.
     tied_head: str = "lm_head.weight"
@@ -113,11 +103,11 @@ class Family:
         device: str | torch.device = "meta",
         dtype: torch.dtype = torch.float32,
     ) -> CausalLM:
-        """Return the model, or this rank's stage of it, on ``device`` (meta: without memory).
+        """The model, or this rank's stage of it, on ``device`` (meta: no memory).
 
         Raises ``BadInput`` for a layout that cannot cut it.
         """
-        config.check_layout((state or ParallelState.alone()).layout)
+        config.check_layout(alone_or(state).layout)
         before = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
         try:
@@ -129,29 +119,24 @@ class Family:
     def declarations(
         self, config: ModelConfig, layout: Layout | None = None, *, split: Sequence[int] | None = None
     ) -> list[dict[str, Declaration]]:
-        """Return the declarations of each pipeline stage, from models on the meta device; needs no process
-        group.
-        """
+        """The declarations of each pipeline stage, from models on the meta device; no process group."""
         return _declarations(self, config, layout or Layout(), None if split is None else tuple(split))
 
     def links(self, config: ModelConfig) -> tuple[list[Link], dict[str, tuple[int, ...]]]:
-        """Return the links between trilith's and Hugging Face's tensors, and the shapes of Hugging Face's
-        tensors.
-        """
+        """Ties between our tensors and HF's, and the shapes of HF's tensors."""
         (stated,) = self.declarations(config)
         shapes = {name: declaration.shape for name, declaration in stated.items()}
         return expand(self.rules, shapes, config.num_hidden_layers)
 
     def links_of_all(self, config: ModelConfig) -> list[Link]:
-        """Return the links of every tensor that the built model holds."""
+        """Ties of every tensor that the built model holds."""
         return self.links(config)[0]
 
     def to_hf(self, config: ModelConfig) -> dict[str, Any]:
-        """Return a config.json for a model that did not come from Hugging Face."""
+        """A config.json for a model that was born here."""
         return {"model_type": self.model_type, "architectures": [self.architecture], **config.to_hf()}
 
     def from_hf(self, raw: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
-        """Return the config of this family from the dict of a config.json."""
         return self.config.from_hf(raw, where)
 
 
@@ -159,8 +144,5 @@ class Family:
 def _declarations(
     family: Family, config: ModelConfig, layout: Layout, split: tuple[int, ...] | None
 ) -> list[dict[str, Declaration]]:
-    step = layout.world // layout.pipeline
-    return [
-        declarations(family.build(config, split=split, state=ParallelState.stand_in(layout, stage * step)))
-        for stage in range(layout.pipeline)
-    ]
+    states = [ParallelState.stand_in(layout, layout.first_rank(stage)) for stage in range(layout.pipeline)]
+    return [declarations(family.build(config, split=split, state=state)) for state in states]

@@ -15,8 +15,7 @@ from ...parallel_state import Box
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Tie the elements of ``ours`` in ``ours_box`` to those of ``hf`` in ``hf_box``, transposed if it says
-    so.
+    """The elements of ``ours`` in ``ours_box`` are those of ``hf`` in ``hf_box``, perhaps transposed.
 
     For a stacked tensor ``ours_box`` has an extra leading dimension of size 1 (the expert).
     """
@@ -28,12 +27,12 @@ class Link:
     transpose: bool = False
 
     def to_hf(self, box: Box) -> Box:
-        """Return the box of Hugging Face's tensor for a box inside ``ours_box``."""
+        """Where a box inside ``ours_box`` lies in HF's tensor."""
         inner = box.within(self.ours_box).with_dims(len(self.hf_box.start))
         return (inner.transposed() if self.transpose else inner).shift(self.hf_box.start)
 
     def to_ours(self, box: Box) -> Box:
-        """Return the box of trilith's tensor for a box inside ``hf_box``."""
+        """Where a box inside ``hf_box`` lies in our tensor."""
         inner = box.within(self.hf_box)
         inner = inner.transposed() if self.transpose else inner
         return inner.with_dims(len(self.ours_box.start)).shift(self.ours_box.start)
@@ -41,7 +40,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Rename:
-    """Tie one tensor to the same tensor under another name."""
+    """The same tensor under another name."""
 
     ours: str
     hf: str
@@ -49,7 +48,7 @@ class Rename:
 
 @dataclass(frozen=True, slots=True)
 class Transpose:
-    """Tie a matrix to its transpose (GPT-2's Conv1D is (in, out))."""
+    """A matrix stored the other way round (GPT-2's Conv1D is (in, out))."""
 
     ours: str
     hf: str
@@ -57,10 +56,7 @@ class Transpose:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Tie several trilith tensors to one Hugging Face tensor that holds them one after the other.
-
-    They lie along its first dim, or along its last dim if it is transposed.
-    """
+    """Several of ours lie one after the other in one of theirs, along its last dim if it is transposed."""
 
     ours: tuple[str, ...]
     hf: str
@@ -69,7 +65,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Tie a stack of experts (dim 0) to one Hugging Face tensor for each expert, with ``{e}`` in its name."""
+    """Ours counts experts on dim 0; theirs, with ``{e}`` in the name, is a tensor for each of them."""
 
     ours: str
     hf: str

@@ -1,1 +1,1 @@
-"""Add LoRA to any family: PEFT's config, the layers that it names, and the family with adapters."""
+"""LoRA on any family: PEFT's config, the layers that it names, and the family with adapters."""

@@ -1,4 +1,4 @@
-"""Define a family with LoRA: the base is frozen; only the adapters are trained, saved and exchanged."""
+"""A family with LoRA: the base, frozen, and adapters, which alone are trained, saved and exchanged."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ from .targets import Site, leaves, linear_sites
 
 @dataclass(frozen=True)
 class AdaptedFamily(Family):
-    """Add the adapters of ``lora`` to the family ``base``.
+    """``base`` with the adapters of ``lora``; ``declarations`` and ``links`` are those of the adapters alone.
 
-    ``declarations`` and ``links`` are those of the adapters only, and Hugging Face names are those of PEFT.
-    Make it with ``adapted``.
+    HF's names are then PEFT's. Make it with ``adapted``.
     """
 
     base: Family = field(kw_only=True)
@@ -38,9 +37,7 @@ class AdaptedFamily(Family):
         dtype: torch.dtype = torch.float32,
         base_dtype: torch.dtype | None = None,
     ) -> CausalLM:
-        """Return the model with adapters in ``dtype`` and all other parameters frozen in ``base_dtype``
-        (default: ``dtype``).
-        """
+        """The model with its adapters in ``dtype``, and all else frozen in ``base_dtype``, else the same."""
         model = self.base.build(config, split=split, state=state, device=device, dtype=base_dtype or dtype)
         model.requires_grad_(False)
         here = dict(linears(model))
@@ -68,11 +65,9 @@ class AdaptedFamily(Family):
     def declarations(
         self, config: ModelConfig, layout: Layout | None = None, *, split: Sequence[int] | None = None
     ) -> list[dict[str, Declaration]]:
-        """Return the declarations of the adapters on each pipeline stage."""
         return _declarations(self, config, layout or Layout(), None if split is None else tuple(split))
 
     def links(self, config: ModelConfig) -> tuple[list[Link], dict[str, tuple[int, ...]]]:
-        """Return the links of the adapters, and the shapes of PEFT's tensors."""
         links = [link for site in self.sites(config) for link in site.links(self.lora.rank_of(site.name))]
         shapes: dict[str, tuple[int, ...]] = {}
         for link in links:
@@ -80,18 +75,17 @@ class AdaptedFamily(Family):
         return links, shapes
 
     def links_of_all(self, config: ModelConfig) -> list[Link]:
-        """Return the links of base and adapters."""
         return [*self.base.links(config)[0], *self.links(config)[0]]
 
     def sites(self, config: ModelConfig) -> tuple[Site, ...]:
-        """Return the adapted linear layers, in the order of the model's tensors.
+        """Where the adapters are, in the order of the model's tensors.
 
-        Raises ``BadInput`` if there is none, or if a target is not a linear layer of a block.
+        Raises ``BadInput`` where none is, or one is asked for on what is no linear of a block.
         """
         return _sites(self, config)
 
     def check(self, config: ModelConfig, where: str) -> None:
-        """Refuse targets that match nothing in this model, and blocks that it does not have."""
+        """Refuse targets that name nothing in this model, and blocks that it does not have."""
         lora = self.lora
         lora.check_patterns(where)
         blocks = lora.layers_to_transform
@@ -108,9 +102,8 @@ class AdaptedFamily(Family):
                     raise BadInput(where, key, expected=expected, found=repr(name))
 
     def check_peft(self, config: ModelConfig) -> None:
-        """Refuse adapters that ``peft`` would attach to other modules. In a model with experts, PEFT
-        (0.21) takes every module that has the name of an expert's module, such as
-        shared_experts.gate_proj, for all experts.
+        """Refuse what ``peft`` would attach to other modules: in a model with experts it (0.21) takes every
+        module that is named as an expert's is, such as shared_experts.gate_proj, for all experts.
         """
         owned = {module.rpartition(".")[2] for module in _experts(self, config)}
         for site in self.sites(config):
@@ -121,9 +114,7 @@ class AdaptedFamily(Family):
                 )  # fmt: skip
 
     def to_peft(self, config: ModelConfig, base_path: str | None) -> dict[str, object]:
-        """Return the adapter_config.json of these adapters, so that ``peft`` attaches them to the same
-        modules.
-        """
+        """The adapter_config.json of these adapters, so that ``peft`` attaches them to the same modules."""
         self.check_peft(config)
         shape = self.lora.to_peft()
         if self.lora.all_linear:  # spelled out: not every reader of such files knows the word
@@ -142,7 +133,7 @@ class AdaptedFamily(Family):
 
 
 def adapted(family: Family, lora: LoraConfig) -> AdaptedFamily:
-    """Return the family with these adapters."""
+    """The family with these adapters."""
     same = {one.name: getattr(family, one.name) for one in fields(Family)}
     return AdaptedFamily(**same, base=family, lora=lora)
 
@@ -200,10 +191,10 @@ def _experts(family: AdaptedFamily, config: ModelConfig) -> Iterator[str]:
 def _declarations(
     family: AdaptedFamily, config: ModelConfig, layout: Layout, split: tuple[int, ...] | None
 ) -> list[dict[str, Declaration]]:
-    step = layout.world // layout.pipeline
     stages = []
     for stage in range(layout.pipeline):
-        model = family.build(config, split=split, state=ParallelState.stand_in(layout, stage * step))
+        state = ParallelState.stand_in(layout, layout.first_rank(stage))
+        model = family.build(config, split=split, state=state)
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         stages.append({name: one for name, one in declarations(model).items() if name in trained})
     return stages

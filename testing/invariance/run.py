@@ -21,6 +21,7 @@ from ...parallel_state import (
     Normal,
     Own,
     ParallelState,
+    alone_or,
     clip_gradients,
     declarations,
     initialize,
@@ -145,7 +146,7 @@ def _train(
     witness: Witness | None = None,
     state: ParallelState | None = None,
 ) -> torch.optim.Optimizer:
-    witness, state = witness or Witness(model), state or ParallelState.alone()
+    witness, state = witness or Witness(model), alone_or(state)
     optimizer = make_adamw(model, lr=trial.lr)
     for number in range(trial.steps):
         found.losses.append(float(step(batch)))

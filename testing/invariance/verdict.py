@@ -94,11 +94,7 @@ def _gradients(layout: Layout, one: Witnessed, ranks: Sequence[Witnessed], toler
                     said += '. Each rank has all of it, so partial=("tensor",) does not belong there'
                 return Fault(module, "gradient", relative, said)
         stages = {i for i, r in enumerate(ranks) if name in r.gradients}
-        if (
-            layout.pipeline > 1
-            and len(stages) > layout.world // layout.pipeline
-            and not first.declared[name].ends
-        ):
+        if layout.pipeline > 1 and len(stages) > layout.first_rank(1) and not first.declared[name].ends:
             said += ": more than one stage holds the parameter. Declare it with ends=True"
         return Fault(module, "gradient", relative, said)
     return None

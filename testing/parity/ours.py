@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...checkpoints import load_weights, read_source
+from ...data.batch import Batch
 from ...layers import (
     ColumnParallelLinear,
     LayerNorm,
@@ -59,7 +60,7 @@ def observe_rank(question: Question) -> tuple[float, _Outputs, Pieces]:
     each = len(input_ids) // question.layout.data
     rows = slice(state.data_index * each, (state.data_index + 1) * each)
     look = _Look(model, question, rows.start)
-    loss = float(step(input_ids[rows], labels[rows]))
+    loss = float(step(Batch(input_ids[rows], labels[rows])))
     return loss, look.outputs, pieces(model, state, gradients=True)
 
 

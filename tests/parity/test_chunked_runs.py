@@ -16,8 +16,8 @@ from trilith.testing import LiveBytes, run_parallel
 from trilith.testing.short_runs import TINY_LLAMA, run_recipe, tiny_recipe, write_tokens
 from trilith.training import Evaluator
 from trilith.training.build import build
-from trilith.training.evaluation import open_held_out
 from trilith.training.forward import ForwardOnly
+from trilith.training.run_data import open_held_out
 from trilith.training.run_plan import plan
 
 UNTIED = {**TINY_LLAMA, "tie_word_embeddings": False}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from trilith.data import Batch
 from trilith.layers import IGNORE
 from trilith.models import CausalLM
 from trilith.parallel_state import Layout
@@ -29,7 +30,7 @@ def gradients(
         labels[:] = IGNORE
     micro = 1 if model.state.layout.pipeline > 1 else each
     step = TrainStep(model, micro_batch=micro, dtype=precision.compute, schedule=schedule)
-    loss = float(step(ids, labels, scale=scale))
+    loss = float(step(Batch(ids, labels), scale=scale))
     found = {name: local_data(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     return loss, found

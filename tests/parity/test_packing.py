@@ -46,7 +46,7 @@ def one_epoch(config: dict[str, Any], layout: Layout, name: Path, samples: Any) 
     data = GlobalBatches(TokenFile.open(name), LENGTH, count, 0, samples=samples)
     assert data.samples == count
     step = TrainStep(model, micro_batch=2, dtype=torch.float64)
-    loss = step(*data.batch(0, state.data_index, layout.data))
+    loss = step(data.batch(0, state.data_index, layout.data))
     return float(loss), pieces(model, state, gradients=True)
 
 

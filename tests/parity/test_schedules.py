@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from trilith.data import Batch
 from trilith.models import family_of
 from trilith.parallel_state import Layout, ParallelState, initialize
 from trilith.parallel_state.engine import computed_with, fsdp_modules
@@ -61,7 +62,7 @@ def whole_gradients(name: str, zero: int) -> list[int]:
 
     ids = torch.zeros(4, 16, dtype=torch.int64)
     with observed_backwards(look):
-        step(ids, ids)
+        step(Batch(ids, ids))
     return waiting
 
 

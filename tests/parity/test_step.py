@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from trilith.data import Batch
 from trilith.layers import IGNORE
 from trilith.parallel_state import BadInput, Layout, gradient_norm
 from trilith.parallel_state.engine import local_data
@@ -34,7 +35,7 @@ def step_with(layout: Layout, counting: list[int]) -> tuple[float, float, bool]:
     each = SAMPLES // layout.data
     mine = slice(model.state.data_index * each, (model.state.data_index + 1) * each)
     step = TrainStep(model, micro_batch=1, label_smoothing=0.1, dtype=torch.float64)
-    loss = float(step(ids[mine], labels[mine]))
+    loss = float(step(Batch(ids[mine], labels[mine])))
     norm = float(gradient_norm(model, state=model.state))
     grads = [p.grad for p in model.parameters()]
     assert all(grad is not None for grad in grads)
@@ -70,7 +71,7 @@ def two_sizes(layout: Layout) -> list[float]:
     model = built(layout, FP64)
     ids, labels = whole_batch()
     step = TrainStep(model, micro_batch=1, dtype=torch.float64)
-    return [float(step(ids[:count], labels[:count])) for count in (SAMPLES, SAMPLES // 2)]
+    return [float(step(Batch(ids[:count], labels[:count]))) for count in (SAMPLES, SAMPLES // 2)]
 
 
 def test_a_step_may_be_smaller_than_the_one_before() -> None:
@@ -88,7 +89,7 @@ def sizes(layout: Layout) -> dict[str, int]:
         return sum(local_data(p).numel() for p in model.parameters())
 
     before = stored()
-    TrainStep(model, micro_batch=1, dtype=torch.float64)(ids[:2], labels[:2])
+    TrainStep(model, micro_batch=1, dtype=torch.float64)(Batch(ids[:2], labels[:2]))
     grads = sum(local_data(p.grad).numel() for p in model.parameters() if p.grad is not None)
     return {"before": before, "after": stored(), "gradients": grads}
 
@@ -119,9 +120,9 @@ class Collectives(TorchDispatchMode):
 def second_step(layout: Layout) -> Counter[str]:
     model = built(layout, FP64)
     step, batch = TrainStep(model, micro_batch=1, dtype=torch.float64), whole_batch()
-    step(*batch)
+    step(Batch(*batch))
     with Collectives() as counter:
-        step(*batch)
+        step(Batch(*batch))
     return counter.counts
 
 
@@ -150,7 +151,7 @@ def test_a_stage_of_zero_pays_these_collectives_a_step(
 def refusal(layout: Layout, micro_batch: int, schedule: str, length: int) -> None:
     step = TrainStep(built(layout, FP64), micro_batch=micro_batch, schedule=schedule, dtype=torch.float64)
     ids, labels = whole_batch()
-    step(ids[:, :length], labels[:, :length])
+    step(Batch(ids[:, :length], labels[:, :length]))
 
 
 @pytest.mark.parametrize(

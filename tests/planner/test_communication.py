@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from trilith.data import Batch
 from trilith.models import family_of
 from trilith.parallel_state import Layout, ParallelState, clip_gradients, declarations, initialize
 from trilith.planner import Traffic, Work, block_traffic, step_traffic
@@ -124,7 +125,7 @@ def measured_and_planned(case: Case) -> tuple[Totals, Totals]:
     for _ in range(2):
         model.zero_grad()
         with Sent() as sent:
-            step(ids, ids)
+            step(Batch(ids, ids))
             clip_gradients(model, 1.0, state=state)
     work = Work(
         config,

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from trilith.data import Batch
 from trilith.models import LoraConfig, adapted, family_of
 from trilith.parallel_state import BadInput, Layout, ParallelState, declarations, initialize
 from trilith.parallel_state.engine import local_data
@@ -108,7 +109,7 @@ def measure(case: Case) -> Measured:
         )
         ids = torch.randint(500, (case.micro_batch * case.micro_batches, LENGTH))
         for number in range(2):
-            step(ids, ids)
+            step(Batch(ids, ids))
             gradients = sum(local_data(p.grad).numel() for p in model.parameters() if p.grad is not None)
             optimizer.step()
             if number == 0:

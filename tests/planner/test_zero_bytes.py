@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from trilith.data import Batch
 from trilith.models import family_of
 from trilith.parallel_state import Layout, ParallelState, declarations, initialize
 from trilith.planner import Work, plan_memory
 from trilith.testing import LiveBytes, run_parallel
 from trilith.training import Precision, TrainStep, make_adamw, shard_over_data
-from trilith.training import step as steps
+from trilith.training import base_step as steps
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -72,7 +73,7 @@ def held_between_micro_batches(case: Case) -> tuple[int, int]:
         step = TrainStep(model, micro_batch=1, dtype=torch.bfloat16)
         for _ in range(2):
             optimizer.zero_grad()
-            step(ids, ids)
+            step(Batch(ids, ids))
             optimizer.step()
     work = Work(config, case.layout, 8, 1, 2, compute=2, offload=case.offload)
     plan = plan_memory(work, stated, model.stage, state.at)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from trilith.data import Batch
 from trilith.layers import IGNORE
 from trilith.parallel_state import Layout, NotTrained, ParallelState, divide_gradients
 from trilith.parallel_state.engine import local_data
@@ -41,7 +42,7 @@ def step_without(layout: Layout, fault: str) -> float:
     mine = slice(model.state.data_index * 4 // layout.data, (model.state.data_index + 1) * 4 // layout.data)
     labels = torch.full_like(tokens[:, 1:], IGNORE) if fault == "no label" else tokens[:, 1:]
     step = TrainStep(model, micro_batch=1, dtype=torch.float64)
-    return float(step(tokens[mine, :-1].contiguous(), labels[mine].contiguous()))
+    return float(step(Batch(tokens[mine, :-1].contiguous(), labels[mine].contiguous())))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

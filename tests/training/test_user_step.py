@@ -10,7 +10,7 @@ from trilith.parallel_state import BadInput, Layout, ParallelState, clip_gradien
 from trilith.testing import run_parallel
 from trilith.training import ModuleStep, Precision, make_adamw, own_samples, shard_over_data
 from trilith.training.data_parallel import find_blocks
-from trilith.training.user_step import Samples, cut_samples
+from trilith.training.user_step import Samples
 
 LAYOUTS = (
     Layout(tensor=2),
@@ -114,7 +114,7 @@ def test_batches_that_cannot_be_cut_are_refused_with_both_numbers() -> None:
     with pytest.raises(BadInput, match="a multiple of data=3, found 4"):
         own_samples(batch(), state)
     with pytest.raises(BadInput, match="a divisor of the 4 samples of a data rank, found 3"):
-        list(cut_samples(batch(), 3))
+        ModuleStep(Net(), loss, micro_batch=3)(batch())
     with pytest.raises(BadInput, match="the same number of samples"):
         own_samples({"x": torch.zeros(2), "y": torch.zeros(3)})
 

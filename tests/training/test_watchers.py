@@ -100,7 +100,7 @@ def test_the_evaluation_is_transformers_loss_and_the_norms_are_the_exported_weig
     convert(out, place / "hf", to="hf")
     theirs = AutoModelForCausalLM.from_pretrained(place / "hf", dtype=torch.float64).eval()
     raw = json.loads((out / "events.jsonl").read_text().splitlines()[0])["recipe"]
-    from trilith.training.evaluation import open_held_out
+    from trilith.training.run_data import open_held_out
 
     held_out = open_held_out(parse_recipe(raw), 131)
     assert held_out is not None and held_out.samples == 5

@@ -1,0 +1,85 @@
+"""What every training step shares: micro-batches one after another, sums over all ranks, what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from ..parallel_state import (
+    BadInput,
+    ParallelState,
+    finalize_gradients,
+    refuse_untrained,
+    signs_of_training,
+)
+from .data_parallel import before_backward
+
+MicroBatch = TypeVar("MicroBatch")
+
+
+class Step:
+    """The body of ``TrainStep`` and ``ModuleStep``, which differ in what a micro-batch and its loss are.
+
+    ``micro_batch`` is in samples. ``unused``: a pattern over the names of parameters that a step may leave
+    without a gradient. ``reduce``: data type of the sums of gradients outside FSDP; default: that of the
+    gradients. Raises ``BadInput`` for several data ranks and a model that is not shared over them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        state: ParallelState,
+        *,
+        micro_batch: int,
+        unused: str | None = None,
+        reduce: torch.dtype | None = None,
+    ) -> None:
+        self._whole, self.state, self.micro_batch = model, state, micro_batch
+        self.unused, self.reduce = unused, reduce
+        data = state.layout.data
+        if data > 1 and not isinstance(model, FSDPModule):
+            todo = "Call shard_over_data(model, state, Precision(...)) before"
+            expected = f"one shared over data={data} ranks"
+            raise BadInput("step", "model", expected=expected, found="none", todo=todo)
+
+    def check_samples(self, samples: int) -> None:
+        """Raise ``BadInput`` where ``micro_batch`` does not divide the samples of this data rank."""
+        if samples % self.micro_batch:
+            expected = f"a divisor of the {samples} samples of a data rank"
+            raise BadInput("step", "micro_batch", expected=expected, found=self.micro_batch)
+
+    def accumulate(
+        self, parts: Sequence[MicroBatch], loss_of: Callable[[MicroBatch], Tensor]
+    ) -> list[Tensor]:
+        """Run forward and backward of the micro-batches, and return their losses; for one pipeline stage."""
+        losses = []
+        for number, part in enumerate(parts):
+            if isinstance(self._whole, FSDPModule):
+                before_backward(self._whole, self.state, last=number == len(parts) - 1)
+            loss = loss_of(part)
+            loss.backward()
+            losses.append(loss.detach())
+        return losses
+
+    def sum_over_ranks(self, numbers: Tensor) -> tuple[Tensor, list[float]]:
+        """Add up ``numbers``, which the ranks of a tensor group hold alike, over all ranks; after a backward
+        pass. Returns the sums and, gathered with them, the signs of training for ``finish``.
+        """
+        signs = signs_of_training(self._whole, unused=self.unused)
+        sums = torch.cat([numbers * int(self.state.counts_here), signs.to(numbers)])
+        if self.state.layout.world > 1:
+            dist.all_reduce(sums)
+        return sums[: len(numbers)], sums[len(numbers) :].tolist()
+
+    def finish(self, mean: Tensor, signs: Sequence[float]) -> None:
+        """Refuse a step that leaves a parameter untrained, on every rank alike; make the gradients whole.
+
+        ``mean``: the loss of the whole step.
+        """
+        refuse_untrained(self._whole, float(mean), signs, unused=self.unused, state=self.state)
+        finalize_gradients(self._whole, reduce=self.reduce, state=self.state)

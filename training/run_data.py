@@ -1,0 +1,73 @@
+"""The token files of a run, opened: what it trains on, and what it is evaluated on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..data.batches import GlobalBatches, Mixture
+from ..data.tokens import TokenFile
+from ..parallel_state import BadInput
+from ..recipes.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """The held-out data's batches, of which the first ``samples`` rows of the first one count."""
+
+    batches: GlobalBatches
+    samples: int
+
+
+def open_data(recipe: Recipe) -> GlobalBatches:
+    """The run's batches. Raises ``BadInput`` for what the token files cannot give."""
+    data = recipe.data
+    return _open(recipe, data.tokens, data.weights, data.global_batch)
+
+
+def open_held_out(recipe: Recipe, vocab_size: int) -> HeldOut | None:
+    """As the recipe's training data are cut and packed. ``BadInput`` for what the files cannot give, or ids
+    that the model has no rows for; ``None`` without an evaluation section.
+    """
+    section = recipe.evaluation
+    if section is None:
+        return None
+    rows = _open(recipe, section.tokens, None, 1)
+    check_vocabulary(rows, vocab_size, "evaluation.tokens")
+    samples, ranks = min(section.samples, rows.samples), recipe.layout.data
+    return HeldOut(rows.resized(-(-samples // ranks) * ranks), samples)
+
+
+def check_vocabulary(batches: GlobalBatches, vocab_size: int, key: str) -> None:
+    """Raise ``BadInput``, naming the recipe's ``key``, for token files of ids that the model has no rows
+    for.
+    """
+    if batches.vocab_size > vocab_size:
+        raise BadInput(
+            "recipe",
+            key,
+            expected=f"ids below the model's vocab_size={vocab_size}",
+            found=f"token files for a vocabulary of {batches.vocab_size}",
+        )
+
+
+def _open(
+    recipe: Recipe, tokens: str | Sequence[str], weights: list[float] | None, global_batch: int
+) -> GlobalBatches:
+    names = [tokens] if isinstance(tokens, str) else tokens
+    files = [TokenFile.open(Path(name)) for name in names]
+    if weights is not None and len(weights) != len(files):
+        raise BadInput("recipe", "data.weights", expected=f"{len(files)} numbers, one a file", found=weights)
+    source: TokenFile | Mixture = files[0]
+    if len(files) > 1:
+        source = Mixture(list(zip(files, weights or [float(len(f.tokens)) for f in files], strict=True)))
+    return GlobalBatches(
+        source,
+        recipe.data.sequence_length,
+        global_batch,
+        recipe.seed,
+        documents=recipe.data.documents,
+        samples=recipe.data.samples,
+        overlong=recipe.data.overlong,
+    )

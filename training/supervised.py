@@ -1,0 +1,88 @@
+"""A supervised run: a recipe trained on the ranks of its layout, and one word about it where it fails."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+from ..parallel_state import BadInput
+from ..recipes.recipe import Recipe, load_recipe, with_overrides
+from ..runs.determinism import deterministic
+from ..runs.guard import watched
+from ..runs.heartbeat import status_folder, this_start
+from ..runs.launch import check_launch, check_local, launch, own_rank, process_group, under_torchrun
+from ..runs.lock import inherits_lock, lock_folder, only_run_in
+from ..runs.stop_signals import StopSignals
+from .run_plan import RunPlan, check_run
+from .trainer import Trainer
+
+
+def run(
+    recipe: Recipe | str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    ranks: int | None = None,
+    quiet: bool = False,
+) -> int:
+    """Train, or resume training, as a recipe says; what ``trilith train`` calls.
+
+    ``recipe``: a TOML file, the name of a shipped recipe, or a ``Recipe``; ``overrides`` change it, such as
+    ``layout.tensor=2``. A layout of one rank trains in this process, and so does each process of torchrun.
+    For other layouts the ranks are started here and read the file by themselves. ``ranks``, if given, must be
+    the layout's. ``quiet``: no progress lines.
+
+    Only one run has a folder at a time. It saves and leaves after SIGTERM or SIGINT (``Preempted``), writes
+    each rank's heartbeat and last word into the folder, and names the rank that failed (``PeerFailed``).
+
+    Returns 0, or the exit code of the first rank that failed of those started here; why is then on standard
+    error. Raises ``BadInput`` before anything starts, and for a ``Recipe`` that is in no file where ranks
+    would have to be started.
+    """
+    if isinstance(recipe, Recipe):
+        loaded, file = with_overrides(recipe, overrides), None
+    else:
+        loaded, file = load_recipe(recipe, overrides), str(recipe)
+    layout, out = loaded.layout, Path(loaded.out)
+    if under_torchrun():
+        _train(loaded, None, quiet=quiet)
+        return 0
+    if ranks is not None:
+        layout.check_world(ranks)
+    check_local(layout, device=loaded.device)
+    plan = check_run(loaded)  # bad input is said once and at once, before any rank starts
+    if layout.world == 1:
+        _train(loaded, plan, quiet=quiet)
+        return 0
+    if file is None:
+        raise BadInput(
+            "run", "recipe", expected=f"a file, which the {layout.world} ranks can read", found="a Recipe",
+            todo="Give the file's name, or start the ranks with torchrun",
+        )  # fmt: skip
+    arguments = ["train", file, *overrides, *(["--quiet"] if quiet else [])]
+    with lock_folder(out) as lock:
+        return launch(arguments, layout.world, status_folder(out), lock=lock)
+
+
+def _train(recipe: Recipe, plan: RunPlan | None, *, quiet: bool) -> None:
+    """This process's rank of the run; ``plan``: what was found before, in this process."""
+    layout, out = recipe.layout, Path(recipe.out)
+    check_launch(layout, device=recipe.device)
+    handed_on = under_torchrun() and inherits_lock(out)
+    with (
+        deterministic(recipe.deterministic),
+        StopSignals(recipe.grace) as signals,
+        watched(
+            status_folder(out), own_rank(), layout.world, run=this_start() if handed_on else None
+        ) as beat,
+        process_group(
+            layout,
+            device=recipe.device,
+            timeout=timedelta(seconds=recipe.timeout),
+            files_timeout=timedelta(seconds=recipe.checkpoint.timeout),
+            alike={"recipe": recipe.digest},
+        ) as state,
+        only_run_in(out, state) as start,
+    ):
+        beat.publish(start)
+        Trainer(recipe, state, plan, beat=beat, signals=signals, quiet=quiet).run()
