@@ -1,1 +1,66 @@
-"""Megatron-style training for PyTorch: one model, any layout. Each room's door says what it offers."""
+"""Megatron-style training for PyTorch: one model, any layout.
+
+The names below are those of the first pages; each comes from the door of a room, and its room is imported
+when the name is first asked for, so that ``import trilith`` is quick and imports no torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .checkpoints import convert, load_model, load_module, save_model, save_module, verify
+    from .generation import generate
+    from .layers import ColumnParallelLinear, RowParallelLinear
+    from .models import CausalLM, family_of
+    from .parallel_state import Layout, ParallelState, clip_gradients, finalize_gradients, initialize
+    from .recipes import Recipe, load_recipe
+    from .testing import assert_layout_invariant, run_parallel
+    from .training import ModuleStep, Precision, Trainer, TrainStep, make_adamw, run, shard_over_data
+
+__all__ = [
+    "CausalLM",
+    "ColumnParallelLinear",
+    "Layout",
+    "ModuleStep",
+    "ParallelState",
+    "Precision",
+    "Recipe",
+    "RowParallelLinear",
+    "TrainStep",
+    "Trainer",
+    "assert_layout_invariant",
+    "clip_gradients",
+    "convert",
+    "family_of",
+    "finalize_gradients",
+    "generate",
+    "initialize",
+    "load_model",
+    "load_module",
+    "load_recipe",
+    "make_adamw",
+    "run",
+    "run_parallel",
+    "save_model",
+    "save_module",
+    "shard_over_data",
+    "verify",
+]
+
+#: Where the names are looked for: a room of a higher floor imports the lower ones in any case.
+_DOORS = (
+    *("parallel_state", "layers", "models", "checkpoints"),
+    *("generation", "recipes", "training", "testing"),
+)
+
+
+def __getattr__(name: str) -> Any:
+    for room in _DOORS if name in __all__ else ():
+        door = import_module(f".{room}", __name__)
+        if name in door.__all__:
+            return getattr(door, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,4 +1,7 @@
-"""Floor 6: the command line."""
+"""Floor 9: the command line, one short file per command.
+
+Offers ``main``, which ``trilith`` in a shell runs.
+"""
 
 import sys
 from typing import NoReturn

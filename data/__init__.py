@@ -1,4 +1,7 @@
-"""Floor 3: from token files to batches, the same for every layout."""
+"""Floor 3: from texts to token files, and from token files to batches, the same for every layout.
+
+Offers ``TokenFile``, what ``trilith tokenize`` writes, and ``Batch``, what a step is given.
+"""
 
 from .batch import Batch
 from .tokens import TokenFile

@@ -1,6 +1,7 @@
-"""Offer parallel layers: tensor-parallel linears, embeddings, attention (also over context ranks, in a
-ring), norms, feed-forward, experts, LoRA, and the collectives between them. With ``state=None`` each layer
-is its ``torch.nn`` counterpart on one device.
+"""Floor 2: parallel layers. With ``state=None`` each is its ``torch.nn`` counterpart on one device.
+
+Offers linear layers, embeddings, norms, attention, experts, dropout and losses that cut themselves when they
+are given a state, and activation checkpointing, LoRA and compilation for blocks made of them.
 """
 
 from .activation_checkpointing import Checkpointing, checkpoint_blocks, checkpointed, keep_aside

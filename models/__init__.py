@@ -1,4 +1,8 @@
-"""Offer the zoo: one file per family, with its config, Hugging Face names, attention, block and model."""
+"""Floor 3: the zoo, one file per family: config, Hugging Face names, block.
+
+Offers ``family_of``, from a config.json to its ``Family``, which builds a ``CausalLM`` for any layout;
+``adapted``, the same with LoRA; and the rules of which a table of names is made.
+"""
 
 from .base.config import ModelConfig
 from .base.family import CausalLM, Family

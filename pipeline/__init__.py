@@ -1,4 +1,8 @@
-"""Floor 4: pipeline schedules, their timetables, and the stages that run them."""
+"""Floor 4: pipeline parallelism: schedules, their timetables, and the stages that run them.
+
+Offers the schedules by name (``schedule_kind``, ``check_schedule``), their ``bubble`` and ``timetable``, and
+``through_stages``, a forward pass alone.
+"""
 
 from .relay import through_stages
 from .schedules import SCHEDULE_NAMES, ScheduleKind, ScheduleName, bubble, check_schedule, schedule_kind

@@ -1,4 +1,8 @@
-"""Floor 5: the memory that a rank will need and what it sends, from declarations and a layout alone."""
+"""Floor 5: what a rank will need, from declarations and a layout alone; nothing is started.
+
+Offers ``plan_memory``, the bytes of one rank; ``step_traffic``, what it sends in a step; and
+``changes_that_fit``, what to change where it does not fit.
+"""
 
 from .activations import BlockShape, Kept, block_shape, kept_in_block
 from .communication import Traffic, block_traffic, step_traffic

@@ -1,4 +1,8 @@
-"""Floor 0: the operating system and the limits of work; no torch."""
+"""Floor 0: the operating system; imports no torch.
+
+Offers ``refusal_of``, which says in plain words what the system refused, ``bounded`` work within a limit of
+memory and time, and ``visible``, which makes text fit for a terminal.
+"""
 
 from .at_once import most_at_once
 from .limits import OverLimit, bounded

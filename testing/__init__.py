@@ -1,4 +1,8 @@
-"""Floor 8: the public test harness: ranks for tests, and checks that a module is the same in every layout."""
+"""Floor 8: the public test harness.
+
+Offers ``run_parallel``, a function on many local ranks; ``assert_layout_invariant``, which compares a module
+of yours with one process; and ``LiveBytes``, the memory that tensors hold.
+"""
 
 from .invariance.check import LayoutVariance, assert_layout_invariant
 from .live_bytes import LiveBytes

@@ -5,9 +5,11 @@ Each rule is a function of some sources, so that it is also shown to catch what 
 
 import ast
 import re
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -379,9 +381,29 @@ def test_every_folder_with_a_door_is_a_room():
     assert doors <= FLOORS.keys()
 
 
-def test_the_root_holds_only_a_docstring():
-    body = ast.parse((ROOT / "__init__.py").read_text()).body
-    assert len(body) == 1 and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant)
+def test_the_root_offers_what_doors_offer():
+    for name in trilith.__all__:
+        offered = getattr(trilith, name)
+        assert any(name in door.__all__ and getattr(door, name) is offered for door in doors())
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        trilith.nothing  # noqa: B018
+    assert dir(trilith) == trilith.__all__
+
+
+def doors():
+    return [import_module(f"trilith.{room}") for room in FLOORS if room not in ("cli", "runs")]
+
+
+@pytest.mark.parametrize("room", FLOORS)
+def test_a_door_says_on_which_floor_it_is_and_what_it_offers(room):
+    said = import_module(f"trilith.{room}").__doc__ or ""
+    assert said.startswith(f"Floor {FLOORS[room]}: ") and "\n\nOffers " in said
+    assert 3 <= len(said.strip().splitlines()) <= 5
+
+
+def test_importing_the_package_imports_no_torch():
+    code = "import sys, trilith; assert not {'torch', 'numpy', 'pydantic'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=60)
 
 
 def test_the_house_is_imported_once():
