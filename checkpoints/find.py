@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 from ..parallel_state import BadCheckpoint
@@ -71,6 +72,15 @@ def latest_checkpoint(root: Path | str) -> Found:
 def _latest(root: Path) -> Found:
     names = [path.name for path in root.iterdir() if path.is_dir()]
     steps = sorted((int(match[1]), name) for name in names if (match := STEP_NAME.fullmatch(name)))
+    for (step, name), (next_step, other) in pairwise(steps):
+        if step == next_step:  # such as step-00000005 and step-5: nobody knows which of them is meant
+            raise BadCheckpoint(
+                root,
+                f"step {step}",
+                expected="one directory",
+                found=f"{name}, {other}",
+                todo="Move all but one of them to another place",
+            )
     warnings: list[str] = []
     for _, name in reversed(steps):
         try:

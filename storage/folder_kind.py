@@ -106,5 +106,6 @@ def _is_step(name: str) -> bool:
 
 def _said(folder: Path, kind: FolderKind) -> Path:
     if kind is FolderKind.CHECKPOINTS:
-        return max(path for path in folder.iterdir() if _is_step(path.name))
+        steps = [path for path in folder.iterdir() if _is_step(path.name)]
+        return max(steps, key=lambda path: int(path.name.split(".")[0].removeprefix("step-")))
     return folder / _NAMED[kind]

@@ -7,6 +7,7 @@ A Hugging Face folder is not among them: its format has no place for a checksum.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
@@ -23,10 +24,12 @@ import torch.distributed as dist
 from trilith.checkpoints import ConversionOptions, convert, load_model, read_source, verify
 from trilith.cli.app import run
 from trilith.data import TokenFile
+from trilith.data.token_writer import TokenWriter
 from trilith.parallel_state import BadInput, Box
 from trilith.recipes.foreign.translation import to_toml
 from trilith.recipes.recipe import parse_recipe
 from trilith.runs.report.record import read_run
+from trilith.testing.hf_folders import contents
 from trilith.testing.short_runs import TINIEST_LLAMA, tiny_recipe, write_tokens
 from trilith.training.run_data import open_data
 
@@ -41,26 +44,42 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("flips") / "made"
     (root / "tokens").mkdir(parents=True)
     write_tokens(root / "tokens" / "ids", count=900)
+    write_chat(root / "chat" / "ids")
     (root / "tokenizer").mkdir()
     for name in ("tokenizer.json", "generation_config.json"):
         (root / "tokenizer" / name).write_text(json.dumps({"name": name, "number": 12.5}))
-    assert train(root, STEPS) == 0
+    assert train(root, recipe(root, STEPS)) == 0
     shutil.rmtree(root / "tokenizer")
     convert(root / "run", root / "cut", tensor=2)
     interrupted(root / "run", root / "interrupted" / "out")
     convert(root / "run", root.parent / "hf", to="hf")
     convert(root.parent / "hf", root / "weights", tensor=2, pipeline=2)
+    lora = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "down_proj"]}
+    adapters = recipe(root, 1, out="lora") | {"lora": lora, "dtype": "float32"}
+    del adapters["model"]["config"]
+    adapters["model"]["init_from"] = str(root.parent / "hf")
+    assert train(root, adapters) == 0
     return root
 
 
-def recipe(root: Path, steps: int) -> dict[str, Any]:
+def write_chat(name: Path) -> None:
+    """A set of conversations, of whose tokens a part is to be learnt."""
+    name.parent.mkdir()
+    random = np.random.default_rng(5)
+    with TokenWriter(name, vocab_size=131, eos_id=2, template_sha256="0" * 64) as writer:
+        for _ in range(60):
+            writer.add_documents(random.integers(0, 131, 8), [8], random.integers(0, 2, 8))
+        writer.commit()
+
+
+def recipe(root: Path, steps: int, *, tokens: str = "tokens", out: str = "run") -> dict[str, Any]:
     model = {"config": TINIEST_LLAMA}
     if (root / "tokenizer").exists():
         model["tokenizer"] = str(root / "tokenizer")
-    data = {"tokens": str(root / "tokens" / "ids"), "sequence_length": 8, "global_batch": 2, "micro_batch": 1}
+    data = {"tokens": str(root / tokens / "ids"), "sequence_length": 8, "global_batch": 2, "micro_batch": 1}
     return tiny_recipe(
-        root / "run",
-        root / "tokens" / "ids",
+        root / out,
+        root / tokens / "ids",
         steps=steps,
         model=model,
         data=data,
@@ -68,9 +87,9 @@ def recipe(root: Path, steps: int) -> dict[str, Any]:
     )
 
 
-def train(root: Path, steps: int) -> int:
+def train(root: Path, recipe: dict[str, Any]) -> int:
     path = root.parent / "recipe.toml"
-    path.write_text("".join(f"{key} = {to_toml(value)}\n" for key, value in recipe(root, steps).items()))
+    path.write_text("".join(f"{key} = {to_toml(value)}\n" for key, value in recipe.items()))
     try:
         return run(["train", str(path)])
     finally:
@@ -124,17 +143,17 @@ def facts(line: dict[str, Any]) -> frozenset[str]:
     return frozenset(f"{key}={value!r}" for key, value in line.items())
 
 
-def read_a_run(root: Path) -> object:
+def read_a_run(folder: Path, weights: Callable[[Path], object]) -> object:
     """As the report, ``inspect`` and ``generate`` read it."""
-    record = read_run(root / "run")
+    record = read_run(folder)
     steps = {str(line["step"]): facts(line) for line in record.steps}
     events = {str(one.get("time")): facts(one) for one in record.events}
-    return Run(all_of(root / "run"), steps, events, load_all(root / "run"))
+    return Run(all_of(folder), steps, events, weights(folder))
 
 
 def resume(root: Path) -> object:
     """One more step: its loss, its gradient norm, and every number of its checkpoint."""
-    code = train(root, STEPS + 1)
+    code = train(root, recipe(root, STEPS + 1))
     if code:
         raise Refused(code)
     lines = [json.loads(line) for line in (root / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -151,13 +170,22 @@ class Refused(Exception):
         self.exit_code = code
 
 
-def all_tokens(root: Path) -> object:
-    """Every id by itself, and as the batches of a run have them."""
-    file = TokenFile.open(root / "tokens" / "ids")
-    batches = open_data(parse_recipe(recipe(root, STEPS)))
+def all_tokens(root: Path, tokens: str) -> object:
+    """Every id by itself, which are to be learnt, and as the batches of a run have them."""
+    file = TokenFile.open(root / tokens / "ids")
+    batches = open_data(parse_recipe(recipe(root, STEPS, tokens=tokens)))
     rows = [batches.batch(number, 0, 1) for number in range(8)]
-    inputs = [np.asarray(row.ids if hasattr(row, "ids") else row[0]).tobytes() for row in rows]
-    return file.ids(0, len(file.tokens)).tobytes(), file.documents.tobytes(), file.fingerprint, inputs
+    inputs = [(row.input_ids.numpy().tobytes(), row.labels.numpy().tobytes()) for row in rows]
+    count = len(file.tokens)
+    learnt = None if file.targets is None else file.learnt(0, count).tobytes()
+    return file.ids(0, count).tobytes(), learnt, file.documents.tobytes(), file.fingerprint, inputs
+
+
+def exported(folder: Path) -> object:
+    """The run's adapters in PEFT's format."""
+    out = folder.with_name("peft")
+    convert(folder, out, to="peft")
+    return contents(out)
 
 
 def load_all(folder: Path) -> object:
@@ -175,8 +203,10 @@ def finish(root: Path) -> object:
 
 
 READERS: dict[str, list[Callable[[Path], object]]] = {
-    "tokens": [all_tokens],
-    "run": [read_a_run, resume],
+    "tokens": [lambda root: all_tokens(root, "tokens")],
+    "chat": [lambda root: all_tokens(root, "chat")],
+    "lora": [lambda root: read_a_run(root / "lora", exported)],
+    "run": [lambda root: read_a_run(root / "run", load_all), resume],
     "cut": [lambda root: all_of(root / "cut")],
     "weights": [lambda root: all_of(root / "weights"), lambda root: load_all(root / "weights")],
     "interrupted": [finish],
@@ -191,7 +221,7 @@ def kind_of(path: Path, made: Path) -> str:
 def files_by_kind(made: Path) -> dict[str, list[Path]]:
     kinds: dict[str, list[Path]] = defaultdict(list)
     for path in sorted(made.rglob("*")):
-        if path.is_file():
+        if path.is_file() and path.stat().st_size:
             kinds[kind_of(path, made)].append(path)
     return kinds
 
@@ -217,7 +247,7 @@ def answer(read: Callable[[Path], object], root: Path) -> object:
 def campaign(made: Path, count: int, resumes: int, seed: int) -> Counter[str]:
     random, outcomes = Random(seed), Counter[str]()
     scratch = made.parent / "scratch"
-    kinds = files_by_kind(made)
+    kinds = files_by_kind(made)  # of an empty file, which a run's lock is, there is no bit to flip
     assert {path.relative_to(made).parts[0] for files in kinds.values() for path in files} == READERS.keys()
 
     def fresh() -> Path:
@@ -226,7 +256,9 @@ def campaign(made: Path, count: int, resumes: int, seed: int) -> Counter[str]:
 
     whole: dict[tuple[str, int], object] = {}
     bad = []
-    for number in range(count):
+    for number in itertools.count():
+        if outcomes.total() + len(bad) == count:
+            break
         kind = sorted(kinds)[number % len(kinds)]
         top = kind.split("/")[0]
         readers = READERS[top]
@@ -240,9 +272,6 @@ def campaign(made: Path, count: int, resumes: int, seed: int) -> Counter[str]:
         root = fresh()
         path = root / random.choice(kinds[kind]).relative_to(made)
         data = path.read_bytes()
-        if not data:
-            outcomes["empty file"] += 1
-            continue
         damaged = flipped(data, random)
         path.write_bytes(damaged)
         found = answer(readers[which], root)
@@ -254,6 +283,7 @@ def campaign(made: Path, count: int, resumes: int, seed: int) -> Counter[str]:
         else:
             at = next(i for i, (a, b) in enumerate(zip(data, damaged, strict=True)) if a != b)
             bad.append(f"{kind} (reader {which}): byte {at}: {data[max(0, at - 30) : at + 30]!r}")
+    print(f"kinds: {len(kinds)}: {', '.join(sorted(kinds))}")
     assert not bad, f"{len(bad)} of {count} accepted with another meaning:\n" + "\n".join(bad)
     return outcomes
 

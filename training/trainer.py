@@ -78,6 +78,10 @@ class Trainer:
         """
         start = self._start()
         stop = min(self.recipe.steps, self.recipe.stop_after or self.recipe.steps)
+        if start >= stop:
+            done_so_far = f"step {start} of {self.recipe.steps} is done"
+            until = "" if stop == self.recipe.steps else f", and stop_after is {stop}"
+            self.terminal.say(f"nothing left to do: {done_so_far}{until}")
         done = []
         ahead, device = self.recipe.data.prefetch, self.state.device
         with (
@@ -186,6 +190,14 @@ class Trainer:
 
     def _check_progress(self, newest: Path, progress: Progress) -> None:
         """A resumed run goes on with the same samples in the same order, or not at all."""
+        if progress.step > self.recipe.steps:
+            raise BadInput(
+                "recipe",
+                "steps",
+                expected=f"at least {progress.step}, the step of {newest}",
+                found=self.recipe.steps,
+                todo="Ask for more steps, or start a new run in another folder (out)",
+            )
         for key, value in self._identity().items():
             if progress.data.get(key) != value:
                 raise BadInput(

@@ -116,6 +116,15 @@ def test_a_model_s_folder_that_holds_a_run_s_checkpoints_is_read_as_what_is_name
     assert read_source(both / "checkpoints").manifest is not None
 
 
+def test_the_newest_step_is_named_whatever_the_width_of_its_number(folders: Path, tmp_path: Path) -> None:
+    both = tmp_path / "both"
+    convert(folders / "run", both, to="hf")
+    for step in ("step-9", "step-00000010", "step-8"):
+        (both / step).mkdir()
+    with pytest.raises(BadInput, match=r"step-00000010 for a folder of checkpoints"):
+        kind_of_folder(both, SOURCES)
+
+
 def test_what_an_unfinished_conversion_left_is_no_source(folders: Path, tmp_path: Path) -> None:
     left = tmp_path / "out.tmp-0123456789abcdef"
     convert(folders / "run", tmp_path / "out", to="hf")

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from trilith.checkpoints import Manifest, read_source
-from trilith.parallel_state import BadInput
+from trilith.parallel_state import BadCheckpoint, BadInput
 from trilith.recipes.recipe import parse_recipe
 from trilith.testing import RankError
+from trilith.testing.hf_folders import contents
 from trilith.testing.short_runs import (
     TINY_GPT2,
     TINY_LLAMA,
@@ -22,6 +24,9 @@ from trilith.testing.short_runs import (
     whole_tensors,
     write_tokens,
 )
+
+if TYPE_CHECKING:
+    from .conftest import Run
 
 FOUR_GPT2 = {**TINY_GPT2, "n_layer": 4}
 
@@ -229,6 +234,35 @@ def test_damaged_checkpoints_count_for_nothing_and_the_last_good_one_stays(
     left = sorted(path.name for path in (out / "checkpoints").iterdir())
     assert left == ["step-00000004", "step-00000005", "step-00000006"]
     assert read_source(out).path.name == "step-00000004"
+
+
+def test_a_run_that_is_further_than_its_recipe_says_is_refused_and_one_that_is_done_says_so(
+    make: Callable[[int], Run],
+) -> None:
+    run = make(2)
+    assert run.ranks() == [0, 0]
+    before = contents(run.out / "checkpoints")
+    codes = run.ranks("steps=1")
+    assert codes == [2, 2]
+    for code in codes:
+        assert "steps: expected at least 2" in code.output and "step-00000002" in code.output
+    first, _ = codes = run.ranks(quiet=False)
+    assert codes == [0, 0] and "nothing left to do: step 2 of 2 is done" in first.output
+    assert contents(run.out / "checkpoints") == before
+
+
+def test_two_checkpoints_of_one_step_under_different_names_are_refused(tmp_path: Path, tokens: Path) -> None:
+    raw = tiny_recipe(tmp_path / "run", tokens, stop_after=2)
+    train(raw)
+    (written,) = (tmp_path / "run" / "checkpoints").iterdir()
+    other = shutil.copytree(written, written.with_name("step-2"))
+    for read in (lambda: read_source(tmp_path / "run"), lambda: train(raw)):
+        with pytest.raises((BadCheckpoint, RankError), match=r"step 2: .*step-00000002, step-2"):
+            read()
+    assert {path.name for path in written.parent.iterdir()} == {written.name, other.name}
+    shutil.rmtree(written)
+    train(tiny_recipe(tmp_path / "run", tokens, stop_after=3))  # a name of another width counts by its number
+    assert read_source(tmp_path / "run").path.name == "step-00000003"
 
 
 def test_a_run_killed_in_its_first_save_begins_again(tmp_path: Path, tokens: Path) -> None:
