@@ -32,7 +32,6 @@ from .token_index import (
     read_sums,
 )
 from .token_sums import CheckedFile
-from .vocabulary import check_vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +117,6 @@ class TokenFile:
                 found=self.fingerprint,
                 todo="Put the original data back or start a new run",
             )
-
-    def check_vocabulary(self, model_vocab_size: int) -> None:
-        """Refuse tokens that the model has no rows for. A smaller vocabulary than the model's is fine."""
-        check_vocabulary(self.vocab_size, model_vocab_size, TokenPaths(self.path).index)
 
     def verify(self, progress: Callable[[int], None] = lambda read: None) -> None:
         """Read every token and target: checksums, SHA-256, largest id and count must be what the index says.

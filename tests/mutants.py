@@ -215,8 +215,8 @@ MUTANTS = (
     Mutant(
         "later pipeline stages not told where documents start",
         "training/step.py",
-        'else {"positions": positions}',
-        'else {"positions": positions} if stage.first else {}',
+        'else {"positions": batch.positions}',
+        'else {"positions": batch.positions} if stage.first else {}',
         ("tests/parity/test_documents.py",),
     ),
     Mutant(
@@ -271,8 +271,8 @@ MUTANTS = (
     Mutant(
         "skipped steps that count as AdamW's after a resume",
         "checkpoints/resume.py",
-        'updates=int(str(memory.get("updates", manifest.step)))',
-        "updates=manifest.step",
+        "begin_moments(model, optimizer, memory)",
+        'begin_moments(model, optimizer, {"updates": manifest.step})',
         (f"{UPDATE}::test_a_run_with_a_skipped_step_resumes_bitwise",),
     ),
     Mutant(

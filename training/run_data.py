@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ..data.batches import GlobalBatches, Mixture
 from ..data.tokens import TokenFile
+from ..data.vocabulary import check_vocabulary
 from ..parallel_state import BadInput
 from ..recipes.recipe import Recipe
 
@@ -34,22 +35,9 @@ def open_held_out(recipe: Recipe, vocab_size: int) -> HeldOut | None:
     if section is None:
         return None
     rows = _open(recipe, section.tokens, None, 1)
-    check_vocabulary(rows, vocab_size, "evaluation.tokens")
+    check_vocabulary(rows.vocab_size, vocab_size, "recipe: evaluation.tokens")
     samples, ranks = min(section.samples, rows.samples), recipe.layout.data
     return HeldOut(rows.resized(-(-samples // ranks) * ranks), samples)
-
-
-def check_vocabulary(batches: GlobalBatches, vocab_size: int, key: str) -> None:
-    """Raise ``BadInput``, naming the recipe's ``key``, for token files of ids that the model has no rows
-    for.
-    """
-    if batches.vocab_size > vocab_size:
-        raise BadInput(
-            "recipe",
-            key,
-            expected=f"ids below the model's vocab_size={vocab_size}",
-            found=f"token files for a vocabulary of {batches.vocab_size}",
-        )
 
 
 def _open(

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..checkpoints import Source, StoredAdapter, check_plain, read_source
 from ..data.batches import GlobalBatches
+from ..data.vocabulary import check_vocabulary
 from ..models import Family, ModelConfig, family_of
 from ..parallel_state import BadInput
 from ..planner.flops import TokenFlops, flops_per_token
@@ -21,7 +22,7 @@ from ..storage import companions_in
 from ..storage.output_file import check_place
 from .lora import plan_adapters
 from .parameter_groups import assign, names_of
-from .run_data import HeldOut, check_vocabulary, open_data, open_held_out
+from .run_data import HeldOut, open_data, open_held_out
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ def check_run(recipe: Recipe) -> RunPlan:
     """
     planned = plan(recipe)
     batches = open_data(recipe)
-    check_vocabulary(batches, planned.config.vocab_size, "data.tokens")
+    check_vocabulary(batches.vocab_size, planned.config.vocab_size, "recipe: data.tokens")
     held_out = open_held_out(recipe, planned.config.vocab_size)
     return RunPlan(**vars(planned), batches=batches, held_out=held_out)
 

@@ -16,6 +16,7 @@ import pytest
 from trilith.data import TokenFile, token_index, token_writer
 from trilith.data.token_index import TokenIndex
 from trilith.data.token_writer import TokenWriter
+from trilith.data.vocabulary import check_vocabulary
 from trilith.parallel_state import BadInput
 
 DOCUMENTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
@@ -253,10 +254,10 @@ def test_f12_fingerprint_is_of_the_content_alone(tmp_path: Path) -> None:
 
 def test_f8_vocabulary_may_be_smaller_than_the_models_but_not_larger(tmp_path: Path) -> None:
     file = write(tmp_path / "data")
-    file.check_vocabulary(300)
-    file.check_vocabulary(512)
+    check_vocabulary(file.vocab_size, 300, file.path)
+    check_vocabulary(file.vocab_size, 512, file.path)
     with pytest.raises(BadInput, match="at most 299"):
-        file.check_vocabulary(299)
+        check_vocabulary(file.vocab_size, 299, file.path)
 
 
 def test_f13_a_second_writer_of_the_name_is_refused_while_one_writes_and_after(tmp_path: Path) -> None:

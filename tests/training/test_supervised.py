@@ -99,5 +99,5 @@ def test_a_check_refuses_token_files_of_more_ids_than_the_model_has(tmp_path: Pa
     many = write_tokens(tmp_path / "many", vocab_size=500)
     raw = recipe(tmp_path)
     raw[key] |= {"tokens": str(many)}
-    with pytest.raises(BadInput, match=rf"{key}\.tokens: expected ids below .* vocabulary of 500"):
+    with pytest.raises(BadInput, match=rf"{key}\.tokens: vocab_size: expected at most 131, .* found 500"):
         check_run(parse_recipe(raw))
