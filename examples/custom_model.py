@@ -60,7 +60,7 @@ class Recurrence(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """Each token looks at the whole memory. ``unit``: the cut never runs through a head."""
+    """Let each token attend to the whole memory. ``unit``: each rank holds whole heads."""
 
     def __init__(self, dim: int, heads: int, *, state: ParallelState | None = None) -> None:
         super().__init__()

@@ -45,7 +45,9 @@ _SUMS = ("_c10d_functional::all_reduce", "_c10d_functional::reduce_scatter_tenso
 
 
 def checkpointed(number: int, mode: Checkpointing, every: int = 1) -> bool:
-    """Whether the block with this global number forgets: it does in every layout or in none."""
+    """Tell whether the block with this global number is recomputed; the answer is the same in every
+    layout.
+    """
     return mode in ("selective", "full") or (mode == "every" and number % every == 0)
 
 
@@ -56,11 +58,11 @@ def checkpoint_blocks(
     every: int = 1,
     keep_attention: bool = True,
 ) -> None:
-    """Let these blocks, given with their global numbers, compute again what they need in backward. In place.
+    """Make these blocks, given with their global numbers, compute activations again in backward. In place.
 
-    No module is added, so no parameter changes its name. FSDP's hooks, on the block itself, stay outside: a
+    No module is added, so no parameter changes its name. FSDP's hooks stay outside, on the block itself: a
     block is gathered once for its recomputation and its backward. Without gradients (evaluation, generation)
-    nothing changes. ``keep_attention=False``: the selective mode computes attention again, too. Raises
+    nothing changes. ``keep_attention=False``: the selective mode also computes attention again. Raises
     ``BadInput`` for an unknown mode or ``every`` below 1.
     """
     if mode not in ("none", "selective", "every", "full"):
@@ -99,11 +101,11 @@ def _contexts(policy: Callable[..., CheckpointPolicy], device: torch.device) -> 
 
 
 def keep_aside(module: nn.Module) -> None:
-    """Keep what hooks of ``module`` run, those that are registered by now, out of selective checkpointing.
+    """Exclude the hooks that ``module`` has now from selective checkpointing.
 
-    For a module inside of a checkpointed block that FSDP has wrapped by itself: its hooks gather weights at
-    the forward, and at its repetition where they are gone by then. torch finds what it kept by counting
-    operators, of which the repetition must not have more.
+    Call it for a module inside a checkpointed block that FSDP has wrapped by itself. Its hooks gather weights
+    in the forward, and again in the recomputation if the weights are gone by then. torch finds what it kept
+    by counting operators, so the recomputation must not have more of them.
     """
     module.register_forward_pre_hook(_aside, prepend=True)
     module.register_forward_pre_hook(_back)

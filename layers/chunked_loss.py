@@ -106,13 +106,14 @@ def chunked_cross_entropy(
     logit_cap: float | None = None,
     state: ParallelState | None = None,
 ) -> Tensor:
-    """The sum over tokens of ``vocab_parallel_cross_entropy(F.linear(hidden, weight), labels)``: a scalar.
+    """Return the sum over tokens of ``vocab_parallel_cross_entropy(F.linear(hidden, weight), labels)``: a
+    scalar.
 
-    ``hidden``: (B, S, D), or (B, S / tensor, D) under sequence parallelism. ``weight``: (padded / tensor, D),
-    this rank's rows. ``labels``: (B, S), shifted. ``chunk``: how many tokens' logits there are at once;
-    memory beyond inputs and gradients is ``chunk * rows * (bytes of hidden + 4)``, or without the 4 where
-    hidden is already fp32. Two small all-reduces a chunk over the tensor axis. ``logit_cap``: the logits
-    are ``bounded`` by it first, and memory holds two more chunks. Backward may run once.
+    ``hidden``: (B, S, D), or (B, S / tensor, D) with sequence parallelism. ``weight``: (padded / tensor, D),
+    this rank's rows. ``labels``: (B, S), shifted. ``chunk``: number of tokens whose logits exist at once. The
+    memory beyond inputs and gradients is ``chunk * rows * (bytes of hidden + 4)``, or without the 4 if hidden
+    is already fp32. Each chunk has two small all-reduces over the tensor axis. ``logit_cap``: bound of the
+    logits (see ``bounded``); memory then holds two more chunks. Backward may run once.
     """
     state = alone_or(state)
     if chunk < 1:

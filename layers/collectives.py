@@ -104,31 +104,33 @@ _scatter_sequence: Callable[..., Tensor] = _ReduceScatter.apply
 
 
 def copy_to_tensor(x: Tensor, state: ParallelState) -> Tensor:
-    """Whole in, whole out; the ranks' gradients, each a part, are summed."""
+    """Return a whole activation unchanged; in backward sum the ranks' partial gradients."""
     return x if state.tensor_size == 1 else _copy(x, state)
 
 
 def reduce_from_tensor(x: Tensor, state: ParallelState) -> Tensor:
-    """Partial in, whole out."""
+    """Sum a partial activation over the tensor ranks."""
     return x if state.tensor_size == 1 else _reduce(x, state)
 
 
 def split_to_tensor(x: Tensor, state: ParallelState, *, dim: int = -1) -> Tensor:
-    """Whole in, this rank's equal piece of ``dim`` out."""
+    """Return this rank's equal piece of a whole activation along ``dim``."""
     if state.tensor_size == 1:
         return x
     return _split(x, _positive(x, dim), state)
 
 
 def gather_from_tensor(x: Tensor, state: ParallelState, *, dim: int = -1) -> Tensor:
-    """Split along ``dim`` in, whole out, used alike on every rank afterwards."""
+    """Gather an activation that is split along ``dim``; all ranks must use the result in the same way."""
     if state.tensor_size == 1:
         return x
     return _gather(x, _positive(x, dim), state)
 
 
 def gather_sequence(x: Tensor, state: ParallelState, *, dim: int = 1) -> Tensor:
-    """Split along the sequence in, whole out; ranks then use it differently, so gradients are summed."""
+    """Gather an activation that is split along the sequence; ranks may use it differently, so gradients
+    are summed.
+    """
     if state.tensor_size == 1:
         return x
     _check_sequence(x, dim)
@@ -136,7 +138,7 @@ def gather_sequence(x: Tensor, state: ParallelState, *, dim: int = 1) -> Tensor:
 
 
 def scatter_sequence(x: Tensor, state: ParallelState, *, dim: int = 1) -> Tensor:
-    """Partial in, the sum's piece of the sequence out."""
+    """Sum a partial activation over the tensor ranks, and return this rank's piece of the sequence."""
     if state.tensor_size == 1:
         return x
     _check_sequence(x, dim)
@@ -145,12 +147,14 @@ def scatter_sequence(x: Tensor, state: ParallelState, *, dim: int = 1) -> Tensor
 
 
 def enter_tensor(x: Tensor, state: ParallelState) -> Tensor:
-    """From between the blocks into column-parallel products: one collective for all that share the input."""
+    """Bring an activation from between the blocks into column-parallel products, with one collective for
+    all of them.
+    """
     return gather_sequence(x, state) if state.sequence else copy_to_tensor(x, state)
 
 
 def leave_tensor(x: Tensor, state: ParallelState) -> Tensor:
-    """From a row-parallel product's partial sums back to between the blocks."""
+    """Bring the partial sums of a row-parallel product back to between the blocks."""
     return scatter_sequence(x, state) if state.sequence else reduce_from_tensor(x, state)
 
 

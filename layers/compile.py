@@ -11,10 +11,10 @@ from ..parallel_state import engine
 
 
 def compile_blocks(blocks: Iterable[nn.Module], *, backend: str = "inductor") -> None:
-    """Compile each block's forward with ``fullgraph=True``, in place; it happens when a block first runs.
+    """Compile each block's forward with ``fullgraph=True``, in place; this happens when a block first runs.
 
-    No module is added, so no parameter changes its name; FSDP's hooks and activation checkpointing, which
-    must come after it, stay outside of the graph. torch's inductor needs a C++ compiler on a CPU.
+    No module is added, so no parameter changes its name. FSDP's hooks and activation checkpointing, which
+    must come after this call, stay outside the graph. On a CPU torch's inductor needs a C++ compiler.
     """
     blocks = [*blocks]
     # Blocks of one class share their code, and each may be a graph of its own: LoRA's ranks differ, say; and

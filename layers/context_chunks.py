@@ -19,9 +19,11 @@ def own_chunks(rank: int, size: int) -> tuple[int, int]:
 
 
 def cut_sequence(x: Tensor, state: ParallelState, *, dim: int = 1) -> Tensor:
-    """This context rank's chunks of a whole ``dim``, one after the other; on one context rank ``x`` itself.
+    """Return this context rank's chunks of a whole ``dim``, one after the other; on one context rank, ``x``
+    itself.
 
-    For what is no activation: ids, labels, positions. Raises ``BadInput`` where the chunks are not equal.
+    Use it for ids, labels and positions, not for activations. Raises ``BadInput`` if the chunks are not
+    equal.
     """
     size = state.context_size
     if size == 1:
@@ -32,14 +34,15 @@ def cut_sequence(x: Tensor, state: ParallelState, *, dim: int = 1) -> Tensor:
 
 
 def token_places(length: int, state: ParallelState, device: torch.device | None = None) -> Tensor:
-    """Where in the whole sequence this context rank's ``length`` tokens stand: (length,) int64."""
+    """Return the places of this context rank's ``length`` tokens in the whole sequence: (length,) int64."""
     return cut_sequence(torch.arange(length * state.context_size, device=device), state, dim=0)
 
 
 def default_positions(x: Tensor, state: ParallelState, *, embedded: bool) -> Tensor:
-    """Positions 0 to S-1 of the whole sequence, for token ids (B, S) or, ``embedded``, hidden states.
+    """Return positions 0 to S-1 of the whole sequence for token ids (B, S) or, if ``embedded``, hidden
+    states.
 
-    Hidden states under sequence parallelism are this rank's piece (B, S / tensor, D). Over several context
+    With sequence parallelism hidden states are this rank's piece (B, S / tensor, D). With several context
     ranks ``x`` is this rank's chunks of the sequence, and so are the positions: (S / context,).
     """
     length = x.shape[1] * (state.tensor_size if embedded and state.sequence else 1)

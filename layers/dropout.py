@@ -19,13 +19,16 @@ from ..parallel_state import ParallelState, alone_or
 
 
 class Dropout(nn.Module):
-    """``nn.Dropout`` between the blocks, on whole activations or, under sequence parallelism, own tokens."""
+    """Apply ``nn.Dropout`` between blocks, to whole activations or, with sequence parallelism, to this
+    rank's tokens.
+    """
 
     def __init__(self, p: float, *, state: ParallelState | None = None) -> None:
         super().__init__()
         self.p, self.state = p, alone_or(state)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return ``x`` with dropout, of the same shape."""
         if not self.training or self.p == 0.0:
             return x
         if not self.state.sequence:
@@ -38,9 +41,10 @@ class Dropout(nn.Module):
 
 
 def own_random(state: ParallelState, *, split: bool) -> AbstractContextManager[None]:
-    """Inside, each tensor rank draws from a stream of its own if ``split``; afterwards all go on alike.
+    """Let each tensor rank draw from a random stream of its own inside this context, if ``split``.
 
-    The streams' seed is drawn from the common one, so there is nothing to save, and recomputation repeats it.
+    Afterwards all ranks continue with the common stream. The seed of the own streams is drawn from the common
+    one, so nothing has to be saved, and a recomputation repeats it.
     """
     return _own(state) if split and state.tensor_size > 1 else nullcontext()
 

@@ -34,17 +34,18 @@ _PIECE = "A rank takes its piece, as a ColumnParallelLinear leaves it; scatter_i
 
 
 class ColumnParallelLinear(DeclaredModule):
-    """``y = x W^T + b`` with the rows of ``W`` (the columns of ``y``) cut over the tensor axis.
+    """Compute ``y = x W^T + b`` with the rows of ``W`` (the columns of ``y``) cut over the tensor axis.
 
     With one ``out_features`` the parameters are ``weight`` (out, in) and ``bias`` (out), as in ``nn.Linear``.
-    With a mapping, several products share the input and pay one collective together: ``{"q": 64, "k": 16}``
-    has parameters ``q.weight``, ``k.weight`` and returns a tuple in the mapping's order.
+    With a mapping, several products share the input and one collective: ``{"q": 64, "k": 16}`` has the
+    parameters ``q.weight`` and ``k.weight`` and returns a tuple in the order of the mapping.
 
-    ``unit`` rows stay together (a head). Outputs named in ``shared`` (key and value heads) may have fewer
-    units than ranks, or a number that does not divide: every rank then stores all of them, computes those
-    that its share of the other outputs needs, and the gradients are summed.
+    ``unit``: number of rows that stay together (a head). Outputs named in ``shared`` (key and value heads)
+    may have fewer units than there are ranks, or a number that the ranks do not divide. Then every rank
+    stores all of them and computes those that its part of the other outputs needs; their gradients are
+    summed.
 
-    Input: (..., in), or (B, S / tensor, in) under sequence parallelism. Output: (..., out / tensor), or whole
+    Input: (..., in), or (B, S / tensor, in) with sequence parallelism. Output: (..., out / tensor), or whole
     with ``gather_output``. On one device it is ``nn.Linear``. Raises ``BadInput`` for a cut that is not even.
     Source: Shoeybi et al. 2019, section 3.
     """
@@ -86,6 +87,7 @@ class ColumnParallelLinear(DeclaredModule):
         self._plain = self.state.tensor_size == 1 and isinstance(out_features, int)
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """Return the product, or a tuple of products if ``out_features`` was a mapping."""
         check_width(x, self.in_features, "ColumnParallelLinear", "It takes all of them on every rank")
         if self._plain and not self.adapters:  # nn.Linear's own line, with nothing beside it
             return F.linear(x, cast(Tensor, self.weight), cast(Tensor | None, self.bias))
@@ -156,11 +158,11 @@ class _Rows:
 
 
 class RowParallelLinear(DeclaredModule):
-    """``y = x W^T + b`` with the columns of ``W`` (the features of ``x``) cut over the tensor axis.
+    """Compute ``y = x W^T + b`` with the columns of ``W`` (the features of ``x``) cut over the tensor axis.
 
-    Input: (..., in / tensor), as a column-parallel layer leaves it; with ``scatter_input`` it arrives whole
-    and is split here. Output: (..., out) whole, or (B, S / tensor, out) under sequence parallelism. The bias
-    is added once, after the sum. On one device it is ``nn.Linear``. Raises ``BadInput`` for a cut that is not
+    Input: (..., in / tensor), as a column-parallel layer leaves it; with ``scatter_input`` the input is whole
+    and is cut here. Output: (..., out) whole, or (B, S / tensor, out) with sequence parallelism. The bias is
+    added once, after the sum. On one device it is ``nn.Linear``. Raises ``BadInput`` for a cut that is not
     even. Source: Shoeybi et al. 2019, section 3.
     """
 
@@ -203,6 +205,7 @@ class RowParallelLinear(DeclaredModule):
         self._alone, self._width = self.state.tensor_size == 1, in_features // self.state.tensor_size
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the product, summed over the tensor ranks."""
         if self.scatter_input:
             x = split_to_tensor(x, self.state)
         check_width(x, self._width, "RowParallelLinear", _PIECE)
@@ -225,7 +228,7 @@ class RowParallelLinear(DeclaredModule):
 
 
 def linears(model: nn.Module) -> Iterator[tuple[str, ColumnParallelLinear | RowParallelLinear]]:
-    """Every parallel linear of a model, with its name."""
+    """Yield every parallel linear layer of a model with its name."""
     for name, module in model.named_modules():
         if isinstance(module, ColumnParallelLinear | RowParallelLinear):
             yield name, module

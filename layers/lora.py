@@ -42,7 +42,7 @@ FACTORS = ("lora_A", "lora_B")
 
 
 def lora_scale(r: int, alpha: float, *, rslora: bool) -> float:
-    """What the product of the factors is multiplied by."""
+    """Return the factor of the product B A."""
     return alpha / (sqrt(r) if rslora else r)
 
 
@@ -55,14 +55,15 @@ def attach_lora(
     rslora: bool = False,
     outputs: Sequence[str] | None = None,
 ) -> None:
-    """Add one adapter of rank ``r`` to a linear, in place; it adds nothing until ``lora_B`` is trained.
+    """Add one LoRA adapter of rank ``r`` to a linear layer, in place; it adds zero until ``lora_B`` is
+    trained.
 
-    ``outputs`` are names of a column-parallel linear's products that share one A (all of them by default);
-    each has a B. Call it once for each group. A lies at ``<output>.lora_A``, or ``lora_A`` of the layer
-    where it serves several; it starts as PEFT's does (Kaiming-uniform, a = sqrt 5), B at zero. ``dropout``
-    applies to the adapter's input, by a mask that tensor ranks share where they share the input. Freezing
-    the base is the caller's business. Raises ``BadInput`` for a rank below 1, an unknown output, or a second
-    adapter at one place.
+    ``outputs``: names of a column-parallel linear's products that share one A (default: all of them); each
+    has a B of its own. Call it once for each group. A is ``<output>.lora_A``, or ``lora_A`` of the layer if
+    it serves several outputs. A starts as PEFT's does (Kaiming-uniform with a = sqrt 5), B starts at zero.
+    ``dropout`` is applied to the adapter's input; tensor ranks that share the input share the mask. The
+    caller freezes the base. Raises ``BadInput`` for a rank below 1, an unknown output, or a second adapter at
+    one place.
     """
     if r < 1:
         raise BadInput("lora", "r", expected="at least 1", found=r)

@@ -111,13 +111,14 @@ def vocab_parallel_cross_entropy(
     ignore_index: int = IGNORE,
     state: ParallelState | None = None,
 ) -> Tensor:
-    """Loss of each token, (B, S), at least fp32; zero where the label is ``ignore_index``.
+    """Return the loss of each token, (B, S), in at least fp32; it is zero where the label is
+    ``ignore_index``.
 
     ``logits``: (B, S, padded / tensor), this rank's columns. ``labels``: (B, S), already shifted.
-    ``label_smoothing`` as in ``F.cross_entropy``, spread over the true ``vocab_size``. Two small all-reduces:
-    the maximum, and three sums. Sum it and divide by the number of valid tokens *of the whole step* (see
-    ``valid_tokens``). ``IndexError`` for another label outside the vocabulary, on the CPU;
-    a GPU stops with an assertion.
+    ``label_smoothing``: as in ``F.cross_entropy``, spread over the true ``vocab_size``. There are two small
+    all-reduces: the maximum, and three sums. Sum the result and divide it by the number of valid tokens *of
+    the whole step* (see ``valid_tokens``). A label outside the vocabulary raises ``IndexError`` on a CPU; a
+    GPU stops with an assertion.
     """
     state = alone_or(state)
     check_ids(labels, vocab_size, but=ignore_index)
@@ -138,5 +139,5 @@ def bounded(logits: Tensor, cap: float) -> Tensor:
 
 
 def valid_tokens(labels: Tensor, *, ignore_index: int = IGNORE) -> Tensor:
-    """How many labels count, as a scalar int64 tensor."""
+    """Return the number of labels that count, as a scalar int64 tensor."""
     return (labels != ignore_index).sum()

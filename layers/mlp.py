@@ -26,14 +26,17 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def activation(name: str) -> Callable[[Tensor], Tensor]:
-    """The activation with this Hugging Face name, or ``BadInput``."""
+    """Return the activation with this Hugging Face name; raise ``BadInput`` if there is none."""
     if name not in ACTIVATIONS:
         raise BadInput("mlp", "hidden_act", expected=f"one of {', '.join(ACTIVATIONS)}", found=repr(name))
     return ACTIVATIONS[name]
 
 
 class GatedMLP(nn.Module):
-    """``down(act(gate(x)) * up(x))``: one collective in, one out. Source: Shazeer 2020."""
+    """Compute ``down(act(gate(x)) * up(x))`` with one collective before and one after. Source: Shazeer 2020.
+
+    Input and output: (B, S, D), or (B, S / tensor, D) with sequence parallelism.
+    """
 
     def __init__(
         self,
@@ -55,13 +58,17 @@ class GatedMLP(nn.Module):
         )
 
     def forward(self, x_BSD: Tensor) -> Tensor:
+        """Return the feed-forward of ``x``, of the same shape."""
         gate_BSF, up_BSF = self.gate_up(x_BSD)
         down: Tensor = self.down(self.act(gate_BSF) * up_BSF)
         return down
 
 
 class MLP(nn.Module):
-    """``down(act(up(x)))``: one collective in, one out."""
+    """Compute ``down(act(up(x)))`` with one collective before and one after.
+
+    Input and output: (B, S, D), or (B, S / tensor, D) with sequence parallelism.
+    """
 
     def __init__(
         self,
@@ -82,5 +89,6 @@ class MLP(nn.Module):
         )
 
     def forward(self, x_BSD: Tensor) -> Tensor:
+        """Return the feed-forward of ``x``, of the same shape."""
         down: Tensor = self.down(self.act(self.up(x_BSD)))
         return down

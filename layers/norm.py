@@ -19,11 +19,12 @@ from .argument_checks import check_no_state
 
 
 class RMSNorm(DeclaredModule):
-    """``x / rms(x) * (offset + weight)`` over the last dim, fp32 inside. (B, S, D) in and out.
+    """Compute ``x / rms(x) * (offset + weight)`` over the last dim, in at least fp32.
 
-    With an ``offset`` of 1 (Gemma) weights start at 0, so that the factor starts at 1 either way. The weight
-    lies whole on every rank; where the tokens are split over the tensor axis its gradient is a part, and
-    always where each rank normalises its own ``heads`` (B, H, S, E). Source: Zhang and Sennrich 2019.
+    Input and output: (B, S, D), or (B, S / tensor, D) with sequence parallelism. With ``offset`` 1 (Gemma)
+    the weight starts at 0, so that the factor starts at 1 in both forms. The weight is whole on every rank.
+    Its gradient is partial if the tokens are split over the tensor axis, and always if each rank normalises
+    its own ``heads`` (B, H, S, E). Source: Zhang and Sennrich 2019.
     """
 
     weight: nn.Parameter
@@ -43,6 +44,7 @@ class RMSNorm(DeclaredModule):
         _declare_norm(self, "weight", dim, 1.0 - offset, alone_or(state), heads=heads)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the normalised ``x``, of the same shape."""
         weight = local(self.weight)
         if not self.offset:
             return F.rms_norm(x, (self.dim,), weight, self.eps)
@@ -55,7 +57,10 @@ class RMSNorm(DeclaredModule):
 
 
 class LayerNorm(DeclaredModule):
-    """``nn.LayerNorm`` over the last dim, (B, S, D) in and out; weight and bias whole on every rank."""
+    """Apply ``nn.LayerNorm`` over the last dim; weight and bias are whole on every rank.
+
+    Input and output: (B, S, D), or (B, S / tensor, D) with sequence parallelism.
+    """
 
     weight: nn.Parameter
     bias: nn.Parameter
@@ -69,6 +74,7 @@ class LayerNorm(DeclaredModule):
         _declare_norm(self, "bias", dim, 0.0, state)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the normalised ``x``, of the same shape."""
         return F.layer_norm(x, (self.dim,), local(self.weight), local(self.bias), self.eps)
 
     def extra_repr(self) -> str:

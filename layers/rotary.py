@@ -15,11 +15,11 @@ SCALINGS = ("default", "linear", "llama3")
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: Mapping[str, object] | None = None) -> Tensor:
-    """Angle per position of each pair of dims: fp32 (head_dim / 2).
+    """Return the angle per position of each pair of dims: fp32, (head_dim / 2,).
 
-    ``scaling`` bears HF's keys: ``rope_type`` with ``factor`` (linear), and for llama3 also
-    ``low_freq_factor``, ``high_freq_factor``, ``original_max_position_embeddings``. Sources: Su et al. 2021;
-    Chen et al. 2023 (linear); Llama 3.1's release (llama3). Raises ``BadInput`` for another type.
+    ``scaling`` has Hugging Face's keys: ``rope_type`` with ``factor`` (linear), and for llama3 also
+    ``low_freq_factor``, ``high_freq_factor`` and ``original_max_position_embeddings``. Sources: Su et al.
+    2021; Chen et al. 2023 (linear); Llama 3.1's release (llama3). Raises ``BadInput`` for another type.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
     inverse = 1.0 / (theta**exponents)
@@ -50,9 +50,9 @@ def _number(scaling: Mapping[str, object], key: str) -> float:
 
 
 class Rope:
-    """The rotation for one batch's positions, made once a forward and given to every block.
+    """Rotate queries or keys by the positions of one batch; made once a forward and given to every block.
 
-    A head may be wider than the angles: what is past them has no position.
+    A head may be wider than the angles; the numbers after them get no position.
     """
 
     def __init__(self, cos: Tensor, sin: Tensor) -> None:
@@ -68,10 +68,10 @@ class Rope:
 
 
 class RotaryEmbedding(nn.Module):
-    """Makes a ``Rope`` from positions. It has no parameters and no buffers: checkpoints do not know it.
+    """Make a ``Rope`` from positions. It has no parameters and no buffers, so checkpoints do not contain it.
 
-    With a ``head_dim`` less than that of the heads, so many of their first numbers are rotated and the others
-    are left alone (partial rotary: GPT-J, GLM).
+    If ``head_dim`` is smaller than that of the heads, only the first ``head_dim`` numbers of a head are
+    rotated (partial rotary: GPT-J, GLM). Source: Su et al. 2021.
     """
 
     def __init__(self, head_dim: int, theta: float, scaling: Mapping[str, object] | None = None) -> None:
@@ -82,7 +82,9 @@ class RotaryEmbedding(nn.Module):
 
     @without_autocast
     def forward(self, positions: Tensor, dtype: torch.dtype) -> Rope:
-        """``positions``: (S,) or (B, S). Angles are at least fp32; the rope has the activations' dtype."""
+        """Return the rope of ``positions``, (S,) or (B, S); angles are at least fp32, the rope has the
+        given dtype.
+        """
         inner = torch.promote_types(dtype, torch.float32)
         if self._inverse.device != positions.device:
             self._inverse = self._inverse.to(positions.device)

@@ -27,7 +27,9 @@ from .base.names import Rename, Rule, Split, Transpose
 
 
 class GPT2Config(ModelConfig):
-    """The fields of a GPT-2 config.json that the model computes with, under transformers' common names."""
+    """List the fields of a GPT-2 config.json that the model computes with, under transformers' common
+    names.
+    """
 
     OWN_NAMES: ClassVar[Mapping[str, str]] = {
         "n_embd": "hidden_size",
@@ -120,7 +122,7 @@ NAMES: tuple[Rule, ...] = (
 
 
 class GPT2(Decoder):
-    """GPT-2, or this pipeline rank's stage of it."""
+    """Compute GPT-2, or this pipeline rank's stage of it. Source: Radford et al. 2019."""
 
     config: GPT2Config
 

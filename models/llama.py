@@ -20,7 +20,7 @@ from .base.rope_config import ROPE_KEYS, RopeScaling, read_rope, write_rope
 
 
 class LlamaConfig(ModelConfig):
-    """The fields of a Llama config.json that the model computes with."""
+    """List the fields of a Llama config.json that the model computes with."""
 
     HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **dict.fromkeys(("use_qk_norm", "qk_norm", "qk_layernorm", "use_mrope"), (False,)),
@@ -85,12 +85,12 @@ class LlamaConfig(ModelConfig):
 
     @property
     def layer_type(self) -> str:
-        """What transformers calls the attention of every block."""
+        """Return transformers' name for the attention of every block."""
         return "full_attention"
 
     @property
     def rotary_dim(self) -> int:
-        """How many numbers of a head are rotated: the first ones; the others have no position."""
+        """Return how many numbers of a head are rotated: the first ones; the others have no position."""
         return self.head_dim
 
     def to_hf(self) -> dict[str, Any]:
@@ -144,7 +144,11 @@ def grouped_attention(
 
 
 class Llama(Decoder):
-    """Llama, or this pipeline rank's stage of it; its relatives change the attention or the feed-forward."""
+    """Compute Llama, or this pipeline rank's stage of it; related families change the attention or the
+    feed-forward.
+
+    Source: Touvron et al. 2023.
+    """
 
     config: LlamaConfig
 

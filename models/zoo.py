@@ -23,7 +23,9 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_of(raw: Mapping[str, Any], where: str = "config.json") -> Family:
-    """The family of a config.json's dict. Raises ``BadInput`` for an unknown type or a contradiction."""
+    """Return the family of a config.json's dict. Raises ``BadInput`` for an unknown type or a
+    contradiction.
+    """
     kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         expected = f"one of {', '.join(sorted(FAMILIES))}"

@@ -1,1 +1,3 @@
-"""Attention: over whole rows, in blocks, and over rows that context ranks share."""
+"""Compute attention: over whole rows, in blocks, and over rows that context ranks share (all-gather or
+ring).
+"""

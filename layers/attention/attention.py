@@ -18,17 +18,18 @@ from .inputs import AttentionInputs
 
 
 class Attention(nn.Module):
-    """Causal self-attention whose key/value heads may serve several query heads each.
+    """Compute causal self-attention, in which several query heads may share a key/value head.
 
-    Input and output: (B, S, D), or (B, S / tensor, D) under sequence parallelism. Each tensor rank computes
-    whole heads; key/value heads that the ranks do not divide are shared (see ``ColumnParallelLinear``).
+    Input and output: (B, S, D), or (B, S / tensor, D) with sequence parallelism. Each tensor rank computes
+    whole heads. Key/value heads that the ranks do not divide are shared (see ``ColumnParallelLinear``).
 
-    ``kv_heads``: the default is ``heads``. ``qk_norm`` makes the norm of a head's query and of its key, which
-    comes before the rotation (Qwen 3). ``rotary`` names the rotation among those of ``AttentionInputs``;
-    ``None``: no rotation (GPT-2). ``window``: how many tokens a token sees, itself included; ``None``: all
-    before it. ``scale`` multiplies the scores; the default is ``head_dim ** -0.5``. ``soft_cap`` bounds the
-    scores (Gemma 2). ``dropout`` is that of the attention weights. ``initial`` and ``out_initial`` are the
-    initial weights of the first and of the last product. Source: Ainslie et al. 2023 (grouped queries).
+    ``kv_heads``: number of key/value heads; the default is ``heads``. ``qk_norm``: makes the norm that is
+    applied to each query head and each key head before the rotation (Qwen 3). ``rotary``: name of the
+    rotation in ``AttentionInputs``; ``None``: no rotation (GPT-2). ``window``: number of tokens that a token
+    sees, itself included; ``None``: all earlier ones. ``scale``: factor of the scores; the default is
+    ``head_dim ** -0.5``. ``soft_cap``: bound of the scores (Gemma 2). ``dropout``: dropout of the attention
+    weights. ``initial`` and ``out_initial``: initial weights of the input and of the output projection.
+    Source: Ainslie et al. 2023 (grouped queries).
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Attention(nn.Module):
         )
 
     def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        """Return the attention of ``x``, of the same shape."""
         q_BHSE, k_BKSE, v_BKSE = (split_heads(t, self.head_dim) for t in self.qkv(x_BSD))
         q_BHSE, k_BKSE = self.q_norm(q_BHSE), self.k_norm(k_BKSE)
         if self.rotary is not None:
@@ -83,11 +85,11 @@ class Attention(nn.Module):
 
 
 class SharedHeads:
-    """Lines up key/value heads with this rank's query heads where the tensor axis does not divide them.
+    """Line up key/value heads with this rank's query heads if the tensor axis does not divide them.
 
-    ``ColumnParallelLinear(shared=...)`` gives each rank the key/value heads that its query heads need. Where
-    those do not serve equal runs of query heads, they are repeated one by one here; otherwise this does
-    nothing.
+    ``ColumnParallelLinear(shared=...)`` gives each rank the key/value heads that its query heads need. If
+    those do not serve runs of query heads of equal length, they are repeated one by one here; otherwise
+    nothing is done.
     """
 
     def __init__(self, query_heads: int, key_value_heads: int, *, state: ParallelState | None = None) -> None:

@@ -12,12 +12,12 @@ from .mask import AttentionScope
 
 
 def split_heads(x: Tensor, head_dim: int) -> Tensor:
-    """(B, S, H * E) -> (B, H, S, E)."""
+    """Reshape (B, S, H * E) to (B, H, S, E)."""
     return torch.unflatten(x, -1, (-1, head_dim)).transpose(1, 2)
 
 
 def merge_heads(x_BHSE: Tensor) -> Tensor:
-    """(B, H, S, E) -> (B, S, H * E)."""
+    """Reshape (B, H, S, E) to (B, S, H * E)."""
     return x_BHSE.transpose(1, 2).flatten(-2)
 
 
@@ -33,10 +33,10 @@ def causal_attention(
 ) -> Tensor:
     """Compute scaled dot-product attention in which a position sees itself and earlier ones in its ``scope``.
 
-    Returns (B, H, S, E), like ``q``. There may be several query heads for each key/value head: consecutive
-    query heads then share one. ``scale`` multiplies the scores; the default is E ** -0.5. ``soft_cap`` bounds
-    them: ``soft_cap * tanh(scores / soft_cap)`` (Gemma 2, section 2; torch's fused operators lack it, so the
-    scores are computed in blocks). Over several context ranks (``scope``) the call is collective.
+    Returns (B, H, S, E), like ``q``. There may be several query heads for each key/value head; consecutive
+    query heads then share one. ``scale``: factor of the scores; the default is E ** -0.5. ``soft_cap``: bound
+    of the scores, ``soft_cap * tanh(scores / soft_cap)`` (Gemma 2, section 2); torch's fused operators lack
+    it, so the scores are computed in blocks. With several context ranks (``scope``) the call is collective.
     """
     if scope is not None and scope.context is not None:
         return context_attention(

@@ -15,13 +15,14 @@ from .visible import exceeds
 
 
 class AttentionInputs:
-    """Rotations by name, and what is seen under each window; made before the blocks, given to all of them.
+    """Hold the rotations and the masks of one forward pass; made before the blocks and given to each of them.
 
-    ``positions``: (B, S) of the whole sequence; ``None``: each row is one document, 0 to S - 1. With a
-    ``cache`` they must be given, and its tokens come before them. ``like``: the hidden states (B, S, D) that
-    enter the first block, or (B, S / tensor, D) under sequence parallelism: rotations have their dtype and
-    device. ``windows``: those of the attention layers, ``None`` among them for a layer without a window.
-    ``rotary``: modules that make a ``Rope`` from positions, by the names that attention layers use.
+    ``positions``: (B, S), of the whole sequence; ``None``: each row is one document, 0 to S - 1. With a
+    ``cache`` positions are required, and the cache's tokens come before them. ``like``: the hidden states
+    that enter the first block, (B, S, D), or (B, S / tensor, D) with sequence parallelism; rotations get
+    their dtype and device. ``windows``: the windows of all attention layers, with ``None`` for a layer
+    without a window. ``rotary``: modules that make a ``Rope`` from positions, by the names that attention
+    layers use.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class AttentionInputs:
         return self._ropes[name]
 
     def scope(self, window: int | None) -> AttentionScope:
-        """Return what queries see under this window."""
+        """Return the scope: which keys each query sees with this window."""
         return self._scopes[window]
 
     def last_wanted(self, x_BSD: Tensor) -> Tensor:

@@ -11,11 +11,11 @@ from .visible import documents, exceeds, restarts, visible_tokens
 
 
 class KeyValueCache:
-    """Keys and values of the tokens so far, for each block on this rank.
+    """Hold the keys and values of the tokens so far, for each block on this rank.
 
-    A block has two tensors, (B, K, ``length``, E) with the head dim of the keys or of the values, allocated
-    once, when the block first runs; K are the key/value heads that this rank computes, shared ones included.
-    ``length``: the most tokens that a row can have.
+    A block has two tensors (B, K, ``length``, E), with the head dim of its keys or values. They are allocated
+    once, when the block first runs. K is the number of key/value heads that this rank computes, shared ones
+    included. ``length``: the most tokens that a row can have.
     """
 
     def __init__(self, batch: int, length: int) -> None:
@@ -25,10 +25,11 @@ class KeyValueCache:
         self._held: dict[nn.Module, tuple[Tensor, Tensor]] = {}
 
     def advance(self, positions_BS: Tensor) -> None:
-        """Make room for the next S tokens of each row; once a forward, before any ``mask`` or ``extend``.
+        """Make room for the next S tokens of each row; call it once a forward, before any ``mask`` or
+        ``extend``.
 
-        Only the first call looks whether rows hold several documents: later tokens continue the last one, and
-        the device is not waited for at each of them.
+        Only the first call checks whether rows hold several documents. Later tokens continue the last
+        document, so the host does not wait for the device at each of them.
         """
         start, new = self.used, positions_BS.shape[1]
         assert start + new <= self.length, f"a cache of {self.length} cannot hold {start} tokens and {new}"
@@ -50,7 +51,9 @@ class KeyValueCache:
         return visible_tokens(self._documents[:, start : self.used], self._documents[:, : self.used], window)
 
     def extend(self, block: nn.Module, k_BKSE: Tensor, v_BKSE: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep the new tokens' keys and values; return all so far, (B, K, T, E), in the cache's memory."""
+        """Store the new tokens' keys and values; return all so far, (B, K, T, E), as views of the cache's
+        memory.
+        """
         if block not in self._held:
             self._held[block] = (self._allocate(k_BKSE), self._allocate(v_BKSE))
         keys, values = self.held(block)

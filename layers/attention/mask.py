@@ -14,16 +14,17 @@ from .visible import documents, exceeds, restarts, visible_tokens
 
 
 class AttentionScope:
-    """Made once a forward, from the positions, and given to every block.
+    """State which keys each query of a forward pass may see; made once from the positions and given to every
+    block.
 
-    ``positions``: (B, S) or (S,), int64, of the whole sequence. They restart at 0 where a document starts,
-    and a token sees its own document alone, up to itself. Rows that hold one document each (and ``None``)
-    need no mask: attention is then plainly causal. With a ``cache`` positions (B, S) are those of the tokens
-    that follow what it holds. With a ``window`` a token sees so many tokens, itself included, and positions
-    must be given (Beltagy et al. 2020).
+    ``positions``: (B, S) or (S,), int64, of the whole sequence. They restart at 0 where a document starts. A
+    token sees only its own document, up to itself. If each row is one document (or ``positions`` is
+    ``None``), no mask is needed and attention is plainly causal. With a ``cache``, ``positions`` (B, S)
+    belong to the tokens that follow the cached ones. With a ``window`` a token sees that many tokens, itself
+    included, and positions are required (Beltagy et al. 2020).
 
-    Where the ``state`` has several context ranks, tokens and positions are this rank's chunks of the sequence
-    (``cut_sequence``), keys and values are fetched from the others, and there is no cache.
+    If ``state`` has several context ranks, tokens and positions are this rank's chunks of the sequence (see
+    ``cut_sequence``), keys and values are fetched from the other ranks, and a cache is not possible.
     """
 
     def __init__(
@@ -53,5 +54,7 @@ class AttentionScope:
             self.mask, self.causal = visible_tokens(documents_BS, documents_BS, window), False
 
     def extend(self, block: nn.Module, k_BKSE: Tensor, v_BKSE: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys and values that this forward's queries meet in ``block``: the cache's and these."""
+        """Return the keys and values that this forward's queries meet in ``block``: the cached ones and
+        these.
+        """
         return (k_BKSE, v_BKSE) if self._cache is None else self._cache.extend(block, k_BKSE, v_BKSE)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def documents(positions_BS: Tensor) -> Tensor:
-    """The number of the document that each token belongs to, counted within its row: (B, S) int64."""
+    """Return the number of the document that each token belongs to, counted within its row: (B, S) int64."""
     return (positions_BS == 0).cumsum(1)
 
 

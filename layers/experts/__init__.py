@@ -1,1 +1,1 @@
-"""Mixtures of experts: the router, the dispatch of tokens, the experts, and load balancing."""
+"""Compute mixtures of experts: the router, the dispatch of tokens, the experts, and load balancing."""

@@ -32,11 +32,12 @@ _exchange: Callable[..., Tensor] = _Exchange.apply
 
 
 class Dispatch:
-    """The way of one batch of tokens; made from the experts that each of them chose, (N, K) int64.
+    """Send the tokens of one batch to their experts' ranks and back.
 
-    ``to_experts`` brings rows to this rank's experts, ``counts`` of them to each in order; ``back`` returns
-    what the experts made of them. Every rank of the expert group makes one at the same time, also with no
-    token. The host waits once for the numbers of rows. Source: Gale et al. 2022 (dropless), Lepikhin et al.
+    Made from the experts that each token chose, (N, K) int64. ``to_experts`` brings rows to this rank's
+    experts; ``counts`` is the number of rows for each of them, in order. ``back`` returns the experts'
+    outputs. All ranks of the expert group make a dispatch at the same time, also those without tokens. The
+    host waits once for the numbers of rows. Source: Gale et al. 2022 (no token is dropped), Lepikhin et al.
     2020 (the exchange).
     """
 
@@ -64,7 +65,9 @@ class Dispatch:
         self._by_rank = inverse_of(self._by_expert)
 
     def to_experts(self, x_ND: Tensor) -> Tensor:
-        """Each token once for each expert that it chose; those for this rank's experts, sorted by expert."""
+        """Return the rows for this rank's experts, sorted by expert; a token comes once for each expert
+        that it chose.
+        """
         rows_MD = x_ND.unsqueeze(1).expand(-1, self.top_k, -1).reshape(-1, x_ND.shape[1])
         rows_MD = rows_MD.index_select(0, self._order)
         if self.ranks == 1:
@@ -72,7 +75,7 @@ class Dispatch:
         return _exchange(rows_MD, self._received, self._sent, self.state).index_select(0, self._by_expert)
 
     def back(self, y_MD: Tensor) -> Tensor:
-        """From rows in the order of ``to_experts`` to (N, K, D): what its experts made of each token."""
+        """Return the experts' outputs (N, K, D) for each token, from rows in the order of ``to_experts``."""
         if self.ranks > 1:
             y_MD = _exchange(y_MD.index_select(0, self._by_rank), self._sent, self._received, self.state)
         return y_MD.index_select(0, self._inverse).view(self.tokens, self.top_k, y_MD.shape[1])

@@ -23,12 +23,13 @@ from .grouped_matmul import grouped_mm
 
 
 class Experts(DeclaredModule):
-    """``down_e(act(gate_e(x)) * up_e(x))`` for the rows of each expert, or ``down_e(act(up_e(x)))``.
+    """Compute ``down_e(act(gate_e(x)) * up_e(x))`` for the rows of each expert e, or
+    ``down_e(act(up_e(x)))``.
 
     The parameters are ``gate``, ``up`` (E, F, D) and ``down`` (E, D, F), without biases. A rank holds the
-    experts of its place on the ``expert`` axis, of each the part of its tensor rank. Input: (M, D), sorted by
-    expert, ``counts`` rows for each expert here; output (M, D), which over the tensor ranks is partial.
-    Raises ``BadInput`` where the layout does not cut it evenly.
+    experts of its place on the ``expert`` axis, and of each the part of its tensor rank. Input: (M, D),
+    sorted by expert, with ``counts`` rows for each expert on this rank. Output: (M, D), partial over the
+    tensor ranks. Raises ``BadInput`` if the layout does not cut it evenly.
     """
 
     gate: nn.Parameter
@@ -61,6 +62,7 @@ class Experts(DeclaredModule):
         declare_parameter(self, "down", Declaration(narrow, Cut(2), experts=True, initial=start), state)
 
     def forward(self, x_MD: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return the experts' outputs (M, D), partial over the tensor ranks."""
         up_MF = grouped_mm(x_MD, local(self.up), counts)
         if self.gated:
             up_MF = self.act(grouped_mm(x_MD, local(self.gate), counts)) * up_MF

@@ -13,11 +13,11 @@ _ALIGNED_BYTES = 16
 
 
 def grouped_mm(x_MD: Tensor, w_EFD: Tensor, counts: Sequence[int]) -> Tensor:
-    """``x W_e^T`` for the rows of each group: (M, D) and (E, F, D) give (M, F).
+    """Compute ``x W_e^T`` for the rows of each group: (M, D) and (E, F, D) give (M, F).
 
-    ``counts``: how many of the rows, in order, belong to each of the E; they add up to M and may be 0. In
-    bf16 on a GPU from Ampere on, with D and F multiples of 8, torch's one kernel (``F.grouped_mm``), else a
-    product a group, with the same numbers.
+    ``counts``: the number of rows of each of the E groups, in order; they add up to M and may be 0. In bf16
+    on a GPU from Ampere on, with D and F multiples of 8, this is torch's single kernel (``F.grouped_mm``);
+    elsewhere it is one product for each group, with the same numbers.
     """
     if _has_kernel(x_MD, w_EFD):
         return by_kernel(x_MD, w_EFD, counts)

@@ -15,9 +15,11 @@ from .router import TopKRouter
 
 @dataclass(frozen=True, slots=True)
 class Balance:
-    """Of one step, over all its tokens: means over the rows and the routers of the balance loss and the
-    z-loss, before their factors (evenly used experts have a balance loss of ``top_k``); ``load``: tokens of
-    the most used expert of any router, as a multiple of the mean.
+    """Report the balance of all routers in one step.
+
+    ``balance_loss`` and ``z_loss`` are means over rows and routers, before their factors; experts that are
+    used evenly have a balance loss of ``top_k``. ``load``: number of tokens of the busiest expert of any
+    router, divided by the mean.
     """
 
     balance: float
@@ -26,12 +28,12 @@ class Balance:
 
 
 class Balancing:
-    """Counts of all routers of a model, summed over all ranks that see tokens; made once, by every rank.
+    """Count the tokens of all experts over all ranks, and move the routers' biases towards even loads.
 
-    ``after_step()``, once after each step's backward passes, gives its ``Balance`` and moves the biases of
-    routers that are ``bias_corrected``: by ``rate`` up where an expert had fewer tokens than the mean, down
-    where it had more. They are the model's own, alike on all ranks: nothing is to be saved beside it. Source:
-    Wang et al. 2024 (auxiliary-loss-free balancing).
+    Every rank makes one. Call ``after_step()`` once after the backward passes of each step: it returns the
+    step's ``Balance`` and moves the biases of ``bias_corrected`` routers by ``rate``, up if the expert had
+    fewer tokens than the mean and down if it had more. The biases are part of the model and equal on all
+    ranks, so nothing else has to be saved. Source: Wang et al. 2024 (auxiliary-loss-free balancing).
     """
 
     def __init__(self, model: nn.Module, *, rate: float = 0.0, state: ParallelState | None = None) -> None:
@@ -45,9 +47,10 @@ class Balancing:
         self._experts = {name: found[name] for name in sorted(found)}
 
     def after_step(self, *, updated: bool = True) -> Balance | None:
-        """Collective over all ranks; ``None`` without routers, or where no token went backward.
+        """Return the balance of the step and move the biases. Collective over all ranks.
 
-        Not ``updated``: the step was skipped, and the biases stay.
+        Returns ``None`` without routers, or if no token went through a backward pass. Pass ``updated=False``
+        for a skipped step: the biases then stay.
         """
         if not self._experts:
             return None
@@ -81,18 +84,18 @@ class Balancing:
 
 
 def routers(model: nn.Module) -> Iterator[tuple[str, TopKRouter]]:
-    """Every router of a model, with its name."""
+    """Return every router of a model with its name."""
     for name, module in model.named_modules():
         if isinstance(module, TopKRouter):
             yield name, module
 
 
 def set_auxiliary_scale(model: nn.Module, scale: float | None) -> None:
-    """What each row's balance loss and z-loss count in the backward passes to come.
+    """Set the weight of each row's balance loss and z-loss for the following backward passes.
 
-    A step of several micro-batches or data ranks sets 1 / its rows, over all ranks, times what its loss is
-    multiplied with; gradients are then those of the mean over all rows in every layout. ``None``, as at
-    first: a call's rows are all there are.
+    A step of several micro-batches or data ranks sets 1 / (its number of rows over all ranks), times the
+    factor of its loss. Gradients are then those of the mean over all rows, in every layout. ``None``, the
+    initial value: the rows of one call are all rows.
     """
     for _, router in routers(model):
         router.row_scale = scale
@@ -101,7 +104,7 @@ def set_auxiliary_scale(model: nn.Module, scale: float | None) -> None:
 def set_auxiliary_losses(
     model: nn.Module, *, balance: float | None = None, z_loss: float | None = None
 ) -> None:
-    """The factors of the losses of every router; ``None`` leaves them."""
+    """Set the factors of the losses of every router; ``None`` leaves a factor as it is."""
     for _, router in routers(model):
         router.balance = router.balance if balance is None else balance
         router.z_loss = router.z_loss if z_loss is None else z_loss

@@ -25,12 +25,13 @@ from .router import TopKRouter
 
 
 class MoE(nn.Module):
-    """Each token through the experts that ``router`` chose for it, weighted; all through ``shared``, if any.
+    """Send each token through the experts that ``router`` chose for it, and add their weighted outputs.
 
-    (B, S, D) in and out, or (B, S / tensor, D) under sequence parallelism. On one device no process group is
-    needed. With ``layout.expert`` > 1 the experts lie on so many ranks, which exchange their tokens: forward
-    and backward are collective over the expert group. None is dropped, whatever the load. ``shared`` gives
-    whole sums (a ``GatedMLP``, perhaps in ``GatedShared``).
+    Input and output: (B, S, D), or (B, S / tensor, D) with sequence parallelism. On one device it needs no
+    process group. With ``layout.expert`` > 1 the experts are shared out over that many ranks, which exchange
+    their tokens: forward and backward are collective over the expert group. No token is dropped, whatever the
+    load. Every token also passes ``shared``, if given, which must return whole sums (a ``GatedMLP``, alone or
+    in a ``GatedShared``).
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class MoE(nn.Module):
         self.router, self.experts, self.shared = router, experts, shared
 
     def forward(self, x_BSD: Tensor) -> Tensor:
+        """Return the weighted outputs of the experts, of the shape of ``x``."""
         whole_BSD = enter_tensor(x_BSD, self.state)
         weights_BSK, experts_BSK = self.router(whole_BSD)
         way = Dispatch(experts_BSK.flatten(0, 1), self.router.num_experts, state=self.state)
@@ -57,7 +59,7 @@ class MoE(nn.Module):
 
 
 class GatedShared(DeclaredModule):
-    """``sigmoid(gate(x)) * net(x)``: shared experts with one gate for all of them (Qwen2-MoE)."""
+    """Compute ``sigmoid(gate(x)) * net(x)``: shared experts with one gate for all of them (Qwen2-MoE)."""
 
     gate: nn.Parameter
 
@@ -79,5 +81,6 @@ class GatedShared(DeclaredModule):
         )
 
     def forward(self, x_BSD: Tensor) -> Tensor:
+        """Return the gated output of ``net``, of the shape of ``x``."""
         y_BSD: Tensor = self.net(x_BSD)
         return torch.sigmoid(F.linear(x_BSD, local(self.gate))) * y_BSD

@@ -30,23 +30,24 @@ from ..autocast import without_autocast
 
 
 class TopKRouter(DeclaredModule):
-    """Scores of all experts for a token, the best ``top_k`` of them, and their weights. fp32 inside.
+    """Choose the best ``top_k`` experts for each token and their weights, in at least fp32.
 
-    ``score``: ``softmax`` over the experts or ``sigmoid`` of each. ``normalize`` divides the chosen scores by
-    their sum; ``scale`` multiplies them. With ``groups`` > 1 experts are chosen from the best
-    ``groups_kept`` groups alone, a group counting as its best expert (softmax) or its best two (sigmoid).
-    ``bias_corrected`` adds to the scores, for the choice alone, a bias that ``Balancing`` moves towards even
-    loads: fp32 whatever the model's dtype, zero at first, and saved with the weights.
+    ``score``: ``softmax`` over the experts, or ``sigmoid`` of each. ``normalize`` divides the chosen scores
+    by their sum; ``scale`` multiplies them. With ``groups`` > 1 experts are chosen from the best
+    ``groups_kept`` groups only; the score of a group is that of its best expert (softmax) or the sum of its
+    best two (sigmoid). ``bias_corrected`` adds a bias to the scores, for the choice only, which ``Balancing``
+    moves towards even loads. The bias is fp32 whatever the model's dtype, starts at zero, and is saved with
+    the weights.
 
-    Losses, by their gradient alone, once a backward pass: ``balance`` times E / S^2 times the sum over the
-    experts of their tokens times the sum of their scores (which are divided by their sum over the experts),
-    in each row of its own, and ``z_loss`` times the mean square of the logits' logsumexp. Rows count equally;
-    see ``set_auxiliary_scale``.
+    Two losses act through their gradients only, once in a backward pass. ``balance`` multiplies, for each row
+    by itself, E / S^2 times the sum over the experts of (number of tokens) times (sum of scores, divided by
+    the sum over the experts). ``z_loss`` multiplies the mean square of the logits' logsumexp. All rows count
+    equally; see ``set_auxiliary_scale``.
 
-    Input: (B, S, D), whole along the sequence and alike on the tensor ranks, whose outputs weigh partial
-    sums: the weight's gradient is a part on each of them. Output: weights (B, S, K) in at least fp32, experts
-    (B, S, K) int64. Sources: Shazeer et al. 2017; Fedus et al. 2021 (section 2.2); Zoph et al. 2022 (z-loss);
-    DeepSeek-V2 and V3 (2024: groups, bias, losses in each sequence).
+    Input: (B, S, D), whole along the sequence and equal on the tensor ranks. The router's weights multiply
+    partial sums, so the gradient of its weight is partial on each tensor rank. Output: weights (B, S, K) in
+    at least fp32, and experts (B, S, K) int64. Sources: Shazeer et al. 2017; Fedus et al. 2021 (section 2.2);
+    Zoph et al. 2022 (z-loss); DeepSeek-V2 and V3 (2024: groups, bias, losses in each sequence).
     """
 
     weight: nn.Parameter
@@ -98,6 +99,7 @@ class TopKRouter(DeclaredModule):
 
     @without_autocast
     def forward(self, x_BSD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the weights and the numbers of the chosen experts, both (B, S, K)."""
         inner = torch.promote_types(x_BSD.dtype, torch.float32)
         logits_BSE = F.linear(x_BSD.to(inner), local(self.weight).to(inner))
         scores_BSE = logits_BSE.softmax(-1) if self.score == "softmax" else logits_BSE.sigmoid()
@@ -111,7 +113,7 @@ class TopKRouter(DeclaredModule):
         return weights_BSK, experts_BSK
 
     def choose(self, scores_BSE: Tensor) -> Tensor:
-        """The ``top_k`` experts of each token by score, bias and groups."""
+        """Return the ``top_k`` experts of each token by score, bias and groups."""
         if self.bias is not None:
             # Of offloaded weights it rests on the host; FSDP does not bring it.
             scores_BSE = scores_BSE + self.bias.detach().to(scores_BSE.device)

@@ -1,1 +1,3 @@
-"""The parts that all families share: the config, the family, and the table of names."""
+"""Hold what all families share: the config, the family, the decoder, its blocks, and the table of Hugging
+Face names.
+"""

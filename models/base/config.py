@@ -65,7 +65,7 @@ def check_keys(raw: Mapping[str, Any], where: str) -> None:
 
 
 class ModelConfig(BaseModel):
-    """The fields of a config.json that a family computes with, under Hugging Face's names."""
+    """List the fields of a config.json that a family computes with, under Hugging Face's names."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", protected_namespaces=())
 
@@ -86,9 +86,10 @@ class ModelConfig(BaseModel):
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], where: str = "config.json") -> Self:
-        """From a config.json's dict. Raises ``BadInput`` naming the key, what is expected and what was found.
+        """Read the dict of a config.json. Raises ``BadInput`` with the key, the value expected and the value
+        found.
 
-        A key that is unknown only warns, unless it is known to change the forward pass.
+        An unknown key gives a warning only, unless it is known to change the forward pass.
         """
         check_keys(raw, where)
         raw = cls._without_unread(raw)
@@ -128,7 +129,9 @@ class ModelConfig(BaseModel):
 
     @classmethod
     def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """The fields of this class out of HF's dict; a family adds to it where forms differ."""
+        """Return the fields of this class from Hugging Face's dict; a family extends it if its form
+        differs.
+        """
         fields: dict[str, Any] = {}
         for key, value in raw.items():
             name = cls.OWN_NAMES.get(key, key)
@@ -142,48 +145,50 @@ class ModelConfig(BaseModel):
 
     @classmethod
     def read_keys(cls) -> set[str]:
-        """Keys that ``read`` uses besides the fields' names."""
+        """Return the keys that ``read`` uses in addition to the names of the fields."""
         return set()
 
     @classmethod
     def spelled(cls, name: str) -> str:
-        """What this family's config.json calls the field."""
+        """Return the name of a field in this family's config.json."""
         return next((theirs for theirs, ours in cls.OWN_NAMES.items() if ours == name), name)
 
     def check(self, where: str) -> None:
-        """Refuse numbers that do not fit each other."""
+        """Refuse numbers that do not fit together."""
 
     def check_stated(self, raw: Mapping[str, Any], where: str) -> None:
-        """Refuse keys of the config.json that say of this model what is not so."""
+        """Refuse keys of the config.json that are not true of this model."""
 
     @property
     def routed_experts(self) -> int:
-        """Experts of a block that has a router; 0: none has."""
+        """Return the number of experts of a block that has a router; 0: no block has one."""
         return 0
 
     @property
     def experts_of_token(self) -> int:
-        """How many of them a token goes through."""
+        """Return the number of routed experts that a token passes."""
         return 0
 
     @property
     def routers(self) -> int:
-        """Blocks with experts."""
+        """Return the number of blocks with experts."""
         return 0
 
     @property
     def biased_routers(self) -> bool:
-        """Whether they choose by scores and a bias that follows the experts' loads."""
+        """Tell whether routers choose by scores plus a bias that follows the experts' loads."""
         return False
 
     @property
     def further_blocks(self) -> int:
-        """Blocks that a checkpoint may hold after the last, for what is not modelled here."""
+        """Return the number of blocks that a checkpoint may hold after the last one and that are not
+        modelled here.
+        """
         return 0
 
     @property
     def tensor_units(self) -> dict[str, int]:
-        """What the tensor axis must divide, by names for users."""
+        """Return the numbers that the tensor axis must divide, by names for users."""
         return {
             self.spelled("num_attention_heads"): self.num_attention_heads,
             self.spelled("intermediate_size"): self.intermediate_size,
@@ -234,7 +239,7 @@ class ModelConfig(BaseModel):
         return {key: value for key, value in raw.items() if key not in unread}
 
     def to_hf(self) -> dict[str, Any]:
-        """A config.json's dict, for a model that did not come from Hugging Face."""
+        """Return the dict of a config.json for a model that did not come from Hugging Face."""
         return {key: value for key, value in self.model_dump().items() if key not in self.HARMLESS}
 
 

@@ -1,4 +1,4 @@
-"""What a family offers to the rooms above: its config, its model, its table of names."""
+"""Define what a family offers to other rooms: its config, its model, and its table of Hugging Face names."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ from .names import Link, Rule, expand
 
 
 class CausalLM(nn.Module):
-    """A decoder-only language model, or the stage of it that lives on this pipeline rank.
+    """Compute a decoder-only language model, or the stage of it that lives on this pipeline rank.
 
-    ``forward(x)``: token ids (B, S) on the first stage, hidden states from the stage before on the others;
-    gives hidden states, or on the last stage logits (B, S, padded vocabulary / tensor). ``positions`` (B, S),
-    alike on every stage: where they restart at 0 a new document starts, and no token sees another document's.
-    ``None``: each row is one document, 0 to S - 1. With ``head_in_loss`` the last stage gives normalised
-    hidden states, and the loss takes ``head_weight``. With a ``cache`` the tokens follow those that it holds,
-    their positions must be given, and the logits are the last token's alone: (B, 1, padded / tensor). Over
-    several context ranks ids, hidden states and positions are this rank's chunks (``cut_sequence``), S their
-    tokens. ``stage``: which one of ``self.stage.parts`` runs, where this rank holds several.
+    ``forward(x)``: ``x`` is token ids (B, S) on the first stage, and the hidden states of the previous stage
+    on the others. It returns hidden states, or on the last stage logits (B, S, padded vocabulary / tensor).
+    ``positions``: (B, S), equal on every stage. Where they restart at 0 a new document starts, and no token
+    sees another document's tokens. ``None``: each row is one document, 0 to S - 1.
+
+    With ``head_in_loss`` the last stage returns normalised hidden states, and the loss uses ``head_weight``.
+    With a ``cache`` the tokens follow the cached ones, positions are required, and the logits are those of
+    the last token only: (B, 1, padded / tensor). With several context ranks, ids, hidden states and positions
+    are this rank's chunks (``cut_sequence``), and S is their number of tokens. ``stage``: which of
+    ``self.stage.parts`` to run, if this rank holds several.
     """
 
     config: ModelConfig
@@ -46,20 +48,25 @@ class CausalLM(nn.Module):
         *,
         stage: Stage | None = None,
     ) -> Tensor:
+        """Return logits on the last stage, hidden states on the others."""
         raise AssertionError("each family has its own")
 
     @property
     def logit_cap(self) -> float | None:
-        """The bound of the logits, see ``layers.bounded``; a number, since the loss needs its derivative."""
+        """Return the bound of the logits (see ``layers.bounded``), a number because the loss needs its
+        derivative.
+        """
         return None
 
     def blocks_of(self, stage: Stage) -> Iterator[nn.Module]:
-        """The blocks of one stage, in order."""
+        """Yield the blocks of one stage, in order."""
         assert not stage.pieces, "of several stages one runs at a time: say which"
         return (self.layers[str(number)] for number in stage.blocks)
 
     def logits(self, x_BSD: Tensor) -> Tensor:
-        """From the last block to the logits, or as far as ``head_in_loss`` wants it."""
+        """Compute the logits from the last block's output; with ``head_in_loss`` stop before the output
+        layer.
+        """
         x_BSD = self.norm(x_BSD)
         if self.head_in_loss:
             if torch.is_grad_enabled() and not x_BSD.requires_grad:
@@ -72,13 +79,15 @@ class CausalLM(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """This rank's rows of the output layer, (padded / tensor, D); the gradient flows to the parameter."""
+        """Return this rank's rows of the output layer, (padded / tensor, D); the gradient flows to the
+        parameter.
+        """
         return local(self.embed.weight if self.config.tie_word_embeddings else self.head.weight)
 
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture. ``model_type`` and ``architecture`` are Hugging Face's names."""
+    """Describe one architecture; ``model_type`` and ``architecture`` are Hugging Face's names."""
 
     model_type: str
     architecture: str
@@ -87,7 +96,8 @@ class Family:
     rules: Sequence[Rule]
     #: HF tensors that may be there and are not parameters (buffers of old versions): pattern with ``{i}``.
     ignorable: tuple[str, ...] = ()
-    #: What precedes the names in blocks that a config counts as ``further_blocks``, with ``{i}``.
+    #: Prefix of Hugging Face names, with ``{i}``, in the blocks that a config counts as ``further_blocks``
+    #: (such as GLM-4.5's multi-token prediction); their tensors are not read.
     further: str = ""
     #: Where HF also stores a tied output layer, if a checkpoint repeats it.
     tied_head: str = "lm_head.weight"
@@ -103,7 +113,7 @@ class Family:
         device: str | torch.device = "meta",
         dtype: torch.dtype = torch.float32,
     ) -> CausalLM:
-        """The model, or this rank's stage of it, on ``device`` (meta: no memory).
+        """Return the model, or this rank's stage of it, on ``device`` (meta: without memory).
 
         Raises ``BadInput`` for a layout that cannot cut it.
         """
@@ -119,24 +129,29 @@ class Family:
     def declarations(
         self, config: ModelConfig, layout: Layout | None = None, *, split: Sequence[int] | None = None
     ) -> list[dict[str, Declaration]]:
-        """The declarations of each pipeline stage, from models on the meta device; no process group."""
+        """Return the declarations of each pipeline stage, from models on the meta device; needs no process
+        group.
+        """
         return _declarations(self, config, layout or Layout(), None if split is None else tuple(split))
 
     def links(self, config: ModelConfig) -> tuple[list[Link], dict[str, tuple[int, ...]]]:
-        """Ties between our tensors and HF's, and the shapes of HF's tensors."""
+        """Return the links between trilith's and Hugging Face's tensors, and the shapes of Hugging Face's
+        tensors.
+        """
         (stated,) = self.declarations(config)
         shapes = {name: declaration.shape for name, declaration in stated.items()}
         return expand(self.rules, shapes, config.num_hidden_layers)
 
     def links_of_all(self, config: ModelConfig) -> list[Link]:
-        """Ties of every tensor that the built model holds."""
+        """Return the links of every tensor that the built model holds."""
         return self.links(config)[0]
 
     def to_hf(self, config: ModelConfig) -> dict[str, Any]:
-        """A config.json for a model that was born here."""
+        """Return a config.json for a model that did not come from Hugging Face."""
         return {"model_type": self.model_type, "architectures": [self.architecture], **config.to_hf()}
 
     def from_hf(self, raw: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
+        """Return the config of this family from the dict of a config.json."""
         return self.config.from_hf(raw, where)
 
 

@@ -15,7 +15,8 @@ from ...parallel_state import Box
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The elements of ``ours`` in ``ours_box`` are those of ``hf`` in ``hf_box``, perhaps transposed.
+    """Tie the elements of ``ours`` in ``ours_box`` to those of ``hf`` in ``hf_box``, transposed if it says
+    so.
 
     For a stacked tensor ``ours_box`` has an extra leading dimension of size 1 (the expert).
     """
@@ -27,12 +28,12 @@ class Link:
     transpose: bool = False
 
     def to_hf(self, box: Box) -> Box:
-        """Where a box inside ``ours_box`` lies in HF's tensor."""
+        """Return the box of Hugging Face's tensor for a box inside ``ours_box``."""
         inner = box.within(self.ours_box).with_dims(len(self.hf_box.start))
         return (inner.transposed() if self.transpose else inner).shift(self.hf_box.start)
 
     def to_ours(self, box: Box) -> Box:
-        """Where a box inside ``hf_box`` lies in our tensor."""
+        """Return the box of trilith's tensor for a box inside ``hf_box``."""
         inner = box.within(self.hf_box)
         inner = inner.transposed() if self.transpose else inner
         return inner.with_dims(len(self.ours_box.start)).shift(self.ours_box.start)
@@ -40,7 +41,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Rename:
-    """The same tensor under another name."""
+    """Tie one tensor to the same tensor under another name."""
 
     ours: str
     hf: str
@@ -48,7 +49,7 @@ class Rename:
 
 @dataclass(frozen=True, slots=True)
 class Transpose:
-    """A matrix stored the other way round (GPT-2's Conv1D is (in, out))."""
+    """Tie a matrix to its transpose (GPT-2's Conv1D is (in, out))."""
 
     ours: str
     hf: str
@@ -56,7 +57,10 @@ class Transpose:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Several of ours lie one after the other in one of theirs, along its last dim if it is transposed."""
+    """Tie several trilith tensors to one Hugging Face tensor that holds them one after the other.
+
+    They lie along its first dim, or along its last dim if it is transposed.
+    """
 
     ours: tuple[str, ...]
     hf: str
@@ -65,7 +69,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Ours counts experts on dim 0; theirs, with ``{e}`` in the name, is a tensor for each of them."""
+    """Tie a stack of experts (dim 0) to one Hugging Face tensor for each expert, with ``{e}`` in its name."""
 
     ours: str
     hf: str

@@ -1,1 +1,1 @@
-"""LoRA on any family: PEFT's config, the layers that it names, and the family with adapters."""
+"""Add LoRA to any family: PEFT's config, the layers that it names, and the family with adapters."""

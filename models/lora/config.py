@@ -1,4 +1,4 @@
-"""Which LoRA adapters a model gets, in PEFT's words: rank, scale, modules by Hugging Face's names."""
+"""State which LoRA adapters a model gets, in PEFT's terms: rank, scale, modules by Hugging Face's names."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ _PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
 
 
 class LoraConfig(BaseModel):
-    """LoRA adapters under the names and with the meaning of PEFT's ``LoraConfig``.
+    """State LoRA adapters under the names and with the meaning of PEFT's ``LoraConfig``.
 
-    ``target_modules`` are names' ends (``q_proj``), whole names, one regular expression, or ``all-linear``.
+    ``target_modules`` are ends of names (``q_proj``), whole names, one regular expression, or ``all-linear``.
+    Source: Hu et al. 2021.
     """
 
     model_config = ConfigDict(
@@ -72,7 +73,9 @@ class LoraConfig(BaseModel):
 
     @classmethod
     def from_peft(cls, raw: Mapping[str, Any], where: str = "adapter_config.json") -> Self:
-        """From an adapter_config.json's dict. Raises ``BadInput`` for a key that is set and not supported."""
+        """Read the dict of an adapter_config.json. Raises ``BadInput`` for a key that is set and not
+        supported.
+        """
         for key, value, wanted in (
             ("peft_type", raw.get("peft_type"), ("LORA",)),
             ("task_type", raw.get("task_type"), ("CAUSAL_LM", None)),
@@ -102,14 +105,16 @@ class LoraConfig(BaseModel):
             raise from_validation(where, error) from None
 
     def to_peft(self) -> dict[str, Any]:
-        """The fields as an adapter_config.json has them; whole numbers without a point."""
+        """Return the fields as an adapter_config.json has them; whole numbers have no decimal point."""
         fields = self.model_dump(mode="json")
         fields["lora_alpha"] = _plain(self.lora_alpha)
         fields["alpha_pattern"] = {key: _plain(alpha) for key, alpha in self.alpha_pattern.items()}
         return fields
 
     def targets(self, module: str) -> bool:
-        """Whether the linear of this HF name gets an adapter; PEFT's ``check_target_module_exists``."""
+        """Tell whether the linear layer of this Hugging Face name gets an adapter, as PEFT's
+        ``check_target_module_exists``.
+        """
         if self.exclude_modules and _matches(self.exclude_modules, module):
             return False
         if not self.all_linear and not _matches(self.target_modules, module):
@@ -118,16 +123,19 @@ class LoraConfig(BaseModel):
 
     @property
     def all_linear(self) -> bool:
+        """Tell whether ``target_modules`` is ``all-linear``."""
         return isinstance(self.target_modules, str) and self.target_modules.lower() == ALL_LINEAR
 
     def rank_of(self, module: str) -> int:
+        """Return the rank of the adapter on this module."""
         return _by_pattern(self.rank_pattern, module, self.r)
 
     def alpha_of(self, module: str) -> float:
+        """Return the alpha of the adapter on this module."""
         return _by_pattern(self.alpha_pattern, module, self.lora_alpha)
 
     def check_patterns(self, where: str) -> None:
-        """Refuse what is no regular expression, and what peft refuses beside one."""
+        """Refuse a text that is not a regular expression, and options that PEFT refuses together with one."""
         if isinstance(self.target_modules, str) and not self.all_linear:
             _check_no_blocks(where, self.model_dump())
         if self.layers_pattern and self.layers_to_transform is None:

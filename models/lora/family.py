@@ -1,4 +1,4 @@
-"""A family with LoRA: the base, frozen, and adapters, which alone are trained, saved and exchanged."""
+"""Define a family with LoRA: the base is frozen; only the adapters are trained, saved and exchanged."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from .targets import Site, leaves, linear_sites
 
 @dataclass(frozen=True)
 class AdaptedFamily(Family):
-    """``base`` with the adapters of ``lora``; ``declarations`` and ``links`` are those of the adapters alone.
+    """Add the adapters of ``lora`` to the family ``base``.
 
-    HF's names are then PEFT's. Make it with ``adapted``.
+    ``declarations`` and ``links`` are those of the adapters only, and Hugging Face names are those of PEFT.
+    Make it with ``adapted``.
     """
 
     base: Family = field(kw_only=True)
@@ -37,7 +38,9 @@ class AdaptedFamily(Family):
         dtype: torch.dtype = torch.float32,
         base_dtype: torch.dtype | None = None,
     ) -> CausalLM:
-        """The model with its adapters in ``dtype``, and all else frozen in ``base_dtype``, else the same."""
+        """Return the model with adapters in ``dtype`` and all other parameters frozen in ``base_dtype``
+        (default: ``dtype``).
+        """
         model = self.base.build(config, split=split, state=state, device=device, dtype=base_dtype or dtype)
         model.requires_grad_(False)
         here = dict(linears(model))
@@ -65,9 +68,11 @@ class AdaptedFamily(Family):
     def declarations(
         self, config: ModelConfig, layout: Layout | None = None, *, split: Sequence[int] | None = None
     ) -> list[dict[str, Declaration]]:
+        """Return the declarations of the adapters on each pipeline stage."""
         return _declarations(self, config, layout or Layout(), None if split is None else tuple(split))
 
     def links(self, config: ModelConfig) -> tuple[list[Link], dict[str, tuple[int, ...]]]:
+        """Return the links of the adapters, and the shapes of PEFT's tensors."""
         links = [link for site in self.sites(config) for link in site.links(self.lora.rank_of(site.name))]
         shapes: dict[str, tuple[int, ...]] = {}
         for link in links:
@@ -75,17 +80,18 @@ class AdaptedFamily(Family):
         return links, shapes
 
     def links_of_all(self, config: ModelConfig) -> list[Link]:
+        """Return the links of base and adapters."""
         return [*self.base.links(config)[0], *self.links(config)[0]]
 
     def sites(self, config: ModelConfig) -> tuple[Site, ...]:
-        """Where the adapters are, in the order of the model's tensors.
+        """Return the adapted linear layers, in the order of the model's tensors.
 
-        Raises ``BadInput`` where none is, or one is asked for on what is no linear of a block.
+        Raises ``BadInput`` if there is none, or if a target is not a linear layer of a block.
         """
         return _sites(self, config)
 
     def check(self, config: ModelConfig, where: str) -> None:
-        """Refuse targets that name nothing in this model, and blocks that it does not have."""
+        """Refuse targets that match nothing in this model, and blocks that it does not have."""
         lora = self.lora
         lora.check_patterns(where)
         blocks = lora.layers_to_transform
@@ -102,8 +108,9 @@ class AdaptedFamily(Family):
                     raise BadInput(where, key, expected=expected, found=repr(name))
 
     def check_peft(self, config: ModelConfig) -> None:
-        """Refuse what ``peft`` would attach to other modules: in a model with experts it (0.21) takes every
-        module that is named as an expert's is, such as shared_experts.gate_proj, for all experts.
+        """Refuse adapters that ``peft`` would attach to other modules. In a model with experts, PEFT
+        (0.21) takes every module that has the name of an expert's module, such as
+        shared_experts.gate_proj, for all experts.
         """
         owned = {module.rpartition(".")[2] for module in _experts(self, config)}
         for site in self.sites(config):
@@ -114,7 +121,9 @@ class AdaptedFamily(Family):
                 )  # fmt: skip
 
     def to_peft(self, config: ModelConfig, base_path: str | None) -> dict[str, object]:
-        """The adapter_config.json of these adapters, so that ``peft`` attaches them to the same modules."""
+        """Return the adapter_config.json of these adapters, so that ``peft`` attaches them to the same
+        modules.
+        """
         self.check_peft(config)
         shape = self.lora.to_peft()
         if self.lora.all_linear:  # spelled out: not every reader of such files knows the word
@@ -133,7 +142,7 @@ class AdaptedFamily(Family):
 
 
 def adapted(family: Family, lora: LoraConfig) -> AdaptedFamily:
-    """The family with these adapters."""
+    """Return the family with these adapters."""
     same = {one.name: getattr(family, one.name) for one in fields(Family)}
     return AdaptedFamily(**same, base=family, lora=lora)
 

@@ -18,10 +18,10 @@ PEFT_PREFIX = "base_model.model."
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A linear of Hugging Face's model, and the products of one of our linears that it is made of.
+    """Describe a linear layer of Hugging Face's model and the products of the trilith linear that make it up.
 
-    ``layer`` is our linear's name, ``outputs`` its products that Hugging Face stores as one (none: the layer
-    is one product). ``parts`` are their modules with their rows of the whole.
+    ``layer``: name of trilith's linear. ``outputs``: its products that Hugging Face stores as one (none: the
+    layer is one product). ``parts``: their modules with their rows of the whole.
     """
 
     name: str
@@ -32,11 +32,11 @@ class Site:
 
     @property
     def inner(self) -> str:
-        """The module of ours that holds A."""
+        """Return the name of the trilith module that holds A."""
         return self.parts[0][0] if len(self.parts) == 1 else self.layer
 
     def links(self, r: int) -> list[Link]:
-        """Our A and B's to PEFT's."""
+        """Return the links of A and B to PEFT's tensors."""
         a, b = (f"{PEFT_PREFIX}{self.name}.{factor}.weight" for factor in ("lora_A", "lora_B"))
         whole = Box.whole((r, self.in_features))
         found = [Link(f"{self.inner}.lora_A", whole, a, whole)]
