@@ -22,7 +22,9 @@ def shared_units(units: int, size: int, index: int) -> range:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """The elements ``start <= index < stop`` of a tensor, a pair of bounds a dim. A scalar's box has none.
+    """Describe the elements ``start <= index < stop`` of a tensor, with one pair of bounds for each dim.
+
+    A scalar's box has no bounds.
 
     >>> Box((0, 4), (2, 8)).shape
     (2, 4)
@@ -38,43 +40,47 @@ class Box:
 
     @staticmethod
     def whole(shape: tuple[int, ...]) -> Box:
-        """All of a tensor of this shape."""
+        """Return the box of all elements of a tensor of this shape."""
         return Box((0,) * len(shape), tuple(shape))
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Return the size of the box in each dim."""
         return tuple(map(sub, self.stop, self.start))
 
     @property
     def size(self) -> int:
-        """How many elements it holds; 1 for a scalar, 0 for an empty box."""
+        """Return the number of elements; 1 for a scalar, 0 for an empty box."""
         return prod(self.shape)
 
     @property
     def slices(self) -> tuple[slice, ...]:
+        """Return the slices that select the box from the whole tensor."""
         return tuple(map(slice, self.start, self.stop))
 
     def intersect(self, other: Box) -> Box | None:
-        """What both hold, or ``None`` where that is nothing."""
+        """Return the elements that both boxes hold, or ``None`` if there are none."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
         return Box(start, stop) if all(map(lt, start, stop)) else None
 
     def shift(self, by: tuple[int, ...]) -> Box:
-        """The same box moved by so many elements on each dim."""
+        """Return the box moved by this many elements on each dim."""
         assert len(by) == len(self.start), (self, by)
         return Box(tuple(map(add, self.start, by)), tuple(map(add, self.stop, by)))
 
     def within(self, outer: Box) -> Box:
-        """This box in the coordinates of ``outer``, which contains it."""
+        """Return this box in the coordinates of ``outer``, which contains it."""
         return self.shift(tuple(map(neg, outer.start)))
 
     def transposed(self) -> Box:
-        """The box of a matrix's transpose."""
+        """Return the box of the same elements in the transpose of a matrix."""
         return Box(self.start[::-1], self.stop[::-1])
 
     def with_dims(self, dims: int) -> Box:
-        """The same elements with so many dims: leading dims of the first element alone come or go."""
+        """Return the same elements with this many dims; leading dims of size 1 at index 0 are added or
+        removed.
+        """
         more = dims - len(self.start)
         if more >= 0:
             return Box((0,) * more + self.start, (1,) * more + self.stop)
@@ -84,7 +90,7 @@ class Box:
         return Box(self.start[-more:], self.stop[-more:])
 
     def narrow(self, dim: int, start: int, stop: int) -> Box:
-        """The part between ``start`` and ``stop`` of ``dim``, counted from this box's own start."""
+        """Return the part between ``start`` and ``stop`` of ``dim``, counted from the start of this box."""
         a, b = list(self.start), list(self.stop)
         a[dim], b[dim] = self.start[dim] + start, self.start[dim] + stop
         return Box(tuple(a), tuple(b))

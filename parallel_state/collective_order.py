@@ -47,12 +47,13 @@ class _Log:
 
 
 class CollectiveOrder(engine.TorchDispatchMode):
-    """While it is entered, compares collectives between ranks at each ``every``-th call in a group.
+    """Compare collectives between ranks at every ``every``-th call in a group, while this context is entered.
 
-    Raises ``PeerFailed``, on every rank of the group and before the call runs, with both calls and where they
-    come from; or, after ``timeout``, with what ranks that do not come did last. With ``every`` above 1 a call
-    that differs has run by then; if it raises, or waits until its own timeout, the calls since are compared.
-    Collectives of other threads (a save in the background) are not seen.
+    Raises ``PeerFailed`` on every rank of the group before the call runs, with both calls and the lines of
+    code that made them. If a rank does not come within ``timeout``, the error names what it did last. With
+    ``every`` above 1 a call that differs may have run already; if it raises, or waits until its own timeout,
+    the calls since the last comparison are compared. Collectives of other threads (a background save) are not
+    seen.
     """
 
     def __init__(self, state: ParallelState, *, every: int = 1, timeout: timedelta = TIMEOUT) -> None:

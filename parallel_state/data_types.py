@@ -15,7 +15,7 @@ DTYPES = {
 
 
 def dtype_named(name: str, where: str = "recipe", key: str = "dtype") -> torch.dtype:
-    """The torch dtype with this name, or ``BadInput``."""
+    """Return the torch dtype with this name; raise ``BadInput`` if there is none."""
     if name not in DTYPES:
         raise BadInput(where, key, expected=f"one of {', '.join(DTYPES)}", found=repr(name))
     return DTYPES[name]

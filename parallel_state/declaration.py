@@ -20,7 +20,7 @@ BUFFER_DTYPE = torch.float32
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Dim ``dim`` lies in equal pieces along a mesh axis, each a whole number of units of ``unit`` rows."""
+    """Cut dim ``dim`` into equal pieces along a mesh axis, each a whole number of units of ``unit`` rows."""
 
     dim: int
     axis: str = "tensor"
@@ -29,17 +29,18 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Declaration:
-    """How one parameter lies over the ranks.
+    """Declare how one parameter is cut over the ranks.
 
-    ``shape`` is the whole shape, the same in every layout: what checkpoints and exports hold. With a
-    ``multiple`` (a vocabulary), memory has rows of zeros after those of dim 0, up to a multiple of this
-    number that the layout can cut (``held_shape``). ``partial`` names the axes over which each rank's
-    gradient is only a part, to be summed (a norm's weight under sequence parallelism, a shared key/value
-    head). ``ends`` marks a parameter that both ends of a pipeline hold (a tied embedding).
-    ``experts`` marks a stack whose dim 0 counts experts, which lie in equal pieces along the layout's
-    ``expert`` axis, beside ``cut``. ``buffer`` marks numbers that belong to the model and that no gradient
-    moves (a router's bias): in ``BUFFER_DTYPE``, whole on every rank at every ZeRO stage,
-    without moments. ``initial`` fills it.
+    ``shape``: the whole shape, the same in every layout; checkpoints and exports hold it. ``multiple`` (for a
+    vocabulary): memory has rows of zeros after those of dim 0, up to a multiple of this number that the
+    layout can cut (``held_shape``). ``partial``: the axes over which each rank's gradient is partial and must
+    be summed (a norm's weight with sequence parallelism, a shared key/value head). ``ends``: both ends of a
+    pipeline hold the parameter (a tied embedding).
+
+    ``experts``: dim 0 counts experts, which are shared out in equal pieces along the ``expert`` axis, in
+    addition to ``cut``. ``buffer``: numbers that belong to the model and that no gradient changes (a router's
+    bias); they have ``BUFFER_DTYPE``, are whole on every rank at every ZeRO stage, and have no moments.
+    ``initial`` fills the parameter.
     """
 
     shape: tuple[int, ...]
@@ -84,7 +85,9 @@ class Declaration:
             )
 
     def box(self, layout: Layout, at: Coordinates) -> Box:
-        """What the rank at these coordinates holds, padding included, before its data axes shard it."""
+        """Return what the rank at these coordinates holds, padding included, before the data axes shard
+        it.
+        """
         shape = self.held_shape(layout)
         whole = Box.whole(shape)
         if self.experts:
@@ -98,10 +101,11 @@ class Declaration:
         return whole.narrow(self.cut.dim, index * length, (index + 1) * length)
 
     def shard_box(self, layout: Layout, at: Coordinates) -> Box:
-        """What the rank holds between steps: its box, cut on ``shard_dim`` over the data axes as FSDP does.
+        """Return what the rank holds between steps: its box, cut on ``shard_dim`` over the data axes as FSDP
+        does.
 
-        ``torch.chunk``: pieces of ``ceil(rows / ranks)`` rows, the last ones shorter or empty. At ``zero=0``
-        nothing is cut, and the context ranks hold the same.
+        The cut is that of ``torch.chunk``: pieces of ``ceil(rows / ranks)`` rows, the last ones shorter or
+        empty. At ``zero=0`` nothing is cut, and the context ranks hold the same.
         """
         if self.buffer:
             return self.box(layout, at)
@@ -112,7 +116,9 @@ class Declaration:
         return box.narrow(dim, min(index * piece, rows), min((index + 1) * piece, rows))
 
     def shard_dim(self, layout: Layout) -> int:
-        """The dim that FSDP cuts: the first; of stacked experts that are too few for it, the second."""
+        """Return the dim that FSDP cuts: the first, or the second for stacked experts that are fewer than
+        the ranks.
+        """
         if not self.experts:
             return 0
         ranks, rows = layout.data_sizes(experts=True)[1], self.shape[1]
@@ -122,16 +128,17 @@ class Declaration:
         return int(here % ranks != 0 and rows % ranks == 0)
 
     def true_part(self, box: Box) -> Box:
-        """The part of a box that is no padding; empty (zero rows) where all of it is."""
+        """Return the part of a box that is not padding; it is empty (zero rows) if all of it is padding."""
         if self.multiple is None:
             return box
         start, stop = (min(bound, self.shape[0]) for bound in (box.start[0], box.stop[0]))
         return Box((start, *box.start[1:]), (stop, *box.stop[1:]))
 
     def owner(self, layout: Layout, at: Coordinates, *, sharded: bool = True) -> bool:
-        """Whether, of the ranks that hold the same box, this is the one that counts and writes it.
+        """Tell whether this rank is the owner among the ranks that hold the same box: the one that counts and
+        writes it.
 
-        Not ``sharded``: before the data axes shard it.
+        ``sharded=False``: before the data axes shard it.
         """
         cut_over = () if self.cut is None else (self.cut.axis,)
         copy, shard, _ = layout.data_place(at, self.experts)
@@ -154,10 +161,10 @@ def padded_rows(rows: int, multiple: int, pieces: int = 1) -> int:
 
 
 def declarations(model: nn.Module) -> dict[str, Declaration]:
-    """The declaration of every parameter, by its name; an undeclared parameter lies whole on all ranks, and
-    begins as its module's ``reset_parameters`` has it.
+    """Return the declaration of every parameter, by its name.
 
-    A parameter that two modules share is listed once, as ``named_parameters`` does.
+    An undeclared parameter is whole on all ranks and starts as its module's ``reset_parameters`` fills it. A
+    parameter that two modules share is listed once, as by ``named_parameters``.
     """
     modules = dict(model.named_modules())
     found = {}
@@ -169,5 +176,5 @@ def declarations(model: nn.Module) -> dict[str, Declaration]:
 
 
 def buffer_names(stated: Mapping[str, Declaration]) -> frozenset[str]:
-    """Of these parameters, those that no gradient moves, in any run."""
+    """Return the names of those parameters that no gradient changes, in any run."""
     return frozenset(name for name, one in stated.items() if one.buffer)

@@ -22,7 +22,7 @@ _met = 0
 
 
 def fault(point: str, *, rank: int, step: int | None = None) -> None:
-    """Fail here if the environment asks for it."""
+    """Fail here if the environment asks for it; for tests."""
     wanted = os.environ.get("TRILITH_FAULT")
     global _met
     if not wanted:

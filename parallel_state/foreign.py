@@ -12,14 +12,14 @@ _TODO = "Take shard_over_data(model, state, Precision()) instead: layout.zero=0 
 
 
 def mark_shared(model: nn.Module) -> None:
-    """Note that ``shard_over_data`` made the FSDP modules that are in this model."""
+    """Note that ``shard_over_data`` made the FSDP modules of this model."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.__dict__["shared_over_data"] = True
 
 
 def refuse_foreign(model: nn.Module, where: str) -> None:
-    """Refuse a model that torch's ``fully_shard`` or DDP was called on directly, naming the module."""
+    """Refuse a model that torch's ``fully_shard`` or DDP has wrapped directly, naming the module."""
     for name, module in model.named_modules():
         found = None
         if isinstance(module, DistributedDataParallel):

@@ -17,11 +17,11 @@ from .state import ParallelState, alone_or
 def finalize_gradients(
     model: nn.Module, *, reduce: torch.dtype | None = None, state: ParallelState | None = None
 ) -> None:
-    """Sum, once a step, the gradients of which each rank holds only a part. In place.
+    """Sum the partial gradients, in place; call it once in a step after the last backward.
 
-    Norm weights and row biases under sequence parallelism and shared key/value heads are summed over the
-    tensor axis; a tied embedding over the two ends of the pipeline. The data axes are FSDP's work and done by
-    now. ``reduce``: sum in this dtype, if not in the gradients' own.
+    Norm weights and row biases with sequence parallelism, and shared key/value heads, are summed over the
+    tensor axis; a tied embedding is summed over the two ends of the pipeline. FSDP has already summed over
+    the data axes. ``reduce``: the dtype to sum in; the default is that of the gradients.
     """
     if state is None or state.layout.world == 1:
         return
@@ -36,7 +36,7 @@ def finalize_gradients(
 
 
 def divide_gradients(model: nn.Module, by: Tensor) -> None:
-    """Divide all gradients, in place, by one number, on the host where they rest there (offload)."""
+    """Divide all gradients by one number, in place, on the host if they are kept there (offload)."""
     found = [local_data(one.grad) for one in model.parameters() if one.grad is not None]
     on = {device: by.to(device) for device in {grad.device for grad in found}}
     for grad in found:
@@ -44,10 +44,12 @@ def divide_gradients(model: nn.Module, by: Tensor) -> None:
 
 
 def gradient_norm(model: nn.Module, *, state: ParallelState | None = None) -> Tensor:
-    """The 2-norm over the gradients of the whole model, every element counted once; the same on every rank.
+    """Return the 2-norm over the gradients of the whole model, with every element counted once; equal on all
+    ranks.
 
-    A scalar tensor in at least fp32. A copy of a gradient counts zero times, but what is not finite in it
-    makes the norm NaN: so all ranks know of an overflow anywhere. Collective over all ranks.
+    The result is a scalar tensor in at least fp32. Copies of a gradient count zero times, but a value in them
+    that is not finite makes the norm NaN, so that all ranks know of an overflow anywhere. Collective over all
+    ranks.
     """
     state = alone_or(state)
     if state.layout.world > 1:
@@ -70,10 +72,11 @@ def gradient_norm(model: nn.Module, *, state: ParallelState | None = None) -> Te
 def clip_gradients(
     model: nn.Module, max_norm: float, *, loss_scale: float = 1.0, state: ParallelState | None = None
 ) -> Tensor:
-    """Scale all gradients so that their global norm is at most ``max_norm``; returns the norm before.
+    """Scale all gradients so that their global norm is at most ``max_norm``; return the norm before.
 
-    ``max_norm=0`` clips nothing. ``loss_scale``: what the loss was multiplied by; gradients and norm are
-    divided by it. If the norm is not finite the gradients stay as they are, so that the culprit can be found.
+    ``max_norm=0`` does not clip. ``loss_scale``: the factor of the loss; gradients and norm are divided by
+    it. If the norm is not finite, the gradients stay as they are, so that the cause can be found. Collective
+    over all ranks.
     """
     norm = gradient_norm(model, state=state) / loss_scale
     if max_norm == 0 and loss_scale == 1.0:
@@ -86,10 +89,10 @@ def clip_gradients(
 
 
 def last_not_finite(model: nn.Module, *, state: ParallelState | None = None) -> str | None:
-    """The last parameter on this rank, so the first in a backward pass, whose gradient holds a NaN or an
+    """Return the last parameter on this rank (the first in a backward pass) whose gradient holds a NaN or an
     infinity.
 
-    Of a tied embedding the first stage's copy: the last one's has its sum.
+    For a tied embedding this is the first stage's copy, because the last stage's copy holds the sum.
     """
     stage = 0 if state is None else state.at.pipeline
     found = [

@@ -14,7 +14,9 @@ from .layout import Layout
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """Rank ``rank`` holds ``box`` of a tensor; of those that hold the same elements one is the ``owner``."""
+    """State that ``rank`` holds ``box`` of a tensor; of the ranks that hold the same elements one is the
+    ``owner``.
+    """
 
     rank: int
     box: Box
@@ -28,11 +30,11 @@ def holdings(
     sharded: bool = True,
     replicas: bool = False,
 ) -> dict[str, list[Holding]]:
-    """For every tensor, the boxes that ranks hold of it, without padding.
+    """Return, for every tensor, the boxes that ranks hold of it, without padding.
 
-    ``stages`` are the declarations of each pipeline stage (``Family.declarations``). ``sharded`` cuts over
-    the data axes as between training steps. ``replicas`` also lists the ranks that hold copies, and those
-    that hold nothing but padding, with an empty box. Owners' boxes are disjoint and cover each tensor.
+    ``stages``: the declarations of each pipeline stage (``Family.declarations``). ``sharded`` also cuts over
+    the data axes, as between training steps. ``replicas`` also lists the ranks that hold copies, and, with an
+    empty box, those that hold only padding. The owners' boxes are disjoint and cover each tensor.
     """
     assert len(stages) == layout.pipeline, (len(stages), layout)
     found: dict[str, list[Holding]] = {name: [] for stage in stages for name in stage}
@@ -49,7 +51,9 @@ def holdings(
 
 
 def parts(wanted: Box, held: Iterable[Holding]) -> list[tuple[Holding, Box]]:
-    """Which owners hold which part of ``wanted``; together all of it, each element once."""
+    """Return which owners hold which part of ``wanted``; together the parts are all of it, each element
+    once.
+    """
     found = []
     for holding in held:
         overlap = holding.box.intersect(wanted) if holding.owner else None

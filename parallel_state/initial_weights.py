@@ -20,28 +20,28 @@ _TILE = (256, 4096)
 
 @dataclass(frozen=True, slots=True)
 class Normal:
-    """Gaussian around zero."""
+    """Fill a parameter from a normal distribution around zero."""
 
     std: float
 
 
 @dataclass(frozen=True, slots=True)
 class Uniform:
-    """Even between ``-bound`` and ``bound``."""
+    """Fill a parameter evenly between ``-bound`` and ``bound``."""
 
     bound: float
 
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """The same everywhere."""
+    """Fill a parameter with one number."""
 
     value: float
 
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """What ``reset_parameters`` of the parameter's module makes of it: the way of ``torch.nn``'s layers."""
+    """Fill a parameter by ``reset_parameters`` of its module, as ``torch.nn``'s layers do."""
 
 
 Initial = Normal | Uniform | Constant | Own
@@ -50,7 +50,7 @@ ZERO, OWN = Constant(0.0), Own()
 
 
 def seed_of(*parts: object) -> int:
-    """A 63-bit seed from anything with a stable text, the same on every machine."""
+    """Return a 63-bit seed from anything with a stable text, the same on every machine."""
     digest = hashlib.blake2b("\x1f".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 

@@ -14,7 +14,7 @@ AXES = ("pipeline", "data_replicate", "data_shard", "context", "tensor")
 
 @dataclass(frozen=True, slots=True)
 class Coordinates:
-    """Where a rank stands on each axis."""
+    """State the position of a rank on each axis."""
 
     pipeline: int = 0
     data_replicate: int = 0
@@ -25,16 +25,17 @@ class Coordinates:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The numbers that say how one model lies on many ranks.
+    """Hold the numbers that say how one model is cut over many ranks.
 
     ``world = tensor * context * data_shard * data_replicate * pipeline``. ``expert`` divides ``context *
     data_shard`` (``context`` times all data ranks at ``zero=0``) and is a second view of the same ranks:
-    neighbours in it hold different experts. ``zero`` is the ZeRO stage of the data axes: 0 keeps
-    every rank whole (all data ranks in ``data_replicate``), 1 to 3 shard over ``data_shard`` and ``context``.
-    ``sequence`` turns on Megatron's sequence parallelism along the tensor axis. ``ring`` passes attention's
-    keys and values around the context ranks, a piece at a time, instead of gathering them.
+    neighbours in it hold different experts. ``zero``: the ZeRO stage of the data axes; 0 keeps every rank
+    whole (all data ranks are in ``data_replicate``), 1 to 3 shard over ``data_shard`` and ``context``.
+    ``sequence`` turns on Megatron's sequence parallelism along the tensor axis. ``ring`` passes keys and
+    values around the context ranks, one piece at a time, instead of gathering them.
+
     A pipeline rank holds ``virtual_stages`` stages of the model: every ``pipeline``-th one, or with
-    ``v_shape`` two, one on the way down and one on the way back up, so that the first rank holds both ends.
+    ``v_shape`` two, one on the way down and one on the way up, so that the first rank holds both ends.
     """
 
     tensor: int = 1
@@ -109,9 +110,9 @@ class Layout:
         virtual_stages: int = 1,
         v_shape: bool = False,
     ) -> Layout:
-        """A layout from one number of data ranks: replicas at ``zero=0``, shards from ``zero=1`` on.
+        """Return a layout from one number of data ranks: replicas at ``zero=0``, shards from ``zero=1`` on.
 
-        ``data_replicate`` (with ``zero >= 1``) says how many replicas of the shards there are (HSDP).
+        ``data_replicate`` (with ``zero >= 1``): number of replicas of the shards (HSDP).
         """
         if zero == 0:
             shard, replicate = 1, data
@@ -141,27 +142,27 @@ class Layout:
 
     @property
     def world(self) -> int:
-        """How many ranks it takes."""
+        """Return the number of ranks."""
         return self.tensor * self.context * self.data_shard * self.data_replicate * self.pipeline
 
     @property
     def data(self) -> int:
-        """How many ranks see different samples."""
+        """Return the number of data ranks, which see different samples."""
         return self.data_shard * self.data_replicate
 
     @property
     def stages(self) -> int:
-        """How many pieces the model's blocks are cut into."""
+        """Return the number of stages that the model's blocks are cut into."""
         return self.pipeline * self.virtual_stages
 
     def stages_of(self, pipeline: int) -> tuple[int, ...]:
-        """The numbers of the stages that a pipeline rank holds, from the model's first blocks on."""
+        """Return the numbers of the stages that a pipeline rank holds, in the model's order."""
         if self.v_shape:
             return (pipeline, 2 * self.pipeline - 1 - pipeline)
         return tuple(range(pipeline, self.stages, self.pipeline))
 
     def rank_of_stage(self, stage: int) -> int:
-        """The pipeline rank that holds a stage."""
+        """Return the pipeline rank that holds a stage."""
         assert 0 <= stage < self.stages, (stage, self.stages)
         if self.v_shape:
             return min(stage, 2 * self.pipeline - 1 - stage)
@@ -169,21 +170,24 @@ class Layout:
 
     @property
     def expert_pool(self) -> int:
-        """The ranks that ``expert`` divides: those that one copy of the weights lies on, without ZeRO all
-        data ranks.
+        """Return the number of ranks that ``expert`` must divide: those that share one copy of the weights.
+
+        Without ZeRO these are all data ranks.
         """
         return self.context * (self.data_shard if self.zero else self.data)
 
     def data_sizes(self, experts: bool = False) -> tuple[int, int, int]:
-        """How the data and context ranks hold a weight: in so many copies, of so many shards, of so many
-        parts that are never whole on one rank. The last is 1 but for the second view, that of ``experts``.
+        """Return (replicas, ZeRO shards, expert shards) of a weight over the data and context ranks.
+
+        Expert shards are never whole on one rank; their number is 1 except in the second view, with
+        ``experts``.
         """
         expert = self.expert if experts else 1
         rest = self.expert_pool // expert
         return (self.data_replicate, rest, expert) if self.zero else (rest, 1, expert)
 
     def data_place(self, at: Coordinates, experts: bool = False) -> tuple[int, int, int]:
-        """Which of each of ``data_sizes`` a rank holds."""
+        """Return a rank's position in each of ``data_sizes``."""
         _, shards, expert = self.data_sizes(experts)
         index = (at.data_replicate * self.data_shard + at.data_shard) * self.context + at.context
         rest, part = divmod(index, expert)
@@ -191,7 +195,7 @@ class Layout:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Ranks along each of ``AXES``."""
+        """Return the number of ranks along each of ``AXES``."""
         return tuple(getattr(self, axis) for axis in AXES)
 
     def check_world(self, world: int) -> None:
@@ -208,7 +212,9 @@ class Layout:
 
     @property
     def length_unit(self) -> int:
-        """What a sequence's length must be a multiple of, to be cut over the context and tensor axes."""
+        """Return the number that a sequence's length must be a multiple of, so that context and tensor
+        axes can cut it.
+        """
         unit = 2 * self.context if self.context > 1 else 1
         return lcm(unit, self.context * self.tensor) if self.sequence else unit
 
@@ -228,7 +234,7 @@ class Layout:
         )
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Where ``rank`` stands."""
+        """Return the coordinates of ``rank``."""
         if not 0 <= rank < self.world:
             raise BadInput("layout", "rank", expected=f"0 to {self.world - 1}", found=rank)
         place = {}
@@ -237,7 +243,7 @@ class Layout:
         return Coordinates(**place)
 
     def rank(self, at: Coordinates) -> int:
-        """The rank that stands at these coordinates."""
+        """Return the rank at these coordinates."""
         rank = 0
         for axis in AXES:
             size, index = getattr(self, axis), getattr(at, axis)
@@ -246,7 +252,9 @@ class Layout:
         return rank
 
     def ranks_along(self, axes: tuple[str, ...], rank: int) -> list[int]:
-        """All ranks that share every coordinate with ``rank`` but those on ``axes``, in rank order."""
+        """Return all ranks that share every coordinate with ``rank`` except those on ``axes``, in rank
+        order.
+        """
         here = asdict(self.coordinates(rank))
         return [r for r in range(self.world) if _same(here, asdict(self.coordinates(r)), but=axes)]
 
@@ -255,7 +263,7 @@ class Layout:
         return pipeline * (self.world // self.pipeline)
 
     def places(self) -> Iterator[Coordinates]:
-        """The coordinates of every rank, in rank order."""
+        """Yield the coordinates of every rank, in rank order."""
         return (self.coordinates(rank) for rank in range(self.world))
 
     def __str__(self) -> str:

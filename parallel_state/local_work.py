@@ -7,8 +7,10 @@ from .errors import BadInput
 
 
 def check_local_ranks(ranks: int, *, devices: int | None = None) -> None:
-    """Raise ``BadInput`` for more ranks than this machine takes: one for each device of ``devices`` where
-    they compute on GPUs, and else ``most_at_once()`` processes.
+    """Raise ``BadInput`` for more ranks than this machine should start.
+
+    The limit is one rank for each device of ``devices`` if ranks compute on GPUs, otherwise
+    ``most_at_once()`` processes.
     """
     most = most_at_once() if devices is None else devices
     if ranks > most:
@@ -22,7 +24,9 @@ def check_local_ranks(ranks: int, *, devices: int | None = None) -> None:
 
 
 def check_workers(workers: int, where: str) -> None:
-    """Raise ``BadInput`` that names ``where`` for no worker, or for more workers than this machine takes."""
+    """Raise ``BadInput``, naming ``where``, for no worker or for more workers than this machine should
+    start.
+    """
     if not 1 <= workers <= most_at_once():
         expected = f"from 1 to {most_at_once():,} on this machine"
         raise BadInput(where, "workers", expected=expected, found=f"{workers:,}")

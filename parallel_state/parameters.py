@@ -18,14 +18,15 @@ from .user_parameters import own_values
 
 
 class DeclaredModule(nn.Module):
-    """A module whose parameters are declared, with ``reset_parameters`` as ``torch.nn``'s layers have it."""
+    """Give a module with declared parameters a ``reset_parameters``, as ``torch.nn``'s layers have it."""
 
     def reset_parameters(self, seed: int | None = None) -> None:
-        """Fill what this rank holds of the declared parameters anew; padding becomes zero.
+        """Fill this rank's part of the declared parameters again; padding becomes zero.
 
-        With a ``seed`` the values follow from it and each parameter's name in this module, without one from
-        torch's global seed, which the ranks set alike. The bits are the same in every layout. Parameters on
-        the meta device stay as they are. ``initialize`` fills a whole model, by all its parameters' names.
+        With a ``seed`` the values depend on it and on each parameter's name in this module; without one they
+        depend on torch's global seed, which the ranks must set alike. The bits are the same in every layout.
+        Parameters on the meta device stay as they are. ``initialize`` fills a whole model, by the names of
+        all its parameters.
         """
         holders = [("", cast(nn.Module, self))]  # and those that only hold one of several products
         holders += [(f"{name}.", one) for name, one in self.named_children() if type(one) is nn.Module]
@@ -45,13 +46,12 @@ def _global_seed() -> int:
 def declare_parameter(
     module: nn.Module, name: str, declaration: Declaration, state: ParallelState
 ) -> nn.Parameter:
-    """Register ``module.<name>``, this rank's part of the declared parameter, and remember the declaration.
+    """Register ``module.<name>``, this rank's part of the declared parameter, and store the declaration.
 
     Device and dtype are torch's defaults (``with torch.device("meta")`` builds without memory); a buffer has
-    ``BUFFER_DTYPE`` and requires no gradient. On a real device it is filled at once from torch's global seed:
-    ranks that called ``torch.manual_seed`` alike hold parts of one tensor.
-
-    Raises ``BadInput`` where the layout cannot cut it evenly.
+    ``BUFFER_DTYPE`` and requires no gradient. On a real device the parameter is filled at once from torch's
+    global seed: ranks that called ``torch.manual_seed`` alike hold parts of one tensor. Raises ``BadInput``
+    if the layout cannot cut it evenly.
     """
     declaration.check(state.layout, name)
     box = declaration.box(state.layout, state.at)
@@ -76,12 +76,16 @@ def declare_parameter(
 
 
 def local(parameter: Tensor) -> Tensor:
-    """The part to compute with; its gradient flows back to the parameter as this rank's own, not summed."""
+    """Return the part of a parameter to compute with; its gradient flows back as this rank's own, not
+    summed.
+    """
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def stored_box(parameter: Tensor, declaration: Declaration, state: ParallelState) -> Box:
-    """Which box of the whole tensor this rank's storage holds: sharded over the data axes or not yet."""
+    """Return the box of the whole tensor that this rank stores, whether or not the data axes shard it
+    already.
+    """
     box = declaration.box(state.layout, state.at)
     if tuple(local_data(parameter).shape) != box.shape:
         box = declaration.shard_box(state.layout, state.at)
@@ -92,11 +96,11 @@ def stored_box(parameter: Tensor, declaration: Declaration, state: ParallelState
 def initialize(
     model: nn.Module, seed: int, *, among: Container[str] | None = None, state: ParallelState | None = None
 ) -> None:
-    """Fill every parameter as a function of (seed, its name) alone; padding becomes zero.
+    """Fill every parameter as a function of ``seed`` and its name only; padding becomes zero.
 
-    Those that nobody declared, such as of ``torch.nn``'s layers, as their modules' ``reset_parameters`` does;
-    ``BadInput`` names one whose module has none. ``among``: only those of these names. The bits do not depend
-    on the layout, on FSDP, or on which stage of a pipeline asks.
+    Undeclared parameters, such as those of ``torch.nn``'s layers, are filled by their module's
+    ``reset_parameters``; ``BadInput`` names a parameter whose module has none. ``among``: fill only the
+    parameters of these names. The bits do not depend on the layout, on FSDP, or on the pipeline stage.
     """
     state = alone_or(state)
     stated, modules = declarations(model), dict(model.named_modules())

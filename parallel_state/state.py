@@ -32,11 +32,11 @@ _EXPERT_AXES = ("pipeline", "expert_replicate", "expert_shard", "expert", "tenso
 
 
 class ParallelState:
-    """What a parallel layer is told, as its last, keyword-only argument, about the ranks around it.
+    """Tell a parallel layer about the ranks around it; layers take it as their last, keyword-only argument.
 
-    ``ParallelState.start(layout)`` joins the running process group; ``ParallelState.stand_in(layout, rank)``
-    stands for any rank of any world without processes, for planning and for building on the meta device;
-    ``ParallelState.alone()`` is one device, and what ``state=None`` means.
+    ``ParallelState.start(layout)`` joins the running process group. ``ParallelState.stand_in(layout, rank)``
+    stands for any rank of any world without processes, for planning and for building on the meta device.
+    ``ParallelState.alone()`` is one device, and the meaning of ``state=None``.
     """
 
     def __init__(
@@ -76,11 +76,12 @@ class ParallelState:
         timeout: timedelta = TIMEOUT,
         files_timeout: timedelta = FILES_TIMEOUT,
     ) -> ParallelState:
-        """This rank's state in the process group, whose world size must be the layout's.
+        """Return this rank's state in the process group, whose world size must be that of the layout.
 
-        Under torchrun the process group is made here, unless it runs already. ``timeout`` bounds every wait
-        for a peer, ``files_timeout`` those in ``file_group``. Ranks whose torch seeds differ take rank 0's,
-        since parts of one tensor are drawn from it. Collective: every rank calls it, with the same layout.
+        Under torchrun the process group is started here, unless it runs already. ``timeout`` bounds every
+        wait for a peer, ``files_timeout`` the waits in ``file_group``. Ranks whose torch seeds differ take
+        rank 0's seed, because they draw parts of one tensor from it. Collective: every rank calls it with the
+        same layout.
         """
         if not dist.is_initialized():
             _init_process_group(torch.device(device), timeout)
@@ -116,20 +117,22 @@ class ParallelState:
 
     @classmethod
     def stand_in(cls, layout: Layout, rank: int = 0) -> ParallelState:
-        """The state of any rank of any layout, without processes: it has coordinates but no groups."""
+        """Return the state of any rank of any layout without processes; it has coordinates but no groups."""
         return cls(layout, rank)
 
     @staticmethod
     def alone() -> ParallelState:
-        """One device: every collective is the identity."""
+        """Return the state of one device, on which every collective is the identity."""
         return _alone()
 
     @property
     def tensor_size(self) -> int:
+        """Return the number of tensor ranks."""
         return self.layout.tensor
 
     @property
     def tensor_index(self) -> int:
+        """Return this rank's position on the tensor axis."""
         return self.at.tensor
 
     @property
@@ -139,76 +142,88 @@ class ParallelState:
 
     @property
     def sequence(self) -> bool:
-        """Whether activations between the blocks are split along the sequence over the tensor axis."""
+        """Tell whether activations between the blocks are split along the sequence over the tensor axis."""
         return self.layout.sequence and self.layout.tensor > 1
 
     @property
     def context_size(self) -> int:
+        """Return the number of context ranks."""
         return self.layout.context
 
     @property
     def context_index(self) -> int:
+        """Return this rank's position on the context axis."""
         return self.at.context
 
     @property
     def context_group(self) -> dist.ProcessGroup:
-        """The ranks that hold the other pieces of the same sequences, in order."""
+        """Return the group of ranks that hold the other pieces of the same sequences, in order."""
         assert self._context is not None, "a stand-in has no process groups, and one context rank no others"
         return self._context
 
     @property
     def tensor_group(self) -> dist.ProcessGroup:
+        """Return the group of ranks that hold the other parts of the same layers."""
         assert self._tensor is not None, "a stand-in has no process groups"
         return self._tensor
 
     @property
     def pipeline_group(self) -> dist.ProcessGroup:
+        """Return the group of ranks that hold the other stages."""
         assert self.mesh is not None, "a stand-in has no process groups"
         return self.mesh["pipeline"].get_group()
 
     @property
     def file_group(self) -> dist.ProcessGroup | None:
-        """All ranks, on the CPU. For checkpoints alone: a thread may use it while the others compute."""
+        """Return the group of all ranks on the CPU, for checkpoints only: a thread may use it while other
+        ranks compute.
+        """
         return self._files
 
     @property
     def ends_group(self) -> dist.ProcessGroup:
-        """This rank's counterpart at the other end of the pipeline, and itself (for tied embeddings)."""
+        """Return the group of this rank and its counterpart at the other end of the pipeline (for tied
+        embeddings).
+        """
         assert self._ends is not None, "a stand-in has no process groups, and one stage no ends"
         return self._ends
 
     @property
     def tensor_mesh(self) -> DeviceMesh | None:
-        """The mesh on which tensor-parallel parameters are DTensors; ``None`` for one rank or a stand-in."""
+        """Return the mesh of tensor-parallel DTensor parameters; ``None`` for one rank or a stand-in."""
         return None if self.tensor_size == 1 else self._tensor_mesh
 
     @property
     def data_mesh(self) -> DeviceMesh:
-        """The mesh over which FSDP shards (last axis) and, if there are replicas, replicates (first axis)."""
+        """Return the mesh over which FSDP shards (last axis) and, if there are replicas, replicates (first
+        axis).
+        """
         assert self._data_mesh is not None, "a stand-in has no process groups"
         return self._data_mesh
 
     @property
     def expert_group(self) -> dist.ProcessGroup:
-        """The ranks among which whole sets of experts are dealt out, and tokens sent."""
+        """Return the group of ranks that share out the experts and exchange tokens."""
         assert self._expert_group is not None, "a stand-in has no process groups, and expert=1 no such"
         return self._expert_group
 
     @property
     def expert_tensor_mesh(self) -> DeviceMesh | None:
-        """``tensor_mesh`` for parameters that are cut over ``expert``."""
+        """Return the ``tensor_mesh`` for parameters that are cut over ``expert``."""
         return None if self.tensor_size == 1 else self._expert_tensor_mesh
 
     @property
     def expert_data_mesh(self) -> DeviceMesh:
-        """``data_mesh`` for parameters that are cut over ``expert``: the ranks that hold the same ones."""
+        """Return the ``data_mesh`` for parameters that are cut over ``expert``: the ranks that hold the
+        same experts.
+        """
         assert self._experts is not None, "a stand-in has no process groups, and expert=1 no such"
         replicated = not self.layout.zero or self.layout.data_replicate > 1
         return self._experts[("expert_replicate", "expert_shard") if replicated else ("expert_shard",)]
 
     @property
     def data_index(self) -> int:
-        """Which piece of the global batch this rank reads, of ``layout.data``."""
+        """Return which piece of the global batch this rank reads, of ``layout.data``."""
         return self.at.data_replicate * self.layout.data_shard + self.at.data_shard
 
     def __repr__(self) -> str:

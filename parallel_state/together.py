@@ -16,12 +16,12 @@ _FAILED_RANK = "failed_rank"
 
 
 def together(work: Callable[[], T], *, world: int, group: dist.ProcessGroup | None) -> list[T]:
-    """Run ``work`` on this rank and give every rank's result, in rank order.
+    """Run ``work`` on this rank and return every rank's result, in rank order.
 
-    A rank whose work raised still takes part, so nobody waits for it; then every rank raises the error of the
-    lowest rank that failed. Collective over ``group``, all ``world`` ranks; in a world of one it is just the
-    work. ``world`` is said, not asked of torch: a rank whose process group is gone must fail, not go on alone
-    and take its part for the whole.
+    A rank whose work raised still takes part, so that nobody waits for it; then every rank raises the error
+    of the lowest rank that failed. Collective over ``group`` with all ``world`` ranks; in a world of one it
+    only runs the work. ``world`` is an argument and is not read from torch, because a rank whose process
+    group is gone must fail instead of taking its part for the whole.
     """
     error: Exception | None = None
     results: list[T] = []
@@ -43,7 +43,7 @@ def together(work: Callable[[], T], *, world: int, group: dist.ProcessGroup | No
 
 
 def rank_at_fault(error: Exception, *, here: int) -> int:
-    """The rank whose work raised this error: the one that ``together`` names, else this one."""
+    """Return the rank whose work raised this error: the one that ``together`` names, or else this one."""
     rank: int = vars(error).get(_FAILED_RANK, here)
     return rank
 

@@ -15,7 +15,7 @@ _MOST_DIGITS = 9
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """This process among the ranks that somebody started: with torchrun, or by setting its variables."""
+    """Describe this process among the ranks that torchrun, or a user who set its variables, has started."""
 
     rank: int
     world: int
@@ -25,9 +25,9 @@ class Launched:
 
 
 def launched() -> Launched | None:
-    """Read torchrun's variables; ``None`` where none of them is set.
+    """Read torchrun's variables; return ``None`` if none of them is set.
 
-    Raises ``BadInput``, which names the variable, for an incomplete set and for values that cannot be.
+    Raises ``BadInput``, naming the variable, for an incomplete set or an impossible value.
     """
     given = [name for name in _NAMES if name in os.environ]
     if not given:

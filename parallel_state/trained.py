@@ -16,16 +16,18 @@ from .state import ParallelState
 
 
 class NotTrained(PeerFailed):
-    """After a backward pass a trained parameter has no gradient, or all gradients are zero."""
+    """Report that a trained parameter has no gradient after backward, or that all gradients are zero. Exit
+    code 3.
+    """
 
 
 def signs_of_training(model: nn.Module, *, unused: str | None = None) -> Tensor:
-    """Three numbers of this rank, to be summed over all ranks: how many parameters are trained, how many of
-    them have no gradient, and the largest element of the gradients. In fp64, wherever the gradients are.
+    """Return three numbers of this rank, to be summed over all ranks, in fp64 on the device of the gradients.
 
-    ``unused``: a pattern over names of parameters that a step may leave without a gradient. An expert to
-    which no token went has a gradient of zeros, and a rank's piece of a parameter may be empty: neither is
-    missing.
+    They are the number of trained parameters, the number of those without a gradient, and the largest element
+    of the gradients. ``unused``: a pattern over names of parameters that a step may leave without a gradient.
+    An expert that got no token has a gradient of zeros, and a rank's piece of a parameter may be empty:
+    neither counts as missing.
     """
     trained = _trained(model, unused)
     missing = sum(one.grad is None for one in trained.values())
@@ -46,10 +48,11 @@ def refuse_untrained(
     unused: str | None = None,
     state: ParallelState | None = None,
 ) -> None:
-    """Raise ``NotTrained``, naming parameters, where ``signs``, summed over all ranks, say that one or all
-    would not be trained. The same on every rank: all must come here with the same numbers.
+    """Raise ``NotTrained``, naming parameters, if one parameter or all of them would not be trained.
 
-    A loss of exactly zero has zero gradients, such as that of a step in which no label counts.
+    ``signs``: the numbers of ``signs_of_training``, summed over all ranks; all ranks must call this with the
+    same numbers, and all raise alike. A loss of exactly zero, such as that of a step in which no label
+    counts, may have zero gradients.
     """
     trained, missing, largest = signs
     if missing:

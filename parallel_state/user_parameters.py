@@ -23,13 +23,13 @@ def declare(
     initial: Initial = OWN,
     state: ParallelState | None = None,
 ) -> Declaration:
-    """Say how ``module.<name>``, a parameter that exists, lies over the ranks; see ``Declaration``.
+    """Declare how an existing parameter ``module.<name>`` is cut over the ranks; see ``Declaration``.
 
-    With a ``cut`` the parameter is this rank's equal piece, and the whole follows from the layout. Its first
-    values are those of the module's ``reset_parameters`` unless ``initial`` is given. Raises ``BadInput``
-    where there is no such parameter, or the cut is not even.
+    With a ``cut`` the parameter is this rank's equal piece, and the whole shape follows from the layout. Its
+    first values are those of the module's ``reset_parameters`` unless ``initial`` is given. Raises
+    ``BadInput`` if there is no such parameter or the cut is not even.
 
-    >>> norm = nn.LayerNorm(8)  # each rank normalises its own tokens: its gradients are parts
+    >>> norm = nn.LayerNorm(8)  # each rank normalises its own tokens: its gradients are partial
     >>> declare(norm, "weight", partial=("tensor",)).shape
     (8,)
     """
