@@ -16,11 +16,11 @@ _ELEMENTS = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How a tensor differs: ``what`` says it in words; the figures are over all elements, NaN where they do
-    not apply.
+    """Describe how a tensor differs: ``what`` in words, and figures over all elements (NaN if they do not
+    apply).
 
-    ``relative`` is the largest absolute difference over the largest element of the first. ``elements`` counts
-    those that differ.
+    ``absolute``: the largest absolute difference. ``relative``: the largest absolute difference divided by
+    the largest element of the first tensor. ``elements``: the number of elements that differ.
     """
 
     name: str
@@ -31,10 +31,10 @@ class Difference:
 
 
 def differences(a: Source, b: Source) -> Iterator[Difference]:
-    """The tensors in which two sources differ, in the first's order; equal means equal bit for bit, NaN
+    """Yield the tensors in which two sources differ, in the order of the first; equal means bit for bit, NaN
     included.
 
-    Names are ours unless both are Hugging Face folders. Moments are compared where both have them.
+    Names are trilith's, unless both sources are Hugging Face folders. Moments are compared if both have them.
     """
     if a.family.model_type != b.family.model_type:
         raise BadInput(b.path, "model_type", expected=a.family.model_type, found=b.family.model_type)

@@ -30,12 +30,12 @@ class Found:
 
 
 def step_directory(root: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies in the directory of its run."""
+    """Return the directory of a step's checkpoint in the directory of its run."""
     return root / f"step-{step:08d}"
 
 
 def complete_checkpoints(root: Path) -> list[Path]:
-    """The checkpoints in ``root`` that have a manifest, by step; those being written or deleted have none."""
+    """Return the checkpoints in ``root`` that have a manifest, by step; unfinished ones have none."""
     names = (path for path in root.iterdir() if STEP_NAME.fullmatch(path.name))
     return sorted((path for path in names if (path / MANIFEST).exists()), key=step_of)
 
@@ -54,7 +54,9 @@ def open_checkpoint(directory: Path | str) -> Found:
 
 
 def latest_checkpoint(root: Path | str) -> Found:
-    """The complete checkpoint of the highest step, held; ``BadCheckpoint`` says what there is instead."""
+    """Return the complete checkpoint of the highest step, held against deletion; ``BadCheckpoint`` says
+    what is there.
+    """
     root = Path(root)
     if not root.is_dir():
         found = "a file" if root.exists() else "no such directory"

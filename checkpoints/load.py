@@ -20,9 +20,9 @@ def load_weights(
 ) -> None:
     """Fill the model's parameters, in place, from a Hugging Face folder or a checkpoint of any layout.
 
-    The model may be cut, sharded by FSDP, a pipeline's stage. Weights are cast to the parameters' dtype;
-    padding becomes zero. Raises ``BadInput`` or ``BadCheckpoint`` for a source that is not of this model, or
-    holds LoRA adapters, which would leave all else unfilled (see ``load_model``).
+    The model may be cut, sharded by FSDP, or a pipeline stage. Weights are cast to the parameters' dtype;
+    padding becomes zero. Raises ``BadInput`` or ``BadCheckpoint`` for a source of another model, or of LoRA
+    adapters, which would leave the other parameters unfilled (see ``load_model``).
     """
     source = read_source(path)
     check_whole(source)
@@ -31,9 +31,9 @@ def load_weights(
 
 
 def load_source(source: Source, model: CausalLM, *, finite: bool = True) -> None:
-    """Fill, in place, those of the model's parameters that the source's family has; adapters, or all else.
+    """Fill, in place, the parameters that the source's family has: adapters, or all others.
 
-    Collective: of a checkpoint every byte is read against its checksum, each rank sees to some of the files.
+    Collective: every byte of a checkpoint is compared with its checksum, each rank reading some of the files.
     """
     check_bytes(source, model.state)
     fill_from(source, model, finite=finite)
@@ -54,10 +54,10 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     state: ParallelState | None = None,
 ) -> CausalLM:
-    """The model of a Hugging Face folder or a checkpoint, whole or as this rank's part of a layout.
+    """Return the model of a Hugging Face folder or a checkpoint, whole or as this rank's part of a layout.
 
-    ``adapter``: with LoRA adapters of a PEFT folder or a checkpoint of theirs. A ``path`` that is such a
-    checkpoint gives them on the base that it names.
+    ``adapter``: a PEFT folder or a checkpoint with LoRA adapters to add. A ``path`` that is such a checkpoint
+    gives its adapters on the base that it names. Raises ``BadInput`` or ``BadCheckpoint``.
     """
     source, added = read_with_adapter(path, adapter)
     family = source.family if added is None else added.family
@@ -69,7 +69,7 @@ def load_model(
 
 
 def read_with_adapter(path: str | Path, adapter: str | Path | None = None) -> tuple[Source, Source | None]:
-    """A model's weights and, if there are any, the LoRA adapters for it; see ``load_model``."""
+    """Open a model's weights and, if there are any, the LoRA adapters for it; see ``load_model``."""
     source = read_source(path)
     if source.adapter is not None and adapter is None:
         if source.adapter.base is None:
@@ -79,7 +79,7 @@ def read_with_adapter(path: str | Path, adapter: str | Path | None = None) -> tu
 
 
 def check_whole(source: Source) -> None:
-    """Refuse LoRA adapters where the weights of a whole model are needed."""
+    """Refuse LoRA adapters if the weights of a whole model are needed."""
     if source.adapter is not None:
         todo = f"`trilith merge-lora BASE {source.path} OUT` makes one; `load_model` loads both"
         raise BadInput(source.path, expected="a whole model", found="LoRA adapters", todo=todo)

@@ -29,10 +29,11 @@ _SAMPLE = 256
 
 
 def fingerprint(base: Source) -> str:
-    """16 hexadecimal digits of a model: config, each tensor's name, dtype and shape, and some of its numbers.
+    """Return 16 hexadecimal digits of a model: its config, the name, dtype and shape of each tensor, and some
+    numbers.
 
-    These are the first of the first, the middle and the last row, so other weights are told without
-    reading all of them; a single number changed elsewhere is not. The same in every form and layout.
+    The numbers are the first ones of the first, the middle and the last row. They tell other weights without
+    reading all; a single number changed elsewhere is not noticed. The same in every form and layout.
     """
     digest = hashlib.sha256(base.model_config.model_dump_json(exclude={"initializer_range"}).encode())
     tie = base.tie(to_hf=True)
@@ -47,17 +48,17 @@ def fingerprint(base: Source) -> str:
 
 
 def stored_adapter(family: AdaptedFamily, base: Source) -> StoredAdapter:
-    """What a checkpoint of these adapters says of them and of their base."""
+    """Return what a checkpoint of these adapters states about them and their base."""
     lora = family.lora.model_dump(mode="json")
     return StoredAdapter(lora=lora, base=os.path.abspath(base.path), fingerprint=fingerprint(base))
 
 
 def read_adapter(path: str | Path, base: Source) -> Source:
-    """The adapters in a PEFT folder, or in a checkpoint of a LoRA run, to go with ``base``.
+    """Open the adapters in a PEFT folder or in a checkpoint of a LoRA run, to go with ``base``.
 
-    The base must be a model's weights, not adapters. Raises ``BadInput`` or ``BadCheckpoint`` for what is no
-    adapter, is not supported, or does not fit the base:
-    tensors missing, left over or of another shape, another model's weights.
+    The base must be a model's weights, not adapters. Raises ``BadInput`` or ``BadCheckpoint`` for a source
+    that is not an adapter, is not supported, or does not fit the base: tensors missing, left over or of
+    another shape, or another model's weights.
     """
     if base.adapter is not None:
         raise BadInput(base.path, expected="the weights of a whole model", found="LoRA adapters")
@@ -72,7 +73,7 @@ def read_adapter(path: str | Path, base: Source) -> Source:
 
 
 def read_lora(path: str | Path) -> LoraConfig:
-    """Which adapters a PEFT folder or a checkpoint of a LoRA run holds; needs neither weights nor base."""
+    """Return the LoRA config of a PEFT folder or a LoRA checkpoint; reads neither weights nor base."""
     path, kind = kind_of_folder(local_folder(path), ADAPTERS)
     if kind is FolderKind.ADAPTER:
         return _peft_config(path)[0]
@@ -91,7 +92,7 @@ def _peft_config(path: Path) -> tuple[LoraConfig, dict[str, Any]]:
 
 
 def read_converted(path: Path, source: Source) -> Source:
-    """What a conversion of ``source`` wrote, in whatever form."""
+    """Open the result of a conversion of ``source``, in any form."""
     if kind_of_folder(path)[1] is FolderKind.ADAPTER:
         return _peft_folder(path, replace(source, adapter=None))
     return read_source(path, module=source.module)

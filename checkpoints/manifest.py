@@ -72,9 +72,11 @@ class StoredTensor(StrictRecord):
 
 
 class StoredAdapter(StrictRecord):
-    """LoRA: the tensors are adapters of ``lora`` (see ``models.LoraConfig``), for the weights in ``base``.
+    """State that the tensors are LoRA adapters of ``lora`` (see ``models.LoraConfig``) for the weights in
+    ``base``.
 
-    ``fingerprint`` tells whether these are still the same (see ``adapter``); PEFT's folders have none.
+    ``fingerprint`` tells whether those weights are still the same (see ``fingerprint``); PEFT folders have
+    none.
     """
 
     lora: dict[str, JsonValue]
@@ -83,11 +85,11 @@ class StoredAdapter(StrictRecord):
 
 
 class Manifest(StrictRecord):
-    """The whole of a checkpoint but the numbers. ``kind`` is ``weights`` (converted) or ``training``.
+    """Hold all of a checkpoint except its numbers. ``kind`` is ``weights`` (converted) or ``training``.
 
-    ``config`` is Hugging Face's configuration verbatim. ``layout`` wrote the checkpoint; any other can read
-    it. ``step``, ``data_position``, ``seeds`` and ``state`` (scheduler and the like) belong to a training
-    run. ``module``: of what no family describes, how its tensors lie.
+    ``config``: Hugging Face's configuration, unchanged. ``layout``: the layout that wrote the checkpoint; any
+    other can read it. ``step``, ``data_position``, ``seeds`` and ``state`` (scheduler and the like) belong to
+    a training run. ``module``: for a model that no family describes, how its tensors are cut.
     """
 
     version: Literal[1, 2] = VERSION
@@ -107,9 +109,10 @@ class Manifest(StrictRecord):
 
     @classmethod
     def load(cls, directory: Path | str) -> Manifest:
-        """The manifest of a complete checkpoint; ``BadCheckpoint`` names what is missing, foreign or altered.
+        """Read the manifest of a complete checkpoint; ``BadCheckpoint`` names what is missing, foreign or
+        altered.
 
-        Names, sizes and coverage are checked here; ``verify`` also reads every byte.
+        Checks names, sizes and coverage; ``verify`` also reads every byte.
         """
         directory = Path(directory)
         cls.check_there(directory)
@@ -131,7 +134,7 @@ class Manifest(StrictRecord):
 
     @classmethod
     def parse(cls, raw: bytes, where: object) -> Manifest:
-        """The manifest in these bytes, its form and its seal checked and nothing else."""
+        """Parse the manifest in these bytes; checks its form and its seal only."""
         version = parse_object(raw, where, kind=BadCheckpoint).get("version")
         if type(version) is not int or version not in (_UNSEALED, VERSION):
             todo = "It was written by another release" if isinstance(version, int) else ""
@@ -144,7 +147,9 @@ class Manifest(StrictRecord):
             raise from_validation(where, error, kind=BadCheckpoint) from None
 
     def to_bytes(self) -> bytes:
-        """JSON with a line for each field, file and tensor, so that people and ``diff`` can read it."""
+        """Return JSON with a line for each field, file and tensor, so that people and ``diff`` can read
+        it.
+        """
         fields = self.model_dump(mode="json", exclude_defaults=True) | {"version": VERSION}
         ordered = {"version": VERSION} | {
             name: fields[name] for name in type(self).model_fields if name in fields
@@ -161,7 +166,9 @@ class Manifest(StrictRecord):
 
     @property
     def sealed(self) -> bool:
-        """Whether damage to the manifest itself is noticed; it is not in checkpoints of earlier releases."""
+        """Tell whether damage to the manifest itself is noticed; checkpoints of earlier releases have no
+        seal.
+        """
         return self.version != _UNSEALED
 
     def check(self, where: object) -> None:
@@ -256,7 +263,7 @@ class Manifest(StrictRecord):
 
     @property
     def frozen(self) -> frozenset[str]:
-        """The parameters that the run does not train: they have no moments."""
+        """Return the parameters that the run does not train; they have no moments."""
         names = self.state.get("frozen")
         return frozenset(map(str, names)) if isinstance(names, list) else frozenset()
 
@@ -272,7 +279,7 @@ class Manifest(StrictRecord):
         return table
 
     def open_files(self, directory: Path) -> Iterator[TensorFile]:
-        """Each file in turn, its header compared with the manifest."""
+        """Yield each file, opened, after comparing its header with the manifest."""
         for stored, parts in zip(self.files, self._by_file(), strict=True):
             path = contained(directory, stored.name, kind=BadCheckpoint)
             try:

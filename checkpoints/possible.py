@@ -11,8 +11,8 @@ from .source import Source
 
 
 def check_model(source: Source) -> None:
-    """Refuse a checkpoint whose manifest states a model that there is not, that its layout cannot hold, or
-    that has other tensors than the checkpoint.
+    """Refuse a checkpoint whose stated model does not exist, does not fit its layout, or has other
+    tensors.
     """
     manifest, where = source.manifest, source.path / MANIFEST
     assert manifest is not None, source.path

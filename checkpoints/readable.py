@@ -19,7 +19,7 @@ _TODO = "A checkpoint with it could not be read"
 
 
 def check_plain(value: object, where: object, key: str) -> None:
-    """Refuse what JSON does not hold, or does not give back as it was; ``BadInput`` names its place."""
+    """Refuse data that JSON cannot hold or does not return unchanged; ``BadInput`` names its place."""
     _check_plain(value, where, key, 0)
 
 

@@ -27,8 +27,11 @@ from .verify_together import naming_an_older_one_together, verify_share
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands: the steps done, the layout that did them, what fixes the order of its samples, and
-    what else the loop remembers (plain data; ``updates``: the steps that were not skipped).
+    """State how far a run is: the steps done, the layout that did them, the fields that fix the order of its
+    samples.
+
+    ``state``: plain data that the training loop stores. ``updates``: the number of steps that were not
+    skipped.
     """
 
     step: int
@@ -40,10 +43,10 @@ class Progress:
 def newest_checkpoint(
     root: Path, state: ParallelState, *, say: Callable[[str], None] = lambda text: None
 ) -> Path | None:
-    """The newest complete checkpoint in a run's folder, the same on every rank; ``None`` if the run has none
-    yet.
+    """Return the newest complete checkpoint in a run's folder, the same on every rank; ``None`` if there is
+    none yet.
 
-    Rank 0 looks and tells the others. Incomplete ones are skipped, saying why.
+    Rank 0 looks and tells the others. Incomplete checkpoints are passed over with the reason.
     """
 
     def look() -> tuple[str | None, tuple[str, ...]]:
@@ -70,9 +73,9 @@ def load_training(
     *,
     adapter: StoredAdapter | None = None,
 ) -> Progress:
-    """Fill the model and the optimizer from a run's checkpoint, whatever layout wrote it. Collective.
+    """Fill the model and the optimizer from a run's checkpoint of any layout. Collective.
 
-    ``adapter``: of LoRA, what the run is now; a checkpoint of adapters for another base is refused.
+    ``adapter``: for LoRA, the adapters of the run now; a checkpoint of adapters for another base is refused.
     """
     state = model.state
 
@@ -137,11 +140,11 @@ def restore_progress(
 def begin_moments(
     model: nn.Module, optimizer: torch.optim.Optimizer, memory: Mapping[str, Any] | None = None
 ) -> None:
-    """Make zero moments where the optimizer has none for a trained parameter.
+    """Make zero moments for every trained parameter, after as many updates as ``memory`` says.
 
-    AdamW makes its moments at its first update; a step that is skipped must leave them to be saved as well.
-    ``memory`` says how many updates there were: ``updates``, or of a parameter that steps have left out its
-    number in ``updates_of``. Without it the optimizer's own numbers stay, and new moments have had none.
+    ``memory`` has ``updates``, the number of updates so far, and in ``updates_of`` the number for a parameter
+    that steps have left out. AdamW makes its moments at its first update; if that step is skipped, there must
+    be moments to save too.
     """
     said = memory or {}
     updates, of = said.get("updates", 0), said.get("updates_of", {})

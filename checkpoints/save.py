@@ -37,7 +37,7 @@ _LAST_CHANCE = 2.0
 
 @dataclass(frozen=True)
 class Contents:
-    """What the checkpoints of a run have in common."""
+    """Hold what the checkpoints of a run have in common."""
 
     family: Family
     config: ModelConfig
@@ -114,11 +114,11 @@ class Saver:
 
     @property
     def failed(self) -> bool:
-        """Whether a save in the background ended in an error that ``wait`` has not raised yet."""
+        """Tell whether a background save ended in an error that ``wait`` has not raised yet."""
         return self._error is not None
 
     def save(self, progress: Progress) -> None:
-        """Write, or begin to write, the checkpoint of ``progress.step``. Collective."""
+        """Write the checkpoint of ``progress.step``, or start to write it. Collective."""
         if type(progress.step) is not int or progress.step < 0:
             raise BadInput(
                 "checkpoints", "step", expected="a whole number of 0 or more", found=shown(progress.step)
@@ -139,7 +139,7 @@ class Saver:
         self._thread.start()
 
     def wait(self) -> None:
-        """Until the save at hand is committed; raises its error, the same on every rank. Collective."""
+        """Wait until the current save is committed; raise its error, the same on every rank. Collective."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -149,7 +149,7 @@ class Saver:
             raise error
 
     def poll(self) -> None:
-        """Tell of what was committed since the last call."""
+        """Report checkpoints that were committed since the last call."""
         while self._lines:
             self._said(self._lines.pop(0))
 

@@ -31,11 +31,12 @@ from .verify import check_all
 
 @dataclass
 class Source:
-    """``config`` is Hugging Face's dict; ``companions`` are the files that travel along (tokenizer and the
-    like).
+    """Give access to the tensors of a Hugging Face folder or a checkpoint.
 
-    ``manifest`` is ``None`` for a Hugging Face folder. ``catalog`` is under the names of the source itself.
-    ``adapter`` is there if the tensors are LoRA adapters, and says of which base; HF's names are then PEFT's.
+    ``config``: Hugging Face's dict. ``companions``: the files that are copied along (tokenizer and the like).
+    ``manifest``: ``None`` for a Hugging Face folder. ``catalog``: the tensors under the names of the source.
+    ``adapter``: set if the tensors are LoRA adapters, and names their base; Hugging Face names are then
+    PEFT's.
     """
 
     path: Path
@@ -53,7 +54,9 @@ class Source:
 
     @cached_property
     def family(self) -> Family:
-        """The model's; of LoRA adapters the one whose tensors are these alone."""
+        """Return the family of the model; for LoRA adapters, the family whose tensors are the adapters
+        only.
+        """
         if self.module is not None:
             return self.module
         family = family_of(self.config, self._config_file)
@@ -63,6 +66,7 @@ class Source:
 
     @cached_property
     def model_config(self) -> ModelConfig:
+        """Return the config of the model."""
         return self.family.from_hf(self.config, self._config_file)
 
     @property
@@ -70,7 +74,9 @@ class Source:
         return str(self.path / (CONFIG if self.manifest is None else MANIFEST))
 
     def tie(self, *, to_hf: bool = False) -> Tie:
-        """From wanted names, ours or (``to_hf``) Hugging Face's, to the names in ``catalog``."""
+        """Return the tie from wanted names (trilith's, or Hugging Face's with ``to_hf``) to the names in
+        ``catalog``.
+        """
         stored_as_hf = self.manifest is None
         if stored_as_hf == to_hf:
             return Tie(None)
@@ -78,19 +84,19 @@ class Source:
         return Tie(links, to_hf=to_hf)
 
     def dtype_of(self, name: str, tie: Tie) -> str:
-        """The format's name of the dtype in which the tensor that ``tie`` knows as ``name`` is stored."""
+        """Return the stored dtype, by safetensors' name, of the tensor that ``tie`` knows as ``name``."""
         return self.catalog[tie.stored_name(name)].dtype
 
     def read(self, name: str, box: Box, tie: Tie, *, finite: bool = True) -> Tensor:
-        """Box ``box`` of the tensor that ``tie`` knows as ``name``, in the stored dtype.
+        """Return box ``box`` of the tensor that ``tie`` knows as ``name``, in the stored dtype.
 
-        It is filled with NaN first and each element is set once. Raises ``BadInput`` for numbers that are not
-        finite, unless ``finite`` is false.
+        The result is filled with NaN first, and each element is set once. Raises ``BadInput`` for numbers
+        that are not finite, unless ``finite`` is false.
         """
         return self.gather(name, box, copies(name, box, self.catalog, tie), finite=finite)
 
     def gather(self, name: str, box: Box, made: Iterable[Copy], *, finite: bool = True) -> Tensor:
-        """The numbers that these copies bring together in ``box`` of the tensor ``name``; see ``read``."""
+        """Return the numbers that these copies bring into ``box`` of the tensor ``name``; see ``read``."""
         pieces = [(copy, self.files[copy.file].read(copy.key, copy.source)) for copy in made]
         if not pieces:
             return torch.empty(box.shape)  # all of it is padding
@@ -113,12 +119,11 @@ def read_source(
 ) -> Source:
     """Open a Hugging Face folder, a checkpoint, or a run's newest checkpoint; reads headers, no weights.
 
-    While the source lives, the run does not delete that checkpoint. An id such as ``org/model`` is looked for
-    in the hub's cache, or fetched (see ``hub``). A folder of two kinds is refused; ``kind_of_folder`` says
-    how one of them is named. ``module`` reads a Hugging Face folder of what is not in the zoo.
-
-    Raises ``BadInput`` or ``BadCheckpoint`` for what is not one, is incomplete, or does not hold what its
-    config says.
+    While the source is in use, the run does not delete that checkpoint. An id such as ``org/model`` is looked
+    up in the Hugging Face cache, or downloaded (see ``hub``). A folder of two kinds is refused;
+    ``kind_of_folder`` says how to name one of them. ``module`` reads a Hugging Face folder of a model that is
+    not in the zoo. Raises ``BadInput`` or ``BadCheckpoint`` for a source that is none of these, is
+    incomplete, or does not hold what its config says.
     """
     with naming_an_older_one(check_all):
         return open_source(path, allow_symlinks=allow_symlinks, module=module)

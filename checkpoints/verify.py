@@ -27,7 +27,7 @@ def verify(
 ) -> None:
     """Refuse the checkpoint unless every file is, byte for byte, the one that was written.
 
-    ``progress`` is called with the number of bytes read since the last call, from any of ``threads``.
+    ``progress`` is called with the number of bytes read since its last call, from any of ``threads``.
     """
     with naming_an_older_one(check_all):
         _verify(Path(directory), manifest, threads=threads, progress=progress)

@@ -13,11 +13,11 @@ from ..parallel_state import BadInput, ParallelState
 
 
 class Batch(NamedTuple):
-    """``input_ids``, ``labels`` and ``positions``: int64 of shape (B, S) each; a step takes ``*batch``.
+    """Hold ``input_ids``, ``labels`` and ``positions``: int64 of shape (B, S) each; a step takes ``*batch``.
 
-    A label is what follows its token, so a loss shifts nothing; ``IGNORE`` does not count. ``positions`` are
-    the one statement of where documents start: within a row they start again at 0 there, and a document sees
-    itself alone. ``None``: one document a row, 0 to S-1.
+    A label is the token that follows, so a loss shifts nothing; the label ``IGNORE`` does not count.
+    ``positions`` are the only statement of where documents start: within a row they start again at 0 there,
+    and a document sees only itself. ``None``: each row is one document, 0 to S-1.
     """
 
     input_ids: Tensor
@@ -25,11 +25,11 @@ class Batch(NamedTuple):
     positions: Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
-        """On ``device``; from pinned memory the copy runs while this returns."""
+        """Return the batch on ``device``; from pinned memory the copy continues after the return."""
         return self._each(lambda one: one.to(device, non_blocking=True))
 
     def pinned(self) -> Batch:
-        """In memory that a GPU copies from by itself."""
+        """Return the batch in pinned memory, from which a GPU copies by itself."""
         return self._each(torch.Tensor.pin_memory)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Batch:
@@ -37,7 +37,9 @@ class Batch(NamedTuple):
         return Batch(change(self.input_ids), change(self.labels), positions)
 
     def check_ids(self, vocab_size: int) -> Batch:
-        """The same; ``BadInput`` for an id, or a label that counts, outside the vocabulary. On the host."""
+        """Return the batch; raise ``BadInput`` for an id, or a label that counts, outside the vocabulary.
+        Runs on the host.
+        """
         for name, ids in (("token id", self.input_ids), ("label", self.labels)):
             wrong = ((ids < 0) | (ids >= vocab_size)) & ((ids != IGNORE) | (ids is self.input_ids))
             if bool(wrong.any()):
@@ -48,11 +50,11 @@ class Batch(NamedTuple):
         return self
 
     def of_context(self, state: ParallelState) -> Batch:
-        """This context rank's chunks of each row."""
+        """Return this context rank's chunks of each row."""
         return self if state.context_size == 1 else self._each(lambda one: cut_sequence(one, state))
 
     def split(self, size: int) -> list[Batch]:
-        """Micro-batches of ``size`` rows, in order."""
+        """Return micro-batches of ``size`` rows, in order."""
         pairs = list(zip(self.input_ids.split(size), self.labels.split(size), strict=True))
         if self.positions is None:
             return [Batch(ids, labels) for ids, labels in pairs]

@@ -36,9 +36,10 @@ from .token_sums import CheckedFile
 
 @dataclass(frozen=True, slots=True)
 class TokenFile:
-    """An open token file: memory-mapped ``tokens``, and ``documents``, the offsets and then the end.
+    """Read a token file: memory-mapped ``tokens``, and ``documents``, where each document starts, and the
+    end.
 
-    ``targets``, memory-mapped too, is what a chat set has beside. ``ids`` and ``learnt`` read these with all
+    ``targets``, also memory-mapped, is there for chat data. ``ids`` and ``learnt`` read these arrays with all
     checks; the arrays themselves have none.
     """
 
@@ -52,10 +53,11 @@ class TokenFile:
 
     @classmethod
     def open(cls, path: str | Path) -> TokenFile:
-        """Open by name or by any of its files. Checks the index's seal, sizes, offsets, the hashes of offsets
-        and checksums, and the probe; reads 4 MiB of tokens.
+        """Open a token file by its name or by any of its files, and read 4 MiB of tokens.
 
-        ``BadInput`` for files that are missing, empty, cut short, of another data set, or against the index.
+        Checks the seal of the index, sizes, offsets, the hashes of offsets and checksums, and samples of the
+        tokens. Raises ``BadInput`` for files that are missing, empty, cut short, of another data set, or that
+        contradict the index.
         """
         paths = TokenPaths.of(path)
         index = read_index(paths.index)
@@ -71,8 +73,8 @@ class TokenFile:
         return cls(paths.name, index, tokens, documents, targets, checked, learnt)
 
     def ids(self, begin: int, end: int) -> NDArray[Any]:
-        """These tokens. ``BadInput`` where they are not what was written, or one is not below
-        ``vocab_size``.
+        """Return these tokens. Raises ``BadInput`` if they are not what was written, or if one is not
+        below ``vocab_size``.
         """
         tokens = self._checked_tokens.read(begin, end)
         if tokens.size and tokens.max() >= self.vocab_size:
@@ -87,7 +89,9 @@ class TokenFile:
         return tokens
 
     def learnt(self, begin: int, end: int) -> NDArray[np.uint8]:
-        """For each of these tokens of a chat set 1 where it is to be learnt, else 0; else ``BadInput``."""
+        """Return 1 for each of these tokens of chat data that is learnt, and 0 for the others; may raise
+        ``BadInput``.
+        """
         assert self._checked_targets is not None
         targets = self._checked_targets.read(begin, end)
         if targets.size and targets.max() > 1:
@@ -98,12 +102,14 @@ class TokenFile:
 
     @property
     def vocab_size(self) -> int:
-        """Every id is below it: ``ids`` and ``verify`` check."""
+        """Return the number that every id is below; ``ids`` and ``verify`` check this."""
         return self.index.vocab_size
 
     @property
     def fingerprint(self) -> str:
-        """Size in bytes and SHA-256 of the tokens, and of the targets: what a training manifest keeps."""
+        """Return size in bytes and SHA-256 of the tokens and of the targets, as a training manifest stores
+        them.
+        """
         tokens = f"{self.index.tokens * little_endian(self.index.dtype).itemsize}-{self.index.sha256}"
         return f"{tokens}-{self.index.targets.sha256}" if self.index.targets else tokens
 
@@ -119,9 +125,9 @@ class TokenFile:
             )
 
     def verify(self, progress: Callable[[int], None] = lambda read: None) -> None:
-        """Read every token and target: checksums, SHA-256, largest id and count must be what the index says.
+        """Read every token and target, and compare checksums, SHA-256, largest id and count with the index.
 
-        ``progress`` is called with how many bytes were read since its last call.
+        ``progress`` is called with the number of bytes read since its last call.
         """
         paths = TokenPaths(self.path)
         _compare_hash(paths.tokens, self._all(self.ids, progress), self.index.sha256)

@@ -33,16 +33,17 @@ def generate(
     cached: bool = True,
     on_tokens: Callable[[list[int | None]], None] | None = None,
 ) -> list[list[int]]:
-    """The new token ids of each prompt: up to ``max_new_tokens``, a token of ``stop`` being the last.
+    """Return the new token ids of each prompt: up to ``max_new_tokens``, the last one possibly a token of
+    ``stop``.
 
-    Prompts may be of different lengths: a row is what it would be alone. Draws follow from ``seed`` and the
-    prompt's number, which is ``first`` for the first one, so not from the batch. A stop token cannot come
-    before ``min_new_tokens``; ``ends`` is told a row's new tokens and may end it, too. ``on_tokens`` is told
-    each step's token of each row, ``None`` where it has ended. Without ``cached`` the whole sequence is
-    computed again for each token.
+    Prompts may have different lengths; a row is what it would be alone. Random numbers follow from ``seed``
+    and the number of the prompt, which is ``first`` for the first one, and not from the batch. A stop token
+    cannot come before ``min_new_tokens``. ``ends`` is called with a row's new tokens and may end the row.
+    ``on_tokens`` is called with each step's token of each row, ``None`` for a row that has ended. Without
+    ``cached`` the whole sequence is computed again for each token.
 
-    Collective: all ranks of the model's layout call it alike, and all get the same. Data ranks may have
-    prompts of their own only where the weights are not sharded over them. Raises ``BadInput``.
+    Collective: all ranks of the model's layout make the same call, and all get the same result. Data ranks
+    may have their own prompts only if the weights are not sharded over them. Raises ``BadInput``.
     """
     sampling = sampling or Sampling()
     _check(model, prompts, max_new_tokens, min_new_tokens, stop)

@@ -13,8 +13,11 @@ from ..parallel_state import BadInput
 
 @dataclass(frozen=True)
 class Sampling:
-    """``temperature`` 0 takes the likeliest token; above 0 draws, from the ``top_k`` likeliest (0: all) and
-    the smallest set that holds ``top_p`` of the probability (Holtzman et al. 2020).
+    """State how the next token is chosen.
+
+    ``temperature`` 0 takes the likeliest token. Above 0 the token is drawn from the ``top_k`` likeliest
+    tokens (0: all) and from the smallest set of tokens that holds ``top_p`` of the probability (Holtzman et
+    al. 2020).
     """
 
     temperature: float = 0.0

@@ -26,16 +26,19 @@ VOCABULARY_MULTIPLE = 128
 
 
 def padded_vocabulary(vocab_size: int, tensor: int = 1) -> int:
-    """Rows in the memory of ``tensor`` ranks together for a vocabulary of this size."""
+    """Return the number of rows that ``tensor`` ranks together hold in memory for a vocabulary of this
+    size.
+    """
     return padded_rows(vocab_size, VOCABULARY_MULTIPLE, tensor)
 
 
 class VocabParallelEmbedding(DeclaredModule):
-    """``nn.Embedding`` with its rows cut over the tensor axis.
+    """Look up token embeddings, as ``nn.Embedding``, with the rows cut over the tensor axis.
 
-    Input: token ids (B, S). Output: (B, S, D) whole, or (B, S / tensor, D) under sequence parallelism.
-    ``project`` uses the same weight as the output layer (tied embeddings); ``ends`` says that both ends of a
-    pipeline hold it. Source: Shoeybi et al. 2019, section 3.
+    Input: token ids (B, S). Output: (B, S, D) whole, or (B, S / tensor, D) with sequence parallelism.
+    ``project`` uses the same weight as output layer (tied embeddings). ``ends``: both ends of a pipeline hold
+    the weight. Raises ``IndexError`` for an id outside the vocabulary on a CPU. Source: Shoeybi et al. 2019,
+    section 3.
     """
 
     weight: nn.Parameter
@@ -57,6 +60,7 @@ class VocabParallelEmbedding(DeclaredModule):
         declare_parameter(self, "weight", declaration, self.state)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """Return the embeddings of the token ids."""
         weight = local(self.weight)
         if self.rows > self.num_embeddings or self.state.tensor_size > 1:  # else torch sees to it
             check_ids(tokens, self.num_embeddings)
@@ -69,7 +73,9 @@ class VocabParallelEmbedding(DeclaredModule):
         return leave_tensor(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.state)
 
     def project(self, x: Tensor) -> Tensor:
-        """Logits (B, S, padded / tensor) from hidden states, with the embedding's own weight."""
+        """Return the logits (B, S, padded / tensor) of hidden states, computed with the embedding's
+        weight.
+        """
         return F.linear(enter_tensor(x, self.state), local(self.weight))
 
     def extra_repr(self) -> str:
@@ -77,10 +83,10 @@ class VocabParallelEmbedding(DeclaredModule):
 
 
 class VocabParallelHead(DeclaredModule):
-    """The output layer: logits (B, S, padded / tensor), this rank's part of the vocabulary, never gathered.
+    """Compute logits (B, S, padded / tensor): this rank's part of the vocabulary, never gathered.
 
-    Columns past the vocabulary are padding; ``vocab_parallel_cross_entropy`` and ``gather_logits`` leave them
-    out.
+    Input: hidden states (B, S, D), or (B, S / tensor, D) with sequence parallelism. Columns after the
+    vocabulary are padding; ``vocab_parallel_cross_entropy`` and ``gather_logits`` leave them out.
     """
 
     weight: nn.Parameter
@@ -101,6 +107,7 @@ class VocabParallelHead(DeclaredModule):
         declare_parameter(self, "weight", declaration, self.state)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return this rank's logits."""
         return F.linear(enter_tensor(x, self.state), local(self.weight))
 
     def extra_repr(self) -> str:
@@ -108,10 +115,10 @@ class VocabParallelHead(DeclaredModule):
 
 
 class PositionEmbedding(DeclaredModule):
-    """Learned positions (GPT-2), whole on every rank.
+    """Add learned position embeddings to hidden states (GPT-2); the weight is whole on every rank.
 
-    Input: hidden states (B, S, D), or (B, S / tensor, D) under sequence parallelism, and positions (S,) or
-    (B, S) of the whole sequence. Output: their sum, of the first's shape.
+    Input: hidden states (B, S, D), or (B, S / tensor, D) with sequence parallelism, and positions (S,) or (B,
+    S) of the whole sequence. Output: their sum, of the shape of the hidden states.
     """
 
     weight: nn.Parameter
@@ -134,6 +141,7 @@ class PositionEmbedding(DeclaredModule):
         declare_parameter(self, "weight", declaration, self.state)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Return the hidden states with their position embeddings added."""
         if self.state.sequence:
             length = x.shape[1]
             positions = positions.narrow(-1, self.state.tensor_index * length, length)
@@ -144,7 +152,9 @@ class PositionEmbedding(DeclaredModule):
 
 
 def gather_logits(logits: Tensor, vocab_size: int, *, state: ParallelState | None = None) -> Tensor:
-    """Whole logits (..., vocab_size) from each rank's columns; for looking at, not for the loss."""
+    """Return whole logits (..., vocab_size) from each rank's columns; use it to look at logits, not for
+    the loss.
+    """
     return gather_from_tensor(logits, alone_or(state))[..., :vocab_size]
 
 

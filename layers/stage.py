@@ -10,10 +10,11 @@ from ..parallel_state import BadInput, ParallelState, alone_or, nearest
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """The ``blocks`` of a stage; the first stage also embeds, the last also makes the logits.
+    """List the ``blocks`` of a pipeline stage; the first stage also embeds, the last one also makes the
+    logits.
 
-    What a rank holds is a ``Stage`` too. Where that is several of the model's, they are its ``parts``, in the
-    model's order, and between two of them the activations visit other ranks.
+    All that one rank holds is a ``Stage`` too. If a rank holds several of the model's stages, they are its
+    ``parts``, in the model's order, and between two of them the activations visit other ranks.
     """
 
     blocks: tuple[int, ...]
@@ -24,14 +25,16 @@ class Stage:
 
     @property
     def parts(self) -> tuple[Stage, ...]:
-        """The stages that run one at a time: itself, if it is one."""
+        """Return the stages that run one at a time: the stage itself, if it is a single one."""
         return self.pieces or (self,)
 
     @staticmethod
     def of(
         num_layers: int, *, split: Sequence[int] | None = None, state: ParallelState | None = None
     ) -> Stage:
-        """What this pipeline rank holds; ``split`` gives the number of blocks of each stage by hand."""
+        """Return the stage of this pipeline rank; ``split`` gives the number of blocks of each stage by
+        hand.
+        """
         state = alone_or(state)
         every = all_stages(num_layers, state.layout.stages, split)
         parts = tuple(every[number] for number in state.layout.stages_of(state.at.pipeline))
@@ -44,7 +47,7 @@ class Stage:
 
 
 def all_stages(num_layers: int, stages: int, split: Sequence[int] | None = None) -> list[Stage]:
-    """Every stage of a model, in its order: each block is in exactly one."""
+    """Return every stage of a model in its order; each block is in exactly one."""
     found: list[Stage] = []
     start = 0
     for number, count in enumerate(split_blocks(num_layers, stages, split)):
@@ -55,10 +58,10 @@ def all_stages(num_layers: int, stages: int, split: Sequence[int] | None = None)
 
 
 def split_blocks(num_layers: int, stages: int, split: Sequence[int] | None = None) -> list[int]:
-    """How many blocks each stage has: as even as can be, the odd ones to the middle of the pipeline.
+    """Return the number of blocks of each stage, as even as possible, with the larger ones in the middle.
 
-    The first and last stages also hold the embedding and the output layer, so they are the last to get one
-    more. Raises ``BadInput`` where a stage would have no block, or ``split`` does not add up.
+    The first and the last stage also hold the embedding and the output layer, so they are the last to get one
+    block more. Raises ``BadInput`` if a stage would have no block, or if ``split`` does not add up.
     """
     if split is not None:
         counts = list(split)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def nearest(key: str, legal: Iterable[int], found: int) -> str:
-    """What to do about a number that is not legal: the two nearest that are, or the only one.
+    """Return the advice for a number that is not legal: the two nearest legal numbers, or the only one.
 
     >>> nearest("tensor", [1, 2, 4], 3)
     'Nearest legal tensor: 2 or 4'
@@ -22,18 +22,18 @@ def nearest(key: str, legal: Iterable[int], found: int) -> str:
 
 
 def nearest_divisors(key: str, of: int, found: int) -> str:
-    """The same, where divisors of a number are legal."""
+    """Return the same advice as ``nearest`` if the divisors of a number are legal."""
     return nearest(key, (n for n in range(1, of + 1) if of % n == 0), found)
 
 
 def nearest_multiples(key: str, of: int, found: int) -> str:
-    """The same, where multiples of a number are legal."""
+    """Return the same advice as ``nearest`` if the multiples of a number are legal."""
     below = found // of * of
     return nearest(key, [n for n in (below, below + of) if n], found)
 
 
 class BadInput(ValueError):
-    """Input, configuration or layout that cannot be used.
+    """Report input, configuration or a layout that cannot be used.
 
     The message reads ``<where>: <key>: expected X, found Y. <what to do>``. Commands print it as one line and
     exit with ``exit_code``; nothing has been written by then.
@@ -62,19 +62,21 @@ class BadInput(ValueError):
 
 
 class BadCheckpoint(BadInput):
-    """A checkpoint directory that is absent, incomplete, altered, or of another model."""
+    """Report a checkpoint directory that is absent, incomplete, altered, or of another model. Exit code 4."""
 
     exit_code = 4
 
 
 class MachineFailed(RuntimeError):
-    """This machine has too little of something: room on a disk, memory, file descriptors, processes."""
+    """Report that this machine has too little of something: disk space, memory, file descriptors,
+    processes.
+    """
 
     exit_code = 3
 
 
 class PeerFailed(RuntimeError):
-    """Another rank, or a collective with it, failed."""
+    """Report that another rank, or a collective with it, failed. Exit code 3."""
 
     exit_code = 3
 
@@ -82,8 +84,9 @@ class PeerFailed(RuntimeError):
 def from_os_error(
     error: OSError, where: object, *, expected: object, kind: type[BadInput] = BadInput
 ) -> BadInput | MachineFailed:
-    """Say what the operating system refused about ``where``: an error of ``kind`` if another path would do,
-    ``MachineFailed`` if the machine is at fault.
+    """Return the error that says what the operating system refused about ``where``.
+
+    It is of ``kind`` if another path would work, and ``MachineFailed`` if the machine is at fault.
     """
     refusal = refusal_of(error)
     if refusal is None:
@@ -100,7 +103,9 @@ def from_validation(
     spelled: Callable[[str], str] = str,
     kind: type[BadInput] = BadInput,
 ) -> BadInput:
-    """Say the first thing that pydantic found wrong; ``spelled`` gives a field's name in the user's file."""
+    """Return a ``BadInput`` for the first error of pydantic; ``spelled`` gives a field's name in the
+    user's file.
+    """
     first = error.errors(include_url=False)[0]
     key = spelled(".".join(map(str, first["loc"]))) or None
     if first["type"] == "extra_forbidden":

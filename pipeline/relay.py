@@ -20,10 +20,10 @@ def through_stages(
     shape: tuple[int, ...],
     dtype: torch.dtype,
 ) -> Tensor | None:
-    """What the last stage gives, on the rank that holds it; ``None`` on the others.
+    """Return what the last stage computes, on the rank that holds it; ``None`` on the others.
 
-    ``run(stage, x)`` computes one of this rank's stages. ``tokens``: the first stage's input; ``shape`` and
-    ``dtype``: of the hidden states between stages. Collective over the pipeline.
+    ``run(stage, x)`` computes one of this rank's stages. ``tokens``: the input of the first stage. ``shape``
+    and ``dtype``: those of the hidden states between stages. Collective over the pipeline.
     """
     state = model.state
     here, holder = state.at.pipeline, state.layout.rank_of_stage

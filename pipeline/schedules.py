@@ -26,10 +26,10 @@ SCHEDULE_NAMES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 
 @dataclass(frozen=True, slots=True)
 class ScheduleKind:
-    """What a schedule asks for.
+    """State what a schedule requires.
 
-    ``two_backwards``: the gradient of a stage's input is computed first, so that the stage before can go on,
-    and those of its weights later, where the rank would wait.
+    ``two_backwards``: the gradient of a stage's input is computed first, so that the previous stage can
+    continue, and the gradient of its weights later, when the rank would wait.
     """
 
     name: ScheduleName
@@ -39,15 +39,19 @@ class ScheduleKind:
 
     @property
     def virtual_stages(self) -> int:
-        """Stages of a rank, unless the recipe says another number."""
+        """Return the number of stages on a rank, unless the recipe sets another one."""
         return 2 if self.interleaved or self.v_shape else 1
 
     def least_micro_batches(self, pipeline: int) -> int:
-        """Below it torch has no such schedule, or the pipeline never fills."""
+        """Return the smallest number of micro-batches; with fewer, torch has no such schedule or the
+        pipeline never fills.
+        """
         return 2 * pipeline if self.name == "dualpipev" else pipeline
 
     def runs(self, pipeline: int, micro_batches: int) -> bool:
-        """Whether there is such a schedule: interleaved ones go in rounds of equally many micro-batches."""
+        """Tell whether torch can run this schedule; interleaved ones need rounds of equally many
+        micro-batches.
+        """
         if micro_batches < self.least_micro_batches(pipeline):
             return False
         return not self.interleaved or micro_batches % (micro_batches // pipeline) == 0
@@ -67,7 +71,7 @@ _KINDS = {
 
 
 def schedule_kind(name: str, where: str = "layout") -> ScheduleKind:
-    """The schedule of this name; ``BadInput`` if there is none."""
+    """Return the schedule of this name; raise ``BadInput`` if there is none."""
     if name not in _KINDS:
         raise BadInput(where, "schedule", expected=f"one of {', '.join(_KINDS)}", found=repr(name))
     return _KINDS[name]
@@ -101,13 +105,13 @@ def check_schedule(name: str, layout: Layout, micro_batches: int, where: str = "
 
 
 def bubble(name: str, layout: Layout, micro_batches: int) -> float:
-    """The share of a step in which a rank waits, where a stage's forward, and each half of its backward, take
-    equally long everywhere, and rounds are full.
+    """Return the share of a step in which a rank waits, by formula.
 
-    With p ranks of v stages: ``(p - 1) / (v m + p - 1)``; where backward is in two, and the half that nobody
-    waits for fills the gaps, ``(p - 1) / (3 v m + p - 1)``. For DualPipeV with ``2 (p - 1)`` for ``p - 1``:
-    torch runs a forward beside a backward one after the other, and sends what both give afterwards. Sources:
-    Narayanan et al. 2021; Qi et al. 2023.
+    The formula assumes that a stage's forward and each half of its backward take equally long everywhere, and
+    that rounds are full. With p ranks of v stages it is ``(p - 1) / (v m + p - 1)``. If the backward is
+    split, and the half that nobody waits for fills the gaps, it is ``(p - 1) / (3 v m + p - 1)``. DualPipeV
+    has ``2 (p - 1)`` for ``p - 1``, because torch runs a forward and a backward of a pair one after the other
+    and sends both results afterwards. Sources: Narayanan et al. 2021; Qi et al. 2023.
     """
     waits = (layout.pipeline - 1) * (2 if name == "dualpipev" else 1)
     thirds = 3 if schedule_kind(name).two_backwards else 1

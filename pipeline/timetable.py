@@ -42,9 +42,9 @@ UNIT_COSTS: Mapping[Kind, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One computation of one stage for one micro-batch.
+    """State one computation of one stage for one micro-batch.
 
-    ``paired``: the rank sends what it gives with what the next action gives, not before.
+    ``paired``: the rank sends its result together with that of the next action, not before.
     """
 
     kind: Kind
@@ -58,7 +58,7 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """An action of a rank with its start and stop, in units of a stage's forward or in seconds."""
+    """State an action of a rank with its start and stop, in units of a stage's forward or in seconds."""
 
     action: Action
     start: float
@@ -67,33 +67,35 @@ class Timed:
 
 @dataclass(frozen=True)
 class Timetable:
-    """A step: what each pipeline rank does, in order."""
+    """Hold one step: what each pipeline rank computes, in order."""
 
     layout: Layout
     ranks: tuple[tuple[Timed, ...], ...]
 
     @property
     def length(self) -> float:
-        """From the first rank's start to the last one's stop."""
+        """Return the time from the first rank's start to the last rank's stop."""
         return max(one.stop for rank in self.ranks for one in rank)
 
     def idle(self, rank: int) -> float:
-        """The share of the step in which a rank waits."""
+        """Return the share of the step in which a rank waits."""
         return 1 - sum(one.stop - one.start for one in self.ranks[rank]) / self.length
 
     @property
     def bubble(self) -> float:
-        """The share of the step in which ranks wait, of all of them."""
+        """Return the share of the step in which ranks wait, over all ranks."""
         return sum(map(self.idle, range(len(self.ranks)))) / len(self.ranks)
 
     def most_held(self, rank: int) -> int:
-        """Activations that a rank holds at once: a stage's of one micro-batch are one."""
+        """Return the most activations that a rank holds at once; those of one stage for one micro-batch
+        count as one.
+        """
         held = most_held([one.action for one in self.ranks[rank]])
         return sum(one.micro_batches for one in held.values())
 
 
 def layout_of(name: str, pipeline: int, virtual_stages: int | None = None) -> Layout:
-    """The layout of nothing but a pipeline under this schedule."""
+    """Return the layout of a pipeline alone, with this schedule."""
     kind = schedule_kind(name)
     virtual = virtual_stages or kind.virtual_stages
     return Layout.of(
@@ -106,9 +108,9 @@ def layout_of(name: str, pipeline: int, virtual_stages: int | None = None) -> La
 def timetable(
     name: str, layout: Layout, micro_batches: int, costs: Mapping[Kind, float] = UNIT_COSTS
 ) -> Timetable:
-    """Each action starts when its rank is free and what it needs is there; sending takes no time.
+    """Return the timetable in which each action starts when its rank is free and its inputs are there.
 
-    ``costs``: of one stage. Raises ``BadInput`` for what the schedule cannot run.
+    Sending takes no time. ``costs``: those of one stage. Raises ``BadInput`` if the schedule cannot run.
     """
     order = actions(name, layout.pipeline, layout.virtual_stages, layout.v_shape, micro_batches)
     done: dict[tuple[str, int, int], float] = {}
@@ -145,8 +147,10 @@ def _needs(one: Action, last: int) -> tuple[str, int, int] | None:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Micro-batches whose activations a stage holds, from the forward to the end of the backward; and of
-    these, ``halfway``: their input's gradient is made, and what their weights' is made from is held too.
+    """Count the micro-batches whose activations a stage holds, from the forward to the end of the backward.
+
+    ``halfway`` counts those whose input gradient is computed and whose weight gradient is not; they also hold
+    what the weight gradient is computed from.
     """
 
     micro_batches: int = 0
@@ -170,9 +174,10 @@ def most_held(order: Sequence[Action]) -> dict[int, Held]:
 
 
 def held_at_once(name: str, layout: Layout, micro_batches: int, pipeline: int) -> dict[int, Held]:
-    """``most_held`` of a pipeline rank under this schedule.
+    """Return ``most_held`` of a pipeline rank with this schedule.
 
-    What fills in the first rounds stays full, so that a step of many micro-batches is as one of few.
+    Only the first rounds are computed: what fills in them stays full, so many micro-batches give the same
+    number.
     """
     if layout.pipeline == 1:
         return {0: Held(1)}

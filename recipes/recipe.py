@@ -126,7 +126,7 @@ class Recipe(Section):
 
     @property
     def digest(self) -> str:
-        """16 hexadecimal digits that differ between recipes that say different things."""
+        """Return 16 hexadecimal digits that differ between recipes that say different things."""
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]
 
     def check(self, where: str) -> None:
@@ -162,10 +162,10 @@ class Recipe(Section):
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe and apply ``section.key=value`` overrides, whose values are TOML (bare words are
-    strings). A name that is no file may be that of a recipe in ``shipped_recipes``.
+    strings).
 
-    Paths inside it are relative to the working directory. Raises ``BadInput`` with the key, expected and
-    found.
+    A name that is not a file may be that of a recipe in ``shipped_recipes``. Paths in the recipe are relative
+    to the working directory. Raises ``BadInput`` with the key, the value expected and the value found.
     """
     path = recipe_file(path)
     raw = read_toml(path)

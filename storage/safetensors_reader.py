@@ -32,10 +32,10 @@ _SAMPLES, _SAMPLE = 64, 4096
 
 
 class TensorFile:
-    """A safetensors file whose header was read and checked. It holds no descriptor between calls.
+    """Read a safetensors file whose header was checked. It holds no file descriptor between calls.
 
-    ``tensors`` maps each name to its ``Entry``; ``metadata`` is the file's own ``__metadata__``; ``identity``
-    changes when the file does, also where its time stamp was put back. Safe to use from several threads at
+    ``tensors``: for each name its ``Entry``. ``metadata``: the file's own ``__metadata__``. ``identity``
+    changes when the file changes, even if its time stamp was put back. Safe to use from several threads at
     once.
     """
 
@@ -69,15 +69,15 @@ class TensorFile:
 
     @property
     def size(self) -> int:
-        """Bytes in the whole file."""
+        """Return the number of bytes of the whole file."""
         return max((entry.end for entry in self.tensors.values()), default=self.data_begin)
 
     def read(self, name: str, box: Box | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The elements of tensor ``name`` in ``box`` (all of it by default), of the box's shape.
+        """Return the elements of tensor ``name`` in ``box`` (default: all), of the box's shape.
 
         ``out``, if given, is filled and returned: a contiguous CPU tensor of that shape and of the stored
-        dtype. ``BadInput`` for a type that torch does not hold, ``BadCheckpoint`` if the file changed since
-        it was opened.
+        dtype. Raises ``BadInput`` for a type that torch does not have, and ``BadCheckpoint`` if the file
+        changed since it was opened.
         """
         entry = self.tensors[name]
         box = Box.whole(entry.shape) if box is None else box
@@ -95,10 +95,11 @@ class TensorFile:
         return out
 
     def state(self) -> tuple[str, object, str]:
-        """What names this very content: the path, the identity, and a hash of the header and of samples.
+        """Return what identifies this very content: the path, the identity, and a hash of the header and of
+        samples.
 
-        The samples are for file systems whose change times say nothing. There a few bytes that changed
-        between two samples are not seen.
+        The samples are for file systems whose change times say nothing. There, a change of a few bytes
+        between two samples is not noticed.
         """
         with self._opened() as fd:
             digest = hashlib.sha256(os.pread(fd, self.data_begin, 0))
@@ -109,7 +110,7 @@ class TensorFile:
         return str(self.path), self.identity, digest.hexdigest()
 
     def byte_ranges(self, name: str, box: Box | None = None) -> Iterator[tuple[int, int]]:
-        """The ``(offset, length)`` in the file of each contiguous run of ``box``, in element order."""
+        """Yield the ``(offset, length)`` in the file of each contiguous run of ``box``, in element order."""
         entry = self.tensors[name]
         for runs in runs_of(entry.shape, box or Box.whole(entry.shape), _itemsize(entry)):
             for row in range(runs.rows):

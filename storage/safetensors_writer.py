@@ -35,13 +35,13 @@ class Written:
 
 
 class TensorWriter:
-    """A new safetensors file. ``close`` returns once every byte is on the disk.
+    """Write a new safetensors file. ``close`` returns when every byte is on the disk.
 
-    ``tensors`` maps each name to ``(dtype, shape)``, the dtype by the format's name. ``entries`` says where
-    each lies. Boxes may come from several threads; each element must come exactly once. With ``again`` the
-    file may be there, left by a run that was killed; ``take`` says which tensors it holds. ``checksum`` is
-    not free: where nobody keeps it (Hugging Face's folders) it is not taken. With ``overlap`` a thread takes
-    it while the bytes are written; the caller then leaves them unchanged until ``close``.
+    ``tensors``: for each name its ``(dtype, shape)``, the dtype by safetensors' name. ``entries``: where each
+    tensor lies. Boxes may come from several threads; each element must come exactly once. With ``again`` the
+    file may exist, left by a killed process; ``take`` says which tensors it holds already. ``checksum=False``
+    saves the time of a checksum that nobody stores (Hugging Face folders). With ``overlap`` a thread computes
+    it while the bytes are written; the caller then leaves the tensors unchanged until ``close``.
     """
 
     def __init__(
@@ -69,10 +69,11 @@ class TensorWriter:
         self._write(np.frombuffer(header, np.uint8), 0)
 
     def write(self, name: str, box: Box, tensor: torch.Tensor, crc: int | None = None) -> None:
-        """Put ``tensor``, a CPU tensor of the box's shape and the stored dtype, at ``box`` of ``name``.
+        """Write ``tensor``, a CPU tensor of the box's shape and the stored dtype, at ``box`` of ``name``.
 
-        A box that is one run of bytes costs one call to the system; its checksum is taken from memory, unless
-        the caller knows it: ``crc``. Others cost a call a run and are read once more by ``close``.
+        A box that is one run of bytes costs one call to the system. Its checksum is computed from memory,
+        unless the caller knows it: ``crc``. Other boxes cost a call for each run, and are read once more by
+        ``close``.
         """
         entry: Entry = self.entries[name]
         assert tensor.dtype == TORCH[entry.dtype] and tensor.shape == box.shape, (name, box, tensor.shape)
@@ -91,12 +92,12 @@ class TensorWriter:
         self._written(name, box.size)
 
     def sum_of(self, name: str) -> int:
-        """The CRC-32 of a tensor's bytes, as they are in the file."""
+        """Return the CRC-32 of a tensor's bytes as they are in the file."""
         entry = self.entries[name]
         return crc_of(self._fd, entry.begin, entry.end)
 
     def take(self, name: str, crc: int) -> None:
-        """The tensor is in the file already, whole, with this ``sum_of``."""
+        """Note that the file holds the whole tensor already, with this ``sum_of``."""
         entry = self.entries[name]
         if self._checksum is not None:
             self._checksum.known(entry.begin, entry.nbytes, crc)
@@ -107,12 +108,12 @@ class TensorWriter:
             self._missing[name] -= elements
 
     def sync(self) -> None:
-        """What was written so far is on the disk when this returns."""
+        """Flush to the disk what was written so far."""
         with writing(self.path):
             self._disk.sync(self._fd)
 
     def close(self) -> Written:
-        """Flush to the disk and give the size and checksum of the file."""
+        """Flush the file to the disk and return its size and checksum."""
         left = {name: count for name, count in self._missing.items() if count}
         assert not left, f"{self.path}: elements not written exactly once: {left}"
         crc, found = 0, os.fstat(self._fd).st_size
@@ -130,7 +131,7 @@ class TensorWriter:
         return Written(self.size, crc)
 
     def abandon(self) -> None:
-        """Give the descriptor back and leave the file as it is."""
+        """Close the file descriptor and leave the file as it is."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
         if self._fd >= 0:

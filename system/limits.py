@@ -18,13 +18,15 @@ from .process_info import own_memory
 
 
 class OverLimit(Exception):
-    """What ran needed more than it was given; the message names the limit."""
+    """Report that a block needed more than its limit; the message names the limit."""
 
 
 @contextmanager
 def bounded(*, seconds: float | None = None, memory: int | None = None) -> Iterator[None]:
-    """Raise ``OverLimit`` where the block needs more processor time, or more memory beyond what the process
-    holds already, in bytes. A machine that is slow or asleep counts for nothing.
+    """Raise ``OverLimit`` if the block needs more processor time, or more memory (bytes) than the process
+    holds now.
+
+    Processor time is counted, so a slow or sleeping machine does not matter.
     """
     timed = seconds is not None and threading.current_thread() is threading.main_thread()
     before = resource.getrlimit(resource.RLIMIT_DATA)

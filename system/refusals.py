@@ -18,7 +18,9 @@ PLACE, MACHINE = 2, 3
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """What the system refused, in words for a user: ``code`` is the exit code, ``names`` are the paths."""
+    """State in words for a user what the system refused; ``code`` is the exit code, ``names`` are the
+    paths.
+    """
 
     code: int
     reason: str
@@ -82,10 +84,10 @@ _NUMBER = re.compile(r"(?:os error|\[errno) (\d+)[)\]]", re.IGNORECASE)
 
 
 def refusal_of(error: BaseException) -> Refusal | None:
-    """Explain ``error``; ``None`` if the operating system is not its cause.
+    """Explain ``error``; return ``None`` if the operating system is not its cause.
 
-    A machine that has too little of something outranks what was said because of that: a library that was
-    refused a file descriptor may say that the file makes no sense. Therefore causes are looked at too.
+    If the machine has too little of something, that explanation comes before others: a library that got no
+    file descriptor may say that the file is damaged. Therefore the causes of the error are examined too.
     """
     for one in _chain(error):
         number = _number(one)

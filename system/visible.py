@@ -17,7 +17,9 @@ _COMMANDS = re.compile(
 
 
 def visible(text: str) -> str:
-    """The text with every character that a terminal would obey written out. Tabs and line ends stay."""
+    """Return the text with every character that a terminal would obey written out. Tabs and line ends
+    stay.
+    """
     return _COMMANDS.sub(_escape, text)
 
 

@@ -20,10 +20,11 @@ from ..parallel_state.engine import local_data
 
 
 class LiveBytes(TorchDispatchMode):
-    """While it is entered, counts the storages that operators make, and those it was given at first.
+    """Count the bytes of the storages that operators make while this context is entered, and of those given
+    at first.
 
-    ``LiveBytes(model.parameters())`` counts the parameters too. ``now`` are the bytes alive, ``peak`` the
-    most there were after any operator; a storage that was emptied (FSDP's) counts as empty.
+    ``LiveBytes(model.parameters())`` counts the parameters too. ``now``: the bytes alive. ``peak``: the most
+    bytes after any operator. A storage that was emptied (FSDP's) counts as empty.
     """
 
     def __init__(self, *first: Any) -> None:

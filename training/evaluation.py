@@ -18,10 +18,11 @@ from .step import TrainStep
 
 
 class Evaluator:
-    """``evaluate()``: the mean loss in nats of the held-out samples' tokens; collective, alike on every rank.
+    """Compute the mean loss in nats over the tokens of the held-out samples: ``evaluate()``. Collective.
 
-    No gradient, no dropout, no label smoothing, and torch's random state stays as it is. Where the data ranks
-    do not divide the samples, the last ones are given rows that do not count.
+    The result is equal on every rank. There is no gradient, no dropout and no label smoothing, and torch's
+    random state stays as it is. If the data ranks do not divide the samples, the last ranks get rows that do
+    not count.
     """
 
     def __init__(self, forward: ForwardOnly, step: TrainStep, held_out: HeldOut) -> None:

@@ -10,8 +10,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """``master``: weights and moments; ``compute``: forward and backward; ``reduce``: sums of gradients over
-    micro-batches and ranks.
+    """State three dtypes: ``master`` of weights and moments, ``compute`` of forward and backward, ``reduce``
+    of sums.
+
+    The sums are those of gradients over micro-batches and ranks.
     """
 
     master: torch.dtype = torch.float32
@@ -20,7 +22,7 @@ class Precision:
 
     @property
     def policy(self) -> MixedPrecisionPolicy:
-        """FSDP2's policy: it casts weights on all-gather and gradients before reduce."""
+        """Return FSDP2's policy, which casts weights on all-gather and gradients before they are summed."""
         return MixedPrecisionPolicy(
             param_dtype=self.compute if self.compute != self.master else None,
             reduce_dtype=self.reduce if self.reduce != self.compute else None,

@@ -203,7 +203,7 @@ class ModuleStep(Step):
 
 
 def own_samples(samples: Samples, state: ParallelState | None = None) -> Samples:
-    """Of a whole batch, the equal piece of this data rank. ``BadInput`` where it cannot be cut evenly."""
+    """Return this data rank's equal piece of a whole batch; raise ``BadInput`` if it cannot be cut evenly."""
     state = alone_or(state)
     found, data = count_samples(samples), state.layout.data
     if found % data:

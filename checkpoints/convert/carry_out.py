@@ -34,10 +34,10 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True)
 class ConversionOptions:
-    """What has no bearing on the result: ``max_ram`` and ``note_every`` in bytes.
+    """Set how a conversion runs, without effect on its result.
 
-    ``max_ram`` bounds all that the process holds of its own, what is there already included; ``None`` asks
-    only that memory does not grow with the model (some 20 MB a worker).
+    ``max_ram`` (bytes) bounds all memory of the process, including what it holds already; ``None`` asks only
+    that memory does not grow with the model (some 20 MB for each worker). ``note_every`` is in bytes.
     """
 
     workers: int = 2
@@ -63,13 +63,13 @@ def convert(
     allow_symlinks: bool = False,
     options: ConversionOptions = ConversionOptions(),  # frozen, so one for all calls does no harm
 ) -> Conversion:
-    """Write ``src`` anew as ``dst``: cut for ``tensor`` x ``pipeline``, or as a Hugging Face folder.
+    """Write ``src`` to ``dst``: cut for ``tensor`` x ``pipeline``, or as a Hugging Face folder.
 
-    ``to`` defaults to the other form when no layout is asked for; that of LoRA adapters is PEFT's folder.
-    Moments come along between checkpoints; a Hugging Face folder holds weights only. ``dtype`` (``bfloat16``
-    and so on) casts the weights, and refuses if a number overflows. A checkpoint's every byte is read against
-    its checksums, unless ``options.check`` is false. Nothing is left behind on a failure; killed, the same
-    call goes on where it was. ``options.progress`` gets the bytes written since the last call.
+    ``to``: default is the other form if no layout is given, and PEFT's folder for LoRA adapters. Moments are
+    copied between checkpoints; a Hugging Face folder holds weights only. ``dtype`` (``bfloat16`` and so on)
+    casts the weights; a number that overflows is refused. Every byte of a checkpoint is compared with its
+    checksum, unless ``how.check`` is false. A failure leaves nothing behind; if the process is killed, the
+    same call continues. ``how.progress`` is called with the number of bytes written since its last call.
     """
     plan = plan_conversion(
         src, to=to, tensor=tensor, pipeline=pipeline, split=split, dtype=dtype, allow_symlinks=allow_symlinks
@@ -86,7 +86,7 @@ def carry_out(
     allow_nonfinite: bool = False,
     options: ConversionOptions = ConversionOptions(),
 ) -> None:
-    """Write what was planned as ``dst``; see ``convert``."""
+    """Write the planned conversion to ``dst``; see ``convert``."""
     if plan.layout is None:
         check_plain(plan.source.config, plan.source.path, "config")
     else:

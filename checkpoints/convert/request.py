@@ -47,7 +47,7 @@ def plan_conversion(
     dtype: str | None = None,
     allow_symlinks: bool = False,
 ) -> Conversion:
-    """What ``convert`` would do, from headers alone; raises what it would raise."""
+    """Return the plan of ``convert``, made from headers only; raises what ``convert`` would raise."""
     source = read_source(src, allow_symlinks=allow_symlinks)
     name = _dtype_name(dtype)
     whole: Form = "hf" if source.adapter is None else "peft"
@@ -71,11 +71,12 @@ def plan_conversion(
 
 
 def plan_merge(base: str | Path, adapter: str | Path) -> Conversion:
-    """The base as a Hugging Face folder with LoRA adapters added to its weights; ``carry_out`` writes it.
+    """Return the plan of adding LoRA adapters to their base, as a Hugging Face folder; ``carry_out`` writes
+    it.
 
-    ``base`` is a Hugging Face folder or a checkpoint; ``adapter`` PEFT's folder, a LoRA run or a checkpoint
-    of one. Dtypes stay, and tensors without adapters stay byte for byte. Raises ``BadInput`` or
-    ``BadCheckpoint`` for what does not fit together (see ``read_adapter``).
+    ``base``: a Hugging Face folder or a checkpoint. ``adapter``: a PEFT folder, a LoRA run or a checkpoint of
+    one. Dtypes stay, and tensors without adapters stay byte for byte. Raises ``BadInput`` or
+    ``BadCheckpoint`` if they do not fit together (see ``read_adapter``).
     """
     source = read_source(base)
     added = read_adapter(adapter, source)

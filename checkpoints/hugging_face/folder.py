@@ -22,12 +22,13 @@ _MAX_INDEX = 32 << 20
 
 
 class HFFolder:
-    """The folder at ``path``, checked when it is made; ``BadInput`` names the file and the tensor at fault.
+    """Hold the checked contents of the Hugging Face folder at ``path``; ``BadInput`` names the file and
+    tensor at fault.
 
-    ``config`` is ``config.json`` as it stands. ``tensors`` maps each name to the file that holds it and its
-    entry there. ``companions`` are the paths of the files to copy along. ``warnings`` are lines for the user
-    about what is odd but harmless. Links may lead only into the folder or the Hugging Face cache it belongs
-    to, unless ``allow_symlinks``.
+    ``config``: ``config.json``, unchanged. ``tensors``: for each name the file that holds it and its entry
+    there. ``companions``: the paths of the files to copy along. ``warnings``: lines for the user about odd
+    but harmless facts. Links may lead only into the folder or the Hugging Face cache that it belongs to,
+    unless ``allow_symlinks``.
     """
 
     def __init__(self, path: Path | str, *, allow_symlinks: bool = False):

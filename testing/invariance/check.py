@@ -25,7 +25,9 @@ LAYOUTS = (Layout(tensor=2), Layout(data_replicate=2), Layout.of(tensor=2, data=
 
 
 class LayoutVariance(AssertionError):
-    """A module whose results depend on the layout. ``fault.module`` is the first that differs."""
+    """Report a module whose results depend on the layout; ``fault.module`` is the first module that
+    differs.
+    """
 
     def __init__(self, layout: Layout, fault: Fault) -> None:
         self.layout, self.fault = layout, fault

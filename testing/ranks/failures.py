@@ -9,10 +9,10 @@ from signal import Signals
 
 @dataclass(frozen=True)
 class RankFailure:
-    """One rank that did not return.
+    """Describe one rank that did not return.
 
-    ``kind`` is ``raised``, ``died`` or ``silent`` (it had not answered when the call was given up);
-    ``seconds`` is when, on the machine's monotonic clock. ``cause`` is the exception itself where it could be
+    ``kind`` is ``raised``, ``died`` or ``silent`` (it had not answered when the call was given up).
+    ``seconds``: when, on the machine's monotonic clock. ``cause``: the exception itself, if it could be
     pickled.
     """
 
@@ -32,12 +32,12 @@ class RankFailure:
 
 
 class RankError(RuntimeError):
-    """A rank raised, died or did not answer.
+    """Report that a rank raised, died or did not answer.
 
-    The message names first what failed first and carries every failed rank's traceback and output. A death
-    comes before what was raised: the others' collectives often break before the parent learns of it.
-    ``failures`` holds them in that order, ``rank`` is the first one's number, ``cause`` its exception or
-    ``None``.
+    The message names the first failure first and carries the traceback and output of every failed rank. A
+    death comes before an exception, because the collectives of other ranks often break before the parent
+    learns of the death. ``failures`` holds them in that order; ``rank`` is the number of the first one,
+    ``cause`` its exception or ``None``.
     """
 
     def __init__(self, failures: Sequence[RankFailure], headline: str = "") -> None:

@@ -14,7 +14,9 @@ from .processes import Rendezvous, gather_stacks, templates
 
 
 class ExitCode(int):
-    """The exit code of a rank, negative for the signal that killed it; ``output`` is all that it printed."""
+    """Hold the exit code of a rank, negative for the signal that killed it; ``output`` is all that it
+    printed.
+    """
 
     output: str
 
@@ -32,14 +34,14 @@ def run_fresh(
     process_group: bool = True,
     group_timeout: float | None = None,
 ) -> list[ExitCode]:
-    """Run ``fn(*args)`` on ``world`` new processes and wait for all of them to end; their exit codes, by
-    rank.
+    """Run ``fn(*args)`` on ``world`` new processes, wait for all of them to end, and return their exit codes
+    by rank.
 
     A rank ends with 0 when ``fn`` returns, with the code of ``sys.exit``, with an exception's ``exit_code``,
-    or with 1 and a traceback. ``group_timeout`` is that of the process group in seconds, ``timeout`` unless
-    given; with ``process_group=False`` none is started, and ``init_process_group()`` works as it does under
+    or with 1 and a traceback. ``group_timeout``: that of the process group in seconds; the default is
+    ``timeout``. With ``process_group=False`` none is started, and ``init_process_group()`` works as under
     torchrun, with a store that outlives rank 0. Raises ``RankError``, naming the ranks, if some still run
-    after ``timeout`` seconds, counted from when all ranks had started.
+    ``timeout`` seconds after all ranks had started.
     """
     if world < 1:
         raise ValueError(f"world: expected 1 rank or more, found {world}")

@@ -166,15 +166,16 @@ atexit.register(_pool.close)
 
 
 def run_parallel(fn: Callable[..., Any], world: int = 4, *args: Any, timeout: float = 60.0) -> list[Any]:
-    """Run ``fn(*args)`` on ``world`` ranks with an initialised gloo process group; the results, by rank.
+    """Run ``fn(*args)`` on ``world`` ranks with an initialised gloo process group, and return the results by
+    rank.
 
-    ``fn`` is defined with ``def`` at the top of a module (a test module will do); arguments and results are
-    pickled, and tensors arrive as ordinary copies. The ranks are processes of one thread each, started by the
-    first call and used again by later ones; every call finds a new process group, the default dtype and
-    device, and seeds at zero. They have the environment and working directory that this process had when they
-    were started. What the ranks print goes to this process's stderr.
+    ``fn`` is defined with ``def`` at the top of a module (a test module works too). Arguments and results are
+    pickled, and tensors arrive as ordinary copies. The ranks are processes with one thread each; the first
+    call starts them and later calls use them again. Every call finds a new process group, the default dtype
+    and device, and seeds at zero. The ranks have the environment and working directory that this process had
+    when they were started. Their output goes to this process's stderr.
 
-    Raises ``RankError`` when a rank raises, dies, or has not answered after ``timeout`` seconds, and
+    Raises ``RankError`` if a rank raises, dies, or has not answered after ``timeout`` seconds, and
     ``ValueError`` for a function that cannot be found by name.
     """
     return _pool.run(fn, world, args, timeout)
