@@ -127,12 +127,10 @@ class ParallelState:
 
     @property
     def tensor_size(self) -> int:
-        """Return the number of tensor ranks."""
         return self.layout.tensor
 
     @property
     def tensor_index(self) -> int:
-        """Return this rank's position on the tensor axis."""
         return self.at.tensor
 
     @property
@@ -147,12 +145,10 @@ class ParallelState:
 
     @property
     def context_size(self) -> int:
-        """Return the number of context ranks."""
         return self.layout.context
 
     @property
     def context_index(self) -> int:
-        """Return this rank's position on the context axis."""
         return self.at.context
 
     @property
@@ -163,13 +159,11 @@ class ParallelState:
 
     @property
     def tensor_group(self) -> dist.ProcessGroup:
-        """Return the group of ranks that hold the other parts of the same layers."""
         assert self._tensor is not None, "a stand-in has no process groups"
         return self._tensor
 
     @property
     def pipeline_group(self) -> dist.ProcessGroup:
-        """Return the group of ranks that hold the other stages."""
         assert self.mesh is not None, "a stand-in has no process groups"
         return self.mesh["pipeline"].get_group()
 
