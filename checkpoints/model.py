@@ -11,9 +11,8 @@ import torch
 from ..models import FAMILIES, CausalLM, Family
 from ..parallel_state import BadInput, Layout
 from ..parallel_state.together import together
-from .find import latest_checkpoint
 from .load import load_weights
-from .resume import Progress, begin_moments, load_training
+from .resume import Progress, begin_moments, load_training, newest_in
 from .save import Contents, Saver
 from .source import read_source
 from .user_module import check_storable, together_updates
@@ -64,14 +63,8 @@ def restore_model(
     Collective. ``path``: a checkpoint, or the folder of several, of which the newest complete one is taken.
     The model may be cut, sharded by FSDP, a stage. Without an optimizer a Hugging Face folder will do, too.
     """
-    state, family, path = model.state, _family_of(model), Path(path)
-
-    def find() -> str | None:
-        if state.rank or not path.is_dir() or not any(path.glob("step-*")):
-            return None
-        return str(latest_checkpoint(path).directory)
-
-    found = Path(together(find, world=state.layout.world, group=state.file_group)[0] or path)
+    state, family = model.state, _family_of(model)
+    found = newest_in(path, state)
     if optimizer is not None:
         return load_training(found, model, optimizer, family, model.config)
 

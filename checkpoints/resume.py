@@ -64,6 +64,21 @@ def newest_checkpoint(
     return None if path is None else Path(path)
 
 
+def newest_in(path: str | Path, state: ParallelState) -> Path:
+    """The newest complete checkpoint of a folder of several, the same on every rank; else ``path`` itself.
+
+    Collective. Rank 0 looks: ranks that looked by themselves might find different ones of a run that saves.
+    """
+    path = Path(path)
+
+    def look() -> str | None:
+        if state.rank or not path.is_dir() or not any(path.glob("step-*")):
+            return None
+        return str(latest_checkpoint(path).directory)
+
+    return Path(together(look, world=state.layout.world, group=state.file_group)[0] or path)
+
+
 def load_training(
     path: Path,
     model: CausalLM,

@@ -23,7 +23,7 @@ from ..parallel_state import (
 from ..parallel_state.together import together
 from .load import fill
 from .rank_storage import stored_parts
-from .resume import Progress, begin_moments, load_together, restore_progress
+from .resume import Progress, begin_moments, load_together, newest_in, restore_progress
 from .save import Contents, Saver
 from .source import Source, open_source
 from .user_module_family import ModuleConfig, ModuleFamily, StoredModule, module_family
@@ -141,7 +141,7 @@ def load_module(
     or ``BadInput``, the same on every rank, for a checkpoint of another module, naming the first parameter.
     """
     state = alone_or(state)
-    stages = gather_stages(model, state)
+    stages, path = gather_stages(model, state), newest_in(path, state)
 
     def load() -> Progress:
         family = module_family(StoredModule.of(stages, names), {})

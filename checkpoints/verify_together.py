@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ..parallel_state import ParallelState
+from ..parallel_state import BadCheckpoint, ParallelState
 from ..parallel_state.together import together
 from .damage import newest_good, older_than, with_older
 from .find import open_checkpoint
@@ -22,12 +22,26 @@ def check_bytes(source: Source, state: ParallelState) -> None:
     """Refuse a checkpoint that is not, byte for byte, what was written; a Hugging Face folder has no sums.
 
     Collective. The error, alike on every rank, names the newest older checkpoint of the run that is good.
+    Also refused are ranks that opened different checkpoints, because a run saved a new one between.
     """
     manifest = source.manifest
-    if manifest is not None:
-        _, world, group = _ranks(state)
-        with naming_an_older_one_together(state):
-            together(lambda: verify_share(source.path, manifest, state), world=world, group=group)
+    if manifest is None:
+        return
+
+    def check() -> tuple[str, str]:
+        verify_share(source.path, manifest, state)
+        return source.path.name, repr((manifest.step, manifest.files))
+
+    _, world, group = _ranks(state)
+    with naming_an_older_one_together(state):
+        opened = together(check, world=world, group=group)
+    if len(set(opened)) > 1:
+        raise BadCheckpoint(
+            source.path.parent,
+            expected="the same checkpoint on every rank",
+            found=" and ".join(sorted({name for name, _ in opened})),
+            todo="A run saved meanwhile: name one of its checkpoints, or try again",
+        )
 
 
 def verify_share(path: Path, manifest: Manifest, state: ParallelState) -> None:

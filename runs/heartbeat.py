@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import socket
 import threading
@@ -26,6 +27,7 @@ from .stop_signals import PREEMPTED
 #: A rank whose file is older than this many seconds is silent. Ranks beat once a second.
 SILENT_AFTER = 4.0
 _BEAT = 1.0
+_OF_A_RANK = re.compile(r"rank[0-9]+\.(json|tmp)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,8 +207,9 @@ def read_status(folder: Path, *, run: str) -> list[RankStatus]:
 
 def clear_status(folder: Path) -> None:
     """Forget an earlier run's, and what its killed ranks had half written."""
-    for path in (*folder.glob("rank*.json"), *folder.glob("rank*.tmp")):
-        path.unlink(missing_ok=True)
+    for path in folder.glob("rank*"):
+        if _OF_A_RANK.fullmatch(path.name):
+            path.unlink(missing_ok=True)
 
 
 def first_failure(folder: Path, *, run: str) -> RankStatus | None:

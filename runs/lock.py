@@ -89,8 +89,21 @@ def _file(folder: Path) -> Path:
     return folder / "run.lock"
 
 
+def _refuse_logs_of_others(folder: Path) -> None:
+    """Refuse a folder with logs that no run wrote: a new run would begin them anew."""
+    if _file(folder).exists() or (folder / "events.jsonl").exists():
+        return
+    for log in (folder / "metrics.jsonl", folder / "norms.jsonl"):
+        if log.exists():
+            expected, found = "a new folder, or a run's", f"{log}, which no run of trilith wrote"
+            raise BadInput(
+                "recipe", "out", expected=expected, found=found, todo="Choose another folder, or move it away"
+            )
+
+
 def _open(folder: Path) -> int:
     make_folder(folder)
+    _refuse_logs_of_others(folder)
     try:
         return os.open(_file(folder), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
     except OSError as error:

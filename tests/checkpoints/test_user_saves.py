@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from trilith.checkpoints import load_module, restore_model, save_model, save_module
+from trilith.checkpoints import (
+    load_module,
+    load_source,
+    read_source,
+    restore_model,
+    save_model,
+    save_module,
+)
 from trilith.models import family_of
 from trilith.parallel_state import BadCheckpoint, BadInput, Layout, ParallelState, initialize
 from trilith.testing import run_parallel
@@ -153,3 +162,42 @@ def test_what_was_frozen_and_is_trained_now_has_no_moments_to_go_on_with(tmp_pat
     _, model, optimizer = made(Layout())
     with pytest.raises(BadCheckpoint, match=r"exp_avg\.rarely\.weight: .* found none: it was frozen"):
         load_module(tmp_path, model, optimizer)
+
+
+def opened_apart(root: str) -> str:
+    """Rank 1 opens the folder after another step was saved into it."""
+    state = ParallelState.start(Layout(tensor=2))
+    source = read_source(root) if state.rank == 0 else None
+    dist.barrier()
+    if source is None:
+        save_weights(root, 2)
+        source = read_source(root)
+    try:
+        load_source(source, zoo(state.layout)[0])
+    except BadCheckpoint as error:
+        return str(error)
+    return "loaded"
+
+
+def save_weights(root: str, number: int) -> None:
+    model, _ = zoo(Layout())
+    with torch.no_grad():
+        for one in model.parameters():
+            one.fill_(number)
+    save_model(root, model, step=number, keep=9)
+
+
+def test_ranks_that_opened_different_checkpoints_are_refused(tmp_path: Path) -> None:
+    save_weights(str(tmp_path), 1)
+    for said in run_parallel(opened_apart, 2, str(tmp_path)):
+        assert "expected the same checkpoint on every rank, found step-00000001 and step-00000002" in said
+
+
+def test_a_folder_s_newest_checkpoint_is_found_by_one_rank_for_all(tmp_path: Path) -> None:
+    model, _ = zoo(Layout())
+    other = nn.Linear(4, 4)
+    save_model(tmp_path / "zoo", model, step=1)
+    save_module(tmp_path / "own", other, step=1)
+    with mock.patch("trilith.checkpoints.source.latest_checkpoint", side_effect=AssertionError("each looks")):
+        assert restore_model(tmp_path / "zoo", model).step == 1
+        assert load_module(tmp_path / "own", other).step == 1

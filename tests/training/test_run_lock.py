@@ -142,3 +142,25 @@ def test_who_takes_the_folder_forgets_what_an_earlier_run_s_ranks_said(tmp_path:
         assert [*(tmp_path / "status").iterdir()] == []
     with only_run_in(tmp_path, ParallelState.alone()) as again:
         assert run != again
+
+
+@pytest.mark.parametrize("log", ["metrics.jsonl", "norms.jsonl"])
+def test_logs_that_no_run_wrote_are_not_begun_anew(make: Make, log: str) -> None:
+    run = make(3)
+    run.out.mkdir()
+    (run.out / log).write_text('{"epoch": 1}\n')
+    before = everything(run.out)
+    for launched in (False, True):
+        arguments = [str(run.recipe), "--quiet", *ONE_RANK]
+        (code,) = run_fresh(start_impatiently, 1, arguments, launched, process_group=False)
+        assert code == 2 and f"{log}, which no run of trilith wrote" in code.output, code.output
+        assert everything(run.out) == before
+
+
+def test_only_status_files_of_ranks_are_forgotten(tmp_path: Path) -> None:
+    names = {"rankings.json", "rank.json", "rank1.json.bak"}
+    (tmp_path / "status").mkdir()
+    for name in (*names, "rank1.json"):
+        (tmp_path / "status" / name).write_text("{}")
+    with only_run_in(tmp_path, ParallelState.alone()):
+        assert {path.name for path in (tmp_path / "status").iterdir()} == names
