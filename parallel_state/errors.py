@@ -107,7 +107,8 @@ def from_validation(
     user's file.
     """
     first = error.errors(include_url=False)[0]
-    key = spelled(".".join(map(str, first["loc"]))) or None
+    place = [str(one) for one in first["loc"] if not str(one).startswith("function-")]  # a validator's name
+    key = spelled(".".join(place)) or None
     if first["type"] == "extra_forbidden":
         return kind(where, key, expected="a known key", found="an unknown one")
     if first["type"] == "missing":

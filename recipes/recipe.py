@@ -16,7 +16,7 @@ from ..runs.stop_signals import GRACE
 from ..storage.small_files import parse_toml, read_json, read_toml
 from ..storage.strict_json import DEEPEST
 from .checks import check_compile, check_idle, check_memory_of_pipeline, check_optimizer, check_precision
-from .section import Wait
+from .section import PathText, Wait
 from .sections import (
     CheckpointSection,
     DataSection,
@@ -38,7 +38,7 @@ from .shipped import recipe_file
 class Recipe(Section):
     """Describe one run: everything that a training run needs to know."""
 
-    out: str = Field(description="the run's folder: checkpoints, metrics.jsonl, status")
+    out: PathText = Field(description="the run's folder: checkpoints, metrics.jsonl, status")
     steps: int = Field(ge=1, description="number of optimizer steps of the whole run")
     stop_after: int | None = Field(
         default=None, ge=1, description="stop after this step; the learning-rate schedule still spans `steps`"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, Strict, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, field_validator
 from pydantic_core import PydanticCustomError
 
 from ..models.base.config import MOST_BLOCKS
@@ -18,6 +18,15 @@ MOST_RANKS, MOST_STAGES, MOST_ROWS, MOST_AHEAD = 2**20, 2**10, 2**24, 2**10
 #: Seconds that anything may be waited for: 48 days.
 LONGEST_WAIT = 2**22
 
+
+def _path(text: str) -> str:
+    """Refuse what names no file; empty text would be the working directory."""
+    if not text or "\0" in text:
+        raise PydanticCustomError("path", "Input should be a path, not empty and without a NUL character")
+    return text
+
+
+PathText = Annotated[str, AfterValidator(_path)]
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 Betas = Annotated[tuple[_Beta, _Beta], Strict(False)]  # from a list
 Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]

@@ -12,22 +12,22 @@ from ..models import LoraConfig
 from ..parallel_state import FILES_TIMEOUT, Layout
 from ..pipeline import ScheduleName, schedule_kind
 from .experts_section import ExpertsSection as ExpertsSection
-from .section import MOST_AHEAD, Betas, Blocks, Ranks, Rows, Stages, Step, Wait
+from .section import MOST_AHEAD, Betas, Blocks, PathText, Ranks, Rows, Stages, Step, Wait
 from .section import Section as Section
 
 
 class ModelSection(Section):
     """The model: weights of a Hugging Face folder or checkpoint, or a config to start from scratch."""
 
-    init_from: str | None = Field(
+    init_from: PathText | None = Field(
         default=None, description="Hugging Face folder or trilith checkpoint whose weights to start from"
     )
-    config: str | dict[str, Any] | None = Field(
+    config: PathText | dict[str, Any] | None = Field(
         default=None,
         description="a config.json, or its fields, of a model to start from scratch; beside init_from it "
         "must agree with that",
     )
-    tokenizer: str | None = Field(
+    tokenizer: PathText | None = Field(
         default=None, description="tokenizer folder to copy into checkpoints and exports"
     )
 
@@ -35,7 +35,7 @@ class ModelSection(Section):
 class LoraSection(LoraConfig):
     """LoRA: train adapters on the model of ``model.init_from``, which stays as it is; the keys are PEFT's."""
 
-    init_from: str | None = Field(
+    init_from: PathText | None = Field(
         default=None,
         description="adapters to continue with: a PEFT folder or a LoRA run; all other keys but "
         "lora_dropout then come from there",
@@ -115,7 +115,7 @@ class LayoutSection(Section):
 class DataSection(Section):
     """What to train on: token files written by `trilith tokenize`, named without their suffix."""
 
-    tokens: str | list[str] = Field(
+    tokens: PathText | list[PathText] = Field(
         description="token file, or a list of token files to mix; names have no suffix"
     )
     weights: list[float] | None = Field(
@@ -308,7 +308,7 @@ class CheckpointSection(Section):
 class EvaluationSection(Section):
     """The loss on tokens that are not trained on."""
 
-    tokens: str | list[str] = Field(
+    tokens: PathText | list[PathText] = Field(
         description="held-out token file or files, cut into rows as those of [data]"
     )
     every: int = Field(

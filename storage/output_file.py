@@ -9,7 +9,6 @@ Killed at any point, the name is absent or as it was; the next call removes what
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import re
@@ -22,6 +21,7 @@ from pathlib import Path
 from ..parallel_state import BadInput
 from .disk import writing
 from .folder_kind import CHECKPOINTS, FolderKind, holds_steps, kinds_of
+from .parents import make_parents, remove_empty
 
 #: What of a file is looked at to tell whose it is: its first and its last bytes.
 _SEEN = 1 << 16
@@ -140,7 +140,7 @@ def output_file(
 @contextmanager
 def _fresh(out: Path) -> Iterator[Path]:
     """A file beside ``out``, its folders made; what has not become ``out`` by the end is removed again."""
-    made = _make_parents(out.parent)
+    made = make_parents(out.parent)
     _remove_leftovers(out)
     fresh, fd = _begin(out)
     try:
@@ -149,9 +149,7 @@ def _fresh(out: Path) -> Iterator[Path]:
     finally:
         fresh.unlink(missing_ok=True)
         os.close(fd)
-        for folder in made:
-            with contextlib.suppress(OSError):  # somebody else put a file there
-                folder.rmdir()
+        remove_empty(made)
 
 
 def _publish(fresh: Path, out: Path, *, ours: IsOurs, force: bool, inputs: Iterable[Path]) -> None:
@@ -200,14 +198,6 @@ def _remove_leftovers(out: Path) -> None:
 def _beside(out: Path, suffix: str) -> Path:
     """A sibling of the output, its name cut where the file system would refuse it."""
     return out.parent / (os.fsencode(out.name)[: 255 - len(suffix)].decode(errors="ignore") + suffix)
-
-
-def _make_parents(folder: Path) -> list[Path]:
-    """The folders that were made, the innermost first."""
-    missing = [one for one in (folder, *folder.parents) if not one.exists()]
-    for one in reversed(missing):
-        one.mkdir(exist_ok=True)
-    return missing
 
 
 def _seen(path: Path) -> bytes:

@@ -23,6 +23,7 @@ from ..parallel_state import BadInput, fault
 from .disk import Disk, DiskFailed, writing
 from .file_names import MANIFEST
 from .output_file import check_outside
+from .parents import make_parents, remove_empty
 from .regular import open_regular
 
 _SPARE = 1.1
@@ -73,9 +74,9 @@ def check_home(output: Path) -> Path:
 class Staging:
     """An output in the making, held by one process. Others may write into ``directory`` too."""
 
-    def __init__(self, output: Path, directory: Path, lock: int, disk: Disk):
+    def __init__(self, output: Path, directory: Path, lock: int, disk: Disk, made: list[Path]):
         self.output, self.directory = output, directory
-        self._lock, self._disk = lock, disk
+        self._lock, self._disk, self._made = lock, disk, made
 
     @classmethod
     def begin(
@@ -97,7 +98,7 @@ class Staging:
         assert _IDENTITY.fullmatch(identity), identity
         check_output(output, inputs=inputs, need=need)
         with writing(output.parent):
-            _make_parents(output.parent, disk)
+            made = make_parents(output.parent, disk)
         lock = _lock(output)
         directory = _beside(output, f".tmp-{identity}")
         try:
@@ -107,8 +108,9 @@ class Staging:
                     disk.make_directory(directory)
         except BaseException:
             _unlock(output, lock)
+            remove_empty(made)
             raise
-        return cls(output, directory, lock, disk)
+        return cls(output, directory, lock, disk, made)
 
     def publish(self, manifest: bytes | None = None) -> None:
         """Give the directory its name; when this returns, a power cut cannot take it back.
@@ -147,10 +149,13 @@ class Staging:
                 raise DiskFailed(f"{path}: what was written cannot be read back")
 
     def abandon(self) -> None:
-        """Remove what was written and give up the lock. What cannot be removed keeps its telling name."""
+        """Remove what was written, folders made for it included, and give up the lock. What cannot be removed
+        keeps its telling name.
+        """
         if self._lock >= 0:
             self._disk.remove_tree(self.directory)
             self._release()
+            remove_empty(self._made)
 
     def leave(self) -> None:
         """Give up the lock and keep what was written, for a later run of the same identity."""
@@ -221,13 +226,6 @@ def _beside(output: Path, suffix: str) -> Path:
     """A sibling of the output, its name cut where the file system would refuse it."""
     room = _LONGEST_NAME - len(suffix)
     return output.parent / (os.fsencode(output.name)[:room].decode(errors="ignore") + suffix)
-
-
-def _make_parents(directory: Path, disk: Disk) -> None:
-    if not directory.exists():
-        _make_parents(directory.parent, disk)
-        disk.make_directory(directory)
-        disk.sync_directory(directory.parent)
 
 
 def _remove_leftovers(output: Path, disk: Disk, *, but: Path) -> None:

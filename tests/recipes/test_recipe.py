@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -128,3 +129,16 @@ def test_a_key_that_would_do_nothing_is_refused(recipe: Path, idle: str, beside:
         load_recipe(recipe, [idle])
     load_recipe(recipe, [beside])
     load_recipe(recipe, [idle, beside])
+
+
+PATHS = [
+    *("out", "model.init_from", "model.config", "model.tokenizer", "data.tokens", "evaluation.tokens"),
+    "lora.init_from",
+]
+
+
+@pytest.mark.parametrize("text", ["", "a\0b"], ids=["empty", "NUL"])
+@pytest.mark.parametrize("key", PATHS)
+def test_a_path_that_names_no_file_is_refused_by_its_key(recipe: Path, key: str, text: str) -> None:
+    with pytest.raises(BadInput, match=rf"{key.replace('.', '[.]')}\S*: expected .*a path, not empty"):
+        load_recipe(recipe, [f"{key}={json.dumps(text)}"])

@@ -7,6 +7,7 @@ import os
 import signal
 from collections import namedtuple
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,24 @@ def test_a_failure_leaves_the_older_one_and_nothing_else(
     else:
         assert left == {"step-00000001"}
     assert read(tmp_path / "step-00000001") == 1.0
+
+
+@pytest.mark.parametrize("method", ["create", "write", "sync", "sync_directory", "make_directory", "rename"])
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_a_failure_removes_the_folders_that_were_made_for_it(tmp_path: Path, method: str, after: int) -> None:
+    with suppress(DiskFailed):
+        save(tmp_path / "new" / "newer" / "step-00000002", 2.0, Failing(method, errno.ENOSPC, after))
+        return  # it needed fewer of these
+    assert [*tmp_path.iterdir()] == [] or read(tmp_path / "new" / "newer" / "step-00000002") == 2.0
+
+
+def test_a_way_over_a_folder_that_is_made_for_it_and_a_file_of_somebody_else_in_one(tmp_path: Path) -> None:
+    save(tmp_path / "new" / ".." / "new" / "out", 1.0)
+    assert read(tmp_path / "new" / "out") == 1.0
+    with pytest.raises(KeyError), staged(tmp_path / "other" / "deeper" / "out"):
+        (tmp_path / "other" / "theirs").touch()
+        raise KeyError
+    assert [path.name for path in (tmp_path / "other").iterdir()] == ["theirs"]
 
 
 def test_G23_no_permission_to_rename(tmp_path: Path) -> None:
