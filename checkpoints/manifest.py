@@ -268,7 +268,7 @@ class Manifest(StrictRecord):
         return frozenset(map(str, names)) if isinstance(names, list) else frozenset()
 
     def parts_of(self, file: int) -> dict[str, Part]:
-        """The part of each tensor that a file holds."""
+        """Return the part of each tensor that a file holds."""
         return self._by_file()[file]
 
     def _by_file(self) -> list[dict[str, Part]]:

@@ -51,20 +51,22 @@ class Contents:
 
 
 class Saver:
-    """Writes and commits ``root/step-N``, then deletes what is older than the newest ``keep``. To make one is
-    collective: what no checkpoint could hold is refused then, before the first step.
+    """Write and commit ``root/step-N``, then delete checkpoints older than the newest ``keep``.
 
-    Which rank writes which box follows from declarations and layout alone; nothing is gathered but the
-    files' sizes and checksums. If one rank fails, every rank raises the same error, nothing is committed,
-    and what was there before stays.
+    Making a saver is collective: what no checkpoint can hold is refused then, before the first step.
+    Declarations and layout alone determine which rank writes which box; only the files' sizes and checksums
+    are gathered. If one rank fails, every rank raises the same error, nothing is committed, and older
+    checkpoints stay.
 
-    With ``background``, ``save`` returns once the rank's own tensors are copied; one thread writes the copy
-    and commits it. A second ``save`` waits for the first. ``failed`` says whether the thread met an error;
-    ask it on all ranks alike, and ``wait`` then raises it on all of them. Leaving the context waits for the
-    thread, so a process group may be destroyed after it and not before; after an error only some seconds,
-    since the other ranks wait to hear of it. ``said`` is called, from the thread that calls ``save``,
-    ``wait`` or ``poll``, with a line on each checkpoint that was committed. ``state``: of a module that does
-    not have it by itself. Without an ``optimizer`` the checkpoints hold weights alone.
+    With ``background``, ``save`` returns when the rank's own tensors are copied; one thread writes the copy
+    and commits it. A second ``save`` waits for the first. ``failed`` tells whether the thread met an error;
+    ask it on all ranks, and ``wait`` then raises it on all of them. Leaving the context waits for the thread,
+    so destroy a process group only after it; after an error it waits only some seconds, because the other
+    ranks wait to hear of it.
+
+    ``said`` is called with a line on each committed checkpoint, from the thread that calls ``save``, ``wait``
+    or ``poll``. ``state``: needed for a module that does not have it. Without an ``optimizer`` the
+    checkpoints hold weights only.
     """
 
     def __init__(

@@ -49,7 +49,8 @@ class Source:
     adapter: StoredAdapter | None = None
     #: While this lives, a run that writes checkpoints does not delete this one.
     held: Hold | None = None
-    #: Of a module that no family describes: what a checkpoint says of it, or who reads a folder.
+    #: Declarations and names of a user's own module (from a checkpoint, or given by the caller); ``None`` for
+    #: a model of the zoo.
     module: ModuleFamily | None = None
 
     @cached_property

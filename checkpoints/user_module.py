@@ -68,10 +68,9 @@ def module_contents(
     names: Sequence[Rule] = (),
     state: ParallelState,
 ) -> Contents:
-    """What the checkpoints of a module have in common, for a ``Saver`` of one's own. Collective.
+    """Return what the checkpoints of a module have in common, for your own ``Saver``. Collective.
 
-    Raises ``BadInput`` for what a checkpoint could not hold: persistent buffers, an optimizer other than
-    AdamW.
+    Raises ``BadInput`` for what a checkpoint cannot hold: persistent buffers, an optimizer other than AdamW.
     """
     config = dict(config or {})
     family = module_family(StoredModule.of(gather_stages(model, state), names), config)

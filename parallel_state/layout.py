@@ -259,7 +259,7 @@ class Layout:
         return [r for r in range(self.world) if _same(here, asdict(self.coordinates(r)), but=axes)]
 
     def first_rank(self, pipeline: int) -> int:
-        """The first of the ranks that are ``pipeline`` on the pipeline axis, the slowest one."""
+        """Return the first of the ranks that are ``pipeline`` on the pipeline axis, the slowest one."""
         return pipeline * (self.world // self.pipeline)
 
     def places(self) -> Iterator[Coordinates]:

@@ -135,7 +135,7 @@ class ParallelState:
 
     @property
     def counts_here(self) -> bool:
-        """Whether this rank counts what the ranks of its tensor group hold alike: the first of them does."""
+        """Tell whether this rank counts what its whole tensor group holds alike: the first one does."""
         return self.at.tensor == 0
 
     @property

@@ -111,17 +111,17 @@ class Recipe(Section):
 
     @property
     def layout(self) -> Layout:
-        """The number of ranks along each axis."""
+        """Return the number of ranks along each axis."""
         return self.layout_section.layout
 
     @property
     def pipeline_schedule(self) -> ScheduleName:
-        """The name of the schedule by which pipeline stages take turns."""
+        """Return the name of the pipeline schedule."""
         return self.layout_section.schedule
 
     @property
     def split(self) -> list[int] | None:
-        """The number of blocks of each pipeline stage; ``None`` leaves it to ``cut_stages``."""
+        """Return the number of blocks of each pipeline stage; ``None`` leaves it to ``cut_stages``."""
         return self.layout_section.split
 
     @property
@@ -175,7 +175,9 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def parse_recipe(raw: dict[str, Any], where: str = "recipe") -> Recipe:
-    """A recipe from plain data, checked."""
+    """Return the checked recipe of plain data; raise ``BadInput`` with the key, the value expected and
+    found.
+    """
     check_keys(raw, where)
     try:
         recipe = Recipe.model_validate(raw)

@@ -23,11 +23,11 @@ def make_adamw(
     fused: bool = True,
     groups: Mapping[str, ParameterGroup] | None = None,
 ) -> torch.optim.AdamW:
-    """PyTorch's AdamW over the parameters that require gradients: matrices decay; biases, norms and other
-    vectors do not.
+    """Return PyTorch's AdamW over the trained parameters; matrices have weight decay, other parameters none.
 
-    Takes any model. Which is which follows from the whole shape, so it is the same in every layout.
-    ``groups``: from names to what is different for them. Source: Loshchilov and Hutter 2019.
+    Works with any model. A parameter counts as a matrix by its whole shape, so the result is the same in
+    every layout. ``groups``: for names of parameters, what is different for them. Source: Loshchilov and
+    Hutter 2019.
     """
     stated = declarations(model)
     usual = ParameterGroup(match=".")

@@ -38,11 +38,12 @@ def shard_over_data(
     offload: bool = False,
     blocks: Iterable[nn.Module] | None = None,
 ) -> Model:
-    """Hand the parameters of any model to FSDP2 over the data axes, a block at a time, in place.
+    """Shard the parameters of any model over the data axes with FSDP2 (ZeRO 1 to 3, or DDP), in place.
 
-    The model may be on the meta device; ``model.to_empty`` and ``initialize`` or a load come after, on the
-    host where ``offload`` keeps weights, gradients and moments there (``resting_device``). ``blocks``: what
-    ZeRO-3 gathers at a time, each with a ``forward``; otherwise ``find_blocks``.
+    FSDP handles one block at a time. The model may be on the meta device; ``model.to_empty`` and
+    ``initialize`` or a load come after this call, on the host if ``offload`` keeps weights, gradients and
+    moments there (``resting_device``). ``blocks``: the modules that ZeRO 3 gathers at a time, each with a
+    ``forward``; the default is ``find_blocks``.
     """
     refuse_foreign(model, "shard_over_data")
     regather, mesh, policy = state.layout.zero == 3, state.data_mesh, precision.policy

@@ -24,14 +24,13 @@ CURVES: dict[str, Callable[[float], float]] = {
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The learning rate's course; ``rate(step)`` counts steps from 0.
+    """Compute the learning rate of each step; ``rate(step)`` counts steps from 0.
 
     ``kind``
         ``constant``: the peak. ``linear`` and ``cosine``: down to the minimum at step ``total`` (Loshchilov
         and Hutter 2017). ``wsd``, warm-up, stable, decay: the peak until the last ``decay`` steps, then down
         in the given ``shape`` (Hu et al. 2024; ``1-sqrt``: Hägele et al. 2024). ``inverse_sqrt``: the peak
-        times the square root of warmup / step (Vaswani et al. 2017), no lower than the minimum; it knows no
-        end.
+        times the square root of warmup / step (Vaswani et al. 2017), at least the minimum; it has no end.
     ``minimum``
         the last rate as a share of the peak; ``constant`` has none.
     """
@@ -45,7 +44,7 @@ class Schedule:
     shape: str = "1-sqrt"
 
     def rate(self, step: int) -> float:
-        """The learning rate with which step ``step`` updates."""
+        """Return the learning rate of step ``step``, counted from 0."""
         if step < self.warmup:
             return self.peak * (step + 1) / self.warmup
         return self.peak * self._share(step)

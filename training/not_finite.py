@@ -23,11 +23,11 @@ from .forward import ForwardOnly
 
 @dataclass(frozen=True, order=True, slots=True)
 class Origin:
-    """Where a number that is not finite first appeared; the least of all ranks' came before the others.
+    """State where the first value that is not finite appeared; the minimum over ranks is the first in time.
 
-    ``order`` counts the modules' outputs of a micro-batch: ranks of one stage call the same ones in the same
-    order, and one rank's bad number reaches its neighbours a few outputs later. Where it reaches them inside
-    the module, the rank whose part of the module's weights is bad comes first.
+    ``order`` counts the outputs of modules in a micro-batch. Ranks of one stage call the same modules in the
+    same order, and a bad value of one rank reaches its neighbours a few outputs later. If it reaches them
+    inside one module, the rank whose part of the module's weights is bad comes first.
     """
 
     micro_batch: int

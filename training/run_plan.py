@@ -102,7 +102,7 @@ def plan(recipe: Recipe) -> Plan:
 
 @dataclass(frozen=True)
 class RunPlan(Plan):
-    """A plan, and the run's token files, opened: what a process needs before it builds."""
+    """Hold a plan and the run's opened token files: what a process needs before it builds the model."""
 
     batches: GlobalBatches = field(kw_only=True)
     #: What the run is evaluated on, if it is.

@@ -16,12 +16,12 @@ from .base_step import Step
 
 
 class TrainStep(Step):
-    """``step(batch)`` leaves in ``.grad`` the gradients of the mean loss over the step's tokens.
+    """Compute the gradients of a step's mean loss: ``step(batch)`` leaves them in ``.grad``.
 
     The mean is over the valid labels of the *global* batch, whatever the micro-batches and data ranks, so it
-    is the same number in every layout. ``micro_batch`` is in samples. With more than one data rank the model
-    has been through ``shard_over_data``. ``dtype``: of the activations; ``reduce``: of the sums of gradients
-    outside FSDP; default: that of the gradients.
+    is the same number in every layout. ``micro_batch``: number of samples. With more than one data rank the
+    model must have been through ``shard_over_data``. ``dtype``: dtype of the activations. ``reduce``: dtype
+    in which gradients are summed outside FSDP; the default is that of the gradients.
     """
 
     def __init__(
@@ -70,12 +70,14 @@ class TrainStep(Step):
         return loss
 
     def loss(self, output: Tensor, labels: Tensor) -> Tensor:
-        """A micro-batch's share of the step's mean loss, times the scale, from what the model returned."""
+        """Return a micro-batch's share of the step's mean loss, times the loss scale, from the model's
+        output.
+        """
         total = self.total_loss(output, labels, label_smoothing=self.label_smoothing)
         return total / self._tokens * self._scale
 
     def total_loss(self, output: Tensor, labels: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
-        """The sum over a micro-batch's valid tokens, the same on the ranks of a tensor group.
+        """Return the sum of the loss over a micro-batch's valid tokens, equal on the ranks of a tensor group.
 
         ``output``: logits, or with ``head_in_loss`` the hidden states of the last stage.
         """

@@ -25,19 +25,20 @@ def run(
     ranks: int | None = None,
     quiet: bool = False,
 ) -> int:
-    """Train, or resume training, as a recipe says; what ``trilith train`` calls.
+    """Train a model as a recipe says, or resume its training; ``trilith train`` calls this function.
 
-    ``recipe``: a TOML file, the name of a shipped recipe, or a ``Recipe``; ``overrides`` change it, such as
-    ``layout.tensor=2``. A layout of one rank trains in this process, and so does each process of torchrun.
-    For other layouts the ranks are started here and read the file by themselves. ``ranks``, if given, must be
-    the layout's. ``quiet``: no progress lines.
+    ``recipe``: a TOML file, the name of a recipe that comes with trilith, or a ``Recipe``. ``overrides``
+    change it, such as ``layout.tensor=2``. A layout of one rank trains in this process, and so does each
+    process of torchrun. For other layouts the ranks are started here, and each reads the file by itself.
+    ``ranks``, if given, must be the layout's number of ranks. ``quiet``: no progress lines.
 
-    Only one run has a folder at a time. It saves and leaves after SIGTERM or SIGINT (``Preempted``), writes
-    each rank's heartbeat and last word into the folder, and names the rank that failed (``PeerFailed``).
+    Only one run may use a folder at a time. After SIGTERM or SIGINT the run saves and stops (``Preempted``).
+    It writes each rank's heartbeat and last message into the folder, and names the rank that failed
+    (``PeerFailed``).
 
-    Returns 0, or the exit code of the first rank that failed of those started here; why is then on standard
-    error. Raises ``BadInput`` before anything starts, and for a ``Recipe`` that is in no file where ranks
-    would have to be started.
+    Returns 0, or the exit code of the first failed rank of those started here, whose reason is on standard
+    error. Raises ``BadInput`` before anything starts, also for a ``Recipe`` that is in no file if ranks must
+    be started.
     """
     if isinstance(recipe, Recipe):
         loaded, file = with_overrides(recipe, overrides), None

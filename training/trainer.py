@@ -39,10 +39,10 @@ from .watchers import Watchers
 
 
 class Trainer:
-    """One rank's part of a run. Collective: every rank makes one and calls ``run``.
+    """Train one rank's part of a run. Collective: every rank makes one and calls ``run``.
 
-    ``plan``: what ``check_run(recipe)`` found in this process, if it was asked before. ``beat`` and
-    ``signals`` belong to a supervised run, which ``training.run`` puts together.
+    ``plan``: the result of ``check_run(recipe)`` in this process, if there is one already. ``beat`` and
+    ``signals`` belong to a supervised run, which ``training.run`` sets up.
     """
 
     def __init__(
@@ -69,12 +69,12 @@ class Trainer:
         self.watchers = Watchers(recipe, self.plan, parts, state, self.terminal, self._at)
 
     def run(self, after_step: Callable[[StepMetrics], None] | None = None) -> list[StepMetrics]:
-        """Train from the newest complete checkpoint, or from the start, to the last step; the steps' metrics.
+        """Train from the newest complete checkpoint, or from the start, to the last step; return the steps'
+        metrics.
 
-        A signal that ``signals`` noted ends it after the step at hand, with a checkpoint: ``Preempted``.
-        A rank whose loss or gradient is not finite, or that has a parameter without a gradient, stops all of
-        them before the update: ``PeerFailed``; under
-        float16 they skip the step together.
+        A signal that ``signals`` noted ends the run after the current step, with a checkpoint: raises
+        ``Preempted``. If a rank has a loss or gradient that is not finite, or a parameter without a gradient,
+        all ranks stop before the update: raises ``PeerFailed``; with float16 they skip the step together.
         """
         start = self._start()
         stop = min(self.recipe.steps, self.recipe.stop_after or self.recipe.steps)

@@ -29,23 +29,24 @@ SumAndCount = Callable[..., tuple[Tensor, Tensor | int]]
 
 
 class ModuleStep(Step):
-    """``step(samples)`` leaves in ``.grad`` the gradients of the mean loss over the whole step.
+    """Compute the gradients of a step's mean loss for any model: ``step(samples)`` leaves them in ``.grad``.
 
-    ``loss`` gives a sum and a count for each micro-batch, alike on the ranks of a tensor group. All sums are
-    divided by all counts, of every micro-batch and data rank, so that the mean is the same number in every
-    layout. The model is called with those tensors of the micro-batch that its ``forward`` names;
-    ``micro_batch`` is in samples. With more than one data rank it has been through ``shard_over_data``.
+    ``loss`` returns a sum and a count for each micro-batch, equal on the ranks of a tensor group. All sums
+    are divided by all counts, over every micro-batch and data rank, so the mean is the same number in every
+    layout. The model is called with the tensors of the micro-batch that its ``forward`` names.
+    ``micro_batch``: number of samples. With more than one data rank the model must have been through
+    ``shard_over_data``.
 
-    In a pipeline each rank's model is its stage (see ``Stage.of``), and ``schedule`` one of
-    ``SCHEDULE_NAMES``. A stage's ``forward`` is given, before the samples' tensors by name, what the stage
-    before gave: one tensor, or several of one dtype, samples on dim 0. The last one gives what ``loss``
-    takes: a tensor, or a tuple or dict of such tensors. Where the layout has several stages a rank
-    (``virtual_stages``), the model keeps them as ``self.stage = Stage.of(...)``, and ``forward`` is told by
-    ``stage=`` which of its ``parts`` to run.
+    In a pipeline each rank's model is its stage (see ``Stage.of``), and ``schedule`` is one of
+    ``SCHEDULE_NAMES``. The ``forward`` of a stage gets the output of the previous stage first, and then the
+    samples' tensors by name. That output is one tensor, or several of one dtype, with the samples on dim 0.
+    The last stage returns what ``loss`` takes: a tensor, or a tuple or dict of such tensors. If a rank holds
+    several stages (``virtual_stages``), the model keeps them as ``self.stage = Stage.of(...)``, and
+    ``stage=`` tells ``forward`` which of its ``parts`` to run.
 
-    A trained parameter that no micro-batch gave a gradient, and gradients that are all zero where the loss is
-    not, are refused with ``NotTrained``, on every rank alike. ``unused``: a pattern over the names of
-    parameters that a step may leave out.
+    Raises ``NotTrained``, on every rank alike, if a trained parameter got no gradient from any micro-batch,
+    or if all gradients are zero while the loss is not. ``unused``: a pattern over the names of parameters
+    that a step may leave out.
     """
 
     def __init__(
@@ -122,10 +123,10 @@ class ModuleStep(Step):
 
     @torch.no_grad()
     def evaluate(self, samples: Samples) -> Tensor:
-        """Return the mean loss over the samples of all data ranks, alike on every rank; nothing is changed.
+        """Return the mean loss over the samples of all data ranks, equal on every rank; nothing is changed.
 
         ``samples``: those of this data rank, as a step takes them. The model is in evaluation mode meanwhile.
-        Collective over all ranks, which must have equally many samples of the same shapes.
+        Collective over all ranks, which must have the same number of samples of the same shapes.
         """
         parts, self._sums = self._cut(samples), []
         with evaluating(self.model):
