@@ -63,7 +63,13 @@ def check_home(output: Path) -> Path:
     """The folder that is there already in which the output, or folders around it, will be made; refused if it
     is a file or cannot be written to.
     """
-    home = next(parent for parent in Path(os.path.abspath(output)).parents if parent.exists())
+    for home in Path(os.path.abspath(output)).parents:
+        if home.exists():
+            break
+        if home.is_symlink():
+            raise BadInput(
+                home, expected="a directory", found=f"a link to {os.readlink(home)}, which is absent"
+            )
     if not home.is_dir():
         raise BadInput(home, expected="a directory", found="a file", todo="Choose another name")
     if not os.access(home, os.W_OK | os.X_OK):

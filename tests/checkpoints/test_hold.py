@@ -8,12 +8,13 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from trilith.checkpoints import convert, load_model, load_module, read_source, save_module, verify
+from trilith.checkpoints import convert, find, load_model, load_module, read_source, save_module, verify
 from trilith.checkpoints.hold import hold, nobody_reads
 from trilith.checkpoints.retention import delete_old
 from trilith.cli.app import run
@@ -208,3 +209,18 @@ def test_weights_are_taken_from_no_damaged_checkpoint(tmp_path: Path, use: str) 
         raw["lora"] = {"r": 2, "target_modules": ["q_proj"]}
     with pytest.raises(BadCheckpoint, match="CRC-32"):
         load_model(tmp_path / "a") if use == "load_model" else run_recipe(raw)
+
+
+def test_a_checkpoint_that_is_deleted_while_it_is_looked_for_is_no_end_of_the_search(tmp_path: Path) -> None:
+    """Between the list of the names and the look at each, a run saves the next step and deletes the last."""
+    saved(tmp_path, 1)
+    listed = find._latest
+
+    def late(root: Path) -> find.Found:
+        if steps_in(root) == [1]:
+            saved(root, 2, keep=1)
+            raise BadCheckpoint(root, expected="a complete checkpoint", found="none")
+        return listed(root)
+
+    with mock.patch("trilith.checkpoints.find._latest", late):
+        assert find.latest_checkpoint(tmp_path).directory.name == "step-00000002"

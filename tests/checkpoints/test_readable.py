@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,10 +16,13 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from trilith.checkpoints import Manifest, convert, read_source, save_module
-from trilith.parallel_state import BadInput
+from trilith.checkpoints import Manifest, Saver, convert, module_contents, read_source, save_module
+from trilith.parallel_state import BadInput, ParallelState
 from trilith.storage import companions_in
 from trilith.storage.companions import COMPANIONS
+from trilith.storage.disk import Disk, DiskFailed
+from trilith.storage.file_names import MANIFEST
+from trilith.storage.stored_file import StoredFile
 from trilith.testing.hf_folders import write_hf_folder
 from trilith.testing.short_runs import TINIEST_LLAMA, run_recipe, tiny_recipe, write_tokens
 
@@ -109,6 +113,37 @@ def test_what_save_module_takes_it_gives_back_and_else_it_writes_nothing(
         assert manifest.data_position == {"mine": value}
 
 
+@pytest.mark.parametrize("what", ["nan", "date", "300 levels"])
+@pytest.mark.parametrize("where", ["data", "config"])
+def test_what_cannot_be_read_back_is_refused_before_a_folder_is_begun(
+    tmp_path: Path, where: str, what: str
+) -> None:
+    begun = mock.patch("trilith.storage.staging.Staging.begin", side_effect=AssertionError("begun"))
+    with begun, pytest.raises(BadInput, match=rf"{where}\."):
+        save_module(tmp_path, nn.Linear(2, 2), **{where: {"mine": UNREADABLE[what]}})
+
+
+def test_a_saver_reads_its_manifest_back_before_the_first_step(tmp_path: Path) -> None:
+    """Of a file that may not travel along, the manifest is no manifest."""
+    (tmp_path / "note.txt").touch()
+    one, model = StoredFile(name="note.txt", size=0, crc32=0), nn.Linear(2, 2)
+    contents = module_contents(model, None, state=ParallelState.alone())
+    unfit = mock.patch("trilith.checkpoints.save.read_companions", return_value=[mock.Mock(stored=one)])
+    with unfit, pytest.raises(BadInput, match=r"companions: expected one of .* found 'note\.txt'"):
+        Saver(tmp_path / "new", model, None, contents, state=ParallelState.alone())
+
+
+def test_what_the_disk_does_not_give_back_is_not_committed(tmp_path: Path) -> None:
+    write = Disk.write_file
+
+    def forgetful(disk: Disk, path: Path, data: bytes) -> None:
+        write(disk, path, data[:-1] if MANIFEST in path.name else data)
+
+    with mock.patch.object(Disk, "write_file", forgetful), pytest.raises(DiskFailed, match="read back"):
+        save_module(tmp_path, nn.Linear(2, 2), step=1)
+    assert [*tmp_path.iterdir()] == []
+
+
 def largest(value: Any) -> int:
     if isinstance(value, dict):
         return max(map(largest, value.values()), default=0)
@@ -126,7 +161,8 @@ def test_convert_refuses_a_config_that_it_could_not_write_readably(
     write_hf_folder(tmp_path / "hf", TINIEST_LLAMA)
     config = tmp_path / "hf" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"remark": UNREADABLE[what]}))
-    with pytest.raises(BadInput, match=r"hf/config\.json: expected|config\.remark"):
+    begun = mock.patch("trilith.storage.staging.Staging.begin", side_effect=AssertionError("begun"))
+    with begun, pytest.raises(BadInput, match=r"hf/config\.json: expected|config\.remark"):
         convert(tmp_path / "hf", tmp_path / "out", to=to)
     assert not (tmp_path / "out").exists()
 

@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from trilith.checkpoints import (
+    Saver,
     load_module,
     load_source,
+    module_contents,
     read_source,
     restore_model,
     save_model,
@@ -145,6 +147,19 @@ def test_a_place_that_is_a_file_is_refused_as_one(model: nn.Module, tmp_path: Pa
         with pytest.raises(BadInput, match=r"file: expected a directory, found a file"):
             save_module(root, model)
     assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_place_that_is_a_link_to_nowhere_is_refused_before_the_first_step(
+    model: nn.Module, tmp_path: Path
+) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    contents = module_contents(model, None, state=ParallelState.alone())
+    for root in (tmp_path / "link", tmp_path / "link" / "in it"):
+        with pytest.raises(
+            BadInput, match=r"link: expected a directory, found a link to \S+nowhere, which is"
+        ):
+            Saver(root, model, None, contents, state=ParallelState.alone())
+    assert [path.name for path in tmp_path.iterdir()] == ["link"]
 
 
 def test_moments_that_a_checkpoint_would_lose_are_refused(tmp_path: Path) -> None:
