@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
 import zipfile
+from email import message_from_string
 from pathlib import Path
 from typing import Any
 
@@ -83,9 +85,9 @@ def test_a_shipped_recipe_goes_by_its_name(
         load_recipe("llama-3.2-1b-1gpu")  # a file of that name comes first
 
 
-def test_a_wheel_holds_the_recipes(tmp_path: Path) -> None:
+def test_a_wheel_holds_the_recipes_and_runs(tmp_path: Path) -> None:
     """Built from a copy: setuptools leaves a folder behind in what it builds from."""
-    source = tmp_path / "source"
+    source, place = tmp_path / "source", tmp_path / "place"
     skipped = shutil.ignore_patterns(
         ".*", "build", "tests", "benchmarks", "docs", "*.egg-info", "__pycache__"
     )
@@ -96,8 +98,25 @@ def test_a_wheel_holds_the_recipes(tmp_path: Path) -> None:
     )
     assert made.returncode == 0, made.stderr
     (wheel,) = tmp_path.glob("*.whl")
-    held = set(zipfile.ZipFile(wheel).namelist())
-    assert {f"trilith/recipes/{name}.toml" for name in REAL} <= held
+    zipfile.ZipFile(wheel).extractall(place)  # as pip does: the files, and their description beside them
+    assert all((place / "trilith" / "recipes" / f"{name}.toml").is_file() for name in REAL)
+    (described,) = place.glob("*.dist-info")
+    assert "trilith = trilith.cli:main" in (described / "entry_points.txt").read_text()
+    facts = message_from_string((described / "METADATA").read_text())
+    assert facts["Author"] == "trilith developers" and facts["License-Expression"] == "Apache-2.0"
+    assert "tensor parallelism" in facts["Keywords"] and "Typing :: Typed" in facts.get_all("Classifier", [])
+    shutil.rmtree(source)
+    environment = {**os.environ, "PYTHONPATH": str(place)}
+    for words in (["--version"], ["train", "llama-3.2-1b-1gpu", "--dry-run", "--device-memory", "80GB"]):
+        command = [sys.executable, "-P", "-m", "trilith", *words]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.strip() == facts["Version"] or "fits" in done.stdout
+    where = [sys.executable, "-P", "-c", "import trilith; print(trilith.__file__)"]
+    found = subprocess.run(where, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert Path(found.stdout.strip()).parent == place / "trilith", "another trilith ran"
 
 
 @pytest.fixture(scope="module")
