@@ -33,7 +33,7 @@ class StopSignals:
     """
 
     def __init__(self, grace: float = GRACE) -> None:
-        self.asked, self.grace = False, grace
+        self.stop_requested, self.grace = False, grace
         self._left = threading.Event()
         self._before: dict[int, Any] = {}
 
@@ -51,8 +51,8 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if not self.asked:
-            self.asked = True
+        if not self.stop_requested:
+            self.stop_requested = True
             threading.Thread(target=self._leave, name="grace", daemon=True).start()
 
     def _leave(self) -> None:

@@ -94,8 +94,8 @@ class Trainer:
             for number in range(start, stop):
                 with self.watchers.around(number):
                     metrics = self._one_step(number, batch_of)
-                asked, failed, memory = self._most_of_any_rank(
-                    self.signals.asked, saver.failed, self.watchers.memory
+                stop_requested, failed, memory = self._most_of_any_rank(
+                    self.signals.stop_requested, saver.failed, self.watchers.memory
                 )
                 done.append(self.watchers.after(metrics, memory))
                 if after_step is not None:
@@ -104,13 +104,13 @@ class Trainer:
                     saver.wait()
                 saver.poll()
                 every = self.recipe.checkpoint.every
-                if number + 1 == stop or asked or (every and (number + 1) % every == 0):
+                if number + 1 == stop or stop_requested or (every and (number + 1) % every == 0):
                     self._at("save", number + 1)
                     progress = Progress(
                         number + 1, self.state.layout, self._identity(), self.update.remember()
                     )
                     saver.save(progress)
-                if asked and number + 1 < stop:
+                if stop_requested and number + 1 < stop:
                     saver.wait()
                     raise Preempted(
                         f"asked to stop: saved after step {number + 1}; the same command goes on from there"

@@ -7,7 +7,7 @@ from itertools import product
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from trilith.parallel_state import Box
+from trilith.parallel_state import Box, shared_units
 
 _bounds = st.tuples(st.integers(0, 6), st.integers(0, 6)).map(sorted)
 
@@ -72,3 +72,11 @@ def test_a_transposed_box_holds_the_transposes_elements(box: Box) -> None:
 def test_a_scalar_has_one_element_and_no_dims() -> None:
     box = Box.whole(())
     assert (box.size, box.shape, box.intersect(box)) == (1, (), box)
+
+
+@given(st.integers(1, 12), st.integers(1, 8))
+def test_a_rank_needs_every_unit_that_its_equal_share_touches(units: int, size: int) -> None:
+    """A share of units cut into ``size`` pieces each: then every rank has whole pieces, ``units`` of them."""
+    for index in range(size):
+        touched = {piece // size for piece in range(index * units, (index + 1) * units)}
+        assert set(shared_units(units, size, index)) == touched

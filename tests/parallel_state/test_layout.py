@@ -20,6 +20,13 @@ def layouts(draw: st.DrawFn) -> Layout:
 
 
 @given(layouts())
+def test_a_stage_s_first_rank_is_the_first_with_its_coordinate(layout: Layout) -> None:
+    for stage in range(layout.pipeline):
+        ranks = (rank for rank, at in enumerate(layout.places()) if at.pipeline == stage)
+        assert layout.first_rank(stage) == next(ranks)
+
+
+@given(layouts())
 def test_coordinates_and_ranks_are_a_bijection(layout: Layout) -> None:
     places = list(layout.places())
     assert len(set(places)) == len(places) == layout.world
