@@ -398,6 +398,17 @@ def test_the_pages_have_no_obscure_sentence():
     assert len(pages) > 15 and obscure_sentences(pages) == []
 
 
+def test_the_tables_of_contributing_name_files_that_exist():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    places = text.partition("## Where is what")[2].partition("\n## ")[0]
+    named = re.findall(r"`([a-z_/]+\.py)`", places)
+    moved = re.findall(
+        r"^\| `[^`]+` \| `([^`]+)` \|$", text.partition("## Where files went")[2], re.MULTILINE
+    )
+    assert len(named) > 10 and len(moved) > 100
+    assert [one for one in (*named, *moved) if not (ROOT / one).is_file()] == []
+
+
 def test_test_files_stand_alone():
     files = {str(file): file.read_text() for file in (ROOT / "tests").rglob("*.py")}
     assert len(files) > 100 and relative_imports(files) == []

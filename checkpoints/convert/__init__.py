@@ -1,1 +1,1 @@
-"""Conversion between layouts and formats: a plan made from headers, then carried out."""
+"""Convert between layouts and formats: make a plan from headers, then carry it out."""

@@ -1,1 +1,1 @@
-"""Hugging Face folders: found, read, checked and written."""
+"""Find, read, check and write Hugging Face (HF) folders."""

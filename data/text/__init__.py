@@ -1,1 +1,1 @@
-"""From text to tokens: documents, chat templates, tokenizers."""
+"""Turn text into tokens: documents (text, JSONL, Parquet), conversations and chat templates, tokenizers."""

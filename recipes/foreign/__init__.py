@@ -1,1 +1,1 @@
-"""Recipes made of other programs' configurations."""
+"""Translate the configurations of other trainers (DeepSpeed, Trainer, Accelerate, FSDP) into recipes."""

@@ -1,1 +1,1 @@
-"""The page about a run: its record, charts and tables."""
+"""Write the page about a run: its record, charts and tables."""
