@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..system import refusal_of, visible
+from ..system import check_enough, refusal_of, visible
 from .convert import convert
 from .diff import diff
 from .generate import generate
@@ -94,6 +94,7 @@ def _options(
         trilith tokenize corpus.txt --tokenizer Llama-3.2-1B --out tokens
         trilith train recipe.toml
     """
+    check_enough()
 
 
 def _print_version(asked: bool) -> None:

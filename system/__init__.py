@@ -5,6 +5,7 @@ memory and time, and ``visible``, which makes text fit for a terminal.
 """
 
 from .at_once import most_at_once
+from .enough import check_enough
 from .limits import OverLimit, bounded
 from .refusals import Refusal, refusal_of
 from .visible import visible
@@ -13,6 +14,7 @@ __all__ = [
     "OverLimit",
     "Refusal",
     "bounded",
+    "check_enough",
     "most_at_once",
     "refusal_of",
     "visible",

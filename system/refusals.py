@@ -91,7 +91,7 @@ def refusal_of(error: BaseException) -> Refusal | None:
     """
     for one in _chain(error):
         number = _number(one)
-        if one is not error and number == errno.EAGAIN:
+        if one is not error and number == errno.EAGAIN and isinstance(one, OSError):
             continue  # a lock that is held says the same, and is no fault of the machine's
         if number is not None and _TODO.get(number, (PLACE,))[0] == MACHINE:
             return _explained(number, one)

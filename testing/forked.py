@@ -15,18 +15,27 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _PIPE_SIZE = 1 << 20
+_LIBC = ctypes.CDLL(None, use_errno=True)
+#: Numbers of the kernel's headers, and the user without any rights of his own.
 _CAP_DAC_OVERRIDE, _CAP_DAC_READ_SEARCH = 1, 2
+_PR_SET_KEEPCAPS, _CLONE_NEWNS, _NOBODY = 8, 0x20000, 65534
+_MS_RDONLY, _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 1 << 5, 1 << 12, 1 << 14, 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
     """How a child ended: its exit code (``None`` if it had to be killed), its words on stderr, and whether a
     process of its own outlived it.
+
+    ``computed``: seconds of processor time, with those of its own children. ``took``: seconds that it lived,
+    without those in which it waited for a core of a busy machine.
     """
 
     code: int | None
     err: str
     left_processes: bool
+    computed: float
+    took: float
 
 
 def run_forked(work: Callable[[], int], folder: Path, *, limit: float) -> Ended:
@@ -41,7 +50,7 @@ def run_forked(work: Callable[[], int], folder: Path, *, limit: float) -> Ended:
         os.close(reading)
         _become(work, folder, writing)
     os.close(writing)
-    status = _wait(pid, limit)
+    status, computed, took = _wait(pid, limit)
     left = _end_group(pid)
     err = b""
     os.set_blocking(reading, False)
@@ -52,7 +61,7 @@ def run_forked(work: Callable[[], int], folder: Path, *, limit: float) -> Ended:
         pass
     os.close(reading)
     code = None if status is None else os.waitstatus_to_exitcode(status)
-    return Ended(code, err.decode(errors="replace"), left)
+    return Ended(code, err.decode(errors="replace"), left, computed, took)
 
 
 def few_descriptors(spare: int) -> None:
@@ -67,17 +76,78 @@ def small_files_only(size: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
 
+def little_memory(spare: int) -> None:
+    """Leave this process ``spare`` bytes more of memory for data than it has."""
+    held = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_DATA, (held + spare, held + spare))
+
+
+def no_more_processes() -> None:
+    """Let this process start neither threads nor processes.
+
+    The limit does not count for root: the process becomes nobody's, which still may open root's files.
+    """
+    _call(_LIBC.prctl(_PR_SET_KEEPCAPS, 1, 0, 0, 0), "prctl")
+    os.setgroups([])
+    os.setresgid(_NOBODY, _NOBODY, _NOBODY)
+    os.setresuid(_NOBODY, _NOBODY, _NOBODY)
+    _change_capabilities(lambda had: had & (1 << _CAP_DAC_OVERRIDE | 1 << _CAP_DAC_READ_SEARCH))
+    resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+
+
+def may_mount() -> bool:
+    """Whether a child of this process may have mounts of its own."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            own_mounts()
+        except OSError:
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def own_mounts() -> None:
+    """Let no other process see what this one mounts; all of it is gone when this process ends."""
+    _call(_LIBC.unshare(_CLONE_NEWNS), "unshare")
+    _mount("none", Path("/"), "", _MS_REC | _MS_PRIVATE)
+
+
+def mount_full(place: Path) -> None:
+    """Mount a disk on the folder ``place`` that has room for files' names and for nothing in them."""
+    _mount("tmpfs", place, "tmpfs", 0, f"size={resource.getpagesize()}")
+    (place / "full").write_bytes(b"x" * resource.getpagesize())
+
+
+def mount_read_only(place: Path) -> None:
+    """Mount the folder ``place`` on itself, for reading only."""
+    _mount(str(place), place, "", _MS_BIND)
+    _mount("none", place, "", _MS_BIND | _MS_REMOUNT | _MS_RDONLY)
+
+
 def obey_permissions() -> None:
     """Let the permissions of files count for this process even if it is root's."""
+    _change_capabilities(lambda had: had & ~(1 << _CAP_DAC_OVERRIDE | 1 << _CAP_DAC_READ_SEARCH))
+
+
+def _change_capabilities(change: Callable[[int], int]) -> None:
+    """Give the effective and permitted capabilities of this process, a bit each, another value."""
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)
     data = (ctypes.c_uint32 * 6)()
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.capget(header, data) != 0:
-        raise OSError(ctypes.get_errno(), "capget")
-    for word in (0, 1):  # effective, permitted
-        data[word] &= ~(1 << _CAP_DAC_OVERRIDE | 1 << _CAP_DAC_READ_SEARCH)
-    if libc.capset(header, data) != 0:
-        raise OSError(ctypes.get_errno(), "capset")
+    _call(_LIBC.capget(header, data), "capget")
+    permitted = change(data[1])
+    data[0], data[1], data[3], data[4] = permitted, permitted, 0, 0
+    _call(_LIBC.capset(header, data), "capset")
+
+
+def _mount(what: str, place: Path, kind: str, flags: int, options: str = "") -> None:
+    words = (what.encode(), os.fsencode(place), kind.encode(), ctypes.c_ulong(flags), options.encode())
+    _call(_LIBC.mount(*words), "mount")
+
+
+def _call(failed: int, name: str) -> None:
+    if failed:
+        raise OSError(ctypes.get_errno(), name)
 
 
 def _is_open(fd: int) -> bool:
@@ -108,17 +178,25 @@ def _become(work: Callable[[], int], folder: Path, err: int) -> None:
         os._exit(code)
 
 
-def _wait(pid: int, limit: float) -> int | None:
-    """The child's wait status; ``None`` if it did not end in time."""
-    until = time.monotonic() + limit
-    while time.monotonic() < until:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            return status
+def _wait(pid: int, limit: float) -> tuple[int | None, float, float]:
+    """The child's wait status, ``None`` if it did not end in time, and the two times of ``Ended``."""
+    began, ended = time.monotonic(), None
+    while ended is None and time.monotonic() - began < limit:
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         time.sleep(0.005)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    return None
+    took = time.monotonic() - began - _waited_for_a_core(pid)
+    if ended is None:
+        os.kill(pid, signal.SIGKILL)
+    _, status, used = os.wait4(pid, 0)
+    return None if ended is None else status, used.ru_utime + used.ru_stime, took
+
+
+def _waited_for_a_core(pid: int) -> float:
+    """Seconds of the process's main thread; 0 where the kernel does not count them."""
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) * 1e-9
+    except (OSError, IndexError):
+        return 0.0
 
 
 def _end_group(pid: int) -> bool:

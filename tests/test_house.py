@@ -52,6 +52,7 @@ READERS = {
     "storage/small_files.py": "the one reader",
     "storage/journal.py": "bytes of our own, cut off where a kill cut them",
     "system/process_info.py": "/proc",
+    "testing/forked.py": "/proc",
     "parallel_state/collective_order.py": "a store between ranks, no file",
     "runs/rendezvous.py": "a store between ranks, no file",
     "data/text/chat_formats.py": "a text inside a record, no file",

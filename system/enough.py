@@ -1,0 +1,25 @@
+"""Refuse to begin with too little: torch ends the process where the system refuses it a file or memory."""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+#: File descriptors that a command has open at once: of its threads, its ranks' pipes, and libraries.
+DESCRIPTORS = 64
+#: Bytes without which not even the libraries can be loaded.
+MEMORY = 2**28
+
+
+def check_enough() -> None:
+    """Raise the system's own ``OSError`` where this process may not open ``DESCRIPTORS`` more files, or may
+    not take ``MEMORY`` more bytes.
+    """
+    held: list[int] = []
+    try:
+        for _ in range(DESCRIPTORS):
+            held.append(os.open(os.devnull, os.O_RDONLY))
+    finally:
+        for one in held:
+            os.close(one)
+    mmap.mmap(-1, MEMORY, flags=mmap.MAP_PRIVATE).close()  # untouched, it costs nothing
