@@ -8,7 +8,7 @@ from typing import NoReturn
 
 
 def main() -> NoReturn:
-    """What ``trilith`` in a shell runs."""
+    """Run the command line; ``trilith`` in a shell calls this."""
     from .app import run
 
     sys.exit(run(sys.argv[1:]))

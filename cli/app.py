@@ -167,7 +167,7 @@ def _drop_output() -> None:
 
 
 def _debug(arguments: Sequence[str]) -> bool:
-    """Whether ``--debug`` stands before the command's name, which is the first word that is not an option."""
+    """Tell whether ``--debug`` stands before the command's name, the first word that is not an option."""
     for argument in arguments:
         if not argument.startswith("-"):
             return False

@@ -1,4 +1,4 @@
-"""What ``trilith train RECIPE.toml --dry-run`` says."""
+"""Print the result of ``trilith train RECIPE.toml --dry-run``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where commands print: as it is into a file or a pipe, fit for a terminal on a terminal."""
+"""Print for commands: unchanged into a file or a pipe, and made fit for a terminal on a terminal."""
 
 from __future__ import annotations
 

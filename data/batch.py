@@ -1,4 +1,4 @@
-"""What a step is given: token ids, the labels they are to predict, and where documents start."""
+"""Hold what a step is given: token ids, the labels that they are to predict, and where documents start."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class GlobalBatches:
 
     @property
     def samples(self) -> int:
-        """How many different rows there are, over all files."""
+        """Return the number of different rows over all files."""
         return sum(len(rows) for rows in self._rows)
 
     def sample_ids(
@@ -114,7 +114,7 @@ class GlobalBatches:
         return sources, ids
 
     def batch(self, step: int, data_index: int = 0, data_size: int = 1) -> Batch:
-        """What data rank ``data_index`` of ``data_size`` gets at ``step`` (from 0).
+        """Return what data rank ``data_index`` of ``data_size`` gets at ``step`` (from 0).
 
         All int64 of shape ``[global_batch / data_size, sequence_length]``; the label of a token is the next
         token, so a loss shifts nothing. ``positions`` unless every row is one run of joined text. The ranks'

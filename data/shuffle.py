@@ -20,7 +20,7 @@ _ROUNDS = 8
 
 
 def permute(indices: ArrayLike, n: int, seed: int, epoch: int, *, stream: int = 0) -> Ids:
-    """Where each of ``indices`` (whole numbers in ``[0, n)``, any shape) goes in this epoch's permutation.
+    """Return the places of ``indices`` (whole numbers in ``[0, n)``, any shape) in this epoch's permutation.
 
     Returns int64 of the same shape. ``stream`` gives several data sets with one seed an order each. Memory is
     proportional to ``indices`` and independent of ``n``.

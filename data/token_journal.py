@@ -1,10 +1,4 @@
-"""What a writer of tokens that was killed leaves to the next one, so that nothing finished is done again.
-
-The journal is a file of lines, each a JSON object and its CRC-32. The first names the job; each other says
-how long every file was, in bytes, and what it held, when so many portions of the input were finished, and is
-written when those bytes are on the disk. What lies behind the last of them is cut off when the job is taken
-up.
-"""
+"""Note what a writer of tokens has finished, so that after a kill the next one does not do it again."""
 
 from __future__ import annotations
 
@@ -66,7 +60,7 @@ class Journal:
 
     @property
     def marked(self) -> bool:
-        """Whether there is something to go on from."""
+        """Tell whether there is something to go on from."""
         return self._found() is not None
 
     def forget(self) -> None:
@@ -77,7 +71,7 @@ class Journal:
 
     @property
     def due(self) -> bool:
-        """Whether the last mark is old enough for another."""
+        """Tell whether the last mark is old enough for another."""
         return time.monotonic() - self._last >= self._every
 
     def mark(self, mark: Mark, files: Mapping[str, BinaryIO]) -> None:
@@ -115,7 +109,7 @@ class Journal:
 
 
 def _whole(line: bytes) -> bytes:
-    """What stands before the checksum, if that is right; else nothing."""
+    """Return the text before the checksum if the checksum is right, otherwise nothing."""
     text, _, crc = line.rpartition(b" ")
     return text if crc == b"%08x" % zlib.crc32(text) else b""
 

@@ -259,7 +259,7 @@ class TokenWriter:
                 )
 
     def _remove_leftovers(self) -> None:
-        """What a writer of this name left that was killed when its files were in place already."""
+        """Remove what a killed writer of this name left after its files were in place."""
         if self._partial.is_dir() and self._paths.index.exists():
             with contextlib.suppress(BadInput):  # another writer is at work, and removes them itself
                 self._lock = take(self._partial)

@@ -1,4 +1,4 @@
-"""Whether ids fit a model's vocabulary."""
+"""Check that ids fit a model's vocabulary."""
 
 from __future__ import annotations
 

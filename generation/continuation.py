@@ -23,7 +23,7 @@ class Continuation:
         self.tokens: list[int] = []
 
     def holds_stop(self, tokens: Sequence[int]) -> bool:
-        """Whether a stop text is in what these ids say."""
+        """Tell whether a stop text is in what these ids say."""
         text = self._tokenizer.decode([*tokens])
         return any(stop in text for stop in self._texts)
 
@@ -43,7 +43,7 @@ class Continuation:
         self.tokens = [*tokens]
 
     def rest(self) -> str:
-        """What has not been shown, once there will be no more."""
+        """Return what has not been shown, once there will be no more."""
         piece, self._said = self.text[self._said :], len(self.text)
         return piece
 

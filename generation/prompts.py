@@ -1,4 +1,4 @@
-"""What to continue: prompts given one by one, or in a file, as text or as conversations."""
+"""Read prompts: given one by one or in a file, as text or as conversations."""
 
 from __future__ import annotations
 

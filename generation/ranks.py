@@ -89,7 +89,7 @@ def _open(out: Path, inputs: Sequence[Path], force: bool) -> Iterator[TextIO]:
 
 
 def _is_ours(seen: bytes) -> bool:
-    """Whether a file begins with a line such as ``_rows`` writes."""
+    """Tell whether a file begins with a line such as ``_rows`` writes."""
     try:
         first = json.loads(seen.split(b"\n", 1)[0])
     except ValueError:

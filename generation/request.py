@@ -22,7 +22,7 @@ GENERATION_CONFIG = "generation_config.json"
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for. ``stop`` are texts that end a row; ``batch``: how many rows are computed at once."""
+    """State what to generate. ``stop``: texts that end a row. ``batch``: number of rows computed at once."""
 
     source: Path
     prompts: Sequence[Prompt]
@@ -72,7 +72,9 @@ def prepare(request: Request, layout: Layout) -> Prepared:
 
 
 def stop_ids(source: Source, tokenizer: Tokenizer) -> frozenset[int]:
-    """What ends a text: ``eos_token_id`` of generation_config.json and config.json, and the tokenizer's."""
+    """Return the ids that end a text: ``eos_token_id`` of generation_config.json and config.json, and the
+    tokenizer's.
+    """
     raw = [source.config.get("eos_token_id"), tokenizer.eos_id]
     file = source.path / GENERATION_CONFIG
     if file.exists():
@@ -84,7 +86,7 @@ def stop_ids(source: Source, tokenizer: Tokenizer) -> frozenset[int]:
 
 @dataclass(frozen=True)
 class Figures:
-    """What it took: new tokens of all rows, and the seconds from the first prompt to the last token."""
+    """Report the new tokens of all rows, and the seconds from the first prompt to the last token."""
 
     tokens: int
     seconds: float

@@ -1,4 +1,4 @@
-"""Which token comes next: the likeliest, or one drawn from those that temperature, top_k and top_p leave."""
+"""Choose the next token: the likeliest, or one drawn from those that temperature, top_k and top_p leave."""
 
 from __future__ import annotations
 

@@ -47,12 +47,12 @@ class ExpertsConfig(LlamaConfig):
         return self.router_aux_loss_coef / self.routers if self.output_router_logits else 0.0
 
     def has_experts(self, number: int) -> bool:
-        """Whether block ``number`` has experts, or one net."""
+        """Tell whether block ``number`` has experts, or one net."""
         return True
 
     @property
     def routers(self) -> int:
-        """How many blocks have experts."""
+        """Return how many blocks have experts."""
         return sum(map(self.has_experts, range(self.num_hidden_layers)))
 
 

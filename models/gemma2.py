@@ -67,7 +67,7 @@ class Gemma2Config(LlamaConfig):
             raise BadInput(where, "layer_types", expected=expected, found=repr(list(kinds))[:80])
 
     def window(self, number: int) -> int | None:
-        """How many tokens a token of block ``number`` sees; ``None``: all before it."""
+        """Return how many tokens a token of block ``number`` sees; ``None``: all before it."""
         narrow = self.layer_types[number] == "sliding_attention" if self.layer_types else number % 2 == 0
         return self.sliding_window if narrow else None
 

@@ -35,7 +35,7 @@ class Pattern:
             raise re.error(f"too deeply nested or too large ({type(error).__name__})") from None
 
     def find(self, how: Literal["search", "match", "fullmatch"], name: str) -> re.Match[str] | None:
-        """What ``re`` finds. ``BadInput`` where that takes too long."""
+        """Return what ``re`` finds. ``BadInput`` where that takes too long."""
         began = time.thread_time()
         try:
             if self._left <= 0:

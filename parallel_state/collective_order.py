@@ -38,7 +38,7 @@ _AFTERWARDS = timedelta(seconds=5)
 
 @dataclass
 class _Log:
-    """What this rank has issued in one group."""
+    """Hold what this rank has issued in one group."""
 
     ranks: list[int]
     count: int = 0
@@ -147,7 +147,7 @@ class CollectiveOrder(engine.TorchDispatchMode):
 
 
 def _described(name: str, args: Any) -> tuple[str, str]:
-    """What a person reads of a call, and a digest of every line on the way to it."""
+    """Return a text of a call for people, and a digest of every line of code that led to it."""
     frames, reduction = _frames(sys._getframe(3))
     kind = name.strip("_").removesuffix("_")
     words = [kind, *(one for one in args if isinstance(one, str) and one in ("sum", "max", "min", "avg"))]

@@ -113,7 +113,7 @@ def ring_exchange_start(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def ring_exchange_wait(coming: Tensor, like: Tensor) -> Tensor:
-    """What the rank before passed on, once it is there, in the shape of ``like``."""
+    """Wait for the previous rank's piece and return it, in the shape of ``like``."""
     return cast(Tensor, _ops.wait_tensor(coming)).view(like.shape)
 
 
@@ -157,7 +157,7 @@ def flash_attention_backward(
 
 
 def local_data(x: Tensor) -> Tensor:
-    """What this rank stores of ``x``, sharing memory and outside autograd."""
+    """Return what this rank stores of ``x``, sharing memory and outside autograd."""
     return x._local_tensor.detach() if isinstance(x, DTensor) else x.detach()
 
 
@@ -210,7 +210,9 @@ def end_backward(root: FSDPModule) -> None:
 
 
 def _groups(modules: Iterable[FSDPModule]) -> Iterator[Any]:
-    """What FSDP gathers and sums at once: one group a module, or none where others hold all parameters."""
+    """Yield what FSDP gathers and sums at once: one group for a module, or none if other modules hold all
+    parameters.
+    """
     for module in modules:
         state = cast(Any, module)._get_fsdp_state()
         several = getattr(state, "_fsdp_param_groups", None)  # one alone before torch 2.12

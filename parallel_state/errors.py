@@ -1,4 +1,4 @@
-"""What goes wrong for a user, said in one line, with the exit code of the command that meets it."""
+"""Define the errors for users: one line each, with the exit code of the command that meets it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is left to do with gradients after backward: sum the partial ones, measure the global norm, clip."""
+"""Finish gradients after backward: sum the partial ones, measure the global norm, clip."""
 
 from __future__ import annotations
 

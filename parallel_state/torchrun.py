@@ -1,4 +1,4 @@
-"""What torchrun's variables say: which rank this process is, of how many, and where the ranks meet."""
+"""Read torchrun's variables: this process's rank, the number of ranks, and where the ranks meet."""
 
 from __future__ import annotations
 

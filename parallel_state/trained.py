@@ -1,4 +1,4 @@
-"""Whether a step trains what it is to train: every trained parameter has a gradient, and not all are zero."""
+"""Check that a step trains: every trained parameter has a gradient, and not all gradients are zero."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def declare(
 def own_values(
     module: nn.Module, path: str, stated: Mapping[str, Declaration], seed: int
 ) -> dict[str, Tensor]:
-    """What ``module.reset_parameters()`` makes of the module's whole parameters, on the CPU in fp32.
+    """Return what ``module.reset_parameters()`` makes of the module's whole parameters, on the CPU in fp32.
 
     ``stated``: by the names of the model that has the module at ``path``. Raises ``BadInput`` if the module
     has no ``reset_parameters``, or that leaves a parameter as it was.

@@ -96,7 +96,7 @@ def _check_tied(folder: HFFolder, found: Found, family: Family, shapes: dict[str
 
 
 def _sha256(file: TensorFile, key: str) -> str:
-    """Of a tensor's bytes, read in slices of its first dim."""
+    """Return the SHA-256 of a tensor's bytes, read in slices of its first dim."""
     digest, entry = hashlib.sha256(), file.tensors[key]
     rows = max(1, (16 << 20) // max(1, entry.nbytes // max(1, entry.shape[0])))
     for start in range(0, entry.shape[0], rows):

@@ -21,7 +21,7 @@ def shown(file: TokenFile, number: int, tokenizer: Path) -> str:
 
 
 def warnings_of(file: TokenFile, chat: Chat, tokenizer: Path) -> list[str]:
-    """What is likely wrong with what is learnt, a line each."""
+    """Return one line for each likely mistake in what is learnt."""
     said, targets = [], file.index.targets
     if targets is not None and targets.unended:
         said.append(

@@ -38,7 +38,9 @@ _COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """How conversations become text: the chat template, if not the tokenizer's own, and its variables."""
+    """State how conversations become text: the chat template, if not the tokenizer's own, and its
+    variables.
+    """
 
     template: Path | None = None
     variables: tuple[tuple[str, str], ...] = ()
@@ -139,7 +141,7 @@ class ChatTemplate:
         return found["input_ids"], learnt
 
     def learns_the_header(self) -> bool:
-        """Whether what stands before an answer, such as ``<|im_start|>assistant``, would be learnt with it.
+        """Tell whether the header of an answer, such as ``<|im_start|>assistant``, would be learnt with it.
 
         So it is in a template without marks that writes no prompt to answer when asked for one. Tried on a
         question and an answer; False where the template does not take these.
@@ -157,8 +159,9 @@ class ChatTemplate:
         return prompt == bare and whole.startswith(prompt) and bool(found) and bool(header.strip())
 
     def lacks_end(self, ids: list[int], learnt: NDArray[np.uint8]) -> bool:
-        """Whether an answer's end mark is not learnt: a special token right behind what is learnt, which, but
-        for blanks, does not itself end with one.
+        """Tell whether an answer's end mark is not learnt: a special token right after the learnt text.
+
+        Not if the learnt text itself, apart from blanks, ends with a special token.
         """
         edges = np.flatnonzero(np.diff(learnt, prepend=0, append=0).astype(bool)).reshape(-1, 2).tolist()
         for start, end in edges:
@@ -170,7 +173,7 @@ class ChatTemplate:
         return False
 
     def _spans(self, text: str, conversation: Conversation, where: str) -> list[tuple[int, int]]:
-        """Where in the text the assistant speaks."""
+        """Return where in the text the assistant speaks."""
         spans, messages = [], conversation.messages
         for number in range(conversation.given, len(messages)):
             if messages[number]["role"] != "assistant":
@@ -187,7 +190,7 @@ class ChatTemplate:
         return spans
 
     def _prompt(self, conversation: Conversation, count: int, where: str) -> str:
-        """What stands before an answer to the first ``count`` messages."""
+        """Return what stands before an answer to the first ``count`` messages."""
         return self._text(conversation.messages[:count], conversation, where, add_generation_prompt=True)
 
     def _text(self, messages: Any, conversation: Conversation, where: str, **options: bool) -> str:
@@ -196,7 +199,7 @@ class ChatTemplate:
         return text
 
     def _apply(self, messages: Any, conversation: Conversation, where: str, **options: Any) -> Any:
-        """What the tokenizer makes of these messages by this template."""
+        """Return what the tokenizer makes of these messages by this template."""
         # What is written is limited first, as text; the same text in ids needs more memory, and no less.
         memory = TEMPLATE_MEMORY if options.get("tokenize") is False else None
         try:

@@ -56,7 +56,9 @@ def _within_memory(portions: Iterator[Portion], path: Path) -> Iterator[Portion]
 
 
 def _rows_at_once(metadata: Any, columns: list[str]) -> int:
-    """How many rows are about ``_GOOD_SIZE`` bytes, by what the file says of its columns."""
+    """Return the number of rows that make about ``_GOOD_SIZE`` bytes, by what the file says about its
+    columns.
+    """
     size, rows = 0, int(metadata.num_rows)
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)

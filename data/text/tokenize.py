@@ -89,7 +89,7 @@ def tokenize(
 
 
 def _begin(loaded: Tokenizer, where: Path, bos: bool | None, chat: Chat | None) -> int | None:
-    """What each document begins with."""
+    """Return the tokens that each document begins with."""
     if chat is not None:
         if bos is not None:
             found = "--bos" if bos else "--no-bos"

@@ -26,7 +26,9 @@ Message = dict[str, str]
 
 
 class Tokenizer(Protocol):
-    """What a data set needs of a tokenizer. ``fingerprint`` names its files' contents (a SHA-256 in hex)."""
+    """Give a data set what it needs of a tokenizer; ``fingerprint`` is a SHA-256 (hex) of its files'
+    contents.
+    """
 
     vocab_size: int  # every id is below it
     bos_id: int | None
@@ -183,7 +185,7 @@ class FolderTokenizer:
 
 
 def endless_template(where: object, error: OverLimit) -> BadInput:
-    """What to say of a template that does not come to an end."""
+    """Return the message about a template that does not end."""
     return BadInput(
         where,
         "chat template",

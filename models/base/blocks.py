@@ -1,4 +1,4 @@
-"""How a block joins attention and feed-forward to the residual stream.    B batch  S sequence  D hidden"""
+"""Join attention and feed-forward to the residual stream in a block. B batch S sequence D hidden"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What families' configs share: Hugging Face's names, strict types, a refusal of what is not modelled."""
+"""Define what families' configs share: Hugging Face's names, strict types, refusal of unsupported fields."""
 
 from __future__ import annotations
 

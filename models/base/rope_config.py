@@ -15,7 +15,7 @@ _LLAMA3 = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddi
 
 
 class RopeScaling(BaseModel):
-    """How positions are stretched beyond those of pretraining; see ``layers.rotary``."""
+    """State how positions are stretched beyond those of pretraining; see ``layers.rotary``."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
