@@ -14,6 +14,7 @@ from ..parallel_state import (
     BadInput,
     ParallelState,
     finalize_gradients,
+    refuse_foreign,
     refuse_untrained,
     signs_of_training,
 )
@@ -27,7 +28,8 @@ class Step:
 
     ``micro_batch`` is in samples. ``unused``: a pattern over the names of parameters that a step may leave
     without a gradient. ``reduce``: data type of the sums of gradients outside FSDP; default: that of the
-    gradients. Raises ``BadInput`` for several data ranks and a model that is not shared over them.
+    gradients. Raises ``BadInput`` for several data ranks and a model that is not shared over them, or that
+    one of torch's own wrappers shares.
     """
 
     def __init__(
@@ -41,6 +43,8 @@ class Step:
     ) -> None:
         self._whole, self.state, self.micro_batch = model, state, micro_batch
         self.unused, self.reduce = unused, reduce
+        if state.layout.world > 1:
+            refuse_foreign(model, "step")
         data = state.layout.data
         if data > 1 and not isinstance(model, FSDPModule):
             todo = "Call shard_over_data(model, state, Precision(...)) before"

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..layers import routers
-from ..parallel_state import BadInput, ParallelState, alone_or, divide_gradients, refuse_foreign
+from ..parallel_state import BadInput, ParallelState, alone_or, divide_gradients
 from ..parallel_state.engine import fsdp_modules
 from ..pipeline import check_schedule, schedule_kind
 from ..pipeline.runner import Pipeline
@@ -71,8 +71,6 @@ class ModuleStep(Step):
         #: Whether the loss was found to be a mean; ``None`` as long as no step could tell.
         self._mean: bool | None = None
         layout = self.state.layout
-        if layout.world > 1:
-            refuse_foreign(model, "step")
         if layout.context > 1:
             raise BadInput(
                 "layout", "context", expected="1 for a module of your own", found=layout.context,

@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from trilith.data import Batch
 from trilith.layers import IGNORE
-from trilith.parallel_state import BadInput, Layout, gradient_norm
+from trilith.models import CausalLM, family_of
+from trilith.parallel_state import BadInput, Layout, ParallelState, gradient_norm, initialize
 from trilith.parallel_state.engine import local_data
 from trilith.testing import RankError, run_parallel
-from trilith.testing.short_runs import built
+from trilith.testing.short_runs import TINIEST_LLAMA, built
 from trilith.training import Precision, TrainStep
 
 FP64 = Precision(torch.float64, torch.float64, torch.float64)
@@ -64,6 +65,30 @@ def test_samples_that_do_not_count_weigh_nothing_wherever_they_lie(layout: Layou
     assert loss > 1
     for found, found_norm, _ in run_parallel(step_with, layout.world, layout, [1]):
         assert (found, found_norm) == pytest.approx((loss, norm), rel=1e-12)
+
+
+def model_alone(state: ParallelState | None = None) -> CausalLM:
+    family = family_of(TINIEST_LLAMA)
+    config = family.from_hf(TINIEST_LLAMA)
+    model = family.build(config, state=state, device="cpu", dtype=torch.float64)
+    initialize(model, 3)
+    return model
+
+
+def test_on_one_device_a_step_needs_no_process_group_and_no_fsdp() -> None:
+    ((expected, norm, _),) = run_parallel(step_with, 1, Layout(), [1])
+    model, (ids, labels) = model_alone(), whole_batch()
+    for sample in (0, 2, 3):
+        labels[sample] = IGNORE
+    step = TrainStep(model, micro_batch=1, label_smoothing=0.1, dtype=torch.float64)
+    assert float(step(Batch(ids, labels))) == expected
+    assert float(gradient_norm(model)) == pytest.approx(norm, rel=1e-12)
+
+
+def test_over_data_ranks_a_model_that_is_not_shared_is_refused() -> None:
+    state = ParallelState.stand_in(Layout(data_replicate=2))
+    with pytest.raises(BadInput, match=r"shared over data=2 ranks, found none. Call shard_over_data"):
+        TrainStep(model_alone(state), micro_batch=1)
 
 
 def two_sizes(layout: Layout) -> list[float]:
