@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -12,7 +13,8 @@ from trilith.cli.app import COMMANDS
 from trilith.recipes import Recipe, sections
 from trilith.recipes.recipe import parse_recipe
 from trilith.recipes.reference import SECTIONS, TABLE, reference, table
-from trilith.testing.short_runs import tiny_recipe
+from trilith.runs.metrics import read_metrics
+from trilith.testing.short_runs import TINY_LLAMA, tiny_recipe, write_tokens
 
 DOC = Path(__file__).parents[1] / "docs" / "training.md"
 TABLES = TABLE.findall(DOC.read_text())
@@ -60,3 +62,17 @@ def test_the_groups_of_the_example_load(tmp_path: Path) -> None:
         (0.1, 0.0, False),
         (1, None, True),
     ]
+
+
+def test_training_from_python_works_as_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", DOC.read_text(), re.DOTALL)
+    small = code.replace("steps=1000", "steps=1").replace("layout.tensor=2", "layout.tensor=1")
+    assert small.count("=1") == 2 and small != code
+    monkeypatch.chdir(tmp_path)
+    config = "{" + ", ".join(f"{key} = {json.dumps(value)}" for key, value in TINY_LLAMA.items()) + "}"
+    Path("recipe.toml").write_text(
+        f'out = "run"\nsteps = 9\n[model]\nconfig = {config}\n'
+        f'[data]\ntokens = "{write_tokens(tmp_path / "tokens")}"\nsequence_length = 16\nglobal_batch = 4\n'
+    )
+    exec(compile(small, "training.md", "exec"), {"__name__": "__main__"})
+    assert len(read_metrics(Path("run") / "metrics.jsonl")) == 1
