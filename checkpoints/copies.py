@@ -98,7 +98,7 @@ class Tie:
 
 
 def copies(name: str, wanted: Box, catalog: Catalog, tie: Tie) -> list[Copy]:
-    """What to copy so that every element of ``wanted`` is set exactly once.
+    """Return what to copy so that every element of ``wanted`` is set exactly once.
 
     Raises ``BadCheckpoint`` for a tensor that the catalog lacks or holds only in part.
     """

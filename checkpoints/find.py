@@ -1,4 +1,4 @@
-"""Which checkpoint of a training run to resume: found by looking, not by a pointer that may lie."""
+"""Find the checkpoint of a training run to resume by looking at the folders; there is no pointer file."""
 
 from __future__ import annotations
 

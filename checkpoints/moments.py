@@ -1,4 +1,4 @@
-"""What a training checkpoint calls the optimizer's tensors."""
+"""Name the optimizer's tensors in a training checkpoint."""
 
 from __future__ import annotations
 

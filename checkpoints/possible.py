@@ -1,4 +1,6 @@
-"""Whether what a manifest states can be: a known model, cut as its layout says, with these tensors."""
+"""Check that a manifest's statements are possible: a known model, cut as its layout says, with these
+tensors.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank stores of a model: of each parameter, and of what has its shape, a box without padding."""
+"""List what a rank stores of a model: for each parameter and its moments a box without padding."""
 
 from __future__ import annotations
 

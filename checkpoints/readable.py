@@ -1,4 +1,4 @@
-"""Whether a manifest that is to be written can be read back: asked before the work that it describes."""
+"""Check, before the work starts, that the manifest to be written can be read back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which checkpoints of a run stay, and which make way."""
+"""Decide which checkpoints of a run stay, and delete the others."""
 
 from __future__ import annotations
 

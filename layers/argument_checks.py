@@ -1,4 +1,4 @@
-"""What a user of the layers gets wrong, said in one line before torch says it in many."""
+"""Refuse wrong arguments of layers in one line, before torch raises an error of many lines."""
 
 from __future__ import annotations
 

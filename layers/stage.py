@@ -1,4 +1,4 @@
-"""Which blocks of a model live on a pipeline rank. A block keeps its global number in every layout."""
+"""Place the blocks of a model on pipeline ranks. A block keeps its global number in every layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where to cut a model into stages: so that the slowest takes as little time as can be."""
+"""Cut a model into stages so that the slowest stage takes as little time as possible."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 
 
 def cut_by_cost(blocks: Sequence[float], stages: int, *, first: float = 0.0, last: float = 0.0) -> list[int]:
-    """How many blocks each stage has, at least one: the slowest stage is as fast as can be; of such cuts the
-    one whose stages are most alike (least sum of squares), and of these the first stages have least: they
-    hold the most micro-batches.
+    """Return the number of blocks of each stage, at least one, so that the slowest stage is as fast as
+    possible.
 
-    ``blocks``: what each costs; ``first``, ``last``: what the ends cost beside their blocks. Any unit.
+    Of such cuts it is the one whose stages are most alike (least sum of squares); of these, the first stages
+    have least, because they hold the most micro-batches. ``blocks``: the cost of each block. ``first``,
+    ``last``: the cost of the ends beside their blocks. Any unit.
     """
     assert 1 <= stages <= len(blocks), (stages, len(blocks))
     sums = [0.0]
@@ -32,7 +33,7 @@ def cut_by_cost(blocks: Sequence[float], stages: int, *, first: float = 0.0, las
 def stage_costs(
     counts: Sequence[int], blocks: Sequence[float], *, first: float = 0.0, last: float = 0.0
 ) -> list[float]:
-    """What each stage of a cut costs."""
+    """Return the cost of each stage of a cut."""
     found, start = [], 0
     for count in counts:
         found.append(sum(blocks[start : start + count]))

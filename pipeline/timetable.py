@@ -137,7 +137,7 @@ def timetable(
 
 
 def _needs(one: Action, last: int) -> tuple[str, int, int] | None:
-    """What another stage, or an earlier action of this one, must have done."""
+    """Return what another stage, or an earlier action of this one, must have done."""
     if one.kind == "F":
         return ("F", one.stage - 1, one.micro_batch) if one.stage else None
     if one.kind == "W":
@@ -191,7 +191,7 @@ def held_at_once(name: str, layout: Layout, micro_batches: int, pipeline: int) -
 def actions(
     name: str, pipeline: int, virtual_stages: int, v_shape: bool, micro_batches: int
 ) -> tuple[tuple[Action, ...], ...]:
-    """What each pipeline rank computes, in torch's order; no process group is needed to know it."""
+    """Return what each pipeline rank computes, in torch's order; no process group is needed to know it."""
     if (forwards := pipeline * virtual_stages * micro_batches) > MOST_FORWARDS:
         expected = f"at most {MOST_FORWARDS:,} stages x micro-batches of a step"
         raise BadInput("schedule", name, expected=expected, found=f"{forwards:,}")
@@ -230,7 +230,7 @@ _KINDS: dict[str, Kind] = {
 
 
 def _seat(number: int, layout: Layout) -> Any:
-    """What torch's schedules ask of a stage while they plan."""
+    """Return what torch's schedules ask of a stage while they plan."""
     return SimpleNamespace(
         stage_index=number,
         num_stages=layout.stages,

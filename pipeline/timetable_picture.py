@@ -105,7 +105,7 @@ def _draw_times(axes: Any, table: Timetable, *, several: bool) -> None:
 
 
 def _draw_sums(axes: Any, table: Timetable) -> None:
-    """Of each rank: its waiting as a bar, and what it holds at once as a number."""
+    """Draw each rank's waiting as a bar, and what it holds at once as a number."""
     ranks = range(len(table.ranks))
     idle = [table.idle(rank) for rank in ranks]
     axes.barh(ranks, idle, height=0.5, color="#bc4b51")

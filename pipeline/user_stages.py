@@ -96,7 +96,7 @@ class ModuleStages:
         return None
 
     def _last(self, given: Tensor) -> Any:
-        """What the model gave, of what its last stage handed to the schedule."""
+        """Return what the model gave, of what its last stage handed to the schedule."""
         return self._whole(_unpack(given, self.gives[-1]))
 
     def _tried(self, number: int, keywords: Mapping[str, Tensor]) -> Given | Exception:
@@ -115,7 +115,7 @@ class ModuleStages:
         return self.model(*received, **keywords, **which)
 
     def _try(self, number: int, keywords: Mapping[str, Tensor]) -> Given:
-        """What the stage gives for zeros; nothing that is drawn or learnt comes of it."""
+        """Return what the stage gives for zeros; nothing that is drawn or learnt comes of it."""
         device = self.state.device
         with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             zeros = [torch.zeros(one.shape, dtype=one.dtype, device=device) for one in self._received(number)]

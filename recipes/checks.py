@@ -1,4 +1,4 @@
-"""What a recipe's numbers must satisfy together, where one key alone cannot say it."""
+"""Check rules about several keys of a recipe together."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def check_optimizer(section: OptimizerSection, steps: int, where: str) -> None:
 
 
 def decay_steps(section: OptimizerSection, steps: int) -> int:
-    """How long wsd's last phase is: a tenth of the run, unless it is said."""
+    """Return the length of wsd's last phase: a tenth of the run, unless the recipe says it."""
     return max(1, steps // 10) if section.decay is None else section.decay
 
 

@@ -1,4 +1,4 @@
-"""What every section of a recipe is."""
+"""Define what every section of a recipe shares."""
 
 from __future__ import annotations
 

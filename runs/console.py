@@ -18,7 +18,7 @@ class _PlainConsole(Console):
 
 
 def plain_console(*, stderr: bool = False, quiet: bool = False, soft_wrap: bool = False) -> Console:
-    """Where all lines are printed: a path such as ``a[/b]/:run:`` is a path, neither markup nor an emoji.
+    """Make the console that prints all lines; ``a[/b]/:run:`` is printed as it is, not as markup or emoji.
 
     ``soft_wrap``: lines are left as long as they are.
     """

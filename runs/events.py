@@ -1,4 +1,4 @@
-"""What happened to a run besides its steps: ``events.jsonl``, one JSON line an event, never rewritten."""
+"""Log events of a run besides its steps: ``events.jsonl``, one JSON line for each event, never rewritten."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def last_word(beat: Heartbeat) -> Iterator[None]:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether this rank had no memory left; on a CPU torch raises a plain ``RuntimeError``."""
+    """Tell whether this rank had no memory left; on a CPU torch raises a plain ``RuntimeError``."""
     kinds = (MemoryError, torch.OutOfMemoryError)
     return isinstance(error, kinds) or (
         isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
@@ -72,7 +72,9 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def is_collective_failure(error: Exception) -> bool:
-    """Whether it says that a peer or the wire failed, not this rank: torch has no one type for that."""
+    """Tell whether the error says that a peer or the network failed, not this rank; torch has no single
+    type for it.
+    """
     text = str(error)
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(sign in text for sign in _OF_A_COLLECTIVE)

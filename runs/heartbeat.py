@@ -1,8 +1,8 @@
-"""What each rank leaves on disk while it runs and when it ends: ``status/rank<r>.json``, and how to read
-blame from it.
+"""Write and read what each rank leaves on disk while it runs and when it ends: ``status/rank<r>.json``.
 
-torchrun flattens every exit code to 1 and shows the victim of a hang, not its cause; the run's folder is
-where all ranks, on all hosts, can see each other without a collective.
+From these files the other ranks tell which rank failed first. torchrun turns every exit code into 1 and shows
+the victim of a hang instead of its cause; in the run's folder all ranks, on all hosts, can see each other
+without a collective.
 """
 
 from __future__ import annotations
@@ -52,15 +52,16 @@ class RankStatus:
 
     @property
     def gone(self) -> bool:
-        """Whether its process, which ran on this host, runs no more."""
+        """Tell whether its process, which ran on this host, runs no more."""
         if self.host != socket.gethostname() or not has_process_info():
             return False
         now = process_info(self.pid)
         return now is None or not now.alive or (self.started != 0 and now.started != self.started)
 
     def silent(self, now: float) -> bool:
-        """Whether it neither ended nor lives: its process is gone or stopped here, or its last beat was long
-        before ``now``.
+        """Tell whether the rank has not ended and does not live.
+
+        Its process is gone or stopped on this host, or its last beat was long before ``now``.
         """
         if self.code is not None:
             return False
@@ -114,12 +115,12 @@ class Heartbeat:
             self._thread.start()
 
     def at(self, phase: str, step: int) -> None:
-        """What this rank does now; written at once where the phase is new, else with the next beat."""
+        """Note what this rank does now; a new phase is written at once, otherwise with the next beat."""
         new = phase != self._status.phase
         self._write(now=new, phase=phase, step=step)
 
     def blame(self) -> str:
-        """Which of the other ranks failed or fell silent; empty where nobody knows."""
+        """Return which of the other ranks failed or fell silent; empty where nobody knows."""
         if self.run is None:
             return ""
         return blame(self._path.parent, self.world, but=self.rank, run=self.run)
@@ -154,7 +155,7 @@ class Heartbeat:
                     temporary.replace(self._path)
 
     def _replaced(self) -> bool:
-        """Whether a later start has the folder by now, in which a rank that ends slowly writes no more."""
+        """Tell whether a later start uses the folder now; then a rank that ends slowly writes no more."""
         with suppress(OSError, MachineFailed, ValueError, TypeError):
             return bool(_read(self._path).run != self.run)
         return False
@@ -165,7 +166,7 @@ def _changed(status: RankStatus, **changes: object) -> RankStatus:
 
 
 def status_folder(out: Path) -> Path:
-    """Where the ranks of a run leave their status, in the run's folder."""
+    """Return the folder, inside the run's folder, where ranks leave their status."""
     return out / "status"
 
 
@@ -223,8 +224,9 @@ def first_failure(folder: Path, *, run: str) -> RankStatus | None:
 
 
 def blame(folder: Path, world: int, *, but: int, run: str, wait: float = 1.5) -> str:
-    """Which of the other ranks of this start failed, or fell silent, as a sentence; empty if all are alive
-    after ``wait`` seconds.
+    """Return a sentence that names the other ranks of this start that failed or fell silent.
+
+    Returns an empty text if all are alive after ``wait`` seconds.
     """
     deadline = time.monotonic() + wait
     while True:

@@ -42,7 +42,7 @@ _TO_LEAVE = 5.0
 
 
 def under_torchrun() -> bool:
-    """Whether somebody has already started the ranks. ``BadInput`` for variables that cannot be."""
+    """Tell whether the ranks were started already; raise ``BadInput`` for impossible variables."""
     return launched() is not None
 
 

@@ -73,8 +73,9 @@ def only_run_in(
 
 
 def inherits_lock(folder: Path) -> bool:
-    """Whether the launcher that started this rank has the lock. It hands it on as standard input, the only
-    descriptor that torchrun passes to ranks.
+    """Tell whether the launcher that started this rank holds the lock.
+
+    The launcher passes the lock on as standard input, the only descriptor that torchrun passes to ranks.
     """
     try:
         if not os.path.samestat(os.fstat(_STANDARD_INPUT), os.stat(_file(folder))):

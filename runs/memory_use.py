@@ -1,4 +1,4 @@
-"""How much memory this rank uses: the device's peak, or the process's own on a CPU."""
+"""Measure the memory of this rank: the device's peak, or that of the process on a CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known of each step, and its line in ``metrics.jsonl``."""
+"""Define the figures of each step and their line in ``metrics.jsonl``."""
 
 from __future__ import annotations
 
@@ -118,8 +118,9 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def is_whole(line: Mapping[str, Any]) -> bool:
-    """Whether a line has what each step has, so that a report can show it. ``None`` stands for a number that
-    was not finite.
+    """Tell whether a line has all fields of a step, so that a report can show it.
+
+    ``None`` stands for a number that was not finite.
     """
     said = [line.get(key, "") for key in ("loss", "grad_norm", "lr", "tokens_per_second", "seconds")]
     numbers = all(value is None or type(value) in (int, float) for value in said)

@@ -92,7 +92,7 @@ def _bad(name: str, expected: str, found: str, todo: str = "") -> BadInput:
 
 
 def _verdict(store: dist.Store, rank: int, timeout: timedelta) -> bytes:
-    """What rank 0 says. From when it comes, it has the timeout to wait for the others."""
+    """Return what rank 0 says. From when it comes, it has the timeout to wait for the others."""
     try:
         store.wait(["card/0"], timeout)
     except RuntimeError as error:

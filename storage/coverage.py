@@ -1,4 +1,4 @@
-"""Whether boxes tile a tensor: each element owned exactly once, or the first box where that fails."""
+"""Check that boxes tile a tensor with each element owned exactly once, or return the first box that fails."""
 
 from __future__ import annotations
 

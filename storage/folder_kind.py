@@ -1,4 +1,4 @@
-"""What kind of folder this is, decided in one place: by what only that kind holds, never by a likeness."""
+"""Decide what kind a folder is, in one place: by files that only that kind has, never by a similar name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a manifest says of a file: its name, its size, its checksum."""
+"""State what a manifest says about a file: its name, its size, its checksum."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which bytes of a row-major tensor a box is: a regular grid of equal runs."""
+"""Compute which bytes of a row-major tensor a box covers: a regular grid of equal runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many processes or threads one machine is asked to run at once."""
+"""Limit the number of processes or threads that one machine runs at once."""
 
 from __future__ import annotations
 

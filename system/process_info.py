@@ -1,7 +1,7 @@
-"""What the system knows of a process, and how the processes of one start hang together, on Linux.
+"""Read what Linux knows about a process, and how the processes of one start belong together.
 
-A process id alone names nobody for long: the system gives it out again. With the time at which the process
-started it does.
+A process id alone does not name a process for long, because the system uses it again. Together with the time
+at which the process started it does.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def process_info(pid: int) -> ProcessInfo | None:
 
 
 def has_process_info() -> bool:
-    """Whether this system says anything about processes in ``/proc``."""
+    """Tell whether this system says anything about processes in ``/proc``."""
     return process_info(os.getpid()) is not None
 
 

@@ -1,6 +1,6 @@
-"""How many bytes of tensors are alive, and how many were at the worst moment: to the byte, on any device.
+"""Count the bytes of live tensors, now and at the worst moment: to the byte, on any device.
 
-What an operator takes for itself while it runs is not seen; what it leaves behind is, also where only
+Memory that an operator uses only while it runs is not seen. What it leaves behind is seen, also if only
 autograd holds it.
 """
 

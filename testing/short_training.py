@@ -37,7 +37,7 @@ from ..training.step import TrainStep
 
 @dataclass(frozen=True)
 class Case:
-    """What to train: a config.json's dict, a layout, a batch."""
+    """State what to train: a config.json's dict, a layout, a batch."""
 
     config: dict[str, Any]
     layout: Layout = field(default_factory=Layout)

@@ -1,4 +1,4 @@
-"""What every training step shares: micro-batches one after another, sums over all ranks, what is refused."""
+"""Define what every training step shares: the loop over micro-batches, sums over all ranks, refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run trains with, built from its recipe: model, step, optimizer, update, learning rates."""
+"""Build what a run trains with from its recipe: model, step, optimizer, update, learning rates."""
 
 from __future__ import annotations
 

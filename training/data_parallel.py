@@ -129,7 +129,7 @@ def shard_dims(model: nn.Module, layout: Layout) -> Callable[[nn.Parameter], Sha
 
 
 def resting_device(state: ParallelState, *, offload: bool) -> torch.device:
-    """Where weights are between steps, and so where the optimizer steps."""
+    """Return the device of the weights between steps, where the optimizer also steps."""
     return torch.device("cpu") if offload else state.device
 
 

@@ -59,7 +59,9 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class DryRun:
-    """What ``dry_run`` found out. ``notes``: what a real run would stop at; ``room``: ``None`` if unknown."""
+    """Hold the results of ``dry_run``. ``notes``: what would stop a real run. ``room``: ``None`` if
+    unknown.
+    """
 
     recipe: Recipe
     parameters: int
@@ -225,7 +227,7 @@ def _room(recipe: Recipe) -> int | None:
 
 
 def _missing(recipe: Recipe) -> list[str]:
-    """What is not here and a dry run does not need."""
+    """Return what is not here and a dry run does not need."""
     try:
         open_data(recipe)
     except BadInput as error:
@@ -246,7 +248,7 @@ def _fits(recipe: Recipe, room: int) -> list[Fit]:
 
 
 def _changes(recipe: Recipe) -> list[Change]:
-    """What saves memory, by what it costs in time."""
+    """Return what saves memory, by what it costs in time."""
     layout, memory, found = recipe.layout, recipe.memory, []
     if not memory.loss_chunk:
         found.append(Change(("memory.loss_chunk=1024",)))

@@ -27,7 +27,7 @@ def plan_adapters(lora: LoraSection, base: Source) -> tuple[AdaptedFamily, Store
 
 
 def recipe_shape(lora: LoraSection) -> LoraConfig:
-    """What the recipe says of its adapters; where it names others to go on with, they say it."""
+    """Return what the recipe says of its adapters; where it names others to go on with, they say it."""
     if lora.init_from is None:
         return LoraConfig.model_validate(lora.model_dump(exclude={"init_from"}))
     _check_alone(lora)

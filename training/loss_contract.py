@@ -1,4 +1,4 @@
-"""What ``ModuleStep`` asks of a loss: a sum over the samples and their number, checked at the first step."""
+"""Check what ``ModuleStep`` asks of a loss, a sum over the samples and their number, at the first step."""
 
 from __future__ import annotations
 

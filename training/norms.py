@@ -106,6 +106,6 @@ class Activations:
         return count
 
     def _name(self, block: int) -> str:
-        """What Hugging Face calls the block: the names of its tensors up to the block's number."""
+        """Return what Hugging Face calls the block: the names of its tensors up to the block's number."""
         tensor = next(link.hf for link in self.links if link.ours.startswith(f"layers.{block}."))
         return tensor.partition(f".{block}.")[0] + f".{block}"

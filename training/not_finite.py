@@ -1,4 +1,4 @@
-"""What stops a run: a number that is not finite, named by step, rank and the first module that gave it."""
+"""Stop a run at a value that is not finite, and name step, rank and the first module that produced it."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def looking(model: CausalLM) -> Iterator[list[Origin]]:
 
 
 def _depth(parameter: str) -> float:
-    """Where in the model a parameter is used: its block's number, or before or behind all blocks."""
+    """Return where in the model a parameter is used: its block's number, or before or behind all blocks."""
     block = re.match(r"layers\.(\d+)\.", parameter)
     return int(block[1]) if block else -1 if parameter.startswith(("embed.", "position.")) else math.inf
 

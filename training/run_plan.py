@@ -1,4 +1,4 @@
-"""What a run will build, found out from its recipe before any process starts."""
+"""Plan what a run will build, from its recipe, before any process starts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .run_data import HeldOut, open_data, open_held_out
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will build, found out before any process starts."""
+    """Hold what a run will build, found out before any process starts."""
 
     family: Family
     config: ModelConfig
@@ -147,7 +147,7 @@ def _check_stated(recipe: Recipe, family: Family, config: ModelConfig, where: st
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
-    """What a tokenizer folder holds, to be carried along with the weights."""
+    """Return what a tokenizer folder holds, to be carried along with the weights."""
     if not folder.is_dir():
         raise BadInput(folder, expected="a tokenizer folder", found="no folder")
     found = companions_in(folder)

@@ -24,7 +24,7 @@ class Spikes:
         self.norms: deque[float] = deque(maxlen=section.window)
 
     def is_one(self, loss: float, norm: float) -> bool:
-        """Whether a step with this loss and gradient norm should not update; it is not noted yet."""
+        """Tell whether a step with this loss and gradient norm should not update; it is not noted yet."""
         if len(self.losses) < max(2, self.section.window // 2):
             return False
         return self._leaps(loss, self.losses) or self._leaps(norm, self.norms)

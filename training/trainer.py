@@ -122,7 +122,7 @@ class Trainer:
         return nullcontext() if self.beat is None else last_word(self.beat)
 
     def _comparing(self) -> AbstractContextManager[Any]:
-        """What looks for collectives in different orders, if the recipe asks for it."""
+        """Return the context that compares the order of collectives, if the recipe asks for it."""
         debug, timeout = self.recipe.debug, timedelta(seconds=self.recipe.timeout)
         if not debug.collectives or self.state.layout.world == 1:
             return nullcontext()
@@ -209,7 +209,7 @@ class Trainer:
                 )
 
     def _identity(self) -> dict[str, Any]:
-        """What fixes the order of samples, besides the step."""
+        """Return what fixes the order of samples, besides the step."""
         return {
             "fingerprint": self.batches.fingerprint,
             "sequence_length": self.recipe.data.sequence_length,
@@ -269,7 +269,7 @@ class Trainer:
 
 
 def random_seed(seed: int, step: int, state: ParallelState) -> int:
-    """What a step's dropout masks follow from: alike on the ranks of one tensor group, else different.
+    """Return the seed of a step's dropout masks: equal on the ranks of one tensor group, otherwise different.
 
     A resumed run draws the same masks, and there is no random state to save.
     """

@@ -56,7 +56,7 @@ class Update:
 
     @property
     def scale(self) -> float:
-        """What the step at hand multiplies its loss with."""
+        """Return what the step at hand multiplies its loss with."""
         return self.loss_scale.value if self.loss_scale else 1.0
 
     @property

@@ -214,7 +214,7 @@ def own_samples(samples: Samples, state: ParallelState | None = None) -> Samples
 
 
 def count_samples(samples: Samples) -> int:
-    """How many there are; ``BadInput`` where tensors disagree or there are none."""
+    """Return how many there are; ``BadInput`` where tensors disagree or there are none."""
     for name, one in samples.items():
         if not isinstance(one, Tensor) or not one.ndim:
             found = f"{type(one).__name__}" if not isinstance(one, Tensor) else "a tensor without dims"
@@ -231,7 +231,7 @@ def count_samples(samples: Samples) -> int:
 
 
 def named_by(model: nn.Module) -> Callable[[str], bool]:
-    """Whether ``forward`` takes a keyword of this name."""
+    """Tell whether ``forward`` takes a keyword of this name."""
     parameters = inspect.signature(model.forward).parameters.values()
     if any(one.kind is one.VAR_KEYWORD for one in parameters):
         return lambda name: True

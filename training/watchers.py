@@ -77,7 +77,7 @@ class Watchers:
             self.events.note("resumed", step, **facts, **written)
 
     def of_saving(self, line: str) -> None:
-        """What the saver says: which checkpoint is complete, which ones went."""
+        """Print and log what the saver says: which checkpoint is complete, and which ones were deleted."""
         self.terminal.say(line)
         word, _, path = line.partition(" ")
         if word == "COMMITTED":
@@ -121,7 +121,9 @@ class Watchers:
         return memory_used(self.state.device)
 
     def after(self, metrics: StepMetrics, memory: int) -> StepMetrics:
-        """What is known of the step, evaluation included, written down. ``memory``: the most of any rank."""
+        """Return the step's metrics, evaluation included, after writing them. ``memory``: the most of any
+        rank.
+        """
         number = metrics.step
         mfu = self.mfu(metrics.tokens_per_second)
         if mfu is not None:

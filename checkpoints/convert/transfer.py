@@ -1,4 +1,4 @@
-"""What one step of a conversion makes of what; how such steps are grouped, ordered and cut in blocks."""
+"""Define one step of a conversion, and how such steps are grouped, ordered and cut into blocks."""
 
 from __future__ import annotations
 

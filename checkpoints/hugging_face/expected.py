@@ -1,6 +1,4 @@
-"""What a Hugging Face folder must hold for its config: each tensor, its shape, a dtype of weights; nothing
-else.
-"""
+"""List what a Hugging Face folder must hold for its config: each tensor, its shape, a dtype of weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this context rank's tokens see of the whole sequence, and which blocks of attention follow from it."""
+"""State what this context rank's tokens see of the whole sequence, and which blocks of attention follow."""
 
 from __future__ import annotations
 

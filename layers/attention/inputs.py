@@ -1,4 +1,4 @@
-"""What all attention layers of a forward take besides hidden states: rotations and masks, each made once."""
+"""Hold what all attention layers of a forward take besides hidden states: rotations and masks, made once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How evenly the routers of a model use their experts: what a step counted, and biases that follow it."""
+"""Measure how evenly routers use their experts, and move the biases that even it out."""
 
 from __future__ import annotations
 

@@ -265,7 +265,7 @@ def _watching(given: Given, found: Translation) -> None:
 
 
 def _defaults() -> dict[str, Any]:
-    """What the installed transformers writes where nothing was asked for."""
+    """Return what the installed transformers writes where nothing was asked for."""
     from transformers import TrainingArguments
 
     return {

@@ -96,7 +96,7 @@ class Given:
         return f"{self.prefix}.{key}" if self.prefix else key
 
     def value(self, key: str) -> Any:
-        """What the file says; ``None`` if nothing, or an "auto" that stands for nothing known."""
+        """Return what the file says; ``None`` if nothing, or an "auto" that stands for nothing known."""
         self._asked.add(key)
         value = self.raw.get(key)
         if value != "auto":
@@ -163,7 +163,7 @@ class Given:
 
     @property
     def off(self) -> bool:
-        """Whether the whole object asks for nothing."""
+        """Tell whether the whole object asks for nothing."""
         enabled = self.raw.get("enabled")
         if enabled == "auto":
             enabled = self.autos.get(self.path("enabled"))
@@ -174,7 +174,9 @@ class Given:
 
 
 def is_off(value: Any) -> bool:
-    """Whether a value asks for nothing: null, false, zero, empty, "no", or an object with enabled: false."""
+    """Tell whether a value turns a setting off: null, false, zero, empty, "no", or an object with enabled:
+    false.
+    """
     if isinstance(value, dict):
         return value.get("enabled") is False or all(is_off(one) for one in value.values())
     return value in (None, False, 0, "", "no", "none") or value == []

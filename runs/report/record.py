@@ -1,4 +1,4 @@
-"""What a run's folder says about the run: its steps, what happened to it, its last recipe."""
+"""Read what a run's folder says about the run: its steps, its events, its last recipe."""
 
 from __future__ import annotations
 

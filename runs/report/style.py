@@ -1,4 +1,4 @@
-"""How a report looks, light or dark as the reader's system is, from a phone to a wide screen."""
+"""Style a report: light or dark as the reader's system is, from a phone to a wide screen."""
 
 STYLE = """
 :root { --paper: #fff; --ink: #1a1c1f; --soft: #565b63; --rule: #d9dce1; --card: #f6f7f9;

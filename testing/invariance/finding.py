@@ -1,4 +1,4 @@
-"""What is found wrong with a module in a layout, and how ranks of a layout stand together."""
+"""Describe a fault of a module in a layout, and how the ranks of a layout belong together."""
 
 from __future__ import annotations
 

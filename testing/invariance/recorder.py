@@ -1,4 +1,4 @@
-"""What every module of a model is given and gives, and the gradients of both, in the order of computation."""
+"""Record the inputs and outputs of every module and their gradients, in the order of computation."""
 
 from __future__ import annotations
 

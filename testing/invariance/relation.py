@@ -1,4 +1,4 @@
-"""How the pieces that tensor ranks hold of an activation, or of its gradient, relate to the whole."""
+"""Tell how the pieces of an activation, or of its gradient, on the tensor ranks relate to the whole."""
 
 from __future__ import annotations
 

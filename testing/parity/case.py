@@ -1,4 +1,6 @@
-"""What a model showed in one forward and backward: its loss, what each module gave, every gradient."""
+"""Hold the results of one forward and backward of a model: its loss, every module's output, every
+gradient.
+"""
 
 from __future__ import annotations
 

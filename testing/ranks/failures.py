@@ -1,4 +1,4 @@
-"""What the harness raises: which ranks failed, in the order in which they did, and what each of them said."""
+"""Define the errors of the harness: which ranks failed, in which order, and what each of them printed."""
 
 from __future__ import annotations
 

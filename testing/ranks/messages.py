@@ -1,4 +1,4 @@
-"""What the parent and a worker say to each other."""
+"""Define the messages between the parent and a worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How functions, arguments and results travel between parent and worker: by name, and by plain pickle."""
+"""Send functions, arguments and results between parent and worker: by name, and by plain pickle."""
 
 from __future__ import annotations
 

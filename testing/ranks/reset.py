@@ -1,4 +1,4 @@
-"""What torch remembers from one process group to the next, forgotten: each call starts afresh."""
+"""Make torch forget one process group before the next, so that each call starts afresh."""
 
 from __future__ import annotations
 
