@@ -1,7 +1,10 @@
 # `make check` is exactly what CI runs.
-.PHONY: check lint typecheck test docs mutants faults browser
+.PHONY: check lint typecheck test quick nightly docs mutants faults browser
 
 export OMP_NUM_THREADS ?= 1
+# Lanes of tests side by side: each takes the next file, and has ranks and temporary folders of its own.
+LANES ?= 2
+PYTEST = python -m pytest -q -n $(LANES) --dist loadfile --no-loadscope-reorder
 
 check: lint typecheck test
 
@@ -15,9 +18,16 @@ typecheck:
 	ln -sfn ../.. build/typecheck/trilith
 	python -m mypy
 
-# DETAIL has torch compare what each rank calls: also in the processes that tests start as a user would.
 test:
-	TORCH_DISTRIBUTED_DEBUG=DETAIL pytest
+	$(PYTEST)
+
+# For the inner loop, under a minute: every test that starts no ranks.
+quick:
+	$(PYTEST) --quick tests/*/ tests/test_house.py tests/test_docs.py --ignore tests/parity
+
+# Everything, hours; DETAIL has torch compare what each rank calls, also in processes that tests start as a user would.
+nightly:
+	TORCH_DISTRIBUTED_DEBUG=DETAIL $(PYTEST) -m "slow or not slow"
 
 # docs/recipe.md and the tables of docs/training.md, from the help of a recipe's keys; docs/commands.md, from the
 # help of the commands.
@@ -25,9 +35,9 @@ docs:
 	python -m trilith.recipes.reference
 	python -m trilith.cli.reference
 
-# Faults seeded one at a time: does the suite see each of them? Some minutes, not part of `check`.
+# Faults seeded one at a time: does the suite see each of them? Not part of `check`; PART=2/4 is the second of four.
 mutants:
-	python tests/mutants.py
+	python tests/mutants.py --part $(or $(PART),1/1) --lanes $(LANES)
 
 # Which of the listed bad inputs and kills have a test: their numbers stand in the tests' names.
 faults:

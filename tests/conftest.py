@@ -1,8 +1,75 @@
-"""For all tests: one thread, as the workers have; hypothesis draws the same examples in each run, untimed."""
+"""For all tests: one thread, as the ranks have; the same hypothesis examples in each run; ``--quick``, which
+skips what starts ranks; and no process that outlives the session.
+"""
 
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
 import torch
 from hypothesis import settings
+from trilith.system.process_info import children_of, environment_of, process_info
+from trilith.testing.ranks import pool, processes
 
 torch.set_num_threads(1)
 settings.register_profile("trilith", deadline=None, derandomize=True)
 settings.load_profile("trilith")
+
+#: Every process that a test starts inherits this variable, and is known by it after its parent has ended.
+MARK = f"{os.getpid()}-{time.time_ns()}"
+os.environ["TRILITH_TEST_SESSION"] = MARK
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="skip each test at the point where it starts ranks")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_ranks_if_quick(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With ``--quick``, skip a test where it asks for ranks or starts Python."""
+    start = subprocess.Popen.__init__
+
+    def skip(*given: Any, **named: Any) -> Any:
+        pytest.skip("--quick: starts ranks")
+
+    def init(self: Any, command: Any, *given: Any, **named: Any) -> None:
+        first = command if isinstance(command, str | os.PathLike) else next(iter(command))
+        if Path(first).parent == Path(sys.executable).parent:
+            self.returncode, self._child_created = 0, False  # what its ``__del__`` reads
+            skip()
+        start(self, command, *given, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if request.config.getoption("quick"):
+            patch.setattr(processes.Templates, "start", skip)
+            patch.setattr(subprocess.Popen, "__init__", init)
+        yield
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail the session if a process that a test started still runs once the pool's ranks have been ended."""
+    pool._pool.close()
+    processes.templates.close()
+    deadline = time.monotonic() + 5
+    while (left := _left_behind()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if left:
+        print(f"\nprocesses of this session still run: {left}", file=sys.stderr)
+        session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
+
+
+def _left_behind() -> list[int]:
+    mine = f"TRILITH_TEST_SESSION={MARK}"
+    numbers = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+    marked = [pid for pid in numbers if pid != os.getpid() and mine in environment_of(pid)]
+    forked = [child.pid for child in children_of(os.getpid()) if child.alive]
+    alive = [pid for pid in {*marked, *forked} if (info := process_info(pid)) is not None and info.alive]
+    return sorted(alive)

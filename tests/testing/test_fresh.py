@@ -138,10 +138,10 @@ def test_processes_are_new_each_time_with_this_processs_environment_and_folder(t
     assert all(words[-2:] == ["True", "1"] for words in seen)
 
 
-def test_the_environment_sets_how_much_torch_checks(monkeypatch):
-    assert run_fresh(report_checks, 1)[0].output.endswith("DETAIL\n")
-    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "OFF")
-    assert run_fresh(report_checks, 1)[0].output.endswith("OFF\n")
+@pytest.mark.parametrize("level", ["DETAIL", "OFF"])
+def test_the_environment_sets_how_much_torch_checks(monkeypatch, level):
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", level)
+    assert run_fresh(report_checks, 1)[0].output.endswith(f"{level}\n")
 
 
 def test_signals_have_their_ordinary_handlers():

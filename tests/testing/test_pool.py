@@ -133,7 +133,7 @@ def test_neighbours_hash_strings_differently_as_launched_ranks_do():
 
 
 def test_a_call_costs_less_than_three_tenths_of_a_second():
-    """With TORCH_DISTRIBUTED_DEBUG=DETAIL, which the workers get: 0.09 s on two cores. The best of five."""
+    """The best of five: 0.09 s on two cores, even with TORCH_DISTRIBUTED_DEBUG=DETAIL."""
     run_parallel(describe_worker, 4)
     seconds = []
     for _ in range(5):
