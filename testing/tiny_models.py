@@ -102,3 +102,5 @@ MODELS: dict[str, dict[str, Any]] = {
         "embd_pdrop": 0.0,
     },
 }
+#: Of these, the models with experts.
+EXPERTS = {name for name in MODELS if name in ("mixtral", "qwen3_moe", "glm4_moe")}

@@ -34,7 +34,7 @@ def one_device() -> Callable[[Case], Outcome]:
             layout=Layout(),
             split=None,
             schedule="1f1b",
-            micro_batch=1,
+            micro_batch=case.samples,
             memory=MemorySection(),
             compiled="",
         )

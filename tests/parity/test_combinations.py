@@ -1,111 +1,130 @@
-"""Layouts with all that may be combined with them: each pair of choices.
+"""Each pair of choices that a run may have, in one covering array: families, axes, schedules, memory.
 
-More choices at once are drawn in ``test_drawn_layouts.py``.
+Axes are of two ranks, two axes at most, so that a run has four ranks; one axis of four has a list of its own.
+More choices at once, and eight ranks, are drawn in ``test_drawn_layouts.py``; ``torch.compile`` costs ten
+times as much and has ``test_compiled.py``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import combinations, product
+from dataclasses import asdict, dataclass
+from itertools import combinations
+from random import Random
 from typing import Any
 
 import pytest
-from trilith.parallel_state import Layout
+from trilith.parallel_state import BadInput
 from trilith.pipeline import SCHEDULE_NAMES, schedule_kind
+from trilith.recipes.recipe import parse_recipe
+from trilith.recipes.sections import LayoutSection, MemorySection
+from trilith.testing.tiny_models import EXPERTS, MODELS
+from trilith.training.run_plan import plan
 
-SAMPLES = 8
-_SPLITS = {2: (1, 4), 4: (2, 1, 1, 1)}
+FAMILIES = [name for name in MODELS if "of-three" not in name and name not in ("llama-tied-kv1", "qwen3-kv1")]
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One run. Choices that mean nothing in a layout are at their first value there."""
+    """One run. The defaults are of a run that does not choose."""
 
-    ranks: tuple[int, int, int]  # tensor, pipeline, data
     model: str
-    key_value_heads: int = 2
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    context: int = 1
+    replicas: int = 1
+    expert: int = 1
+    zero: int = 0
     sequence: bool = False
-    zero: tuple[int, int] = (
-        0,
-        1,
-    )  # its stage, replicas of the shards: one choice, for each with each schedule
+    ring: bool = False
     schedule: str = "1f1b"
-    split: bool = False
-    smoothing: float = 0.0
+    split: bool = False  # stages cut by hand
     micro_batch: int = 1
-    context: str = ""  # of two ranks: how they get keys and values
+    smoothing: float = 0.0
+    documents: bool = False  # several a row
     trains: str = "all"  # or "frozen", all but one block, or "lora"
+    checkpointing: str = "none"
+    loss_chunk: int = 0
+    offload: bool = False
 
     @property
-    def layout(self) -> Layout:
-        (tensor, pipeline, data), (zero, replicas) = self.ranks, self.zero
-        kind = schedule_kind(self.schedule)
-        return Layout.of(
-            tensor=tensor,
-            pipeline=pipeline,
-            data=data,
-            data_replicate=replicas,
-            zero=zero,
-            sequence=self.sequence,
-            context=2 if self.context else 1,
-            ring=self.context == "ring",
-            virtual_stages=kind.virtual_stages if pipeline > 1 else 1,
-            v_shape=kind.v_shape,
+    def world(self) -> int:
+        return self.tensor * self.pipeline * self.data * self.context
+
+    @property
+    def stages(self) -> int:
+        return self.pipeline * (schedule_kind(self.schedule).virtual_stages if self.pipeline > 1 else 1)
+
+    @property
+    def samples(self) -> int:
+        """Rows a step: two micro-batches of each data rank, or as many as the schedule asks for."""
+        return (
+            self.data
+            * self.micro_batch
+            * max(2, schedule_kind(self.schedule).least_micro_batches(self.pipeline))
         )
 
     @property
-    def case_model(self) -> str:
-        return self.model + "-kv1" * (self.key_value_heads == 1)
+    def section(self) -> dict[str, Any]:
+        """The recipe's section ``layout``."""
+        section: dict[str, Any] = {
+            key: getattr(self, key) for key in ("tensor", "pipeline", "data", "context")
+        }
+        section |= {"data_replicate": self.replicas, "expert": self.expert, "zero": self.zero}
+        section |= {"sequence": self.sequence, "context_attention": "ring" if self.ring else "all-gather"}
+        if self.pipeline > 1:
+            section["schedule"] = self.schedule
+        if self.split:
+            rest = blocks(self.model) - self.stages + 1
+            section["split"] = [1, rest] if self.stages == 2 else [1, rest, *[1] * (self.stages - 2)]
+        return section
 
     @property
-    def legal(self) -> bool:
-        (_, pipeline, data), (zero, _) = self.ranks, self.zero
-        micro_batches, kind = SAMPLES // data // self.micro_batch, schedule_kind(self.schedule)
-        return not (
-            (self.model == "gpt2" and self.key_value_heads != 2)
-            or (zero and data == 1 and not self.context)
-            or pipeline * kind.virtual_stages not in (1, *_SPLITS)
-            or not kind.runs(pipeline, micro_batches)
-        )
-
-    @property
-    def cost(self) -> int:
-        tensor, pipeline, data = self.ranks
-        return 4 * tensor * data * (2 if self.context else 1) + pipeline
+    def memory(self) -> dict[str, Any]:
+        return {key: getattr(self, key) for key in ("checkpointing", "loss_chunk", "offload")}
 
     def __str__(self) -> str:
-        (tensor, pipeline, data), (zero, replicas) = self.ranks, self.zero
-        words = [self.case_model, f"t{tensor}p{pipeline}d{data}"]
-        words += [self.schedule] if pipeline > 1 else []
-        words += [self.context] * bool(self.context)
-        words += ["sequence"] * self.sequence + ["split"] * self.split
-        words += [f"zero{zero}"] * (data > 1 or self.context != "") + [f"replicas{replicas}"] * (replicas > 1)
-        words += [f"smooth{self.smoothing}"] * bool(self.smoothing) + [self.trains] * (self.trains != "all")
-        return "-".join([*words, f"micro{self.micro_batch}"])
+        chosen = {key: value for key, value in asdict(self).items() if value != getattr(Choice, key, None)}
+        return "-".join(f"{value}" if key == "model" else f"{key}={value}" for key, value in chosen.items())
 
 
-def all_choices() -> list[Choice]:
-    one_axis = [(2, 1, 1), (4, 1, 1), (1, 2, 1), (1, 4, 1), (1, 1, 2), (1, 1, 4)]
-    found = []
-    for tensor, pipeline, data in [*one_axis, (2, 2, 1), (2, 1, 2), (1, 2, 2)]:
-        shared = [(stage, replicas) for replicas in (1, 2)[:data] for stage in range(1, 4)]
-        values: dict[str, list[Any]] = {
-            "ranks": [(tensor, pipeline, data)],
-            "model": ["llama", "llama-tied", "gpt2"],
-            "key_value_heads": [2, 1],
-            "sequence": [False, True][:tensor],
-            "zero": [(0, 1), *shared],
-            "schedule": [*SCHEDULE_NAMES] if pipeline > 1 else ["1f1b"],
-            "split": [False, True][:pipeline],
-            "smoothing": [0.0, 0.1],
-            "micro_batch": [1, 2],
-            "context": ["", "all-gather", "ring"] if tensor * pipeline * data <= 2 else [""],
-            "trains": ["all", "frozen", "lora"],
-        }
-        drawn = (Choice(**dict(zip(values, one, strict=True))) for one in product(*values.values()))
-        found += [choice for choice in drawn if choice.legal]
-    return found
+def blocks(model: str) -> int:
+    return int(MODELS[model].get("num_hidden_layers") or MODELS[model]["n_layer"])
+
+
+def draw(random: Random) -> Choice:
+    """A choice at random that a recipe may make, and in which no choice means nothing."""
+    pick, model = random.choice, random.choice(FAMILIES)
+    two = random.sample(("tensor", "pipeline", "data", "context"), random.choice((1, 2, 2)))
+    sizes = {axis: 2 for axis in two}
+    data, context = sizes.get("data", 1), sizes.get("context", 1)
+    more: dict[str, Any] = {}
+    if "pipeline" in sizes:
+        kinds = [name for name in SCHEDULE_NAMES if 2 * schedule_kind(name).virtual_stages <= blocks(model)]
+        more |= {"schedule": pick(kinds), "split": pick((False, True))}
+    if data * context > 1:
+        more["zero"] = pick((0, 1, 2, 3))
+        more["replicas"] = pick((1, 2)) if data > 1 and more["zero"] else 1
+        if model in EXPERTS:
+            shards = data * context // more["replicas"]
+            more["expert"] = pick([size for size in (1, 2, 4) if shards % size == 0])
+    schedule = more.get("schedule", "1f1b")
+    if not schedule_kind(schedule).two_backwards:
+        more["checkpointing"] = pick(("none", "selective", "every", "full"))
+        more["loss_chunk"] = 0 if schedule == "gpipe" else pick((0, 5))
+    return Choice(
+        model,
+        **sizes,
+        **more,
+        sequence="tensor" in sizes and pick((False, True)),
+        ring="context" in sizes and pick((False, True)),
+        micro_batch=pick((1, 2)),
+        smoothing=pick((0.0, 0.1)),
+        documents=pick((False, True)),
+        trains=pick(("all", "frozen", "lora")),
+        offload=pick((False, True)),
+    )
 
 
 def pairs(choice: Choice) -> frozenset[tuple[object, ...]]:
@@ -113,58 +132,121 @@ def pairs(choice: Choice) -> frozenset[tuple[object, ...]]:
     return frozenset(combinations(vars(choice).items(), 2))
 
 
-def plain(choice: Choice) -> bool:
-    """Whether it only chooses a layout and a model, as ``test_layouts.py`` does."""
-    return choice == Choice(choice.ranks, choice.model)
-
-
 def covering(choices: list[Choice]) -> list[Choice]:
-    """What adds to the plain ones every pair of values of a legal choice: for the first pair that is missing,
-    of some choices that have it the one with the most missing pairs, the cheap ones first.
+    """Some of these choices, which together hold every pair of values that one of them holds.
+
+    For the pair that fewest choices hold: of these the one that adds most pairs for the ranks it takes.
     """
-    held = {choice: pairs(choice) for choice in sorted(choices, key=lambda choice: choice.cost)}
+    held = {choice: pairs(choice) for choice in choices}
     having: dict[tuple[object, ...], list[Choice]] = {}
     for choice, its in held.items():
         for pair in its:
             having.setdefault(pair, []).append(choice)
-    for choice in filter(plain, choices):
-        for pair in held[choice]:
-            having.pop(pair, None)
     found = []
     while having:
-        rarest = min(having.values(), key=len)
-        some = rarest[:: max(1, len(rarest) // 60)]
-        best = max(some, key=lambda choice: len(having.keys() & held[choice]))
-        found.append(best)
-        for pair in held[best]:
+        rarest = min(having.values(), key=len)[:60]
+        found.append(max(rarest, key=lambda choice: len(having.keys() & held[choice]) / (6 + choice.world)))
+        for pair in held[found[-1]]:
             having.pop(pair, None)
     return found
 
 
-ALL = all_choices()
-COVERING = covering(ALL)
+RANDOM = Random(0)
+COVERING = covering([draw(RANDOM) for _ in range(3000)])
+HELD = frozenset[tuple[object, ...]]().union(*map(pairs, COVERING))
+
+#: One axis of four ranks; and one device, where micro-batches alone differ.
+LONG = [
+    Choice("gpt2"),
+    Choice("llama-kv1", tensor=4, sequence=True),
+    Choice("llama-tied", pipeline=4, documents=True),
+    Choice("mixtral", data=4, zero=3, expert=4),
+    Choice("llama", data=4, zero=2, replicas=2, trains="lora"),
+    Choice("qwen2", context=4, ring=True, checkpointing="full", loss_chunk=5, smoothing=0.1),
+    Choice("mistral", context=4, checkpointing="selective", documents=True),
+]
 
 
-def test_the_covering_set_is_small_and_covers_every_pair() -> None:
-    assert len(COVERING) <= 70
-    run = [choice for choice in ALL if plain(choice) or choice in COVERING]
-    assert {pair for choice in ALL for pair in pairs(choice)} == {
-        pair for choice in run for pair in pairs(choice)
+def refused(choice: Choice) -> BadInput | None:
+    """Why a recipe may not choose this."""
+    data = {"tokens": "-", "sequence_length": 16, "micro_batch": choice.micro_batch}
+    raw = {
+        "out": "-",
+        "steps": 1,
+        "model": {"config": MODELS[choice.model]},
+        "layout": choice.section,
+        "memory": choice.memory,
+        "data": data | {"global_batch": choice.samples},
     }
+    try:
+        plan(parse_recipe(raw))
+    except BadInput as error:
+        return error
+    return None
 
 
-@pytest.mark.parametrize("choice", COVERING, ids=str)
+def test_the_array_is_small_and_holds_every_choice_of_every_axis() -> None:
+    assert len(COVERING) <= 80
+    values = {value for pair in HELD for value in pair}
+    for key, some in {
+        "model": FAMILIES,
+        "schedule": SCHEDULE_NAMES,
+        "zero": range(4),
+        "expert": (1, 2, 4),
+    }.items():
+        assert {(key, value) for value in some} <= values
+    for key in ("tensor", "pipeline", "data", "context", "replicas", "micro_batch"):
+        assert {(key, 1), (key, 2)} <= values
+
+
+def test_the_array_holds_every_pair_that_is_drawn() -> None:
+    random = Random(1)
+    for _ in range(5000):
+        choice = draw(random)
+        assert not (missing := pairs(choice) - HELD), (str(choice), missing)
+
+
+def test_the_array_holds_every_pair_that_a_recipe_may_choose() -> None:
+    """The draws leave nothing out that is legal: here every value is drawn by itself, and recipes judge."""
+    random, legal = Random(2), 0
+    while legal < 100:
+        values = {key: random.choice(sorted({value for name, value in SEEN if name == key})) for key in KEYS}
+        choice = Choice(**values)
+        if 1 < choice.world <= 4 and not means_nothing(choice) and refused(choice) is None:
+            legal += 1
+            assert not (missing := pairs(choice) - HELD), (str(choice), missing)
+
+
+SEEN = {value for pair in HELD for value in pair}
+KEYS = [*asdict(COVERING[0])]
+
+
+def means_nothing(choice: Choice) -> bool:
+    """Whether one of its values changes no run, as nothing is cut or passed on along an axis of one rank."""
+    return bool(
+        (choice.zero and choice.data * choice.context == 1)
+        or (choice.replicas > 1 and not choice.zero)
+        or (choice.sequence and choice.tensor == 1)
+        or (choice.ring and choice.context == 1)
+        or (choice.pipeline == 1 and (choice.schedule != "1f1b" or choice.split))
+    )
+
+
+@pytest.mark.parametrize("choice", [*COVERING, *LONG], ids=str)
 def test_every_pair_of_choices_equals_one_device(choice: Choice, assert_same: Callable[..., None]) -> None:
-    stages = choice.layout.stages
+    assert (error := refused(choice)) is None, error
+    section = LayoutSection.model_validate(choice.section)
     assert_same(
-        choice.case_model,
-        choice.layout,
-        split=_SPLITS[stages] if choice.split else None,
+        choice.model,
+        section.layout,
+        split=None if section.split is None else tuple(section.split),
         schedule=choice.schedule,
-        label_smoothing=choice.smoothing,
         micro_batch=choice.micro_batch,
-        samples=SAMPLES,
+        samples=choice.samples,
+        label_smoothing=choice.smoothing,
+        documents=choice.documents,
         clip=0.05 if choice.trains == "all" else 1e-3,
         frozen=r"^(?!.*(layers|h)\.2\.)" if choice.trains == "frozen" else None,
         lora={"r": 3, "target_modules": "all-linear"} if choice.trains == "lora" else None,
+        memory=MemorySection.model_validate(choice.memory),
     )

@@ -1,5 +1,7 @@
 """The sequence over context ranks, by both kinds of attention: losses, gradients, norms, weights are one
 device's.
+
+Pairs of choices are in ``test_combinations.py``; here are three and more at once.
 """
 
 from __future__ import annotations
@@ -10,8 +12,6 @@ from typing import Any
 import pytest
 from trilith.parallel_state import Layout
 from trilith.recipes.sections import MemorySection
-
-SLOW = pytest.mark.slow
 
 RUNS = [
     # Documents of a few tokens: most blocks are masked in part, some are empty.
@@ -28,7 +28,7 @@ RUNS = [
     pytest.param("llama-tied", Layout.of(context=2, pipeline=2), {"schedule": "gpipe"}, id="pipeline"),
     pytest.param("llama-kv1", Layout.of(context=2, data=2), {"micro_batch": 2}, id="data"),
     pytest.param("qwen3", Layout.of(context=2, data=2, zero=3, ring=True), {}, id="ring-data-zero3"),
-    pytest.param("llama", Layout.of(context=2, data=2, zero=1), {}, id="data-zero1", marks=SLOW),
+    pytest.param("llama", Layout.of(context=2, data=2, zero=1), {}, id="data-zero1"),
     # Experts over the context ranks; a pipeline whose backward is in two parts, attention's once.
     pytest.param("mixtral", Layout.of(context=2, expert=2, ring=True), {}, id="ring-experts"),
     pytest.param(
@@ -36,7 +36,6 @@ RUNS = [
         Layout.of(context=2, data=2, expert=4, zero=3),
         {"documents": True},
         id="experts-zero3",
-        marks=SLOW,
     ),
     pytest.param(
         "llama",
@@ -49,16 +48,14 @@ RUNS = [
         Layout.of(context=2, pipeline=2, virtual_stages=2),
         {"schedule": "interleaved-zero-bubble"},
         id="interleaved-zero-bubble",
-        marks=SLOW,
     ),
     pytest.param(
         "llama",
         Layout.of(context=2, zero=2),
         {"lora": {"r": 3, "lora_alpha": 6, "target_modules": "all-linear"}, "clip": 1e-3},
         id="lora",
-        marks=SLOW,
     ),
-    pytest.param("gpt2", Layout.of(context=2, data=2, zero=2), {}, id="data-zero2", marks=SLOW),
+    pytest.param("gpt2", Layout.of(context=2, data=2, zero=2), {}, id="data-zero2"),
     pytest.param(
         "qwen2",
         Layout.of(context=4, ring=True),
@@ -74,6 +71,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "layout", "changes"), RUNS)
 def test_it_equals_one_device(
     model: str, layout: Layout, changes: dict[str, Any], assert_same: Callable[..., None]

@@ -1,4 +1,4 @@
-"""Several documents a row: positions that start again reach every stage and micro-batch of every layout."""
+"""Several documents a row: positions that start again are not ignored, and are split with their rows."""
 
 from __future__ import annotations
 
@@ -9,29 +9,14 @@ from typing import Any
 import pytest
 import torch
 from trilith.data import Batch
-from trilith.parallel_state import Layout
 from trilith.testing.short_training import Case, Outcome, batch
-
-LAYOUTS = [
-    ("llama", Layout.of(pipeline=2)),
-    ("gpt2", Layout.of(pipeline=2)),
-    ("gpt2", Layout.of(tensor=2, sequence=True)),
-    ("llama", Layout.of(tensor=2, pipeline=2)),
-]
-
-
-@pytest.mark.parametrize(("model", "layout"), LAYOUTS, ids=str)
-def test_packed_rows_give_the_same_training_in_any_layout(
-    assert_same: Callable[..., None], model: str, layout: Layout
-) -> None:
-    assert_same(model, layout, documents=True)
 
 
 @pytest.mark.parametrize("model", ["llama", "gpt2"])
 def test_positions_are_not_ignored(
     one_device: Callable[[Case], Outcome], models: dict[str, dict[str, Any]], model: str
 ) -> None:
-    """Or the test above would say nothing."""
+    """Or the runs with documents in ``test_combinations.py`` would say nothing."""
     joined = Case(models[model])
     assert one_device(joined).losses[0] != one_device(replace(joined, documents=True)).losses[0]
 

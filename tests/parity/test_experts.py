@@ -9,18 +9,16 @@ from trilith.layers import Checkpointing
 from trilith.parallel_state import Layout
 from trilith.recipes.sections import MemorySection
 
-LAYOUTS = [
-    ("mixtral", Layout.of(data=2, expert=2)),
-    ("mixtral", Layout.of(data=4, expert=4, zero=1)),
-    ("mixtral", Layout.of(tensor=2, data=2, expert=2, zero=2, sequence=True)),
-    ("qwen3_moe", Layout.of(pipeline=2, data=2, expert=2, zero=1)),
-    ("qwen3_moe", Layout.of(data=4, expert=2, zero=3)),
-    ("mixtral", Layout.of(context=2, expert=2, zero=1)),
-    ("glm4_moe", Layout.of(data=2, expert=2, zero=2)),
-    ("glm4_moe", Layout.of(tensor=2, pipeline=2, sequence=True)),
-]
 MORE = [
     Layout.of(context=2, expert=2),
+    Layout.of(context=2, expert=2, zero=1),
+    Layout.of(data=2, expert=2),
+    Layout.of(data=2, expert=2, zero=2),
+    Layout.of(data=4, expert=4, zero=1),
+    Layout.of(data=4, expert=2, zero=3),
+    Layout.of(tensor=2, data=2, expert=2, zero=2, sequence=True),
+    Layout.of(tensor=2, pipeline=2, sequence=True),
+    Layout.of(pipeline=2, data=2, expert=2, zero=1),
     Layout.of(context=2, data=2, expert=4, zero=1),
     Layout.of(context=2, tensor=2, expert=2, zero=3, sequence=True),
     Layout.of(pipeline=2, data=2, expert=2, zero=3),
@@ -37,11 +35,6 @@ MORE = [
     Layout.of(pipeline=2, data=2, expert=2),
     Layout.of(tensor=2, pipeline=2, data=2, expert=2, zero=1, sequence=True),
 ]
-
-
-@pytest.mark.parametrize(("model", "layout"), LAYOUTS, ids=str)
-def test_experts_equal_one_device(model: str, layout: Layout, assert_same: Callable[..., None]) -> None:
-    assert_same(model, layout)
 
 
 @pytest.mark.slow

@@ -8,20 +8,13 @@ from typing import Any
 import pytest
 import torch
 from trilith.parallel_state import Layout
-from trilith.recipes.sections import MemorySection
 from trilith.testing.short_training import Case, Outcome
 
 ALL = {"r": 3, "lora_alpha": 6, "target_modules": "all-linear"}
 LAST = {"r": 4, "use_rslora": True, "target_modules": ["q_proj", "o_proj"], "layers_to_transform": [4]}
 
+#: Every adapter in each layout: ``test_combinations.py``. Here most blocks have none.
 LAYOUTS = [
-    pytest.param("llama", ALL, {"tensor": 2}, id="tp2"),
-    pytest.param("llama-kv1", ALL, {"tensor": 2, "sequence": True}, id="shared-heads-sp2"),
-    pytest.param("llama-tied", ALL, {"pipeline": 2}, id="tied-pp2"),
-    pytest.param("llama", ALL, {"data": 2, "zero": 3}, id="zero3"),
-    pytest.param("llama", ALL, {"tensor": 2, "pipeline": 2}, id="tp2-pp2"),
-    pytest.param("gpt2", ALL, {"tensor": 2, "sequence": True}, id="gpt2-sp2"),
-    pytest.param("gpt2", ALL, {"tensor": 2, "data": 2, "zero": 1}, id="gpt2-tp2-zero1"),
     pytest.param("llama-tied", LAST, {"pipeline": 2, "data": 2, "zero": 1}, id="a-stage-without-zero1"),
     pytest.param("llama", LAST, {"data": 2, "zero": 2}, id="blocks-without-adapters-zero2"),
 ]
@@ -32,11 +25,6 @@ def test_a_layout_trains_the_adapters_of_one_device(
     assert_same: Callable[..., None], model: str, lora: dict[str, Any], layout: dict[str, Any]
 ) -> None:
     assert_same(model, Layout.of(**layout), lora=lora, clip=1e-3)
-
-
-def test_what_spares_memory_changes_nothing(assert_same: Callable[..., None]) -> None:
-    spared = MemorySection(checkpointing="full", loss_chunk=8)
-    assert_same("llama-tied", Layout.of(data=2, zero=3), lora=ALL, clip=1e-3, memory=spared)
 
 
 def test_the_base_stays_as_it_was_to_the_bit(

