@@ -1,4 +1,4 @@
-"""The seeded faults still fit the code: each replaces text that is there once, and names tests that exist."""
+"""The seeded faults still fit the code: the place of each is there, once, and so are its tests."""
 
 from __future__ import annotations
 
@@ -17,10 +17,19 @@ SPEC.loader.exec_module(mutants)
 
 
 @pytest.mark.parametrize("mutant", mutants.MUTANTS, ids=lambda mutant: mutant.name.replace(" ", "-"))
-def test_a_seeded_fault_fits_the_code(mutant: object) -> None:
-    text = (HERE.parent / mutant.file).read_text()
-    assert text.count(mutant.old) == 1
-    compile(text.replace(mutant.old, mutant.new), mutant.file, "exec")
-    for test in mutant.tests:
-        file, _, name = test.partition("::")
-        assert f"def {name}" in (HERE.parent / file).read_text()
+def test_a_seeded_fault_fits_the_code(mutant: mutants.Mutant) -> None:
+    file, text = mutants.seed(mutant)
+    compile(text, file, "exec")
+    path, _, test = mutant.tests.split()[-1].partition("::")
+    assert f"def {test}" in (HERE.parent / path).read_text()
+
+
+def test_a_fault_whose_place_is_gone_is_an_error() -> None:
+    gone = mutants.MUTANTS[0]._replace(old="no_such_name()")
+    with pytest.raises(LookupError, match="0 times, expected once"):
+        mutants.seed(gone)
+
+
+def test_parts_of_the_faults_are_all_of_them_once() -> None:
+    parts = [mutants.MUTANTS[part::4] for part in range(4)]
+    assert sorted(sum(parts, ())) == sorted(mutants.MUTANTS)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from trilith.parallel_state import BadInput
-from trilith.testing import RankError, run_parallel
+from trilith.testing import RankError, run_fresh, run_parallel
 from trilith.testing.ranks.pool import GRACE
 
 
@@ -120,9 +120,10 @@ def test_sys_exit_in_a_rank_is_a_failure_not_a_death():
         run_parallel(exits, 2)
 
 
-def test_a_mismatched_collective_is_named():
-    with pytest.raises(RankError, match=r"(?i)mismatch|shape"):
-        run_parallel(mismatch, 2)
+def test_where_torch_compares_them_a_mismatched_collective_is_named(monkeypatch):
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+    codes = run_fresh(mismatch, 2)
+    assert any("Detected mismatch between collectives" in code.output for code in codes), codes[0].output
 
 
 def test_workers_survive_an_exception():
