@@ -92,6 +92,7 @@ def test_a_wheel_holds_the_recipes_and_runs(tmp_path: Path) -> None:
         ".*", "build", "tests", "benchmarks", "docs", "*.egg-info", "__pycache__"
     )
     shutil.copytree(RECIPES.parent, source, ignore=skipped)
+    code = {str(path.relative_to(source)) for path in source.rglob("*.py")}
     build = "from setuptools import build_meta; print(build_meta.build_wheel('..'))"
     made = subprocess.run(
         [sys.executable, "-c", build], cwd=source, capture_output=True, text=True, timeout=120
@@ -100,6 +101,8 @@ def test_a_wheel_holds_the_recipes_and_runs(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(place)  # as pip does: the files, and their description beside them
     assert all((place / "trilith" / "recipes" / f"{name}.toml").is_file() for name in REAL)
+    # An editable install beside it would lend a module that the wheel lacks.
+    assert code == {str(path.relative_to(place / "trilith")) for path in place.rglob("*.py")}
     (described,) = place.glob("*.dist-info")
     assert "trilith = trilith.cli:main" in (described / "entry_points.txt").read_text()
     facts = message_from_string((described / "METADATA").read_text())
