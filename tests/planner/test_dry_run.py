@@ -89,7 +89,7 @@ def test_a_wheel_holds_the_recipes_and_runs(tmp_path: Path) -> None:
     """Built from a copy: setuptools leaves a folder behind in what it builds from."""
     source, place = tmp_path / "source", tmp_path / "place"
     skipped = shutil.ignore_patterns(
-        ".*", "build", "tests", "benchmarks", "docs", "*.egg-info", "__pycache__"
+        ".*", "build", "tests", "benchmarks", "docs", "examples", "*.egg-info", "__pycache__"
     )
     shutil.copytree(RECIPES.parent, source, ignore=skipped)
     code = {str(path.relative_to(source)) for path in source.rglob("*.py")}
