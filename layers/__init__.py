@@ -11,7 +11,7 @@ from .attention.inputs import AttentionInputs
 from .attention.key_value_cache import KeyValueCache
 from .attention.mask import AttentionScope
 from .attention.visible import documents
-from .chunked_loss import chunked_cross_entropy
+from .chunked_loss import chunked_cross_entropy, chunked_cross_entropy_cost
 from .collectives import (
     copy_to_tensor,
     enter_tensor,
@@ -24,6 +24,7 @@ from .collectives import (
 )
 from .compile import compile_blocks
 from .context_chunks import cut_sequence, default_positions, token_places
+from .cost import Cost, Send, Tokens, UnknownCost, cost_of, name_module, sum_costs
 from .dropout import Dropout, own_random
 from .embedding import (
     VOCABULARY_MULTIPLE,
@@ -41,11 +42,11 @@ from .experts.moe import GatedShared, MoE
 from .experts.router import TopKRouter
 from .linear import ColumnParallelLinear, RowParallelLinear, linears
 from .lora import attach_lora, lora_scale
-from .loss import IGNORE, bounded, valid_tokens, vocab_parallel_cross_entropy
+from .loss import IGNORE, bounded, cross_entropy_cost, valid_tokens, vocab_parallel_cross_entropy
 from .mlp import ACTIVATIONS, MLP, GatedMLP, activation
 from .norm import LayerNorm, RMSNorm
 from .rotary import Rope, RotaryEmbedding, inverse_frequencies
-from .stage import Stage, all_stages, split_blocks
+from .stage import Stage, all_stages, find_blocks, split_blocks
 
 __all__ = [
     "ACTIVATIONS",
@@ -56,6 +57,7 @@ __all__ = [
     "Balancing",
     "Checkpointing",
     "ColumnParallelLinear",
+    "Cost",
     "Dispatch",
     "Dropout",
     "Experts",
@@ -71,9 +73,12 @@ __all__ = [
     "Rope",
     "RotaryEmbedding",
     "RowParallelLinear",
+    "Send",
     "SharedHeads",
     "Stage",
+    "Tokens",
     "TopKRouter",
+    "UnknownCost",
     "VOCABULARY_MULTIPLE",
     "VocabParallelEmbedding",
     "VocabParallelHead",
@@ -85,12 +90,16 @@ __all__ = [
     "checkpoint_blocks",
     "checkpointed",
     "chunked_cross_entropy",
+    "chunked_cross_entropy_cost",
     "compile_blocks",
     "copy_to_tensor",
+    "cost_of",
+    "cross_entropy_cost",
     "cut_sequence",
     "default_positions",
     "documents",
     "enter_tensor",
+    "find_blocks",
     "gather_from_tensor",
     "gather_logits",
     "gather_sequence",
@@ -101,6 +110,7 @@ __all__ = [
     "linears",
     "lora_scale",
     "merge_heads",
+    "name_module",
     "own_random",
     "padded_vocabulary",
     "reduce_from_tensor",
@@ -111,6 +121,7 @@ __all__ = [
     "split_blocks",
     "split_heads",
     "split_to_tensor",
+    "sum_costs",
     "token_places",
     "valid_tokens",
     "vocab_parallel_cross_entropy",

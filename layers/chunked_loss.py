@@ -12,6 +12,7 @@ is refused. GPipe, 1F1B and interleaved 1F1B do not separate them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import ceil
 from typing import Any
 
 import torch
@@ -20,8 +21,9 @@ from torch import Tensor
 from ..parallel_state import BadInput, ParallelState, alone_or
 from .autocast import without_autocast
 from .collectives import enter_tensor
-from .embedding import check_ids
-from .loss import IGNORE, losses_in_place
+from .cost import Cost, Tokens
+from .embedding import check_ids, padded_vocabulary
+from .loss import IGNORE, loss_sends, losses_in_place
 
 #: Rows of a product that is held before it is added to a sum of another dtype.
 _ROWS = 8192
@@ -125,6 +127,31 @@ def chunked_cross_entropy(
     wanted = (on and hidden.requires_grad, on and weight.requires_grad)
     return _chunked(
         hidden, weight, labels, vocab_size, label_smoothing, ignore_index, chunk, wanted, logit_cap, state
+    )
+
+
+def chunked_cross_entropy_cost(
+    tokens: Tokens,
+    vocab_size: int,
+    chunk: int,
+    *,
+    trained: bool = True,
+    logit_cap: float | None = None,
+    state: ParallelState | None = None,
+) -> Cost:
+    """Return the cost of ``chunked_cross_entropy``; ``trained``: whether the weight gets a gradient."""
+    state = state or ParallelState.alone()
+    compute, inner = tokens.compute, tokens.inner
+    cast = compute if compute < inner else 0
+    bounds = 0 if logit_cap is None else 2 * inner  # the bounded logits, and the derivative of the bound
+    columns = padded_vocabulary(vocab_size, state.tensor_size) // state.tensor_size
+    weight = columns * tokens.hidden * trained
+    # A trained output layer has counted the hidden states.
+    hidden = tokens.bytes(tokens.hidden) * (1 if trained else 2)
+    return Cost(
+        kept=weight * inner + hidden,
+        working=min(chunk, tokens.count) * columns * (inner + cast + bounds) + weight * cast,
+        sends=loss_sends(tokens, ceil(tokens.count / chunk), state),
     )
 
 

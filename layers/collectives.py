@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from ..parallel_state import BadInput, ParallelState, engine
+from .cost import Send, Tokens
 
 
 class _CopyToTensor(torch.autograd.Function):
@@ -156,6 +157,32 @@ def enter_tensor(x: Tensor, state: ParallelState) -> Tensor:
 def leave_tensor(x: Tensor, state: ParallelState) -> Tensor:
     """Bring the partial sums of a row-parallel product back to between the blocks."""
     return scatter_sequence(x, state) if state.sequence else reduce_from_tensor(x, state)
+
+
+def enter_sends(tokens: Tokens, width: int, state: ParallelState) -> tuple[Send, ...]:
+    """Return what ``enter_tensor`` sends of ``width`` numbers a token, forward and backward."""
+    size = tokens.bytes(width)
+    if state.tensor_size == 1:
+        return ()
+    if not state.sequence:
+        return (Send("tensor", "all_reduce", size, forward=False),)
+    return (
+        Send("tensor", "all_gather", size / state.tensor_size, again="always"),
+        Send("tensor", "reduce_scatter", size, forward=False),
+    )
+
+
+def leave_sends(tokens: Tokens, width: int, state: ParallelState) -> tuple[Send, ...]:
+    """Return what ``leave_tensor`` sends of ``width`` numbers a token, forward and backward."""
+    size = tokens.bytes(width)
+    if state.tensor_size == 1:
+        return ()
+    if not state.sequence:
+        return (Send("tensor", "all_reduce", size, again="full"),)
+    return (
+        Send("tensor", "reduce_scatter", size, again="full"),
+        Send("tensor", "all_gather", size / state.tensor_size, forward=False),
+    )
 
 
 def own_piece(x: Tensor, dim: int, state: ParallelState) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -19,7 +21,8 @@ from ..parallel_state import (
     local,
     padded_rows,
 )
-from .collectives import enter_tensor, gather_from_tensor, leave_tensor
+from .collectives import enter_sends, enter_tensor, gather_from_tensor, leave_sends, leave_tensor
+from .cost import Cost, Tokens, matrix
 
 #: In memory, vocabularies are padded to a multiple of this that the layout can cut; checkpoints are not.
 VOCABULARY_MULTIPLE = 128
@@ -78,6 +81,16 @@ class VocabParallelEmbedding(DeclaredModule):
         """
         return F.linear(enter_tensor(x, self.state), local(self.weight))
 
+    def cost(self, tokens: Tokens) -> Cost:
+        """Of looking tokens up; numbers are read and, backwards, added."""
+        sends = leave_sends(tokens, self.embedding_dim, self.state)
+        named = tuple(replace(send, what="embedding") for send in sends)
+        return Cost(sends=named, other=2.0 * tokens.count * self.embedding_dim)
+
+    def project_cost(self, tokens: Tokens) -> Cost:
+        """Of ``project``."""
+        return _logits_cost(self, tokens)
+
     def extra_repr(self) -> str:
         return _repr(self.num_embeddings, self.embedding_dim, self.rows, self.state)
 
@@ -109,6 +122,9 @@ class VocabParallelHead(DeclaredModule):
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's logits."""
         return F.linear(enter_tensor(x, self.state), local(self.weight))
+
+    def cost(self, tokens: Tokens) -> Cost:
+        return _logits_cost(self, tokens)
 
     def extra_repr(self) -> str:
         return _repr(self.num_embeddings, self.embedding_dim, self.rows, self.state)
@@ -147,6 +163,9 @@ class PositionEmbedding(DeclaredModule):
             positions = positions.narrow(-1, self.state.tensor_index * length, length)
         return x + F.embedding(positions, local(self.weight))
 
+    def cost(self, tokens: Tokens) -> Cost:
+        return Cost(other=2.0 * tokens.count * self.embedding_dim)
+
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}"
 
@@ -184,6 +203,16 @@ def _vocabulary(
     """Without a state there is no padding: the layer is the plain one, and loads its weights."""
     multiple = None if state is None else VOCABULARY_MULTIPLE
     return Declaration((rows, dim), cut=Cut(0), multiple=multiple, ends=ends, initial=initial)
+
+
+def _logits_cost(layer: VocabParallelEmbedding | VocabParallelHead, tokens: Tokens) -> Cost:
+    width, trained = layer.embedding_dim, layer.weight.requires_grad
+    sends = enter_sends(tokens, width, layer.state)
+    return matrix(tokens, width * layer.num_embeddings, trained=trained) + Cost(
+        kept=tokens.bytes(width) if trained else 0.0,
+        outputs=tokens.bytes(layer.rows // layer.state.tensor_size),
+        sends=tuple(replace(send, what="output layer") for send in sends),
+    )
 
 
 def _repr(rows: int, dim: int, padded: int, state: ParallelState) -> str:

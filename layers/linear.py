@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import sqrt
-from typing import cast
+from typing import Protocol, cast
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -24,10 +24,29 @@ from ..parallel_state import (
     shared_units,
 )
 from .argument_checks import check_no_state, check_width
-from .collectives import enter_tensor, gather_from_tensor, leave_tensor, split_to_tensor
+from .collectives import (
+    enter_sends,
+    enter_tensor,
+    gather_from_tensor,
+    leave_sends,
+    leave_tensor,
+    split_to_tensor,
+)
+from .cost import Cost, Send, Tokens, matrix
 
-#: From a linear's input, between its collectives, to what is added to its outputs, by their numbers.
-Adapter = Callable[[Tensor], list[tuple[int, Tensor]]]
+
+class Adapter(Protocol):
+    """What changes a linear's outputs (LoRA)."""
+
+    @property
+    def keeps_input(self) -> bool:
+        """Whether its backward needs the linear's input as it is."""
+
+    def __call__(self, x: Tensor) -> list[tuple[int, Tensor]]:
+        """From the linear's input, between its collectives, make what is added to its outputs, by number."""
+
+    def cost(self, tokens: Tokens) -> Cost:
+        """Return the cost without the input, if it is kept as it is."""
 
 
 _PIECE = "A rank takes its piece, as a ColumnParallelLinear leaves it; scatter_input=True cuts a whole one"
@@ -100,6 +119,28 @@ class ColumnParallelLinear(DeclaredModule):
             return self._finish(outputs[0])
         return tuple(self._finish(y) for y in outputs)
 
+    @property
+    def keeps_input(self) -> bool:
+        """Whether backward needs the input: a product whose weight is frozen does not."""
+        trained = any(cast(Tensor, part.holder.weight).requires_grad for part in self.parts)
+        return trained or any(adapter.keeps_input for adapter in self.adapters)
+
+    def cost(self, tokens: Tokens) -> Cost:
+        state, here = self.state, sum(part.here for part in self.parts)
+        found = Cost(
+            kept=tokens.bytes(self.in_features) if self.keeps_input else 0.0,
+            outputs=tokens.bytes(here),
+            sends=enter_sends(tokens, self.in_features, state),
+        )
+        for part in self.parts:
+            trained = cast(Tensor, part.holder.weight).requires_grad
+            found += matrix(tokens, self.in_features * part.features, trained=trained)
+        for adapter in self.adapters:
+            found += adapter.cost(tokens)
+        if self.gather_output and state.tensor_size > 1:
+            found += Cost(sends=(Send("tensor", "all_gather", tokens.bytes(here), again="always"),))
+        return found
+
     def _finish(self, y: Tensor) -> Tensor:
         return gather_from_tensor(y, self.state) if self.gather_output else y
 
@@ -125,7 +166,7 @@ class _Rows:
         if features % unit:
             raise BadInput("linear", "out_features", expected=f"a multiple of unit={unit}", found=features)
         units, size = features // unit, state.tensor_size
-        self.holder = holder
+        self.holder, self.features = holder, features
         self.slice: slice | None = None
         cut: Cut | None = Cut(0, unit=unit)
         partial: tuple[str, ...] = ()
@@ -221,6 +262,32 @@ class RowParallelLinear(DeclaredModule):
             return y
         y = leave_tensor(y, self.state)
         return y if bias is None else y + bias
+
+    @property
+    def keeps_input(self) -> bool:
+        """Whether backward needs the input: a product whose weight is frozen does not."""
+        return self.weight.requires_grad or any(adapter.keeps_input for adapter in self.adapters)
+
+    def cost(self, tokens: Tokens) -> Cost:
+        state, width = self.state, self._width
+        made = tokens.bytes(self.out_features)
+        # Selective checkpointing keeps a product that starts from the hidden width, and a sum over the ranks.
+        again = made if width == tokens.hidden else 0.0
+        if state.tensor_size > 1:
+            again += tokens.between_blocks(state).bytes(self.out_features)
+        found = Cost(
+            kept=tokens.bytes(width) if self.keeps_input else 0.0,
+            selective=again,
+            outputs=made,
+            sends=leave_sends(tokens, self.out_features, state),
+        )
+        numbers = self.in_features * self.out_features
+        found += matrix(tokens, numbers, trained=self.weight.requires_grad)
+        for adapter in self.adapters:
+            found += adapter.cost(tokens)
+        if self.scatter_input and state.tensor_size > 1:
+            found += Cost(sends=(Send("tensor", "all_gather", tokens.bytes(width), forward=False),))
+        return found
 
     def extra_repr(self) -> str:
         here = (self.out_features, self.in_features // self.state.tensor_size)

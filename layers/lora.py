@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import sqrt
+from math import prod, sqrt
 from typing import cast
 
 from torch import Tensor, nn
@@ -34,6 +34,7 @@ from ..parallel_state import (
     declare_parameter,
     local,
 )
+from .cost import Cost, Tokens, dropout_cost, matrix
 from .dropout import own_random
 from .linear import ColumnParallelLinear, RowParallelLinear
 
@@ -105,6 +106,23 @@ class _LowRank:
     ) -> None:
         self.inner, self.outer, self.scale = inner, outer, scale
         self.dropout, self.split, self.state = dropout, split, state
+
+    @property
+    def keeps_input(self) -> bool:
+        """Whether backward needs the linear's input: not if dropout makes another one of it."""
+        return not self.dropout
+
+    def cost(self, tokens: Tokens) -> Cost:
+        a = cast(Tensor, self.inner.lora_A)
+        rank, width = local(a).shape
+        numbers = prod(declarations(self.inner)["lora_A"].shape)
+        numbers += sum(prod(declarations(module)["lora_B"].shape) for _, module, _ in self.outer)
+        between = tokens.bytes(rank)
+        found = matrix(tokens, numbers, trained=a.requires_grad)
+        found += Cost(kept=between, selective=between if width == tokens.hidden else 0.0, outputs=between)
+        if self.dropout:  # the mask, and what it leaves of the input
+            found += dropout_cost(tokens, width, self.dropout) + Cost(kept=tokens.bytes(width))
+        return found
 
     def __call__(self, x: Tensor) -> list[tuple[int, Tensor]]:
         """``x`` whole before a column-parallel product, this rank's features before a row-parallel one."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..parallel_state import BadInput, ParallelState, alone_or, engine
 from .autocast import without_autocast
+from .cost import Cost, Send, Tokens
 from .embedding import check_ids, padded_vocabulary
 
 IGNORE = -100
@@ -131,6 +132,33 @@ def vocab_parallel_cross_entropy(
             todo="Do not gather the logits before it",
         )  # fmt: skip
     return _cross_entropy(logits, labels, vocab_size, label_smoothing, ignore_index, state)
+
+
+def cross_entropy_cost(
+    tokens: Tokens, vocab_size: int, *, logit_cap: float | None = None, state: ParallelState | None = None
+) -> Cost:
+    """Return the cost of ``vocab_parallel_cross_entropy`` over logits that may be ``bounded``.
+
+    The softmax is kept and its gradient is made beside it; where a pipeline holds several micro-batches, each
+    has its logits too.
+    """
+    state = alone_or(state)
+    compute, inner = tokens.compute, tokens.inner
+    numbers = tokens.count * (padded_vocabulary(vocab_size, state.tensor_size) // state.tensor_size)
+    logits = compute if state.layout.pipeline > 1 else 0  # which torch's stage keeps
+    tanh = 0 if logit_cap is None else compute
+    cast = compute if compute < inner else 0
+    return Cost(
+        kept=numbers * (inner + logits + tanh),
+        working=numbers * (inner + cast),
+        sends=loss_sends(tokens, 1, state),
+    )
+
+
+def loss_sends(tokens: Tokens, chunks: int, state: ParallelState) -> tuple[Send, ...]:
+    """Return what a loss in so many pieces sends: of each token its maximum, and three sums."""
+    size = 4 * tokens.count * tokens.inner
+    return (Send("tensor", "all_reduce", size, count=2 * chunks, what="loss"),) * (state.tensor_size > 1)
 
 
 def bounded(logits: Tensor, cap: float) -> Tensor:

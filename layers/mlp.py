@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..parallel_state import BadInput, Initial, ParallelState
+from .cost import Cost, Tokens, cost_of
 from .linear import ColumnParallelLinear, RowParallelLinear
 
 
@@ -63,6 +64,13 @@ class GatedMLP(nn.Module):
         down: Tensor = self.down(self.act(gate_BSF) * up_BSF)
         return down
 
+    def cost(self, tokens: Tokens) -> Cost:
+        return (
+            cost_of(self.gate_up, tokens)
+            + cost_of(self.down, tokens)
+            + between_products(self.gate_up, tokens)
+        )
+
 
 class MLP(nn.Module):
     """Compute ``down(act(up(x)))`` with one collective before and one after.
@@ -92,3 +100,23 @@ class MLP(nn.Module):
         """Return the feed-forward of ``x``, of the same shape."""
         down: Tensor = self.down(self.act(self.up(x_BSD)))
         return down
+
+    def cost(self, tokens: Tokens) -> Cost:
+        return cost_of(self.up, tokens) + cost_of(self.down, tokens) + between_products(self.up, tokens)
+
+
+def between_products(into: ColumnParallelLinear, tokens: Tokens) -> Cost:
+    """Return the cost of the activation between the products, and of the gate if there are two of the first.
+
+    The backward holds at once the gradients of both sides of the activation, and of the hidden states.
+    """
+    here = [part.here for part in into.parts]
+    gated = len(here) == 2
+    made = tokens.bytes(sum(here))
+    products = made if into.in_features == tokens.hidden else 0.0
+    return Cost(
+        kept=made + tokens.bytes(here[0]) * gated,
+        selective=products,
+        both=0.0 if into.adapters else products,  # an adapter adds to the product: what is kept is the sum
+        working=tokens.bytes(2 * here[0] + 2 * into.in_features),
+    )

@@ -16,6 +16,7 @@ from ..parallel_state import (
     local,
 )
 from .argument_checks import check_no_state
+from .cost import Cost, Tokens, norm_cost
 
 
 class RMSNorm(DeclaredModule):
@@ -41,7 +42,8 @@ class RMSNorm(DeclaredModule):
         super().__init__()
         check_no_state(eps, "RMSNorm", "eps")
         self.dim, self.eps, self.offset = dim, eps, offset
-        _declare_norm(self, "weight", dim, 1.0 - offset, alone_or(state), heads=heads)
+        self.heads, self.state = heads, alone_or(state)
+        _declare_norm(self, "weight", dim, 1.0 - offset, self.state, heads=heads)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the normalised ``x``, of the same shape."""
@@ -51,6 +53,13 @@ class RMSNorm(DeclaredModule):
         # The sum is taken in fp32: near 1 bf16 has too few digits for a small weight.
         inner = torch.promote_types(x.dtype, torch.float32)
         return F.rms_norm(x.to(inner), (self.dim,), self.offset + weight.to(inner), self.eps).to(x.dtype)
+
+    def cost(self, tokens: Tokens) -> Cost:
+        """Of tokens as they are between the blocks; of ``heads``, of all of them."""
+        here = tokens if self.heads else tokens.between_blocks(self.state)
+        trained, wide = self.weight.requires_grad, bool(self.offset)
+        factor = Cost(kept=self.dim * tokens.inner if wide else 0.0)  # offset + weight
+        return factor + norm_cost(here, self.dim, rms=True, trained=trained, wide=wide)
 
     def extra_repr(self) -> str:
         return f"{self.dim}, eps={self.eps}"
@@ -69,13 +78,16 @@ class LayerNorm(DeclaredModule):
         super().__init__()
         check_no_state(eps, "LayerNorm", "eps")
         self.dim, self.eps = dim, eps
-        state = alone_or(state)
-        _declare_norm(self, "weight", dim, 1.0, state)
-        _declare_norm(self, "bias", dim, 0.0, state)
+        self.state = alone_or(state)
+        _declare_norm(self, "weight", dim, 1.0, self.state)
+        _declare_norm(self, "bias", dim, 0.0, self.state)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the normalised ``x``, of the same shape."""
         return F.layer_norm(x, (self.dim,), local(self.weight), local(self.bias), self.eps)
+
+    def cost(self, tokens: Tokens) -> Cost:
+        return norm_cost(tokens.between_blocks(self.state), self.dim, rms=False, trained=True)
 
     def extra_repr(self) -> str:
         return f"{self.dim}, eps={self.eps}"

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..parallel_state import BadInput
 from .autocast import without_autocast
+from .cost import Cost, Tokens
 
 SCALINGS = ("default", "linear", "llama3")
 
@@ -62,7 +63,8 @@ class Rope:
         width = self.cos.shape[-1]
         if x_BHSE.shape[-1] > width:
             turned, still = x_BHSE.tensor_split((width,), dim=-1)
-            return torch.cat((self(turned), still), dim=-1)
+            # Tokens before heads in memory, as products leave them: attention's output is then no copy.
+            return torch.cat((self(turned).transpose(1, 2), still.transpose(1, 2)), dim=-1).transpose(1, 2)
         first, second = x_BHSE.chunk(2, dim=-1)
         return x_BHSE * self.cos + torch.cat((-second, first), dim=-1) * self.sin
 
@@ -93,6 +95,10 @@ class RotaryEmbedding(nn.Module):
         if angles.ndim == 3:
             angles = angles.unsqueeze(1)  # (B, 1, S, E) meets (B, H, S, E)
         return Rope(angles.cos().to(dtype), angles.sin().to(dtype))
+
+    def cost(self, tokens: Tokens) -> Cost:
+        """Cosines and sines, which all blocks and rows share."""
+        return Cost(kept=2 * tokens.length * self.head_dim * tokens.compute)
 
     def extra_repr(self) -> str:
         return f"{self.head_dim}, theta={self.theta}, scaling={self.scaling}"

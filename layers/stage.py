@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import nn
+
 from ..parallel_state import BadInput, ParallelState, alone_or, nearest
 
 
@@ -84,3 +86,17 @@ def split_blocks(num_layers: int, stages: int, split: Sequence[int] | None = Non
     least, extra = divmod(num_layers, stages)
     middle_first = sorted(range(stages), key=lambda s: abs(2 * s - (stages - 1)))
     return [least + (s in middle_first[:extra]) for s in range(stages)]
+
+
+def find_blocks(model: nn.Module) -> list[nn.Module]:
+    """The members, with parameters, of every ``ModuleList``, ``ModuleDict`` or ``Sequential`` of a model that
+    is in no other; none where there is no such list.
+    """
+    found = []
+    for child in model.children():
+        has_forward = not isinstance(child, nn.ModuleList | nn.ModuleDict)
+        if has_forward and isinstance(model, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+            found += [child] if next(child.parameters(), None) is not None else []
+        else:
+            found += find_blocks(child)
+    return [*dict.fromkeys(found)]

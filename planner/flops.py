@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from math import prod
 
 import torch
+from torch import nn
 
-from ..models import AdaptedFamily, Family, ModelConfig
-from ..parallel_state import Declaration
-
-#: Tables that are looked up, not multiplied by; tied to the output layer, the first is its matrix after all.
-_TOKENS, _LOOKED_UP = "embed.weight", frozenset({"embed.weight", "position.weight"})
+from ..layers import MoE, Tokens
+from ..models import CausalLM
+from ..parallel_state import declarations
+from .stage_costs import model_cost
 
 #: Dense bf16 FLOP/s by words of the device's name, the first that fits. Source: the makers' data sheets.
 PEAKS: tuple[tuple[str, float], ...] = (
@@ -57,65 +56,33 @@ class TokenFlops:
         return self.full - 1.5 * self.attention
 
 
-def flops_per_token(
-    family: Family, config: ModelConfig, sequence_length: int, *, frozen: Collection[str] = ()
-) -> TokenFlops:
-    """What the model costs by its config, the same in every layout; ``frozen``: our names of what stays.
+def flops_per_token(model: CausalLM, sequence_length: int) -> TokenFlops:
+    """What a whole model costs, the same in every layout; it may be on the meta device.
 
-    Padding of the vocabulary, norms, activations and what is computed again to save memory do not count.
+    Matrices whose weights require no gradient cost none. Padding of the vocabulary, norms, activations and
+    what is computed again to save memory do not count.
     Source: Narayanan et al. 2021 (appendix); Chowdhery et al. 2022 (appendix B).
     """
-    (trained,) = family.declarations(config)
-    trained = {name: one for name, one in trained.items() if name not in frozen}
-    (whole,) = (family.base if isinstance(family, AdaptedFamily) else family).declarations(config)
-    heads = config.num_attention_heads * int(getattr(config, "head_dim", 0))
+    tokens = Tokens(1, sequence_length, model.config.hidden_size)
+    cost = model_cost(model, tokens)
     return TokenFlops(
-        matrices=_multiplied(whole | trained, config),
-        attention=4.0 * config.num_hidden_layers * heads * sequence_length,
-        trained=_multiplied(trained, config),
+        matrices=cost.matrices / tokens.count,
+        attention=cost.attention / tokens.count,
+        trained=cost.trained / tokens.count,
     )
 
 
-def forward_flops(
-    family: Family, config: ModelConfig, sequence_length: int
-) -> tuple[list[float], float, float]:
-    """Of a token's forward: of each block, of the embedding, of the output layer. Attention is causal.
-
-    Looking a row up multiplies nothing; its numbers are read and, backwards, added: two a number.
-    """
-    (stated,) = family.declarations(config)
-    heads = config.num_attention_heads * int(getattr(config, "head_dim", 0))
-    blocks = []
-    for number in range(config.num_hidden_layers):
-        own = {name: one for name, one in stated.items() if name.startswith(f"layers.{number}.")}
-        blocks.append(_multiplied(own, config) + 2.0 * heads * sequence_length)
-    tables = [one for name, one in stated.items() if name in _LOOKED_UP]
-    embedding = 2.0 * sum(one.shape[1] for one in tables)
-    head = _multiplied({n: one for n, one in stated.items() if not n.startswith("layers.")}, config)
-    return blocks, embedding, head
-
-
-def active_parameters(stated: Mapping[str, Declaration], config: ModelConfig) -> int:
-    """Of these weights, those that one token meets: of a stack of experts as many as the token goes through.
+def active_parameters(model: nn.Module) -> int:
+    """Of these weights, those that one token meets: of the experts as many as the token goes through.
 
     Padding is left out, and what no gradient moves; tables that are looked up count.
     """
-    return sum(_met(one, config) for one in stated.values() if not one.buffer)
-
-
-def _met(one: Declaration, config: ModelConfig) -> int:
-    size = prod(one.shape)
-    return size * config.experts_of_token // one.shape[0] if one.experts else size
-
-
-def _multiplied(stated: Mapping[str, Declaration], config: ModelConfig) -> float:
-    """Two a weight of each matrix that a token is multiplied with."""
-    return 2.0 * sum(
-        _met(one, config)
-        for name, one in stated.items()
-        if (len(one.shape) == 2 or one.experts)
-        and (name not in _LOOKED_UP or (config.tie_word_embeddings and name == _TOKENS))
-    )
+    every = sum(prod(one.shape) for one in declarations(model).values() if not one.buffer)
+    mixtures = [module for module in model.modules() if isinstance(module, MoE)]
+    for one in mixtures:
+        size = sum(prod(stated.shape) for stated in declarations(one.experts).values())
+        every -= size - size * one.router.top_k // one.router.num_experts
+    return every
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,15 +7,16 @@ has sums in bf16 and keeps no gathered weights beside sharded ones.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from ..layers import Stage, checkpointed, padded_vocabulary
-from ..parallel_state import BUFFER_DTYPE, BadInput, Coordinates, Declaration
+from torch import nn
+
+from ..layers import Cost
 from ..pipeline.schedules import schedule_kind
 from ..pipeline.timetable import held_at_once
-from .activations import block_shape, kept_in_block, norm_bytes
+from .activations import saved_in_block
 from .rank_parameters import RankParameters, rank_parameters
+from .stage_costs import StageCost, stage_costs
 from .step_shape import Work
 
 
@@ -46,38 +47,29 @@ class MemoryPlan:
         return lasting + self.activations + self.pipeline + max(self.logits, self.block)
 
 
-def plan_memory(
-    work: Work,
-    stated: Mapping[str, Declaration],
-    stage: Stage,
-    at: Coordinates,
-    *,
-    frozen: Collection[str] = (),
-) -> MemoryPlan:
-    """The memory of the rank at these coordinates, which holds ``stage`` with these declarations.
+def plan_memory(work: Work, model: nn.Module, *, loss: Cost | None = None) -> MemoryPlan:
+    """Return the memory of the rank of ``work``, whose stage ``model`` is; it may be on the meta device.
 
-    ``frozen`` names parameters without gradient and moments, for which nothing is kept either. Raises
-    ``BadInput`` for a model whose memory cannot be told.
+    Parameters that require no gradient have no moments, and nothing is kept for them. ``loss``: the cost of
+    the loss, on the last stage of a module that is not the zoo's. Raises ``BadInput`` for a module that does
+    not say what it costs.
     """
-    if (cap := getattr(work.config, "attn_logit_softcapping", None)) is not None:
-        expected = "null: the memory of attention whose scores are bounded is not planned yet"
-        raise BadInput("dry run", "attn_logit_softcapping", expected=expected, found=cap)
-    held = rank_parameters(stated, work.layout, at, frozen=frozen)
-    resting = held.trained_stored * work.master + (held.stored - held.trained_stored) * work.frozen
-    resting += BUFFER_DTYPE.itemsize * held.buffers
+    held = rank_parameters(model, work.state)
+    stages = stage_costs(work, model, loss)
+    resting = held.trained_stored * work.master + held.fixed_bytes
     moments = 2 * held.trained_stored * work.master
     sharded, whole = _gradients(work, held)
-    kept, again = _activations(work, stated, stage, at, frozen)
-    head = "embed.weight" if work.config.tie_word_embeddings else "head.weight"
+    kept, recomputed = _activations(work, stages)
+    losses = [one.loss for one in stages if one.loss is not None]
     return MemoryPlan(
         weights=0 if work.offload else resting,
         gathered=_gathered(work, held),
         gradients=whole + (0 if work.offload else sharded),
         moments=0 if work.offload else moments,
         activations=kept,
-        pipeline=_pipeline_buffers(work, stage),
-        logits=_logits(work, stage, trained=head not in frozen),
-        block=again + _communicated(work, held),
+        pipeline=_pipeline_buffers(work, len(stages)),
+        logits=int(sum(one.kept + one.working for one in losses)),
+        block=recomputed + _communicated(work, held),
         host=resting + moments + sharded if work.offload else 0,
     )
 
@@ -108,105 +100,35 @@ def _gradients(work: Work, held: RankParameters) -> tuple[int, int]:
     return (sharded, held.trained * work.reduce) if work.offload else (0, held.trained * work.reduce)
 
 
-def _activations(
-    work: Work, stated: Mapping[str, Declaration], stage: Stage, at: Coordinates, frozen: Collection[str]
-) -> tuple[int, int]:
+def _activations(work: Work, stages: list[StageCost]) -> tuple[int, int]:
     """(kept by all micro-batches in flight, needed besides by one block in its backward)."""
-    held = held_at_once(work.schedule, work.layout, work.micro_batches, at.pipeline)
-    kept, again = 0.0, 0.0
-    for part in stage.parts:
-        here = held[part.number]
-        of_one, block = _one_in_flight(work, stated, part, at, frozen, here.micro_batches)
-        kept, again = kept + here.micro_batches * of_one, max(again, block)
-        if here.halfway:
-            kept += here.halfway * _halfway(work, stated, part, at, frozen)
-    return int(kept), int(again)
+    held = held_at_once(work.schedule, work.layout, work.micro_batches, work.at.pipeline)
+    kept, recomputed = 0.0, 0.0
+    for stage in stages:
+        here = held[stage.number]
+        saved = [saved_in_block(work, stage.blocks[number], number) for number in stage.reached]
+        of_one = stage.beside.kept + sum(block.kept for block in saved)
+        if work.layout.pipeline > 1:
+            of_one += work.between_stages  # a stage keeps its output until its backward
+        kept += here.micro_batches * of_one
+        if stage.loss is not None and not work.loss_chunk:  # GPipe has made the others' losses too
+            kept += (here.micro_batches - 1) * stage.loss.kept
+        if here.halfway:  # the gradient of what each norm and product of a block makes
+            every = [*stage.blocks.values(), stage.beside]
+            kept += here.halfway * sum(block.outputs for block in every)
+        recomputed = max(recomputed, stage.beside.working, *(block.recomputed for block in saved))
+    return int(kept), int(recomputed)
 
 
-def _halfway(
-    work: Work, stated: Mapping[str, Declaration], stage: Stage, at: Coordinates, frozen: Collection[str]
-) -> float:
-    """Between the two parts of a backward: the gradient of what each norm and product of a block gives."""
-    widths = 0.0
-    for number in stage.blocks:
-        one = block_shape(work, stated, number, at, frozen=frozen)
-        products = one.query + 2 * one.key_value + (2 if one.gated else 1) * one.feed_forward
-        widths += products + 2 * one.hidden + 2 * one.residual
-    if stage.last:
-        widths += _columns(work)
-    return widths * work.compute * work.tokens
-
-
-def _one_in_flight(
-    work: Work,
-    stated: Mapping[str, Declaration],
-    stage: Stage,
-    at: Coordinates,
-    frozen: Collection[str],
-    held: int,
-) -> tuple[float, float]:
-    """Of one micro-batch, of ``held`` that this one stage of the rank holds at once."""
-    tokens, layout = work.tokens, work.layout
-    kept, again = 0.0, 0.0
-    residual = work.config.hidden_size / (layout.tensor if layout.sequence else 1)
-    rms = True
-    # Backward ends at the first trained parameter; later stages of torch's send theirs back in any case.
-    trained = {".".join(name.split(".")[:2]) for name in stated if name not in frozen}
-    reached = not stage.first or bool(trained & {"embed.weight", "position.weight"})
-    for number in stage.blocks:
-        reached = reached or f"layers.{number}" in trained
-        if not reached:
-            continue
-        shape = block_shape(work, stated, number, at, frozen=frozen)
-        rms = shape.rms
-        forgets = checkpointed(number, work.checkpointing, work.checkpoint_every)
-        one = kept_in_block(work, shape, work.checkpointing if forgets else "none")
-        kept, again = kept + one.kept * tokens, max(again, one.again)
-    if stage.first and getattr(work.config, "embd_pdrop", 0.0) > 0:
-        kept += residual * work.mask * tokens
-    if stage.last:
-        kept += (norm_bytes(work, residual, work.config.hidden_size, rms=rms)) * tokens
-        kept += work.config.hidden_size * work.compute * tokens
-    if layout.pipeline > 1:
-        kept += residual * work.compute * tokens  # a stage keeps its output until its backward
-    rope = 2 * work.length * getattr(work.config, "rotary_dim", 0) * work.compute
-    columns = _columns(work) if stage.last else 0
-    if not work.loss_chunk:  # GPipe has made the losses of the other micro-batches too
-        kept += columns * (work.inner + work.compute) * tokens * (held - 1) / max(held, 1)
-    return kept + rope, again * tokens
-
-
-def _logits(work: Work, stage: Stage, *, trained: bool) -> int:
-    """Of the loss, on the last stage: the softmax is kept, its gradient is made beside it."""
-    if not stage.last:
-        return 0
-    columns = _columns(work)
-    cast = work.compute if work.compute < work.inner else 0
-    capped = getattr(work.config, "final_logit_softcapping", None) is not None
-    if work.loss_chunk:
-        chunk = min(work.loss_chunk, work.tokens)
-        weight = columns * work.config.hidden_size * (work.inner + cast) * int(trained)
-        hidden = work.tokens * work.config.hidden_size * work.compute
-        bounded = 2 * work.inner if capped else 0  # the bounded logits, and the derivative of the bound
-        return chunk * columns * (work.inner + cast + bounded) + weight + hidden
-    output = work.compute if work.layout.pipeline > 1 else 0  # which torch's stage keeps
-    bounded = work.compute if capped else 0  # of the logits the bound keeps its tanh
-    return work.tokens * columns * (2 * work.inner + output + cast + bounded)
-
-
-def _columns(work: Work) -> int:
-    """The columns of a rank's logits, padding included."""
-    return padded_vocabulary(work.config.vocab_size, work.layout.tensor) // work.layout.tensor
-
-
-def _pipeline_buffers(work: Work, stage: Stage) -> int:
+def _pipeline_buffers(work: Work, stages: int) -> int:
     """Torch's stage has a buffer a micro-batch for what it receives, both ways, from the first step on.
 
     Its schedules of several stages a rank also keep what they have sent, until the step ends.
     """
-    if work.layout.pipeline == 1:
+    layout = work.layout
+    if layout.pipeline == 1:
         return 0
-    piece = work.tokens * work.config.hidden_size * work.compute
-    piece //= work.layout.tensor if work.layout.sequence else 1
-    sent = 2 if len(stage.parts) > 1 else 1
-    return sent * work.micro_batches * piece * sum((not part.first) + (not part.last) for part in stage.parts)
+    numbers = layout.stages_of(work.at.pipeline)
+    sent = 2 if stages > 1 else 1
+    received = sum((number > 0) + (number < layout.stages - 1) for number in numbers)
+    return sent * work.micro_batches * work.between_stages * received

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..parallel_state import Coordinates, Declaration, Layout
+from torch import nn
 
-_BLOCK = re.compile(r"layers\.(\d+)\.")
+from ..layers import find_blocks
+from ..parallel_state import BUFFER_DTYPE, ParallelState, declarations
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,10 @@ class RankParameters:
     groups: Mapping[str, int]
     #: Of these what is trained: whose gradients are summed together.
     trained_groups: Mapping[str, int]
-    #: Numbers that no gradient moves, whole on every rank, of ``BUFFER_DTYPE``.
+    #: Numbers that no gradient moves, whole on every rank.
     buffers: int
+    #: Bytes of the buffers, and of what is stored and not trained.
+    fixed_bytes: int
 
     @property
     def root(self) -> int:
@@ -49,35 +51,35 @@ def _largest_block(groups: Mapping[str, int]) -> int:
     return max((size for name, size in groups.items() if name), default=0)
 
 
-def group_of(name: str) -> str:
-    """Of what FSDP gathers at once, the group that a parameter belongs to: its block's number, or ``""``."""
-    found = _BLOCK.match(name)
-    return found[1] if found else ""
+def gathered_groups(model: nn.Module) -> dict[str, str]:
+    """Return, by a parameter's name, the name of the block with which FSDP gathers it, or ``""``."""
+    found = dict.fromkeys((name for name, _ in model.named_parameters()), "")
+    blocks = {id(block) for block in find_blocks(model)}
+    for path, module in model.named_modules():
+        if id(module) in blocks:
+            found |= {f"{path}.{name}": path for name, _ in module.named_parameters()}
+    return found
 
 
-def rank_parameters(
-    stated: Mapping[str, Declaration],
-    layout: Layout,
-    at: Coordinates,
-    *,
-    frozen: Collection[str] = (),
-) -> RankParameters:
-    """Count the parameters of the stage whose declarations these are, for the rank at these coordinates.
-
-    Buffers count beside them.
-    """
+def rank_parameters(model: nn.Module, state: ParallelState) -> RankParameters:
+    """Count the parameters of a rank's stage, which may be on the meta device. Buffers count beside them."""
+    layout, at = state.layout, state.at
+    named, group_of = dict(model.named_parameters()), gathered_groups(model)
     groups: dict[str, int] = {}
     trained_groups: dict[str, int] = {}
-    stage = stored = trained = trained_stored = buffers = 0
-    for name, declaration in stated.items():
+    stage = stored = trained = trained_stored = buffers = fixed = 0
+    for name, declaration in declarations(model).items():
         if declaration.buffer:
             buffers += declaration.box(layout, at).size
             continue
         here, kept = declaration.box(layout, at).size, declaration.shard_box(layout, at).size
-        group = group_of(name)
+        group = group_of[name]
         groups[group] = groups.get(group, 0) + here
         stage, stored = stage + here, stored + kept
-        if name not in frozen:
+        if named[name].requires_grad:
             trained, trained_stored = trained + here, trained_stored + kept
             trained_groups[group] = trained_groups.get(group, 0) + here
-    return RankParameters(stage, stored, trained, trained_stored, groups, trained_groups, buffers)
+        else:
+            fixed += kept * named[name].dtype.itemsize
+    fixed += buffers * BUFFER_DTYPE.itemsize
+    return RankParameters(stage, stored, trained, trained_stored, groups, trained_groups, buffers, fixed)

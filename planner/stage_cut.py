@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..layers import all_stages, split_blocks
+from ..layers import Cost, Stage, Tokens, all_stages, cost_of, split_blocks
 from ..models import AdaptedFamily, Family, ModelConfig
 from ..parallel_state import Layout
 from ..pipeline.cut import cut_by_cost, stage_costs
-from .flops import forward_flops
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +54,18 @@ def cut_stages(
     """The stages of a model in a layout. Raises ``BadInput`` for more stages than blocks, or a bad split."""
     family = family.base if isinstance(family, AdaptedFamily) else family
     counts = split_blocks(config.num_hidden_layers, layout.stages, split)  # refuses what cannot be
-    blocks, embedding, head = forward_flops(family, config, sequence_length)
+    model, tokens = family.on_meta(config), Tokens(1, sequence_length, config.hidden_size)
+    blocks = [_flops(cost_of(block, tokens), tokens) for block in model.layers.values()]
+    embedding, head = (
+        _flops(model.cost_beside_blocks(tokens, Stage((), first=first, last=not first)), tokens)
+        for first in (True, False)
+    )
     if split is None:
         counts = cut_by_cost(blocks, layout.stages, first=embedding, last=head)
     costs = stage_costs(counts, blocks, first=embedding, last=head)
     return StageCut(tuple(counts), tuple(costs), layout)
+
+
+def _flops(cost: Cost, tokens: Tokens) -> float:
+    """Of a token's forward, attention being causal."""
+    return (cost.matrices + cost.attention / 2 + cost.other) / tokens.count

@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from ..layers import keep_aside
+from ..layers import find_blocks, keep_aside
 from ..models import CausalLM
 from ..parallel_state import Layout, ParallelState, buffer_names, declarations, mark_shared, refuse_foreign
 from .precision import Precision
@@ -92,20 +92,6 @@ def shard_over_data(
             module.set_force_sum_reduction_for_comms(True)
     mark_shared(model)
     return model
-
-
-def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """The members, with parameters, of every ``ModuleList``, ``ModuleDict`` or ``Sequential`` of a model that
-    is in no other; none where there is no such list.
-    """
-    found = []
-    for child in model.children():
-        has_forward = not isinstance(child, nn.ModuleList | nn.ModuleDict)
-        if has_forward and isinstance(model, nn.ModuleList | nn.ModuleDict | nn.Sequential):
-            found += [child] if next(child.parameters(), None) is not None else []
-        else:
-            found += find_blocks(child)
-    return [*dict.fromkeys(found)]
 
 
 def stacks_of_experts(model: nn.Module) -> list[nn.Module]:

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import torch
 
-from ..layers import Stage
-from ..models import AdaptedFamily, LoraConfig, adapted
-from ..parallel_state import BadInput, Declaration, ParallelState, declarations, dtype_named
+from ..models import AdaptedFamily, CausalLM, LoraConfig, adapted
+from ..parallel_state import BadInput, ParallelState, declarations, dtype_named
 from ..pipeline import bubble
 from ..planner import (
     Change,
@@ -114,14 +113,14 @@ def dry_run(recipe: Recipe, *, rank: int | None = None, room: int | None = None)
     base = planned.family.base if isinstance(planned.family, AdaptedFamily) else planned.family
     layout = recipe.layout
     found = rank_plan(recipe, planned, rank) if rank is not None else heaviest(recipe, planned)
-    (stated,) = base.declarations(planned.config)
+    model = base.on_meta(planned.config)
     room = room if room is not None else _room(recipe)
     micro_batches = _micro_batches(recipe)
     too_much = room is not None and found.total > room
     return DryRun(
         recipe,
-        sum(prod(one.shape) for one in stated.values() if not one.buffer),
-        active_parameters(stated, planned.config),
+        sum(prod(one.shape) for one in declarations(model).values() if not one.buffer),
+        active_parameters(model),
         layout.world,
         found,
         micro_batches,
@@ -143,49 +142,38 @@ def heaviest(recipe: Recipe, planned: Plan) -> RankPlan:
 
 def rank_plan(recipe: Recipe, planned: Plan, rank: int) -> RankPlan:
     """The memory of one rank of the recipe's layout."""
-    layout = recipe.layout
-    state = ParallelState.stand_in(layout, rank)
-    stated, frozen, frozen_bytes = _parameters(recipe, planned, state)
+    state = ParallelState.stand_in(recipe.layout, rank)
+    model = _stage_of(recipe, planned, state)
     master, compute = (dtype_named(name).itemsize for name in (recipe.dtype, recipe.compute or recipe.dtype))
     work = Work(
-        planned.config,
-        layout,
+        state,
+        planned.config.hidden_size,
         recipe.data.sequence_length,
         recipe.data.micro_batch,
         _micro_batches(recipe),
         schedule=recipe.pipeline_schedule,
         master=master,
-        frozen=frozen_bytes,
         compute=compute,
         reduce=dtype_named(recipe.reduce or recipe.dtype).itemsize,
         checkpointing=recipe.memory.checkpointing,
         checkpoint_every=recipe.memory.every,
         loss_chunk=recipe.memory.loss_chunk,
         offload=recipe.memory.offload,
-        adapter_dropout=isinstance(planned.family, AdaptedFamily) and planned.family.lora.lora_dropout > 0,
         fused=recipe.device == "cuda",
     )
-    stage = Stage.of(planned.config.num_hidden_layers, split=planned.split, state=state)
-    memory = plan_memory(work, stated, stage, state.at, frozen=frozen)
-    held = rank_parameters(stated, layout, state.at, frozen=frozen)
+    held = rank_parameters(model, state)
     runtime = RUNTIME if recipe.device == "cuda" else 0
-    traffic = step_traffic(work, stated, stage, state.at, frozen=frozen)
+    memory, traffic = plan_memory(work, model), step_traffic(work, model)
     return RankPlan(rank, memory, runtime, held.stage, held.stored, held.trained_stored, traffic)
 
 
-def _parameters(
-    recipe: Recipe, planned: Plan, state: ParallelState
-) -> tuple[dict[str, Declaration], set[str], int]:
-    """The declarations of this rank's stage, the names of what is frozen, and the bytes of a number of it."""
-    if not isinstance(planned.family, AdaptedFamily) and not planned.groups:
-        # One build a stage serves all ranks and questions.
-        stages = planned.family.declarations(planned.config, state.layout, split=planned.split)
-        return stages[state.at.pipeline], set(), 0
-    model = model_on_meta(recipe, planned, state)
-    stated, named = declarations(model), dict(model.named_parameters())
-    still = (name for name, one in named.items() if not one.requires_grad)
-    frozen = {name: named[name].dtype.itemsize for name in still if not stated[name].buffer}
-    return stated, set(frozen), max(frozen.values(), default=0)
+def _stage_of(recipe: Recipe, planned: Plan, state: ParallelState) -> CausalLM:
+    """This rank's stage. Of a plain model one build serves all questions about the first rank of a stage."""
+    layout, at = state.layout, state.at.pipeline
+    first = state.rank == layout.first_rank(at)
+    if first and not isinstance(planned.family, AdaptedFamily) and not planned.groups:
+        return planned.family.stages_on_meta(planned.config, layout, split=planned.split)[at]
+    return model_on_meta(recipe, planned, state)
 
 
 def plan_without_weights(recipe: Recipe) -> tuple[Plan, list[str]]:

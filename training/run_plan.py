@@ -21,7 +21,7 @@ from ..runs.tensorboard import check_tensorboard
 from ..storage import companions_in
 from ..storage.output_file import check_place
 from .lora import plan_adapters
-from .parameter_groups import assign, names_of
+from .parameter_groups import assign, freeze, names_of
 from .run_data import HeldOut, open_data, open_held_out
 
 
@@ -93,7 +93,7 @@ def plan(recipe: Recipe) -> Plan:
         check_compiled_model(config, layout, recipe.lora.lora_dropout if recipe.lora else 0.0)
     cut = cut_stages(family, config, layout, recipe.data.sequence_length, split=recipe.split)
     # Building every stage on the meta device refuses each cut that is not even.
-    family.declarations(config, layout, split=cut.counts)
+    family.stages_on_meta(config, layout, split=cut.counts if layout.pipeline > 1 else None)
     hf_config = raw if recipe.model.init_from is not None else family.to_hf(config) | dict(raw)
     groups = assign(recipe.optimizer.groups, names_of(family, config))
     base = source if adapter else None
@@ -129,8 +129,11 @@ def check_run_folder(recipe: Recipe) -> None:
 
 def flops_of(recipe: Recipe, plan: Plan) -> TokenFlops:
     """Of one of the run's tokens: what is frozen costs no gradients of its own."""
-    frozen = {name for name, group in plan.groups.items() if group.freeze}
-    return flops_per_token(plan.family, plan.config, recipe.data.sequence_length, frozen=frozen)
+    if not plan.groups:
+        return flops_per_token(plan.family.on_meta(plan.config), recipe.data.sequence_length)
+    model = plan.family.build(plan.config)
+    freeze(model, plan.groups)
+    return flops_per_token(model, recipe.data.sequence_length)
 
 
 def _check_stated(recipe: Recipe, family: Family, config: ModelConfig, where: str) -> None:

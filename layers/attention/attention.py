@@ -11,10 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from ...parallel_state import Initial, ParallelState, alone_or, shared_units
+from ..cost import Cost, Send, Tokens, cost_of
 from ..dropout import own_random
 from ..linear import ColumnParallelLinear, RowParallelLinear
+from .blockwise import scores_bytes
 from .causal import causal_attention, merge_heads, split_heads
 from .inputs import AttentionInputs
+from .visible import exceeds
 
 
 class Attention(nn.Module):
@@ -55,7 +58,7 @@ class Attention(nn.Module):
         kv_heads = heads if kv_heads is None else kv_heads
         self.head_dim, self.rotary, self.window = head_dim, rotary, window
         self.scale, self.soft_cap, self.dropout = scale, soft_cap, dropout
-        self.state = alone_or(state)
+        self.state, self.whole_width = alone_or(state), heads * head_dim
         widths = {"q": heads * head_dim, "k": kv_heads * head_dim, "v": kv_heads * head_dim}
         self.qkv = ColumnParallelLinear(
             hidden_size, widths, qkv_bias, unit=head_dim, shared=("k", "v"), initial=initial, state=state
@@ -83,6 +86,86 @@ class Attention(nn.Module):
         out: Tensor = self.out(merge_heads(heads_BHSE))
         return out
 
+    def cost(self, tokens: Tokens) -> Cost:
+        """The projections', the norms', the queries, keys, values and output that attention keeps, and what
+        it sends over context ranks.
+        """
+        query, key_value = (part.here for part in self.qkv.parts[:2])
+        heads, key_heads = query // self.head_dim, key_value // self.head_dim
+        found = cost_of(self.qkv, tokens)
+        found += cost_of(self.q_norm, tokens.times(heads)) + cost_of(self.k_norm, tokens.times(key_heads))
+        return found + self._cost_of_scores(tokens, query, key_value) + cost_of(self.out, tokens)
+
+    def _cost_of_scores(self, tokens: Tokens, query: int, key_value: int) -> Cost:
+        ranks, whole = self.state.context_size, tokens.length * self.state.context_size
+        heads, count = query // self.head_dim, tokens.count
+        narrow = exceeds(self.window, int(whole))
+        in_blocks = self.soft_cap is not None or ranks > 1  # see ``causal_attention``
+        written_out = self.soft_cap is not None or (in_blocks and (self.dropout > 0 or narrow))
+        one_operator = not in_blocks and (tokens.fused or not self.dropout)
+        # Key/value heads as attention is given them: lined up, or one for each query head.
+        repeated = not in_blocks and (narrow or not one_operator)
+        seen = query if repeated else self.shared.heads * self.head_dim if self.shared.picks else key_value
+        kept = tokens.bytes(query + 2 * seen) + heads * count * tokens.inner  # and a logsumexp a head
+        # Its output is the last product's input, unless that is a copy: of context ranks' output, and of one
+        # that lies in memory as norms leave queries, heads before tokens.
+        copied = ranks > 1 or not (isinstance(self.q_norm, nn.Identity) or self.soft_cap is not None)
+        kept += tokens.bytes(query) if copied or not self.out.keeps_input else 0.0
+        if not one_operator and not in_blocks:  # the scores, their softmax and what dropout leaves of it
+            kept += 3 * heads * whole * count * tokens.compute
+        elif narrow and not in_blocks:  # the mask, in numbers; fused attention has one for each row
+            kept += whole * tokens.compute * (count if tokens.fused else tokens.length)
+        products = query + 2 * key_value if self.qkv.in_features == tokens.hidden else 0
+        as_made = products > 0 and not self.qkv.adapters and not repeated and not self.shared.picks
+        untouched = self.rotary is None and isinstance(self.q_norm, nn.Identity)
+        both = (key_value + (query + key_value) * untouched) * as_made + query * one_operator
+        sums = heads * count * tokens.inner * one_operator
+        working = self._fetched(tokens, query, key_value)
+        if written_out:  # beside them queries, keys and values in fp32, and their gradients
+            working += scores_bytes(tokens, heads, tokens.length, dropout=self.dropout > 0)
+            again = 2 if tokens.compute < tokens.inner else 1
+            working += again * count * (query + 2 * key_value) * tokens.inner
+        return Cost(
+            kept=kept,
+            selective=tokens.bytes(products + query * one_operator) + sums,
+            both=tokens.bytes(both) + sums,
+            working=working,
+            sends=self._context_sends(tokens, key_value),
+            attention=4.0 * self.whole_width * whole * count,
+        )
+
+    def _fetched(self, tokens: Tokens, query: int, key_value: int) -> float:
+        """In the backward over context ranks: all their keys and values or, around a ring, one rank's and the
+        next one's; the gradients of these; those of the queries here.
+        """
+        ranks = self.state.context_size
+        if ranks == 1:
+            return 0.0
+        pieces, sums = (2, 3) if self.state.layout.ring else (1 + ranks, 1 + ranks)
+        numbers = 2 * key_value * (pieces * tokens.compute + sums * tokens.inner) + query * tokens.inner
+        return numbers * tokens.count
+
+    def _context_sends(self, tokens: Tokens, key_value: int) -> tuple[Send, ...]:
+        """Keys and values forward and again backward, and their gradients; see docs/context.md."""
+        ranks = self.state.context_size
+        if ranks == 1:
+            return ()
+        numbers = 2 * key_value * tokens.count
+        here, gradients = numbers * tokens.compute, numbers * tokens.inner
+        what, back = "keys, values", "their gradients"
+        if self.state.layout.ring:
+            rounds = ranks - 1
+            return (
+                Send("context", "exchange", rounds * here, again="always", count=rounds, what=what),
+                Send("context", "exchange", rounds * here, forward=False, count=rounds, what=what),
+                Send("context", "exchange", rounds * gradients, forward=False, count=rounds, what=back),
+            )
+        return (
+            Send("context", "all_gather", here, again="always", what=what),
+            Send("context", "all_gather", here, forward=False, what=what),
+            Send("context", "reduce_scatter", ranks * gradients, forward=False, what=back),
+        )
+
 
 class SharedHeads:
     """Line up key/value heads with this rank's query heads if the tensor axis does not divide them.
@@ -101,6 +184,8 @@ class SharedHeads:
         held = len(shared)
         even = here % held == 0 and needed == [j // (here // held) for j in range(here)]
         self._pick = None if even else needed
+        #: Whether heads are picked one by one, and how many there are then.
+        self.picks, self.heads = not even, held if even else len(needed)
 
     def __call__(self, x_BKSE: Tensor) -> Tensor:
         if self._pick is None:

@@ -20,9 +20,12 @@ from torch import Tensor
 
 from ...parallel_state import engine
 from ..autocast import without_autocast
+from ..cost import Tokens
 
 #: Scores that are written out at once where no fused operator computes the block.
 _AT_ONCE = 2**26
+#: How many tensors of the size of the scores ``attend_backward`` holds at its worst moment.
+_COPIES = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +157,14 @@ class _BlockwiseAttention(torch.autograd.Function):
 
 # torch declares ``apply`` without types.
 _attention: Callable[..., Tensor] = _BlockwiseAttention.apply
+
+
+def scores_bytes(tokens: Tokens, heads: int, keys: float, *, dropout: bool) -> float:
+    """Return the bytes of scores that are written out, and of what is made of them, in a backward."""
+    row = tokens.rows * heads * keys
+    at_once = min(tokens.length, max(1, _AT_ONCE // row))
+    copies = _COPIES + 3 * dropout + (at_once < tokens.length)  # one is left of the rows before
+    return copies * tokens.inner * row * at_once
 
 
 @cache

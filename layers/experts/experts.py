@@ -15,11 +15,13 @@ from ...parallel_state import (
     ParallelState,
     Uniform,
     alone_or,
+    declarations,
     declare_parameter,
     local,
 )
+from ..cost import Cost, Tokens, matrix
 from ..mlp import activation
-from .grouped_matmul import grouped_mm
+from .grouped_matmul import grouped_mm, kernel_takes
 
 
 class Experts(DeclaredModule):
@@ -69,6 +71,21 @@ class Experts(DeclaredModule):
         else:
             up_MF = self.act(up_MF)
         return grouped_mm(up_MF, local(self.down), counts)
+
+    def cost(self, tokens: Tokens) -> Cost:
+        """Of rows at this rank's experts, as many as its own tokens make where experts are evenly used."""
+        _, width, hidden = local(self.up).shape
+        products = 2 if self.gated else 1
+        trained = self.up.requires_grad
+        whole = (products + 1) * declarations(self)["up"].shape[1] * hidden
+        by_kernel = tokens.fused and kernel_takes(tokens.compute, hidden, width)
+        made = products * width if hidden == tokens.hidden and not by_kernel else 0
+        return matrix(tokens, whole, trained=trained) + Cost(
+            kept=tokens.bytes((hidden + width) * trained + (products + self.gated) * width),
+            selective=tokens.bytes(made),
+            working=tokens.bytes(2 * width + 2 * hidden),
+            outputs=tokens.bytes(products * width + hidden),
+        )
 
     def extra_repr(self) -> str:
         return f"here={tuple(local(self.up).shape)}"

@@ -26,13 +26,17 @@ def grouped_mm(x_MD: Tensor, w_EFD: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def _has_kernel(x: Tensor, w: Tensor) -> bool:
-    rows = (x.shape[-1] * x.element_size(), w.shape[1] * w.element_size())
     return (
         x.device.type == "cuda"
         and x.dtype == w.dtype == torch.bfloat16
         and torch.cuda.get_device_capability(x.device) >= (8, 0)
-        and not any(length % _ALIGNED_BYTES for length in rows)
+        and kernel_takes(x.element_size(), x.shape[-1], w.shape[1])
     )
+
+
+def kernel_takes(size: int, *widths: int) -> bool:
+    """Whether torch's kernel takes rows of these widths, in numbers of ``size`` bytes."""
+    return size == 2 and not any(width * size % _ALIGNED_BYTES for width in widths)
 
 
 def by_kernel(x_MD: Tensor, w_EFD: Tensor, counts: Sequence[int]) -> Tensor:

@@ -18,7 +18,8 @@ from ...parallel_state import (
     declare_parameter,
     local,
 )
-from ..collectives import enter_tensor, leave_tensor
+from ..collectives import enter_sends, enter_tensor, leave_sends, leave_tensor
+from ..cost import Cost, Tokens, cost_of, matrix
 from .dispatch import Dispatch
 from .experts import Experts
 from .router import TopKRouter
@@ -57,6 +58,24 @@ class MoE(nn.Module):
         y_BSD = leave_tensor(y_ND.to(x_BSD.dtype).view_as(whole_BSD), self.state)
         return y_BSD if self.shared is None else y_BSD + self.shared(x_BSD)
 
+    def cost(self, tokens: Tokens) -> Cost:
+        """The router's, the experts', and rows' way there and back. What ranks of experts exchange depends on
+        the tokens and is not counted.
+        """
+        hidden, top_k = tokens.hidden, self.router.top_k
+        places = 4 * 8 * top_k  # int64: the experts, their order, and back
+        found = cost_of(self.router, tokens) + cost_of(self.experts, tokens.times(top_k))
+        found += Cost(
+            kept=tokens.bytes(top_k * hidden) + places * tokens.count,
+            selective=tokens.between_blocks(self.state).bytes(hidden) * (self.state.tensor_size > 1),
+            sends=enter_sends(tokens, hidden, self.state) + leave_sends(tokens, hidden, self.state),
+        )
+        if self.shared is None:
+            return found
+        # In fp32 the router and the shared experts keep the same input.
+        same = tokens.compute == tokens.inner and not self.state.sequence
+        return found + cost_of(self.shared, tokens) + Cost(kept=-tokens.bytes(hidden) * same)
+
 
 class GatedShared(DeclaredModule):
     """Compute ``sigmoid(gate(x)) * net(x)``: shared experts with one gate for all of them (Qwen2-MoE)."""
@@ -72,15 +91,24 @@ class GatedShared(DeclaredModule):
         state: ParallelState | None = None,
     ) -> None:
         super().__init__()
-        self.net, state = net, alone_or(state)
+        self.net, self.state = net, alone_or(state)
         # Between the blocks, where each rank has its own tokens under sequence parallelism.
-        partial = ("tensor",) if state.sequence else ()
+        partial = ("tensor",) if self.state.sequence else ()
         initial = initial or Uniform(1 / sqrt(hidden_size))
         declare_parameter(
-            self, "gate", Declaration((1, hidden_size), partial=partial, initial=initial), state
+            self, "gate", Declaration((1, hidden_size), partial=partial, initial=initial), self.state
         )
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         """Return the gated output of ``net``, of the shape of ``x``."""
         y_BSD: Tensor = self.net(x_BSD)
         return torch.sigmoid(F.linear(x_BSD, local(self.gate))) * y_BSD
+
+    def cost(self, tokens: Tokens) -> Cost:
+        here, width = tokens.between_blocks(self.state), self.gate.shape[1]
+        kept = here.bytes(width * self.gate.requires_grad + width + 1)  # input, what the net makes, the gate
+        return (
+            cost_of(self.net, tokens)
+            + matrix(tokens, width, trained=self.gate.requires_grad)
+            + Cost(kept=kept)
+        )

@@ -27,6 +27,7 @@ from ...parallel_state import (
     local,
 )
 from ..autocast import without_autocast
+from ..cost import Cost, Tokens, matrix
 
 
 class TopKRouter(DeclaredModule):
@@ -148,6 +149,15 @@ class TopKRouter(DeclaredModule):
         first = float(state.counts_here)
         loss = (losses[0] * self.balance + losses[1] * self.z_loss) * (each * first)
         return _inject(weights_BSK, loss, counts_BE.sum(0), losses, self.tally)
+
+    def cost(self, tokens: Tokens) -> Cost:
+        """Its input, scores and their sums are in at least fp32."""
+        width, trained = self.weight.shape[1], self.weight.requires_grad
+        numbers = width + 2 * self.num_experts + self.top_k + 2
+        product = self.num_experts * tokens.count * tokens.inner if width == tokens.hidden else 0.0
+        return matrix(tokens, self.num_experts * width, trained=trained) + Cost(
+            kept=numbers * tokens.count * tokens.inner, selective=product
+        )
 
     def extra_repr(self) -> str:
         return f"{self.num_experts} experts, top_k={self.top_k}, score={self.score}"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from ...layers import Attention, AttentionInputs, Dropout
+from ...layers import Attention, AttentionInputs, Cost, Dropout, Tokens, sum_costs
 from ...parallel_state import ParallelState
 
 
@@ -31,6 +31,12 @@ class PreNormBlock(nn.Module):
         x_BSD = x_BSD + self.dropout(self.mlp(self.mlp_norm(x_BSD)))
         return x_BSD
 
+    def cost(self, tokens: Tokens) -> Cost:
+        first, second = [self.attention_norm, self.attention], [self.mlp_norm, self.mlp]
+        found = sum_costs([*first, self.dropout, *second, self.dropout], tokens)
+        # Dropout's backward needs no more than its mask, but to draw that again takes its input.
+        return found if isinstance(self.dropout, Dropout) else found.without_last_sum()
+
 
 class SandwichBlock(nn.Module):
     """A norm before and after each branch (Gemma 2)."""
@@ -44,6 +50,9 @@ class SandwichBlock(nn.Module):
         x_BSD = x_BSD + self.after_attention(self.attention(self.attention_norm(x_BSD), inputs))
         x_BSD = x_BSD + self.after_mlp(self.mlp(self.mlp_norm(x_BSD)))
         return x_BSD
+
+    def cost(self, tokens: Tokens) -> Cost:
+        return sum_costs(self.children(), tokens)
 
 
 Block = PreNormBlock | SandwichBlock

@@ -13,10 +13,14 @@ from torch import Tensor, nn
 from ...layers import (
     Attention,
     AttentionInputs,
+    Cost,
     KeyValueCache,
     Stage,
+    Tokens,
     VocabParallelEmbedding,
     VocabParallelHead,
+    cost_of,
+    sum_costs,
 )
 from ...parallel_state import Normal, ParallelState, alone_or
 from .blocks import Block
@@ -76,6 +80,23 @@ class Decoder(CausalLM):
     def enter(self, x_BSD: Tensor, positions: Tensor | None) -> Tensor:
         """Change the embedded tokens before the first block: learned positions, a scale, dropout."""
         return x_BSD
+
+    @property
+    def entry(self) -> list[nn.Module]:
+        """Return the modules before the first block: the embedding and those that ``add_entry`` made."""
+        others = ("rotary", "layers", "norm", "head")
+        return [module for name, module in self.named_children() if name not in others]
+
+    def cost_beside_blocks(self, tokens: Tokens, stage: Stage) -> Cost:
+        """Return the cost of a stage without its blocks: rotations, and the ends where it has them."""
+        found = sum_costs(self.rotary.values(), tokens)
+        if stage.first:
+            found += sum_costs(self.entry, tokens)
+        if stage.last:
+            tied = self.config.tie_word_embeddings
+            found += cost_of(self.norm, tokens)
+            found += self.embed.project_cost(tokens) if tied else cost_of(self.head, tokens)
+        return found
 
     def forward(
         self,

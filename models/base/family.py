@@ -10,7 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...layers import KeyValueCache, Stage, VocabParallelEmbedding, VocabParallelHead, bounded
+from ...layers import (
+    Cost,
+    KeyValueCache,
+    Stage,
+    Tokens,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    bounded,
+)
 from ...parallel_state import Declaration, Layout, ParallelState, alone_or, declarations, local
 from .config import ModelConfig
 from .names import Link, Rule, expand
@@ -49,6 +57,15 @@ class CausalLM(nn.Module):
         stage: Stage | None = None,
     ) -> Tensor:
         """Return logits on the last stage, hidden states on the others."""
+        raise AssertionError("each family has its own")
+
+    @property
+    def entry(self) -> list[nn.Module]:
+        """Return the modules before the first block."""
+        raise AssertionError("each family has its own")
+
+    def cost_beside_blocks(self, tokens: Tokens, stage: Stage) -> Cost:
+        """Return the cost of a stage without its blocks: rotations, and the ends where it has them."""
         raise AssertionError("each family has its own")
 
     @property
@@ -126,12 +143,20 @@ class Family:
         finally:
             torch.set_default_dtype(before)
 
+    def on_meta(self, config: ModelConfig) -> CausalLM:
+        """Return the whole model of one device, without memory. It is shared: leave it as it is."""
+        return self.stages_on_meta(config)[0]
+
+    def stages_on_meta(
+        self, config: ModelConfig, layout: Layout | None = None, *, split: Sequence[int] | None = None
+    ) -> list[CausalLM]:
+        """Return the model of each stage's first rank, without memory; needs no process group. Shared."""
+        return _stages_on_meta(self, config, layout or Layout(), None if split is None else tuple(split))
+
     def declarations(
         self, config: ModelConfig, layout: Layout | None = None, *, split: Sequence[int] | None = None
     ) -> list[dict[str, Declaration]]:
-        """Return the declarations of each pipeline stage, from models on the meta device; needs no process
-        group.
-        """
+        """Return the declarations of each pipeline stage."""
         return _declarations(self, config, layout or Layout(), None if split is None else tuple(split))
 
     def links(self, config: ModelConfig) -> tuple[list[Link], dict[str, tuple[int, ...]]]:
@@ -156,8 +181,15 @@ class Family:
 
 
 @cache
+def _stages_on_meta(
+    family: Family, config: ModelConfig, layout: Layout, split: tuple[int, ...] | None
+) -> list[CausalLM]:
+    states = (ParallelState.stand_in(layout, layout.first_rank(stage)) for stage in range(layout.pipeline))
+    return [family.build(config, split=split, state=state) for state in states]
+
+
+@cache
 def _declarations(
     family: Family, config: ModelConfig, layout: Layout, split: tuple[int, ...] | None
 ) -> list[dict[str, Declaration]]:
-    states = [ParallelState.stand_in(layout, layout.first_rank(stage)) for stage in range(layout.pipeline)]
-    return [declarations(family.build(config, split=split, state=state)) for state in states]
+    return [declarations(model) for model in _stages_on_meta(family, config, layout, split)]

@@ -201,9 +201,7 @@ def _declarations(
     family: AdaptedFamily, config: ModelConfig, layout: Layout, split: tuple[int, ...] | None
 ) -> list[dict[str, Declaration]]:
     stages = []
-    for stage in range(layout.pipeline):
-        state = ParallelState.stand_in(layout, layout.first_rank(stage))
-        model = family.build(config, split=split, state=state)
+    for model in family.stages_on_meta(config, layout, split=split):
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         stages.append({name: one for name, one in declarations(model).items() if name in trained})
     return stages

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from trilith.layers import RMSNorm
+from trilith.layers import RotaryEmbedding, cost_of
 from trilith.models import LoraConfig, adapted, family_of
-from trilith.parallel_state import Layout, declarations, initialize
-from trilith.planner import Work, block_shape, kept_in_block
+from trilith.parallel_state import ParallelState, initialize
+from trilith.planner import Work
 
 LENGTH = 32
 LLAMA: dict[str, Any] = {
@@ -42,11 +42,13 @@ GLM = LLAMA | {
     "num_experts_per_tok": 2,
 }
 GEMMA2 = LLAMA | {"model_type": "gemma2", "head_dim": 16, "tie_word_embeddings": True}
+MISTRAL = LLAMA | {"model_type": "mistral", "sliding_window": 8}
+QWEN3 = LLAMA | {"model_type": "qwen3", "head_dim": 16}
 NO_CAPS = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
 EVERY = LoraConfig(r=4)
 
 
-def saved(config: dict[str, Any], lora: LoraConfig | None) -> tuple[int, float]:
+def saved(config: dict[str, Any], lora: LoraConfig | None) -> tuple[float, float]:
     """Bytes that the one block saves, without parameters and rotations (blocks share these); the plan's."""
     family = family_of(config)
     if lora is not None:
@@ -54,11 +56,7 @@ def saved(config: dict[str, Any], lora: LoraConfig | None) -> tuple[int, float]:
     made = family.from_hf(config)
     model = family.build(made, device="cpu")
     initialize(model, 0)
-    stated = declarations(model)
-    frozen = {name for name, one in model.named_parameters() if not one.requires_grad}
-    work = Work(
-        made, Layout(), LENGTH, 2, 1, adapter_dropout=lora is not None and lora.lora_dropout > 0, fused=False
-    )
+    tokens = Work(ParallelState.alone(), made.hidden_size, LENGTH, 2, 1, fused=False).tokens
     found: dict[int, int] = {}
     weights = {one.untyped_storage().data_ptr() for one in model.parameters()}
 
@@ -78,12 +76,9 @@ def saved(config: dict[str, Any], lora: LoraConfig | None) -> tuple[int, float]:
 
     block.forward = watched
     out = model(torch.zeros(2, LENGTH, dtype=torch.long))
-    shape = block_shape(work, stated, 0, Layout().coordinates(0), frozen=frozen)
     assert out.requires_grad
-    rotation = 2 * LENGTH * made.rotary_dim * 4 if config["model_type"] != "gpt2" else 0
-    # 1 + weight, which grows with no token.
-    sums = 4 * sum(one.dim for one in block.modules() if isinstance(one, RMSNorm) and one.offset)
-    return sum(found.values()) - rotation - sums, kept_in_block(work, shape, "none").kept * 2 * LENGTH
+    rotations = sum(cost_of(one, tokens).kept for one in model.modules() if isinstance(one, RotaryEmbedding))
+    return sum(found.values()) - rotations, cost_of(block, tokens).kept
 
 
 @pytest.mark.parametrize(
@@ -94,6 +89,8 @@ def saved(config: dict[str, Any], lora: LoraConfig | None) -> tuple[int, float]:
         pytest.param(GLM, None, id="glm4_moe"),
         pytest.param(GEMMA2, None, id="gemma2"),
         pytest.param(GEMMA2 | NO_CAPS, None, id="gemma2-no-caps"),
+        pytest.param(MISTRAL, None, id="mistral-window"),
+        pytest.param(QWEN3, None, id="qwen3-head-norms"),
         pytest.param(GPT2, None, id="gpt2"),
         pytest.param(GPT2 | {"resid_pdrop": 0.1}, None, id="gpt2-resid"),
         pytest.param(GPT2 | {"attn_pdrop": 0.1}, None, id="gpt2-attention"),

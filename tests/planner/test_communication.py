@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from trilith.data import Batch
+from trilith.layers import cost_of
 from trilith.models import family_of
-from trilith.parallel_state import Layout, ParallelState, clip_gradients, declarations, initialize
+from trilith.parallel_state import Layout, ParallelState, clip_gradients, initialize
 from trilith.planner import Traffic, Work, block_traffic, step_traffic
 from trilith.recipes.sections import MemorySection
 from trilith.testing import run_parallel
@@ -45,6 +46,7 @@ MODELS = {
     "gpt2": GPT2,
     "gpt2-untied": {**GPT2, "tie_word_embeddings": False},
 }
+MODELS["gemma2"] = LLAMA | {"model_type": "gemma2", "head_dim": 8, "tie_word_embeddings": True}
 MODELS["glm4_moe"] = LLAMA | {
     "model_type": "glm4_moe",
     "head_dim": 8,
@@ -108,8 +110,19 @@ def measured_and_planned(case: Case) -> tuple[Totals, Totals]:
     family = family_of(MODELS[case.model])
     config = family.from_hf(MODELS[case.model])
     model = family.build(config, state=state)
+    work = Work(
+        state,
+        config.hidden_size,
+        LENGTH,
+        SAMPLES,
+        case.micro_batches,
+        compute=case.compute.itemsize,
+        checkpointing=case.memory.checkpointing,
+        checkpoint_every=case.memory.every,
+        loss_chunk=case.memory.loss_chunk,
+    )
+    plan = totals(step_traffic(work, model))
     spare_memory(model, case.memory)
-    stated = declarations(model)
     shard_over_data(model, state, Precision(torch.float32, case.compute, torch.float32))
     model.to_empty(device="cpu")
     initialize(model, 0, state=state)
@@ -127,18 +140,6 @@ def measured_and_planned(case: Case) -> tuple[Totals, Totals]:
         with Sent() as sent:
             step(Batch(ids, ids))
             clip_gradients(model, 1.0, state=state)
-    work = Work(
-        config,
-        case.layout,
-        LENGTH,
-        SAMPLES,
-        case.micro_batches,
-        compute=case.compute.itemsize,
-        checkpointing=case.memory.checkpointing,
-        checkpoint_every=case.memory.every,
-        loss_chunk=case.memory.loss_chunk,
-    )
-    plan = totals(step_traffic(work, stated, model.stage, state.at))
     return {kind: (sent.count[kind], sent.bytes[kind]) for kind in sent.count}, plan
 
 
@@ -155,6 +156,8 @@ CASES = [
     *(Case(model, layout) for model in MODELS for layout in (TENSOR, SEQUENCE)),
     Case("glm4_moe", SEQUENCE, MemorySection(checkpointing="selective")),
     Case("glm4_moe", TENSOR, MemorySection(checkpointing="full")),
+    Case("gemma2", TENSOR, MemorySection(checkpointing="full")),
+    Case("gemma2", SEQUENCE, MemorySection(checkpointing="selective")),
     Case("glm4_moe", Layout.of(data=2, zero=3)),
     Case("llama", Layout.of(tensor=4)),
     Case("gpt2", Layout.of(tensor=4, sequence=True), compute=torch.bfloat16),
@@ -200,12 +203,15 @@ def test_a_step_sends_exactly_what_is_planned(
 
 
 def test_a_block_s_table_is_the_formula() -> None:
-    """docs/communication.md, evaluated: each cell is what ``block_traffic`` counts."""
+    """docs/communication.md, evaluated: each cell is what a block says that it sends."""
     text = (Path(__file__).parents[2] / "docs" / "communication.md").read_text()
     rows = re.findall(r"^\| (tensor(?:, sequence)?) \| (.*?) \| (.*?) \|$", text, re.MULTILINE)
     assert [name for name, _, _ in rows] == ["tensor", "tensor, sequence"]
     for (name, *cells), sequence in zip(rows, (False, True), strict=True):
-        work = Work(_CONFIG, Layout.of(tensor=4, sequence=sequence), LENGTH, SAMPLES, 1, compute=2)
+        state = ParallelState.stand_in(Layout.of(tensor=4, sequence=sequence))
+        work = Work(state, 24, LENGTH, SAMPLES, 1, compute=2)
+        block = family_of(LLAMA).build(_CONFIG, state=state).layers["0"]
+        sent = block_traffic(work, cost_of(block, work.tokens))
         numbers = {"N D": SAMPLES * LENGTH * 24, "N D / t": SAMPLES * LENGTH * 24 // 4}
         for cell, forward in zip(cells, (True, False), strict=True):
             stated = {}
@@ -213,7 +219,8 @@ def test_a_block_s_table_is_the_formula() -> None:
                 r"(\d) (all-reduce|all-gather|reduce-scatter)s of ([^,]+)", cell
             ):
                 stated[kind.replace("-", "_")] = (int(count), int(count) * numbers[size] * 2)
-            assert stated and totals(block_traffic(work, forward=forward)) == stated, name
+            here = [one for one in sent if one.what == ("forward" if forward else "backward")]
+            assert stated and totals(here) == stated, name
 
 
 _CONFIG = family_of(LLAMA).from_hf(LLAMA)
@@ -222,8 +229,8 @@ _CONFIG = family_of(LLAMA).from_hf(LLAMA)
 def test_over_one_rank_of_an_axis_nothing_is_sent() -> None:
     family = family_of(LLAMA)
     model = family.build(_CONFIG, state=ParallelState.stand_in(Layout()))
-    work = Work(_CONFIG, Layout(), LENGTH, SAMPLES, 2)
-    assert step_traffic(work, declarations(model), model.stage, model.state.at) == []
+    work = Work(model.state, 24, LENGTH, SAMPLES, 2)
+    assert step_traffic(work, model) == []
 
 
 def test_a_ring_sends_the_shares_of_the_others() -> None:

@@ -46,14 +46,14 @@ def test_flops_are_those_that_torch_counts(name: str, backward: bool) -> None:
         logits = model(ids)
         if backward:
             logits.sum().backward()
-    flops = flops_per_token(family, config, LENGTH)
+    flops = flops_per_token(model, LENGTH)
     expected = flops.full if backward else flops.matrices + flops.attention
     assert counter.get_total_flops() == SAMPLES * LENGTH * expected
 
 
 def test_the_conventions_differ_by_half_of_attention() -> None:
     family = family_of(TINY_LLAMA)
-    flops = flops_per_token(family, family.from_hf(TINY_LLAMA), LENGTH)
+    flops = flops_per_token(family.on_meta(family.from_hf(TINY_LLAMA)), LENGTH)
     layers, hidden = TINY_LLAMA["num_hidden_layers"], 32
     assert flops.full - flops.causal == 12 * layers * hidden * LENGTH / 2
     mfu = Mfu(flops, 4, 1e9)(1000.0)
@@ -65,11 +65,12 @@ def test_the_conventions_differ_by_half_of_attention() -> None:
 def test_what_is_frozen_costs_no_gradient_of_its_weights() -> None:
     family = family_of(TINY_LLAMA)
     config = family.from_hf(TINY_LLAMA)
-    whole = flops_per_token(family, config, LENGTH)
-    down = {f"layers.{i}.mlp.down.weight" for i in range(3)}
-    assert whole.full - flops_per_token(family, config, LENGTH, frozen=down).full == 2 * 3 * 32 * 48
+    whole, model = flops_per_token(family.on_meta(config), LENGTH), family.build(config)
+    for i in range(3):
+        model.get_parameter(f"layers.{i}.mlp.down.weight").requires_grad_(False)
+    assert whole.full - flops_per_token(model, LENGTH).full == 2 * 3 * 32 * 48
     lora = adapted(family, LoraConfig(r=2, target_modules=("down_proj",)))
-    tuned, adapters = flops_per_token(lora, config, LENGTH), 3 * 2 * (32 + 48)
+    tuned, adapters = flops_per_token(lora.on_meta(config), LENGTH), 3 * 2 * (32 + 48)
     assert tuned.full == whole.full - whole.trained + 6 * adapters
 
 
@@ -101,5 +102,5 @@ def test_a_run_on_a_cpu_has_mfu_only_where_its_peak_is_stated(tmp_path: Path) ->
         assert line["memory"] > 1e7
         assert ("mfu_full" in line) == (metrics.mfu_full is not None) == bool(watch)
     family = family_of(TINY_LLAMA)
-    flops = flops_per_token(family, family.from_hf(TINY_LLAMA), LENGTH)
+    flops = flops_per_token(family.on_meta(family.from_hf(TINY_LLAMA)), LENGTH)
     assert line["mfu_causal"] == pytest.approx(line["tokens_per_second"] * flops.causal / 1e9)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from trilith.data import Batch
 from trilith.models import LoraConfig, adapted, family_of
-from trilith.parallel_state import BadInput, Layout, ParallelState, declarations, initialize
+from trilith.parallel_state import Layout, ParallelState, initialize
 from trilith.parallel_state.engine import local_data
 from trilith.planner import MemoryPlan, Work, plan_memory, rank_parameters
 from trilith.recipes.sections import MemorySection
@@ -48,7 +48,9 @@ GLM = LLAMA | {
 }
 #: Its vocabulary takes 768 rows on 3 ranks.
 THREE = LLAMA | {"vocab_size": 503, "num_attention_heads": 6, "intermediate_size": 225, "head_dim": 10}
-CONFIGS = {"llama": LLAMA, "three": THREE, "gpt2": GPT2, "glm4_moe": GLM}
+#: Its scores, which are written out, are most of its memory.
+GEMMA2 = LLAMA | {"model_type": "gemma2", "head_dim": 8, "tie_word_embeddings": True, "sliding_window": 64}
+CONFIGS = {"llama": LLAMA, "three": THREE, "gpt2": GPT2, "glm4_moe": GLM, "gemma2": GEMMA2}
 LENGTH = 128
 
 
@@ -90,10 +92,21 @@ def measure(case: Case) -> Measured:
                 parameter.requires_grad_(False)
     else:
         model = adapted(family, case.lora).build(config, state=state, base_dtype=case.compute)
+    work = Work(
+        state,
+        config.hidden_size,
+        LENGTH,
+        case.micro_batch,
+        case.micro_batches,
+        schedule=case.schedule,
+        compute=case.compute.itemsize,
+        checkpointing=case.memory.checkpointing,
+        checkpoint_every=case.memory.every,
+        loss_chunk=case.memory.loss_chunk,
+        fused=False,
+    )
+    plan, counted = plan_memory(work, model), rank_parameters(model, state)
     spare_memory(model, case.memory)
-    stated = declarations(model)
-    still = {name: one for name, one in model.named_parameters() if not one.requires_grad}
-    frozen = {name: one.dtype.itemsize for name, one in still.items() if not stated[name].buffer}
     shard_over_data(model, state, Precision(torch.float32, case.compute, torch.float32))
     gc.collect()
     with LiveBytes() as memory:
@@ -120,28 +133,12 @@ def measure(case: Case) -> Measured:
         for name, value in one.items()
         if name != "step"
     )
-    work = Work(
-        config,
-        case.layout,
-        LENGTH,
-        case.micro_batch,
-        case.micro_batches,
-        schedule=case.schedule,
-        compute=case.compute.itemsize,
-        checkpointing=case.memory.checkpointing,
-        checkpoint_every=case.memory.every,
-        loss_chunk=case.memory.loss_chunk,
-        frozen=max(frozen.values(), default=0),
-        adapter_dropout=case.lora is not None and case.lora.lora_dropout > 0,
-        fused=False,
-    )
-    counted = rank_parameters(stated, case.layout, state.at, frozen=frozen)
     return Measured(
         sum(local_data(p).numel() for p in model.parameters()),
         gradients,
         moments,
         memory.peak,
-        plan_memory(work, stated, model.stage, state.at, frozen=frozen),
+        plan,
         counted.stored + counted.buffers,
         counted.trained_stored,
     )
@@ -177,6 +174,8 @@ CASES = [
     Case("llama", Layout.of(data=2, zero=2), frozen=("embed", "layers.0", "layers.1", "layers.2")),
     Case("llama", Layout.of(pipeline=2, **LOOP), micro_batches=4, schedule="interleaved"),
     Case("llama", Layout.of(pipeline=2, **SHAPED), micro_batches=4, schedule="zbv"),
+    Case("gemma2", Layout(), micro_batch=4),
+    Case("gemma2", SEQUENCE, MemorySection(checkpointing="selective")),
     Case("llama", Layout.of(pipeline=2, data=2, zero=2), micro_batches=4),
     Case("llama", Layout.of(pipeline=2, data=2, zero=3), micro_batches=4),
     Case("llama", Layout.of(pipeline=2, data=2, zero=3, **SHAPED), micro_batches=4, schedule="zbv"),
@@ -201,20 +200,12 @@ def planned(**changes: Any) -> MemoryPlan:
     stage_of = changes.pop("rank", 0)
     frozen = changes.pop("frozen", ())
     family = family_of(config)
-    model = family.build(family.from_hf(config), state=ParallelState.stand_in(layout, stage_of))
-    work = Work(model.config, layout, 256, 2, 8, **({"compute": 2} | changes))
-    stated = declarations(model)
-    names = [name for name in stated if name.startswith(frozen)] if frozen else []
-    return plan_memory(work, stated, model.stage, layout.coordinates(stage_of), frozen=names)
-
-
-def test_a_model_whose_memory_cannot_be_told_is_refused() -> None:
-    """Bounded scores are written out in blocks, which nothing here counts."""
-    family = family_of({"model_type": "gemma2"})
-    model = family.build(family.from_hf({**LLAMA, "model_type": "gemma2", "tie_word_embeddings": True}))
-    work, stage = Work(model.config, Layout(), 256, 2, 1), model.stage
-    with pytest.raises(BadInput, match="attn_logit_softcapping: expected null"):
-        plan_memory(work, declarations(model), stage, Layout().coordinates(0))
+    state = ParallelState.stand_in(layout, stage_of)
+    model = family.build(family.from_hf(config), state=state)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(frozen or ("-",)))
+    work = Work(state, model.config.hidden_size, 256, 2, 8, **({"compute": 2} | changes))
+    return plan_memory(work, model)
 
 
 def test_the_bytes_a_parameter_of_each_zero_stage() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from trilith.data import Batch
 from trilith.models import family_of
-from trilith.parallel_state import Layout, ParallelState, declarations, initialize
+from trilith.parallel_state import Layout, ParallelState, initialize
 from trilith.planner import Work, plan_memory
 from trilith.testing import LiveBytes, run_parallel
 from trilith.training import Precision, TrainStep, make_adamw, shard_over_data
@@ -51,7 +51,8 @@ def held_between_micro_batches(case: Case) -> tuple[int, int]:
     family = family_of(LLAMA)
     config = family.from_hf(LLAMA)
     model = family.build(config, state=state)
-    stated = declarations(model)
+    work = Work(state, config.hidden_size, 8, 1, 2, compute=2, offload=case.offload)
+    plan = plan_memory(work, model)
     shard_over_data(
         model, state, Precision(torch.float32, torch.bfloat16, torch.float32), offload=case.offload
     )
@@ -75,8 +76,6 @@ def held_between_micro_batches(case: Case) -> tuple[int, int]:
             optimizer.zero_grad()
             step(Batch(ids, ids))
             optimizer.step()
-    work = Work(config, case.layout, 8, 1, 2, compute=2, offload=case.offload)
-    plan = plan_memory(work, stated, model.stage, state.at)
     assert len(seen) == 4
     return seen[3], plan.weights + plan.gathered + plan.gradients + plan.moments + plan.host
 

@@ -1,0 +1,231 @@
+"""What a module costs: bytes that it keeps for its backward, collectives that it launches, FLOPs.
+
+Each layer has a method ``cost(tokens) -> Cost``. A module accounts for its inputs, never for its outputs:
+what a product makes is counted by the module that keeps it. So nothing is counted twice, and a module that
+holds others adds up their costs (``cost_of``) and its own. Nothing is computed: the model may be on the meta
+device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields, replace
+from math import prod
+from typing import Literal
+
+from torch import nn
+
+from ..parallel_state import BadInput, ParallelState
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The tokens of one micro-batch on one rank, and how their numbers are held.
+
+    ``rows`` of ``length`` tokens: this rank's piece over the context axis, whole over the tensor axis.
+    ``hidden``: numbers of a token between the blocks. ``compute``: bytes of a number. ``fused``: whether
+    norms, dropout and attention with dropout are one kernel each (CUDA) or several (a CPU). ``width``: how
+    many numbers of a token a module is given, if it does not know; 0: ``hidden``.
+    """
+
+    rows: float
+    length: float
+    hidden: int
+    compute: int = 4
+    fused: bool = True
+    width: int = 0
+
+    @property
+    def count(self) -> float:
+        return self.rows * self.length
+
+    @property
+    def inner(self) -> int:
+        """Bytes of a number where layers compute in at least fp32."""
+        return max(self.compute, 4)
+
+    @property
+    def mask(self) -> int:
+        """Bytes of a number's mask in dropout."""
+        return 1 if self.fused else self.compute
+
+    def bytes(self, width: float) -> float:
+        """Return the bytes of ``width`` numbers for each token."""
+        return self.count * width * self.compute
+
+    def times(self, number: float) -> Tokens:
+        """Return as many times the rows: the heads of a token, or the experts that it goes through."""
+        return replace(self, rows=self.rows * number)
+
+    def between_blocks(self, state: ParallelState) -> Tokens:
+        """Return the tokens between the blocks, which sequence parallelism splits over the tensor ranks."""
+        return replace(self, length=self.length / state.tensor_size) if state.sequence else self
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """``count`` collectives of one ``kind`` over an ``axis``; ``bytes``: what a rank gives to all of them.
+
+    ``again``: whether a block that is computed again in its backward launches them again: never, under full
+    checkpointing alone (sums, which selective checkpointing keeps), or always. ``what`` is sent, where it is
+    not hidden states.
+    """
+
+    axis: Literal["tensor", "context"]
+    kind: Literal["all_reduce", "all_gather", "reduce_scatter", "exchange"]
+    bytes: float
+    forward: bool = True
+    again: Literal["never", "full", "always"] = "never"
+    count: int = 1
+    what: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """The cost of a module for some tokens; costs add up.
+
+    ``kept``: bytes from the forward until the backward. ``selective``: bytes that selective checkpointing
+    keeps in their place (products, attention, sums over the ranks); ``both``: bytes that are kept either way.
+    ``working``: bytes that its backward needs for a moment; of several modules the most counts. ``outputs``:
+    bytes of what norms and products make, whose gradients wait where a schedule splits the backward.
+
+    FLOPs are those of all tensor ranks together in one forward, a multiplication and its addition being two:
+    ``matrices`` those of weights, ``trained`` those of trained weights among them, ``attention`` those of
+    scores as if each token saw its whole sequence, ``other`` those that no convention of MFU counts.
+    """
+
+    kept: float = 0.0
+    selective: float = 0.0
+    both: float = 0.0
+    working: float = 0.0
+    outputs: float = 0.0
+    sends: tuple[Send, ...] = ()
+    matrices: float = 0.0
+    trained: float = 0.0
+    attention: float = 0.0
+    other: float = 0.0
+
+    def __add__(self, more: Cost) -> Cost:
+        one, other = ({f.name: getattr(cost, f.name) for f in fields(Cost)} for cost in (self, more))
+        added = {name: one[name] + other[name] for name in one}
+        return Cost(**(added | {"working": max(self.working, more.working)}))
+
+    def without_last_sum(self) -> Cost:
+        """Return the cost of a block whose last sum joins the residual stream: no backward needs it again."""
+        last = max((n for n, send in enumerate(self.sends) if send.again == "full"), default=None)
+        if last is None:
+            return self
+        sends = [replace(send, again="never") if n == last else send for n, send in enumerate(self.sends)]
+        return replace(self, sends=tuple(sends))
+
+
+class UnknownCost(BadInput):
+    """A module that does not say what it costs."""
+
+    def __init__(self, module: nn.Module, name: str = "") -> None:
+        kind = type(module).__name__
+        super().__init__(
+            f"{name} ({kind})" if name else kind,
+            "cost",
+            expected="a method cost(tokens): what the module keeps for backward, sends and computes",
+            found="none",
+            todo="Let it return sum_costs(self.children(), tokens) + Cost(...); see docs/your_model.md",
+        )
+        self.module = module
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (BadInput, (str(self),))
+
+
+def cost_of(module: nn.Module, tokens: Tokens) -> Cost:
+    """Return the cost of a module for these tokens, by its own ``cost`` or by the table of torch's modules.
+
+    Raises ``BadInput`` for a module that has neither.
+    """
+    own: Callable[[nn.Module, Tokens], Cost] | None = getattr(type(module), "cost", None)
+    if own is not None:
+        return own(module, tokens)
+    for kind, rule in _TORCH.items():
+        if isinstance(module, kind) and type(module).forward is kind.forward:
+            return rule(module, tokens)
+    if isinstance(module, nn.Sequential):
+        return _in_sequence(module, tokens)
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        return sum_costs(module.children(), tokens)
+    raise UnknownCost(module)
+
+
+def sum_costs(modules: Iterable[nn.Module], tokens: Tokens) -> Cost:
+    """Return the cost of several modules that are given these tokens, in the order in which they run."""
+    return sum((cost_of(module, tokens) for module in modules), Cost())
+
+
+def name_module(error: UnknownCost, model: nn.Module) -> UnknownCost:
+    """Return the error with the name that the module has in this model."""
+    name = next((name for name, module in model.named_modules() if module is error.module), "")
+    return UnknownCost(error.module, name)
+
+
+def matrix(tokens: Tokens, numbers: float, *, trained: bool) -> Cost:
+    """Return the FLOPs of a product with a matrix of so many numbers."""
+    flops = 2.0 * tokens.count * numbers
+    return Cost(matrices=flops, trained=flops * trained)
+
+
+def norm_cost(tokens: Tokens, width: float, *, rms: bool, trained: bool, wide: bool = False) -> Cost:
+    """Return the cost of a norm. ``wide``: its input is brought to fp32 first, and kept in it."""
+    count, inner = tokens.count, tokens.inner
+    if not rms:
+        kept = width * tokens.compute + 2 * inner  # the input; mean and scale
+    elif tokens.fused:
+        kept = width * (inner if wide else tokens.compute) + inner
+    else:
+        kept = (1 + trained) * width * inner + inner  # both inputs, normalised and not, in its dtype
+    return Cost(kept=kept * count, outputs=tokens.bytes(width))
+
+
+def dropout_cost(tokens: Tokens, width: float, p: float) -> Cost:
+    """Return the cost of dropout: its mask."""
+    return Cost(kept=tokens.count * width * tokens.mask if p else 0.0)
+
+
+def _in_sequence(modules: nn.Sequential, tokens: Tokens) -> Cost:
+    """Add up modules of which each is given what the one before makes."""
+    found = Cost()
+    for module in modules:
+        found += cost_of(module, tokens)
+        made = module.out_features if isinstance(module, nn.Linear) else 0
+        tokens = replace(tokens, width=made) if made else tokens
+    return found
+
+
+def _linear(module: nn.Linear, tokens: Tokens) -> Cost:
+    trained = module.weight.requires_grad
+    kept = tokens.bytes(module.in_features) if trained else 0.0
+    product = matrix(tokens, module.in_features * module.out_features, trained=trained)
+    return product + Cost(kept=kept, outputs=tokens.bytes(module.out_features))
+
+
+def _torch_norm(module: nn.LayerNorm | nn.RMSNorm, tokens: Tokens) -> Cost:
+    trained = module.weight is not None and module.weight.requires_grad
+    rms = isinstance(module, nn.RMSNorm)
+    return norm_cost(tokens, prod(module.normalized_shape), rms=rms, trained=trained)
+
+
+def _activation(module: nn.Module, tokens: Tokens) -> Cost:
+    return Cost(kept=tokens.bytes(tokens.width or tokens.hidden))
+
+
+#: Torch's own modules; a subclass with a ``forward`` of its own is none of them.
+_TORCH: dict[type[nn.Module], Callable[..., Cost]] = {
+    nn.Linear: _linear,
+    nn.Embedding: lambda module, tokens: Cost(other=2.0 * tokens.count * module.embedding_dim),
+    nn.LayerNorm: _torch_norm,
+    nn.RMSNorm: _torch_norm,
+    nn.Dropout: lambda module, tokens: dropout_cost(tokens, tokens.width or tokens.hidden, module.p),
+    **dict.fromkeys((nn.Identity, nn.Flatten, nn.Unflatten), lambda module, tokens: Cost()),
+    **dict.fromkeys(
+        (nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.LeakyReLU, nn.ELU, nn.Softplus, nn.Softmax),
+        _activation,
+    ),
+}

@@ -1,0 +1,108 @@
+"""What the modules of a rank say that they cost, for each of the rank's pipeline stages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from ..layers import (
+    Cost,
+    Stage,
+    Tokens,
+    UnknownCost,
+    chunked_cross_entropy_cost,
+    cost_of,
+    cross_entropy_cost,
+    name_module,
+)
+from ..models import CausalLM
+from ..parallel_state import BadInput
+from .step_shape import Work
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """The costs of one stage, for one micro-batch.
+
+    ``blocks`` may be computed again in backward, and have their global numbers; ``beside`` is all else.
+    ``reached``: the blocks that a backward comes to, which ends at the first trained parameter.
+    """
+
+    number: int
+    blocks: Mapping[int, Cost]
+    beside: Cost
+    reached: frozenset[int]
+    #: On the last stage.
+    loss: Cost | None = None
+
+
+def stage_costs(work: Work, model: nn.Module, loss: Cost | None = None) -> list[StageCost]:
+    """Ask the modules of a rank's model, which may be on the meta device, stage by stage.
+
+    ``loss``: the cost of a loss that is not a zoo model's. Raises ``BadInput`` for a module that does not say
+    what it costs, naming it.
+    """
+    try:
+        if isinstance(model, CausalLM):
+            return [_of_stage(work, model, part) for part in model.stage.parts]
+        return [_of_module(work, model, loss)]
+    except UnknownCost as error:
+        raise name_module(error, model) from None
+
+
+def model_cost(model: nn.Module, tokens: Tokens) -> Cost:
+    """Return the cost of a whole model, without its loss."""
+    try:
+        if not isinstance(model, CausalLM):
+            return cost_of(model, tokens)
+        blocks = (cost_of(block, tokens) for block in model.layers.values())
+        return sum(blocks, model.cost_beside_blocks(tokens, model.stage))
+    except UnknownCost as error:
+        raise name_module(error, model) from None
+
+
+def _of_stage(work: Work, model: CausalLM, stage: Stage) -> StageCost:
+    tokens = work.tokens
+    blocks, reached = {}, set()
+    # Later stages of torch's send gradients back in any case.
+    trained = not stage.first or any(map(_is_trained, model.entry))
+    for number in stage.blocks:
+        block = model.layers[str(number)]
+        blocks[number] = cost_of(block, tokens)
+        trained = trained or _is_trained(block)
+        if trained:
+            reached.add(number)
+    beside, loss = model.cost_beside_blocks(tokens, stage), None
+    if stage.last:
+        vocabulary, cap = model.config.vocab_size, model.logit_cap
+        if work.loss_chunk:
+            weight = model.embed.weight if model.config.tie_word_embeddings else model.head.weight
+            trained, chunk = weight.requires_grad, work.loss_chunk
+            loss = chunked_cross_entropy_cost(
+                tokens, vocabulary, chunk, trained=trained, logit_cap=cap, state=model.state
+            )
+        else:
+            loss = cross_entropy_cost(tokens, vocabulary, logit_cap=cap, state=model.state)
+    return StageCost(stage.number, blocks, beside, frozenset(reached), loss)
+
+
+def _of_module(work: Work, model: nn.Module, loss: Cost | None) -> StageCost:
+    """Of a module that is not the zoo's: what its stage costs as a whole."""
+    layout = work.layout
+    if layout.virtual_stages > 1:
+        expected = "1 for a module of your own, whose stages cannot be told apart"
+        raise BadInput("plan", "virtual_stages", expected=expected, found=layout.virtual_stages)
+    (number,) = layout.stages_of(work.at.pipeline)
+    last = number == layout.stages - 1
+    if last and loss is None:
+        raise BadInput(
+            "plan", "loss", expected="a Cost: what your loss keeps and sends", found="none",
+            todo="cross_entropy_cost(work.tokens, vocabulary, state=work.state) is that of ours",
+        )  # fmt: skip
+    return StageCost(number, {}, cost_of(model, work.tokens), frozenset(), loss if last else None)
+
+
+def _is_trained(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
