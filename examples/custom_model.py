@@ -1,6 +1,7 @@
 """The model of ``plain_model.py`` made tensor-, sequence- and pipeline-parallel, proven, trained and saved.
 
     python examples/custom_model.py prove
+    python examples/custom_model.py dry-run --tensor 2 --data 4 --zero 3
     torchrun --nproc-per-node 4 examples/custom_model.py train --tensor 2 --pipeline 2 --out run
     torchrun --nproc-per-node 2 examples/custom_model.py train --data 2 --zero 3 --out run --steps 60
     trilith reshard run cut --tensor 2
@@ -21,19 +22,24 @@ from torch.nn import functional as F
 from trilith.checkpoints import load_module, save_module
 from trilith.layers import (
     ColumnParallelLinear,
+    Cost,
     LayerNorm,
     RowParallelLinear,
     Stage,
+    Tokens,
     VocabParallelEmbedding,
     VocabParallelHead,
+    cross_entropy_cost,
     merge_heads,
     split_heads,
     split_to_tensor,
+    sum_costs,
     valid_tokens,
     vocab_parallel_cross_entropy,
 )
 from trilith.models import Rename
 from trilith.parallel_state import Layout, ParallelState, clip_gradients, initialize
+from trilith.planner import MemoryPlan, Work, plan_memory, step_traffic
 from trilith.training import ModuleStep, Precision, make_adamw, own_samples, shard_over_data
 
 VOCAB, FEATURES = 61, 6
@@ -58,6 +64,13 @@ class Recurrence(nn.Module):
         out: Tensor = self.out(torch.stack(states, 1) * F.silu(gate))
         return out
 
+    def cost(self, tokens: Tokens) -> Cost:
+        """Both products', and what the loop keeps of each channel: three gates, what is left of the second,
+        the value, the states and the row of them.
+        """
+        channels = self.enter.parts[0].here
+        return sum_costs(self.children(), tokens) + Cost(kept=tokens.bytes(7 * channels))
+
 
 class CrossAttention(nn.Module):
     """Let each token attend to the whole memory. ``unit``: each rank holds whole heads."""
@@ -73,6 +86,15 @@ class CrossAttention(nn.Module):
         q, k, v = (split_heads(t, self.head_dim) for t in (self.q(x), *self.kv(memory)))
         out: Tensor = self.out(merge_heads(F.scaled_dot_product_attention(q, k, v)))
         return out
+
+    def cost(self, tokens: Tokens) -> Cost:
+        """The products', and queries, keys, values and a logsumexp a head, of as many frames as tokens."""
+        width = self.q.parts[0].here
+        sums = tokens.count * width // self.head_dim * tokens.inner
+        scores = 4.0 * self.q.in_features * tokens.count * tokens.length
+        return sum_costs(self.children(), tokens) + Cost(
+            kept=tokens.bytes(3 * width) + sums, attention=scores
+        )
 
 
 class Block(nn.Module):
@@ -94,6 +116,10 @@ class Block(nn.Module):
             x = x + self.cross(self.cross_norm(x), memory)
         x = x + self.down(F.gelu(self.up(self.up_norm(x))))
         return x
+
+    def cost(self, tokens: Tokens) -> Cost:
+        """The children's, and the input of the activation."""
+        return sum_costs(self.children(), tokens) + Cost(kept=tokens.bytes(self.up.parts[0].here))
 
 
 class Transcriber(nn.Module):
@@ -163,6 +189,9 @@ class Transcriber(nn.Module):
         assert memory is not None
         return memory if x is None else (memory, x)
 
+    def cost(self, tokens: Tokens) -> Cost:
+        return sum_costs(self.children(), tokens)
+
 
 def loss(
     logits: Tensor, samples: Mapping[str, Tensor], *, state: ParallelState | None = None
@@ -224,6 +253,21 @@ def train(layout: Layout, out: Path | None, steps: int, *, seed: int = 0) -> lis
     return losses
 
 
+def dry_run(layout: Layout, rank: int = 0) -> MemoryPlan:
+    """The bytes that a rank will need, of a model that takes no memory and starts nothing."""
+    state = ParallelState.stand_in(layout, rank)
+    with torch.device("meta"):
+        model = Transcriber(state=state)
+    work = Work(
+        state, hidden=32, sequence_length=8, micro_batch=1, micro_batches=8 // layout.data, fused=False
+    )
+    loss_cost = cross_entropy_cost(work.tokens, VOCAB, state=state)
+    plan = plan_memory(work, model, loss=loss_cost)
+    sent = sum(one.wire for one in step_traffic(work, model, loss=loss_cost))
+    print(f"{layout}: rank {rank} needs {plan.total:,} bytes and puts {sent:,} on the wire in a step")
+    return plan
+
+
 def prove() -> None:
     """That the model is one model in these layouts; otherwise the first module that differs is named."""
     from trilith.testing import assert_layout_invariant
@@ -239,7 +283,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["prove", "train"])
+    parser.add_argument("what", choices=["prove", "train", "dry-run"])
     for axis in ("tensor", "pipeline", "data"):
         parser.add_argument(f"--{axis}", type=int, default=1)
     parser.add_argument("--zero", type=int, default=0, help="0 to 3")
@@ -256,6 +300,9 @@ def main() -> None:
         zero=given.zero,
         sequence=given.sequence,
     )
+    if given.what == "dry-run":
+        dry_run(layout)
+        return None
     losses = train(layout, given.out, given.steps)
     if losses and torch.distributed.get_rank() == 0:
         print(f"{layout}: loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps")

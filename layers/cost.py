@@ -20,7 +20,7 @@ from ..parallel_state import BadInput, ParallelState
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The tokens of one micro-batch on one rank, and how their numbers are held.
+    """Describe the tokens of one micro-batch on one rank, and how their numbers are held.
 
     ``rows`` of ``length`` tokens: this rank's piece over the context axis, whole over the tensor axis.
     ``hidden``: numbers of a token between the blocks. ``compute``: bytes of a number. ``fused``: whether
@@ -41,12 +41,12 @@ class Tokens:
 
     @property
     def inner(self) -> int:
-        """Bytes of a number where layers compute in at least fp32."""
+        """Return the bytes of a number where layers compute in at least fp32."""
         return max(self.compute, 4)
 
     @property
     def mask(self) -> int:
-        """Bytes of a number's mask in dropout."""
+        """Return the bytes of a number's mask in dropout."""
         return 1 if self.fused else self.compute
 
     def bytes(self, width: float) -> float:
@@ -64,7 +64,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """``count`` collectives of one ``kind`` over an ``axis``; ``bytes``: what a rank gives to all of them.
+    """Count collectives of one ``kind`` over an ``axis``; ``bytes``: what a rank gives to all of them.
 
     ``again``: whether a block that is computed again in its backward launches them again: never, under full
     checkpointing alone (sums, which selective checkpointing keeps), or always. ``what`` is sent, where it is
@@ -82,7 +82,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The cost of a module for some tokens; costs add up.
+    """Hold the cost of a module for some tokens; costs add up.
 
     ``kept``: bytes from the forward until the backward. ``selective``: bytes that selective checkpointing
     keeps in their place (products, attention, sums over the ranks); ``both``: bytes that are kept either way.
@@ -120,7 +120,7 @@ class Cost:
 
 
 class UnknownCost(BadInput):
-    """A module that does not say what it costs."""
+    """Refuse a module that does not say what it costs."""
 
     def __init__(self, module: nn.Module, name: str = "") -> None:
         kind = type(module).__name__

@@ -82,13 +82,13 @@ class VocabParallelEmbedding(DeclaredModule):
         return F.linear(enter_tensor(x, self.state), local(self.weight))
 
     def cost(self, tokens: Tokens) -> Cost:
-        """Of looking tokens up; numbers are read and, backwards, added."""
+        """Return the cost of looking tokens up; numbers are read and, backwards, added."""
         sends = leave_sends(tokens, self.embedding_dim, self.state)
         named = tuple(replace(send, what="embedding") for send in sends)
         return Cost(sends=named, other=2.0 * tokens.count * self.embedding_dim)
 
     def project_cost(self, tokens: Tokens) -> Cost:
-        """Of ``project``."""
+        """Return the cost of ``project``."""
         return _logits_cost(self, tokens)
 
     def extra_repr(self) -> str:

@@ -40,7 +40,7 @@ class Adapter(Protocol):
 
     @property
     def keeps_input(self) -> bool:
-        """Whether its backward needs the linear's input as it is."""
+        """Return whether its backward needs the linear's input as it is."""
 
     def __call__(self, x: Tensor) -> list[tuple[int, Tensor]]:
         """From the linear's input, between its collectives, make what is added to its outputs, by number."""
@@ -121,23 +121,23 @@ class ColumnParallelLinear(DeclaredModule):
 
     @property
     def keeps_input(self) -> bool:
-        """Whether backward needs the input: a product whose weight is frozen does not."""
+        """Return whether backward needs the input: a product whose weight is frozen does not."""
         trained = any(cast(Tensor, part.holder.weight).requires_grad for part in self.parts)
         return trained or any(adapter.keeps_input for adapter in self.adapters)
 
     def cost(self, tokens: Tokens) -> Cost:
-        state, here = self.state, sum(part.here for part in self.parts)
+        here = sum(part.here for part in self.parts)
         found = Cost(
             kept=tokens.bytes(self.in_features) if self.keeps_input else 0.0,
             outputs=tokens.bytes(here),
-            sends=enter_sends(tokens, self.in_features, state),
+            sends=enter_sends(tokens, self.in_features, self.state),
         )
         for part in self.parts:
             trained = cast(Tensor, part.holder.weight).requires_grad
             found += matrix(tokens, self.in_features * part.features, trained=trained)
         for adapter in self.adapters:
             found += adapter.cost(tokens)
-        if self.gather_output and state.tensor_size > 1:
+        if self.gather_output and self.state.tensor_size > 1:
             found += Cost(sends=(Send("tensor", "all_gather", tokens.bytes(here), again="always"),))
         return found
 
@@ -265,12 +265,11 @@ class RowParallelLinear(DeclaredModule):
 
     @property
     def keeps_input(self) -> bool:
-        """Whether backward needs the input: a product whose weight is frozen does not."""
+        """Return whether backward needs the input: a product whose weight is frozen does not."""
         return self.weight.requires_grad or any(adapter.keeps_input for adapter in self.adapters)
 
     def cost(self, tokens: Tokens) -> Cost:
-        state, width = self.state, self._width
-        made = tokens.bytes(self.out_features)
+        state, width, made = self.state, self._width, tokens.bytes(self.out_features)
         # Selective checkpointing keeps a product that starts from the hidden width, and a sum over the ranks.
         again = made if width == tokens.hidden else 0.0
         if state.tensor_size > 1:
@@ -281,8 +280,7 @@ class RowParallelLinear(DeclaredModule):
             outputs=made,
             sends=leave_sends(tokens, self.out_features, state),
         )
-        numbers = self.in_features * self.out_features
-        found += matrix(tokens, numbers, trained=self.weight.requires_grad)
+        found += matrix(tokens, self.in_features * self.out_features, trained=self.weight.requires_grad)
         for adapter in self.adapters:
             found += adapter.cost(tokens)
         if self.scatter_input and state.tensor_size > 1:

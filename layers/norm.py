@@ -55,7 +55,7 @@ class RMSNorm(DeclaredModule):
         return F.rms_norm(x.to(inner), (self.dim,), self.offset + weight.to(inner), self.eps).to(x.dtype)
 
     def cost(self, tokens: Tokens) -> Cost:
-        """Of tokens as they are between the blocks; of ``heads``, of all of them."""
+        """Return the cost for tokens as they are between the blocks; for ``heads``, for all of them."""
         here = tokens if self.heads else tokens.between_blocks(self.state)
         trained, wide = self.weight.requires_grad, bool(self.offset)
         factor = Cost(kept=self.dim * tokens.inner if wide else 0.0)  # offset + weight

@@ -97,7 +97,7 @@ class RotaryEmbedding(nn.Module):
         return Rope(angles.cos().to(dtype), angles.sin().to(dtype))
 
     def cost(self, tokens: Tokens) -> Cost:
-        """Cosines and sines, which all blocks and rows share."""
+        """Count the cosines and sines, which all blocks and rows share."""
         return Cost(kept=2 * tokens.length * self.head_dim * tokens.compute)
 
     def extra_repr(self) -> str:

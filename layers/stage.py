@@ -89,8 +89,8 @@ def split_blocks(num_layers: int, stages: int, split: Sequence[int] | None = Non
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """The members, with parameters, of every ``ModuleList``, ``ModuleDict`` or ``Sequential`` of a model that
-    is in no other; none where there is no such list.
+    """List the members, with parameters, of every ``ModuleList``, ``ModuleDict`` or ``Sequential`` of a model
+    that is in no other; none where there is no such list.
     """
     found = []
     for child in model.children():

@@ -123,3 +123,11 @@ def test_the_rules_names_exist(page: ModuleType) -> None:
     )
     assert shown - known <= {"assert_layout_invariant", "load_module", "Model", "Precision"}
     initialize(page.Model(), 0)
+
+
+def test_it_is_planned_for_any_number_of_ranks(page: ModuleType) -> None:
+    layout = Layout.of(tensor=2, data=4, zero=3)
+    memory, sent = page.dry_run(layout, rank=3)
+    alone, _ = page.dry_run(Layout())
+    assert 0 < memory.total < alone.total
+    assert {one.axis for one in sent} == {"tensor", "data", "all"}

@@ -87,9 +87,7 @@ class Attention(nn.Module):
         return out
 
     def cost(self, tokens: Tokens) -> Cost:
-        """The projections', the norms', the queries, keys, values and output that attention keeps, and what
-        it sends over context ranks.
-        """
+        """Add up projections, norms, and attention's own: what it keeps and sends over context ranks."""
         query, key_value = (part.here for part in self.qkv.parts[:2])
         heads, key_heads = query // self.head_dim, key_value // self.head_dim
         found = cost_of(self.qkv, tokens)

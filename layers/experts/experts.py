@@ -73,7 +73,7 @@ class Experts(DeclaredModule):
         return grouped_mm(up_MF, local(self.down), counts)
 
     def cost(self, tokens: Tokens) -> Cost:
-        """Of rows at this rank's experts, as many as its own tokens make where experts are evenly used."""
+        """Return the cost of the rows here: evenly used experts have as many as this rank's tokens make."""
         _, width, hidden = local(self.up).shape
         products = 2 if self.gated else 1
         trained = self.up.requires_grad

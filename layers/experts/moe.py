@@ -59,8 +59,8 @@ class MoE(nn.Module):
         return y_BSD if self.shared is None else y_BSD + self.shared(x_BSD)
 
     def cost(self, tokens: Tokens) -> Cost:
-        """The router's, the experts', and rows' way there and back. What ranks of experts exchange depends on
-        the tokens and is not counted.
+        """Add up the router, the experts, and the way of rows there and back. What ranks of experts exchange
+        depends on the tokens and is not counted.
         """
         hidden, top_k = tokens.hidden, self.router.top_k
         places = 4 * 8 * top_k  # int64: the experts, their order, and back

@@ -151,7 +151,7 @@ class TopKRouter(DeclaredModule):
         return _inject(weights_BSK, loss, counts_BE.sum(0), losses, self.tally)
 
     def cost(self, tokens: Tokens) -> Cost:
-        """Its input, scores and their sums are in at least fp32."""
+        """Return the cost; the input, the scores and their sums are in at least fp32."""
         width, trained = self.weight.shape[1], self.weight.requires_grad
         numbers = width + 2 * self.num_experts + self.top_k + 2
         product = self.num_experts * tokens.count * tokens.inner if width == tokens.hidden else 0.0

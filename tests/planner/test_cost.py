@@ -1,0 +1,131 @@
+"""What modules say that they cost: torch's own, a user's, and a refusal of those that say nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from trilith.layers import Cost, Tokens, cost_of, cross_entropy_cost, sum_costs
+from trilith.models import family_of
+from trilith.parallel_state import BadInput, Layout, ParallelState
+from trilith.planner import Work, model_cost, plan_memory, rank_parameters, step_traffic
+from trilith.testing.tiny_models import MODELS
+
+
+def example() -> Any:
+    path = Path(__file__).parents[2] / "examples" / "custom_model.py"
+    spec = importlib.util.spec_from_file_location("custom_model_to_plan", path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def saved(model: nn.Module, forward: Any) -> int:
+    """Bytes that autograd saves in ``forward``, without parameters, ids and inputs of both."""
+    weights = {one.untyped_storage().data_ptr() for one in model.parameters()}
+    found: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights and tensor.is_floating_point():
+            found[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        forward()
+    return sum(found.values())
+
+
+def test_torch_s_own_modules_cost_what_autograd_saves() -> None:
+    model = nn.Sequential(
+        nn.LayerNorm(16), nn.Linear(16, 48), nn.GELU(), nn.Linear(48, 16), nn.Dropout(0.1), nn.RMSNorm(16)
+    )
+    x = torch.randn(2, 8, 16, requires_grad=True)
+    found = saved(model, lambda: model(x))
+    cost = cost_of(model, Tokens(2, 8, 16, fused=False))
+    assert 0.98 < found / cost.kept <= 1
+    assert cost.matrices == 2 * 16 * 2 * 16 * 48
+    model[1].weight.requires_grad_(False)
+    frozen = cost_of(model, Tokens(2, 8, 16, fused=False))
+    assert cost.kept - frozen.kept == 2 * 8 * 16 * 4
+    assert frozen.trained == cost.trained / 2
+
+
+def test_a_module_that_says_nothing_is_refused_by_its_name() -> None:
+    class Mystery(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).sin()
+
+    config = MODELS["llama"]
+    family = family_of(config)
+    made = family.from_hf(config)
+    model = family.build(made)
+    model.layers["0"].mlp = Mystery(2, 2)
+    work = Work(ParallelState.alone(), made.hidden_size, 8, 1, 1)
+    said = r"layers\.0\.mlp \(Mystery\): cost: expected a method cost\(tokens\).*sum_costs"
+    for ask in (plan_memory, step_traffic):
+        with pytest.raises(BadInput, match=said):
+            ask(work, model)
+    with pytest.raises(BadInput, match="LSTM: cost"):
+        cost_of(nn.LSTM(2, 2), work.tokens)
+    with pytest.raises(BadInput, match="plan: loss: expected a Cost"):
+        plan_memory(work, nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_family_has_a_plan_that_grows_with_its_tokens(name: str) -> None:
+    family = family_of(MODELS[name])
+    config = family.from_hf(MODELS[name])
+    costs = [model_cost(family.on_meta(config), Tokens(rows, 8, config.hidden_size)) for rows in (1, 2)]
+    assert 0 < costs[0].kept < costs[1].kept < 2.001 * costs[0].kept
+    assert costs[1].matrices == 2 * costs[0].matrices > 0
+
+
+def test_a_module_of_ones_own_keeps_what_its_plan_says() -> None:
+    custom = example()
+    model, batch = custom.Transcriber(), custom.batch(0, samples=2)
+    found = saved(model, lambda: model(source=batch["source"], tokens=batch["tokens"]))
+    planned = model.cost(Tokens(2, 8, 32, fused=False)).kept
+    assert 0.98 < found / planned <= 1
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(), Layout(tensor=2, sequence=True), Layout(pipeline=2), Layout.of(tensor=2, data=4, zero=3)],
+    ids=str,
+)
+def test_a_module_of_ones_own_has_a_dry_run_in_any_layout(layout: Layout) -> None:
+    custom = example()
+    plan, alone = custom.dry_run(layout), custom.dry_run(Layout())
+    state = ParallelState.stand_in(layout)
+    with torch.device("meta"):
+        held = rank_parameters(custom.Transcriber(state=state), state)
+    assert plan.moments == 2 * 4 * held.trained_stored
+    assert plan.total > 0 and (layout.world == 1 or plan.total < alone.total)
+
+
+def test_a_module_of_ones_own_sends_what_its_layers_say() -> None:
+    """Recurrence and feed-forward: two products in, two out, in each of four blocks; two cross attentions."""
+    custom = example()
+    state = ParallelState.stand_in(Layout(tensor=2))
+    with torch.device("meta"):
+        model = custom.Transcriber(state=state)
+    work = Work(state, 32, 8, 1, 1)
+    loss = cross_entropy_cost(work.tokens, custom.VOCAB, state=state)
+    sent = step_traffic(work, model, loss=loss)
+    forward = sum(one.count for one in sent if one.what == "forward")
+    assert forward == 4 * 2 + 2  # sums of row-parallel products
+    assert sum(one.count for one in sent if one.what == "backward") == 4 * 2 + 2 * 2  # q and k, v apart
+    assert {one.what for one in sent} >= {"embedding", "output layer", "loss"}
+
+
+def test_costs_add_up_and_the_most_of_what_is_needed_for_a_moment_counts() -> None:
+    one, other = Cost(kept=1, working=5), Cost(kept=2, working=3)
+    assert one + other == Cost(kept=3, working=5)
+    assert sum_costs([nn.Identity(), nn.ReLU()], Tokens(1, 2, 3)) == Cost(kept=24)
