@@ -296,8 +296,7 @@ class CheckpointSection(Section):
     keep: int = Field(default=2, ge=1, description="number of complete checkpoints to keep")
     background: bool = Field(
         default=False,
-        description="go on while a copy of data type of the weights and of the optimizer's moments is "
-        "written; needs room for the copy",
+        description="continue while a copy of weights and moments is written; needs memory for the copy",
     )
     timeout: Wait = Field(
         default=FILES_TIMEOUT.total_seconds(),

@@ -72,7 +72,7 @@ class Choice:
             key: getattr(self, key) for key in ("tensor", "pipeline", "data", "context")
         }
         section |= {"data_replicate": self.replicas, "expert": self.expert, "zero": self.zero}
-        section |= {"sequence": self.sequence, "context_attention": "ring" if self.ring else "all-gather"}
+        section |= {"sequence": self.sequence, "ring": self.ring}
         if self.pipeline > 1:
             section["schedule"] = self.schedule
         if self.split:
