@@ -30,7 +30,7 @@ from .parameters import DeclaredModule, declare_parameter, initialize, local, st
 from .state import BACKENDS, FILES_TIMEOUT, TIMEOUT, ParallelState, alone_or
 from .together import rank_at_fault, together
 from .torchrun import Launched, launched
-from .trained import NotTrained, refuse_untrained, signs_of_training
+from .trained import NotTrained, has_gradients, refuse_untrained, signs_of_training
 from .user_parameters import declare
 
 __all__ = [
@@ -74,6 +74,7 @@ __all__ = [
     "from_os_error",
     "from_validation",
     "gradient_norm",
+    "has_gradients",
     "holdings",
     "initialize",
     "last_not_finite",

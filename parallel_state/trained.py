@@ -40,6 +40,12 @@ def signs_of_training(model: nn.Module, *, unused: str | None = None) -> Tensor:
     return torch.cat([counts.to(largest.device), largest])
 
 
+def has_gradients(model: nn.Module) -> bool:
+    """Whether any parameter of this rank has a gradient that is not zero."""
+    found = [one.grad for one in model.parameters() if one.grad is not None]
+    return any(bool(local_data(grad).any()) for grad in found)
+
+
 def refuse_untrained(
     model: nn.Module,
     loss: float,

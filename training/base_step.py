@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -41,6 +42,14 @@ class Step:
         unused: str | None = None,
         reduce: torch.dtype | None = None,
     ) -> None:
+        if type(micro_batch) is not int or micro_batch < 1:
+            expected = "a whole number of 1 or more"
+            raise BadInput("step", "micro_batch", expected=expected, found=repr(micro_batch))
+        try:
+            re.compile(unused or "")
+        except re.error as error:
+            expected, found = "a pattern over names of parameters", f"{unused!r}: {error}"
+            raise BadInput("step", "unused", expected=expected, found=found) from None
         self._whole, self.state, self.micro_batch = model, state, micro_batch
         self.unused, self.reduce = unused, reduce
         if state.layout.world > 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -37,23 +37,51 @@ def is_mean(loss: Callable[..., Any], given: Any, part: Mapping[str, Tensor]) ->
     """Tell whether the loss returns a mean beside a count: the same for a sample as for that sample twice.
 
     A sum is then twice as large, whatever the loss is. ``None`` where it cannot be told: nothing counts in
-    the first sample, the loss is zero, its count does not grow with the samples, or the model gives no tensor
-    with the samples on dim 0.
+    the first sample, the loss is zero, its count does not grow with the samples, or the model gives
+    anything but tensors with the samples on dim 0, in tuples or dicts.
     """
-    size = len(next(iter(part.values())))
-    if not isinstance(given, Tensor) or not given.ndim or len(given) != size:
+    tensors, size = [*_tensors(given)], len(next(iter(part.values())))
+    if not tensors or any(not isinstance(one, Tensor) or not one.ndim or len(one) != size for one in tensors):
         return None
-    devices = [given.device] if given.device.type == "cuda" else []
+    devices = [tensors[0].device] if tensors[0].device.type == "cuda" else []
     found = []
     for times in (1, 2):
         with torch.no_grad(), torch.random.fork_rng(devices=devices):  # a loss may draw numbers
             pieces = {name: torch.cat([one[:1]] * times) for name, one in part.items()}
-            total, count = sum_and_count(loss(torch.cat([given.detach()[:1]] * times), pieces))
+            total, count = sum_and_count(loss(_first_sample(given, times), pieces))
             found.append((float(total), float(count)))
     (one, few), (two, many) = found
     if one == 0 or few == 0 or many != 2 * few:
         return None
     return abs(two - one) <= 1e-3 * abs(one)
+
+
+def _tensors(given: Any) -> Iterator[Any]:
+    inner = given.values() if isinstance(given, dict) else given if isinstance(given, tuple | list) else None
+    if inner is None:
+        yield given
+    else:
+        for one in inner:
+            yield from _tensors(one)
+
+
+def _first_sample(given: Any, times: int) -> Any:
+    """The same nest of tuples and dicts, with the first sample of each tensor, so many times."""
+    if isinstance(given, dict):
+        return {key: _first_sample(one, times) for key, one in given.items()}
+    if isinstance(given, tuple) and hasattr(given, "_fields"):
+        return type(given)(*(_first_sample(one, times) for one in given))
+    if isinstance(given, tuple | list):
+        return type(given)(_first_sample(one, times) for one in given)
+    return torch.cat([given.detach()[:1]] * times)
+
+
+def refuse_stale() -> None:
+    """Refuse gradients that an earlier step left; every rank does so."""
+    raise BadInput(
+        "step", "gradients", expected="none, or zeros, before a step", found="those of an earlier step",
+        todo="Call optimizer.zero_grad() after each update; a step takes all samples of one at once",
+    )  # fmt: skip
 
 
 def refuse_mean() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -12,14 +13,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..layers import routers
-from ..parallel_state import BadInput, ParallelState, alone_or, divide_gradients
+from ..parallel_state import (
+    BadInput,
+    ParallelState,
+    alone_or,
+    divide_gradients,
+    has_gradients,
+)
 from ..parallel_state.engine import fsdp_modules
 from ..pipeline import check_schedule, schedule_kind
 from ..pipeline.runner import Pipeline
 from ..pipeline.user_stages import ModuleStages, parts_of
 from .base_step import Step
 from .evaluation import evaluating
-from .loss_contract import is_mean, refuse_mean, sum_and_count
+from .loss_contract import is_mean, refuse_mean, refuse_stale, sum_and_count
 
 #: Tensors by name, each with the samples on dim 0.
 Samples = Mapping[str, Tensor]
@@ -87,7 +94,10 @@ class ModuleStep(Step):
         parts_of(model, self.state)
 
     def __call__(self, samples: Samples) -> Tensor:
-        """``samples``: those of this data rank (``own_samples``). Returns the mean, alike on every rank."""
+        """``samples``: those of this data rank (``own_samples``). Returns the mean, alike on every rank.
+
+        Gradients that an earlier step left are refused; zeros are not.
+        """
         self._agree(samples)
         parts, self._sums = self._cut(samples), []
         if self.state.layout.pipeline > 1:
@@ -107,15 +117,18 @@ class ModuleStep(Step):
         count = count_samples(samples)
         shapes = {name: one.shape for name, one in samples.items()}
         changed, self._shapes = shapes != self._shapes, shapes
+        stale = has_gradients(self.model)
         if self.state.layout.world > 1:
-            said = torch.tensor([changed, count, -count])
+            said = torch.tensor([changed, count, -count, stale])
             dist.all_reduce(said, op=dist.ReduceOp.MAX)
-            changed, most, least = bool(said[0]), int(said[1]), -int(said[2])
+            changed, most, least, stale = bool(said[0]), int(said[1]), -int(said[2]), bool(said[3])
             if most != least:
                 raise BadInput(
                     "batch", "samples", expected="as many on each data rank", found=f"from {least} to {most}",
                     todo="own_samples cuts a whole batch into equal pieces",
                 )  # fmt: skip
+        if stale:
+            refuse_stale()
         if changed:
             self._schedule = None
 
@@ -134,7 +147,7 @@ class ModuleStep(Step):
                 keywords = self._keywords(part)
                 output = self.model(**keywords) if stages is None else stages.forward_only(keywords)
                 if stages is None or self._has_last_stage:
-                    self._sums.append(sum_and_count(self.loss(output, part)))
+                    self._loss(output, part)
         for module in fsdp_modules(self.model):  # no backward comes that would drop the gathered weights
             module.reshard()
         total, count, _ = self._totals()
@@ -198,6 +211,9 @@ class ModuleStep(Step):
         total, count, means = sums
         if bool(means):
             refuse_mean()
+        if not math.isfinite(counted := float(count)) or counted < 0:
+            found = f"{counted:g} in all"
+            raise BadInput("step", "loss", expected="counts that are finite and not below 0", found=found)
         return total, torch.where(count == 0, 1.0, count), signs
 
 
@@ -227,7 +243,9 @@ def count_samples(samples: Samples) -> int:
         raise BadInput(
             "batch", expected="tensors with the same number of samples on dim 0", found=counts or "none"
         )
-    return next(iter(counts.values()))
+    if not (count := next(iter(counts.values()))):
+        raise BadInput("batch", "samples", expected="at least one", found=count)
+    return count
 
 
 def named_by(model: nn.Module) -> Callable[[str], bool]:

@@ -140,6 +140,7 @@ def steps_of_shapes(lengths: list[tuple[int, int]], samples: tuple[int, int]) ->
     for both in lengths:
         length, count = both[state.data_index], samples[state.data_index]
         tokens = torch.arange(count * length).view(count, length) % VOCAB
+        model.zero_grad()
         found.append(float(step({"tokens": tokens, "labels": (tokens + 1) % VOCAB})))
     return found
 
