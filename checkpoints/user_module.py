@@ -18,6 +18,7 @@ from ..parallel_state import (
     ParallelState,
     alone_or,
     buffer_names,
+    check_state,
     declarations,
 )
 from ..parallel_state.together import together
@@ -51,6 +52,7 @@ def save_module(
     rank succeeds.
     """
     state = alone_or(state)
+    check_state(model, state, "save_module")
     contents = module_contents(model, optimizer, config=config, names=names, state=state)
     if optimizer is not None:
         begin_moments(model, optimizer)
@@ -140,6 +142,7 @@ def load_module(
     or ``BadInput``, the same on every rank, for a checkpoint of another module, naming the first parameter.
     """
     state = alone_or(state)
+    check_state(model, state, "load_module")
     stages, path = gather_stages(model, state), newest_in(path, state)
 
     def load() -> Progress:

@@ -20,7 +20,7 @@ from .errors import (
     nearest_multiples,
 )
 from .fault_injection import fault
-from .foreign import mark_shared, refuse_foreign
+from .foreign import check_state, mark_shared, refuse_foreign
 from .gradients import clip_gradients, divide_gradients, finalize_gradients, gradient_norm, last_not_finite
 from .holdings import Holding, holdings, parts
 from .initial_weights import Constant, Initial, Normal, Own, Uniform, seed_of
@@ -63,6 +63,7 @@ __all__ = [
     "buffer_names",
     "check_local_ranks",
     "check_workers",
+    "check_state",
     "clip_gradients",
     "declarations",
     "declare",

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from .errors import BadInput
+from .state import ParallelState
 
 _TODO = "Take shard_over_data(model, state, Precision()) instead: layout.zero=0 is DDP, 1 to 3 are ZeRO"
 
@@ -16,6 +18,32 @@ def mark_shared(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.__dict__["shared_over_data"] = True
+
+
+def check_state(model: nn.Module, state: ParallelState, where: str) -> None:
+    """Refuse a state that is not the one ``model`` was cut with, such as none where there are several ranks:
+    each rank would take its part for the whole. Also refuse what ``refuse_foreign`` does.
+    """
+    if state.layout.world > 1:
+        refuse_foreign(model, where)
+    for name, module in model.named_modules():
+        theirs = getattr(module, "state", None)
+        if isinstance(theirs, ParallelState) and theirs.layout.world > 1 and theirs.layout != state.layout:
+            _refuse_state(where, name, str(theirs.layout), state)
+    if state.layout.world == 1:
+        for name, one in model.named_parameters():
+            if isinstance(one, DTensor) and one.device_mesh.size() > 1:
+                _refuse_state(where, name, f"{one.device_mesh.size()} ranks", state)
+
+
+def _refuse_state(where: str, name: str, found: str, state: ParallelState) -> None:
+    raise BadInput(
+        where,
+        "state",
+        expected="the ParallelState that the model was cut with",
+        found=f"one of {state.layout}, and {name or 'the model'} is cut for {found}",
+        todo=f"Pass it: {where}(..., state=state)",
+    )
 
 
 def refuse_foreign(model: nn.Module, where: str) -> None:

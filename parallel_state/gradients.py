@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .declaration import Declaration, buffer_names, declarations
 from .engine import local_data
-from .foreign import refuse_foreign
+from .foreign import check_state
 from .state import ParallelState, alone_or
 
 
@@ -23,9 +23,10 @@ def finalize_gradients(
     tensor axis; a tied embedding is summed over the two ends of the pipeline. FSDP has already summed over
     the data axes. ``reduce``: the dtype to sum in; the default is that of the gradients.
     """
-    if state is None or state.layout.world == 1:
+    state = alone_or(state)
+    check_state(model, state, "finalize_gradients")
+    if state.layout.world == 1:
         return
-    refuse_foreign(model, "finalize_gradients")
     found = list(_gradients(model))
     if state.tensor_size > 1:
         partial = [grad for _, declaration, grad in found if "tensor" in declaration.partial]
@@ -52,8 +53,7 @@ def gradient_norm(model: nn.Module, *, state: ParallelState | None = None) -> Te
     ranks.
     """
     state = alone_or(state)
-    if state.layout.world > 1:
-        refuse_foreign(model, "gradient_norm")
+    check_state(model, state, "gradient_norm")
     squares = [
         torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32)) ** 2
         * int(declaration.owner(state.layout, state.at))

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import FSDPModule
 from ..parallel_state import (
     BadInput,
     ParallelState,
+    check_state,
     finalize_gradients,
-    refuse_foreign,
     refuse_untrained,
     signs_of_training,
 )
@@ -52,8 +52,7 @@ class Step:
             raise BadInput("step", "unused", expected=expected, found=found) from None
         self._whole, self.state, self.micro_batch = model, state, micro_batch
         self.unused, self.reduce = unused, reduce
-        if state.layout.world > 1:
-            refuse_foreign(model, "step")
+        check_state(model, state, "step")
         data = state.layout.data
         if data > 1 and not isinstance(model, FSDPModule):
             todo = "Call shard_over_data(model, state, Precision(...)) before"

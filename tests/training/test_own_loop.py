@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from trilith.checkpoints import load_model, restore_model, save_model
+from trilith.checkpoints import load_model, load_module, restore_model, save_model, save_module
 from trilith.cli.app import run
 from trilith.layers import (
     ColumnParallelLinear,
@@ -182,6 +182,33 @@ def test_torchs_own_wrappers_over_our_layers_are_refused_with_the_way_to_go(how:
         for line in said:
             assert "expected a module that shard_over_data shares" in line and "averages gradients" in line
             assert "shard_over_data(model, state, Precision())" in line
+
+
+def without_state(root: str, layout: Layout) -> list[str]:
+    """What each call says of a model of several ranks where ``state=`` was left out."""
+    state = ParallelState.start(layout)
+    model = shard_over_data(nn.Sequential(ColumnParallelLinear(4, 6, state=state)), state, Precision())
+    initialize(model, 1, state=state)
+    said = []
+    for use in (
+        lambda: finalize_gradients(model),
+        lambda: clip_gradients(model, 1.0),
+        lambda: ModuleStep(model, lambda y, samples: (y.sum(), len(y)), micro_batch=1),
+        lambda: save_module(root, model),
+        lambda: load_module(root, model),
+    ):
+        with pytest.raises(BadInput) as caught:
+            use()
+        said.append(str(caught.value))
+    return said
+
+
+@pytest.mark.parametrize("layout", [Layout(tensor=2), Layout.of(data=2, zero=3)], ids=str)
+def test_a_state_that_was_left_out_is_refused_by_all_that_takes_one(layout: Layout, tmp_path: Path) -> None:
+    for said in run_parallel(without_state, 2, str(tmp_path / "new"), layout):
+        for line in said:
+            assert "state: expected the ParallelState that the model was cut with" in line
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_inspect_does_not_count_a_routers_bias(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
