@@ -41,7 +41,7 @@ def signs_of_training(model: nn.Module, *, unused: str | None = None) -> Tensor:
 
 
 def has_gradients(model: nn.Module) -> bool:
-    """Whether any parameter of this rank has a gradient that is not zero."""
+    """Tell whether any parameter of this rank has a gradient that is not zero."""
     found = [one.grad for one in model.parameters() if one.grad is not None]
     return any(bool(local_data(grad).any()) for grad in found)
 
