@@ -39,7 +39,9 @@ from .step_shape import Work
 
 @dataclass(frozen=True)
 class Saved:
-    """Bytes of a block: ``kept`` until its backward, and ``recomputed`` (or made besides) during that."""
+    """Hold the bytes of a block: ``kept`` until its backward, and ``recomputed`` (or made besides) during
+    it.
+    """
 
     kept: float
     recomputed: float
@@ -52,7 +54,7 @@ def saved_in_block(work: Work, cost: Cost, number: int) -> Saved:
 
 
 def saved_under(mode: Checkpointing, cost: Cost, work: Work) -> Saved:
-    """Return what a block keeps and recomputes under this mode. A block that forgets keeps its input."""
+    """Return what a block keeps and recomputes in this mode; a recomputed block keeps its input."""
     given = work.tokens.between_blocks(work.state).bytes(work.hidden)
     if mode == "none":
         return Saved(cost.kept, cost.working)

@@ -38,9 +38,10 @@ from .step_shape import Work
 
 @dataclass(frozen=True)
 class Traffic:
-    """``count`` collectives of a ``kind`` over ``ranks`` ranks; ``bytes``: what a rank gives to all of them.
+    """State ``count`` collectives of a ``kind`` over ``ranks`` ranks; ``bytes``: what a rank gives to all of
+    them.
 
-    ``axis``: tensor, context, data (ranks that shards lie on), replicas (of shards), pipeline, ends, or all.
+    ``axis``: tensor, context, data (ranks that hold shards), replicas (of shards), pipeline, ends, or all.
     """
 
     axis: str
@@ -52,7 +53,7 @@ class Traffic:
 
     @property
     def wire(self) -> int:
-        """Bytes that a rank puts on the wire where rings are used."""
+        """Return the bytes that a rank puts on the wire with ring collectives."""
         others, whole = self.ranks - 1, self.bytes
         rings = {"all_reduce": 2 * others * whole / self.ranks, "all_gather": others * whole}
         rings |= {"reduce_scatter": others * whole / self.ranks, "send": whole, "exchange": whole}
@@ -78,10 +79,11 @@ def block_traffic(work: Work, cost: Cost, *, again: bool = False) -> list[Traffi
 
 
 def step_traffic(work: Work, model: nn.Module, *, loss: Cost | None = None) -> list[Traffic]:
-    """A step of the rank of ``work``, whose stage ``model`` is, up to its clipped gradients.
+    """Return the collectives in a step of the rank of ``work``, whose stage is ``model``, up to clipped
+    gradients.
 
-    Gradients of parameters that require none are not summed; activations are counted as if all were trained.
-    What routers and experts exchange depends on the tokens and is not counted. ``loss``: as for
+    Gradients of frozen parameters are not summed; activations are counted as if all parameters were trained.
+    The traffic of routers and experts depends on the tokens and is not counted. ``loss``: as for
     ``plan_memory``. Raises ``BadInput`` for a module that does not say what it sends.
     """
     found: list[Traffic] = []

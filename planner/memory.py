@@ -22,12 +22,12 @@ from .step_shape import Work
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes on the device by kind. ``logits`` and ``block`` are two moments, of which the worse one counts.
+    """Hold the bytes on the device by kind. ``logits`` and ``block`` are two moments; the worse one counts.
 
     ``gathered``: weights that are whole beside the stored shards. ``activations``: kept for backward, of all
-    micro-batches in flight. ``logits``: in the last stage's loss. ``block``: while one block is in its
+    micro-batches in flight. ``logits``: in the loss of the last stage. ``block``: during one block's
     backward, what it computes again, its gradients, and what is gathered and summed over the data ranks.
-    ``pipeline``: torch's buffers for receiving. ``host``: what offload puts into the host's memory.
+    ``pipeline``: torch's receive buffers. ``host``: what offload puts into the host's memory.
     """
 
     weights: int = 0
@@ -42,7 +42,7 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        """On the device at the worst moment."""
+        """Return the bytes on the device at the worst moment."""
         lasting = self.weights + self.gathered + self.gradients + self.moments
         return lasting + self.activations + self.pipeline + max(self.logits, self.block)
 

@@ -13,7 +13,7 @@ from ..parallel_state import BUFFER_DTYPE, ParallelState, declarations
 
 @dataclass(frozen=True)
 class RankParameters:
-    """Numbers of elements. ``groups`` are what FSDP gathers at once: each block, and the rest (``""``)."""
+    """Count elements. ``groups``: what FSDP gathers at once, each block and the rest (``""``)."""
 
     #: Of this stage, by the tensor axis alone: what a rank computes with.
     stage: int

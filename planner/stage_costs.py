@@ -24,10 +24,10 @@ from .step_shape import Work
 
 @dataclass(frozen=True)
 class StageCost:
-    """The costs of one stage, for one micro-batch.
+    """Hold the costs of one stage for one micro-batch.
 
-    ``blocks`` may be computed again in backward, and have their global numbers; ``beside`` is all else.
-    ``reached``: the blocks that a backward comes to, which ends at the first trained parameter.
+    ``blocks`` may be recomputed in backward, and have their global numbers; ``beside`` is everything else.
+    ``reached``: the blocks that a backward comes to; it ends at the first trained parameter.
     """
 
     number: int

@@ -10,9 +10,9 @@ from ..parallel_state import Coordinates, Layout, ParallelState
 
 @dataclass(frozen=True)
 class Work:
-    """One step of one model on one rank, that of ``state``, which may be a stand-in.
+    """Describe one step of one model on the rank of ``state``, which may be a stand-in.
 
-    ``hidden``: numbers of a token between the blocks, and between two stages. Sizes of numbers are in bytes.
+    ``hidden``: numbers of a token between the blocks and between two stages. Sizes of numbers are in bytes.
     """
 
     state: ParallelState
@@ -42,11 +42,11 @@ class Work:
 
     @property
     def tokens(self) -> Tokens:
-        """Of a micro-batch: this rank's piece of each row over the context axis."""
+        """Return the tokens of a micro-batch: this rank's piece of each row over the context axis."""
         length = self.sequence_length // self.layout.context
         return Tokens(self.micro_batch, length, self.hidden, self.compute, self.fused)
 
     @property
     def between_stages(self) -> int:
-        """Bytes that a stage gives to the next one for a micro-batch."""
+        """Return the bytes that a stage gives to the next one for a micro-batch."""
         return int(self.tokens.between_blocks(self.state).bytes(self.hidden))

@@ -8,19 +8,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Change:
-    """Overrides of a recipe that belong together, such as ``memory.checkpointing=full``."""
+    """State overrides of a recipe that belong together, such as ``memory.checkpointing=full``."""
 
     overrides: tuple[str, ...]
 
     def replaces(self, other: Change) -> bool:
-        """Whether it says otherwise what the other one says."""
+        """Tell whether this change sets a key of the other change to another value."""
         keys = {text.partition("=")[0] for text in self.overrides}
         return any(text.partition("=")[0] in keys for text in other.overrides)
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A change, or several together, and the bytes that the heaviest rank then needs."""
+    """State a change, or several together, and the bytes that the heaviest rank then needs."""
 
     changes: tuple[Change, ...]
     total: int
@@ -33,10 +33,11 @@ class Fit:
 def changes_that_fit(
     changes: Sequence[Change], total: Callable[[Sequence[Change]], int | None], room: int, *, most: int = 3
 ) -> list[Fit]:
-    """The changes, cheapest first, that bring ``total`` down to ``room``: each alone, or else together.
+    """Return the changes, cheapest first, that bring ``total`` down to ``room``: each alone, or else several
+    together.
 
-    ``total`` gives the bytes under some changes, ``None`` where a recipe cannot have them. Where no change
-    suffices alone they are added up in order, leaving out those that do not help, until they do.
+    ``total`` gives the bytes under some changes, and ``None`` if a recipe cannot have them. If no single
+    change is enough, changes are added in order until they are, without those that do not help.
     """
     alone = [Fit((change,), size) for change in changes if (size := total([change])) is not None]
     enough = [fit for fit in alone if fit.total <= room]
