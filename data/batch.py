@@ -13,7 +13,7 @@ from ..parallel_state import BadInput, ParallelState
 
 
 class Batch(NamedTuple):
-    """Hold ``input_ids``, ``labels`` and ``positions``: int64 of shape (B, S) each; a step takes ``*batch``.
+    """Hold ``input_ids``, ``labels`` and ``positions``: int64 of shape (B, S) each, what a step takes.
 
     A label is the token that follows, so a loss shifts nothing; the label ``IGNORE`` does not count.
     ``positions`` are the only statement of where documents start: within a row they start again at 0 there,

@@ -140,7 +140,7 @@ def chunked_cross_entropy_cost(
     state: ParallelState | None = None,
 ) -> Cost:
     """Return the cost of ``chunked_cross_entropy``; ``trained``: whether the weight gets a gradient."""
-    state = state or ParallelState.alone()
+    state = alone_or(state)
     compute, inner = tokens.compute, tokens.inner
     cast = compute if compute < inner else 0
     bounds = 0 if logit_cap is None else 2 * inner  # the bounded logits, and the derivative of the bound
