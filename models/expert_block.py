@@ -10,6 +10,7 @@ from torch import nn
 
 from ..layers import Experts, MoE, TopKRouter
 from ..parallel_state import BadInput, Normal, ParallelState
+from .base.config import MOST_EXPERTS
 from .base.names import Rename, Rule, Stack
 from .llama import LlamaConfig
 
@@ -33,25 +34,25 @@ class ExpertsConfig(LlamaConfig):
             expected = f"at most {self.spelled('num_local_experts')}={self.num_local_experts}"
             raise BadInput(where, "num_experts_per_tok", expected=expected, found=self.num_experts_per_tok)
 
-    @property
-    def routed_experts(self) -> int:
-        return self.num_local_experts
-
-    @property
-    def experts_of_token(self) -> int:
-        return self.num_experts_per_tok
+    def _check_count(self, where: str) -> None:
+        """Refuse more blocks, or more experts in them, than could be listed."""
+        super()._check_count(where)
+        blocks, experts = self.num_hidden_layers, self.num_local_experts
+        if blocks * experts > MOST_EXPERTS:
+            expected = f"at most {MOST_EXPERTS} in all blocks together"
+            raise BadInput(where, "experts", expected=expected, found=f"{experts} in each of {blocks}")
 
     @property
     def balance_factor(self) -> float:
         """The factor of each router's balance loss, unless a recipe says another."""
-        return self.router_aux_loss_coef / self.routers if self.output_router_logits else 0.0
+        return self.router_aux_loss_coef / self.blocks_with_experts if self.output_router_logits else 0.0
 
     def has_experts(self, number: int) -> bool:
         """Tell whether block ``number`` has experts, or one net."""
         return True
 
     @property
-    def routers(self) -> int:
+    def blocks_with_experts(self) -> int:
         """Return how many blocks have experts."""
         return sum(map(self.has_experts, range(self.num_hidden_layers)))
 
@@ -67,7 +68,7 @@ class NarrowExpertsConfig(ExpertsConfig):
     @property
     def tensor_units(self) -> dict[str, int]:
         units = {**super().tensor_units, "moe_intermediate_size": self.moe_intermediate_size}
-        if self.routers == self.num_hidden_layers:  # no block has the one net that this would cut
+        if self.blocks_with_experts == self.num_hidden_layers:  # no block has the one net that this would cut
             del units["intermediate_size"]
         return units
 

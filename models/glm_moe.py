@@ -92,10 +92,6 @@ class Glm4MoeConfig(NarrowExpertsConfig):
         return 0.0
 
     @property
-    def biased_routers(self) -> bool:
-        return True
-
-    @property
     def further_blocks(self) -> int:
         return self.num_nextn_predict_layers
 

@@ -47,7 +47,7 @@ class Qwen3MoeConfig(NarrowExpertsConfig):
 
     def check(self, where: str) -> None:
         super().check(where)
-        if not self.routers:
+        if not self.blocks_with_experts:
             found = f"decoder_sparse_step={self.decoder_sparse_step} of {self.num_hidden_layers} blocks"
             raise BadInput(where, "mlp_only_layers", expected="a block with experts", found=found)
 

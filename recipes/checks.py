@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from ..models import Family, ModelConfig
+from ..layers import Attention, Dropout, routers
+from ..models import CausalLM, Family, ModelConfig
 from ..parallel_state import BadInput, Layout
 from ..pipeline import schedule_kind
 from .sections import (
@@ -49,11 +50,12 @@ def decay_steps(section: OptimizerSection, steps: int) -> int:
 
 def check_experts(section: ExpertsSection, family: Family, config: ModelConfig, *, adapters: bool) -> None:
     """Refuse what is said of experts, or of their routers' biases, for a model that has none."""
-    if not config.routers:
+    found = [router for _, router in routers(family.on_meta(config))]
+    if not found:
         raise BadInput("recipe", "experts", expected="a model with experts", found=family.model_type)
     if not section.bias_rate:
         return
-    if not config.biased_routers:
+    if not any(router.bias is not None for router in found):
         raise BadInput(
             "recipe",
             "experts.bias_rate",
@@ -150,12 +152,14 @@ def check_compile(
             raise BadInput(where, key, expected=f"{expected} with compile = true", found=found)
 
 
-def check_compiled_model(config: ModelConfig, layout: Layout, lora_dropout: float) -> None:
+def check_compiled_model(model: CausalLM, layout: Layout, lora_dropout: float) -> None:
     """Refuse to compile blocks whose shapes follow from the data, or whose tensor ranks draw apart."""
-    if config.routed_experts:
+    if any(routers(model)):
         expected, found = "false with experts, whose tokens are counted as they come", "true"
         raise BadInput("recipe", "compile", expected=expected, found=found)
-    rates = [getattr(config, name, 0.0) for name in ("attn_pdrop", "attention_dropout", "resid_pdrop")]
+    inside = [*model.layers.modules()]
+    rates = [one.p for one in inside if isinstance(one, Dropout)]
+    rates += [one.dropout for one in inside if isinstance(one, Attention)]
     if layout.tensor > 1 and any([*rates, lora_dropout]):
         raise BadInput(
             "recipe",

@@ -14,6 +14,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from trilith.checkpoints import convert
 from trilith.cli.app import run
+from trilith.layers import routers
 from trilith.recipes.recipe import parse_recipe
 from trilith.testing import run_parallel
 from trilith.testing.short_runs import TINY_LLAMA, TINY_MIXTRAL, run_recipe, tiny_recipe, write_tokens
@@ -109,5 +110,7 @@ def test_what_is_said_of_experts_runs(tmp_path: Path) -> None:
     (toml,) = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
     changes = {"model": {"config": TINY_MIXTRAL}, "data": {"global_batch": 16}} | tomllib.loads(toml)
     recipe = parse_recipe(tiny_recipe(tmp_path, tmp_path / "tokens", **changes))
-    assert plan(recipe).config.routed_experts % recipe.layout.expert == 0
+    planned = plan(recipe)
+    for _, router in routers(planned.family.on_meta(planned.config)):
+        assert router.num_experts % recipe.layout.expert == 0
     assert recipe.experts is not None and recipe.experts.balance == 0.01

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..layers import Balancing, checkpoint_blocks, compile_blocks, set_auxiliary_losses
+from ..layers import Balancing, checkpoint_blocks, compile_blocks, routers, set_auxiliary_losses
 from ..models import AdaptedFamily, CausalLM
 from ..parallel_state import ParallelState, dtype_named
 from ..recipes.checks import decay_steps
@@ -44,8 +44,9 @@ def build(recipe: Recipe, plan: Plan, state: ParallelState) -> Parts:
     master, compute = dtype_named(recipe.dtype), dtype_named(recipe.compute or recipe.dtype)
     precision = Precision(master, compute, dtype_named(recipe.reduce or recipe.dtype))
     model = model_on_meta(recipe, plan, state)
+    count = len([*routers(plan.family.on_meta(plan.config))])  # of all stages
     if recipe.experts is not None:
-        _keep_even(model, recipe.experts, plan.config.routers)
+        _keep_even(model, recipe.experts, count)
     if recipe.compile:
         compile_blocks(model.layers.values())
     spare_memory(model, recipe.memory)
@@ -76,15 +77,15 @@ def build(recipe: Recipe, plan: Plan, state: ParallelState) -> Parts:
         clip=wanted.clip,
         loss_scale=LossScale(recipe.loss_scale) if compute == torch.float16 else None,
         spikes=Spikes(wanted.skip_spikes) if wanted.skip_spikes else None,
-        balancing=Balancing(model, rate=bias_rate, state=state) if plan.config.routers else None,
+        balancing=Balancing(model, rate=bias_rate, state=state) if count else None,
     )
     return Parts(model, optimizer, step, update, schedule_of(recipe)[0])
 
 
-def _keep_even(model: CausalLM, wanted: ExpertsSection, routers: int) -> None:
+def _keep_even(model: CausalLM, wanted: ExpertsSection, count: int) -> None:
     """The losses of the routers, as the recipe says; each is a part of a mean over all of them."""
-    balance = None if wanted.balance is None else wanted.balance / routers
-    set_auxiliary_losses(model, balance=balance, z_loss=wanted.z_loss / routers)
+    balance = None if wanted.balance is None else wanted.balance / count
+    set_auxiliary_losses(model, balance=balance, z_loss=wanted.z_loss / count)
 
 
 def schedule_of(recipe: Recipe) -> tuple[Schedule, str]:

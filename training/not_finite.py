@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -59,10 +58,11 @@ def name_the_culprit(model: CausalLM, step: int, forward: ForwardOnly, batch: Ba
     if found is not None:
         what = f"rank {found.rank}: the output of {found.module or 'the model'}"
     else:
-        gradients: list[str | None] = [None] * state.layout.world
-        dist.all_gather_object(gradients, last_not_finite(model, state=state))
+        bad = last_not_finite(model, state=state)
+        gradients: list[tuple[float, str] | None] = [None] * state.layout.world
+        dist.all_gather_object(gradients, None if bad is None else (_depth(model, bad), bad))
         # The last in the model; of its ranks the first, since the data axes are summed by now.
-        named = [(-_depth(name), rank, name) for rank, name in enumerate(gradients) if name is not None]
+        named = [(-one[0], rank, one[1]) for rank, one in enumerate(gradients) if one is not None]
         what = f"rank {min(named)[1]}: the gradient of {min(named)[2]}" if named else "the loss"
     raise PeerFailed(f"step {step}: {what} is not finite; nothing was updated")
 
@@ -98,10 +98,12 @@ def looking(model: CausalLM) -> Iterator[list[Origin]]:
             hook.remove()
 
 
-def _depth(parameter: str) -> float:
+def _depth(model: CausalLM, parameter: str) -> float:
     """Return where in the model a parameter is used: its block's number, or before or behind all blocks."""
-    block = re.match(r"layers\.(\d+)\.", parameter)
-    return int(block[1]) if block else -1 if parameter.startswith(("embed.", "position.")) else math.inf
+    path = model.get_submodule(parameter.rpartition(".")[0])
+    inside = (int(number) for number, block in model.layers.items() if path in block.modules())
+    before = any(path in module.modules() for module in model.entry)
+    return next(inside, -1 if before else math.inf)
 
 
 def _all_finite(output: Any) -> bool:

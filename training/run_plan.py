@@ -90,7 +90,8 @@ def plan(recipe: Recipe) -> Plan:
         family, adapter = plan_adapters(recipe.lora, source)
     layout = recipe.layout
     if recipe.compile:
-        check_compiled_model(config, layout, recipe.lora.lora_dropout if recipe.lora else 0.0)
+        dropout = recipe.lora.lora_dropout if recipe.lora else 0.0
+        check_compiled_model(family.on_meta(config), layout, dropout)
     cut = cut_stages(family, config, layout, recipe.data.sequence_length, split=recipe.split)
     # Building every stage on the meta device refuses each cut that is not even.
     family.stages_on_meta(config, layout, split=cut.counts if layout.pipeline > 1 else None)

@@ -118,14 +118,11 @@ class ModelConfig(BaseModel):
         return config
 
     def _check_count(self, where: str) -> None:
-        """Refuse more blocks, or more experts in them, than could be listed."""
-        blocks, experts = self.num_hidden_layers, self.routed_experts
+        """Refuse more blocks than could be listed."""
+        blocks = self.num_hidden_layers
         if blocks > MOST_BLOCKS:
             key = self.spelled("num_hidden_layers")
             raise BadInput(where, key, expected=f"at most {MOST_BLOCKS}", found=blocks)
-        if blocks * experts > MOST_EXPERTS:
-            expected = f"at most {MOST_EXPERTS} in all blocks together"
-            raise BadInput(where, "experts", expected=expected, found=f"{experts} in each of {blocks}")
 
     @classmethod
     def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -160,26 +157,6 @@ class ModelConfig(BaseModel):
         """Refuse keys of the config.json that are not true of this model."""
 
     @property
-    def routed_experts(self) -> int:
-        """Return the number of experts of a block that has a router; 0: no block has one."""
-        return 0
-
-    @property
-    def experts_of_token(self) -> int:
-        """Return the number of routed experts that a token passes."""
-        return 0
-
-    @property
-    def routers(self) -> int:
-        """Return the number of blocks with experts."""
-        return 0
-
-    @property
-    def biased_routers(self) -> bool:
-        """Tell whether routers choose by scores plus a bias that follows the experts' loads."""
-        return False
-
-    @property
     def further_blocks(self) -> int:
         """Return the number of blocks that a checkpoint may hold after the last one and that are not
         modelled here.
@@ -208,16 +185,6 @@ class ModelConfig(BaseModel):
                     todo=f"{nearest_divisors('tensor', common, layout.tensor)}. "
                     + nearest_multiples(f"{key} on tensor={layout.tensor}", layout.tensor, number),
                 )
-        experts = self.routed_experts
-        if layout.expert > 1 and (not experts or experts % layout.expert):
-            both = math.gcd(experts, layout.expert_pool) if experts else 1
-            raise BadInput(
-                "layout",
-                "expert",
-                expected=f"a divisor of {experts} experts" if experts else "1: this model has no experts",
-                found=layout.expert,
-                todo=nearest_divisors("expert", both, layout.expert),
-            )
         if layout.stages > self.num_hidden_layers:
             virtual = layout.virtual_stages
             most = max(self.num_hidden_layers // virtual, 1)

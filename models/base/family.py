@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from math import gcd
 from typing import Any
 
 import torch
@@ -18,8 +19,18 @@ from ...layers import (
     VocabParallelEmbedding,
     VocabParallelHead,
     bounded,
+    routers,
 )
-from ...parallel_state import Declaration, Layout, ParallelState, alone_or, declarations, local
+from ...parallel_state import (
+    BadInput,
+    Declaration,
+    Layout,
+    ParallelState,
+    alone_or,
+    declarations,
+    local,
+    nearest_divisors,
+)
 from .config import ModelConfig
 from .names import Link, Rule, expand
 
@@ -134,7 +145,10 @@ class Family:
 
         Raises ``BadInput`` for a layout that cannot cut it.
         """
-        config.check_layout(alone_or(state).layout)
+        layout = alone_or(state).layout
+        config.check_layout(layout)
+        if layout.expert > 1:
+            _check_experts(self.on_meta(config), layout)
         before = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
         try:
@@ -178,6 +192,20 @@ class Family:
     def from_hf(self, raw: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
         """Return the config of this family from the dict of a config.json."""
         return self.config.from_hf(raw, where)
+
+
+def _check_experts(whole: CausalLM, layout: Layout) -> None:
+    """Refuse an expert axis that does not divide the experts of a model, or a model that has none."""
+    experts = gcd(*(router.num_experts for _, router in routers(whole)))
+    if not experts or experts % layout.expert:
+        both = gcd(experts, layout.expert_pool) if experts else 1
+        raise BadInput(
+            "layout",
+            "expert",
+            expected=f"a divisor of {experts} experts" if experts else "1: this model has no experts",
+            found=layout.expert,
+            todo=nearest_divisors("expert", both, layout.expert),
+        )
 
 
 @cache

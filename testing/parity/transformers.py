@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...checkpoints import read_source
-from ...layers import IGNORE
+from ...layers import IGNORE, routers
 from ...models import Link
 from ...parallel_state import Box
 from ..ranks.pool import run_parallel
@@ -33,7 +33,7 @@ def observe_alone(question: Question) -> Observation:
     source = read_source(question.folder)
     links, _ = source.family.links(source.model_config)
     model = AutoModelForCausalLM.from_pretrained(question.folder, dtype=question.dtype)
-    if source.model_config.routed_experts:
+    if any(routers(source.family.on_meta(source.model_config))):
         model.set_experts_implementation("eager")  # the other one has no fp64
     model.eval()
     outputs: dict[str, Tensor] = {}

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
-from trilith.layers import RMSNorm
+from trilith.layers import RMSNorm, routers
 from trilith.models import FAMILIES, LLAMA, ModelConfig, family_of
 from trilith.parallel_state import BadInput
 
@@ -398,10 +398,13 @@ def test_it_is_accepted_and_means_this(
 
 def means(config: ModelConfig, key: str) -> object:
     """A field of the config, or a property of the last block of the model that is built from it."""
-    if key not in BUILT:
+    if key not in BUILT and key != "routers":
         return getattr(config, key)
     family = next(family for family in FAMILIES.values() if family.config is type(config))
-    return BUILT[key](list(family.build(config).layers.values())[-1])
+    model = family.on_meta(config)
+    if key == "routers":
+        return sum(1 for _ in routers(model))
+    return BUILT[key](list(model.layers.values())[-1])
 
 
 BUILT: dict[str, Callable[[Any], object]] = {
@@ -410,6 +413,9 @@ BUILT: dict[str, Callable[[Any], object]] = {
     "out_bias": lambda block: block.attention.out.bias is not None,
     "head_norms": lambda block: isinstance(block.attention.q_norm, RMSNorm),
     "normalized": lambda block: block.mlp.router.normalize,
+    "routed_experts": lambda block: block.mlp.router.num_experts,
+    "experts_of_token": lambda block: block.mlp.router.top_k,
+    "biased_routers": lambda block: block.mlp.router.bias is not None,
 }
 
 

@@ -205,8 +205,8 @@ def test_a_step_sends_exactly_what_is_planned(
 def test_a_block_s_table_is_the_formula() -> None:
     """docs/communication.md, evaluated: each cell is what a block says that it sends."""
     text = (Path(__file__).parents[2] / "docs" / "communication.md").read_text()
-    rows = re.findall(r"^\| (tensor(?:, sequence)?) \| (.*?) \| (.*?) \|$", text, re.MULTILINE)
-    assert [name for name, _, _ in rows] == ["tensor", "tensor, sequence"]
+    rows = re.findall(r"^\| (tensor(?: and sequence)?) \| (.*?) \| (.*?) \|$", text, re.MULTILINE)
+    assert [name for name, _, _ in rows] == ["tensor", "tensor and sequence"]
     for (name, *cells), sequence in zip(rows, (False, True), strict=True):
         state = ParallelState.stand_in(Layout.of(tensor=4, sequence=sequence))
         work = Work(state, 24, LENGTH, SAMPLES, 1, compute=2)
