@@ -6,6 +6,7 @@ of yours with one process; and ``LiveBytes``, the memory that tensors hold.
 
 from .invariance.check import LayoutVariance, assert_layout_invariant
 from .live_bytes import LiveBytes
+from .operators import Operators, collectives_of
 from .ranks.failures import RankError, RankFailure
 from .ranks.fresh import ExitCode, run_fresh
 from .ranks.pool import run_parallel
@@ -14,9 +15,11 @@ __all__ = [
     "ExitCode",
     "LayoutVariance",
     "LiveBytes",
+    "Operators",
     "RankError",
     "RankFailure",
     "assert_layout_invariant",
+    "collectives_of",
     "run_fresh",
     "run_parallel",
 ]

@@ -10,10 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from trilith.layers import (
     MLP,
     AttentionScope,
@@ -31,7 +28,7 @@ from trilith.layers import (
 )
 from trilith.models import LLAMA
 from trilith.parallel_state import Layout, ParallelState
-from trilith.testing import LiveBytes, run_parallel
+from trilith.testing import LiveBytes, Operators, run_parallel
 
 LLAMA_TINY: dict[str, Any] = {
     "model_type": "llama",
@@ -45,37 +42,12 @@ LLAMA_TINY: dict[str, Any] = {
 B, S, D, V = 2, 12, 16, 512
 
 
-class Recorder(TorchDispatchMode):
-    """The operators that run inside, in order; collectives and numbers sent; the largest local tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operators: list[str] = []
-        self.collectives: Counter[str] = Counter()
-        self.sent: Counter[str] = Counter()
-        self.largest = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        name = func.name().split(".")[0]
-        self.operators.append(name)
-        if "c10d" in name and "wait" not in name:
-            kind = name.split("::")[1]
-            self.collectives[kind] += 1
-            self.sent[kind] += args[0].numel() if isinstance(args[0], Tensor) else 0
-        found = [
-            leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor)
-        ]
-        self.largest = max([self.largest, *(tensor.numel() for tensor in found)])
-        return result
-
-
 def launched(run: Callable[[], Tensor | tuple[Tensor, ...]]) -> list[str]:
-    with Recorder() as recorder:
+    with Operators() as operators:
         y = run()
         parts = (y,) if isinstance(y, Tensor) else y
         torch.autograd.backward([part.sum() for part in parts])
-    return recorder.operators
+    return operators.names
 
 
 ALONE = {
@@ -174,9 +146,9 @@ def named_outputs(sequence: bool) -> tuple[Counter[str], Counter[str]]:
     state = ParallelState.start(Layout.of(tensor=dist.get_world_size(), sequence=sequence))
     layer = ColumnParallelLinear(D, {"q": 16, "k": 8, "v": 8}, state=state)
     x = torch.randn(B, S // (2 if sequence else 1), D, requires_grad=True)
-    with Recorder() as forward:
+    with Operators() as forward:
         outputs = layer(x)
-    with Recorder() as backward:
+    with Operators() as backward:
         torch.autograd.backward([y.sum() for y in outputs])
     return forward.collectives, backward.collectives
 
@@ -185,7 +157,7 @@ def test_several_outputs_of_one_input_pay_one_collective() -> None:
     for forward, backward in run_parallel(named_outputs, 2, False):
         assert (forward, backward) == ({}, {"all_reduce": 1})
     for forward, backward in run_parallel(named_outputs, 2, True):
-        assert (forward, backward) == ({"all_gather_into_tensor": 1}, {"reduce_scatter_tensor": 1})
+        assert (forward, backward) == ({"all_gather": 1}, {"reduce_scatter": 1})
 
 
 def largest_tensor(sequence: bool) -> int:
@@ -193,9 +165,9 @@ def largest_tensor(sequence: bool) -> int:
     state = ParallelState.start(Layout.of(tensor=dist.get_world_size(), sequence=sequence))
     model = LLAMA.build(LLAMA.from_hf(LLAMA_TINY), state=state, device="cpu")
     ids = torch.randint(503, (B, S))
-    with Recorder() as recorder:
+    with Operators() as operators:
         torch.autograd.backward(vocab_parallel_cross_entropy(model(ids), ids, 503, state=state).sum())
-    return recorder.largest
+    return operators.largest
 
 
 def attention_over_context(ring: bool) -> tuple[Any, Any]:
@@ -203,26 +175,26 @@ def attention_over_context(ring: bool) -> tuple[Any, Any]:
     state = ParallelState.start(Layout.of(context=dist.get_world_size(), ring=ring))
     here, scope = S // state.context_size, AttentionScope(state=state)
     q, k, v = (torch.randn(B, heads, here, 8, requires_grad=True) for heads in (4, 2, 2))
-    with Recorder() as forward:
+    with Operators() as forward:
         out = causal_attention(q, k, v, scope)
-    with Recorder() as backward:
+    with Operators() as backward:
         torch.autograd.backward(out.sum())
     return (forward.collectives, forward.sent), (backward.collectives, backward.sent)
 
 
 @pytest.mark.parametrize("context", [2, 3])
 def test_context_ranks_send_key_value_heads_and_their_gradients_once(context: int) -> None:
-    """As docs/context.md has it. What a rank holds of keys and values are n numbers."""
-    n, others = 2 * B * 2 * 8 * S // context, context - 1
+    """As docs/context.md has it. What a rank holds of keys and values are n bytes."""
+    n, others = 4 * 2 * B * 2 * 8 * S // context, context - 1
     for (forward, sent), (backward, sent_back) in run_parallel(attention_over_context, context, False):
-        assert (forward, sent) == ({"all_gather_into_tensor": 1}, {"all_gather_into_tensor": n})
-        assert backward == {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 1}
-        assert sent_back == {"all_gather_into_tensor": n, "reduce_scatter_tensor": context * n}
+        assert (forward, sent) == ({"all_gather": 1}, {"all_gather": n})
+        assert backward == {"all_gather": 1, "reduce_scatter": 1}
+        assert sent_back == {"all_gather": n, "reduce_scatter": context * n}
     for (forward, sent), (backward, sent_back) in run_parallel(attention_over_context, context, True):
-        assert (forward, sent) == ({"all_to_all_single": others}, {"all_to_all_single": others * n})
+        assert (forward, sent) == ({"exchange": others}, {"exchange": others * n})
         assert (backward, sent_back) == (
-            {"all_to_all_single": 2 * others},
-            {"all_to_all_single": 2 * others * n},
+            {"exchange": 2 * others},
+            {"exchange": 2 * others * n},
         )
 
 

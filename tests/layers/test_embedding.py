@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from trilith.layers import (
     PositionEmbedding,
     VocabParallelEmbedding,
@@ -20,7 +19,7 @@ from trilith.layers import (
 )
 from trilith.layers.embedding import check_ids
 from trilith.parallel_state import Layout, ParallelState, declarations
-from trilith.testing import run_parallel
+from trilith.testing import Operators, run_parallel
 from trilith.testing.compare_layers import compare_with_one_device, made_alike
 
 
@@ -157,21 +156,9 @@ def test_in_parts_both_ends_equal_one_device(tensor: int, sequence: bool) -> Non
         assert max(worst) < 1e-13
 
 
-class Dispatched(TorchDispatchMode):
-    """Names of the operators that were called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func.name())
-        return func(*args, **(kwargs or {}))
-
-
 def test_on_a_gpu_the_device_itself_looks_at_ids_and_the_host_does_not_wait() -> None:
     """A number that the host asked of a fake tensor would be an error."""
-    with FakeTensorMode(), Dispatched() as dispatched:
+    with FakeTensorMode(), Operators() as operators:
         check_ids(torch.zeros(2, 3, dtype=torch.int64, device="cuda"), 7)
         check_ids(torch.zeros(2, 3, dtype=torch.int64, device="cuda"), 7, but=-100)
-    assert sum("_assert_async" in name for name in dispatched.names) == 2
+    assert sum("_assert_async" in name for name in operators.names) == 2

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from trilith.data import Batch
 from trilith.layers import cost_of
 from trilith.models import family_of
 from trilith.parallel_state import Layout, ParallelState, clip_gradients, initialize
 from trilith.planner import Traffic, Work, block_traffic, step_traffic
 from trilith.recipes.sections import MemorySection
-from trilith.testing import run_parallel
+from trilith.testing import Operators, run_parallel
 from trilith.training import Precision, TrainStep, shard_over_data
 from trilith.training.build import spare_memory
 
@@ -55,36 +51,6 @@ MODELS["glm4_moe"] = LLAMA | {
     "num_experts_per_tok": 2,
 }
 LENGTH, SAMPLES = 12, 2
-
-KINDS = {
-    "all_reduce": "all_reduce",
-    "allreduce_": "all_reduce",
-    "all_gather_into_tensor": "all_gather",
-    "_allgather_base_": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "send": "send",
-    "all_to_all_single": "exchange",
-}
-
-
-class Sent(TorchDispatchMode):
-    """Collectives by kind: how many, and the bytes of what each was given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count: Counter[str] = Counter()
-        self.bytes: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        space, _, name = func.name().split(".")[0].partition("::")
-        if "c10d" in space and not name.startswith(("wait", "recv", "barrier")):
-            given = args[1] if name.endswith("base_") else args[0]
-            self.count[KINDS[name]] += 1
-            self.bytes[KINDS[name]] += sum(
-                one.nbytes for one in tree_leaves(given) if isinstance(one, Tensor)
-            )
-        return func(*args, **(kwargs or {}))
 
 
 @dataclass(frozen=True)
@@ -137,10 +103,10 @@ def measured_and_planned(case: Case) -> tuple[Totals, Totals]:
     ids = torch.randint(500, (SAMPLES * case.micro_batches, LENGTH))
     for _ in range(2):
         model.zero_grad()
-        with Sent() as sent:
+        with Operators() as operators:
             step(Batch(ids, ids))
             clip_gradients(model, 1.0, state=state)
-    return {kind: (sent.count[kind], sent.bytes[kind]) for kind in sent.count}, plan
+    return {kind: (count, operators.sent[kind]) for kind, count in operators.collectives.items()}, plan
 
 
 def totals(every: list[Traffic]) -> Totals:

@@ -1,0 +1,73 @@
+"""Count the operators that run in a piece of code, and what the collectives among them send."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ..parallel_state.engine import TorchDispatchMode
+
+#: The kinds of collectives, by the operators of torch that start them.
+_KINDS = {
+    "all_reduce": "all_reduce",
+    "allreduce_": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "_allgather_base_": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "send": "send",
+    "all_to_all_single": "exchange",
+}
+
+
+class Operators(TorchDispatchMode):
+    """Record, while it is entered, every operator that runs on this rank.
+
+    ``names`` are the operators in order, as ``aten::mm``. ``collectives`` counts those that send by their
+    kind, ``sent`` the bytes that they were given; a wait, a barrier and a ``recv`` send nothing. ``largest``
+    is the number of elements of the largest tensor that an operator made on this rank.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.collectives: Counter[str] = Counter()
+        self.sent: Counter[str] = Counter()
+        self.largest = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func.name().split(".")[0]
+        space, _, short = name.partition("::")
+        self.names.append(name)
+        if "c10d" in space and not short.startswith(("wait", "recv", "barrier")):
+            kind = _KINDS.get(short, short)
+            given = args[1] if short.endswith("base_") else args[0]
+            self.collectives[kind] += 1
+            self.sent[kind] += sum(tensor.nbytes for tensor in _tensors(given))
+        result = func(*args, **(kwargs or {}))
+        here = (made.numel() for made in _tensors(result) if not isinstance(made, DTensor))
+        self.largest = max(self.largest, *here, 0)
+        return result
+
+
+def collectives_of(function: Callable[[], object]) -> Counter[str]:
+    """Call ``function``; the number of collectives that it starts on this rank, by kind."""
+    operators = Operators()
+    with operators:
+        function()
+    return operators.collectives
+
+
+def _tensors(value: object) -> Iterator[Tensor]:
+    """The tensors in nested lists and tuples."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _tensors(one)
