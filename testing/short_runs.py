@@ -18,70 +18,7 @@ from ..training.data_parallel import shard_over_data
 from ..training.precision import Precision
 from ..training.trainer import Trainer
 from .ranks.pool import run_parallel
-
-TINY_LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "vocab_size": 131,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": True,
-    "attention_bias": True,
-}
-
-TINY_MIXTRAL: dict[str, Any] = {
-    **{key: value for key, value in TINY_LLAMA.items() if not key.endswith(("_bias", "_embeddings"))},
-    "model_type": "mixtral",
-    "max_position_embeddings": 64,
-    "intermediate_size": 20,
-    "num_hidden_layers": 2,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "output_router_logits": True,
-    "router_aux_loss_coef": 0.1,
-}
-
-TINY_GLM: dict[str, Any] = {
-    **{key: value for key, value in TINY_LLAMA.items() if not key.endswith("_embeddings")},
-    "model_type": "glm4_moe",
-    "max_position_embeddings": 64,
-    "first_k_dense_replace": 1,
-    "moe_intermediate_size": 12,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "n_shared_experts": 2,
-    "n_group": 2,
-    "topk_group": 2,
-    "use_qk_norm": True,
-}
-
-TINY_GPT2: dict[str, Any] = {
-    "model_type": "gpt2",
-    "vocab_size": 131,
-    "n_embd": 32,
-    "n_layer": 3,
-    "n_head": 4,
-    "n_positions": 64,
-    "resid_pdrop": 0.1,
-    "embd_pdrop": 0.1,
-    "attn_pdrop": 0.1,
-}
-
-#: Two blocks, and an output layer that is the embedding.
-TINIEST_LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "vocab_size": 131,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "tie_word_embeddings": True,
-}
+from .tiny_models import TINIEST_LLAMA, TINY_LLAMA
 
 
 def write_tokens(name: Path, *, count: int = 4000, vocab_size: int = 131, seed: int = 0) -> Path:

@@ -1,4 +1,8 @@
-"""Small models of every family whose shapes hide nothing: what parity of layouts is shown with."""
+"""Small models for tests.
+
+``MODELS`` are of every family, with shapes that hide nothing, to compare layouts with. The smaller ones are
+for whole runs, in which the model is not what is tested.
+"""
 
 from __future__ import annotations
 
@@ -104,3 +108,67 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 #: Of these, the models with experts.
 EXPERTS = {name for name in MODELS if name in ("mixtral", "qwen3_moe", "glm4_moe")}
+
+TINY_LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 131,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+    "attention_bias": True,
+}
+
+TINY_MIXTRAL: dict[str, Any] = {
+    **{key: value for key, value in TINY_LLAMA.items() if not key.endswith(("_bias", "_embeddings"))},
+    "model_type": "mixtral",
+    "max_position_embeddings": 64,
+    "intermediate_size": 20,
+    "num_hidden_layers": 2,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "output_router_logits": True,
+    "router_aux_loss_coef": 0.1,
+}
+
+TINY_GLM: dict[str, Any] = {
+    **{key: value for key, value in TINY_LLAMA.items() if not key.endswith("_embeddings")},
+    "model_type": "glm4_moe",
+    "max_position_embeddings": 64,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 2,
+    "n_group": 2,
+    "topk_group": 2,
+    "use_qk_norm": True,
+}
+
+TINY_GPT2: dict[str, Any] = {
+    "model_type": "gpt2",
+    "vocab_size": 131,
+    "n_embd": 32,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": 64,
+    "resid_pdrop": 0.1,
+    "embd_pdrop": 0.1,
+    "attn_pdrop": 0.1,
+}
+
+#: Two blocks, and an output layer that is the embedding.
+TINIEST_LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 131,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+}

@@ -30,7 +30,8 @@ from trilith.recipes.foreign.translation import to_toml
 from trilith.recipes.recipe import parse_recipe
 from trilith.runs.report.record import read_run
 from trilith.testing.hf_folders import contents
-from trilith.testing.short_runs import TINIEST_LLAMA, tiny_recipe, write_tokens
+from trilith.testing.short_runs import tiny_recipe, write_tokens
+from trilith.testing.tiny_models import TINIEST_LLAMA
 from trilith.training.run_data import open_data
 
 STEPS = 3

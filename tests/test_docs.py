@@ -17,7 +17,8 @@ from trilith.cli.app import run
 from trilith.layers import routers
 from trilith.recipes.recipe import parse_recipe
 from trilith.testing import run_parallel
-from trilith.testing.short_runs import TINY_LLAMA, TINY_MIXTRAL, run_recipe, tiny_recipe, write_tokens
+from trilith.testing.short_runs import run_recipe, tiny_recipe, write_tokens
+from trilith.testing.tiny_models import TINY_LLAMA, TINY_MIXTRAL
 from trilith.training.run_plan import plan
 
 DOCS = Path(__file__).parents[1] / "docs"

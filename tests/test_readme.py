@@ -16,7 +16,8 @@ from trilith.data.text.tokenizer_training import train_tokenizer
 from trilith.parallel_state import Layout, ParallelState, clip_gradients, finalize_gradients
 from trilith.recipes.recipe import parse_recipe
 from trilith.testing import run_fresh
-from trilith.testing.short_runs import TINY_LLAMA, write_tokens
+from trilith.testing.short_runs import write_tokens
+from trilith.testing.tiny_models import TINY_LLAMA
 
 README = Path(__file__).parents[1] / "README.md"
 CONVERTING = ("convert", "inspect", "parity")

@@ -14,7 +14,8 @@ from trilith.recipes import Recipe, sections
 from trilith.recipes.recipe import parse_recipe
 from trilith.recipes.reference import SECTIONS, TABLE, reference, table
 from trilith.runs.metrics import read_metrics
-from trilith.testing.short_runs import TINY_LLAMA, tiny_recipe, write_tokens
+from trilith.testing.short_runs import tiny_recipe, write_tokens
+from trilith.testing.tiny_models import TINY_LLAMA
 
 DOC = Path(__file__).parents[1] / "docs" / "training.md"
 TABLES = TABLE.findall(DOC.read_text())

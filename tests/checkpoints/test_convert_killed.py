@@ -18,7 +18,8 @@ from trilith.storage import TensorWriter
 from trilith.storage.journal import Journal
 from trilith.testing import run_fresh, run_parallel
 from trilith.testing.hf_folders import contents, write_hf_folder
-from trilith.testing.short_runs import TINY_LLAMA, run_recipe, tiny_recipe, write_tokens
+from trilith.testing.short_runs import run_recipe, tiny_recipe, write_tokens
+from trilith.testing.tiny_models import TINY_LLAMA
 
 FORMS = {
     "to-sharded": ("hf", {"tensor": 2, "pipeline": 3}),

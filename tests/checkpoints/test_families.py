@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from trilith.checkpoints import read_source
 from trilith.cli.app import run
 from trilith.parallel_state import BadInput
-from trilith.testing.short_runs import TINY_LLAMA
+from trilith.testing.tiny_models import TINY_LLAMA
 
 PLAIN = {key: value for key, value in TINY_LLAMA.items() if key not in ("attention_bias", "model_type")}
 

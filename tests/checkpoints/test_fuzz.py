@@ -21,7 +21,7 @@ from trilith.checkpoints import read_source
 from trilith.parallel_state import BadInput
 from trilith.storage import TensorFile
 from trilith.testing.hf_folders import write_hf_folder
-from trilith.testing.short_runs import TINY_GPT2, TINY_LLAMA
+from trilith.testing.tiny_models import TINY_GPT2, TINY_LLAMA
 
 STRANGE: list[Any] = [
     *(None, True, False, 0, 1, -1, 2, 7, 2**31, 2**63, 2**64, 10**30, -(10**30), 0.5, -0.0, 1e308, 1e-320),

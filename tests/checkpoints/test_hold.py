@@ -20,7 +20,8 @@ from trilith.checkpoints.retention import delete_old
 from trilith.cli.app import run
 from trilith.parallel_state import BadCheckpoint, Box
 from trilith.testing import RankError
-from trilith.testing.short_runs import TINIEST_LLAMA, run_recipe, tiny_recipe, train, write_tokens
+from trilith.testing.short_runs import run_recipe, tiny_recipe, train, write_tokens
+from trilith.testing.tiny_models import TINIEST_LLAMA
 
 
 @pytest.fixture(scope="module", autouse=True)

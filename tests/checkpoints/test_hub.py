@@ -10,7 +10,7 @@ import pytest
 from trilith.checkpoints import convert, differences, read_source
 from trilith.parallel_state import BadInput
 from trilith.testing.hf_folders import write_hf_folder
-from trilith.testing.short_runs import TINY_LLAMA
+from trilith.testing.tiny_models import TINY_LLAMA
 
 
 @pytest.fixture

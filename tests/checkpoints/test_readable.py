@@ -24,7 +24,8 @@ from trilith.storage.disk import Disk, DiskFailed
 from trilith.storage.file_names import MANIFEST
 from trilith.storage.stored_file import StoredFile
 from trilith.testing.hf_folders import write_hf_folder
-from trilith.testing.short_runs import TINIEST_LLAMA, run_recipe, tiny_recipe, write_tokens
+from trilith.testing.short_runs import run_recipe, tiny_recipe, write_tokens
+from trilith.testing.tiny_models import TINIEST_LLAMA
 
 
 def nested(levels: int) -> Any:

@@ -18,7 +18,7 @@ from trilith.checkpoints.convert.plan import Conversion
 from trilith.parallel_state import BadCheckpoint
 from trilith.storage import safetensors_reader as tensor_file
 from trilith.testing.hf_folders import contents, write_hf_folder
-from trilith.testing.short_runs import TINY_LLAMA
+from trilith.testing.tiny_models import TINY_LLAMA
 
 #: Which folder changes, and the plan that reads it.
 PLANS: dict[str, tuple[str, Callable[[Path], Conversion]]] = {

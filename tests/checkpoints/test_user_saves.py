@@ -23,7 +23,7 @@ from trilith.checkpoints import (
 from trilith.models import family_of
 from trilith.parallel_state import BadCheckpoint, BadInput, Layout, ParallelState, initialize
 from trilith.testing import run_parallel
-from trilith.testing.short_runs import TINIEST_LLAMA
+from trilith.testing.tiny_models import TINIEST_LLAMA
 from trilith.training import Precision, make_adamw, shard_over_data
 
 

@@ -25,7 +25,8 @@ from trilith.system import most_at_once
 from trilith.testing import quickstart, run_fresh, run_parallel
 from trilith.testing.hf_folders import contents, write_hf_folder
 from trilith.testing.ranks import processes
-from trilith.testing.short_runs import TINY_LLAMA, write_tokens
+from trilith.testing.short_runs import write_tokens
+from trilith.testing.tiny_models import TINY_LLAMA
 
 MANY = str(10**6)
 Out = pytest.CaptureFixture[str]

@@ -14,7 +14,7 @@ from trilith.cli.app import run
 from trilith.data.text.tokenizer_training import train_tokenizer
 from trilith.generation import ranks as generate_run
 from trilith.testing import run_fresh
-from trilith.testing.short_runs import TINY_LLAMA
+from trilith.testing.tiny_models import TINY_LLAMA
 
 CORPUS = "The quick brown fox jumps over the lazy dog. Pack my box with five dozen liquor jugs.\n" * 20
 TEMPLATE = (

@@ -35,7 +35,8 @@ from trilith.runs.metrics import StepMetrics
 from trilith.system.process_info import children_of, process_info
 from trilith.testing import run_parallel
 from trilith.testing.hf_folders import contents, write_hf_folder
-from trilith.testing.short_runs import TINY_LLAMA, run_recipe, tiny_recipe, write_tokens
+from trilith.testing.short_runs import run_recipe, tiny_recipe, write_tokens
+from trilith.testing.tiny_models import TINY_LLAMA
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 #: Seconds of a pause.

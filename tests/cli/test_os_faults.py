@@ -41,7 +41,8 @@ from trilith.testing.forked import (
     small_files_only,
 )
 from trilith.testing.hf_folders import write_hf_folder
-from trilith.testing.short_runs import TINY_LLAMA, write_tokens
+from trilith.testing.short_runs import write_tokens
+from trilith.testing.tiny_models import TINY_LLAMA
 
 #: Seconds after which a command counts as hanging, on a machine that others use; and those of a refusal.
 HANGS, REFUSED_WITHIN = 120.0, 5.0

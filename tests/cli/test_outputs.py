@@ -26,7 +26,8 @@ from trilith.runs.metrics import StepMetrics
 from trilith.storage import output_file
 from trilith.storage.disk import DiskFailed
 from trilith.testing.hf_folders import contents, write_hf_folder
-from trilith.testing.short_runs import TINY_LLAMA, write_tokens
+from trilith.testing.short_runs import write_tokens
+from trilith.testing.tiny_models import TINY_LLAMA
 
 READ, FILE, FOLDER = "read", "a file", "a folder"
 PATHS = {

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import trilith
 from trilith.cli.app import run
-from trilith.testing.short_runs import TINY_LLAMA, write_tokens
+from trilith.testing.short_runs import write_tokens
+from trilith.testing.tiny_models import TINY_LLAMA
 
 #: To rich a tag that was never opened, a colour and an emoji.
 ODD = "a[/b][red]:tada:"

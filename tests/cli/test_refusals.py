@@ -10,7 +10,8 @@ import pytest
 from trilith.cli.app import run
 from trilith.testing.hf_folders import write_hf_folder
 from trilith.testing.quickstart import Check, Quickstart
-from trilith.testing.short_runs import TINY_LLAMA, write_tokens
+from trilith.testing.short_runs import write_tokens
+from trilith.testing.tiny_models import TINY_LLAMA
 
 
 @pytest.fixture

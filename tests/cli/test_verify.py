@@ -14,7 +14,8 @@ from trilith.checkpoints import convert
 from trilith.checkpoints.seal import seal
 from trilith.cli.app import run
 from trilith.testing.hf_folders import write_hf_folder
-from trilith.testing.short_runs import TINY_LLAMA, tiny_recipe, train, write_tokens
+from trilith.testing.short_runs import tiny_recipe, train, write_tokens
+from trilith.testing.tiny_models import TINY_LLAMA
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from trilith.runs import console as console_module
 from trilith.runs import launch
 from trilith.system import visible
 from trilith.testing.hf_folders import write_hf_folder
-from trilith.testing.short_runs import TINY_LLAMA
+from trilith.testing.tiny_models import TINY_LLAMA
 
 ROOT = Path(say_module.__file__).parent
 

@@ -14,7 +14,7 @@ from trilith.generation import Sampling, generate
 from trilith.models import CausalLM
 from trilith.parallel_state import BadInput, Layout, ParallelState
 from trilith.testing import RankError, run_parallel
-from trilith.testing.short_runs import TINY_GLM, TINY_GPT2, TINY_LLAMA
+from trilith.testing.tiny_models import TINY_GLM, TINY_GPT2, TINY_LLAMA
 from trilith.training import Precision, shard_over_data
 
 PLAIN = {key: value for key, value in TINY_LLAMA.items() if key != "attention_bias"}

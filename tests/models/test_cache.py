@@ -11,8 +11,8 @@ from trilith.layers import KeyValueCache, gather_logits
 from trilith.models import CausalLM, family_of
 from trilith.parallel_state import Layout, ParallelState, initialize
 from trilith.testing import run_parallel
-from trilith.testing.short_runs import TINY_GLM, TINY_GPT2, TINY_LLAMA, TINY_MIXTRAL
 from trilith.testing.short_training import roughen
+from trilith.testing.tiny_models import TINY_GLM, TINY_GPT2, TINY_LLAMA, TINY_MIXTRAL
 
 PLAIN = {key: value for key, value in TINY_LLAMA.items() if key != "attention_bias"}
 MODELS: dict[str, dict[str, Any]] = {

@@ -15,7 +15,8 @@ from torch import Tensor
 from trilith.parallel_state import CollectiveOrder, Layout, ParallelState, PeerFailed, engine
 from trilith.recipes.recipe import parse_recipe
 from trilith.testing import RankError, run_parallel
-from trilith.testing.short_runs import TINY_GPT2, run_recipe, tiny_recipe, write_tokens
+from trilith.testing.short_runs import run_recipe, tiny_recipe, write_tokens
+from trilith.testing.tiny_models import TINY_GPT2
 from trilith.training import Trainer
 
 X = torch.ones(4, 6)

@@ -13,7 +13,8 @@ from trilith.parallel_state import Box, ParallelState
 from trilith.recipes.recipe import parse_recipe
 from trilith.runs.metrics import StepMetrics
 from trilith.testing import LiveBytes, run_parallel
-from trilith.testing.short_runs import TINY_LLAMA, run_recipe, tiny_recipe, write_tokens
+from trilith.testing.short_runs import run_recipe, tiny_recipe, write_tokens
+from trilith.testing.tiny_models import TINY_LLAMA
 from trilith.training import Evaluator
 from trilith.training.build import build
 from trilith.training.forward import ForwardOnly

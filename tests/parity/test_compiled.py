@@ -12,8 +12,9 @@ from trilith.parallel_state import BadInput, Layout
 from trilith.recipes.recipe import parse_recipe
 from trilith.recipes.sections import MemorySection
 from trilith.testing import run_parallel
-from trilith.testing.short_runs import TINY_GPT2, TINY_LLAMA, run_recipe, tiny_recipe, write_tokens
+from trilith.testing.short_runs import run_recipe, tiny_recipe, write_tokens
 from trilith.testing.short_training import Case, first_difference, outcome, train_rank
+from trilith.testing.tiny_models import TINY_GPT2, TINY_LLAMA
 from trilith.training.run_plan import plan
 
 

@@ -11,7 +11,8 @@ from trilith.models import CausalLM
 from trilith.parallel_state import Layout
 from trilith.parallel_state.engine import local_data
 from trilith.testing import run_parallel
-from trilith.testing.short_runs import TINIEST_LLAMA, built
+from trilith.testing.short_runs import built
+from trilith.testing.tiny_models import TINIEST_LLAMA
 from trilith.training import Precision, TrainStep
 
 SAMPLES, LENGTH = 4, 8

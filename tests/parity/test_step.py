@@ -14,7 +14,8 @@ from trilith.models import CausalLM, family_of
 from trilith.parallel_state import BadInput, Layout, ParallelState, gradient_norm, initialize
 from trilith.parallel_state.engine import local_data
 from trilith.testing import RankError, collectives_of, run_parallel
-from trilith.testing.short_runs import TINIEST_LLAMA, built
+from trilith.testing.short_runs import built
+from trilith.testing.tiny_models import TINIEST_LLAMA
 from trilith.training import Precision, TrainStep
 
 FP64 = Precision(torch.float64, torch.float64, torch.float64)

@@ -13,15 +13,8 @@ from trilith.models import LoraConfig, adapted, family_of
 from trilith.planner.flops import Mfu, flops_per_token, peak_flops, peak_named
 from trilith.runs.metrics import read_metrics
 from trilith.testing import run_parallel
-from trilith.testing.short_runs import (
-    TINY_GLM,
-    TINY_GPT2,
-    TINY_LLAMA,
-    TINY_MIXTRAL,
-    run_recipe,
-    tiny_recipe,
-    write_tokens,
-)
+from trilith.testing.short_runs import run_recipe, tiny_recipe, write_tokens
+from trilith.testing.tiny_models import TINY_GLM, TINY_GPT2, TINY_LLAMA, TINY_MIXTRAL
 
 LENGTH, SAMPLES = 16, 3
 CONFIGS = {

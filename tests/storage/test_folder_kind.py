@@ -13,7 +13,7 @@ from trilith.cli.app import run
 from trilith.parallel_state import BadCheckpoint, BadInput
 from trilith.storage.folder_kind import ADAPTERS, SOURCES, FolderKind, kind_of_folder
 from trilith.testing.hf_folders import write_hf_folder
-from trilith.testing.short_runs import TINY_LLAMA
+from trilith.testing.tiny_models import TINY_LLAMA
 
 #: What makes a folder of each kind, a path with a slash at its end being a folder.
 MARKS = {

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from trilith.testing import run_parallel
 from trilith.testing.ranks.pickling import FunctionName
-from trilith.testing.short_runs import TINIEST_LLAMA
+from trilith.testing.tiny_models import TINIEST_LLAMA
 
 NAME = "folder_of_nobody.deep.test_it"
 SOURCE = """

@@ -13,7 +13,8 @@ import pytest
 from trilith.checkpoints import complete_checkpoints, read_source, verify
 from trilith.cli.app import run
 from trilith.testing import ExitCode, run_fresh
-from trilith.testing.short_runs import TINY_LLAMA, write_tokens
+from trilith.testing.short_runs import write_tokens
+from trilith.testing.tiny_models import TINY_LLAMA
 
 RECIPE = """
 out = "{out}"

@@ -10,7 +10,8 @@ import pytest
 import torch
 from trilith.cli.app import run
 from trilith.runs.determinism import deterministic
-from trilith.testing.short_runs import TINY_LLAMA, write_tokens
+from trilith.testing.short_runs import write_tokens
+from trilith.testing.tiny_models import TINY_LLAMA
 from trilith.training import Trainer
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"

@@ -15,15 +15,9 @@ from trilith.parallel_state import BadInput, Box, Layout, ParallelState
 from trilith.recipes.recipe import parse_recipe
 from trilith.runs.metrics import read_metrics
 from trilith.testing import run_parallel
-from trilith.testing.short_runs import (
-    TINY_GLM,
-    TINY_LLAMA,
-    TINY_MIXTRAL,
-    run_recipe,
-    tiny_recipe,
-    write_tokens,
-)
+from trilith.testing.short_runs import run_recipe, tiny_recipe, write_tokens
 from trilith.testing.short_training import Pieces, assemble, pieces
+from trilith.testing.tiny_models import TINY_GLM, TINY_LLAMA, TINY_MIXTRAL
 from trilith.training import Precision, shard_over_data
 from trilith.training.run_plan import plan
 

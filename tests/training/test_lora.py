@@ -21,16 +21,8 @@ from trilith.parallel_state.engine import local_data
 from trilith.recipes.recipe import parse_recipe
 from trilith.runs.metrics import read_metrics
 from trilith.testing import RankError, run_parallel
-from trilith.testing.short_runs import (
-    TINY_GLM,
-    TINY_LLAMA,
-    TINY_MIXTRAL,
-    losses,
-    tiny_recipe,
-    train,
-    whole_tensors,
-    write_tokens,
-)
+from trilith.testing.short_runs import losses, tiny_recipe, train, whole_tensors, write_tokens
+from trilith.testing.tiny_models import TINY_GLM, TINY_LLAMA, TINY_MIXTRAL
 from trilith.training.build import build
 from trilith.training.run_plan import plan
 

@@ -18,7 +18,7 @@ from trilith.recipes.recipe import parse_recipe
 from trilith.storage import small_files
 from trilith.storage.small_files import parse_toml, read_json
 from trilith.storage.strict_json import DEEPEST, deeper
-from trilith.testing.short_runs import TINY_LLAMA
+from trilith.testing.tiny_models import TINY_LLAMA
 
 part = st.sampled_from(["a", "b-c", '"d"', "'e.f'", '"g \\" h"', "7"])
 gap = st.sampled_from([".", " . ", "\t.", ". "])

@@ -20,7 +20,7 @@ from trilith.models import FAMILIES, LoraConfig
 from trilith.parallel_state import BadInput
 from trilith.recipes import Recipe, load_recipe
 from trilith.recipes.recipe import parse_recipe
-from trilith.testing.short_runs import TINY_GLM, TINY_GPT2, TINY_LLAMA, TINY_MIXTRAL
+from trilith.testing.tiny_models import TINY_GLM, TINY_GPT2, TINY_LLAMA, TINY_MIXTRAL
 
 #: A leaf: its name with dots, int or float, and how a value for it becomes the value of the whole field.
 Leaf = tuple[str, type, Callable[[Any], Any]]

@@ -36,8 +36,8 @@ from trilith.parallel_state import (
 )
 from trilith.parallel_state.engine import local_data
 from trilith.testing import run_parallel
-from trilith.testing.short_runs import TINIEST_LLAMA, TINY_GLM
 from trilith.testing.short_training import Pieces, assemble, pieces
+from trilith.testing.tiny_models import TINIEST_LLAMA, TINY_GLM
 from trilith.training import ModuleStep, Precision, make_adamw, shard_over_data
 
 

@@ -12,16 +12,8 @@ from trilith.models import family_of
 from trilith.parallel_state import BadInput
 from trilith.recipes.sections import ParameterGroup
 from trilith.testing import RankError
-from trilith.testing.short_runs import (
-    TINY_GLM,
-    TINY_GPT2,
-    TINY_LLAMA,
-    losses,
-    tiny_recipe,
-    train,
-    whole_tensors,
-    write_tokens,
-)
+from trilith.testing.short_runs import losses, tiny_recipe, train, whole_tensors, write_tokens
+from trilith.testing.tiny_models import TINY_GLM, TINY_GPT2, TINY_LLAMA
 from trilith.training import make_adamw
 from trilith.training.adamw import set_learning_rate
 from trilith.training.parameter_groups import assign, freeze, names_of

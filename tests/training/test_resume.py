@@ -15,15 +15,8 @@ from trilith.parallel_state import BadCheckpoint, BadInput
 from trilith.recipes.recipe import parse_recipe
 from trilith.testing import RankError
 from trilith.testing.hf_folders import contents
-from trilith.testing.short_runs import (
-    TINY_GPT2,
-    TINY_LLAMA,
-    losses,
-    tiny_recipe,
-    train,
-    whole_tensors,
-    write_tokens,
-)
+from trilith.testing.short_runs import losses, tiny_recipe, train, whole_tensors, write_tokens
+from trilith.testing.tiny_models import TINY_GPT2, TINY_LLAMA
 
 if TYPE_CHECKING:
     from .conftest import Run

@@ -14,7 +14,8 @@ from trilith.recipes.recipe import parse_recipe
 from trilith.runs.events import read_events
 from trilith.runs.metrics import read_lines, read_metrics
 from trilith.testing import run_parallel
-from trilith.testing.short_runs import TINY_GPT2, run_recipe, tiny_recipe, whole_tensors, write_tokens
+from trilith.testing.short_runs import run_recipe, tiny_recipe, whole_tensors, write_tokens
+from trilith.testing.tiny_models import TINY_GPT2
 from trilith.training.run_plan import plan
 
 #: 5 held-out samples: neither 2 data ranks nor micro-batches of 2 divide them.
