@@ -25,7 +25,7 @@ def schedule(
         ),
     ] = False,
     unit: Annotated[
-        float, typer.Option(min=0.001, help="seconds that a rank's forward takes, for --measure")
+        float, typer.Option(min=0.001, max=60, help="seconds that a rank's forward takes, for --measure")
     ] = 0.2,
 ) -> None:
     """Show the timetable of a pipeline schedule and how long each rank waits.

@@ -32,6 +32,8 @@ _NEVER_CHOSEN = -(2.0**20)
 
 #: Characters to train on at most: all of them are held in memory, several times over.
 MOST_CHARACTERS = 2**30
+#: Ids of a vocabulary; the largest public ones have 262,144.
+MOST_IDS = 2**20
 
 _SPECIAL = ("<unk>", "<s>", "</s>")
 
@@ -62,10 +64,9 @@ def train_tokenizer(
     folder = Path(folder)
     if model_type not in ("bpe", "unigram"):
         raise BadInput("tokenizer", "model_type", expected="bpe or unigram", found=repr(model_type))
-    if vocab_size < 260:
-        raise BadInput(
-            "tokenizer", "vocab_size", expected="at least 260: 3 special, 256 bytes", found=vocab_size
-        )
+    if not 260 <= vocab_size <= MOST_IDS:
+        expected = f"from 260 (3 special, 256 bytes) to {MOST_IDS:,}"
+        raise BadInput("tokenizer", "vocab_size", expected=expected, found=vocab_size)
     check_place(folder)
     check_output(folder)
     template = None if chat_template is None else read_template(chat_template)

@@ -19,6 +19,9 @@ from .transformers import observe_hf
 #: rounding: only gross errors show there.
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 0.25, torch.float16: 0.05}
 
+#: Tokens of a batch: three forwards and backwards of more would take hours.
+MOST_TOKENS = 2**18
+
 #: transformers computes some things in fp32 whatever the model's dtype (rotary angles).
 _OF_FP32 = 1e-5
 
@@ -50,6 +53,9 @@ def check(question: Question) -> None:
     if question.length > source.model_config.max_position_embeddings:
         most = source.model_config.max_position_embeddings
         raise BadInput("parity", "--length", expected=f"at most {most}", found=question.length)
+    if question.samples * question.length > MOST_TOKENS:
+        expected = f"at most {MOST_TOKENS // question.length:,} rows of {question.length:,} tokens"
+        raise BadInput("parity", "--samples", expected=expected, found=f"{question.samples:,}")
     each, rest = divmod(question.samples, layout.data)
     if rest or each < layout.pipeline:
         expected = f"a multiple of data={layout.data}, at least {layout.data * layout.pipeline}"

@@ -12,6 +12,7 @@ import inspect
 import json
 import os
 import shutil
+import stat
 import sys
 import tempfile
 import typing
@@ -276,6 +277,7 @@ OUTPUT_FAULTS: dict[str, Callable[[Path], object]] = {
     "full-mount": lambda path: path.parent.mkdir(),
     "read-only-mount": lambda path: path.parent.mkdir(),
     "pipe": os.mkfifo,
+    "device": lambda path: os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, 3)),
     "dev-full": lambda path: path.symlink_to("/dev/full"),
     "link-loop": lambda path: path.symlink_to(path.name),
     "name-too-long": lambda path: None,
@@ -345,6 +347,8 @@ CASES = [
 def test_a_fault_is_one_line_and_leaves_nothing(inputs: Path, place: Place, fault: str) -> None:
     if fault in MOUNTS and not may_mount():
         pytest.skip("this system does not let the user mount")
+    if fault == "device" and os.geteuid():
+        pytest.skip("only root may make a device")
     with tempfile.TemporaryDirectory(prefix="trilith-case-") as folder:
         where = Path(folder)
         path = path_of(fault, where, place.suffix)
@@ -479,6 +483,31 @@ def test_a_deleted_working_directory_is_one_line_or_without_effect(inputs: Path,
         writes = {place.name for place in places() if place.command == command and place.output}
         check(alone(said, where, gone), where, {2} if writes else {0, 2}, said)
         assert (tree(where), tree(inputs)) == before, " ".join(said)
+
+
+#: Numbers that count nothing: any of them will do.
+NO_COUNT = {"seed"}
+
+
+def counts() -> Iterator[tuple[str, str]]:
+    """Each option of each command that is a whole number, and counts something."""
+    for command in COMMANDS:
+        for name, hint in typing.get_type_hints(command, include_extras=True).items():
+            kind, *about = typing.get_args(hint) or (hint,)
+            if (kind is int or int in typing.get_args(kind)) and name not in NO_COUNT:
+                flag = next(iter(about[0].param_decls or ()), f"--{name.replace('_', '-')}")
+                yield command.__name__, flag
+
+
+@pytest.mark.parametrize(("command", "flag"), counts())
+def test_an_enormous_count_is_one_line_or_without_effect(inputs: Path, command: str, flag: str) -> None:
+    with tempfile.TemporaryDirectory(prefix="trilith-case-") as folder:
+        where = Path(folder)
+        (where / "tmp").mkdir()
+        said, before = [*words(command, inputs, where), f"{flag}={10**15}"], tree(inputs)
+        left = tree(where)
+        code = check(alone(said, where, lambda: little_memory(4 << 30)), where, {0, 2}, said)
+        assert tree(inputs) == before and (code == 0 or tree(where) == left), " ".join(said)
 
 
 def test_each_command_is_in_the_table() -> None:
