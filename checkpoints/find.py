@@ -7,11 +7,10 @@ from itertools import pairwise
 from pathlib import Path
 
 from ..parallel_state import BadCheckpoint
-from ..storage.file_names import MANIFEST, STEP_NAME
+from ..storage.file_names import MANIFEST, STEP_NAME, finished_name
 from .hold import Hold, hold
 from .manifest import Manifest
 
-_UNFINISHED = ".tmp-"
 #: A run that saves meanwhile deletes what was just found; each time there is a newer one.
 _TRIES = 100
 
@@ -92,6 +91,6 @@ def _latest(root: Path) -> Found:
                 warnings.append(f"not resumed from: {error}")
             continue
         return replace(found, warnings=tuple(f"{line}; using {name}" for line in warnings))
-    unfinished = sorted(name for name in names if _UNFINISHED in name)
+    unfinished = sorted(name for name in names if finished_name(name) is not None)
     seen = [*warnings, *(f"unfinished: {name}" for name in unfinished)]
     raise BadCheckpoint(root, expected="a complete checkpoint", found="; ".join(seen) or "none")

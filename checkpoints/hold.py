@@ -7,7 +7,6 @@ system has no such locks, nothing is held and a reader may lose what it reads, w
 
 from __future__ import annotations
 
-import fcntl
 import os
 import weakref
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..parallel_state import BadCheckpoint
+from ..storage.lock import try_lock
 
 
 class Hold:
@@ -36,12 +36,9 @@ def hold(directory: Path) -> Hold:
         found = error.strerror or str(error)
         raise BadCheckpoint(directory, expected="a checkpoint", found=found) from None
     held = Hold(fd)
-    with suppress(OSError):  # no such locks here; BlockingIOError is one of them, and means something else
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            found = "one that is being deleted"
-            raise BadCheckpoint(directory, expected="a checkpoint", found=found) from None
+    with suppress(OSError):  # no such locks here
+        if not try_lock(fd, shared=True):
+            raise BadCheckpoint(directory, expected="a checkpoint", found="one that is being deleted")
     return held
 
 
@@ -52,10 +49,7 @@ def nobody_reads(directory: Path) -> Iterator[bool]:
     try:
         free = True
         with suppress(OSError):
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                free = False
+            free = try_lock(fd)
         yield free
     finally:
         os.close(fd)

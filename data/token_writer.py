@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -15,9 +16,11 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ..parallel_state import BadInput
-from ..storage.token_lock import take
+from ..storage.disk import Disk
+from ..storage.file_names import leftovers
+from ..storage.journal import Journal
+from ..storage.staging import Staging, clear_leftovers
 from .token_index import VERSION, TargetIndex, TokenIndex, TokenPaths, dtype_for, little_endian, probe
-from .token_journal import Journal, Mark
 from .token_sums import BlockSums
 from .tokens import TokenFile
 
@@ -25,8 +28,25 @@ from .tokens import TokenFile
 MARK_EVERY = 2.0
 
 
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """How far a job had come: what a killed writer leaves to the next one.
+
+    ``portions`` of the input were finished; ``left_out`` of their samples have nothing to learn, and
+    ``unended`` learn no end mark. The files then had these ``sizes`` in bytes; what lies behind is cut off.
+    ``read`` is the hash of these portions, ``written`` that of each file.
+    """
+
+    portions: int
+    left_out: int
+    unended: int
+    sizes: Mapping[str, int]
+    read: str = ""
+    written: Mapping[str, str] = field(default_factory=dict)
+
+
 class TokenWriter:
-    """A context that builds ``<name>.bin``, ``.docs.npy``, ``.sums`` and ``.json`` in ``<name>.partial/``.
+    """A context that builds ``<name>.bin``, ``.docs.npy``, ``.sums`` and ``.json`` in a folder beside them.
 
     ``commit`` makes them durable and moves them into place, the index last. Leaving without it leaves
     nothing. A second writer of the same name is refused while the first is alive, and after it because the
@@ -38,6 +58,11 @@ class TokenWriter:
     it: ``portions`` says how much that is, and ``read`` what was read. Where the input is another by now,
     ``begin_anew``.
     """
+
+    tokens: int
+    portions: int
+    left_out: int
+    unended: int
 
     def __init__(
         self,
@@ -51,7 +76,6 @@ class TokenWriter:
         job: str = "",
     ) -> None:
         self._paths = TokenPaths.of(name)
-        self._partial = self._paths.name.with_name(self._paths.name.name + ".partial")
         self._vocab_size, self._fingerprint = vocab_size, tokenizer_fingerprint
         self._eos_id, self._bos_id = eos_id, bos_id
         self._template, self._job = template_sha256, job
@@ -60,27 +84,20 @@ class TokenWriter:
         self._dtype = little_endian(dtype_for(vocab_size))
         self._names = ("tokens", "lengths", *(["targets"] if template_sha256 is not None else []))
         self._files: dict[str, BinaryIO] = {}
+        self._last_mark = time.monotonic()
         self._nothing_yet()
 
     def __enter__(self) -> TokenWriter:
-        try:
-            self._refuse_taken_name()
-        except BadInput:
-            self._remove_leftovers()
-            raise
-        parent = self._partial.parent
+        parent = self._paths.name.parent
         if not parent.exists() and not parent.parent.is_dir():
             raise BadInput(parent, expected="a folder, or a place for one", found="nothing there")
-        self._made_parent = not parent.exists()
-        parent.mkdir(exist_ok=True)
-        self._lock = take(self._partial)
-        self._journal = Journal(self._partial / "journal", self._job, every=MARK_EVERY)
+        identity = hashlib.sha256(self._job.encode()).hexdigest()[:16] if self._job else None
+        self._staging = Staging.begin_files(self._paths.name, self._refuse_taken_name, identity=identity)
         try:
-            # Asked again: another writer may have finished between the first look and the lock.
-            self._refuse_taken_name(held=True)
+            self._journal = Journal(self._staging.directory / "journal", Mark)
             self._open()
         except BaseException:
-            self._clear()
+            self._staging.abandon()
             raise
         return self
 
@@ -92,12 +109,11 @@ class TokenWriter:
     ) -> None:
         for file in self._files.values():
             file.close()
-        self._journal.close()
         # Bad input must be mended first, and then the job is another one.
-        if self._job and kind is not None and not issubclass(kind, BadInput) and self._journal.marked:
-            os.close(self._lock)
+        if self._job and kind is not None and not issubclass(kind, BadInput) and self._journal.records:
+            self._staging.leave()
         else:
-            self._clear()
+            self._staging.abandon()
 
     def add(self, ids: ArrayLike) -> None:
         """One document, one or more ids."""
@@ -137,20 +153,21 @@ class TokenWriter:
         self.portions += 1
         self.left_out += left_out
         self.unended += unended
-        if self._job and self._journal.due:
+        if self._job and time.monotonic() - self._last_mark >= MARK_EVERY:
+            for file in self._files.values():
+                _sync(file)
             sizes = {name: file.tell() for name, file in self._files.items()}
             written = {name: digest.hexdigest() for name, digest in self._digests.items()}
-            mark = Mark(self.portions, self.left_out, self.unended, sizes, read, written)
-            self._journal.mark(mark, self._files)
+            self._journal.add(Mark(self.portions, self.left_out, self.unended, sizes, read, written))
+            self._last_mark = time.monotonic()
 
     def begin_anew(self) -> None:
         """Forget what an earlier writer of the same job finished."""
         for file in self._files.values():
             file.close()
-        if self._job:
-            self._journal.forget()
+        self._journal.clear()
         self._nothing_yet()
-        self._files = {name: (self._partial / name).open("wb") for name in self._names}
+        self._files = {name: (self._staging.directory / name).open("wb") for name in self._names}
 
     def commit(self) -> TokenFile:
         """Put the files in place and open them. ``BadInput`` where there is no token, or none to learn."""
@@ -167,16 +184,17 @@ class TokenWriter:
             open_file.flush()
             if name != "lengths":
                 _sync(open_file)
-        lengths = np.fromfile(self._partial / "lengths", dtype="<i8")
+        made = self._staging.directory
+        lengths = np.fromfile(made / "lengths", dtype="<i8")
         offsets = np.zeros(lengths.size + 1, dtype="<i8")
         np.cumsum(lengths, out=offsets[1:])
-        with (self._partial / "documents").open("wb+") as file:
+        with (made / "documents").open("wb+") as file:
             np.save(file, offsets, allow_pickle=False)
             _sync(file)
             file.seek(0)
             documents_sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         sums = b"".join(self._sums[name].value().tobytes() for name in self._names if name != "lengths")
-        with (self._partial / "sums").open("wb") as file:
+        with (made / "sums").open("wb") as file:
             file.write(sums)
             _sync(file)
         targets = None
@@ -184,7 +202,7 @@ class TokenWriter:
             targets = TargetIndex(
                 tokens=self._learnt,
                 sha256=self._digests["targets"].hexdigest(),
-                probe=probe(self._partial / "targets"),
+                probe=probe(made / "targets"),
                 template_sha256=self._template,
                 left_out=self.left_out,
                 unended=self.unended,
@@ -199,32 +217,30 @@ class TokenWriter:
             bos_id=self._bos_id,
             tokenizer_fingerprint=self._fingerprint,
             sha256=self._digests["tokens"].hexdigest(),
-            probe=probe(self._partial / "tokens"),
+            probe=probe(made / "tokens"),
             documents_sha256=documents_sha256,
             targets=targets,
             sums_sha256=hashlib.sha256(sums).hexdigest(),
         ).sealed()
-        with (self._partial / "index").open("wb") as file:
+        with (made / "index").open("wb") as file:
             file.write(json.dumps(index.model_dump(exclude_defaults=True), indent=2).encode() + b"\n")
             _sync(file)
-        (self._partial / "tokens").rename(self._paths.tokens)
-        (self._partial / "documents").rename(self._paths.documents)
-        (self._partial / "sums").rename(self._paths.sums)
+        paths = self._paths
+        places = {"tokens": paths.tokens, "documents": paths.documents, "sums": paths.sums}
         if targets is not None:
-            (self._partial / "targets").rename(self._paths.targets)
-        _sync_folder(self._partial.parent)
-        (self._partial / "index").rename(self._paths.index)
-        _sync_folder(self._partial.parent)
+            places["targets"] = paths.targets
+        self._staging.publish_files(places | {"index": paths.index})
         return TokenFile.open(self._paths.name)
 
     def _open(self) -> None:
         """The files, empty, or with what an earlier writer of the same job finished."""
-        mark = self._journal.begin() if self._job else None
-        if mark is None or {*mark.sizes} != {*self._names}:
+        self._last_mark = time.monotonic()
+        mark = next((mark for mark in reversed(self._journal.records) if self._holds(mark)), None)
+        if mark is None:
             self.begin_anew()
             return
         for name in self._names:
-            path = self._partial / name
+            path = self._staging.directory / name
             os.truncate(path, mark.sizes[name])
             self._files[name] = path.open("ab")
             for part in _parts(path):
@@ -236,6 +252,13 @@ class TokenWriter:
             return
         self.portions, self.left_out, self.unended = mark.portions, mark.left_out, mark.unended
         self.read, self.tokens = mark.read, mark.sizes["tokens"] // self._dtype.itemsize
+
+    def _holds(self, mark: Mark) -> bool:
+        """Whether the files are as long as the mark says."""
+        paths = {name: self._staging.directory / name for name in self._names}
+        return mark.sizes.keys() == paths.keys() and all(
+            path.is_file() and path.stat().st_size >= mark.sizes[name] for name, path in paths.items()
+        )
 
     def _nothing_yet(self) -> None:
         self._digests = {name: hashlib.sha256() for name in self._names}
@@ -249,32 +272,16 @@ class TokenWriter:
         self._digests[name].update(data.data)
         self._sums[name].update(data.data)
 
-    def _refuse_taken_name(self, *, held: bool = False) -> None:
-        """An index says that the name is taken. With no ``.partial`` beside them, so do the other files."""
-        ours = held or self._partial.exists()
-        for path in self._paths.all[: 1 if ours else None]:
+    def _refuse_taken_name(self) -> None:
+        """Refuse a name that has an index already or, with nothing unfinished beside it, any other file."""
+        unfinished = leftovers(self._paths.name)
+        for path in self._paths.all[: 1 if unfinished else None]:
             if path.exists() or path.is_symlink():
+                # Of a writer that was killed when its files were in place already.
+                clear_leftovers(self._paths.name)
                 raise BadInput(
                     path, expected="a new name", found="an existing file", todo="Remove it or choose another"
                 )
-
-    def _remove_leftovers(self) -> None:
-        """Remove what a killed writer of this name left after its files were in place."""
-        if self._partial.is_dir() and self._paths.index.exists():
-            with contextlib.suppress(BadInput):  # another writer is at work, and removes them itself
-                self._lock = take(self._partial)
-                self._made_parent = False
-                self._clear()
-
-    def _clear(self) -> None:
-        """Remove what a writer makes, the lock last, and nothing that somebody else put there."""
-        for name in ("tokens", "lengths", "targets", "documents", "sums", "index", "journal", "lock"):
-            (self._partial / name).unlink(missing_ok=True)
-        os.close(self._lock)
-        with contextlib.suppress(OSError):  # not empty: another writer has just begun, or a stranger's file
-            self._partial.rmdir()
-            if self._made_parent:
-                self._partial.parent.rmdir()
 
 
 def _parts(path: Path) -> Iterator[bytes]:
@@ -285,12 +292,4 @@ def _parts(path: Path) -> Iterator[bytes]:
 
 def _sync(file: Any) -> None:
     file.flush()
-    os.fsync(file.fileno())
-
-
-def _sync_folder(path: Path) -> None:
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    Disk().sync(file.fileno())

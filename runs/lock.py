@@ -6,7 +6,6 @@ blocks nobody for long, and ranks that outlive it by some seconds are waited for
 
 from __future__ import annotations
 
-import fcntl
 import os
 import sys
 import time
@@ -15,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..parallel_state import BadInput, ParallelState, together
+from ..storage.lock import FileLock, try_lock
 from .heartbeat import clear_status, make_folder, new_start, status_folder, this_start
 
 #: Seconds to wait for the ranks of a run that has just failed to be gone.
@@ -37,12 +37,11 @@ def lock_folder(
     Raises ``BadInput`` if another run has the folder for ``patience`` seconds (10 unless given). ``say`` gets
     a line before a wait.
     """
-    fd = _open(folder)
+    lock = _take(folder, patience, say)
     try:
-        _take(fd, folder, patience, say)
-        yield fd
+        yield lock.fd
     finally:
-        os.close(fd)
+        lock.release()
 
 
 @contextmanager
@@ -54,22 +53,21 @@ def only_run_in(
 
     Rank 0 holds the lock, unless the launcher that started the ranks does.
     """
-    held: list[int] = []
+    held: list[FileLock] = []
 
     def take() -> str:
         if state.rank:
             return ""
         if inherits_lock(folder):
             return this_start()
-        held.append(_open(folder))
-        _take(held[0], folder, patience, say)
+        held.append(_take(folder, patience, say))
         return new_start()
 
     try:
         yield together(take, world=state.layout.world, group=state.file_group)[0]
     finally:
-        for fd in held:
-            os.close(fd)
+        for lock in held:
+            lock.release()
 
 
 def inherits_lock(folder: Path) -> bool:
@@ -78,12 +76,10 @@ def inherits_lock(folder: Path) -> bool:
     The launcher passes the lock on as standard input, the only descriptor that torchrun passes to ranks.
     """
     try:
-        if not os.path.samestat(os.fstat(_STANDARD_INPUT), os.stat(_file(folder))):
-            return False
-        fcntl.flock(_STANDARD_INPUT, fcntl.LOCK_EX | fcntl.LOCK_NB)  # holds already, or it is not handed on
+        same = os.path.samestat(os.fstat(_STANDARD_INPUT), os.stat(_file(folder)))
+        return same and try_lock(_STANDARD_INPUT)  # holds already, or it is not handed on
     except OSError:
         return False
-    return True
 
 
 def _file(folder: Path) -> Path:
@@ -102,42 +98,32 @@ def _refuse_logs_of_others(folder: Path) -> None:
             )
 
 
-def _open(folder: Path) -> int:
+def _take(folder: Path, patience: float | None, say: Callable[[str], None]) -> FileLock:
+    """Wait for the lock; then forget what the ranks of an earlier run said."""
     make_folder(folder)
     _refuse_logs_of_others(folder)
-    try:
-        return os.open(_file(folder), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
-    except OSError as error:
-        expected, found = "a folder that can be written to", f"{_file(folder)}: {error.strerror}"
-        raise BadInput("recipe", "out", expected=expected, found=found) from None
-
-
-def _take(fd: int, folder: Path, patience: float | None, say: Callable[[str], None]) -> None:
-    """Wait for the lock; then forget what the ranks of an earlier run said."""
-    _wait_for(fd, folder, patience, say)
-    clear_status(status_folder(folder))
-
-
-def _wait_for(fd: int, folder: Path, patience: float | None, say: Callable[[str], None]) -> None:
     patience = _PATIENCE if patience is None else patience
     deadline, said = time.monotonic() + patience, False
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise BadInput(
-                    "recipe",
-                    "out",
-                    expected="a folder that no other run is using",
-                    found=f"{folder}, in use",
-                    todo="Wait for that run, or choose another folder",
-                ) from None
-        except OSError as error:
-            expected, found = "a file system that has locks", f"{folder}: {error.strerror}"
-            raise BadInput("recipe", "out", expected=expected, found=found) from None
+    while (lock := _try_to_take(folder)) is None:
+        if time.monotonic() > deadline:
+            raise BadInput(
+                "recipe",
+                "out",
+                expected="a folder that no other run is using",
+                found=f"{folder}, in use",
+                todo="Wait for that run, or choose another folder",
+            )
         if not said:
             said = True
             say(f"{folder} is in use by another run: waiting up to {patience:g} s for it to end")
         time.sleep(0.2)
+    clear_status(status_folder(folder))
+    return lock
+
+
+def _try_to_take(folder: Path) -> FileLock | None:
+    try:
+        return FileLock.take(_file(folder))
+    except OSError as error:
+        expected, found = "a folder that can be written to, with locks", f"{_file(folder)}: {error.strerror}"
+        raise BadInput("recipe", "out", expected=expected, found=found) from None

@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
-from ..parallel_state import BadInput, MachineFailed
+from ..parallel_state import MachineFailed
 from ..system import refusal_of
 
 
@@ -90,33 +90,3 @@ def writing(path: Path) -> Iterator[None]:
         failed = DiskFailed(f"{path}: cannot be written: {said}")
         failed.exit_code = refusal.code if refusal else DiskFailed.exit_code
         raise failed from error
-
-
-@contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """Give the path of a temporary file beside ``path``, which takes its place when the block ends well.
-
-    When the block fails, nothing stays: neither the file nor the folders that were made for it. A pipe or a
-    device in the place of ``path`` is refused, because writing to it could wait for ever.
-    """
-    if path.exists() and not path.is_file():
-        raise BadInput(path, expected="a new file", found="a folder, a pipe or a device")
-    made: list[Path] = []
-    with writing(path):
-        os.stat(path.parent.anchor or ".")
-        for folder in reversed([path.parent, *path.parent.parents]):
-            if not folder.exists():
-                folder.mkdir()
-                made.append(folder)
-        temporary = path.with_name(f".trilith-{os.getpid()}{path.suffix[:20]}")
-        try:
-            if path.is_symlink():
-                os.stat(path)  # a loop, or a link to nowhere
-            yield temporary
-            os.replace(temporary, path)
-        except BaseException:
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)
-                for folder in reversed(made):
-                    folder.rmdir()
-            raise

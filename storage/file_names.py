@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+from pathlib import Path
 
 MANIFEST = "manifest.json"
 #: The name of a checkpoint of a run, with its step.
@@ -12,3 +14,33 @@ INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 #: PEFT's names of the same, for adapters.
 ADAPTER_MODEL, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+
+#: What is being written lies beside its final place, under that name and this ending.
+_UNFINISHED = re.compile(r"(.+)\.tmp-[0-9a-f]{16}", re.DOTALL)
+#: The most bytes of a name, here and in every sibling of it.
+LONGEST_NAME = 255
+_ROOM = LONGEST_NAME - len(".tmp-") - 16
+
+
+def beside(output: Path, suffix: str) -> Path:
+    """Return a sibling of ``output``: its name, cut where the file system would refuse it, and ``suffix``."""
+    return output.parent / (os.fsencode(output.name)[:_ROOM].decode(errors="ignore") + suffix)
+
+
+def unfinished(output: Path, identity: str) -> Path:
+    """Return where an unfinished ``output`` lies; ``identity`` has 16 hexadecimal digits."""
+    return beside(output, f".tmp-{identity}")
+
+
+def finished_name(name: str) -> str | None:
+    """Return what the unfinished file or folder ``name`` will be called; ``None`` for any other name."""
+    found = _UNFINISHED.fullmatch(name)
+    return None if found is None else found[1]
+
+
+def leftovers(output: Path) -> list[Path]:
+    """Find what lies unfinished beside ``output``, made for it by any process."""
+    name = finished_name(unfinished(output, "0" * 16).name)
+    if not output.parent.is_dir():
+        return []
+    return [path for path in output.parent.iterdir() if finished_name(path.name) == name]

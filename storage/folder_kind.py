@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Collection
 from enum import Enum
 from pathlib import Path
 
 from ..parallel_state import BadInput
-from .file_names import ADAPTER_CONFIG, ADAPTER_MODEL, CONFIG, INDEX, MANIFEST, SINGLE, STEP_NAME
+from .file_names import (
+    ADAPTER_CONFIG,
+    ADAPTER_MODEL,
+    CONFIG,
+    INDEX,
+    MANIFEST,
+    SINGLE,
+    STEP_NAME,
+    finished_name,
+)
 
 #: In a run's folder, the checkpoints; and what a run writes there besides.
 CHECKPOINTS = "checkpoints"
 _OF_A_RUN = {"run.lock", "metrics.jsonl", "events.jsonl"}
-_UNFINISHED = re.compile(r".+\.tmp-[0-9a-f]{16}", re.DOTALL)
 
 
 class FolderKind(Enum):
@@ -26,7 +33,7 @@ class FolderKind(Enum):
     CHECKPOINTS = "a folder of checkpoints"
     RUN = "a run's folder"
     TOKENS = "a folder of token files"
-    UNFINISHED = "what an unfinished conversion or save left"
+    UNFINISHED = "what an unfinished command left"
     OTHER = "none of these"
 
 
@@ -69,7 +76,7 @@ def kind_of_folder(path: Path, among: Collection[FolderKind] = ()) -> tuple[Path
 
 def kinds_of(folder: Path) -> list[FolderKind]:
     """All that the folder is. What merely looks like a run or tokens counts if it is nothing else."""
-    if _UNFINISHED.fullmatch(folder.name):
+    if finished_name(folder.name) is not None:
         return [FolderKind.UNFINISHED]
     names = set(os.listdir(folder))
     weights = {SINGLE, INDEX} & names
@@ -100,8 +107,7 @@ def holds_steps(folder: Path) -> bool:
 
 
 def _is_step(name: str) -> bool:
-    whole = name.rpartition(".tmp-")[0] if _UNFINISHED.fullmatch(name) else name
-    return STEP_NAME.fullmatch(whole) is not None
+    return STEP_NAME.fullmatch(finished_name(name) or name) is not None
 
 
 def _said(folder: Path, kind: FolderKind) -> Path:

@@ -9,9 +9,7 @@ Killed at any point, the name is absent or as it was; the next call removes what
 
 from __future__ import annotations
 
-import fcntl
 import os
-import re
 import secrets
 import stat
 from collections.abc import Callable, Iterable, Iterator
@@ -19,13 +17,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..parallel_state import BadInput
-from .disk import writing
+from .disk import Disk, writing
+from .file_names import leftovers, unfinished
 from .folder_kind import CHECKPOINTS, FolderKind, holds_steps, kinds_of
+from .lock import FileLock
 from .parents import make_parents, remove_empty
 
 #: What of a file is looked at to tell whose it is: its first and its last bytes.
 _SEEN = 1 << 16
-_LEFT = re.compile(r"\.tmp-[0-9a-f]{16}")
 
 #: From a file's first and last bytes to whether the command that asks has written it.
 IsOurs = Callable[[bytes], bool]
@@ -142,13 +141,13 @@ def _fresh(out: Path) -> Iterator[Path]:
     """A file beside ``out``, its folders made; what has not become ``out`` by the end is removed again."""
     made = make_parents(out.parent)
     _remove_leftovers(out)
-    fresh, fd = _begin(out)
+    lock = _begin(out)
     try:
-        yield fresh
+        yield lock.path
         made = []
     finally:
-        fresh.unlink(missing_ok=True)
-        os.close(fd)
+        lock.path.unlink(missing_ok=True)
+        lock.release()
         remove_empty(made)
 
 
@@ -160,44 +159,22 @@ def _publish(fresh: Path, out: Path, *, ours: IsOurs, force: bool, inputs: Itera
     except OSError:  # it exists, or this file system has no hard links
         check_output_file(out, ours=ours, force=force, inputs=inputs)
         os.replace(fresh, out)
-    folder = os.open(out.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    Disk().sync_directory(out.parent)
 
 
-def _begin(out: Path) -> tuple[Path, int]:
-    """A new file beside ``out``, and a descriptor that holds its lock: so long others leave it alone."""
-    while True:
-        fresh = _beside(out, f".tmp-{secrets.token_hex(8)}")
-        fd = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        if fresh.exists():
-            return fresh, fd
-        os.close(fd)  # taken for a leftover between the two calls
+def _begin(out: Path) -> FileLock:
+    """Make a new file beside ``out``, locked: as long as it is, others leave it alone."""
+    while (lock := FileLock.take(unfinished(out, secrets.token_hex(8)))) is None:
+        pass  # taken for a leftover as soon as it was there
+    return lock
 
 
 def _remove_leftovers(out: Path) -> None:
-    """What killed calls left for this output; whoever is at work holds a lock."""
-    prefix = _beside(out, ".tmp-" + "0" * 16).name[: -len(".tmp-") - 16]
-    for path in out.parent.iterdir():
-        left = path.name.startswith(prefix) and _LEFT.fullmatch(path.name[len(prefix) :])
-        if not left or path.is_symlink() or not path.is_file():
-            continue
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    """Remove what killed calls left for this output; a call that is at work holds a lock."""
+    for path in leftovers(out):
+        if path.is_file() and not path.is_symlink() and (lock := FileLock.take(path)) is not None:
             path.unlink(missing_ok=True)
-        except BlockingIOError:
-            pass
-        finally:
-            os.close(fd)
-
-
-def _beside(out: Path, suffix: str) -> Path:
-    """A sibling of the output, its name cut where the file system would refuse it."""
-    return out.parent / (os.fsencode(out.name)[: 255 - len(suffix)].decode(errors="ignore") + suffix)
+            lock.release()
 
 
 def _seen(path: Path) -> bytes:

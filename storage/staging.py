@@ -1,35 +1,37 @@
-"""How an output directory comes to be: beside its final place, complete, and then under its name in one step.
+"""How an output comes to be: in a directory beside its final place, complete, and then under its name.
 
     staging = Staging.begin(output, inputs=[source], need=bytes)   # checks, lock, a fresh directory beside it
     ...                                                            # files written and synced into .directory
     staging.publish(manifest)                                      # manifest last, sync, rename, sync
 
-Killed at any point, the output is absent or whole; a later run clears what an earlier one left.
+An output of several files beside each other (``Staging.begin_files``, ``publish_files``) is complete when the
+last of them has its name. Killed at any point, the output is absent or whole; a later run clears what an
+earlier one left.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import re
 import secrets
-import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..parallel_state import BadInput, fault
 from .disk import Disk, DiskFailed, writing
-from .file_names import MANIFEST
+from .file_names import LONGEST_NAME, MANIFEST, beside, finished_name, leftovers, unfinished
+from .lock import FileLock
 from .output_file import check_outside
 from .parents import make_parents, remove_empty
 from .regular import open_regular
 
 _SPARE = 1.1
-_LONGEST_NAME = 255
-_LOCK = ".lock"
+#: In the name of a lock, as in all that this module leaves beside an output: nobody's own file is called so.
+_LOCK = ".tmp-lock"
 _IDENTITY = re.compile(r"[0-9a-f]{16}")
+_LEFT = re.compile(r"\.tmp-(lock|[0-9a-f]{16})$")
 
 
 def check_output(output: Path, *, inputs: Iterable[Path] = (), need: int = 0) -> None:
@@ -38,22 +40,22 @@ def check_output(output: Path, *, inputs: Iterable[Path] = (), need: int = 0) ->
     Nothing is created; of an occupied output the lock is removed that a killed run left beside it.
     """
     check_outside(output, inputs)
-    if len(os.fsencode(output.name)) > _LONGEST_NAME:
-        raise BadInput(output, expected=f"a name of at most {_LONGEST_NAME} bytes", found="a longer one")
+    if len(os.fsencode(output.name)) > LONGEST_NAME:
+        raise BadInput(output, expected=f"a name of at most {LONGEST_NAME} bytes", found="a longer one")
     if output.is_symlink():
         raise BadInput(output, expected="a new directory", found="a link", todo="Name its target instead")
     if output.exists():
         if not output.is_dir():
             raise BadInput(output, expected="a new directory", found="a file", todo="Choose another name")
         if any(output.iterdir()):
-            _remove_dead_lock(output)
+            clear_leftovers(output, lock_only=True)
             todo = "Choose another name or remove it first"
             raise BadInput(
                 output, expected="a new or empty directory", found="one with files in it", todo=todo
             )
     space = os.statvfs(check_home(output))
     free = space.f_bavail * space.f_frsize
-    need -= _held_by_leftovers(output)
+    need -= _bytes_of_leftovers(output)
     if need * _SPARE > free:
         expected = f"{need * _SPARE / 1e9:,.1f} GB free ({need / 1e9:,.1f} GB and a tenth)"
         raise BadInput(output, expected=expected, found=f"{free / 1e9:,.1f} GB")
@@ -80,7 +82,7 @@ def check_home(output: Path) -> Path:
 class Staging:
     """An output in the making, held by one process. Others may write into ``directory`` too."""
 
-    def __init__(self, output: Path, directory: Path, lock: int, disk: Disk, made: list[Path]):
+    def __init__(self, output: Path, directory: Path, lock: FileLock, disk: Disk, made: list[Path]):
         self.output, self.directory = output, directory
         self._lock, self._disk, self._made = lock, disk, made
 
@@ -94,29 +96,54 @@ class Staging:
         identity: str | None = None,
         disk: Disk | None = None,
     ) -> Staging:
-        """Check the output, lock it against other processes, and make the directory to write into.
+        """Check that a directory ``output`` can be, lock it, and make the directory to write into.
 
         ``identity``, 16 hexadecimal digits, names that directory (a conversion gives the hash of its plan);
         if it is there, left by a run that was killed, it is taken up as it is.
         """
-        output, disk = Path(output), disk or Disk()
+        output, inputs = Path(output), [*inputs]
+        check_output(output, inputs=inputs, need=need)
+        return cls._begin(output, identity, disk or Disk())
+
+    @classmethod
+    def begin_files(
+        cls,
+        output: Path,
+        check: Callable[[], None],
+        *,
+        identity: str | None = None,
+        disk: Disk | None = None,
+    ) -> Staging:
+        """As ``begin``, for files whose names begin with ``output``.
+
+        ``check`` refuses names that are taken. It is also called under the lock, because another process may
+        have finished between the first call and the lock.
+        """
+        check()
+        return cls._begin(output, identity, disk or Disk(), check)
+
+    @classmethod
+    def _begin(
+        cls, output: Path, identity: str | None, disk: Disk, check: Callable[[], None] = lambda: None
+    ) -> Staging:
         identity = secrets.token_hex(8) if identity is None else identity
         assert _IDENTITY.fullmatch(identity), identity
-        check_output(output, inputs=inputs, need=need)
         with writing(output.parent):
             made = make_parents(output.parent, disk)
-        lock = _lock(output)
-        directory = _beside(output, f".tmp-{identity}")
+        directory = unfinished(output, identity)
+        staging = cls(output, directory, _lock(output), disk, made)
         try:
+            check()
             with writing(directory):
-                _remove_leftovers(output, disk, but=directory)
+                for path in leftovers(output):  # we have the lock, so nobody is writing there
+                    if path != directory:
+                        disk.remove_tree(path)
                 if not directory.exists():
                     disk.make_directory(directory)
         except BaseException:
-            _unlock(output, lock)
-            remove_empty(made)
+            staging.leave()
             raise
-        return cls(output, directory, lock, disk, made)
+        return staging
 
     def publish(self, manifest: bytes | None = None) -> None:
         """Give the directory its name; when this returns, a power cut cannot take it back.
@@ -146,7 +173,22 @@ class Staging:
         fault("commit.after_rename", rank=0)
         with writing(self.output.parent):
             self._disk.sync_directory(self.output.parent)
-        self._release()
+        self._lock.remove()
+
+    def publish_files(self, places: Mapping[str, Path]) -> None:
+        """Give each file of the directory its place, in this order: the output is complete with the last.
+
+        When this returns, a power cut cannot take it back. Every file must be on the disk by now.
+        """
+        *others, last = places.items()
+        for files in (others, [last]):
+            for name, place in files:
+                with writing(place):
+                    self._disk.rename(self.directory / name, place)
+            with writing(self.output.parent):
+                self._disk.sync_directory(self.output.parent)
+        self._disk.remove_tree(self.directory)
+        self._lock.remove()
 
     def _read_back(self, path: Path, manifest: bytes) -> None:
         """Refuse to commit unless the disk gives back what was written."""
@@ -156,21 +198,17 @@ class Staging:
 
     def abandon(self) -> None:
         """Remove what was written, folders made for it included, and give up the lock. What cannot be removed
-        keeps its telling name.
+        keeps its telling name. Does nothing after ``publish``.
         """
-        if self._lock >= 0:
+        if self._lock.fd >= 0:
             self._disk.remove_tree(self.directory)
-            self._release()
-            remove_empty(self._made)
+            self.leave()
 
     def leave(self) -> None:
         """Give up the lock and keep what was written, for a later run of the same identity."""
-        if self._lock >= 0:
-            self._release()
-
-    def _release(self) -> None:
-        _unlock(self.output, self._lock)
-        self._lock = -1
+        if self._lock.fd >= 0:
+            self._lock.remove()
+            remove_empty(self._made)
 
 
 @contextmanager
@@ -202,7 +240,7 @@ def remove_checkpoint(directory: Path, disk: Disk | None = None) -> None:
     ``clear_unfinished`` removes it.
     """
     disk = disk or Disk()
-    unnamed = _beside(directory, f".tmp-{secrets.token_hex(8)}")
+    unnamed = unfinished(directory, secrets.token_hex(8))
     with writing(directory):
         disk.rename(directory, unnamed)
         disk.sync_directory(directory.parent)
@@ -212,84 +250,41 @@ def remove_checkpoint(directory: Path, disk: Disk | None = None) -> None:
 
 def clear_unfinished(root: Path, disk: Disk | None = None) -> None:
     """Remove what killed runs left under ``root``, of whatever output, unless somebody is writing it now."""
-    for path in [*root.iterdir()] if root.is_dir() else []:
-        name, _, identity = path.name.rpartition(".tmp-")
-        # A lock alone is of a run that was killed before it made more, or after all was done.
-        alone = path.name.endswith(_LOCK) and path.is_file() and not path.stat().st_size
-        if not alone and not (name and _IDENTITY.fullmatch(identity)):
-            continue
-        output = root / (path.name.removesuffix(_LOCK) if alone else name)
-        try:
-            lock = _lock(output)
-        except BadInput:
-            continue
-        if not alone:
+    names = [path.name for path in root.iterdir()] if root.is_dir() else []
+    # A lock alone is of a run that was killed before it made more, or after all was done.
+    found = {finished_name(name) or name.removesuffix(_LOCK) for name in names if _LEFT.search(name)}
+    for name in sorted(found):
+        clear_leftovers(root / name, disk)
+
+
+def clear_leftovers(output: Path, disk: Disk | None = None, *, lock_only: bool = False) -> None:
+    """Remove what killed runs left beside ``output``, unless somebody is writing it now."""
+    left = [] if lock_only else leftovers(output)
+    if not left and not beside(output, _LOCK).exists():
+        return
+    with suppress(OSError, BadInput, DiskFailed):  # it is held, or not ours to remove
+        lock = _lock(output)
+        for path in left:
             (disk or Disk()).remove_tree(path)
-        _unlock(output, lock)
+        lock.remove()
 
 
-def _beside(output: Path, suffix: str) -> Path:
-    """A sibling of the output, its name cut where the file system would refuse it."""
-    room = _LONGEST_NAME - len(suffix)
-    return output.parent / (os.fsencode(output.name)[:room].decode(errors="ignore") + suffix)
-
-
-def _remove_leftovers(output: Path, disk: Disk, *, but: Path) -> None:
-    """What killed runs left for this output; we hold its lock, so nobody is writing there."""
-    for path in _leftovers(output):
-        if path != but:
-            disk.remove_tree(path)
-
-
-def _held_by_leftovers(output: Path) -> int:
+def _bytes_of_leftovers(output: Path) -> int:
     """Bytes on the disk of what killed runs left for this output: taken up again, or removed first."""
     return sum(
         path.stat().st_blocks * 512
-        for left in _leftovers(output)
+        for left in leftovers(output)
         for path in left.rglob("*")
         if path.is_file()
     )
 
 
-def _leftovers(output: Path) -> list[Path]:
-    prefix = _beside(output, ".tmp-" + "0" * 16).name[:-16]
-    if not output.parent.is_dir():
-        return []
-    return [
-        path
-        for path in output.parent.iterdir()
-        if path.name.startswith(prefix) and _IDENTITY.fullmatch(path.name[len(prefix) :])
-    ]
-
-
-def _lock(output: Path) -> int:
-    """An exclusive lock that the system gives up for us if we die, so a killed run blocks nobody."""
-    path = _beside(output, _LOCK)
-    while True:
-        with writing(path):
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(fd)
-            found, todo = "another process writing it", "Wait for it, or choose another output"
-            raise BadInput(output, expected="an output of our own", found=found, todo=todo) from None
-        try:
-            if os.path.samestat(os.stat(path), os.fstat(fd)):
-                return fd
-        except FileNotFoundError:
-            pass
-        os.close(fd)  # its holder removed it between our two calls: that lock guards nothing any more
-
-
-def _remove_dead_lock(output: Path) -> None:
-    """Remove the lock of a run that was killed when its output had its name already."""
-    path = _beside(output, _LOCK)
-    with suppress(OSError, BadInput):  # it is held, or not ours to remove
-        if stat.S_ISREG((found := path.lstat()).st_mode) and not found.st_size:
-            _unlock(output, _lock(output))
-
-
-def _unlock(output: Path, lock: int) -> None:
-    _beside(output, _LOCK).unlink(missing_ok=True)
-    os.close(lock)
+def _lock(output: Path) -> FileLock:
+    """Take the lock of an output; ``BadInput`` where another process has it."""
+    path = beside(output, _LOCK)
+    with writing(path):
+        lock = FileLock.take(path)
+    if lock is None:
+        found, todo = "another process writing it", "Wait for it, or choose another output"
+        raise BadInput(output, expected="an output of our own", found=found, todo=todo)
+    return lock

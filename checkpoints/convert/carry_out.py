@@ -13,7 +13,6 @@ from ...parallel_state import BadInput, Layout, check_workers, fault
 from ...storage.companions import store_companion
 from ...storage.disk import Disk
 from ...storage.dtypes import TORCH
-from ...storage.journal import EVERY, JOURNAL, Journal
 from ...storage.output_file import check_place
 from ...storage.safetensors_writer import TensorWriter
 from ...storage.staging import Staging, staged
@@ -23,6 +22,7 @@ from ..manifest import Manifest
 from ..readable import check_plain, read_back
 from ..verify import checksum_of, verify_file, verify_rest
 from .execute import execute
+from .finished_work import EVERY, JOURNAL, FinishedWork
 from .memory_budget import block_within
 from .merge_lora import Merge
 from .plan import Conversion, OutputTensor
@@ -246,7 +246,7 @@ def _move(
             block=block,
             allow_nonfinite=allow_nonfinite,
             seen=seen,
-            journal=Journal(staging.directory / JOURNAL, sync, every=options.note_every),
+            finished=FinishedWork(staging.directory / JOURNAL, sync, every=options.note_every),
             progress=options.progress,
         )
     except BadInput as error:

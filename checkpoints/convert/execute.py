@@ -19,11 +19,11 @@ from ...parallel_state import BadInput, Box
 from ...storage.crc import Checksum
 from ...storage.dtypes import TORCH
 from ...storage.finite import look_at, smallest
-from ...storage.journal import Journal
 from ...storage.safetensors_reader import TensorFile
 from ...storage.safetensors_writer import TensorWriter
 from ...storage.strides import blocks, is_one_run
 from ..copies import Copy
+from .finished_work import FinishedWork
 from .transfer import Transfer, check, hull, shared, slabs, source_of, spread
 
 #: Bytes of a block: still in the processor's cache when it is written, and large beside the bookkeeping.
@@ -57,13 +57,13 @@ def execute(
     block: int | None = None,
     allow_nonfinite: bool = False,
     seen: Sequence[Checksum] = (),
-    journal: Journal | None = None,
+    finished: FinishedWork | None = None,
     progress: Callable[[int], None] = lambda made: None,
 ) -> Report:
     """Make every target from ``files``; ``Copy.file`` counts in them.
 
     ``block`` is in bytes, ``BLOCK`` unless given. ``seen``, one a file if any, collects the checksums of
-    what is read. Work that ``journal`` knows as done, and whose bytes are in the files as it says, is not
+    what is read. Work that ``finished`` knows as done, and whose bytes are in the files as it says, is not
     done again. ``progress`` is called with the bytes made since the last call, from any of ``threads``.
     ``BadInput`` names the first number that is not finite, unless ``allow_nonfinite``; ``BadCheckpoint`` a
     plan that does not set every element exactly once. The first error ends the work; targets are then not to
@@ -76,7 +76,7 @@ def execute(
             transfer.target.fill_(float("nan"))
         if transfer.box.size:
             groups[shared(transfer)].append(transfer)
-    work = _Work(files, block or BLOCK, allow_nonfinite, seen, journal, progress)
+    work = _Work(files, block or BLOCK, allow_nonfinite, seen, finished, progress)
     pool = ThreadPoolExecutor(max(1, threads))
     try:
         for done in [pool.submit(work.make, *numbered) for numbered in spread([*groups.values()], threads)]:
@@ -107,11 +107,11 @@ class _Work:
         block: int,
         allow_nonfinite: bool,
         seen: Sequence[Checksum],
-        journal: Journal | None,
+        finished: FinishedWork | None,
         progress: Callable[[int], None],
     ):
         self.files, self.block, self.allow_nonfinite = files, block, allow_nonfinite
-        self.seen, self.journal, self.progress = seen, journal, progress
+        self.seen, self.finished, self.progress = seen, finished, progress
         self.report = Report()
         self.not_zero: set[str] = set()
         #: Tensors of which a cast left more than zeros.
@@ -133,12 +133,12 @@ class _Work:
                 nbytes, lost = self._make_part(transfer, part, read)
                 made, remarkable = made + nbytes, remarkable or bool(lost)
         # What there is a word to say of is not noted: a resumed conversion makes it and says it again.
-        if self.journal is not None and not remarkable:
-            self.journal.note(number, made, lambda: _sums(group))
+        if self.finished is not None and not remarkable:
+            self.finished.note(number, made, lambda: _sums(group))
 
     def _was_made(self, number: int, group: list[Transfer]) -> bool:
         """Whether the files hold the work as the journal says; each of them then takes its tensors."""
-        noted = None if self.journal is None else self.journal.done.get(number)
+        noted = None if self.finished is None else self.finished.done.get(number)
         if noted is None or noted != _sums(group):
             return False
         for transfer, crc in zip(group, noted, strict=True):

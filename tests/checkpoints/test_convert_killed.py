@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from trilith.checkpoints import ConversionOptions, convert
 from trilith.checkpoints.convert import memory_budget
+from trilith.checkpoints.convert.finished_work import FinishedWork
 from trilith.checkpoints.convert.memory_budget import anonymous_memory, block_within
 from trilith.cli.app import run
 from trilith.parallel_state import BadCheckpoint, BadInput, Box
 from trilith.storage import TensorWriter
-from trilith.storage.journal import Journal
 from trilith.testing import run_fresh, run_parallel
 from trilith.testing.hf_folders import contents, write_hf_folder
 from trilith.testing.short_runs import run_recipe, tiny_recipe, write_tokens
@@ -85,7 +85,7 @@ def test_a_killed_conversion_is_absent_or_whole_and_goes_on_K15(
         convert(src, dst, **arguments)
     assert contents(dst) == contents(tmp_path / "whole")
     assert contents(src) == before
-    assert sorted(path.name for path in tmp_path.iterdir() if not path.name.endswith(".lock")) == [
+    assert sorted(path.name for path in tmp_path.iterdir() if not path.name.endswith(".tmp-lock")) == [
         "out",
         "whole",
     ]
@@ -167,7 +167,7 @@ def test_a_flipped_bit_that_makes_a_nan_is_damage_and_not_bad_numbers_G8(
 
 def test_a_journal_cut_by_the_kill_is_read_as_far_as_it_is_whole(tmp_path: Path) -> None:
     synced: list[bool] = []
-    journal = Journal(tmp_path / "j", lambda: synced.append(True), every=10)
+    journal = FinishedWork(tmp_path / "j", lambda: synced.append(True), every=10)
     journal.note(3, 5, lambda: [1])
     assert not (tmp_path / "j").exists()
     journal.note(4, 5, lambda: [2, 3])
@@ -175,10 +175,10 @@ def test_a_journal_cut_by_the_kill_is_read_as_far_as_it_is_whole(tmp_path: Path)
     assert len(synced) == 2
     with (tmp_path / "j").open("ab") as file:
         file.write(b"[[9, [1")
-    again = Journal(tmp_path / "j", lambda: None, every=1)
+    again = FinishedWork(tmp_path / "j", lambda: None, every=1)
     assert again.done == {3: [1], 4: [2, 3], 7: []}
     again.note(8, 1, lambda: [9])
-    assert Journal(tmp_path / "j", lambda: None).done == {**again.done, 8: [9]}
+    assert FinishedWork(tmp_path / "j", lambda: None).done == {**again.done, 8: [9]}
 
 
 def test_a_file_that_is_gone_is_written_again_whatever_the_journal_says(
@@ -227,7 +227,7 @@ def test_an_interrupt_keeps_what_was_written_and_an_error_does_not(tmp_path: Pat
                 options=ConversionOptions(progress=interrupted(error)),
             )
         assert len(list(tmp_path.glob("out.tmp-*"))) == left
-        assert not list(tmp_path.glob("*.lock"))
+        assert not list(tmp_path.glob("*.tmp-lock"))
     convert(sources / "hf", tmp_path / "out", tensor=2)
 
 

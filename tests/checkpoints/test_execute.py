@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from trilith.checkpoints.convert import execute as execute_module
 from trilith.checkpoints.convert.execute import Report, execute
+from trilith.checkpoints.convert.finished_work import FinishedWork
 from trilith.checkpoints.convert.transfer import Transfer
 from trilith.checkpoints.copies import Copy, Stored, Tie, Whole, copies
 from trilith.models import Link
@@ -20,7 +21,6 @@ from trilith.parallel_state import BadCheckpoint, BadInput, Box
 from trilith.storage import TensorFile, TensorWriter
 from trilith.storage.dtypes import TORCH, name_of
 from trilith.storage.finite import look_at
-from trilith.storage.journal import Journal
 
 NO_LINKS = Tie(None)
 
@@ -275,14 +275,14 @@ def test_C11_a_resumed_conversion_does_not_take_the_rest_for_all(tmp_path: Path)
     def make(again: bool) -> Report:
         writers = [TensorWriter(tmp_path / f"{i}", {"w": ("F32", (20,))}, again=again) for i in range(2)]
         transfers = [Transfer("w", *one) for one in zip(halves, [(c,) for c in copied], writers, strict=True)]
-        journal = Journal(tmp_path / "journal", lambda: None, every=1)
-        report = execute([TensorFile.open(tmp_path / "f")], transfers, threads=1, journal=journal)
+        finished = FinishedWork(tmp_path / "journal", lambda: None, every=1)
+        report = execute([TensorFile.open(tmp_path / "f")], transfers, threads=1, finished=finished)
         for writer in writers:
             writer.close()
         return report
 
     assert make(again=False).zeros == set()
-    assert [*Journal(tmp_path / "journal", lambda: None).done] == [0]
+    assert [*FinishedWork(tmp_path / "journal", lambda: None).done] == [0]
     assert make(again=True).zeros == set()
 
 

@@ -208,8 +208,9 @@ def test_a_killed_job_goes_on_and_gives_the_same_bytes(
     inputs, out = [jsonl(tmp_path / "in.jsonl", records)], tmp_path / "out"
     (code,) = run_fresh(killed_on_the_way, 1, inputs, folder, out, chat, process_group=False)
     assert code == -signal.SIGKILL, code.output
-    assert not list(tmp_path.glob("out.bin")) and (tmp_path / "out.partial" / "journal").exists()
-    with (tmp_path / "out.partial" / "tokens").open("ab") as tokens:
+    assert not list(tmp_path.glob("out.bin")) and [*tmp_path.glob("out.tmp-*/journal")]
+    (left,) = tmp_path.glob("out.tmp-*/tokens")
+    with left.open("ab") as tokens:
         tokens.write(b"half a block")
     monkeypatch.setitem(read_blocks.__kwdefaults__, "size", 2000)
     resumed = counted(monkeypatch, lambda: tokenize(inputs, folder, out, chat=chat, workers=1))
@@ -218,7 +219,7 @@ def test_a_killed_job_goes_on_and_gives_the_same_bytes(
     suffixes = SUFFIXES if chat else (".bin", ".docs.npy", ".sums", ".json")
     for suffix in suffixes:
         assert (tmp_path / f"out{suffix}").read_bytes() == (tmp_path / f"b{suffix}").read_bytes(), suffix
-    assert not list(tmp_path.glob("*.partial"))
+    assert not list(tmp_path.glob("*.tmp-*"))
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, call: Any) -> int:
@@ -250,7 +251,7 @@ def test_an_interrupted_job_of_other_input_or_template_begins_anew(
     for change in (lambda: None, lambda: jsonl(path, talks(101))):
         with pytest.raises(KeyboardInterrupt):
             tokenize([path], folder, out, chat=Chat(), workers=1, on_progress=interrupt)
-        assert (tmp_path / "out.partial" / "journal").exists()
+        assert [*tmp_path.glob("out.tmp-*/journal")]
         change()
     whole = counted(monkeypatch, lambda: tokenize([path], folder, out, chat=Chat(other), workers=1))
     fresh = tokenize([path], folder, tmp_path / "b", chat=Chat(other), workers=1)

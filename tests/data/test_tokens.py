@@ -13,11 +13,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from trilith.data import TokenFile, token_index, token_writer
+from trilith.data import TokenFile, token_index
 from trilith.data.token_index import TokenIndex
 from trilith.data.token_writer import TokenWriter
 from trilith.data.vocabulary import check_vocabulary
 from trilith.parallel_state import BadInput
+from trilith.storage.disk import Disk
+from trilith.storage.lock import FileLock
 
 DOCUMENTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
 
@@ -264,7 +266,7 @@ def test_f13_a_second_writer_of_the_name_is_refused_while_one_writes_and_after(t
     with TokenWriter(tmp_path / "data", vocab_size=300) as first:
         first.add([1, 2])
         with (
-            pytest.raises(BadInput, match="one at work"),
+            pytest.raises(BadInput, match="another process"),
             TokenWriter(tmp_path / "data", vocab_size=300),
         ):
             raise AssertionError("two writers at once")
@@ -291,14 +293,14 @@ def _race(name: Path, mine: int, start: Barrier, answers: Queue[int | None]) -> 
 def test_f13_a_writer_that_finishes_just_before_the_lock_is_not_written_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    take = token_writer.take
+    take = FileLock.take
 
-    def late(partial: Path) -> int:
-        monkeypatch.setattr(token_writer, "take", take)
+    def late(path: Path) -> FileLock | None:
+        monkeypatch.setattr(FileLock, "take", take)
         write(tmp_path / "data", [[7]])
-        return take(partial)
+        return take(path)
 
-    monkeypatch.setattr(token_writer, "take", late)
+    monkeypatch.setattr(FileLock, "take", late)
     with pytest.raises(BadInput, match="an existing file"):
         write(tmp_path / "data")
     assert TokenFile.open(tmp_path / "data").tokens.tolist() == [7]
@@ -317,20 +319,20 @@ def test_f13_of_processes_that_race_exactly_one_writes(tmp_path: Path) -> None:
             racer.join()
         assert len(won) == 1
         assert set(TokenFile.open(name).tokens.tolist()) == set(won)
-    assert not [path for path in tmp_path.iterdir() if "partial" in path.name]
+    assert not [path for path in tmp_path.iterdir() if ".tmp-" in path.name]
 
 
 def _die(name: Path, after: str) -> None:
     renames = 0
 
-    def rename(self: Path, target: Path) -> None:
+    def rename(self: Disk, old: Path, new: Path) -> None:
         nonlocal renames
         if f"{renames} renames" == after:
             os._exit(9)
         renames += 1
-        os.rename(self, target)
+        os.rename(old, new)
 
-    pytest.MonkeyPatch().setattr(Path, "rename", rename)  # never undone: this process ends here
+    pytest.MonkeyPatch().setattr(Disk, "rename", rename)  # never undone: this process ends here
     with TokenWriter(name, vocab_size=300) as writer:
         writer.add([1, 2, 3])
         if after == "some tokens":
@@ -362,11 +364,15 @@ def test_a_strangers_file_is_never_written_over(tmp_path: Path, suffix: str) -> 
     assert files(tmp_path) == [f"data{suffix}"]
 
 
-def test_a_strangers_folder_called_partial_keeps_its_files(tmp_path: Path) -> None:
-    (tmp_path / "data.partial").mkdir()
-    (tmp_path / "data.partial" / "notes.txt").write_text("precious")
+def test_a_strangers_files_beside_it_stay_whatever_they_are_called(tmp_path: Path) -> None:
+    precious = [tmp_path / name for name in ("data.lock", "data.tmp-lock", "data.partial", "data.tmp-mine")]
+    for path in precious:
+        path.write_text("precious")
+    (tmp_path / "empty.lock").touch()
     write(tmp_path / "data")
-    assert (tmp_path / "data.partial" / "notes.txt").read_text() == "precious"
+    write(tmp_path / "empty")
+    assert [path.read_text() for path in precious] == ["precious"] * 4
+    assert (tmp_path / "empty.lock").exists()
 
 
 def test_a_new_folder_is_made_and_goes_again_on_failure(tmp_path: Path) -> None:
@@ -384,18 +390,18 @@ def test_everything_is_on_disk_before_the_index_appears(
 ) -> None:
     """Power loss cannot be tested by a kill: the order of syncs and renames is held instead."""
     log: list[str] = []
-    real_fsync, real_rename = os.fsync, Path.rename
+    real_fsync, real_rename = os.fsync, os.rename
 
     def fsync(descriptor: int) -> None:
         log.append("sync " + Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
         real_fsync(descriptor)
 
-    def rename(self: Path, target: Path) -> Path:
-        log.append(f"rename {self.name}")
-        return real_rename(self, target)
+    def rename(old: Path, new: Path) -> None:
+        log.append(f"rename {old.name}")
+        real_rename(old, new)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(Path, "rename", rename)
+    monkeypatch.setattr(os, "rename", rename)
     write(tmp_path / "data")
     folder = f"sync {tmp_path.name}"
     assert log == [

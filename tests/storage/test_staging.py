@@ -241,7 +241,7 @@ def test_G25_a_killed_job_blocks_nobody_and_is_cleared(tmp_path: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     left = sorted(path.name for path in tmp_path.iterdir())
-    assert left == ["out.lock", "out.tmp-0123456789abcdef"]
+    assert left == ["out.tmp-0123456789abcdef", "out.tmp-lock"]
     bystander = tmp_path / "out.tmp-mine"
     bystander.mkdir()
     save(tmp_path / "out", 1.0)
@@ -252,19 +252,41 @@ def test_what_killed_runs_left_is_cleared_but_not_what_is_being_written(tmp_path
     for name in ("step-2.tmp-0123456789abcdef", "step-4", "step-4.tmp-mine", "other.tmp-0123456789abcdef"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text("x")
-    (tmp_path / "step-8.lock").touch()  # killed before it made anything else, or after all was done
+    (tmp_path / "step-8.tmp-lock").touch()  # killed before it made anything else, or after all was done
     (tmp_path / "notes.lock").write_text("no lock of ours")
     writing = Staging.begin(tmp_path / "step-6")
     clear_unfinished(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {
         "step-4",
         "step-4.tmp-mine",
-        "step-6.lock",
+        "step-6.tmp-lock",
         "notes.lock",
         writing.directory.name,
     }
     writing.abandon()
     clear_unfinished(tmp_path / "nowhere")
+
+
+def test_a_users_own_files_called_like_a_lock_stay(tmp_path: Path) -> None:
+    precious = [tmp_path / name for name in ("out.lock", "out.tmp-lock")]
+    (tmp_path / "new.lock").touch()
+    for path in precious:
+        path.write_text("precious")
+    save(tmp_path / "out", 1.0)
+    save(tmp_path / "new", 1.0)
+    with pytest.raises(BadInput):
+        save(tmp_path / "out", 1.0)
+    clear_unfinished(tmp_path)
+    assert [path.read_text() for path in precious] == ["precious"] * 2
+    assert (tmp_path / "new.lock").exists()
+
+
+def test_folders_that_were_made_for_an_output_go_with_it(tmp_path: Path) -> None:
+    with pytest.raises(BadInput), staged(tmp_path / "a" / "b" / "out"):
+        raise BadInput("input", expected="another", found="this")
+    assert not [*tmp_path.iterdir()]
+    Staging.begin(tmp_path / "a" / "b" / "out").leave()
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
 def test_K8_a_deletion_that_is_cut_short_leaves_no_checkpoint(tmp_path: Path) -> None:

@@ -1,0 +1,45 @@
+"""Which pieces of a conversion are on the disk already, so that after a kill they are not made again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from threading import Lock
+
+from ...parallel_state import fault
+from ...storage.disk import Disk
+from ...storage.journal import Journal
+
+JOURNAL = "journal.jsonl"
+
+#: Bytes after which what was written is synced and noted: a kill costs at most about so much work.
+EVERY = 1 << 30
+
+
+class FinishedWork:
+    """A journal of the pieces of work whose bytes are on the disk. Safe to use from several threads at once.
+
+    ``done`` has, by the number of a piece, the CRC-32 of each tensor that it wrote. The sums are compared
+    with what is in the files before a piece is taken as done. ``sync`` puts what was written so far on the
+    disk, every ``every`` bytes.
+    """
+
+    def __init__(self, path: Path, sync: Callable[[], None], *, every: int = EVERY, disk: Disk | None = None):
+        self._journal = Journal(path, list[tuple[int, list[int]]], disk=disk)
+        self.done = {number: sums for record in self._journal.records for number, sums in record}
+        self._sync, self._every = sync, every
+        self._pending: list[tuple[int, Callable[[], list[int]]]] = []
+        self._bytes = 0
+        self._lock = Lock()
+
+    def note(self, number: int, nbytes: int, sums: Callable[[], list[int]]) -> None:
+        """A piece of work was written; it reaches the disk with some later call, which asks for its sums."""
+        with self._lock:
+            self._pending.append((number, sums))
+            self._bytes += nbytes
+            if self._bytes < self._every:
+                return
+            finished, self._pending, self._bytes = self._pending, [], 0
+            self._sync()
+            self._journal.add([(number, read()) for number, read in finished])
+            fault("convert.noted", rank=0)

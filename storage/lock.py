@@ -1,0 +1,59 @@
+"""Locks of the operating system (flock): one process has a file at a time, and no longer than it lives."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+
+def try_lock(fd: int, *, shared: bool = False) -> bool:
+    """Lock an open file or folder; return whether it could be had. ``OSError`` where there are no locks."""
+    try:
+        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+class FileLock:
+    """A file that this process has locked, until ``release`` or the end of the process.
+
+    A process that inherits the descriptor ``fd`` has the lock too.
+    """
+
+    def __init__(self, path: Path, fd: int) -> None:
+        self.path, self.fd = path, fd
+
+    @classmethod
+    def take(cls, path: Path) -> FileLock | None:
+        """Make the file if there is none, and lock it; ``None`` where another process has it."""
+        while True:
+            # O_NONBLOCK: a pipe of that name cannot make us wait.
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            lock = cls(path, os.open(path, flags, 0o666))
+            try:
+                had = try_lock(lock.fd)
+                if had and os.path.samestat(os.stat(path), os.fstat(lock.fd)):
+                    return lock
+            except FileNotFoundError:
+                pass
+            except BaseException:
+                lock.release()
+                raise
+            lock.release()
+            if not had:
+                return None
+            # Its holder removed the file between our two calls: that lock guards nothing any more.
+
+    def release(self) -> None:
+        """Give the lock up. A second call does nothing."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def remove(self) -> None:
+        """Remove the file and give the lock up. A file that somebody wrote into is not ours and stays."""
+        if self.fd >= 0 and not os.fstat(self.fd).st_size:
+            self.path.unlink(missing_ok=True)
+        self.release()

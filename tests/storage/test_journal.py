@@ -1,0 +1,86 @@
+"""The journal of a job that was killed: what its whole lines say, and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from trilith.storage.disk import Disk
+from trilith.storage.journal import Journal
+
+
+@dataclass(frozen=True)
+class Mark:
+    portions: int
+    name: str = ""
+
+
+MARKS = [Mark(1), Mark(2, "ü\n"), Mark(3, "x" * 500)]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    journal = Journal(tmp_path / "journal", Mark)
+    for mark in MARKS:
+        journal.add(mark)
+    return tmp_path / "journal"
+
+
+def test_what_was_added_is_read_by_the_next_and_by_a_third(path: Path) -> None:
+    assert Journal(path, Mark).records == Journal(path, Mark).records == MARKS
+
+
+def test_cut_anywhere_its_whole_lines_are_read_and_it_goes_on_behind_them(path: Path) -> None:
+    whole = path.read_bytes()
+    ends = [number + 1 for number, byte in enumerate(whole) if byte == ord("\n")]
+    assert len(ends) == 3
+    for length in [*range(ends[1] + 10), *range(len(whole) - 12, len(whole) + 1)]:
+        path.write_bytes(whole[:length])
+        journal = Journal(path, Mark)
+        assert journal.records == MARKS[: sum(end <= length for end in ends)], length
+        journal.add(Mark(9))
+        assert Journal(path, Mark).records == journal.records
+
+
+@pytest.mark.parametrize("bit", range(0, 240, 7))
+def test_behind_a_flipped_bit_nothing_is_believed(path: Path, bit: int) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(raw)
+    assert Journal(path, Mark).records == []
+
+
+@pytest.mark.parametrize("line", [b"\n", b"{}\n", b'{"portions": 4, "name": ""}\n', b"\x00", b"\xff \xff\n"])
+def test_nonsense_is_no_record(path: Path, line: bytes) -> None:
+    with path.open("ab") as journal:
+        journal.write(line)
+    assert Journal(path, Mark).records == MARKS
+
+
+def test_a_record_of_another_kind_is_none(path: Path) -> None:
+    assert Journal(path, list[int]).records == []
+
+
+def test_it_forgets_what_is_not_so(path: Path) -> None:
+    journal = Journal(path, Mark)
+    journal.clear()
+    assert journal.records == [] and Journal(path, Mark).records == []
+    journal.add(Mark(7))
+    assert Journal(path, Mark).records == [Mark(7)]
+
+
+def test_a_record_is_on_the_disk_when_it_was_added(tmp_path: Path) -> None:
+    calls: list[str] = []
+
+    class Watched(Disk):
+        def write(self, fd: int, data: memoryview, offset: int) -> None:
+            super().write(fd, data, offset)
+            calls.append("write")
+
+        def sync(self, fd: int) -> None:
+            super().sync(fd)
+            calls.append("sync")
+
+    Journal(tmp_path / "journal", Mark, disk=Watched()).add(Mark(1))
+    assert calls == ["write", "sync"]
