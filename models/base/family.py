@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from math import gcd
@@ -149,13 +150,8 @@ class Family:
         config.check_layout(layout)
         if layout.expert > 1:
             _check_experts(self.on_meta(config), layout)
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(dtype)
-        try:
-            with torch.device(device):
-                return self.model(config, split=split, state=state)
-        finally:
-            torch.set_default_dtype(before)
+        with making(dtype, device):
+            return self.model(config, split=split, state=state)
 
     def on_meta(self, config: ModelConfig) -> CausalLM:
         """Return the whole model of one device, without memory. It is shared: leave it as it is."""
@@ -172,6 +168,10 @@ class Family:
     ) -> list[dict[str, Declaration]]:
         """Return the declarations of each pipeline stage."""
         return _declarations(self, config, layout or Layout(), None if split is None else tuple(split))
+
+    def declared(self, model: CausalLM) -> dict[str, Declaration]:
+        """Return the declarations of a model or stage that are this family's to load, save and exchange."""
+        return declarations(model)
 
     def links(self, config: ModelConfig) -> tuple[list[Link], dict[str, tuple[int, ...]]]:
         """Return the links between trilith's and Hugging Face's tensors, and the shapes of Hugging Face's
@@ -208,6 +208,18 @@ def _check_experts(whole: CausalLM, layout: Layout) -> None:
         )
 
 
+@contextmanager
+def making(dtype: torch.dtype, device: str | torch.device) -> Iterator[None]:
+    """Within the block, tensors are made in ``dtype`` on ``device`` where nothing else is said."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 @cache
 def _stages_on_meta(
     family: Family, config: ModelConfig, layout: Layout, split: tuple[int, ...] | None
@@ -220,4 +232,4 @@ def _stages_on_meta(
 def _declarations(
     family: Family, config: ModelConfig, layout: Layout, split: tuple[int, ...] | None
 ) -> list[dict[str, Declaration]]:
-    return [declarations(model) for model in _stages_on_meta(family, config, layout, split)]
+    return [family.declared(model) for model in _stages_on_meta(family, config, layout, split)]

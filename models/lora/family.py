@@ -9,9 +9,9 @@ from functools import cache
 import torch
 
 from ...layers import ColumnParallelLinear, RowParallelLinear, attach_lora, linears
-from ...parallel_state import BadInput, Declaration, Layout, ParallelState, declarations
+from ...parallel_state import BadInput, Declaration, ParallelState, declarations
 from ..base.config import ModelConfig
-from ..base.family import CausalLM, Family
+from ..base.family import CausalLM, Family, making
 from ..base.names import Link
 from .config import LoraConfig
 from .targets import Site, leaves, linear_sites
@@ -44,15 +44,10 @@ class AdaptedFamily(Family):
         model = self.base.build(config, split=split, state=state, device=device, dtype=base_dtype or dtype)
         model.requires_grad_(False)
         here = dict(linears(model))
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(dtype)
-        try:
-            with torch.device(device):
-                for site in self.sites(config):
-                    if site.layer in here:
-                        self._attach(here[site.layer], site)
-        finally:
-            torch.set_default_dtype(before)
+        with making(dtype, device):
+            for site in self.sites(config):
+                if site.layer in here:
+                    self._attach(here[site.layer], site)
         return model
 
     def _attach(self, layer: ColumnParallelLinear | RowParallelLinear, site: Site) -> None:
@@ -65,11 +60,10 @@ class AdaptedFamily(Family):
             outputs=site.outputs or None,
         )
 
-    def declarations(
-        self, config: ModelConfig, layout: Layout | None = None, *, split: Sequence[int] | None = None
-    ) -> list[dict[str, Declaration]]:
-        """Return the declarations of the adapters on each pipeline stage."""
-        return _declarations(self, config, layout or Layout(), None if split is None else tuple(split))
+    def declared(self, model: CausalLM) -> dict[str, Declaration]:
+        """Return the declarations of the adapters."""
+        trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        return {name: one for name, one in declarations(model).items() if name in trained}
 
     def links(self, config: ModelConfig) -> tuple[list[Link], dict[str, tuple[int, ...]]]:
         """Return the links of the adapters, and the shapes of PEFT's tensors."""
@@ -194,14 +188,3 @@ def _experts(family: AdaptedFamily, config: ModelConfig) -> Iterator[str]:
     for link in family.base.links(config)[0]:
         if stated[link.ours].experts:
             yield link.hf.removesuffix(".weight")
-
-
-@cache
-def _declarations(
-    family: AdaptedFamily, config: ModelConfig, layout: Layout, split: tuple[int, ...] | None
-) -> list[dict[str, Declaration]]:
-    stages = []
-    for model in family.stages_on_meta(config, layout, split=split):
-        trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-        stages.append({name: one for name, one in declarations(model).items() if name in trained})
-    return stages
