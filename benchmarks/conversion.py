@@ -18,7 +18,7 @@ from measure import Peak, Row, in_turn, ratio, seconds_of
 from trilith.checkpoints import convert, differences, read_source
 from trilith.checkpoints.convert.execute import execute
 from trilith.checkpoints.convert.transfer import Transfer
-from trilith.checkpoints.copies import Stored, Tie, Whole, copies
+from trilith.checkpoints.copies import Links, Stored, Whole, copies
 from trilith.parallel_state import Box
 from trilith.storage import TensorFile, TensorWriter
 from trilith.testing.hf_folders import write_hf_folder
@@ -135,7 +135,7 @@ def recut(sources: list[Path], catalog: dict[str, Whole], targets: list[Path], w
         execute(
             [TensorFile.open(path) for path in sources],
             [
-                Transfer(name, box, tuple(copies(name, box, catalog, Tie(None))), writer)
+                (Transfer(name, box, tuple(copies(name, box, catalog, Links(None))), "BF16"), writer)
                 for name in catalog
                 for box, writer in zip(wanted, writers, strict=True)
             ],

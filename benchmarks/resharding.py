@@ -118,8 +118,8 @@ def _read_so_far() -> int:
 def against_dcp(folder: Path, src: Path, rounds: int) -> Row:
     """DCP has no reshard of files: its way is to load all into memory and save again."""
     source = read_source(src)
-    tie = source.tie()
-    state = {name: source.read(name, Box.whole(whole.shape), tie) for name, whole in source.catalog.items()}
+    links = source.links()
+    state = {name: source.read(name, Box.whole(whole.shape), links) for name, whole in source.catalog.items()}
     dcp.save(state, checkpoint_id=folder / "dcp", no_dist=True)
 
     def theirs() -> float:

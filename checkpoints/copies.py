@@ -2,14 +2,18 @@
 here.
 
 A *catalog* says where each whole tensor lies: one stored box for a Hugging Face folder, several for a sharded
-checkpoint. *Links* tie our tensors to Hugging Face's. ``copies`` joins the two for one wanted box.
+checkpoint. *Links* say which of our tensors is which of Hugging Face's. ``copies`` plans one wanted box from
+the two, and ``join`` makes it of what the copies read.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+import torch
+from torch import Tensor
 
 from ..models import Link
 from ..parallel_state import BadCheckpoint, Box
@@ -53,7 +57,7 @@ class Copy:
     transpose: bool
 
 
-class Tie:
+class Links:
     """The links of a model, in one direction: from the names that are wanted to the names that are stored."""
 
     def __init__(self, links: Iterable[Link] | None, *, to_hf: bool = False) -> None:
@@ -97,14 +101,14 @@ class Tie:
         return link.to_hf(stored) if self._to_hf else link.to_ours(stored)
 
 
-def copies(name: str, wanted: Box, catalog: Catalog, tie: Tie) -> list[Copy]:
+def copies(name: str, wanted: Box, catalog: Catalog, links: Links) -> list[Copy]:
     """Return what to copy so that every element of ``wanted`` is set exactly once.
 
     Raises ``BadCheckpoint`` for a tensor that the catalog lacks or holds only in part.
     """
     found: list[Copy] = []
     covered = 0
-    for stored_name, box, link in tie.sources(name, wanted):
+    for stored_name, box, link in links.sources(name, wanted):
         whole = catalog.get(stored_name)
         if whole is None:
             raise BadCheckpoint("checkpoint", stored_name, expected="a tensor", found="none of that name")
@@ -112,7 +116,7 @@ def copies(name: str, wanted: Box, catalog: Catalog, tie: Tie) -> list[Copy]:
             overlap = box.intersect(part.box)
             if overlap is None:
                 continue
-            target = tie.back(link, overlap)
+            target = links.back(link, overlap)
             transpose = link is not None and link.transpose
             found.append(Copy(part.file, part.key, overlap.within(part.box), target, transpose))
             covered += overlap.size
@@ -125,3 +129,24 @@ def copies(name: str, wanted: Box, catalog: Catalog, tie: Tie) -> list[Copy]:
             todo="The files do not cover this tensor: it is incomplete or overlaps itself",
         )
     return found
+
+
+def turned(copy: Copy, numbers: Tensor, box: Box) -> Tensor:
+    """Give numbers as they are stored the orientation and shape of ``box``, a part of the copy's target."""
+    return (numbers.T if copy.transpose else numbers).view(box.shape)
+
+
+def join(
+    box: Box, pieces: Sequence[tuple[Box, Tensor]], empty: Callable[[torch.dtype], Tensor]
+) -> tuple[Tensor, bool]:
+    """Make ``box`` of pieces of it; also return whether that is the one piece itself, not copied.
+
+    ``empty`` gives the memory for several.
+    """
+    first = pieces[0][1]
+    if len(pieces) == 1 and first.is_contiguous():
+        return first, True
+    made = empty(first.dtype)
+    for part, numbers in pieces:
+        made[part.within(box).slices] = numbers
+    return made, False

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..parallel_state import BadInput, Box
-from .copies import Tie
+from .copies import Links
 from .source import Source
 
 _ELEMENTS = 1 << 22
@@ -39,7 +39,7 @@ def differences(a: Source, b: Source) -> Iterator[Difference]:
     if a.family.model_type != b.family.model_type:
         raise BadInput(b.path, "model_type", expected=a.family.model_type, found=b.family.model_type)
     as_hf = a.manifest is None and b.manifest is None
-    ties = [source.tie(to_hf=as_hf) for source in (a, b)]
+    links = [source.links(to_hf=as_hf) for source in (a, b)]
     names_a, names_b = (_names(source, as_hf) for source in (a, b))
     both_train = all(source.manifest is not None and source.manifest.kind == "training" for source in (a, b))
     for name, shape in names_a.items():
@@ -50,7 +50,7 @@ def differences(a: Source, b: Source) -> Iterator[Difference]:
         elif names_b[name] != shape:
             yield Difference(name, f"shape {list(shape)} and {list(names_b[name])}")
         else:
-            yield from _compare(name, shape, a, b, ties)
+            yield from _compare(name, shape, a, b, links)
     for name in names_b:
         if name not in names_a and (both_train or not name.startswith("optimizer.")):
             yield Difference(name, f"only in {b.path}")
@@ -64,12 +64,12 @@ def _names(source: Source, as_hf: bool) -> dict[str, tuple[int, ...]]:
 
 
 def _compare(
-    name: str, shape: tuple[int, ...], a: Source, b: Source, ties: list[Tie]
+    name: str, shape: tuple[int, ...], a: Source, b: Source, links: list[Links]
 ) -> Iterator[Difference]:
-    dtypes = [source.dtype_of(name, tie) for source, tie in zip((a, b), ties, strict=True)]
+    dtypes = [source.dtype_of(name, one) for source, one in zip((a, b), links, strict=True)]
     worst, largest, count = 0.0, 0.0, 0
     for box in _slabs(shape):
-        x, y = (source.read(name, box, tie, finite=False) for source, tie in zip((a, b), ties, strict=True))
+        x, y = (source.read(name, box, one, finite=False) for source, one in zip((a, b), links, strict=True))
         if x.dtype == y.dtype and torch.equal(x.view(torch.uint8), y.view(torch.uint8)):
             largest = max(largest, float(x.double().abs().max()) if x.numel() else 0.0)
             continue

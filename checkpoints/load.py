@@ -41,10 +41,10 @@ def load_source(source: Source, model: CausalLM, *, finite: bool = True) -> None
 
 def fill_from(source: Source, model: CausalLM, *, finite: bool = True) -> None:
     """As ``load_source``, of a source whose bytes were checked."""
-    tie, (stated,) = source.tie(), source.family.declarations(source.model_config)
+    links, (stated,) = source.links(), source.family.declarations(source.model_config)
     for name, tensor, box in stored_parts(model, model.state):
         if name in stated:
-            fill(tensor, source.read(name, box, tie, finite=finite))
+            fill(tensor, source.read(name, box, links, finite=finite))
 
 
 def load_model(

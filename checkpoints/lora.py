@@ -16,15 +16,14 @@ from ..storage.companions import companions_in
 from ..storage.dtypes import WEIGHTS
 from ..storage.file_names import ADAPTER_CONFIG, ADAPTER_MODEL
 from ..storage.folder_kind import ADAPTERS, FolderKind, kind_of_folder
-from ..storage.regular import contained, read_small
+from ..storage.regular import contained
 from ..storage.safetensors_reader import TensorFile
-from ..storage.strict_json import parse_object
+from ..storage.small_files import read_json
 from .copies import Stored, Whole
 from .hugging_face.hub import local_folder
 from .manifest import StoredAdapter
 from .source import Source, read_source
 
-_MAX_CONFIG = 4 << 20
 _SAMPLE = 256
 
 
@@ -36,13 +35,13 @@ def fingerprint(base: Source) -> str:
     reading all; a single number changed elsewhere is not noticed. The same in every form and layout.
     """
     digest = hashlib.sha256(base.model_config.model_dump_json(exclude={"initializer_range"}).encode())
-    tie = base.tie(to_hf=True)
+    links = base.links(to_hf=True)
     for name, shape in base.family.links(base.model_config)[1].items():
-        digest.update(repr((name, base.dtype_of(name, tie), shape)).encode())
+        digest.update(repr((name, base.dtype_of(name, links), shape)).encode())
         whole = Box.whole(shape).narrow(len(shape) - 1, 0, min(shape[-1], _SAMPLE))
         for row in sorted({0, shape[0] // 2, shape[0] - 1}) if len(shape) > 1 else (0,):
             box = whole.narrow(0, row, row + 1) if len(shape) > 1 else whole
-            numbers = base.read(name, box, tie, finite=False).contiguous()
+            numbers = base.read(name, box, links, finite=False).contiguous()
             digest.update(numbers.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()[:16]
 
@@ -85,7 +84,7 @@ def read_lora(path: str | Path) -> LoraConfig:
 
 def _peft_config(path: Path) -> tuple[LoraConfig, dict[str, Any]]:
     where = path / ADAPTER_CONFIG
-    raw = parse_object(read_small(contained(path, ADAPTER_CONFIG), _MAX_CONFIG), where)
+    raw = read_json(contained(path, ADAPTER_CONFIG))
     lora = LoraConfig.from_peft(raw, str(where))
     lora.check_patterns(str(where))
     return lora, raw

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from pydantic import ValidationError
 
-from ..parallel_state import BadCheckpoint, BadInput
+from ..parallel_state import BadCheckpoint, BadInput, from_validation
 from ..storage.file_names import MANIFEST
 from ..storage.strict_json import shown
 from .source import Source
@@ -28,9 +28,7 @@ def check_model(source: Source) -> None:
     except BadInput as bad:
         raise BadCheckpoint(where, bad.key, expected=bad.expected, found=bad.found, todo=bad.todo) from None
     except ValidationError as bad:
-        first = bad.errors(include_url=False)[0]
-        key = ".".join(["adapter.lora", *map(str, first["loc"])])
-        raise BadCheckpoint(where, key, expected=first["msg"], found=shown(first["input"])) from None
+        raise from_validation(where, bad, spelled="adapter.lora.{}".format, kind=BadCheckpoint) from None
     wanted = {name: declaration.shape for name, declaration in stated.items()}
     found = {n: whole.shape for n, whole in source.catalog.items() if not n.startswith("optimizer.")}
     for name in [*wanted, *found]:

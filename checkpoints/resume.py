@@ -134,7 +134,7 @@ def restore_progress(
     memory = manifest.state.get("memory")
     memory = {"updates": manifest.step or 0} | (dict(memory) if isinstance(memory, dict) else {})
     if optimizer is not None:
-        tie = source.tie()
+        links = source.links()
         begin_moments(model, optimizer, memory)
         for moment in MOMENTS:
             for name, tensor, box in stored_parts(model, state, moment_of(optimizer, moment)):
@@ -147,7 +147,7 @@ def restore_progress(
                         todo="Freeze what the run began with frozen, or start a new run with these "
                         "weights alone",
                     )
-                fill(tensor, source.read(moment_name(moment, name), box, tie))
+                fill(tensor, source.read(moment_name(moment, name), box, links))
     data = manifest.data_position if isinstance(manifest.data_position, dict) else {}
     return Progress(manifest.step or 0, manifest.layout, dict(data), memory)
 

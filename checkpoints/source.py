@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +17,7 @@ from ..storage.companions import COMPANIONS
 from ..storage.file_names import CONFIG, MANIFEST
 from ..storage.folder_kind import CHECKPOINTS, SOURCES, FolderKind, kind_of_folder
 from ..storage.safetensors_reader import TensorFile
-from .copies import Copy, Stored, Tie, Whole, copies
+from .copies import Links, Stored, Whole, copies, join, turned
 from .damage import naming_an_older_one
 from .find import Found, latest_checkpoint, open_checkpoint
 from .hold import Hold
@@ -74,42 +74,36 @@ class Source:
     def _config_file(self) -> str:
         return str(self.path / (CONFIG if self.manifest is None else MANIFEST))
 
-    def tie(self, *, to_hf: bool = False) -> Tie:
-        """Return the tie from wanted names (trilith's, or Hugging Face's with ``to_hf``) to the names in
+    def links(self, *, to_hf: bool = False) -> Links:
+        """Return the links from wanted names (trilith's, or Hugging Face's with ``to_hf``) to the names in
         ``catalog``.
         """
         stored_as_hf = self.manifest is None
         if stored_as_hf == to_hf:
-            return Tie(None)
-        links, _ = self.family.links(self.model_config)
-        return Tie(links, to_hf=to_hf)
+            return Links(None)
+        return Links(self.family.links(self.model_config)[0], to_hf=to_hf)
 
-    def dtype_of(self, name: str, tie: Tie) -> str:
-        """Return the stored dtype, by safetensors' name, of the tensor that ``tie`` knows as ``name``."""
-        return self.catalog[tie.stored_name(name)].dtype
+    def dtype_of(self, name: str, links: Links) -> str:
+        """Return the stored dtype, by safetensors' name, of the tensor that is wanted as ``name``."""
+        return self.catalog[links.stored_name(name)].dtype
 
-    def read(self, name: str, box: Box, tie: Tie, *, finite: bool = True) -> Tensor:
-        """Return box ``box`` of the tensor that ``tie`` knows as ``name``, in the stored dtype.
+    def read(self, name: str, box: Box, links: Links, *, finite: bool = True) -> Tensor:
+        """Return box ``box`` of the tensor that is wanted as ``name``, in the stored dtype.
 
         The result is filled with NaN first, and each element is set once. Raises ``BadInput`` for numbers
         that are not finite, unless ``finite`` is false.
         """
-        return self.gather(name, box, copies(name, box, self.catalog, tie), finite=finite)
-
-    def gather(self, name: str, box: Box, made: Iterable[Copy], *, finite: bool = True) -> Tensor:
-        """Return the numbers that these copies bring into ``box`` of the tensor ``name``; see ``read``."""
-        pieces = [(copy, self.files[copy.file].read(copy.key, copy.source)) for copy in made]
+        pieces = [
+            (copy.target, turned(copy, self.files[copy.file].read(copy.key, copy.source), copy.target))
+            for copy in copies(name, box, self.catalog, links)
+        ]
         if not pieces:
             return torch.empty(box.shape)  # all of it is padding
-        if len(pieces) == 1 and not pieces[0][0].transpose:
-            out = pieces[0][1].view(box.shape)
-        else:
-            first = pieces[0][1]
-            fill = float("nan") if first.is_floating_point() else 0
-            out = torch.full(box.shape, fill, dtype=first.dtype)
-            for copy, piece in pieces:
-                turned = piece.T if copy.transpose else piece
-                out[copy.target.within(box).slices] = turned.view(copy.target.shape)
+
+        def empty(dtype: torch.dtype) -> Tensor:
+            return torch.full(box.shape, float("nan") if dtype.is_floating_point else 0, dtype=dtype)
+
+        out, _ = join(box, pieces, empty)
         if finite and out.is_floating_point() and not bool(torch.isfinite(out).all()):
             raise BadInput(self.path, name, expected="finite numbers", found="a NaN or an infinity")
         return out

@@ -149,11 +149,11 @@ def load_module(
         family = module_family(StoredModule.of(stages, names), {})
         source = open_source(path, module=family)
         _check_same(source, stages, family)
-        manifest, tie = source.manifest, source.tie()
+        manifest, links = source.manifest, source.links()
         if manifest is not None:
             verify_share(source.path, manifest, state)
         for name, tensor, box in stored_parts(model, state):
-            fill(tensor, source.read(name, box, tie))
+            fill(tensor, source.read(name, box, links))
         if manifest is None:
             return Progress(0, Layout())
         if optimizer is not None and manifest.kind != "training":

@@ -81,9 +81,9 @@ def convert(
         src, to=to, tensor=tensor, pipeline=pipeline, split=counts, dtype=dtype, allow_symlinks=allow_symlinks
     )
     if dry_run:
-        for file in plan.files:
-            say(f"{file.name}  {file.nbytes:,} bytes")
-            for one in file.tensors:
+        for name, transfers in plan.files.items():
+            say(f"{name}  {sum(one.nbytes for one in transfers):,} bytes")
+            for one in transfers:
                 say(f"  {one.name}  {one.dtype} {list(one.box.shape)}  from {len(one.copies)} pieces")
         return
     with byte_progress(f"{src} -> {dst}", plan.nbytes) as advance:

@@ -67,7 +67,7 @@ def inspect(
         if manifest is not None:
             verify_files(found.path, manifest, sorted({part.file for part in whole.parts}))
         values = found.read(
-            tensor, Box.whole(whole.shape), found.tie(to_hf=manifest is None), finite=False
+            tensor, Box.whole(whole.shape), found.links(to_hf=manifest is None), finite=False
         ).double()
         console.print(
             f"{tensor}  {whole.dtype} {list(whole.shape)}  min {values.min():.6g}  max {values.max():.6g}  "

@@ -59,7 +59,7 @@ def verify(
         else:
             for name, whole in found.catalog.items():
                 box = Box.whole(whole.shape)
-                advance(found.read(name, box, found.tie(to_hf=True)).nbytes)
+                advance(found.read(name, box, found.links(to_hf=True)).nbytes)
     for file in found.files:
         with file.path.open("rb") as opened:
             say(f"{hashlib.file_digest(opened, 'sha256').hexdigest()}  {file.path.name}")

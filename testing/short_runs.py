@@ -67,8 +67,8 @@ def losses(out: Path) -> list[tuple[float, float]]:
 def whole_tensors(out: Path) -> dict[str, Tensor]:
     """Every tensor of the newest checkpoint, whole: weights and both moments."""
     source = read_source(out)
-    tie = source.tie()
-    return {name: source.read(name, Box.whole(whole.shape), tie) for name, whole in source.catalog.items()}
+    links = source.links()
+    return {name: source.read(name, Box.whole(whole.shape), links) for name, whole in source.catalog.items()}
 
 
 def built(layout: Layout, precision: Precision, config: dict[str, Any] = TINIEST_LLAMA) -> CausalLM:

@@ -120,9 +120,9 @@ def all_of(folder: Path) -> object:
     if source.warnings:  # a damaged newest checkpoint was passed over, and the user is told
         raise Refused(4)
     verify(source.path, source.manifest)
-    tie = source.tie()
+    links = source.links()
     numbers = {
-        name: source.read(name, Box.whole(whole.shape), tie).numpy().tobytes()
+        name: source.read(name, Box.whole(whole.shape), links).numpy().tobytes()
         for name, whole in source.catalog.items()
     }
     companions = {path.name: path.read_bytes() for path in source.companions}

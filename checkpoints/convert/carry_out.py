@@ -24,12 +24,9 @@ from ..verify import checksum_of, verify_file, verify_rest
 from .execute import execute
 from .finished_work import EVERY, JOURNAL, FinishedWork
 from .memory_budget import block_within
-from .merge_lora import Merge
-from .plan import Conversion, OutputTensor
+from .plan import Plan
 from .request import Form, identify, no_collector, plan_conversion
-from .transfer import Transfer
-
-Progress = Callable[[int], None]
+from .transfer import Group
 
 
 @dataclass(frozen=True)
@@ -44,7 +41,7 @@ class ConversionOptions:
     max_ram: int | None = None
     check: bool = True
     note_every: int = EVERY
-    progress: Progress = lambda done: None
+    progress: Callable[[int], None] = lambda done: None
 
     def __post_init__(self) -> None:
         check_workers(self.workers, "convert")
@@ -62,14 +59,14 @@ def convert(
     allow_nonfinite: bool = False,
     allow_symlinks: bool = False,
     options: ConversionOptions = ConversionOptions(),  # frozen, so one for all calls does no harm
-) -> Conversion:
+) -> Plan:
     """Write ``src`` to ``dst``: cut for ``tensor`` x ``pipeline``, or as a Hugging Face folder.
 
     ``to``: default is the other form if no layout is given, and PEFT's folder for LoRA adapters. Moments are
     copied between checkpoints; a Hugging Face folder holds weights only. ``dtype`` (``bfloat16`` and so on)
     casts the weights; a number that overflows is refused. Every byte of a checkpoint is compared with its
-    checksum, unless ``how.check`` is false. A failure leaves nothing behind; if the process is killed, the
-    same call continues. ``how.progress`` is called with the number of bytes written since its last call.
+    checksum, unless ``options.check`` is false. A failure leaves nothing behind; if the process is killed, the
+    same call continues. ``options.progress`` is called with the number of bytes written since its last call.
     """
     plan = plan_conversion(
         src, to=to, tensor=tensor, pipeline=pipeline, split=split, dtype=dtype, allow_symlinks=allow_symlinks
@@ -80,11 +77,7 @@ def convert(
 
 @no_collector()
 def carry_out(
-    plan: Conversion,
-    dst: Path,
-    *,
-    allow_nonfinite: bool = False,
-    options: ConversionOptions = ConversionOptions(),
+    plan: Plan, dst: Path, *, allow_nonfinite: bool = False, options: ConversionOptions = ConversionOptions()
 ) -> None:
     """Write the planned conversion to ``dst``; see ``convert``."""
     if plan.layout is None:
@@ -95,11 +88,11 @@ def carry_out(
     inputs = [plan.source.path, *([] if plan.merge is None else [plan.merge.adapter.path])]
     check_place(dst, inputs)
     with staged(dst, inputs=inputs, need=plan.nbytes, identity=identity) as staging:
-        keep = {file.name for file in plan.files} | {JOURNAL}
+        keep = {*plan.files, JOURNAL}
         for path in staging.directory.iterdir():  # of an earlier run: what is small is written again
             if path.name not in keep:
                 path.unlink()
-        if not all((staging.directory / file.name).exists() for file in plan.files):
+        if not all((staging.directory / name).exists() for name in plan.files):
             (staging.directory / JOURNAL).unlink(missing_ok=True)  # it speaks of files that are gone
         if plan.layout is None:
             _write_hf(plan, staging, allow_nonfinite, options)
@@ -107,20 +100,17 @@ def carry_out(
             _write_sharded(plan, plan.layout, staging, allow_nonfinite, options)
 
 
-def _write_hf(plan: Conversion, staging: Staging, allow_nonfinite: bool, options: ConversionOptions) -> None:
-    outputs = {one.name: one for file in plan.files for one in file.tensors}
+def _write_hf(plan: Plan, staging: Staging, allow_nonfinite: bool, options: ConversionOptions) -> None:
     writer = HFFolderWriter(
         staging.directory,
         _config(plan),
-        {name: (one.dtype, one.box.shape) for name, one in outputs.items()},
+        {one.name: (one.dtype, one.box.shape) for one in plan.transfers},
         companions=plan.source.companions,
         again=True,
         adapters=plan.source.adapter is not None,
     )
     try:
-        transfers = [
-            _transfer(one, writer.writers[writer.place[name]], plan.merge) for name, one in outputs.items()
-        ]
+        transfers: Group = [(one, writer.writers[writer.place[one.name]]) for one in plan.transfers]
         _move(plan, transfers, writer.writers, staging, allow_nonfinite, options)
         writer.finish()
     finally:
@@ -130,18 +120,15 @@ def _write_hf(plan: Conversion, staging: Staging, allow_nonfinite: bool, options
 
 
 def _write_sharded(
-    plan: Conversion, layout: Layout, staging: Staging, allow_nonfinite: bool, options: ConversionOptions
+    plan: Plan, layout: Layout, staging: Staging, allow_nonfinite: bool, options: ConversionOptions
 ) -> None:
     writers: list[TensorWriter] = []
     try:
-        for file in plan.files:
-            spec = {one.name: (one.dtype, one.box.shape) for one in file.tensors}
-            writers.append(TensorWriter(staging.directory / file.name, spec, again=True))
-        transfers = [
-            _transfer(one, writer)
-            for file, writer in zip(plan.files, writers, strict=True)
-            for one in file.tensors
-        ]
+        transfers: Group = []
+        for name, made in plan.files.items():
+            spec = {one.name: (one.dtype, one.box.shape) for one in made}
+            writers.append(TensorWriter(staging.directory / name, spec, again=True))
+            transfers += [(one, writers[-1]) for one in made]
         _move(plan, transfers, writers, staging, allow_nonfinite, options)
         written = [writer.close() for writer in writers]
     finally:
@@ -149,25 +136,25 @@ def _write_sharded(
             writer.abandon()
     (staging.directory / JOURNAL).unlink(missing_ok=True)
     files = [
-        StoredFile(name=file.name, size=one.size, crc32=one.crc)
-        for file, one in zip(plan.files, written, strict=True)
+        StoredFile(name=name, size=one.size, crc32=one.crc)
+        for name, one in zip(plan.files, written, strict=True)
     ]
     companions = [store_companion(path, staging.directory) for path in plan.source.companions]
     staging.publish(_manifest(plan, layout, files, companions).accepted_bytes(staging.output))
 
 
-def _rehearse(plan: Conversion, layout: Layout, dst: Path) -> None:
+def _rehearse(plan: Plan, layout: Layout, dst: Path) -> None:
     """Refuse, before anything is written, a checkpoint that could not be read back."""
     check_plain(plan.source.config, plan.source.path, "config")
     files, companions = (
         [StoredFile(name=name, size=0, crc32=0) for name in names]
-        for names in ([file.name for file in plan.files], [path.name for path in plan.source.companions])
+        for names in (plan.files, [path.name for path in plan.source.companions])
     )
     read_back(lambda: _manifest(plan, layout, files, companions), Path(os.path.abspath(dst)))
 
 
 def _manifest(
-    plan: Conversion, layout: Layout, files: Sequence[StoredFile], companions: Sequence[StoredFile]
+    plan: Plan, layout: Layout, files: Sequence[StoredFile], companions: Sequence[StoredFile]
 ) -> Manifest:
     old = plan.source.manifest
     return Manifest(
@@ -187,14 +174,14 @@ def _manifest(
     )
 
 
-def _config(plan: Conversion) -> dict[str, Any]:
+def _config(plan: Plan) -> dict[str, Any]:
     """The source's config, its dtype told anew where the weights were cast; PEFT's for adapters."""
     source = plan.source
     if plan.layout is None and source.adapter is not None:
         assert isinstance(source.family, AdaptedFamily)
         return source.family.to_peft(source.model_config, source.adapter.base)
     config = dict(plan.source.config)
-    dtypes = {one.dtype for file in plan.files for one in file.tensors if not one.fixed}
+    dtypes = {one.dtype for one in plan.transfers if not one.fixed}
     if len(dtypes) == 1:
         name = str(TORCH[dtypes.pop()]).removeprefix("torch.")
         for key in ("dtype", "torch_dtype"):
@@ -203,11 +190,7 @@ def _config(plan: Conversion) -> dict[str, Any]:
     return config
 
 
-def _transfer(one: OutputTensor, writer: TensorWriter, merge: Merge | None = None) -> Transfer:
-    return Transfer(one.name, one.box, one.copies, writer, merge.change(one.name) if merge else None)
-
-
-def _memory(plan: Conversion, options: ConversionOptions) -> tuple[int, int]:
+def _memory(plan: Plan, options: ConversionOptions) -> tuple[int, int]:
     """Bytes of a block, and workers. A block that is changed is there in fp32 as well, beside its factors."""
     if plan.merge is None:
         return block_within(options.max_ram, options.workers)
@@ -219,8 +202,8 @@ def _memory(plan: Conversion, options: ConversionOptions) -> tuple[int, int]:
 
 
 def _move(
-    plan: Conversion,
-    transfers: Sequence[Transfer],
+    plan: Plan,
+    transfers: Group,
     writers: Sequence[TensorWriter],
     staging: Staging,
     allow_nonfinite: bool,
@@ -242,6 +225,7 @@ def _move(
         report = execute(
             source.files,
             transfers,
+            change=(lambda name: None) if plan.merge is None else plan.merge.change,
             threads=workers,
             block=block,
             allow_nonfinite=allow_nonfinite,

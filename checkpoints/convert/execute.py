@@ -22,9 +22,9 @@ from ...storage.finite import look_at, smallest
 from ...storage.safetensors_reader import TensorFile
 from ...storage.safetensors_writer import TensorWriter
 from ...storage.strides import blocks, is_one_run
-from ..copies import Copy
+from ..copies import Copy, join, turned
 from .finished_work import FinishedWork
-from .transfer import Transfer, check, hull, shared, slabs, source_of, spread
+from .transfer import Change, Group, Target, Transfer, check, hull, shared, slabs, source_of, spread
 
 #: Bytes of a block: still in the processor's cache when it is written, and large beside the bookkeeping.
 BLOCK = 4 << 20
@@ -51,8 +51,9 @@ class Report:
 
 def execute(
     files: Sequence[TensorFile],
-    transfers: Iterable[Transfer],
+    transfers: Iterable[tuple[Transfer, Target]],
     *,
+    change: Callable[[str], Change | None] = lambda name: None,
     threads: int = 2,
     block: int | None = None,
     allow_nonfinite: bool = False,
@@ -62,6 +63,7 @@ def execute(
 ) -> Report:
     """Make every target from ``files``; ``Copy.file`` counts in them.
 
+    ``change`` says, by the name of a tensor, what is done to its numbers on the way, a block at a time.
     ``block`` is in bytes, ``BLOCK`` unless given. ``seen``, one a file if any, collects the checksums of
     what is read. Work that ``finished`` knows as done, and whose bytes are in the files as it says, is not
     done again. ``progress`` is called with the bytes made since the last call, from any of ``threads``.
@@ -69,14 +71,14 @@ def execute(
     plan that does not set every element exactly once. The first error ends the work; targets are then not to
     be used. Tensors in memory are filled with NaN first.
     """
-    groups: dict[object, list[Transfer]] = defaultdict(list)
-    for transfer in transfers:
+    groups: dict[object, Group] = defaultdict(list)
+    for transfer, target in transfers:
         check(transfer)
-        if isinstance(transfer.target, Tensor) and transfer.target.is_floating_point():
-            transfer.target.fill_(float("nan"))
+        if isinstance(target, Tensor) and target.is_floating_point():
+            target.fill_(float("nan"))
         if transfer.box.size:
-            groups[shared(transfer)].append(transfer)
-    work = _Work(files, block or BLOCK, allow_nonfinite, seen, finished, progress)
+            groups[shared(transfer)].append((transfer, target))
+    work = _Work(files, change, block or BLOCK, allow_nonfinite, seen, finished, progress)
     pool = ThreadPoolExecutor(max(1, threads))
     try:
         for done in [pool.submit(work.make, *numbered) for numbered in spread([*groups.values()], threads)]:
@@ -104,13 +106,14 @@ class _Work:
     def __init__(
         self,
         files: Sequence[TensorFile],
+        change: Callable[[str], Change | None],
         block: int,
         allow_nonfinite: bool,
         seen: Sequence[Checksum],
         finished: FinishedWork | None,
         progress: Callable[[int], None],
     ):
-        self.files, self.block, self.allow_nonfinite = files, block, allow_nonfinite
+        self.files, self.change, self.block, self.allow_nonfinite = files, change, block, allow_nonfinite
         self.seen, self.finished, self.progress = seen, finished, progress
         self.report = Report()
         self.not_zero: set[str] = set()
@@ -119,34 +122,35 @@ class _Work:
         self._lock = threading.Lock()
         self._scratch = threading.local()
 
-    def make(self, number: int, group: list[Transfer]) -> None:
+    def make(self, number: int, group: Group) -> None:
         """All blocks of transfers that share their sources."""
         if self._was_made(number, group):
             return
-        item = max(self._stored_dtype(copy).itemsize for transfer in group for copy in transfer.copies)
+        transfers = [transfer for transfer, _ in group]
+        item = max(self._stored_dtype(copy).itemsize for transfer in transfers for copy in transfer.copies)
         remarkable, made = False, 0
-        for block in (block for slab in slabs(group) for block in blocks(slab, self.block // item)):
-            parts = [(transfer, part) for transfer in group if (part := transfer.box.intersect(block))]
-            read = self._read_block(parts)
+        for block in (block for slab in slabs(transfers) for block in blocks(slab, self.block // item)):
+            parts = [(*one, part) for one in group if (part := one[0].box.intersect(block))]
+            read = self._read_block([(transfer, part) for transfer, _, part in parts])
             remarkable |= all(piece.zero for piece in read.values())
-            for transfer, part in parts:
-                nbytes, lost = self._make_part(transfer, part, read)
+            for transfer, target, part in parts:
+                nbytes, lost = self._make_part(transfer, target, part, read)
                 made, remarkable = made + nbytes, remarkable or bool(lost)
         # What there is a word to say of is not noted: a resumed conversion makes it and says it again.
         if self.finished is not None and not remarkable:
             self.finished.note(number, made, lambda: _sums(group))
 
-    def _was_made(self, number: int, group: list[Transfer]) -> bool:
+    def _was_made(self, number: int, group: Group) -> bool:
         """Whether the files hold the work as the journal says; each of them then takes its tensors."""
         noted = None if self.finished is None else self.finished.done.get(number)
         if noted is None or noted != _sums(group):
             return False
-        for transfer, crc in zip(group, noted, strict=True):
-            _writer(transfer).take(transfer.name, crc)
+        for (transfer, target), crc in zip(group, noted, strict=True):
+            _writer(target).take(transfer.name, crc)
             with self._lock:  # groups with zeros are made again, so this one had other numbers
                 self.not_zero.add(transfer.name)
                 self.left.add(transfer.name)
-            self.progress(transfer.box.size * transfer.dtype.itemsize)
+            self.progress(transfer.nbytes)
         return True
 
     def _read_block(self, parts: list[tuple[Transfer, Box]]) -> dict[tuple[int, str], _Read]:
@@ -192,7 +196,7 @@ class _Work:
         return seen.zero
 
     def _make_part(
-        self, transfer: Transfer, part: Box, read: dict[tuple[int, str], _Read]
+        self, transfer: Transfer, target: Target, part: Box, read: dict[tuple[int, str], _Read]
     ) -> tuple[int, int]:
         """Write one part; its bytes, and how many numbers a cast made infinite or zero."""
         pieces, crc, lost = [], None, 0
@@ -200,33 +204,27 @@ class _Work:
             if (overlap := copy.target.intersect(part)) is not None:
                 whole = read[copy.file, copy.key]
                 piece = whole.numbers[source_of(copy, overlap).within(whole.box).slices]
-                pieces.append((overlap, (piece.T if copy.transpose else piece).view(overlap.shape)))
+                pieces.append((overlap, turned(copy, piece, overlap)))
                 if piece.shape == whole.numbers.shape and not copy.transpose:
                     crc = whole.crc
-        if len(pieces) == 1 and pieces[0][1].is_contiguous():
-            made = pieces[0][1]
-        else:
-            crc = None
-            made = self._buffer("made", part.shape, pieces[0][1].dtype)
-            for overlap, piece in pieces:
-                made[overlap.within(part).slices] = piece
-        if transfer.change is not None:
-            made, crc = transfer.change(made, part), None
-        if made.dtype != transfer.dtype:
+        made, as_read = join(part, pieces, lambda dtype: self._buffer("made", part.shape, dtype))
+        if (change := self.change(transfer.name)) is not None:
+            made, as_read = change(made, part), False
+        if made.dtype != TORCH[transfer.dtype]:
             made, lost = self._cast(transfer, made)
-            crc = None
+            as_read = False
         place = part.within(transfer.box)
-        if isinstance(transfer.target, Tensor):
-            transfer.target[place.slices] = made
+        if isinstance(target, Tensor):
+            target[place.slices] = made
         else:
-            transfer.target.write(transfer.name, place, made, crc)
+            target.write(transfer.name, place, made, crc if as_read else None)
         with self._lock:
             self.report.bytes_made += made.nbytes
         self.progress(made.nbytes)
         return made.nbytes, lost
 
     def _cast(self, transfer: Transfer, numbers: Tensor) -> tuple[Tensor, int]:
-        cast = self._buffer("cast", tuple(numbers.shape), transfer.dtype)
+        cast = self._buffer("cast", tuple(numbers.shape), TORCH[transfer.dtype])
         cast.copy_(numbers)
         look, overflows, underflows = look_at(cast), 0, 0
         if not look.finite:
@@ -255,11 +253,11 @@ class _Work:
         return TORCH[self.files[copy.file].tensors[copy.key].dtype]
 
 
-def _sums(group: Sequence[Transfer]) -> list[int]:
+def _sums(group: Group) -> list[int]:
     """The CRC-32 of what the files hold of each transfer: all of its tensor there."""
-    return [_writer(transfer).sum_of(transfer.name) for transfer in group]
+    return [_writer(target).sum_of(transfer.name) for transfer, target in group]
 
 
-def _writer(transfer: Transfer) -> TensorWriter:
-    assert isinstance(transfer.target, TensorWriter), transfer
-    return transfer.target
+def _writer(target: Target) -> TensorWriter:
+    assert isinstance(target, TensorWriter), target
+    return target

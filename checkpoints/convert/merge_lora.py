@@ -28,7 +28,7 @@ class Merge:
         self._sites = {f"{site.name}.weight": site for site in adapter.family.sites(config)}
         links, _ = adapter.family.base.links(config)
         self._turned = {link.hf for link in links if link.transpose}
-        self._tie, self._shapes = adapter.tie(to_hf=True), adapter.family.links(config)[1]
+        self._links, self._shapes = adapter.links(to_hf=True), adapter.family.links(config)[1]
         self._held = threading.local()
 
     @property
@@ -71,7 +71,7 @@ class Merge:
         if site.name not in known:
             known.clear()
             a, b = (
-                self.adapter.read(name, Box.whole(self._shapes[name]), self._tie).to(dtype)
+                self.adapter.read(name, Box.whole(self._shapes[name]), self._links).to(dtype)
                 for name in _names(site)
             )
             known[site.name] = a, b

@@ -7,93 +7,68 @@ machine.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from math import prod
 
 from ...models import AdaptedFamily
 from ...parallel_state import Box, Layout, buffer_names, holdings
-from ...storage.dtypes import BITS
 from ...storage.file_names import ADAPTER_MODEL
-from ..copies import Copy, Tie, copies
+from ..copies import Links, copies
 from ..hugging_face.writer import MAX_SHARD_SIZE, plan_shards
 from ..manifest import Part, StoredTensor
 from ..moments import MOMENTS, moment_name
 from ..source import Source
 from .merge_lora import Merge
-
-
-@dataclass(frozen=True, slots=True)
-class OutputTensor:
-    """``box`` of the whole tensor ``name``, written as ``dtype`` from ``copies`` (whose targets count in the
-    whole). ``fixed``: a cast leaves it as it is.
-    """
-
-    name: str
-    dtype: str
-    box: Box
-    copies: tuple[Copy, ...]
-    fixed: bool = False
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.box.shape) * BITS[self.dtype] // 8
-
-
-@dataclass(frozen=True, slots=True)
-class OutputFile:
-    """One file of weights to write."""
-
-    name: str
-    tensors: tuple[OutputTensor, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
+from .transfer import Transfer
 
 
 @dataclass(frozen=True)
-class Conversion:
-    """``layout`` is ``None`` for a Hugging Face folder; ``tensors`` is then empty, else what the manifest
-    says of each. ``merge``: LoRA adapters that are added to the weights on the way.
+class Plan:
+    """All transfers of a conversion, by the file that they write.
+
+    ``layout`` is ``None`` for a Hugging Face folder; ``tensors`` is then empty, else what the manifest says
+    of each. ``merge``: LoRA adapters that are added to the weights on the way.
     """
 
     source: Source
-    files: tuple[OutputFile, ...]
+    files: dict[str, tuple[Transfer, ...]]
     layout: Layout | None
     split: tuple[int, ...] | None
     tensors: dict[str, StoredTensor]
     merge: Merge | None = None
 
     @property
+    def transfers(self) -> Iterator[Transfer]:
+        for transfers in self.files.values():
+            yield from transfers
+
+    @property
     def nbytes(self) -> int:
-        return sum(file.nbytes for file in self.files)
+        return sum(transfer.nbytes for transfer in self.transfers)
 
     @property
     def keeps_moments(self) -> bool:
         return any(name.startswith("optimizer.") for name in self.tensors)
 
 
-def plan_to_hf(
-    source: Source, *, dtype: str | None = None, max_shard_size: int = MAX_SHARD_SIZE
-) -> Conversion:
+def plan_to_hf(source: Source, *, dtype: str | None = None, max_shard_size: int = MAX_SHARD_SIZE) -> Plan:
     """To a Hugging Face folder: weights only, under HF's names, sharded as transformers does.
 
     LoRA adapters become PEFT's folder, one file.
     """
     links, shapes = source.family.links(source.model_config)
-    tie, fixed = source.tie(to_hf=True), _fixed(source)
+    to_hf, fixed = source.links(to_hf=True), _fixed(source)
     fixed |= {link.hf for link in links if link.ours in fixed}
     tensors = {
-        name: _output(source, name, Box.whole(shape), tie, dtype, fixed) for name, shape in shapes.items()
+        name: _transfer(source, name, Box.whole(shape), to_hf, dtype, fixed) for name, shape in shapes.items()
     }
     shards = plan_shards({name: (one.dtype, one.box.shape) for name, one in tensors.items()}, max_shard_size)
     if source.adapter is not None:
         assert isinstance(source.family, AdaptedFamily), source.family
         source.family.check_peft(source.model_config)
         shards = {ADAPTER_MODEL: [*tensors]}
-    files = tuple(OutputFile(file, tuple(tensors[name] for name in names)) for file, names in shards.items())
-    return Conversion(source, files, None, None, {})
+    files = {file: tuple(tensors[name] for name in names) for file, names in shards.items()}
+    return Plan(source, files, None, None, {})
 
 
 def plan_to_sharded(
@@ -103,7 +78,7 @@ def plan_to_sharded(
     pipeline: int,
     split: Sequence[int] | None = None,
     dtype: str | None = None,
-) -> Conversion:
+) -> Plan:
     """To ``tensor`` x ``pipeline`` files, each complete by itself; with both moments if the source has them.
 
     Raises ``BadInput`` for a layout that the model cannot be cut into.
@@ -116,12 +91,12 @@ def plan_to_sharded(
         frozen = source.manifest.frozen
         trained = {name: held for name, held in weights.items() if name not in frozen}
         table |= {moment_name(moment, name): held for moment in MOMENTS for name, held in trained.items()}
-    tie, fixed = source.tie(), _fixed(source)
-    outputs: list[list[OutputTensor]] = [[] for _ in range(layout.world)]
+    links, fixed = source.links(), _fixed(source)
+    outputs: list[list[Transfer]] = [[] for _ in range(layout.world)]
     stored = {}
     for name, held in table.items():
         cast = dtype if name in weights else None
-        made = {one.box: _output(source, name, one.box, tie, cast, fixed) for one in held}
+        made = {one.box: _transfer(source, name, one.box, links, cast, fixed) for one in held}
         for one in held:
             outputs[one.rank].append(made[one.box])
         stored[name] = StoredTensor(
@@ -137,8 +112,8 @@ def plan_to_sharded(
                 for one in held
             ),
         )
-    files = tuple(OutputFile(file_name(rank, layout), tuple(tensors)) for rank, tensors in enumerate(outputs))
-    return Conversion(source, files, layout, None if split is None else tuple(split), stored)
+    files = {file_name(rank, layout): tuple(made) for rank, made in enumerate(outputs)}
+    return Plan(source, files, layout, None if split is None else tuple(split), stored)
 
 
 def file_name(rank: int, layout: Layout) -> str:
@@ -156,9 +131,9 @@ def _fixed(source: Source) -> frozenset[str]:
     return buffer_names(stated)
 
 
-def _output(
-    source: Source, name: str, box: Box, tie: Tie, dtype: str | None, fixed: Collection[str]
-) -> OutputTensor:
-    made, stays = copies(name, box, source.catalog, tie), name in fixed
-    stored = source.dtype_of(name, tie)
-    return OutputTensor(name, stored if stays or dtype is None else dtype, box, tuple(made), stays)
+def _transfer(
+    source: Source, name: str, box: Box, links: Links, dtype: str | None, fixed: Collection[str]
+) -> Transfer:
+    made, stays = copies(name, box, source.catalog, links), name in fixed
+    stored = source.dtype_of(name, links)
+    return Transfer(name, box, tuple(made), stored if stays or dtype is None else dtype, stays)

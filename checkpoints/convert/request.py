@@ -16,10 +16,10 @@ from ..lora import read_adapter
 from ..source import read_source
 from ..verify import verify
 from .merge_lora import Merge
-from .plan import Conversion, plan_to_hf, plan_to_sharded
+from .plan import Plan, plan_to_hf, plan_to_sharded
 
 #: Part of a conversion's identity: another version may number or lay out its work otherwise.
-_PLAN = 2
+_PLAN = 3
 
 Form = Literal["hf", "peft", "sharded"]
 
@@ -46,7 +46,7 @@ def plan_conversion(
     split: Sequence[int] | None = None,
     dtype: str | None = None,
     allow_symlinks: bool = False,
-) -> Conversion:
+) -> Plan:
     """Return the plan of ``convert``, made from headers only; raises what ``convert`` would raise."""
     source = read_source(src, allow_symlinks=allow_symlinks)
     name = _dtype_name(dtype)
@@ -70,7 +70,7 @@ def plan_conversion(
     return plan_to_hf(source, dtype=name)
 
 
-def plan_merge(base: str | Path, adapter: str | Path) -> Conversion:
+def plan_merge(base: str | Path, adapter: str | Path) -> Plan:
     """Return the plan of adding LoRA adapters to their base, as a Hugging Face folder; ``carry_out`` writes
     it.
 
@@ -85,7 +85,7 @@ def plan_merge(base: str | Path, adapter: str | Path) -> Conversion:
     return replace(plan_to_hf(source), merge=Merge(source, added))
 
 
-def identify(plan: Conversion, *, allow_nonfinite: bool) -> str:
+def identify(plan: Plan, *, allow_nonfinite: bool) -> str:
     """16 hexadecimal digits that differ if another plan, or other source files, would write other bytes.
 
     What the source's files contain counts, not their names and time stamps alone: they may have changed since
@@ -97,7 +97,7 @@ def identify(plan: Conversion, *, allow_nonfinite: bool) -> str:
     digest.update(repr([file.state() for file in source.files]).encode())
     if source.manifest is not None:
         digest.update(source.manifest.to_bytes())
-    for output in plan.files:
+    for output in plan.files.items():
         digest.update(repr(output).encode())
     return digest.hexdigest()[:16]
 

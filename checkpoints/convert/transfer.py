@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import pairwise, zip_longest
+from math import prod
 
-import torch
 from torch import Tensor
 
 from ...parallel_state import BadCheckpoint, Box
 from ...storage.coverage import first_flaw
-from ...storage.dtypes import TORCH
+from ...storage.dtypes import BITS
 from ...storage.safetensors_writer import TensorWriter
 from ..copies import Copy
 
@@ -22,23 +22,25 @@ Change = Callable[[Tensor, Box], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """``copies`` fill ``box`` of the whole tensor ``name``, which becomes all of ``target``.
-
-    ``target`` is the file whose tensor ``name`` has the box's shape, or a CPU tensor of that shape. Its dtype
-    may differ from the stored one. ``change`` is made on the way, a block at a time.
+    """All copies into one output tensor: they fill ``box`` of the whole tensor ``name`` (their targets count
+    in the whole), which is written as ``dtype``, the format's name. ``fixed``: a cast leaves it as it is.
     """
 
     name: str
     box: Box
     copies: tuple[Copy, ...]
-    target: TensorWriter | Tensor
-    change: Change | None = None
+    dtype: str
+    fixed: bool = False
 
     @property
-    def dtype(self) -> torch.dtype:
-        if isinstance(self.target, Tensor):
-            return self.target.dtype
-        return TORCH[self.target.entries[self.name].dtype]
+    def nbytes(self) -> int:
+        return prod(self.box.shape) * BITS[self.dtype] // 8
+
+
+#: Where a transfer goes: a file whose tensor of its name has the box's shape, or a CPU tensor of that shape.
+Target = TensorWriter | Tensor
+#: Transfers that share their sources, each with its target.
+Group = list[tuple[Transfer, Target]]
 
 
 def check(transfer: Transfer) -> None:
@@ -60,7 +62,7 @@ def hull(a: Box, b: Box) -> Box:
     return Box(tuple(map(min, a.start, b.start)), tuple(map(max, a.stop, b.stop)))
 
 
-def spread(groups: Sequence[list[Transfer]], threads: int) -> list[tuple[int, list[Transfer]]]:
+def spread(groups: Sequence[Group], threads: int) -> list[tuple[int, Group]]:
     """The groups with their numbers, in an order that has each thread at another stretch of the whole: writes
     to one file wait for each other in the kernel.
     """

@@ -12,12 +12,12 @@ from pathlib import Path
 from ...parallel_state import BadInput
 from ...storage.companions import companions_in
 from ...storage.file_names import CONFIG, INDEX, SINGLE
-from ...storage.regular import check_plain_name, contained, read_small
+from ...storage.regular import check_plain_name, contained
 from ...storage.safetensors_header import MAX_TENSORS, Entry
 from ...storage.safetensors_reader import TensorFile
-from ...storage.strict_json import parse_object, shown
+from ...storage.small_files import read_json
+from ...storage.strict_json import shown
 
-_MAX_CONFIG = 4 << 20
 _MAX_INDEX = 32 << 20
 
 
@@ -42,7 +42,7 @@ class HFFolder:
         names = {entry.name for entry in self.path.iterdir()}
         if CONFIG not in names:
             raise BadInput(self.path / CONFIG, expected="the model's configuration", found="no such file")
-        self.config = parse_object(read_small(self._at(CONFIG), _MAX_CONFIG), self.path / CONFIG)
+        self.config = read_json(self._at(CONFIG))
         self.tensors = self._weights(names)
         self.companions = companions_in(self.path, allow_symlinks=allow_symlinks)
 
@@ -73,7 +73,7 @@ class HFFolder:
 
     def _sharded(self, names: set[str]) -> dict[str, tuple[TensorFile, Entry]]:
         where = self.path / INDEX
-        index = parse_object(read_small(self._at(INDEX), _MAX_INDEX), where)
+        index = read_json(self._at(INDEX), _MAX_INDEX)
         promised = _weight_map(index.get("weight_map"), where)
         files = {}
         for shard in sorted(set(promised.values())):

@@ -374,7 +374,7 @@ def test_any_box_of_any_tensor_reads_as_its_slice(tmp_path: Path, hf: Path) -> N
     convert(hf, tmp_path / "a", tensor=2, pipeline=2)
     source, whole = read_source(tmp_path / "a"), weights(hf)
     box = Box((5, 3), (29, 20))
-    found = source.read("model.layers.2.self_attn.o_proj.weight", box, source.tie(to_hf=True))
+    found = source.read("model.layers.2.self_attn.o_proj.weight", box, source.links(to_hf=True))
     assert torch.equal(found, whole["model.layers.2.self_attn.o_proj.weight"][5:29, 3:20])
 
 

@@ -134,7 +134,7 @@ def test_a_source_that_changed_is_begun_anew(tmp_path: Path, sources: Path, writ
     killed(tmp_path / "hf", tmp_path / "out", {"tensor": 2}, "at=convert.after_data")
     os.utime(tmp_path / "hf" / "model.safetensors")
     plan = convert(tmp_path / "hf", tmp_path / "out", tensor=2)
-    assert sum(written) == sum(one.box.size for file in plan.files for one in file.tensors)
+    assert sum(written) == sum(one.box.size for one in plan.transfers)
     assert not list(tmp_path.glob("out.tmp-*"))
 
 

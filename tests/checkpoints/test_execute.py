@@ -15,14 +15,14 @@ from trilith.checkpoints.convert import execute as execute_module
 from trilith.checkpoints.convert.execute import Report, execute
 from trilith.checkpoints.convert.finished_work import FinishedWork
 from trilith.checkpoints.convert.transfer import Transfer
-from trilith.checkpoints.copies import Copy, Stored, Tie, Whole, copies
+from trilith.checkpoints.copies import Copy, Links, Stored, Whole, copies
 from trilith.models import Link
 from trilith.parallel_state import BadCheckpoint, BadInput, Box
 from trilith.storage import TensorFile, TensorWriter
 from trilith.storage.dtypes import TORCH, name_of
 from trilith.storage.finite import look_at
 
-NO_LINKS = Tie(None)
+NO_LINKS = Links(None)
 
 
 def cut(shape: tuple[int, ...], cuts: dict[int, Sequence[int]]) -> list[Box]:
@@ -73,7 +73,9 @@ def test_any_cut_into_any_other_in_files_and_in_memory(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(execute_module, "BLOCK", block)
         for targets in (writers, tensors):
-            transfers = [Transfer("w", *plan, target) for plan, target in zip(plans, targets, strict=True)]
+            transfers = [
+                (Transfer("w", *plan, "BF16"), one) for plan, one in zip(plans, targets, strict=True)
+            ]
             report = execute(files, transfers, threads=threads)
             assert report.bytes_made == whole.nbytes
     for i, (box, writer, tensor) in enumerate(zip(new, writers, tensors, strict=True)):
@@ -86,14 +88,14 @@ def run(
     files: Sequence[TensorFile],
     whole: dict[str, Whole],
     wanted: dict[str, Sequence[Box]],
-    tie: Tie = NO_LINKS,
+    links: Links = NO_LINKS,
 ) -> tuple[dict[str, list[torch.Tensor]], Report]:
     """Boxes of tensors, in memory."""
     made, transfers = {}, []
     for name, boxes in wanted.items():
         made[name] = [torch.empty(box.shape) for box in boxes]
-        plan = [tuple(copies(name, box, whole, tie)) for box in boxes]
-        transfers += [Transfer(name, *each) for each in zip(boxes, plan, made[name], strict=True)]
+        plan = [Transfer(name, box, tuple(copies(name, box, whole, links)), "F32") for box in boxes]
+        transfers += zip(plan, made[name], strict=True)
     return made, execute(files, transfers)
 
 
@@ -139,7 +141,7 @@ def test_links_that_split_and_transpose_go_there_and_back(
     box = Box.whole((12, 36))
     files = store(tmp_path / "hf", "c_attn", fused, [box])
     halves = cut((12, 12), {0: [5]})
-    made, _ = run(files, catalog("c_attn", fused, [box]), {name: halves for name in "qkv"}, Tie(links))
+    made, _ = run(files, catalog("c_attn", fused, [box]), {name: halves for name in "qkv"}, Links(links))
     for i, name in enumerate("qkv"):
         assert torch.equal(torch.cat(made[name]), fused[:, i * 12 : i * 12 + 12].T)
 
@@ -152,7 +154,7 @@ def test_links_that_split_and_transpose_go_there_and_back(
             save_file({name: tensor}, path)
             ours.append(TensorFile.open(path))
         parts[name] = Whole((12, 12), "F32", tuple(stored))
-    back, _ = run(ours, parts, {"c_attn": [box]}, Tie(links, to_hf=True))
+    back, _ = run(ours, parts, {"c_attn": [box]}, Links(links, to_hf=True))
     assert torch.equal(back["c_attn"][0], fused)
 
 
@@ -198,7 +200,8 @@ def test_what_is_not_finite_is_refused_where_it_stands(
     with pytest.raises(BadInput, match=rf"0.safetensors: w: .*{says} \[33, 7\].*--allow-nonfinite"):
         run(files, known, {"w": [box]})
     out = torch.empty(40, 10)
-    execute(files, [Transfer("w", box, tuple(copies("w", box, known, NO_LINKS)), out)], allow_nonfinite=True)
+    transfer = Transfer("w", box, tuple(copies("w", box, known, NO_LINKS)), "F32")
+    execute(files, [(transfer, out)], allow_nonfinite=True)
     assert torch.equal(out, whole) if value == value else bool(out[33, 7].isnan())
 
 
@@ -210,7 +213,7 @@ def test_C8_casts_count_what_overflows(tmp_path: Path, into: str) -> None:
     files = store(tmp_path, "w", whole, [box])
     out = torch.empty(10, 10, dtype=TORCH[into])
     plan = tuple(copies("w", box, catalog("w", whole, [box]), NO_LINKS))
-    report = execute(files, [Transfer("w", box, plan, out)])
+    report = execute(files, [(Transfer("w", box, plan, into), out)])
     assert torch.equal(out, whole.to(TORCH[into]))
     assert report.overflows.get("w", 0) == {"BF16": 1, "F16": 2, "F64": 0}[into]
 
@@ -234,7 +237,8 @@ def test_casts_count_every_number_that_they_make_zero(
     whole = torch.tensor([2.0**exponent for exponent in exponents], dtype=torch.float64).to(stored)
     box, out = Box.whole(tuple(whole.shape)), torch.empty(len(exponents), dtype=into)
     files, known = store(tmp_path, "w", whole, [box]), catalog("w", whole, [box])
-    report = execute(files, [Transfer("w", box, tuple(copies("w", box, known, NO_LINKS)), out)], block=block)
+    transfer = Transfer("w", box, tuple(copies("w", box, known, NO_LINKS)), name_of(into))
+    report = execute(files, [(transfer, out)], block=block)
     expected = whole.to(into)
     assert torch.equal(out, expected)
     lost = int(((whole != 0) & (expected == 0)).sum())
@@ -249,9 +253,11 @@ def test_a_change_on_the_way_is_counted_as_what_it_makes(tmp_path: Path) -> None
     plan = tuple(copies("w", box, catalog("w", whole, [box]), NO_LINKS))
     files = store(tmp_path, "w", whole, [box])
     tiny = torch.tensor([1e-9] * 6 + [0.0, 1.0])
-    report = execute(files, [Transfer("w", box, plan, out, lambda numbers, part: tiny[part.slices])])
+    transfer = Transfer("w", box, plan, "F16")
+    report = execute(files, [(transfer, out)], change=lambda name: lambda numbers, part: tiny[part.slices])
     assert report.underflows == {"w": 6} and not report.vanished
-    report = execute(files, [Transfer("w", box, plan, out, lambda numbers, part: tiny[part.slices] * 1e-9)])
+    tiny *= 1e-9
+    report = execute(files, [(transfer, out)], change=lambda name: lambda numbers, part: tiny[part.slices])
     assert report.underflows == {"w": 7} and report.vanished == {"w"}
 
 
@@ -274,7 +280,8 @@ def test_C11_a_resumed_conversion_does_not_take_the_rest_for_all(tmp_path: Path)
 
     def make(again: bool) -> Report:
         writers = [TensorWriter(tmp_path / f"{i}", {"w": ("F32", (20,))}, again=again) for i in range(2)]
-        transfers = [Transfer("w", *one) for one in zip(halves, [(c,) for c in copied], writers, strict=True)]
+        plan = [Transfer("w", *one, "F32") for one in zip(halves, [(c,) for c in copied], strict=True)]
+        transfers = zip(plan, writers, strict=True)
         finished = FinishedWork(tmp_path / "journal", lambda: None, every=1)
         report = execute([TensorFile.open(tmp_path / "f")], transfers, threads=1, finished=finished)
         for writer in writers:
@@ -294,7 +301,7 @@ def test_a_plan_with_a_hole_or_an_overlap_is_refused_before_anything_is_read(tmp
 
     for plan in ([copy(0, 3)], [copy(0, 2), copy(1, 4)], [copy(0, 2), copy(1, 2), copy(3, 4)]):
         with pytest.raises(BadCheckpoint, match="plan: w: expected each element set once"):
-            execute([], [Transfer("w", box, tuple(plan), torch.empty(4))])
+            execute([], [(Transfer("w", box, tuple(plan), "F32"), torch.empty(4))])
 
 
 def test_memory_is_nan_until_it_is_set(tmp_path: Path) -> None:
@@ -304,9 +311,8 @@ def test_memory_is_nan_until_it_is_set(tmp_path: Path) -> None:
     (tmp_path / "0.safetensors").write_bytes(b"changed")
     out = torch.zeros(4)
     with pytest.raises(BadCheckpoint):
-        execute(
-            files, [Transfer("w", box, tuple(copies("w", box, catalog("w", whole, [box]), NO_LINKS)), out)]
-        )
+        plan = tuple(copies("w", box, catalog("w", whole, [box]), NO_LINKS))
+        execute(files, [(Transfer("w", box, plan, "F32"), out)])
     assert out.isnan().all()
 
 
@@ -337,7 +343,7 @@ def test_progress_adds_up_and_memory_does_not_grow(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(torch, "empty", counted)
     made: list[int] = []
     plan = [
-        Transfer("w", b, tuple(copies("w", b, known, NO_LINKS)), t)
+        (Transfer("w", b, tuple(copies("w", b, known, NO_LINKS)), "F32"), t)
         for b, t in zip(boxes, targets, strict=True)
     ]
     random.Random(0).shuffle(plan)

@@ -49,7 +49,7 @@ def test_retention_leaves_what_is_read_and_deletes_it_with_the_next(tmp_path: Pa
     source = read_source(tmp_path)
     saved(tmp_path, 2, keep=1)
     assert steps_in(tmp_path) == [1, 2]
-    whole = source.read("weight", Box.whole((2, 3)), source.tie())
+    whole = source.read("weight", Box.whole((2, 3)), source.links())
     assert torch.equal(whole, torch.ones(2, 3))
     verify(source.path, source.manifest)
     del source, whole

@@ -14,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from trilith.checkpoints import ConversionOptions, carry_out, convert, plan_conversion, plan_merge
-from trilith.checkpoints.convert.plan import Conversion
+from trilith.checkpoints.convert.plan import Plan
 from trilith.parallel_state import BadCheckpoint
 from trilith.storage import safetensors_reader as tensor_file
 from trilith.testing.hf_folders import contents, write_hf_folder
 from trilith.testing.tiny_models import TINY_LLAMA
 
 #: Which folder changes, and the plan that reads it.
-PLANS: dict[str, tuple[str, Callable[[Path], Conversion]]] = {
+PLANS: dict[str, tuple[str, Callable[[Path], Plan]]] = {
     "to-sharded": ("hf", lambda at: plan_conversion(at / "hf", tensor=2, pipeline=2)),
     "to-hf": ("sharded", lambda at: plan_conversion(at / "sharded", to="hf")),
     "reshard": ("sharded", lambda at: plan_conversion(at / "sharded", to="sharded", tensor=4)),
@@ -106,7 +106,7 @@ def change(folder: Path, new: Path, way: str) -> None:
             assert (path.stat().st_size, path.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
 
 
-def begin(plan: Conversion, dst: Path, share: float) -> None:
+def begin(plan: Plan, dst: Path, share: float) -> None:
     """The same work, stopped when so much of it was made; each piece is noted."""
     options = ConversionOptions(workers=1, note_every=1, progress=stop_after(int(share * plan.nbytes)))
     with pytest.raises(KeyboardInterrupt):

@@ -44,7 +44,7 @@ def head_alone(
     (steps, *_) = run_parallel(run_recipe, 2 if layout else 1, raw)
     source = read_source(place / name)
     whole = source.catalog["head.weight"]
-    return steps, source.read("head.weight", Box.whole(whole.shape), source.tie())
+    return steps, source.read("head.weight", Box.whole(whole.shape), source.links())
 
 
 def test_an_output_layer_trained_alone_is_summed_over_the_data_ranks(place: Path) -> None:

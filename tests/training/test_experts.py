@@ -41,8 +41,8 @@ def lines(out: Path, *keys: str) -> list[list[float]]:
 
 def tensors(path: Path) -> dict[str, torch.Tensor]:
     source = read_source(path)
-    tie = source.tie()
-    return {name: source.read(name, Box.whole(whole.shape), tie) for name, whole in source.catalog.items()}
+    links = source.links()
+    return {name: source.read(name, Box.whole(whole.shape), links) for name, whole in source.catalog.items()}
 
 
 def load_rank(layouts: Sequence[Layout], path: str) -> list[Pieces]:
