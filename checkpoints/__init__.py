@@ -13,9 +13,10 @@ from .load import check_whole, load_model, load_source, load_weights, read_with_
 from .lora import check_base, fingerprint, read_adapter, read_converted, read_lora, stored_adapter
 from .manifest import Manifest, StoredAdapter
 from .model import restore_model, save_model
+from .moments import begin_moments
 from .possible import check_model
 from .readable import check_plain
-from .resume import Progress, begin_moments, load_training, newest_checkpoint
+from .resume import Progress, load_training, newest_checkpoint
 from .save import Contents, Saver
 from .source import Source, read_source
 from .user_module import load_module, module_contents, save_module

@@ -12,10 +12,11 @@ from ..models import FAMILIES, CausalLM, Family
 from ..parallel_state import BadInput, Layout
 from ..parallel_state.together import together
 from .load import load_weights
-from .resume import Progress, begin_moments, load_training, newest_in
+from .moments import begin_moments, together_updates
+from .resume import Progress, load_training, newest_in
 from .save import Contents, Saver
 from .source import read_source
-from .user_module import check_storable, together_updates
+from .user_module import check_storable
 
 
 def save_model(

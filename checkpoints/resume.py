@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..models import CausalLM, Family, ModelConfig
 from ..parallel_state import BadCheckpoint, Layout, ParallelState
-from ..parallel_state.engine import local_data
 from ..parallel_state.together import together
 from ..storage.file_names import STEP_NAME
 from .find import latest_checkpoint
 from .load import check_same_model, fill, fill_from
 from .lora import check_same_base
 from .manifest import Manifest, StoredAdapter
-from .moments import MOMENTS, moment_name
+from .moments import MOMENTS, begin_moments, moment_name, moment_of
 from .rank_storage import stored_parts
 from .source import Source, open_source
 from .verify_together import naming_an_older_one_together, verify_share
@@ -150,38 +149,3 @@ def restore_progress(
                 fill(tensor, source.read(moment_name(moment, name), box, links))
     data = manifest.data_position if isinstance(manifest.data_position, dict) else {}
     return Progress(manifest.step or 0, manifest.layout, dict(data), memory)
-
-
-def begin_moments(
-    model: nn.Module, optimizer: torch.optim.Optimizer, memory: Mapping[str, Any] | None = None
-) -> None:
-    """Make zero moments for every trained parameter, after as many updates as ``memory`` says.
-
-    ``memory`` has ``updates``, the number of updates so far, and in ``updates_of`` the number for a parameter
-    that steps have left out. AdamW makes its moments at its first update; if that step is skipped, there must
-    be moments to save too.
-    """
-    said = memory or {}
-    updates, of = said.get("updates", 0), said.get("updates_of", {})
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        kept = optimizer.state[parameter]
-        if memory is not None or not kept:
-            device = local_data(parameter).device  # where fused AdamW looks for it
-            kept["step"] = torch.tensor(float(of.get(name, updates)), dtype=torch.float32, device=device)
-        for moment in MOMENTS:
-            if moment not in kept:
-                kept[moment] = torch.zeros_like(parameter, requires_grad=False)
-
-
-def moment_of(optimizer: torch.optim.Optimizer, moment: str) -> Callable[[nn.Parameter], Tensor | None]:
-    """From a parameter to its moment, to say which of the optimizer's tensors ``stored_parts`` gives; a
-    frozen parameter has none.
-    """
-
-    def choose(parameter: nn.Parameter) -> Tensor | None:
-        value: Tensor | None = optimizer.state[parameter][moment] if parameter.requires_grad else None
-        return value
-
-    return choose

@@ -21,11 +21,11 @@ from ..storage.stored_file import StoredFile
 from ..storage.strict_json import shown
 from .find import step_directory
 from .manifest import Manifest, StoredAdapter
-from .moments import MOMENTS, moment_name
+from .moments import MOMENTS, moment_name, moment_of
 from .rank_files import results_to_come, stored_tensors, who_writes, write_file
 from .rank_storage import Place, places
 from .readable import check_plain, read_back
-from .resume import Progress, moment_of
+from .resume import Progress
 from .retention import check_same_tensors, delete_old, set_aside
 from .user_module_family import ModuleFamily
 

@@ -23,8 +23,9 @@ from ..parallel_state import (
 )
 from ..parallel_state.together import together
 from .load import fill
+from .moments import begin_moments, together_updates
 from .rank_storage import stored_parts
-from .resume import Progress, begin_moments, load_together, newest_in, restore_progress
+from .resume import Progress, load_together, newest_in, restore_progress
 from .save import Contents, Saver
 from .source import Source, open_source
 from .user_module_family import ModuleConfig, ModuleFamily, StoredModule, module_family
@@ -178,21 +179,3 @@ def _check_same(source: Source, stages: Sequence[Mapping[str, Declaration]], fam
             )
             todo = "It is a checkpoint of another module"
             raise BadCheckpoint(source.path, name, expected=expected, found=there, todo=todo)
-
-
-def together_updates(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, state: ParallelState
-) -> dict[str, Any]:
-    """What a checkpoint remembers of the optimizer's updates: ``updates``, how many it has made, and
-    ``updates_of``, the number of each parameter that a step has left out. Collective.
-    """
-
-    def here() -> dict[str, int]:
-        known = {} if optimizer is None else optimizer.state
-        return {name: int(known[one]["step"]) for name, one in model.named_parameters() if one in known}
-
-    everywhere = together(here, world=state.layout.world, group=state.file_group)
-    made = {name: count for counts in everywhere for name, count in counts.items()}
-    most = max(made.values(), default=0)
-    fewer = {name: count for name, count in sorted(made.items()) if count != most}
-    return {"updates": most, **({"updates_of": fewer} if fewer else {})}

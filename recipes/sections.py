@@ -11,7 +11,6 @@ from ..layers import Checkpointing
 from ..models import LoraConfig
 from ..parallel_state import FILES_TIMEOUT, Layout
 from ..pipeline import ScheduleName, schedule_kind
-from .experts_section import ExpertsSection as ExpertsSection
 from .section import MOST_AHEAD, Betas, Blocks, PathText, Ranks, Rows, Stages, Step, Wait
 from .section import Section as Section
 
@@ -285,6 +284,26 @@ class MemorySection(Section):
     def every(self) -> int:
         """Every how many blocks one forgets, where checkpointing is "every"."""
         return self.checkpoint_every or 2
+
+
+class ExpertsSection(Section):
+    """Load balancing of mixture-of-experts models; see docs/experts.md."""
+
+    balance: float | None = Field(
+        default=None,
+        ge=0,
+        description="factor of the load-balancing loss, a mean over rows and routers; default: "
+        "router_aux_loss_coef of the model's config if its output_router_logits is true, else 0",
+    )
+    z_loss: float = Field(
+        default=0.0, ge=0, description="factor of the routers' z-loss, a mean over rows and routers"
+    )
+    bias_rate: float = Field(
+        default=0.0,
+        ge=0,
+        description="step by which a router's bias rises for an expert with fewer tokens than the mean, "
+        "and falls for one with more; only for models whose routers have biases, without adapters",
+    )
 
 
 class CheckpointSection(Section):

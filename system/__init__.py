@@ -4,9 +4,8 @@ Offers ``refusal_of``, which says in plain words what the system refused, ``boun
 memory and time, and ``visible``, which makes text fit for a terminal.
 """
 
-from .at_once import most_at_once
 from .enough import check_enough
-from .limits import OverLimit, bounded
+from .limits import OverLimit, bounded, most_at_once
 from .refusals import Refusal, refusal_of
 from .visible import visible
 

@@ -1,12 +1,14 @@
-"""Run what somebody else wrote, a pattern or a template, within a limit on its time and memory.
+"""Limits of work: on time and memory of what somebody else wrote, on processes started at once.
 
-The interpreter itself sees to it that a signal ends an endless loop, in Python and inside ``re``, and the
-operating system refuses memory beyond a limit. Both belong to the process: signals reach its main thread
-alone, so in another thread only memory is limited.
+A pattern or a template of somebody else's runs in ``bounded``. The interpreter itself sees to it that a
+signal ends an endless loop, in Python and inside ``re``, and the operating system refuses memory beyond a
+limit. Both belong to the process: signals reach its main thread alone, so in another thread only memory is
+limited.
 """
 
 from __future__ import annotations
 
+import os
 import resource
 import signal
 import threading
@@ -15,6 +17,9 @@ from contextlib import contextmanager
 from types import FrameType
 
 from .process_info import own_memory
+
+#: For each core, and on a machine with few cores. Tests of layouts run many more ranks than there are cores.
+_FOR_EACH_CORE, _ON_A_SMALL_MACHINE = 4, 64
 
 
 class OverLimit(Exception):
@@ -55,3 +60,11 @@ def bounded(*, seconds: float | None = None, memory: int | None = None) -> Itera
             signal.signal(signal.SIGVTALRM, handler or signal.SIG_DFL)
         if memory is not None:
             resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def most_at_once() -> int:
+    """Return the largest number of processes, or of threads that work, that a command starts here.
+
+    A larger number is a slip of the keyboard: starting so many would exhaust the machine.
+    """
+    return max(_ON_A_SMALL_MACHINE, _FOR_EACH_CORE * (os.cpu_count() or 1))

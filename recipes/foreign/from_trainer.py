@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...parallel_state import BadInput
-from .deepspeed_autos import deepspeed_file, fill_in
 from .from_accelerate import check_shards, into_deepspeed, parallelism, read_sizes
+from .from_deepspeed import deepspeed_file, with_arguments
 from .from_fsdp import fsdp
 from .translation import Given, Translation
 
@@ -82,7 +82,7 @@ def from_trainer(raw: Mapping[str, Any], where: str, *, ranks: int | None = None
     sizes = read_sizes(given)
     if given.value("deepspeed"):
         theirs, where = deepspeed_file(given)
-        found = fill_in(into_deepspeed(theirs, sizes), where, given.raw, ranks)
+        found = with_arguments(into_deepspeed(theirs, sizes), where, given.raw, ranks)
     elif ranks is None and sizes.ranks > 1:
         ranks = sizes.ranks
     elif ranks is None:
