@@ -251,25 +251,11 @@ class Manifest(StrictRecord):
                 directory, expected=f"only files that {MANIFEST} names", found=found, todo=todo
             )
 
-    def check_model(self, where: object, config: dict[str, JsonValue]) -> None:
-        """Refuse a checkpoint of another model, naming the first field of its config that differs."""
-        for key in sorted(self.config.keys() | config.keys()):
-            here, wanted = self.config.get(key), config.get(key)
-            if here != wanted:
-                todo = "This is the checkpoint of another model"
-                raise BadCheckpoint(
-                    where, f"config.{key}", expected=shown(wanted), found=shown(here), todo=todo
-                )
-
     @property
     def frozen(self) -> frozenset[str]:
         """Return the parameters that the run does not train; they have no moments."""
         names = self.state.get("frozen")
         return frozenset(map(str, names)) if isinstance(names, list) else frozenset()
-
-    def parts_of(self, file: int) -> dict[str, Part]:
-        """Return the part of each tensor that a file holds."""
-        return self._by_file()[file]
 
     def _by_file(self) -> list[dict[str, Part]]:
         table: list[dict[str, Part]] = [{} for _ in self.files]

@@ -53,18 +53,11 @@ def ids_at(positions: ArrayLike, n: int, seed: int, *, stream: int = 0) -> Ids:
     return ids
 
 
-def sample_ids(step: int, global_batch: int, n: int, seed: int) -> Ids:
-    """The ids of the global batch at ``step``: int64 of shape ``[global_batch]``, each in ``[0, n)``.
-
-    Steps lie end to end over the epochs: a batch may finish one epoch and begin the next, and one larger than
-    ``n`` spans several. Within an epoch every sample comes exactly once.
-    """
-    return ids_at(positions_of(step, global_batch), n, seed)
-
-
 def positions_of(step: int, global_batch: int, data_index: int = 0, data_size: int = 1) -> Ids:
     """The positions in the endless sequence that data rank ``data_index`` of ``data_size`` takes at ``step``.
 
+    Steps lie end to end over the epochs: a batch may finish one epoch and begin the next, and one larger than
+    the data spans several.
     int64 of shape ``[global_batch / data_size]``; the ranks' pieces, in order, are the global batch.
     """
     if step < 0:

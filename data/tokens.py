@@ -113,17 +113,6 @@ class TokenFile:
         tokens = f"{self.index.tokens * little_endian(self.index.dtype).itemsize}-{self.index.sha256}"
         return f"{tokens}-{self.index.targets.sha256}" if self.index.targets else tokens
 
-    def check_fingerprint(self, recorded: str) -> None:
-        """Refuse to go on with other data than a run was started on."""
-        if self.fingerprint != recorded:
-            raise BadInput(
-                TokenPaths(self.path).tokens,
-                "fingerprint",
-                expected=f"{recorded}, the data this run was started on",
-                found=self.fingerprint,
-                todo="Put the original data back or start a new run",
-            )
-
     def verify(self, progress: Callable[[int], None] = lambda read: None) -> None:
         """Read every token and target, and compare checksums, SHA-256, largest id and count with the index.
 

@@ -59,7 +59,3 @@ class Continuation:
         tokens = self.tokens[:-1] if self.tokens and self.tokens[-1] in self._stop else self.tokens
         text = self._tokenizer.decode(self._ids + tokens)[self._before :]
         return text[: min((text.find(stop) for stop in self._texts if stop in text), default=len(text))]
-
-    @property
-    def prompt(self) -> str:
-        return self._tokenizer.decode(self._ids)

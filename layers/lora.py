@@ -38,9 +38,6 @@ from .cost import Cost, Tokens, dropout_cost, matrix
 from .dropout import own_random
 from .linear import ColumnParallelLinear, RowParallelLinear
 
-#: What the two factors are called, beside ``weight``.
-FACTORS = ("lora_A", "lora_B")
-
 
 def lora_scale(r: int, alpha: float, *, rslora: bool) -> float:
     """Return the factor of the product B A."""

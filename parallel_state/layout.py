@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from math import lcm
 
 from .errors import BadInput, nearest, nearest_divisors, nearest_multiples
@@ -251,13 +251,6 @@ class Layout:
             rank = rank * size + index
         return rank
 
-    def ranks_along(self, axes: tuple[str, ...], rank: int) -> list[int]:
-        """Return all ranks that share every coordinate with ``rank`` except those on ``axes``, in rank
-        order.
-        """
-        here = asdict(self.coordinates(rank))
-        return [r for r in range(self.world) if _same(here, asdict(self.coordinates(r)), but=axes)]
-
     def first_rank(self, pipeline: int) -> int:
         """Return the first of the ranks that are ``pipeline`` on the pipeline axis, the slowest one."""
         return pipeline * (self.world // self.pipeline)
@@ -269,7 +262,3 @@ class Layout:
     def __str__(self) -> str:
         values = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
         return ", ".join(f"{name} {value}" for name, value in values.items()) or "one rank"
-
-
-def _same(a: dict[str, int], b: dict[str, int], *, but: tuple[str, ...]) -> bool:
-    return all(a[axis] == b[axis] for axis in AXES if axis not in but)

@@ -65,8 +65,8 @@ def convert(
     ``to``: default is the other form if no layout is given, and PEFT's folder for LoRA adapters. Moments are
     copied between checkpoints; a Hugging Face folder holds weights only. ``dtype`` (``bfloat16`` and so on)
     casts the weights; a number that overflows is refused. Every byte of a checkpoint is compared with its
-    checksum, unless ``options.check`` is false. A failure leaves nothing behind; if the process is killed, the
-    same call continues. ``options.progress`` is called with the number of bytes written since its last call.
+    checksum, unless ``options.check`` is false. A failure leaves nothing behind; if the process is killed,
+    the same call continues. ``options.progress`` is called with the bytes written since its last call.
     """
     plan = plan_conversion(
         src, to=to, tensor=tensor, pipeline=pipeline, split=split, dtype=dtype, allow_symlinks=allow_symlinks

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trilith.data import Batch, TokenFile
 from trilith.data.batches import GlobalBatches, Mixture
-from trilith.data.shuffle import sample_ids
+from trilith.data.shuffle import ids_at, positions_of
 from trilith.data.token_writer import TokenWriter
 from trilith.layers import IGNORE
 from trilith.parallel_state import BadInput
@@ -45,7 +45,7 @@ def test_samples_are_windows_and_labels_are_the_next_tokens(make: Make) -> None:
     assert input_ids.is_contiguous() and labels.is_contiguous()
     assert torch.equal(labels, input_ids + 1)
     assert sorted(input_ids[:, 0].tolist()) == [0, 8, 16, 24, 32, 40]
-    assert (input_ids[:, 0] // 8).tolist() == sample_ids(0, 6, 6, seed=1).tolist()
+    assert (input_ids[:, 0] // 8).tolist() == ids_at(positions_of(0, 6), 6, seed=1).tolist()
 
 
 @pytest.mark.parametrize(("tokens", "samples"), [(9, 1), (16, 1), (17, 2), (24, 2), (25, 3)])

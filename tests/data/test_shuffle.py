@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trilith.data.shuffle import ids_at, permute, positions_of, sample_ids
+from trilith.data.shuffle import ids_at, permute, positions_of
 from trilith.parallel_state import BadInput
 
 seeds = st.integers(0, 2**63 - 1)
@@ -75,21 +75,21 @@ def test_the_order_is_fixed_for_all_time() -> None:
     """A run resumed years later must find its samples where they were."""
     assert permute(np.arange(10), 10, 0, 0).tolist() == [7, 8, 5, 0, 2, 9, 3, 6, 4, 1]
     assert permute([0, 1, 10**12 - 1], 10**12, 1234, 5).tolist() == [532283900465, 843349098538, 492751948383]
-    assert sample_ids(3, 6, 10, 7).tolist() == [4, 8, 0, 4, 9, 7]
+    assert ids_at(positions_of(3, 6), 10, 7).tolist() == [4, 8, 0, 4, 9, 7]
 
 
 @settings(max_examples=25, deadline=None)
 @given(n=st.integers(1, 200), batch=st.integers(1, 50), seed=seeds)
 def test_steps_lie_end_to_end_over_the_epochs(n: int, batch: int, seed: int) -> None:
     steps = 3 * n // batch + 1
-    ids = np.concatenate([sample_ids(step, batch, n, seed) for step in range(steps)])
+    ids = np.concatenate([ids_at(positions_of(step, batch), n, seed) for step in range(steps)])
     for epoch in range(len(ids) // n):
         np.testing.assert_array_equal(ids[epoch * n : (epoch + 1) * n], permute(np.arange(n), n, seed, epoch))
 
 
 @pytest.mark.parametrize("n", [1, 3, 7], ids=lambda n: f"F3-{n}-samples-for-a-batch-of-16")
 def test_a_batch_larger_than_the_data_wraps_over_epochs(n: int) -> None:
-    ids = sample_ids(2, 16, n, seed=0)
+    ids = ids_at(positions_of(2, 16), n, seed=0)
     counts = np.bincount(ids, minlength=n)
     assert len(ids) == 16 and counts.min() >= 16 // n - 1 and counts.max() <= 16 // n + 2
 

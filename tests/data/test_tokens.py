@@ -249,9 +249,6 @@ def test_f12_fingerprint_is_of_the_content_alone(tmp_path: Path) -> None:
     first, again = write(tmp_path / "a"), write(tmp_path / "b")
     other = write(tmp_path / "c", [*DOCUMENTS[:2], [5, 6, 7, 8, 10]])
     assert first.fingerprint == again.fingerprint != other.fingerprint
-    first.check_fingerprint(again.fingerprint)
-    with pytest.raises(BadInput, match="started on"):
-        other.check_fingerprint(first.fingerprint)
 
 
 def test_f8_vocabulary_may_be_smaller_than_the_models_but_not_larger(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -33,24 +33,6 @@ def test_coordinates_and_ranks_are_a_bijection(layout: Layout) -> None:
     assert [layout.rank(at) for at in places] == list(range(layout.world))
 
 
-@given(layouts(), st.data())
-def test_ranks_along_axes_are_those_that_share_all_other_coordinates(
-    layout: Layout, data: st.DataObject
-) -> None:
-    axes = data.draw(st.sets(st.sampled_from(AXES)).map(tuple))
-    rank = data.draw(st.integers(0, layout.world - 1))
-    found = layout.ranks_along(axes, rank)
-    assert rank in found and found == sorted(found)
-    size = 1
-    for axis in axes:
-        size *= getattr(layout, axis)
-    assert len(found) == size
-    here = asdict(layout.coordinates(rank))
-    for other in found:
-        there = asdict(layout.coordinates(other))
-        assert all(here[axis] == there[axis] for axis in AXES if axis not in axes)
-
-
 def test_tensor_is_the_fastest_axis_and_pipeline_the_slowest() -> None:
     layout = Layout(tensor=2, context=2, data_shard=2, data_replicate=2, pipeline=2, zero=1)
     steps = {axis: layout.rank(Coordinates(**{axis: 1})) for axis in AXES}
@@ -61,9 +43,10 @@ def test_tensor_is_the_fastest_axis_and_pipeline_the_slowest() -> None:
 def test_megatron_order_of_eight_ranks() -> None:
     """The groups that Megatron-LM's documentation gives for tensor 2, data 2, pipeline 2."""
     layout = Layout.of(tensor=2, data=2, pipeline=2)
-    assert layout.ranks_along(("tensor",), 0) == [0, 1]
-    assert layout.ranks_along(("data_replicate", "data_shard"), 0) == [0, 2]
-    assert layout.ranks_along(("pipeline",), 3) == [3, 7]
+    assert [layout.rank(Coordinates(tensor=tensor)) for tensor in range(2)] == [0, 1]
+    assert [layout.rank(Coordinates(data_replicate=data)) for data in range(2)] == [0, 2]
+    third = layout.coordinates(3)
+    assert [layout.rank(replace(third, pipeline=pipeline)) for pipeline in range(2)] == [3, 7]
 
 
 def test_a_rank_of_16384_is_found_without_listing_them() -> None:

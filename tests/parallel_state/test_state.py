@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from trilith.models import family_of
-from trilith.parallel_state import BadInput, Layout, ParallelState, engine
+from trilith.parallel_state import AXES, BadInput, Layout, ParallelState, engine
 from trilith.testing import RankError, run_parallel
 
 LLAMA_405B = {
@@ -88,6 +88,15 @@ def groups(layout: Layout) -> dict[str, list[int]]:
     return found
 
 
+def ranks_along(layout: Layout, axes: tuple[str, ...], rank: int) -> list[int]:
+    """All ranks that share every coordinate with ``rank`` but those on ``axes``, in rank order."""
+    others = [axis for axis in AXES if axis not in axes]
+    wanted, *places = (
+        [getattr(at, axis) for axis in others] for at in (layout.coordinates(rank), *layout.places())
+    )
+    return [number for number, at in enumerate(places) if at == wanted]
+
+
 @pytest.mark.parametrize(
     "layout",
     [
@@ -108,9 +117,9 @@ def test_process_groups_are_the_ranks_along_their_axes(layout: Layout) -> None:
         # FSDP shards over the context ranks too, or has them for replicas.
         joined = "data_shard" if layout.zero else "data_replicate"
         axes = {axis: (axis, "context") if axis == joined else (axis,) for axis in found}
-        assert found == {axis: layout.ranks_along(axes[axis], rank) for axis in found}
+        assert found == {axis: ranks_along(layout, axes[axis], rank) for axis in found}
         if ends is not None:
-            along = layout.ranks_along(("pipeline",), rank)
+            along = ranks_along(layout, ("pipeline",), rank)
             assert ends == [along[0], along[-1]]
 
 
