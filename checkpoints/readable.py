@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from ..parallel_state import BadInput
+from ..parallel_state import BadInput, from_validation
 from ..storage.companions import check_companion
 from ..storage.strict_json import shown
 from .manifest import Manifest
@@ -63,13 +63,8 @@ def read_back(build: Callable[[], Manifest], output: Path) -> Manifest:
         again = Manifest.parse(manifest.to_bytes(), output)
         again.check(output)
         again.check_place(output)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        key = ".".join(map(str, first["loc"][:6]))
-        raise BadInput(
-            output, key, expected="what a manifest can hold", found=first["msg"], todo=_TODO
-        ) from None
-    except BadInput as bad:
+    except (ValidationError, BadInput) as error:
+        bad = error if isinstance(error, BadInput) else from_validation(output, error)
         raise BadInput(output, bad.key, expected=bad.expected, found=bad.found, todo=_TODO) from None
     except (ValueError, TypeError, RecursionError) as error:
         found = f"{type(error).__name__}: {error}"
