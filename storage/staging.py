@@ -178,17 +178,29 @@ class Staging:
     def publish_files(self, places: Mapping[str, Path]) -> None:
         """Give each file of the directory its place, in this order: the output is complete with the last.
 
-        When this returns, a power cut cannot take it back. Every file must be on the disk by now.
+        When this returns, a power cut cannot take it back. Every file must be on the disk by now. An error
+        before the last file has its place leaves none of them.
         """
-        *others, last = places.items()
-        for files in (others, [last]):
-            for name, place in files:
-                with writing(place):
-                    self._disk.rename(self.directory / name, place)
+        *others, last = places
+        try:
+            for name in others:
+                self._put(name, places[name])
             with writing(self.output.parent):
                 self._disk.sync_directory(self.output.parent)
+            self._put(last, places[last])
+        except BaseException:
+            if not places[last].exists():
+                for name in others:
+                    places[name].unlink(missing_ok=True)
+            raise
+        with writing(self.output.parent):
+            self._disk.sync_directory(self.output.parent)
         self._disk.remove_tree(self.directory)
         self._lock.remove()
+
+    def _put(self, name: str, place: Path) -> None:
+        with writing(place):
+            self._disk.rename(self.directory / name, place)
 
     def _read_back(self, path: Path, manifest: bytes) -> None:
         """Refuse to commit unless the disk gives back what was written."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import multiprocessing
 import os
@@ -18,7 +19,7 @@ from trilith.data.token_index import TokenIndex
 from trilith.data.token_writer import TokenWriter
 from trilith.data.vocabulary import check_vocabulary
 from trilith.parallel_state import BadInput
-from trilith.storage.disk import Disk
+from trilith.storage.disk import Disk, DiskFailed
 from trilith.storage.lock import FileLock
 
 DOCUMENTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
@@ -350,6 +351,25 @@ def test_a_killed_writer_leaves_no_token_file_and_does_not_stand_in_the_way(
     write(tmp_path / "data")
     assert TokenFile.open(tmp_path / "data").tokens.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
     assert files(tmp_path) == ["data.bin", "data.docs.npy", "data.json", "data.sums"]
+
+
+@pytest.mark.parametrize("failing", range(4))
+def test_a_disk_that_refuses_a_name_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    done: list[Path] = []
+
+    def rename(self: Disk, old: Path, new: Path) -> None:
+        if len(done) == failing:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        done.append(new)
+        os.rename(old, new)
+
+    with monkeypatch.context() as patch, pytest.raises(DiskFailed, match="cannot be written"):
+        patch.setattr(Disk, "rename", rename)
+        write(tmp_path / "data")
+    assert len(done) == failing and files(tmp_path) == []
+    write(tmp_path / "data")
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".docs.npy", ".sums", ".json"])
