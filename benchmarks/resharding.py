@@ -22,7 +22,7 @@ from trilith.models import family_of
 from trilith.parallel_state import Box, Layout
 from trilith.storage import TensorWriter
 from trilith.storage.dtypes import TORCH
-from trilith.storage.stored_file import StoredFile
+from trilith.storage.records import StoredFile
 
 CHAIN = ((8, 2), (4, 4), (2, 1))
 

@@ -18,9 +18,9 @@ from ..parallel_state import BadCheckpoint, BadInput, Box, Layout, from_validati
 from ..storage.coverage import check_coverage
 from ..storage.dtypes import BITS
 from ..storage.file_names import MANIFEST, STEP_NAME
+from ..storage.records import Count, StoredFile, StrictRecord
 from ..storage.regular import check_plain_name, contained, read_small, stat_regular
 from ..storage.safetensors_reader import TensorFile
-from ..storage.stored_file import Count, StoredFile, StrictRecord
 from ..storage.strict_json import parse_object, shown
 from .seal import open_seal, seal, text_of
 from .user_module_family import StoredModule

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..parallel_state import Box, Holding, Layout, fault, holdings
 from ..storage.dtypes import BUFFER, name_of
+from ..storage.records import StoredFile
 from ..storage.safetensors_writer import TensorWriter
-from ..storage.stored_file import StoredFile
 from .manifest import Part, StoredTensor
 from .moments import moment_name
 

@@ -16,8 +16,8 @@ from ..parallel_state import BadInput, ParallelState, buffer_names, fault
 from ..parallel_state.together import together
 from ..storage.companions import Companion, read_companions
 from ..storage.disk import DiskFailed, writing
+from ..storage.records import StoredFile
 from ..storage.staging import Staging, check_home, clear_unfinished
-from ..storage.stored_file import StoredFile
 from ..storage.strict_json import shown
 from .find import step_directory
 from .manifest import Manifest, StoredAdapter

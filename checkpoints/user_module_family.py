@@ -7,12 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NoReturn
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import Field, JsonValue
 
 from ..layers import VOCABULARY_MULTIPLE, padded_vocabulary
 from ..models import CausalLM, Family, ModelConfig, Rename, Rule, Split, Stack, Transpose
 from ..models.base.names import Link, expand
 from ..parallel_state import BadInput, Cut, Declaration, Layout
+from ..storage.records import StrictRecord
 
 #: What a checkpoint says it is of, where the module's config has no ``model_type``.
 MODULE = "module"
@@ -23,11 +24,7 @@ _KINDS: dict[str, type[Rename | Transpose | Stack]] = {
 }
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
-
-class StoredCut(_Strict):
+class StoredCut(StrictRecord):
     """See ``parallel_state.Cut``."""
 
     dim: int
@@ -35,7 +32,7 @@ class StoredCut(_Strict):
     unit: int
 
 
-class StoredDeclaration(_Strict):
+class StoredDeclaration(StrictRecord):
     """How a parameter lay over the ranks (see ``parallel_state.Declaration``), and on which stages.
 
     ``rows``: in checkpoints of the first version, whose ``shape`` is the padded one, the true rows of dim 0.
@@ -64,7 +61,7 @@ class StoredDeclaration(_Strict):
         )  # fmt: skip
 
 
-class StoredRule(_Strict):
+class StoredRule(StrictRecord):
     """A line of the table of names: Hugging Face's tensor ``hf`` is made of ``ours``."""
 
     kind: Literal["rename", "transpose", "split", "stack"]
@@ -86,7 +83,7 @@ class StoredRule(_Strict):
         return cls.model_validate({"kind": kind, "ours": (rule.ours,), "hf": rule.hf})
 
 
-class StoredModule(_Strict):
+class StoredModule(StrictRecord):
     """What lets a checkpoint of any module be cut anew, compared and exported with no code of the module."""
 
     pipeline: int = 1

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from ..parallel_state import BadCheckpoint, Box
 from ..storage.crc import Checksum, combine
+from ..storage.records import StoredFile
 from ..storage.regular import contained, open_regular
 from ..storage.safetensors_reader import TensorFile
-from ..storage.stored_file import StoredFile
 from ..storage.strict_json import shown
 from .damage import naming_an_older_one
 from .find import open_checkpoint

@@ -11,9 +11,10 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from ..parallel_state import BadInput, from_validation
+from ..storage.records import StrictRecord
 from ..storage.regular import read_small, stat_regular
 from ..storage.small_files import read_json
 from ..storage.strict_json import shown
@@ -26,10 +27,8 @@ _LARGEST_INDEX = 2**20
 _PROBE_BLOCKS, _PROBE_BYTES = 64, 2**16
 
 
-class TargetIndex(BaseModel):
+class TargetIndex(StrictRecord):
     """What the index of a chat set says beside: of the file that tells which tokens are to be learnt."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     tokens: int = Field(ge=1, description="how many of the tokens are to be learnt")
     sha256: str
@@ -41,13 +40,11 @@ class TargetIndex(BaseModel):
     )
 
 
-class TokenIndex(BaseModel):
+class TokenIndex(StrictRecord):
     """What ``<name>.json`` says. ``probe`` hashes 64 blocks of the tokens, so that opening reads 4 MiB.
 
     ``seal`` is the SHA-256 of all that it says beside, so that no other index can be taken for this one.
     """
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     version: int = Field(ge=1, le=VERSION)
     dtype: Literal["uint16", "uint32"]

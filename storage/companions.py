@@ -14,8 +14,8 @@ from pathlib import Path
 from ..parallel_state import BadInput
 from .crc import Checksum
 from .disk import Disk, writing
+from .records import StoredFile
 from .regular import contained, open_regular, read_small, stat_regular
-from .stored_file import StoredFile
 from .strict_json import shown
 
 #: Any of these is enough for a tokenizer.

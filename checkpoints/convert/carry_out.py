@@ -14,9 +14,9 @@ from ...storage.companions import store_companion
 from ...storage.disk import Disk
 from ...storage.dtypes import TORCH
 from ...storage.output_file import check_place
+from ...storage.records import StoredFile
 from ...storage.safetensors_writer import TensorWriter
 from ...storage.staging import Staging, staged
-from ...storage.stored_file import StoredFile
 from ..hugging_face.writer import HFFolderWriter
 from ..manifest import Manifest
 from ..readable import check_plain, read_back

@@ -17,7 +17,7 @@ from trilith.checkpoints.seal import seal
 from trilith.parallel_state import BadCheckpoint, Box, Layout
 from trilith.storage import TensorWriter
 from trilith.storage.file_names import MANIFEST
-from trilith.storage.stored_file import StoredFile
+from trilith.storage.records import StoredFile
 
 UP, NORM = torch.arange(32.0).reshape(8, 4), torch.arange(4.0)
 

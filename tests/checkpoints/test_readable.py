@@ -22,7 +22,7 @@ from trilith.storage import companions_in
 from trilith.storage.companions import COMPANIONS
 from trilith.storage.disk import Disk, DiskFailed
 from trilith.storage.file_names import MANIFEST
-from trilith.storage.stored_file import StoredFile
+from trilith.storage.records import StoredFile
 from trilith.testing.hf_folders import write_hf_folder
 from trilith.testing.short_runs import run_recipe, tiny_recipe, write_tokens
 from trilith.testing.tiny_models import TINIEST_LLAMA

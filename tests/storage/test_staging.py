@@ -20,8 +20,8 @@ from trilith.parallel_state import BadInput, Box, Layout
 from trilith.storage import TensorWriter
 from trilith.storage.disk import Disk, DiskFailed
 from trilith.storage.file_names import MANIFEST
+from trilith.storage.records import StoredFile
 from trilith.storage.staging import Staging, check_output, clear_unfinished, remove_checkpoint, staged
-from trilith.storage.stored_file import StoredFile
 
 
 def save(output: Path, value: float, disk: Disk | None = None) -> None:

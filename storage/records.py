@@ -1,4 +1,4 @@
-"""State what a manifest says about a file: its name, its size, its checksum."""
+"""State what strict records in JSON have in common, and what a manifest says about a file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Count = Annotated[int, Field(ge=0)]
 
 
 class StrictRecord(BaseModel):
-    """A part of a manifest: exact types, no unknown fields, never changed."""
+    """A record with exact types and no unknown fields, which is never changed."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
