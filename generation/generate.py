@@ -51,10 +51,14 @@ def generate(
     tokens_BT, positions_BT = left_padded(prompts, device)
     longest = tokens_BT.shape[1]
     room = longest + max_new_tokens - 1
-    # A cache for each stage of this rank: a forward through one is told of the tokens once.
-    caches = {
-        stage.number: KeyValueCache(len(prompts), room) if cached else None for stage in model.stage.parts
-    }
+
+    def new_caches() -> dict[int, KeyValueCache | None]:
+        """One for each stage of this rank: a forward through one is told of the tokens once."""
+        return {
+            stage.number: KeyValueCache(len(prompts), room) if cached else None for stage in model.stage.parts
+        }
+
+    caches = new_caches()
     generators = [torch.Generator().manual_seed(seed_of(seed, "row", first + i)) for i in range(len(prompts))]
     texts: list[list[int]] = [[] for _ in prompts]
     ended = [False] * len(prompts)
@@ -84,6 +88,8 @@ def generate(
             read = tokens_BT.shape[1] if cached else 0
             tokens_BT = torch.cat((tokens_BT, new_B.unsqueeze(1)), dim=1)
             positions_BT = torch.cat((positions_BT, positions_BT[:, -1:] + 1), dim=1)
+            if cached and not model.rope_changes_at.isdisjoint(positions_BT[:, -1].tolist()):
+                caches, read = new_caches(), 0  # a row's keys are rotated anew
     return texts
 
 

@@ -44,8 +44,9 @@ from .linear import ColumnParallelLinear, RowParallelLinear, linears
 from .lora import attach_lora, lora_scale
 from .loss import IGNORE, bounded, cross_entropy_cost, valid_tokens, vocab_parallel_cross_entropy
 from .mlp import ACTIVATIONS, MLP, GatedMLP, activation
-from .norm import LayerNorm, RMSNorm
-from .rotary import Rope, RotaryEmbedding, inverse_frequencies
+from .norm import HeadsLayerNorm, HeadsRMSNorm, LayerNorm, RMSNorm
+from .rope_frequencies import inverse_frequencies
+from .rotary import Rope, RotaryEmbedding
 from .stage import Stage, all_stages, find_blocks, split_blocks
 
 __all__ = [
@@ -63,6 +64,8 @@ __all__ = [
     "Experts",
     "GatedMLP",
     "GatedShared",
+    "HeadsLayerNorm",
+    "HeadsRMSNorm",
     "IGNORE",
     "KeyValueCache",
     "LayerNorm",

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from ..parallel_state import (
     Constant,
+    Cut,
     Declaration,
     DeclaredModule,
     ParallelState,
@@ -16,6 +17,7 @@ from ..parallel_state import (
     local,
 )
 from .argument_checks import check_no_state
+from .collectives import copy_to_tensor, reduce_from_tensor
 from .cost import Cost, Tokens, norm_cost
 
 
@@ -68,29 +70,115 @@ class RMSNorm(DeclaredModule):
 class LayerNorm(DeclaredModule):
     """Apply ``nn.LayerNorm`` over the last dim; weight and bias are whole on every rank.
 
-    Input and output: (B, S, D), or (B, S / tensor, D) with sequence parallelism.
+    Input and output: (B, S, D), or (B, S / tensor, D) with sequence parallelism. Some families have no
+    ``bias`` (Cohere).
     """
 
     weight: nn.Parameter
-    bias: nn.Parameter
+    bias: nn.Parameter | None
 
-    def __init__(self, dim: int, eps: float = 1e-5, *, state: ParallelState | None = None) -> None:
+    def __init__(
+        self, dim: int, eps: float = 1e-5, *, bias: bool = True, state: ParallelState | None = None
+    ) -> None:
         super().__init__()
         check_no_state(eps, "LayerNorm", "eps")
         self.dim, self.eps = dim, eps
         self.state = alone_or(state)
         _declare_norm(self, "weight", dim, 1.0, self.state)
-        _declare_norm(self, "bias", dim, 0.0, self.state)
+        if bias:
+            _declare_norm(self, "bias", dim, 0.0, self.state)
+        else:
+            self.register_parameter("bias", None)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the normalised ``x``, of the same shape."""
-        return F.layer_norm(x, (self.dim,), local(self.weight), local(self.bias), self.eps)
+        bias = None if self.bias is None else local(self.bias)
+        return F.layer_norm(x, (self.dim,), local(self.weight), bias, self.eps)
 
     def cost(self, tokens: Tokens) -> Cost:
         return norm_cost(tokens.between_blocks(self.state), self.dim, rms=False, trained=True)
 
     def extra_repr(self) -> str:
         return f"{self.dim}, eps={self.eps}"
+
+
+class _HeadsNorm(DeclaredModule):
+    """Hold the weight of a norm of heads (B, H, S, E): a factor for each number of each head.
+
+    Where the tensor axis does not divide them, ranks share heads (see ``ColumnParallelLinear``): the weight
+    is whole on each rank, and each uses its rows.
+    """
+
+    weight: nn.Parameter
+
+    def __init__(
+        self, heads: int, head_dim: int, shape: tuple[int, ...], eps: float, state: ParallelState | None
+    ) -> None:
+        super().__init__()
+        self.heads, self.head_dim, self.eps, self.state = heads, head_dim, eps, alone_or(state)
+        size, index = self.state.tensor_size, self.state.tensor_index
+        held = [range(heads * rank // size, -(-heads * (rank + 1) // size)) for rank in range(size)]
+        cut: Cut | None = Cut(0, unit=shape[0] // heads)
+        partial: tuple[str, ...] = ()
+        self.rows: slice | None = None
+        if heads % size:
+            cut, partial = None, ("tensor",)
+            self.rows = slice(held[index].start, held[index].stop)
+        #: On how many ranks each head here is.
+        self.copies = [sum(head in one for one in held) for head in held[index]]
+        stated = Declaration(shape, cut=cut, partial=partial, initial=Constant(1.0))
+        declare_parameter(self, "weight", stated, self.state)
+
+    def weight_here(self) -> Tensor:
+        """Return the weights of this rank's heads, (H, 1, E)."""
+        weight = local(self.weight).view(-1, self.head_dim)
+        here: Tensor = weight if self.rows is None else weight[self.rows]
+        return here.unsqueeze(1)
+
+    def extra_repr(self) -> str:
+        return f"{self.heads} x {self.head_dim}, eps={self.eps}"
+
+
+class HeadsRMSNorm(_HeadsNorm):
+    """Compute ``x / rms(x) * weight`` over all heads together, those of all tensor ranks (OLMo 2).
+
+    (B, H, S, E) in and out; the weight is one vector over all heads. Collective over the tensor ranks: they
+    sum one number a token.
+    """
+
+    def __init__(
+        self, heads: int, head_dim: int, eps: float = 1e-6, *, state: ParallelState | None = None
+    ) -> None:
+        super().__init__(heads, head_dim, (heads * head_dim,), eps, state)
+
+    def forward(self, x_BHSE: Tensor) -> Tensor:
+        """Return the normalised heads, of the same shape."""
+        inner = torch.promote_types(x_BHSE.dtype, torch.float32)
+        x = x_BHSE.to(inner)
+        squares_BHS1 = x.square().sum(-1, keepdim=True)
+        if self.rows is not None:  # a head on two ranks counts half on each
+            squares_BHS1 = squares_BHS1 / torch.tensor(self.copies, device=x.device).view(-1, 1, 1)
+        sums_B1S1 = squares_BHS1.sum(1, keepdim=True)
+        sums_B1S1 = copy_to_tensor(reduce_from_tensor(sums_B1S1, self.state), self.state)
+        scale_B1S1 = (sums_B1S1 / (self.heads * self.head_dim) + self.eps).rsqrt()
+        y_BHSE: Tensor = x * scale_B1S1 * self.weight_here()
+        return y_BHSE.to(x_BHSE.dtype)
+
+
+class HeadsLayerNorm(_HeadsNorm):
+    """Apply ``nn.LayerNorm`` to each head, without bias and with its own weight (Cohere, StableLM).
+
+    (B, H, S, E) in and out; the weight is (heads, E).
+    """
+
+    def __init__(
+        self, heads: int, head_dim: int, eps: float = 1e-5, *, state: ParallelState | None = None
+    ) -> None:
+        super().__init__(heads, head_dim, (heads, head_dim), eps, state)
+
+    def forward(self, x_BHSE: Tensor) -> Tensor:
+        """Return the normalised heads, of the same shape."""
+        return F.layer_norm(x_BHSE, (self.head_dim,), eps=self.eps) * self.weight_here()
 
 
 def _declare_norm(

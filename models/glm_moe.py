@@ -10,14 +10,16 @@ from torch import nn
 
 from ..layers import Attention, GatedMLP, TopKRouter
 from ..parallel_state import BadInput
+from .base.config import without
 from .base.family import Family
 from .base.names import Rename
 from .expert_block import EXPERT_NAMES, NarrowExpertsConfig, mixture
 from .llama import Llama, grouped_attention
+from .partial_rotary import PartialRotaryConfig
 from .qwen import QWEN3
 
 
-class Glm4MoeConfig(NarrowExpertsConfig):
+class Glm4MoeConfig(PartialRotaryConfig, NarrowExpertsConfig):
     """The fields of a GLM-4.5 config.json that the model computes with.
 
     The first ``first_k_dense_replace`` blocks have no experts. transformers has no balance loss for it, so
@@ -26,11 +28,8 @@ class Glm4MoeConfig(NarrowExpertsConfig):
     """
 
     HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        **{
-            key: values
-            for key, values in NarrowExpertsConfig.HARMLESS.items()
-            if key not in ("use_qk_norm", "partial_rotary_factor")  # which it has a choice in
-        },
+        # It has a choice in these two.
+        **without(NarrowExpertsConfig.HARMLESS, "use_qk_norm", "partial_rotary_factor"),
         "scoring_func": ("sigmoid",),
         "topk_method": ("noaux_tc",),
     }
@@ -56,9 +55,7 @@ class Glm4MoeConfig(NarrowExpertsConfig):
 
     @classmethod
     def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-        raw, share = _without_share({"num_key_value_heads": 8, **raw}, where)
-        fields = super().read(raw, where)
-        return fields if share is None else {**fields, "partial_rotary_factor": share}
+        return super().read({"num_key_value_heads": 8, **raw}, where)
 
     def check(self, where: str) -> None:
         super().check(where)
@@ -77,15 +74,6 @@ class Glm4MoeConfig(NarrowExpertsConfig):
                 f"1 to {most} groups of {each} that hold num_experts_per_tok={self.num_experts_per_tok}"
             )
             raise BadInput(where, "topk_group", expected=expected, found=self.topk_group)
-        if self.rotary_dim % 2 or not self.rotary_dim:
-            expected = f"a share of head_dim={self.head_dim} that is an even number of it"
-            raise BadInput(
-                where, "partial_rotary_factor", expected=expected, found=self.partial_rotary_factor
-            )
-
-    @property
-    def rotary_dim(self) -> int:
-        return int(self.head_dim * self.partial_rotary_factor)
 
     @property
     def balance_factor(self) -> float:
@@ -102,24 +90,6 @@ class Glm4MoeConfig(NarrowExpertsConfig):
         written = super().to_hf()
         del written["router_aux_loss_coef"]
         return {**written, "n_routed_experts": written.pop("num_local_experts")}
-
-
-def _without_share(raw: Mapping[str, Any], where: str) -> tuple[dict[str, Any], object]:
-    """The config without the share of each head that is rotated, and the share; transformers 5 has it among
-    the ``rope_parameters``.
-    """
-    kept = {key: value for key, value in raw.items() if key != "partial_rotary_factor"}
-    share = raw.get("partial_rotary_factor")
-    for key in ("rope_scaling", "rope_parameters"):
-        inner = raw.get(key)
-        if isinstance(inner, dict) and "partial_rotary_factor" in inner:
-            found = inner["partial_rotary_factor"]
-            if share is not None and found != share:
-                name = f"{key}.partial_rotary_factor"
-                raise BadInput(where, name, expected=f"{share!r}, as elsewhere", found=repr(found))
-            share = found
-            kept[key] = {name: value for name, value in inner.items() if name != "partial_rotary_factor"}
-    return kept, share
 
 
 class Glm4Moe(Llama):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from pydantic import Field
@@ -82,6 +81,11 @@ class LlamaConfig(ModelConfig):
             raise BadInput(
                 where, "hidden_act", expected=f"one of {', '.join(ACTIVATIONS)}", found=repr(self.hidden_act)
             )
+        for key in ("short_factor", "long_factor"):
+            factors = getattr(self.rope_scaling, key, None)
+            if factors is not None and len(factors) != self.rotary_dim // 2:
+                expected = f"{self.rotary_dim // 2} numbers, one for each pair that is rotated"
+                raise BadInput(where, f"rope_scaling.{key}", expected=expected, found=len(factors))
 
     @property
     def layer_type(self) -> str:
@@ -124,10 +128,20 @@ def grouped_attention(
     qkv_bias: bool = False,
     out_bias: bool = False,
     head_norms: bool = False,
+    qk_norm: Callable[[int], nn.Module] | None = None,
+    rotary: str | None = "all",
     window: int | None = None,
+    scale: float | None = None,
+    soft_cap: float | None = None,
 ) -> Attention:
-    """Make the attention of Llama and its relatives from the fields that their configs share."""
-    head_norm = partial(RMSNorm, cfg.head_dim, cfg.rms_norm_eps, heads=True, state=state)
+    """Make the attention of Llama and its relatives from the fields that their configs share.
+
+    ``head_norms``: each head of queries and keys has an RMSNorm; the others are ``Attention``'s.
+    """
+
+    def head_norm(heads: int) -> nn.Module:
+        return RMSNorm(cfg.head_dim, cfg.rms_norm_eps, heads=True, state=state)
+
     return Attention(
         cfg.hidden_size,
         heads=cfg.num_attention_heads,
@@ -135,8 +149,11 @@ def grouped_attention(
         head_dim=cfg.head_dim,
         qkv_bias=qkv_bias,
         out_bias=out_bias,
-        qk_norm=head_norm if head_norms else None,
+        qk_norm=head_norm if head_norms else qk_norm,
+        rotary=rotary,
         window=window,
+        scale=scale,
+        soft_cap=soft_cap,
         dropout=cfg.attention_dropout,
         initial=Normal(cfg.initializer_range),
         state=state,
@@ -173,7 +190,7 @@ class Llama(Decoder):
     def make_norm(self) -> nn.Module:
         return RMSNorm(self.config.hidden_size, self.config.rms_norm_eps, state=self.state)
 
-    def make_rotary(self) -> Mapping[str, nn.Module]:
+    def make_rotary(self) -> Mapping[str, RotaryEmbedding]:
         cfg = self.config
         scaling = cfg.rope_scaling.model_dump() if cfg.rope_scaling else None
         return {"all": RotaryEmbedding(cfg.rotary_dim, cfg.rope_theta, scaling)}

@@ -7,19 +7,27 @@ from typing import Any
 
 from ..parallel_state import BadInput
 from .base.family import Family
+from .cohere import COHERE
+from .gemma import GEMMA
 from .gemma2 import GEMMA2
 from .glm_moe import GLM4_MOE
 from .gpt2 import GPT2_FAMILY
+from .granite import GRANITE
 from .llama import LLAMA
 from .mistral import MISTRAL
 from .mixtral import MIXTRAL
+from .olmo2 import OLMO2
+from .phi3 import PHI3
 from .qwen import QWEN2, QWEN3
 from .qwen_moe import QWEN3_MOE
+from .stablelm import STABLELM
+from .starcoder2 import STARCODER2
 
-FAMILIES: dict[str, Family] = {
-    family.model_type: family
-    for family in (LLAMA, GPT2_FAMILY, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, GLM4_MOE, GEMMA2)
-}
+_EVERY = (
+    *(LLAMA, GPT2_FAMILY, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, GLM4_MOE),
+    *(GEMMA, GEMMA2, GRANITE, OLMO2, PHI3, STARCODER2, STABLELM, COHERE),
+)
+FAMILIES: dict[str, Family] = {family.model_type: family for family in _EVERY}
 
 
 def family_of(raw: Mapping[str, Any], where: str = "config.json") -> Family:

@@ -8,6 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 #: The heads' width is not the hidden size; all biases, an odd vocabulary, a rope that is not the default.
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -19,19 +26,23 @@ LLAMA: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 8,
     "max_position_embeddings": 64,
-    "rope_scaling": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 32,
-    },
+    "rope_scaling": LLAMA3,
     "attention_bias": True,
     "mlp_bias": True,
+    "rms_norm_eps": 1e-3,
     "tie_word_embeddings": False,
 }
 SIXES = {"intermediate_size": 90, "num_attention_heads": 6, "num_key_value_heads": 2}
 PLAIN = {key: value for key, value in LLAMA.items() if not key.endswith("_bias")}
+#: Without a width of the heads: it is the hidden size by their number.
+WHOLE = {key: value for key, value in PLAIN.items() if key != "head_dim"} | {"num_hidden_layers": 3}
+LAYER_NORM = {key: value for key, value in WHOLE.items() if key != "rms_norm_eps"} | {"layer_norm_eps": 1e-3}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.02, 1.05],
+    "long_factor": [1.08, 1.6, 4.8],
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "llama-tied": {**LLAMA, "tie_word_embeddings": True},
@@ -93,8 +104,39 @@ MODELS: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": 1.5,
         "tie_word_embeddings": True,
     },
+    "gemma": {**PLAIN, "model_type": "gemma", "rope_scaling": None, "num_hidden_layers": 3},
+    "granite": {
+        **{**WHOLE, "model_type": "granite", "mlp_bias": True, "num_key_value_heads": 1},
+        **{"embedding_multiplier": 3.0, "attention_multiplier": 0.4, "residual_multiplier": 0.7},
+        "logits_scaling": 2.0,
+    },
+    "olmo2": {**WHOLE, "model_type": "olmo2", "rope_scaling": None, "rope_theta": 5e3},
+    # Half of each head is rotated; past 16 tokens with the long factors.
+    "phi3": {
+        **{**WHOLE, "model_type": "phi3", "partial_rotary_factor": 0.5, "rope_scaling": LONGROPE},
+        **{"original_max_position_embeddings": 16, "sliding_window": 11},
+    },
+    "starcoder2": {
+        **{key: value for key, value in WHOLE.items() if key != "rms_norm_eps"},
+        **{
+            "model_type": "starcoder2",
+            "norm_epsilon": 1e-3,
+            "sliding_window": 9,
+            "tie_word_embeddings": True,
+        },
+        **{"num_key_value_heads": 1, "hidden_act": "gelu"},
+    },
+    "stablelm": {
+        **{**LAYER_NORM, "model_type": "stablelm", "use_qkv_bias": True, "qk_layernorm": True},
+        **{"partial_rotary_factor": 0.5, "rope_scaling": None},
+    },
+    "cohere": {
+        **{**LAYER_NORM, "model_type": "cohere", "use_qk_norm": True, "logit_scale": 0.3},
+        **{"rope_scaling": None, "tie_word_embeddings": True},
+    },
     "gpt2": {
         "model_type": "gpt2",
+        "layer_norm_epsilon": 1e-3,
         "vocab_size": 503,
         "n_embd": 48,
         "n_layer": 5,
@@ -171,4 +213,61 @@ TINIEST_LLAMA: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "tie_word_embeddings": True,
+}
+#: Rows with a few fields changed: what their families compute besides, compared with transformers alone.
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-multi-head": ("llama", {"num_key_value_heads": 4, "mlp_bias": False}),
+    "llama-linear": ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
+    "llama-theta": ("llama", {"rope_scaling": None, "rope_theta": 5e5, "hidden_act": "gelu_pytorch_tanh"}),
+    "llama-yarn": ("llama", {"rope_scaling": YARN, "num_key_value_heads": 1}),
+    "llama-yarn-whole": (
+        "llama",
+        {"rope_scaling": YARN | {"truncate": False, "mscale": 0.7, "mscale_all_dim": 0.4}},
+    ),
+    "llama-dynamic": (
+        "llama",
+        {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": 24},
+    ),
+    "gemma-untied": (
+        "gemma",
+        {"tie_word_embeddings": False, "attention_bias": True, "hidden_act": "gelu_new"},
+    ),
+    "granite-tied": ("granite", {"tie_word_embeddings": True, "attention_bias": True, "hidden_act": "gelu"}),
+    "olmo2-tied": ("olmo2", {"tie_word_embeddings": True, "attention_bias": True, "num_key_value_heads": 1}),
+    "phi3-short": ("phi3", {"original_max_position_embeddings": 64, "tie_word_embeddings": True}),
+    "phi3-plain": (
+        "phi3",
+        {"rope_scaling": None, "rope_theta": 5e3, "hidden_act": "gelu", "num_key_value_heads": 4},
+    ),
+    "starcoder2-plain": (
+        "starcoder2",
+        {"use_bias": False, "tie_word_embeddings": False, "sliding_window": None},
+    ),
+    "stablelm-parallel": ("stablelm", {"use_parallel_residual": True, "tie_word_embeddings": True}),
+    "stablelm-plain": ("stablelm", {"use_qkv_bias": False, "qk_layernorm": False, "rope_theta": 5e3}),
+    "cohere-plain": ("cohere", {"use_qk_norm": False, "attention_bias": True, "tie_word_embeddings": False}),
+    "gpt2-untied": ("gpt2", {"tie_word_embeddings": False, "activation_function": "relu"}),
+    "mistral-no-window": ("mistral", {"sliding_window": None}),
+    "mistral-wide-window": ("mistral", {"sliding_window": 40, "tie_word_embeddings": True}),
+    "qwen2-untied": ("qwen2", {"tie_word_embeddings": False}),
+    "qwen3-biases": ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
+    "mixtral-window": ("mixtral", {"sliding_window": 7, "num_experts_per_tok": 1}),
+    "qwen3_moe-some": (
+        "qwen3_moe",
+        {"norm_topk_prob": True, "mlp_only_layers": [], "decoder_sparse_step": 2},
+    ),
+    "qwen3_moe-biases": ("qwen3_moe", {"attention_bias": True, "tie_word_embeddings": True}),
+    "glm4_moe-plain": (
+        "glm4_moe",
+        {"use_qk_norm": False, "norm_topk_prob": False, "n_group": 1, "topk_group": 1},
+    ),
+    "glm4_moe-all": ("glm4_moe", {"first_k_dense_replace": 0, "partial_rotary_factor": 1.0}),
+    "gemma2-no-caps": (
+        "gemma2",
+        {"attn_logit_softcapping": None, "final_logit_softcapping": None, "tie_word_embeddings": False},
+    ),
+    "gemma2-layers": (
+        "gemma2",
+        {"layer_types": ["full_attention"] * 2 + ["sliding_attention"] * 2, "attention_bias": True},
+    ),
 }

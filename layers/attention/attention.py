@@ -26,9 +26,10 @@ class Attention(nn.Module):
     Input and output: (B, S, D), or (B, S / tensor, D) with sequence parallelism. Each tensor rank computes
     whole heads. Key/value heads that the ranks do not divide are shared (see ``ColumnParallelLinear``).
 
-    ``kv_heads``: number of key/value heads; the default is ``heads``. ``qk_norm``: makes the norm that is
-    applied to each query head and each key head before the rotation (Qwen 3). ``rotary``: name of the
-    rotation in ``AttentionInputs``; ``None``: no rotation (GPT-2). ``window``: number of tokens that a token
+    ``kv_heads``: number of key/value heads; the default is ``heads``. ``qk_norm``: makes, from
+    the number of heads, the norm of the queries and that of the keys, (B, heads here, S, E) in and out,
+    which comes before the rotation (Qwen 3). ``rotary``: name of the rotation in ``AttentionInputs``;
+    ``None``: no rotation (GPT-2). ``window``: number of tokens that a token
     sees, itself included; ``None``: all earlier ones. ``scale``: factor of the scores; the default is
     ``head_dim ** -0.5``. ``soft_cap``: bound of the scores (Gemma 2). ``dropout``: dropout of the attention
     weights. ``initial`` and ``out_initial``: initial weights of the input and of the output projection.
@@ -44,7 +45,7 @@ class Attention(nn.Module):
         kv_heads: int | None = None,
         qkv_bias: bool = False,
         out_bias: bool = False,
-        qk_norm: Callable[[], nn.Module] | None = None,
+        qk_norm: Callable[[int], nn.Module] | None = None,
         rotary: str | None = "all",
         window: int | None = None,
         scale: float | None = None,
@@ -63,7 +64,7 @@ class Attention(nn.Module):
         self.qkv = ColumnParallelLinear(
             hidden_size, widths, qkv_bias, unit=head_dim, shared=("k", "v"), initial=initial, state=state
         )
-        self.q_norm, self.k_norm = (qk_norm() if qk_norm else nn.Identity() for _ in range(2))
+        self.q_norm, self.k_norm = (qk_norm(n) if qk_norm else nn.Identity() for n in (heads, kv_heads))
         self.shared = SharedHeads(heads, kv_heads, state=state)
         self.out = RowParallelLinear(
             widths["q"], hidden_size, out_bias, unit=head_dim, initial=out_initial or initial, state=state

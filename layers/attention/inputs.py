@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 
 from ...parallel_state import ParallelState
-from ..context_chunks import default_positions
-from ..rotary import Rope
+from ..context_chunks import default_positions, token_places
+from ..rotary import Rope, RotaryEmbedding
 from .key_value_cache import KeyValueCache
 from .mask import AttentionScope
-from .visible import exceeds
+from .visible import document_lengths, exceeds
 
 
 class AttentionInputs:
@@ -32,7 +33,7 @@ class AttentionInputs:
         *,
         like: Tensor,
         windows: Iterable[int | None] = (None,),
-        rotary: Mapping[str, nn.Module] | None = None,
+        rotary: Mapping[str, RotaryEmbedding] | None = None,
         state: ParallelState,
     ) -> None:
         self._cache = cache
@@ -48,8 +49,17 @@ class AttentionInputs:
                 given = positions if narrow is None else places
                 self._scopes[narrow] = AttentionScope(given, cache, window=narrow, state=state)
             self._scopes[window] = self._scopes[narrow]
+        lengths = None
+        if any(make.by_length is not None for make in (rotary or {}).values()):
+            lengths = torch.full_like(places, tokens)
+            if positions is not None:
+                if cache is None:
+                    here = token_places(positions.shape[-1], state, positions.device)
+                else:
+                    here = torch.arange(cache.start, cache.used, device=positions.device)
+                lengths = document_lengths(positions, here, tokens, state)
         self._ropes: dict[str, Rope] = {
-            name: make(places, like.dtype) for name, make in (rotary or {}).items()
+            name: make(places, like.dtype, lengths) for name, make in (rotary or {}).items()
         }
 
     def rope(self, name: str) -> Rope:

@@ -8,10 +8,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...parallel_state import ParallelState, engine
+
 
 def documents(positions_BS: Tensor) -> Tensor:
     """Return the number of the document that each token belongs to, counted within its row: (B, S) int64."""
     return (positions_BS == 0).cumsum(1)
+
+
+def document_lengths(positions_BS: Tensor, places_S: Tensor, tokens: int, state: ParallelState) -> Tensor:
+    """Count the tokens so far of the document of each token, (B, S) int64.
+
+    ``places_S``: where the tokens stand in rows of so many ``tokens``. Over several context ranks the call is
+    collective: they tell each other their positions.
+    """
+    starts_BS = places_S - positions_BS
+    all_starts, ends = starts_BS, positions_BS + 1
+    if state.context_size > 1:
+        all_starts, ends = (engine.all_gather(one, 1, state.context_group) for one in (starts_BS, ends))
+    longest = ends.new_zeros(len(ends), tokens).scatter_reduce_(1, all_starts, ends, "amax")
+    return longest.gather(1, starts_BS)
 
 
 def visible_tokens(queries_BS: Tensor, keys_BT: Tensor, window: int | None) -> Tensor:

@@ -11,7 +11,10 @@ from ...parallel_state import ParallelState
 
 
 class PreNormBlock(nn.Module):
-    """A norm before each branch (GPT-2, Llama); ``dropout`` is that of what each branch adds."""
+    """Put a norm before each branch (GPT-2, Llama).
+
+    ``dropout`` is that of what each branch adds, and ``scale`` multiplies it (Granite; Yang et al. 2022).
+    """
 
     def __init__(
         self,
@@ -20,15 +23,17 @@ class PreNormBlock(nn.Module):
         *,
         norm: Callable[[], nn.Module],
         dropout: float = 0.0,
+        scale: float = 1.0,
         state: ParallelState | None = None,
     ) -> None:
         super().__init__()
         self.attention_norm, self.attention, self.mlp_norm, self.mlp = norm(), attention, norm(), mlp
         self.dropout = Dropout(dropout, state=state) if dropout else nn.Identity()
+        self.scale = scale
 
     def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
-        x_BSD = x_BSD + self.dropout(self.attention(self.attention_norm(x_BSD), inputs))
-        x_BSD = x_BSD + self.dropout(self.mlp(self.mlp_norm(x_BSD)))
+        x_BSD = x_BSD + self._scaled(self.dropout(self.attention(self.attention_norm(x_BSD), inputs)))
+        x_BSD = x_BSD + self._scaled(self.dropout(self.mlp(self.mlp_norm(x_BSD))))
         return x_BSD
 
     def cost(self, tokens: Tokens) -> Cost:
@@ -36,6 +41,35 @@ class PreNormBlock(nn.Module):
         found = sum_costs([*first, self.dropout, *second, self.dropout], tokens)
         # Dropout's backward needs no more than its mask, but to draw that again takes its input.
         return found if isinstance(self.dropout, Dropout) else found.without_last_sum()
+
+    def _scaled(self, x_BSD: Tensor) -> Tensor:
+        return x_BSD if self.scale == 1 else x_BSD * self.scale
+
+
+class PostNormBlock(nn.Module):
+    """A norm after each branch and none before it (OLMo 2)."""
+
+    def __init__(self, attention: Attention, mlp: nn.Module, *, norm: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.attention, self.after_attention, self.mlp, self.after_mlp = attention, norm(), mlp, norm()
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        x_BSD = x_BSD + self.after_attention(self.attention(x_BSD, inputs))
+        x_BSD = x_BSD + self.after_mlp(self.mlp(x_BSD))
+        return x_BSD
+
+
+class ParallelBlock(nn.Module):
+    """Both branches behind one norm, beside each other (GPT-J, Cohere)."""
+
+    def __init__(self, attention: Attention, mlp: nn.Module, *, norm: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.attention_norm, self.attention, self.mlp = norm(), attention, mlp
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        y_BSD = self.attention_norm(x_BSD)
+        x_BSD = x_BSD + self.attention(y_BSD, inputs) + self.mlp(y_BSD)
+        return x_BSD
 
 
 class SandwichBlock(nn.Module):
@@ -55,4 +89,4 @@ class SandwichBlock(nn.Module):
         return sum_costs(self.children(), tokens)
 
 
-Block = PreNormBlock | SandwichBlock
+Block = PreNormBlock | PostNormBlock | SandwichBlock | ParallelBlock

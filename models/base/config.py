@@ -16,6 +16,11 @@ def names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
+def without(table: Mapping[str, Any], *keys: str) -> dict[str, Any]:
+    """Return the table without these keys."""
+    return {key: value for key, value in table.items() if key not in keys}
+
+
 #: Keys of a config.json that do not change the forward pass of a causal language model.
 INERT = names("""
     _attn_implementation _attn_implementation_autoset _name_or_path _commit_hash architectures

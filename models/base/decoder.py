@@ -15,6 +15,7 @@ from ...layers import (
     AttentionInputs,
     Cost,
     KeyValueCache,
+    RotaryEmbedding,
     Stage,
     Tokens,
     VocabParallelEmbedding,
@@ -47,7 +48,7 @@ class Decoder(CausalLM):
             )
         if stage.first:
             self.add_entry()
-        self.rotary = nn.ModuleDict(self.make_rotary())
+        self.rotary: dict[str, RotaryEmbedding] = {**self.make_rotary()}
         self.layers = nn.ModuleDict({str(number): self.block(number) for number in stage.blocks})
         found = (each.window for each in self.layers.modules() if isinstance(each, Attention))
         self.windows = tuple(dict.fromkeys(found))
@@ -57,6 +58,10 @@ class Decoder(CausalLM):
                 self.head = VocabParallelHead(
                     cfg.hidden_size, cfg.vocab_size, initial=self.initial, state=state
                 )
+
+    @property
+    def rope_changes_at(self) -> set[int]:
+        return {one.by_length for one in self.rotary.values() if one.by_length is not None}
 
     @property
     def initial(self) -> Normal:
@@ -70,7 +75,7 @@ class Decoder(CausalLM):
         """Make a norm over the hidden states."""
         raise AssertionError("each family has its own")
 
-    def make_rotary(self) -> Mapping[str, nn.Module]:
+    def make_rotary(self) -> Mapping[str, RotaryEmbedding]:
         """Make the rotations, by the names that attention layers ask for."""
         return {}
 
@@ -113,7 +118,7 @@ class Decoder(CausalLM):
             cache,
             like=x_BSD,
             windows=self.windows,
-            rotary=dict(self.rotary.items()),
+            rotary=self.rotary,
             state=self.state,
         )
         for block in self.blocks_of(stage):

@@ -87,6 +87,16 @@ class CausalLM(nn.Module):
         """
         return None
 
+    @property
+    def rope_changes_at(self) -> set[int]:
+        """Return the numbers of tokens above which all of a document's tokens are rotated otherwise."""
+        return set()
+
+    @property
+    def logit_scale(self) -> float:
+        """Return the factor of the logits, before their bound (Cohere, Granite)."""
+        return 1.0
+
     def blocks_of(self, stage: Stage) -> Iterator[nn.Module]:
         """Yield the blocks of one stage, in order."""
         assert not stage.pieces, "of several stages one runs at a time: say which"
@@ -97,6 +107,8 @@ class CausalLM(nn.Module):
         layer.
         """
         x_BSD = self.norm(x_BSD)
+        if self.logit_scale != 1:  # here, so that a loss that computes the logits needs no other rule
+            x_BSD = x_BSD * self.logit_scale
         if self.head_in_loss:
             if torch.is_grad_enabled() and not x_BSD.requires_grad:
                 # Nothing before the head is trained. FSDP waits for a gradient of what the model gives, and

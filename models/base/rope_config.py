@@ -3,27 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ...parallel_state import BadInput
+from ...parallel_state import BadInput, from_validation
 
 ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
-_KNOWN = {"rope_type", "type", "rope_theta", "factor"}
-_LLAMA3 = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+Kind = Literal["linear", "llama3", "yarn", "longrope", "dynamic"]
+
+_STRETCHED = ("factor", "original_max_position_embeddings")
+#: What a type needs, and what it may have besides.
+_NEEDED: dict[str, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "dynamic": _STRETCHED,
+    "llama3": (*_STRETCHED, "low_freq_factor", "high_freq_factor"),
+    "yarn": _STRETCHED,
+    "longrope": (*_STRETCHED, "short_factor", "long_factor"),
+}
+_OPTIONAL: dict[str, tuple[str, ...]] = {
+    "yarn": ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate"),
+    "longrope": ("attention_factor",),
+}
+#: Under what other names types were once known.
+_ALIASES = {"su": "longrope"}
 
 
 class RopeScaling(BaseModel):
-    """State how positions are stretched beyond those of pretraining; see ``layers.rotary``."""
+    """State how positions are stretched beyond those of pretraining; see ``layers.rope_frequencies``."""
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
-    rope_type: Literal["linear", "llama3"]
+    rope_type: Kind
     factor: float = Field(gt=0)
     low_freq_factor: float | None = Field(default=None, gt=0)
     high_freq_factor: float | None = Field(default=None, gt=0)
     original_max_position_embeddings: int | None = Field(default=None, gt=0)
+    beta_fast: float | None = Field(default=None, gt=0)
+    beta_slow: float | None = Field(default=None, gt=0)
+    mscale: float | None = Field(default=None, ge=0)
+    mscale_all_dim: float | None = Field(default=None, ge=0)
+    attention_factor: float | None = Field(default=None, gt=0)
+    truncate: bool | None = None
+    short_factor: tuple[float, ...] | None = None
+    long_factor: tuple[float, ...] | None = None
 
 
 def read_rope(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -35,9 +58,10 @@ def read_rope(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     forms = []
     if old is not None or "rope_theta" in raw:
         theta = (old or {}).get("rope_theta", raw.get("rope_theta"))
-        forms.append((theta, _scaling(old or {}, where, "rope_scaling")))
+        forms.append((theta, read_scaling(old or {}, raw, where, "rope_scaling")))
     if new is not None:
-        forms.append((new.get("rope_theta", raw.get("rope_theta")), _scaling(new, where, "rope_parameters")))
+        theta = new.get("rope_theta", raw.get("rope_theta"))
+        forms.append((theta, read_scaling(new, raw, where, "rope_parameters")))
     if len(forms) == 2 and _differ(forms[0], forms[1]):
         expected = f"what rope_theta and rope_scaling say: {_said(*forms[0])}"
         raise BadInput(where, "rope_parameters", expected=expected, found=_said(*forms[1]))
@@ -54,7 +78,28 @@ def read_rope(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def write_rope(fields: dict[str, Any], scaling: RopeScaling | None) -> dict[str, Any]:
     """The form that both transformers 4 and 5 read: ``rope_theta`` beside ``rope_scaling``."""
-    return {**fields, "rope_scaling": scaling.model_dump(exclude_none=True) if scaling else None}
+    said = scaling.model_dump(exclude_none=True) if scaling else None
+    if said:
+        said = {key: [*value] if isinstance(value, tuple) else value for key, value in said.items()}
+    return {**fields, "rope_scaling": said}
+
+
+def take_share(raw: Mapping[str, Any], where: str) -> tuple[dict[str, Any], object]:
+    """Take the share of each head that is rotated out of a config; transformers 5 has it among the
+    ``rope_parameters``. Returns the config without it, and the share or ``None``.
+    """
+    kept = {key: value for key, value in raw.items() if key != "partial_rotary_factor"}
+    share = raw.get("partial_rotary_factor")
+    for key in ("rope_scaling", "rope_parameters"):
+        inner = raw.get(key)
+        if isinstance(inner, dict) and "partial_rotary_factor" in inner:
+            found = inner["partial_rotary_factor"]
+            if share is not None and found != share:
+                name = f"{key}.partial_rotary_factor"
+                raise BadInput(where, name, expected=f"{share!r}, as elsewhere", found=repr(found))
+            share = found
+            kept[key] = {name: value for name, value in inner.items() if name != "partial_rotary_factor"}
+    return kept, share
 
 
 def _differ(old: tuple[Any, Any], new: tuple[Any, Any]) -> bool:
@@ -66,27 +111,62 @@ def _said(theta: object, scaling: RopeScaling | None) -> str:
     return f"theta {theta}, {scaling.model_dump(exclude_none=True) if scaling else 'no scaling'}"
 
 
-def _scaling(found: Mapping[str, Any], where: str, key: str) -> RopeScaling | None:
+def read_scaling(
+    found: Mapping[str, Any], raw: Mapping[str, Any], where: str, key: str
+) -> RopeScaling | None:
+    """Read one object of rotary settings; ``raw`` is the config around it, ``key`` its name there."""
     kind = found.get("rope_type", found.get("type"))
     if "type" in found and found["type"] != kind:
         raise BadInput(
             where, f"{key}.type", expected=f"{kind!r}, as rope_type says", found=repr(found["type"])
         )
-    for name in sorted(set(found) - _KNOWN - set(_LLAMA3)):
+    kind = _ALIASES.get(kind, kind) if isinstance(kind, str) else kind
+    known = {"rope_type", "type", "rope_theta", *_NEEDED["llama3"]}
+    if isinstance(kind, str):
+        known |= {*_NEEDED.get(kind, ()), *_OPTIONAL.get(kind, ())}
+    for name in sorted(set(found) - known):
         expected = "absent: it changes the rotation and is not supported"
         raise BadInput(where, f"{key}.{name}", expected=expected, found=repr(found[name])[:80])
     if kind == "default" or (kind is None and set(found) <= {"rope_theta"}):
         return None
-    if kind not in ("linear", "llama3"):
-        raise BadInput(where, f"{key}.rope_type", expected="default, linear or llama3", found=repr(kind))
-    wanted = ("factor", *_LLAMA3) if kind == "llama3" else ("factor",)
-    for name in wanted:
-        value = found.get(name)
+    if kind not in get_args(Kind):
+        expected = f"default, {', '.join(get_args(Kind))}"
+        raise BadInput(where, f"{key}.rope_type", expected=expected, found=repr(kind))
+    fields = _with_lengths({**found}, raw, kind)
+    for name in _NEEDED[kind]:
+        value = fields.get(name)
+        if name.endswith(("short_factor", "long_factor")):
+            if not isinstance(value, list | tuple) or not value:
+                raise BadInput(where, f"{key}.{name}", expected="a list of numbers", found=repr(value)[:80])
+            fields[name] = tuple(value)
+            continue
         kinds = int if name == "original_max_position_embeddings" else (int, float)
         if not isinstance(value, kinds) or isinstance(value, bool) or not 0 < value < float("inf"):
             expected = "a whole number above 0" if kinds is int else "a number above 0"
             raise BadInput(where, f"{key}.{name}", expected=expected, found=repr(value))
-    if kind == "llama3" and not found["low_freq_factor"] < found["high_freq_factor"]:
+    if kind == "llama3" and not fields["low_freq_factor"] < fields["high_freq_factor"]:
         expected = f"less than high_freq_factor={found['high_freq_factor']}"
         raise BadInput(where, f"{key}.low_freq_factor", expected=expected, found=found["low_freq_factor"])
-    return RopeScaling(rope_type=kind, **{name: found[name] for name in wanted})
+    names = (*_NEEDED[kind], *_OPTIONAL.get(kind, ()))
+    try:
+        return RopeScaling.model_validate({"rope_type": kind, **{name: fields.get(name) for name in names}})
+    except ValidationError as error:
+        raise from_validation(where, error, spelled=lambda name: f"{key}.{name}") from None
+
+
+def _with_lengths(fields: dict[str, Any], raw: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """Fill in the length of pretraining and the factor where the config around them says them."""
+    most = raw.get("max_position_embeddings")
+    if kind == "dynamic":  # as transformers has it, whatever is stated
+        fields["original_max_position_embeddings"] = most
+    elif kind in ("yarn", "longrope"):
+        stated = raw.get("original_max_position_embeddings", fields.get("original_max_position_embeddings"))
+        original = fields["original_max_position_embeddings"] = most if stated is None else stated
+        if (
+            fields.get("factor") is None
+            and isinstance(most, int)
+            and isinstance(original, int)
+            and original > 0
+        ):
+            fields["factor"] = most / original
+    return fields

@@ -63,9 +63,9 @@ def counterparts(links: list[Link]) -> dict[str, tuple[str, slice]]:
     found: dict[str, tuple[str, slice]] = {}
     for link in links:
         ours, _, leaf = link.ours.rpartition(".")
-        if leaf == "weight" and ours != "head":
+        if leaf == "weight" and ours not in ("head", "embed"):  # some embeddings of theirs scale as well
             along = 1 if link.transpose else 0
-            whole = len(link.hf_box.stop) == 1 or ours == "embed"
+            whole = len(link.hf_box.stop) == 1
             features = slice(None) if whole else slice(link.hf_box.start[along], link.hf_box.stop[along])
             found[ours] = link.hf.rpartition(".")[0], features
         if ours.startswith("layers."):

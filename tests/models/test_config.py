@@ -223,8 +223,19 @@ REFUSED = [
     llama("D14-list", "rope_scaling", {"rope_scaling": [1]}),
     llama("D14-two-types", "rope_scaling.type", {"rope_scaling": {**LINEAR, "type": "yarn"}}),
     *(
-        llama(f"D15-{kind}", "rope_scaling.rope_type", {"rope_scaling": {"type": kind, "factor": 2.0}})
-        for kind in ("dynamic", "yarn", "longrope")
+        llama(f"D15-{kind}", "rope_scaling.factor", {"rope_scaling": {"type": kind, "factor": "2"}})
+        for kind in ("dynamic", "yarn", "linear")
+    ),
+    llama("D15-longrope", "rope_scaling.short_factor", {"rope_scaling": {"type": "longrope"}}),
+    llama(
+        "D15-longrope-few",
+        "rope_scaling.short_factor",
+        {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0] * 4}},
+    ),
+    llama(
+        "D15-yarn",
+        "rope_scaling.beta_fast",
+        {"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_fast": "32"}},
     ),
     llama("D15-no-factor", "rope_scaling.factor", {"rope_scaling": {"rope_type": "linear"}}),
     llama("D15-bad-factor", "rope_scaling.factor", {"rope_scaling": {"rope_type": "linear", "factor": 0}}),
@@ -296,7 +307,7 @@ def test_it_is_refused_in_one_line_that_names_the_key(
 def test_an_unsupported_model_is_told_what_is_supported() -> None:  # D4
     with pytest.raises(
         BadInput,
-        match="one of gemma2, glm4_moe, gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, found",
+        match=f"one of {', '.join(sorted(FAMILIES))}, found",
     ):
         read(LLAMA_CONFIG, {"model_type": "mamba"})
 

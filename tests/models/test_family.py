@@ -99,8 +99,15 @@ def test_a_family_is_found_by_its_model_type() -> None:
         "qwen3": "qwen3",
         "mixtral": "mixtral",
         "qwen3_moe": "qwen3_moe",
-        "gemma2": "gemma2",
         "glm4_moe": "glm4_moe",
+        "gemma": "gemma",
+        "gemma2": "gemma2",
+        "granite": "granite",
+        "olmo2": "olmo2",
+        "phi3": "phi3",
+        "starcoder2": "starcoder2",
+        "stablelm": "stablelm",
+        "cohere": "cohere",
     }
 
 

@@ -1,0 +1,115 @@
+"""The angles of rotary position embedding, for each type of scaling that config files know.
+
+Sources: Su et al. 2021; Chen et al. 2023 (linear); Peng et al. 2023 (yarn; dynamic in its section 3.3); Ding
+et al. 2024 (longrope); Llama 3.1's release (llama3). The formulas are those of transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import ceil, floor, log, pi, sqrt
+
+import torch
+from torch import Tensor
+
+from ..parallel_state import BadInput
+
+SCALINGS = ("default", "linear", "llama3", "yarn", "longrope", "dynamic")
+Scaling = Mapping[str, object]
+
+
+def inverse_frequencies(
+    head_dim: int, theta: float, scaling: Scaling | None = None, *, long: bool = False
+) -> Tensor:
+    """Return the angle per position of each pair of dims: fp32, (head_dim / 2,).
+
+    ``scaling`` bears the keys of a config's ``rope_scaling``: ``rope_type``, ``factor`` and its type's own.
+    ``long``: of a document with more tokens than ``original_max_position_embeddings`` (longrope). Of dynamic
+    scaling these are the angles within that length, see ``dynamic_frequencies``. Raises ``BadInput`` for
+    another type, or a number that is missing.
+    """
+    kind = str(scaling.get("rope_type", "default")) if scaling else "default"
+    if kind not in SCALINGS:
+        raise BadInput("rope", "rope_type", expected=f"one of {', '.join(SCALINGS)}", found=kind)
+    waves = theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim)
+    inverse: Tensor = 1.0 / waves
+    if scaling is None or kind in ("default", "dynamic"):
+        return inverse
+    if kind == "longrope":
+        factors = torch.tensor(
+            scaling["long_factor" if long else "short_factor"], dtype=torch.float32, device="cpu"
+        )
+        inverse = 1.0 / (factors * waves)
+        return inverse
+    factor = _number(scaling, "factor")
+    if kind == "linear":
+        return inverse / factor
+    original = _number(scaling, "original_max_position_embeddings")
+    if kind == "yarn":
+        kept = 1 - _yarn_ramp(head_dim, theta, scaling, original)
+        inverse = 1.0 / (factor * waves) * (1 - kept) + inverse * kept
+        return inverse
+    low, high = _number(scaling, "low_freq_factor"), _number(scaling, "high_freq_factor")
+    wavelength = 2 * pi / inverse
+    # Long waves are stretched by the factor, short ones kept, those between blended.
+    blend = (original / wavelength - low) / (high - low)
+    blended = (1 - blend) * inverse / factor + blend * inverse
+    scaled = torch.where(wavelength > original / low, inverse / factor, inverse)
+    between = (wavelength <= original / low) & (wavelength >= original / high)
+    return torch.where(between, blended, scaled)
+
+
+def dynamic_frequencies(lengths: Tensor, head_dim: int, theta: float, scaling: Scaling) -> Tensor:
+    """Return angles per position, (..., head_dim / 2), of tokens whose documents have these ``lengths``."""
+    factor, original = _number(scaling, "factor"), _number(scaling, "original_max_position_embeddings")
+    stretch = factor * lengths.clamp(min=original) / original - (factor - 1)
+    base = theta * stretch ** (head_dim / (head_dim - 2))
+    exponents = torch.arange(0, head_dim, 2, dtype=base.dtype, device=base.device) / head_dim
+    inverse: Tensor = 1.0 / base.unsqueeze(-1) ** exponents
+    return inverse
+
+
+def attention_factor(scaling: Scaling | None) -> float:
+    """Return the factor of cosine and sine; scores grow with its square (yarn, longrope)."""
+    kind = scaling.get("rope_type") if scaling else None
+    if scaling is None or kind not in ("yarn", "longrope"):
+        return 1.0
+    if scaling.get("attention_factor") is not None:
+        return _number(scaling, "attention_factor")
+    factor = _number(scaling, "factor")
+    if kind == "longrope":
+        original = _number(scaling, "original_max_position_embeddings")
+        return 1.0 if factor <= 1 else sqrt(1 + log(factor) / log(original))
+    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+        return _yarn_scale(factor, _number(scaling, "mscale")) / _yarn_scale(
+            factor, _number(scaling, "mscale_all_dim")
+        )
+    return _yarn_scale(factor, 1.0)
+
+
+def _yarn_scale(factor: float, scale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * scale * log(factor) + 1.0
+
+
+def _yarn_ramp(head_dim: int, theta: float, scaling: Scaling, original: float) -> Tensor:
+    """Return, for each pair, 0 (many rotations within the original length: kept) to 1 (few: stretched)."""
+
+    def pair_of(rotations: float) -> float:
+        return head_dim * log(original / (rotations * 2 * pi)) / (2 * log(theta))
+
+    fast, slow = scaling.get("beta_fast") or 32, scaling.get("beta_slow") or 1
+    assert isinstance(fast, int | float) and isinstance(slow, int | float)
+    first, last = pair_of(fast), pair_of(slow)
+    if scaling.get("truncate") is not False:
+        first, last = floor(first), ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
+    last += 0.001 if first == last else 0
+    pairs = torch.arange(head_dim // 2, dtype=torch.float32, device="cpu")
+    return ((pairs - first) / (last - first)).clamp(0, 1)
+
+
+def _number(scaling: Scaling, key: str) -> float:
+    value = scaling.get(key)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise BadInput("rope", key, expected="a number", found=repr(value))
+    return float(value)

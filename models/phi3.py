@@ -1,0 +1,93 @@
+"""Phi 3, 3.5 and 4: Llama whose queries, keys and values, and gate and up, are stored as one; longrope."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from pydantic import Field
+from torch import Tensor
+
+from ..layers import Attention, Dropout
+from ..parallel_state import BadInput
+from .base.blocks import Block, PreNormBlock
+from .base.family import Family
+from .base.names import Rule, Split, in_blocks
+from .llama import EMBEDDING, ENDS, PRE_NORMS, Llama, grouped_attention
+from .partial_rotary import PartialRotaryConfig
+
+NAMES: tuple[Rule, ...] = (
+    *EMBEDDING,
+    Split(
+        tuple(f"layers.{{i}}.attention.qkv.{one}.weight" for one in ("q", "k", "v")),
+        "model.layers.{i}.self_attn.qkv_proj.weight",
+    ),
+    Split(
+        tuple(f"layers.{{i}}.mlp.gate_up.{one}.weight" for one in ("gate", "up")),
+        "model.layers.{i}.mlp.gate_up_proj.weight",
+    ),
+    *in_blocks(("attention.out", "self_attn.o_proj"), ("mlp.down", "mlp.down_proj")),
+    *PRE_NORMS,
+    *ENDS,
+)
+
+
+class Phi3Config(PartialRotaryConfig):
+    """The fields of a Phi 3 config.json that the model computes with.
+
+    ``original_max_position_embeddings`` is where longrope changes its factors, wherever a config has it.
+    """
+
+    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        **PartialRotaryConfig.HARMLESS,
+        **dict.fromkeys(("attention_bias", "mlp_bias"), (False,)),
+    }
+
+    max_position_embeddings: int = Field(default=4096, gt=0)
+    original_max_position_embeddings: int = Field(default=4096, gt=0)
+    rms_norm_eps: float = Field(default=1e-5, gt=0, lt=0.1)
+    resid_pdrop: float = Field(default=0.0, ge=0, lt=1)
+    embd_pdrop: float = Field(default=0.0, ge=0, lt=1)
+    sliding_window: int | None = Field(default=None, gt=0)
+
+    @classmethod
+    def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
+        return super().read({"original_max_position_embeddings": 4096, **raw}, where)
+
+    def check(self, where: str) -> None:
+        super().check(where)
+        if self.rope_scaling is not None and self.rope_scaling.rope_type != "longrope":
+            found = repr(self.rope_scaling.rope_type)
+            raise BadInput(where, "rope_scaling.rope_type", expected="'longrope' or null", found=found)
+
+    @property
+    def layer_type(self) -> str:
+        return "full_attention" if self.sliding_window is None else "sliding_attention"
+
+
+class Phi3(Llama):
+    """Phi 3, or this pipeline rank's stage of it."""
+
+    config: Phi3Config
+
+    def block(self, number: int) -> Block:
+        return PreNormBlock(
+            self.attention(number),
+            self.feed_forward(number),
+            norm=self.make_norm,
+            dropout=self.config.resid_pdrop,
+            state=self.state,
+        )
+
+    def attention(self, number: int) -> Attention:
+        return grouped_attention(self.config, self.state, window=self.config.sliding_window)
+
+    def add_entry(self) -> None:
+        self.dropout = Dropout(self.config.embd_pdrop, state=self.state)
+
+    def enter(self, x_BSD: Tensor, positions: Tensor | None) -> Tensor:
+        dropped: Tensor = self.dropout(x_BSD)
+        return dropped
+
+
+PHI3 = Family("phi3", "Phi3ForCausalLM", Phi3Config, Phi3, NAMES)

@@ -1,0 +1,64 @@
+"""A model of transformers with random weights, and ours with the same: what families are proved with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..models import CausalLM, Family, ModelConfig, family_of
+
+#: Of the families' own some lie outside a small vocabulary.
+TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
+
+
+def transformers_model(raw: Mapping[str, Any], *, spread: float = 0.1, seed: int = 0) -> Any:
+    """Make transformers' model of a config.json's dict, in fp32 and ready for inference, all tensors random.
+
+    Norms are not 1 and biases not 0: the default initialisation hides most mistakes. ``spread`` is the
+    standard deviation of matrices; with a large one a model writes many different tokens.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(**(TOKENS | deepcopy({**raw})))  # which writes into what it is given
+    made: Any = AutoModelForCausalLM.from_config(config)
+    torch.manual_seed(seed)
+    for parameter in made.parameters():
+        flat = parameter.ndim == 1
+        nn.init.normal_(parameter, 0.5 if flat else 0.0, 0.3 if flat else spread)
+    for name, buffer in made.named_buffers():
+        if name.endswith("e_score_correction_bias"):  # as far apart as the scores, all between 0 and 1
+            nn.init.normal_(buffer, 0.0, 0.2)
+    return made.eval()
+
+
+def config_of(theirs: Any) -> dict[str, Any]:
+    """Return the config.json's dict that transformers saves with this model."""
+    return {**theirs.config.to_dict(), "architectures": [type(theirs).__name__]}
+
+
+def ours_from(theirs: Any, raw: Mapping[str, Any] | None = None) -> tuple[Family, ModelConfig, CausalLM]:
+    """Build our model with their weights, through the table of names; ``raw`` replaces their config."""
+    raw = config_of(theirs) if raw is None else raw
+    family = family_of(raw)
+    config = family.from_hf(raw)
+    model = family.build(config, device="cpu").eval()
+    parameters, tensors = dict(model.named_parameters()), on_disk(theirs, theirs.state_dict())
+    if theirs.config.tie_word_embeddings:
+        del tensors["lm_head.weight"]
+    for link in family.links(config)[0]:
+        piece = tensors[link.hf][link.hf_box.slices]
+        target = parameters[link.ours].data[link.ours_box.slices]
+        target.copy_((piece.T if link.transpose else piece).view(target.shape))
+    return family, config, model
+
+
+def on_disk(theirs: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors under the names that files bear: transformers holds experts in stacks of its own."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    found = revert_weight_conversion(theirs, dict(tensors))
+    return {name: tensor.detach() for name, tensor in found.items()}

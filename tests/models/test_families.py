@@ -1,0 +1,155 @@
+"""Each family whole: in layouts, through files, in generation and with LoRA it is transformers' model.
+
+A row of ``tiny_models`` gives a family all of this; ``test_hugging_face`` has logits and gradients on one
+device. Beside it ``test_family_fields`` shows that these comparisons see each tensor and each field.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from trilith.checkpoints import load_model, read_adapter, read_source
+from trilith.cli.app import run
+from trilith.generation import generate
+from trilith.layers import gather_logits
+from trilith.models import FAMILIES, AdaptedFamily
+from trilith.parallel_state import Layout
+from trilith.testing.families import transformers_model
+from trilith.testing.parity.case import Observation, Question, differences
+from trilith.testing.parity.ours import observe_ours
+from trilith.testing.parity.transformers import observe_hf
+from trilith.testing.tiny_models import MODELS
+
+#: The first row of each family.
+FIRST = {family: next(row for row in MODELS if MODELS[row]["model_type"] == family) for family in FAMILIES}
+LAYOUTS = [
+    Layout.of(tensor=2, pipeline=2, sequence=True),
+    *(
+        pytest.param(layout, marks=pytest.mark.slow)
+        for layout in (
+            Layout.of(tensor=2),
+            Layout.of(tensor=2, sequence=True),
+            Layout.of(tensor=4),
+            Layout.of(tensor=4, sequence=True),
+            Layout.of(pipeline=2),
+            Layout.of(tensor=2, pipeline=2),
+        )
+    ),
+]
+PROMPTS = [[5, 17, 90, 2, 41], [77], [3, 3, 60, 8, 12, 100, 31, 9], [1, 2]]
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """``theirs(row)``: transformers' model and its folder, made once."""
+    made: dict[str, tuple[Any, Path]] = {}
+
+    def get(row: str) -> tuple[Any, Path]:
+        if row not in made:
+            model, folder = transformers_model(MODELS[row]), tmp_path_factory.mktemp(row)
+            model.save_pretrained(folder)
+            made[row] = model, folder
+        return made[row]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def reference(theirs: Any) -> Any:
+    """``reference(row)``: what transformers' model showed in a forward and a backward, made once."""
+    made: dict[str, Observation] = {}
+
+    def get(row: str) -> Observation:
+        if row not in made:
+            made[row] = observe_hf(Question(str(theirs(row)[1])))
+        return made[row]
+
+    return get
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("row", FIRST.values())
+def test_every_output_and_gradient_in_a_layout_is_transformers(
+    row: str, layout: Layout, theirs: Any, reference: Any
+) -> None:
+    found = [*differences(reference(row), observe_ours(Question(str(theirs(row)[1]), layout)))]
+    assert {one.name for one in found} >= {"logits", "the step", "layers.0", "embed.weight"}
+    worst = max(found, key=lambda one: one.relative)
+    assert worst.relative <= 1e-4, worst
+
+
+@pytest.mark.parametrize("row", FIRST.values())
+def test_there_and_through_a_layout_and_back_is_bitwise(row: str, theirs: Any, tmp_path: Path) -> None:
+    model, source = theirs(row)
+    sharded, back = tmp_path / "sharded", tmp_path / "back"
+    assert run(["convert", str(source), str(sharded), "--tensor", "4", "--pipeline", "3"]) == 0
+    assert run(["convert", str(sharded), str(back), "--to", "hf"]) == 0
+    before, after = (load_file(folder / "model.safetensors") for folder in (source, back))
+    assert before.keys() == after.keys()
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+    stated, written = (json.loads((folder / "config.json").read_text()) for folder in (source, back))
+    assert {key: value for key, value in written.items() if stated[key] != value} == {}
+    assert stated.keys() == written.keys()
+    again: Any = type(model).from_pretrained(back)
+    ids = torch.randint(503, (1, 9))
+    assert torch.equal(again.eval()(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("row", FIRST.values())
+def test_greedy_generation_is_transformers(row: str, tmp_path: Path) -> None:
+    # With tied embeddings, all as random as here, a token is mostly followed by itself.
+    model = transformers_model({**MODELS[row], "tie_word_embeddings": False}, spread=0.5)
+    model.save_pretrained(tmp_path)
+    new, ours = 32, load_model(tmp_path)
+    expected = [
+        model.generate(
+            torch.tensor([prompt]), max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0
+        )[0, len(prompt) :].tolist()
+        for prompt in PROMPTS
+    ]
+    assert len({token for row in expected for token in row}) > 8, "a test of few tokens over and over"
+    assert generate(ours, PROMPTS, max_new_tokens=new) == expected
+
+
+@pytest.mark.parametrize("row", FIRST.values())
+def test_adapters_on_every_linear_go_to_peft_and_back(row: str, theirs: Any, tmp_path: Path) -> None:
+    """PEFT's adapter gives the same logits here; back in PEFT it is the same, on the same modules."""
+    plain, folder = theirs(row)
+    lora = peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=3, lora_alpha=6)
+    adapted: Any = peft.get_peft_model(transformers_model(MODELS[row]), lora)
+    torch.manual_seed(1)
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, 0.0, 0.2)
+    adapted.save_pretrained(tmp_path / "adapter")
+    ids = torch.randint(503, (2, 20))
+    ours = load_model(folder, adapter=tmp_path / "adapter")
+    with torch.no_grad():
+        expected, found = adapted.eval()(ids).logits, gather_logits(ours(ids), 503)
+    close = 1e-5 * max(1.0, float(expected.abs().max()))
+    assert float((found - expected).abs().max()) <= close
+    assert float((found - plain(ids).logits).detach().abs().max()) > 1e-2
+
+    source = read_adapter(tmp_path / "adapter", read_source(folder))
+    assert isinstance(source.family, AdaptedFamily)
+    links, shapes = source.family.links(source.model_config)
+    back, parameters = (
+        {name: torch.empty(shape) for name, shape in shapes.items()},
+        dict(ours.named_parameters()),
+    )
+    for link in links:
+        back[link.hf][link.hf_box.slices] = parameters[link.ours].detach()[link.ours_box.slices]
+    sent = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert sent.keys() == back.keys() and all(torch.equal(sent[name], back[name]) for name in sent)
+    said = source.family.to_peft(source.model_config, str(folder))
+    (tmp_path / "back").mkdir()
+    (tmp_path / "back" / "adapter_config.json").write_text(json.dumps(said))
+    save_file(back, tmp_path / "back" / "adapter_model.safetensors", {"format": "pt"})
+    again: Any = peft.PeftModel.from_pretrained(transformers_model(MODELS[row]), tmp_path / "back")
+    assert torch.equal(again.eval()(ids).logits, expected)

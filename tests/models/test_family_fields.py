@@ -1,0 +1,127 @@
+"""The comparisons with transformers see every field of a config and every tensor; no field goes unnamed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+from trilith.layers import gather_logits
+from trilith.models import FAMILIES
+from trilith.models.base.config import DENIED, INERT
+from trilith.parallel_state import BadInput
+from trilith.testing.families import config_of, ours_from, transformers_model
+from trilith.testing.tiny_models import MODELS, VARIANTS
+
+CASES = {**MODELS, **{name: MODELS[row] | changes for name, (row, changes) in VARIANTS.items()}}
+#: Fields that the forward of an evaluation does not compute with: how weights start, dropout, losses of
+#: routers, and the most positions that may be asked for.
+NOT_IN_FORWARD = {
+    *("initializer_range", "max_position_embeddings", "output_router_logits", "router_aux_loss_coef"),
+    *(
+        "attention_dropout",
+        "resid_pdrop",
+        "embd_pdrop",
+        "attn_pdrop",
+        "residual_dropout",
+        "embedding_dropout",
+    ),
+    *("hidden_dropout", "num_nextn_predict_layers"),
+}
+#: Values that are no family's default, of fields that families share.
+OTHER = {
+    "hidden_act": "relu",
+    "rope_theta": 3e3,
+    "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+    "head_dim": 16,
+}
+IDS = torch.randint(503, (2, 40), generator=torch.Generator().manual_seed(3))
+
+
+def named_by(family: str) -> set[str]:
+    """The keys that a family's file uses, or names as harmless."""
+    config = FAMILIES[family].config
+    return {*config.model_fields, *config.OWN_NAMES, *config.HARMLESS, *config.read_keys()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_field_of_transformers_config_is_named(family: str) -> None:
+    """Used, harmless by value, without meaning for causal models, or refused; ours are all theirs."""
+    theirs = type(AutoConfig.for_model(family))
+    known = {field.name for field in fields(theirs)}
+    assert {name for name in known if not name.startswith("_")} - named_by(family) - INERT - DENIED == set()
+    config = FAMILIES[family].config
+    used = {config.spelled(name) for name in config.model_fields if name not in config.HARMLESS}
+    other = {*theirs.attribute_map, "rope_theta", "rope_scaling", "head_dim", "partial_rotary_factor"}
+    assert used - known - other == set()
+
+
+def refused(raw: Mapping[str, Any]) -> bool:
+    try:
+        FAMILIES[raw["model_type"]].from_hf(raw)
+    except BadInput:
+        return True
+    return False
+
+
+@torch.no_grad()
+def changes_logits(theirs: Any, raw: Mapping[str, Any], wanted: torch.Tensor) -> bool:
+    """Whether a model of this config, with their weights, is no longer theirs."""
+    try:
+        logits = gather_logits(ours_from(theirs, raw)[2](IDS), 503)
+    except Exception:  # the weights do not fit, or the config is refused
+        return True
+    return float((logits - wanted).abs().max()) > 1e-5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_dropping_a_field_that_the_family_computes_with_is_seen(family: str) -> None:
+    """In one of the family's rows at least: there the field is not what it is by default."""
+    config = FAMILIES[family].config
+    left = {name for name in config.model_fields if name not in NOT_IN_FORWARD | set(config.HARMLESS)}
+    rows = [raw for raw in CASES.values() if raw["model_type"] == family]
+    tied = not config.model_fields["tie_word_embeddings"].default
+    for name, value in {**OTHER, "tie_word_embeddings": tied}.items():
+        changed = rows[0] | {config.spelled(name): value}
+        if name in left and not refused(changed):
+            rows.append(changed)
+        elif name in left - rows[0].keys():
+            left.remove(name)  # there is no choice
+    for raw in rows:
+        theirs = transformers_model(raw)
+        wanted = theirs(IDS).logits.detach()
+        full = {**raw, "architectures": config_of(theirs)["architectures"]}
+        assert not changes_logits(theirs, full, wanted)
+        for name in sorted(left):
+            others = {key for key in full if key == name or config.OWN_NAMES.get(key) == name}
+            without = {key: value for key, value in full.items() if key not in others}
+            if others and changes_logits(theirs, without, wanted):
+                left.remove(name)
+        if not left:
+            break
+    assert left == set(), "no row has another value than the default"
+
+
+@pytest.mark.parametrize("row", CASES)
+@torch.no_grad()
+def test_swapping_two_tensors_of_a_block_is_seen(row: str) -> None:
+    theirs = transformers_model(CASES[row])
+    wanted = theirs(IDS).logits
+    _, _, model = ours_from(theirs)
+    blind = []
+    for block in list(model.layers.values())[:2]:  # of two kinds, where there are two
+        pairs = combinations(dict(block.named_parameters()).items(), 2)
+        for (name, one), (other, another) in pairs:
+            if one.shape != another.shape:
+                continue
+            kept, one.data, another.data = one.data, another.data, one.data
+            difference = float((gather_logits(model(IDS), 503) - wanted).abs().max())
+            one.data, another.data = kept, one.data
+            if difference <= 1e-5:
+                blind.append((name, other))
+    assert blind == []
+    assert float((gather_logits(model(IDS), 503) - wanted).abs().max()) <= 1e-5  # all is as it was
