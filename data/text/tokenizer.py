@@ -141,7 +141,9 @@ class FolderTokenizer:
         self.fingerprint = digest.hexdigest()
         for file in path.iterdir():  # AutoTokenizer opens others too, and would wait for a pipe
             if file.suffix in (".json", ".jinja", ".txt", ".model"):
-                stat_regular(file)
+                size = stat_regular(file).st_size
+                if size > LARGEST_FILE:
+                    raise BadInput(file, expected=f"at most {LARGEST_FILE:,} bytes", found=f"{size:,}")
         self.backend = _auto_tokenizer(path)
         # Added tokens may leave holes, so the largest id counts and not how many there are.
         self.vocab_size = 1 + max(self.backend.get_vocab().values(), default=-1)
