@@ -21,7 +21,7 @@ typecheck:
 test:
 	$(PYTEST)
 
-# For the inner loop, under a minute: every test that starts no ranks.
+# For the inner loop: every test that starts no process of Python; fewer examples of hypothesis.
 quick:
 	$(PYTEST) --quick tests/*/ tests/test_house.py tests/test_docs.py --ignore tests/parity
 

@@ -20,7 +20,7 @@ from trilith.testing.ranks import pool, processes
 
 torch.set_num_threads(1)
 settings.register_profile("trilith", deadline=None, derandomize=True)
-settings.load_profile("trilith")
+settings.register_profile("quick", settings.get_profile("trilith"), max_examples=20)
 
 #: Every process that a test starts inherits this variable, and is known by it after its parent has ended.
 MARK = f"{os.getpid()}-{time.time_ns()}"
@@ -28,16 +28,20 @@ os.environ["TRILITH_TEST_SESSION"] = MARK
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--quick", action="store_true", help="skip each test at the point where it starts ranks")
+    parser.addoption("--quick", action="store_true", help="skip a test where it starts a process")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile("quick" if config.getoption("quick") else "trilith")
 
 
 @pytest.fixture(autouse=True, scope="session")
-def no_ranks_if_quick(request: pytest.FixtureRequest) -> Iterator[None]:
-    """With ``--quick``, skip a test where it asks for ranks or starts Python."""
+def no_processes_if_quick(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With ``--quick``, skip a test where it asks for ranks, forks, or starts Python."""
     start = subprocess.Popen.__init__
 
     def skip(*given: Any, **named: Any) -> Any:
-        pytest.skip("--quick: starts ranks")
+        pytest.skip("--quick: starts a process")
 
     def init(self: Any, command: Any, *given: Any, **named: Any) -> None:
         first = command if isinstance(command, str | os.PathLike) else next(iter(command))
@@ -50,6 +54,7 @@ def no_ranks_if_quick(request: pytest.FixtureRequest) -> Iterator[None]:
         if request.config.getoption("quick"):
             patch.setattr(processes.Templates, "start", skip)
             patch.setattr(subprocess.Popen, "__init__", init)
+            patch.setattr(os, "fork", skip)
         yield
 
 
@@ -61,9 +66,20 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     deadline = time.monotonic() + 5
     while (left := _left_behind()) and time.monotonic() < deadline:
         time.sleep(0.05)
-    if left:
+    if hasattr(session.config, "workeroutput"):  # a lane tells the session that started it
+        session.config.workeroutput["left"] = left
+    if left := left + LEFT_IN_LANES:
         print(f"\nprocesses of this session still run: {left}", file=sys.stderr)
         session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
+
+
+LEFT_IN_LANES: list[int] = []
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """Take over from a lane of pytest-xdist what its tests left behind."""
+    LEFT_IN_LANES.extend(getattr(node, "workeroutput", {}).get("left", ()))
 
 
 def _left_behind() -> list[int]:
