@@ -10,10 +10,10 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from ..layers import Attention, GatedMLP, RMSNorm
-from ..parallel_state import BadInput
 from .base.blocks import Block, SandwichBlock
 from .base.family import Family
 from .base.names import in_blocks
+from .layer_types import LayerTypesConfig
 from .llama import ATTENTION, EMBEDDING, ENDS, GATED_MLP, Llama, LlamaConfig
 
 NAMES = (
@@ -30,7 +30,7 @@ NAMES = (
 )
 
 
-class Gemma2Config(LlamaConfig):
+class Gemma2Config(LayerTypesConfig):
     """The fields of a Gemma 2 config.json that the model computes with; the defaults are transformers'."""
 
     OWN_NAMES: ClassVar[Mapping[str, str]] = {"hidden_activation": "hidden_act"}
@@ -45,34 +45,16 @@ class Gemma2Config(LlamaConfig):
     max_position_embeddings: int = Field(default=8192, gt=0)
     tie_word_embeddings: bool = True
     query_pre_attn_scalar: int = Field(default=256, gt=0)
-    sliding_window: int | None = Field(default=4096, gt=0)
     attn_logit_softcapping: float | None = Field(default=50.0, gt=0)
     final_logit_softcapping: float | None = Field(default=30.0, gt=0)
-    layer_types: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
         fields = super().read({"head_dim": 256, "num_key_value_heads": 4, **raw}, where)
-        for key in ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping"):
+        for key in ("attn_logit_softcapping", "final_logit_softcapping"):
             if key in raw:  # null says: none
                 fields[key] = raw[key]
-        if isinstance(fields.get("layer_types"), list):
-            fields["layer_types"] = tuple(fields["layer_types"])
         return fields
-
-    def check_stated(self, raw: Mapping[str, Any], where: str) -> None:
-        kinds, count = self.layer_types, self.num_hidden_layers
-        if kinds and (len(kinds) != count or set(kinds) - {"sliding_attention", "full_attention"}):
-            expected = f"sliding_attention or full_attention for each of {count} blocks"
-            raise BadInput(where, "layer_types", expected=expected, found=repr(list(kinds))[:80])
-
-    def window(self, number: int) -> int | None:
-        """Return how many tokens a token of block ``number`` sees; ``None``: all before it."""
-        narrow = self.layer_types[number] == "sliding_attention" if self.layer_types else number % 2 == 0
-        return self.sliding_window if narrow else None
-
-    def to_hf(self) -> dict[str, Any]:
-        return {**super().to_hf(), "layer_types": [*self.layer_types] or None}
 
 
 class Gemma2(Llama):

@@ -8,6 +8,7 @@ from typing import Any
 from ..parallel_state import BadInput
 from .base.family import Family
 from .cohere import COHERE
+from .cohere2 import COHERE2
 from .gemma import GEMMA
 from .gemma2 import GEMMA2
 from .glm_moe import GLM4_MOE
@@ -19,13 +20,14 @@ from .mixtral import MIXTRAL
 from .olmo2 import OLMO2
 from .phi3 import PHI3
 from .qwen import QWEN2, QWEN3
+from .qwen2_moe import QWEN2_MOE
 from .qwen_moe import QWEN3_MOE
 from .stablelm import STABLELM
 from .starcoder2 import STARCODER2
 
 _EVERY = (
     *(LLAMA, GPT2_FAMILY, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, GLM4_MOE),
-    *(GEMMA, GEMMA2, GRANITE, OLMO2, PHI3, STARCODER2, STABLELM, COHERE),
+    *(GEMMA, GEMMA2, GRANITE, OLMO2, PHI3, STARCODER2, STABLELM, COHERE, COHERE2, QWEN2_MOE),
 )
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _EVERY}
 

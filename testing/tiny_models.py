@@ -104,6 +104,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": 1.5,
         "tie_word_embeddings": True,
     },
+    "qwen2_moe": {
+        **{**PLAIN, "model_type": "qwen2_moe", "num_hidden_layers": 3, "head_dim": 12, "num_experts": 8},
+        **{"num_experts_per_tok": 3, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 20},
+        **{"mlp_only_layers": [1], "norm_topk_prob": True},
+    },
     "gemma": {**PLAIN, "model_type": "gemma", "rope_scaling": None, "num_hidden_layers": 3},
     "granite": {
         **{**WHOLE, "model_type": "granite", "mlp_bias": True, "num_key_value_heads": 1},
@@ -134,6 +139,10 @@ MODELS: dict[str, dict[str, Any]] = {
         **{**LAYER_NORM, "model_type": "cohere", "use_qk_norm": True, "logit_scale": 0.3},
         **{"rope_scaling": None, "tie_word_embeddings": True},
     },
+    "cohere2": {
+        **{**LAYER_NORM, "model_type": "cohere2", "logit_scale": 0.3, "num_hidden_layers": 5},
+        **{"rope_scaling": None, "tie_word_embeddings": True, "sliding_window": 9},
+    },
     "gpt2": {
         "model_type": "gpt2",
         "layer_norm_epsilon": 1e-3,
@@ -149,7 +158,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 #: Of these, the models with experts.
-EXPERTS = {name for name in MODELS if name in ("mixtral", "qwen3_moe", "glm4_moe")}
+EXPERTS = {name for name in MODELS if name in ("mixtral", "qwen3_moe", "glm4_moe", "qwen2_moe")}
 
 TINY_LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -228,6 +237,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "llama",
         {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": 24},
     ),
+    "qwen2_moe-some": ("qwen2_moe", {"qkv_bias": False, "mlp_only_layers": [], "decoder_sparse_step": 2}),
     "gemma-untied": (
         "gemma",
         {"tie_word_embeddings": False, "attention_bias": True, "hidden_act": "gelu_new"},
@@ -246,6 +256,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm-parallel": ("stablelm", {"use_parallel_residual": True, "tie_word_embeddings": True}),
     "stablelm-plain": ("stablelm", {"use_qkv_bias": False, "qk_layernorm": False, "rope_theta": 5e3}),
     "cohere-plain": ("cohere", {"use_qk_norm": False, "attention_bias": True, "tie_word_embeddings": False}),
+    "cohere2-layers": (
+        "cohere2",
+        {
+            "layer_types": ["full_attention", "sliding_attention"] * 2 + ["full_attention"],
+            "attention_bias": True,
+        },
+    ),
     "gpt2-untied": ("gpt2", {"tie_word_embeddings": False, "activation_function": "relu"}),
     "mistral-no-window": ("mistral", {"sliding_window": None}),
     "mistral-wide-window": ("mistral", {"sliding_window": 40, "tie_word_embeddings": True}),

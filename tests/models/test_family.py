@@ -108,6 +108,8 @@ def test_a_family_is_found_by_its_model_type() -> None:
         "starcoder2": "starcoder2",
         "stablelm": "stablelm",
         "cohere": "cohere",
+        "cohere2": "cohere2",
+        "qwen2_moe": "qwen2_moe",
     }
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from trilith.models import FAMILIES, family_of
+from trilith.models import FAMILIES
 from trilith.parallel_state import Layout
-from trilith.testing.tiny_models import MODELS
+from trilith.testing.tiny_models import EXPERTS, MODELS
 
 ALL = [
     Layout.of(tensor=2, context=2, sequence=True),
@@ -16,7 +16,7 @@ ALL = [
     Layout.of(data=2, zero=3),
     Layout.of(pipeline=2, data=2, zero=1),
 ]
-EXPERTS = [
+MIXED = [
     Layout.of(data=2, expert=2, zero=2),
     Layout.of(context=2, expert=2, zero=1),
     Layout.of(tensor=2, data=2, expert=2, zero=3, sequence=True),
@@ -28,8 +28,7 @@ def cases() -> list[object]:
     found: list[object] = []
     for family in FAMILIES:
         row = next(row for row, raw in MODELS.items() if raw["model_type"] == family)
-        mixture = family_of(MODELS[row]).from_hf(MODELS[row]).routed_experts > 0
-        for number, layout in enumerate([*(EXPERTS if mixture else []), *ALL]):
+        for number, layout in enumerate([*(MIXED if row in EXPERTS else []), *ALL]):
             marks = [pytest.mark.slow] if number else []
             found.append(pytest.param(row, layout, marks=marks, id=f"{row}-{layout}"))
     return found

@@ -1,0 +1,59 @@
+"""Cohere's Command R7B and A: Command R with a window in most blocks, whose heads alone are rotated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from ..layers import Attention
+from .base.family import Family
+from .cohere import NAMES, Cohere, CohereConfig
+from .layer_types import FULL, SLIDING, LayerTypesConfig
+from .llama import grouped_attention
+
+
+class Cohere2Config(LayerTypesConfig, CohereConfig):
+    """The fields of a Command R7B config.json that the model computes with."""
+
+    PATTERN: ClassVar[int] = 4
+    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        **CohereConfig.HARMLESS,
+        "use_qk_norm": (False,),
+        "rotary_pct": (1, 1.0),
+        "use_gated_activation": (True,),
+        "use_parallel_block": (True,),
+        "use_parallel_embedding": (False,),
+        "order_of_interleaved_layers": ("local_attn_first",),
+    }
+
+    @classmethod
+    def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
+        fields = super().read(raw, where)
+        every, blocks = raw.get("sliding_window_pattern"), fields.get("num_hidden_layers")
+        if (
+            raw.get("layer_types") is None
+            and isinstance(every, int)
+            and isinstance(blocks, int)
+            and every > 0
+        ):
+            fields["layer_types"] = tuple(FULL if (i + 1) % every == 0 else SLIDING for i in range(blocks))
+        return fields
+
+    @classmethod
+    def read_keys(cls) -> set[str]:
+        return {*super().read_keys(), "sliding_window_pattern"}
+
+
+class Cohere2(Cohere):
+    """Command R7B, or this pipeline rank's stage of it."""
+
+    config: Cohere2Config
+
+    def attention(self, number: int) -> Attention:
+        cfg = self.config
+        bias, window = cfg.attention_bias, cfg.window(number)
+        rotary = None if window is None else "all"
+        return grouped_attention(cfg, self.state, qkv_bias=bias, out_bias=bias, rotary=rotary, window=window)
+
+
+COHERE2 = Family("cohere2", "Cohere2ForCausalLM", Cohere2Config, Cohere2, NAMES)
