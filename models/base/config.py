@@ -217,7 +217,7 @@ class ModelConfig(BaseModel):
 
 def _judge_fixed(key: str, value: object, legal: tuple[object, ...], where: str) -> None:
     if value is not None and not any(type(value) is type(one) and value == one for one in legal):
-        expected = " or ".join(map(repr, legal))
+        expected = " or ".join(map(repr, legal)) or "absent"
         raise BadInput(where, key, expected=f"{expected}: this family has no other", found=repr(value)[:80])
 
 

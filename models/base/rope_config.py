@@ -17,7 +17,7 @@ _STRETCHED = ("factor", "original_max_position_embeddings")
 _NEEDED: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "dynamic": _STRETCHED,
-    "llama3": (*_STRETCHED, "low_freq_factor", "high_freq_factor"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": _STRETCHED,
     "longrope": (*_STRETCHED, "short_factor", "long_factor"),
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterable
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from trilith.layers import RMSNorm, routers
 from trilith.models import FAMILIES, LLAMA, ModelConfig, family_of
 from trilith.parallel_state import BadInput
+from trilith.testing.families import TOKENS
+from trilith.testing.tiny_models import MODELS
 
 LLAMA_CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -431,7 +434,7 @@ BUILT: dict[str, Callable[[Any], object]] = {
 
 
 #: A config of each family, and every key that it has no choice in.
-BY_TYPE: dict[str, dict[str, Any]] = {
+BY_TYPE: dict[str, dict[str, Any]] = {raw["model_type"]: raw for raw in reversed(MODELS.values())} | {
     one["model_type"]: one
     for one in (
         *(LLAMA_CONFIG, GPT2_CONFIG, MISTRAL_CONFIG, QWEN2_CONFIG, QWEN3_CONFIG, MIXTRAL_CONFIG),
@@ -464,13 +467,15 @@ def test_switches_change_the_parameters_exactly_as_in_transformers(kind: str) ->
         return {name for name in names if name.endswith("bias") or "_norm." in name}
 
     config = FAMILIES[kind].config
-    table = {key: legal for key, legal in config.HARMLESS.items() if isinstance(legal[0], bool)}
-    for key in {n for n, one in config.model_fields.items() if one.annotation is bool} | table.keys():
+    table = {key: legal for key, legal in config.HARMLESS.items() if legal and isinstance(legal[0], bool)}
+    unread = {key for key, legal in config.HARMLESS.items() if not legal}
+    fields = {name for name, one in config.model_fields.items() if one.annotation is bool}
+    for key in (fields | table.keys()) - unread:
         for value in table.get(key, (False, True)):
             raw = {**BY_TYPE[kind], key: value}
             links, _ = FAMILIES[kind].links(read(raw, {}))
             with torch.device("meta"):
-                theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**raw))
+                theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**(TOKENS | deepcopy(raw))))
             assert asked(link.hf for link in links) == asked(theirs.state_dict()), (key, value)
 
 
