@@ -18,7 +18,7 @@ from ..parallel_state import (
 )
 from .argument_checks import check_no_state
 from .collectives import copy_to_tensor, reduce_from_tensor
-from .cost import Cost, Tokens, norm_cost
+from .cost import Cost, Send, Tokens, norm_cost
 
 
 class RMSNorm(DeclaredModule):
@@ -164,6 +164,20 @@ class HeadsRMSNorm(_HeadsNorm):
         y_BHSE: Tensor = x * scale_B1S1 * self.weight_here()
         return y_BHSE.to(x_BHSE.dtype)
 
+    def cost(self, tokens: Tokens) -> Cost:
+        """Return the cost for the tokens of all heads here: single operators in at least fp32."""
+        state, width = self.state, self.head_dim * (1 + self.weight.requires_grad)
+        sums = tokens.count / len(self.copies) * tokens.inner  # one number a token
+        sends = (
+            Send("tensor", "all_reduce", sums, again="full", what="sums"),
+            Send("tensor", "all_reduce", sums, forward=False, what="sums"),
+        )
+        return Cost(
+            kept=tokens.count * width * tokens.inner + sums,
+            outputs=tokens.bytes(self.head_dim),
+            sends=sends if state.tensor_size > 1 else (),
+        )
+
 
 class HeadsLayerNorm(_HeadsNorm):
     """Apply ``nn.LayerNorm`` to each head, without bias and with its own weight (Cohere, StableLM).
@@ -179,6 +193,11 @@ class HeadsLayerNorm(_HeadsNorm):
     def forward(self, x_BHSE: Tensor) -> Tensor:
         """Return the normalised heads, of the same shape."""
         return F.layer_norm(x_BHSE, (self.head_dim,), eps=self.eps) * self.weight_here()
+
+    def cost(self, tokens: Tokens) -> Cost:
+        """Return the cost for the tokens of all heads here: the weight's product keeps the norm's output."""
+        normalised = tokens.bytes(self.head_dim * self.weight.requires_grad)
+        return norm_cost(tokens, self.head_dim, rms=False, trained=True) + Cost(kept=normalised)
 
 
 def _declare_norm(

@@ -14,6 +14,7 @@ from ...parallel_state import Initial, ParallelState, alone_or, shared_units
 from ..cost import Cost, Send, Tokens, cost_of
 from ..dropout import own_random
 from ..linear import ColumnParallelLinear, RowParallelLinear
+from ..norm import HeadsRMSNorm
 from .blockwise import scores_bytes
 from .causal import causal_attention, merge_heads, split_heads
 from .inputs import AttentionInputs
@@ -107,8 +108,9 @@ class Attention(nn.Module):
         seen = query if repeated else self.shared.heads * self.head_dim if self.shared.picks else key_value
         kept = tokens.bytes(query + 2 * seen) + heads * count * tokens.inner  # and a logsumexp a head
         # Its output is the last product's input, unless that is a copy: of context ranks' output, and of one
-        # that lies in memory as norms leave queries, heads before tokens.
-        copied = ranks > 1 or not (isinstance(self.q_norm, nn.Identity) or self.soft_cap is not None)
+        # that lies in memory as norms of single heads leave queries, heads before tokens.
+        as_product = isinstance(self.q_norm, nn.Identity | HeadsRMSNorm) or self.soft_cap is not None
+        copied = ranks > 1 or not as_product
         kept += tokens.bytes(query) if copied or not self.out.keeps_input else 0.0
         if not one_operator and not in_blocks:  # the scores, their softmax and what dropout leaves of it
             kept += 3 * heads * whole * count * tokens.compute

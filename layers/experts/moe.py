@@ -106,7 +106,9 @@ class GatedShared(DeclaredModule):
 
     def cost(self, tokens: Tokens) -> Cost:
         here, width = tokens.between_blocks(self.state), self.gate.shape[1]
-        kept = here.bytes(width * self.gate.requires_grad + width + 1)  # input, what the net makes, the gate
+        kept = here.bytes(width + 1)  # what the net makes, the gate
+        if self.gate.requires_grad and self.state.sequence:  # otherwise the net keeps the same input
+            kept += here.bytes(width)
         return (
             cost_of(self.net, tokens)
             + matrix(tokens, width, trained=self.gate.requires_grad)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from ...layers import Attention, AttentionInputs, Cost, Dropout, Tokens, sum_costs
+from ...layers import Attention, AttentionInputs, Cost, Dropout, Tokens, linears, sum_costs
 from ...parallel_state import ParallelState
 
 
@@ -47,7 +47,7 @@ class PreNormBlock(nn.Module):
 
 
 class PostNormBlock(nn.Module):
-    """A norm after each branch and none before it (OLMo 2)."""
+    """Put a norm after each branch and none before it (OLMo 2)."""
 
     def __init__(self, attention: Attention, mlp: nn.Module, *, norm: Callable[[], nn.Module]) -> None:
         super().__init__()
@@ -58,9 +58,12 @@ class PostNormBlock(nn.Module):
         x_BSD = x_BSD + self.after_mlp(self.mlp(x_BSD))
         return x_BSD
 
+    def cost(self, tokens: Tokens) -> Cost:
+        return sum_costs(self.children(), tokens)
+
 
 class ParallelBlock(nn.Module):
-    """Both branches behind one norm, beside each other (GPT-J, Cohere)."""
+    """Give both branches what one norm makes, and add both to the residual stream (GPT-J, Cohere)."""
 
     def __init__(self, attention: Attention, mlp: nn.Module, *, norm: Callable[[], nn.Module]) -> None:
         super().__init__()
@@ -71,9 +74,16 @@ class ParallelBlock(nn.Module):
         x_BSD = x_BSD + self.attention(y_BSD, inputs) + self.mlp(y_BSD)
         return x_BSD
 
+    def cost(self, tokens: Tokens) -> Cost:
+        found = sum_costs(self.children(), tokens).without_last_sum()
+        first = next((one for _, one in linears(self.mlp)), None)
+        # Both branches keep the same input, unless sequence parallelism gathers it for each.
+        same = self.attention.qkv.keeps_input and first is not None and first.keeps_input
+        return found + Cost(kept=-tokens.bytes(tokens.hidden) * (same and not self.attention.state.sequence))
+
 
 class SandwichBlock(nn.Module):
-    """A norm before and after each branch (Gemma 2)."""
+    """Put a norm before and after each branch (Gemma 2)."""
 
     def __init__(self, attention: Attention, mlp: nn.Module, *, norm: Callable[[], nn.Module]) -> None:
         super().__init__()
