@@ -56,6 +56,9 @@ class Gemma2Config(LayerTypesConfig):
                 fields[key] = raw[key]
         return fields
 
+    def to_hf(self) -> dict[str, Any]:
+        return {self.spelled(key): value for key, value in super().to_hf().items()}
+
 
 class Gemma2(Llama):
     """Gemma 2, or this pipeline rank's stage of it."""

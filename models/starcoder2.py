@@ -57,6 +57,9 @@ class Starcoder2Config(LlamaConfig):
     def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
         return super().read({"num_key_value_heads": 2, **raw}, where)
 
+    def to_hf(self) -> dict[str, Any]:
+        return {self.spelled(key): value for key, value in super().to_hf().items()}
+
     @property
     def layer_type(self) -> str:
         return "full_attention" if self.sliding_window is None else "sliding_attention"

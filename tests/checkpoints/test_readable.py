@@ -230,7 +230,7 @@ def test_a_link_out_of_the_folder_is_refused_and_nothing_is_copied(
 def test_the_docs_name_every_companion() -> None:
     docs = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
     assert re.findall(
-        r"`([a-z_]+\.[a-z]+)`", docs.split("Companions are known by name:")[1].split("No other")[0]
+        r"`([a-z_]+\.[a-z]+)`", docs.split("Companions are copied by name:")[1].split("No other")[0]
     ) == [*COMPANIONS]
 
 

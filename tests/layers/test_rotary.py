@@ -90,7 +90,7 @@ def test_a_rotary_embedding_has_no_state_and_survives_the_meta_device() -> None:
 @pytest.mark.parametrize(
     ("scaling", "key"),
     [
-        pytest.param({"rope_type": "yarn", "factor": 2.0}, "rope_type", id="D14"),
+        pytest.param({"rope_type": "proportional", "factor": 2.0}, "rope_type", id="D14"),
         pytest.param({"rope_type": "linear"}, "factor", id="D15-no-factor"),
         pytest.param({**LLAMA3, "low_freq_factor": "1"}, "low_freq_factor", id="D15-text"),
         pytest.param({**LLAMA3, "high_freq_factor": True}, "high_freq_factor", id="D15-bool"),
