@@ -7,6 +7,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -107,13 +108,12 @@ class TokenWriter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        for file in self._files.values():
-            file.close()
         # Bad input must be mended first, and then the job is another one.
-        if self._job and kind is not None and not issubclass(kind, BadInput) and self._journal.records:
-            self._staging.leave()
-        else:
-            self._staging.abandon()
+        goes_on = self._job and kind is not None and not issubclass(kind, BadInput) and self._journal.records
+        with ExitStack() as last:  # a full disk may refuse what a file still has to write when it is closed
+            last.callback(self._staging.leave if goes_on else self._staging.abandon)
+            for file in self._files.values():
+                last.callback(file.close)
 
     def add(self, ids: ArrayLike) -> None:
         """One document, one or more ids."""
