@@ -42,6 +42,7 @@ from trilith.testing.forked import (
     small_files_only,
 )
 from trilith.testing.hf_folders import write_hf_folder
+from trilith.testing.ranks import pool, processes
 from trilith.testing.short_runs import write_tokens
 from trilith.testing.tiny_models import TINY_LLAMA
 
@@ -321,6 +322,8 @@ def alone(said: list[str], where: Path, limit: Callable[[], object] = lambda: No
     def work() -> int:
         os.environ.update(TMPDIR=str(where / "tmp"), TOKENIZERS_PARALLELISM="false")
         tempfile.tempdir = None
+        # The ranks that this process has already started answer to its parent.
+        pool._pool, processes.templates._templates = pool.Pool(), []
         limit()
         return run(said)
 
