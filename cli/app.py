@@ -129,7 +129,9 @@ def run(arguments: Sequence[str], commands: Sequence[Callable[..., Any]] = COMMA
         if _debug(arguments):
             traceback.print_exc()
         code, message = explain(error)
-        if isinstance(error, BrokenPipeError):
+        try:
+            sys.stdout.flush()
+        except OSError:  # Python would try again at its end, and end with a code of its own
             _drop_output()
         sys.stderr.write(f"{'stopped' if code == PREEMPTED else 'error'}: {message}\n")
         return code
