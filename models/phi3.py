@@ -60,6 +60,10 @@ class Phi3Config(PartialRotaryConfig):
             found = repr(self.rope_scaling.rope_type)
             raise BadInput(where, "rope_scaling.rope_type", expected="'longrope' or null", found=found)
 
+    def to_hf(self) -> dict[str, Any]:
+        # Transformers' default is a token that a small vocabulary does not have.
+        return {**super().to_hf(), "pad_token_id": None}
+
     @property
     def layer_type(self) -> str:
         return "full_attention" if self.sliding_window is None else "sliding_attention"

@@ -26,9 +26,10 @@ def transformers_model(raw: Mapping[str, Any], *, spread: float = 0.1, seed: int
     config = AutoConfig.for_model(**(TOKENS | deepcopy({**raw})))  # which writes into what it is given
     made: Any = AutoModelForCausalLM.from_config(config)
     torch.manual_seed(seed)
-    for parameter in made.parameters():
+    for name, parameter in made.named_parameters():
         flat = parameter.ndim == 1
-        nn.init.normal_(parameter, 0.5 if flat else 0.0, 0.3 if flat else spread)
+        mean = 0.5 if flat and not name.endswith("bias") else 0.0
+        nn.init.normal_(parameter, mean, 0.3 if flat else spread)
     for name, buffer in made.named_buffers():
         if name.endswith("e_score_correction_bias"):  # as far apart as the scores, all between 0 and 1
             nn.init.normal_(buffer, 0.0, 0.2)

@@ -136,11 +136,11 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"partial_rotary_factor": 0.5, "rope_scaling": None},
     },
     "cohere": {
-        **{**LAYER_NORM, "model_type": "cohere", "use_qk_norm": True, "logit_scale": 0.3},
+        **{**LAYER_NORM, "model_type": "cohere", "use_qk_norm": True, "logit_scale": 0.6},
         **{"rope_scaling": None, "tie_word_embeddings": True},
     },
     "cohere2": {
-        **{**LAYER_NORM, "model_type": "cohere2", "logit_scale": 0.3, "num_hidden_layers": 5},
+        **{**LAYER_NORM, "model_type": "cohere2", "logit_scale": 0.6, "num_hidden_layers": 5},
         **{"rope_scaling": None, "tie_word_embeddings": True, "sliding_window": 9},
     },
     "gpt2": {

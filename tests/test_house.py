@@ -532,7 +532,7 @@ def test_the_root_offers_what_doors_offer():
         offered = getattr(trilith, name)
         assert any(name in door.__all__ and getattr(door, name) is offered for door in doors())
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        trilith.nothing  # noqa: B018
+        _ = trilith.nothing
     assert dir(trilith) == trilith.__all__
 
 

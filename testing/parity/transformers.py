@@ -39,7 +39,8 @@ def observe_alone(question: Question) -> Observation:
     outputs: dict[str, Tensor] = {}
     modules = dict(model.named_modules())
     for ours, (theirs, features) in counterparts(links).items():
-        if theirs in modules:  # of a model with experts files and modules bear different names
+        # Files of a model with experts bear other names than its modules; Gemma's embedding scales as well.
+        if theirs in modules and not hasattr(modules[theirs], "embed_scale"):
             modules[theirs].register_forward_hook(_note(outputs, ours, features))
     input_ids, labels = question.batch(source.model_config)
     logits = outputs["logits"] = model(input_ids).logits
@@ -63,7 +64,7 @@ def counterparts(links: list[Link]) -> dict[str, tuple[str, slice]]:
     found: dict[str, tuple[str, slice]] = {}
     for link in links:
         ours, _, leaf = link.ours.rpartition(".")
-        if leaf == "weight" and ours not in ("head", "embed"):  # some embeddings of theirs scale as well
+        if leaf == "weight" and ours != "head":
             along = 1 if link.transpose else 0
             whole = len(link.hf_box.stop) == 1
             features = slice(None) if whole else slice(link.hf_box.start[along], link.hf_box.stop[along])

@@ -348,6 +348,7 @@ CASES = [
 
 @pytest.mark.parametrize(("place", "fault"), CASES)
 def test_a_fault_is_one_line_and_leaves_nothing(inputs: Path, place: Place, fault: str) -> None:
+    # A container may forbid mounts, and a user may not make devices; "full-disk" needs neither.
     if fault in MOUNTS and not may_mount():
         pytest.skip("this system does not let the user mount")
     if fault == "device" and os.geteuid():
@@ -460,6 +461,7 @@ def test_too_little_of_something_is_one_line_and_leaves_nothing(
     inputs: Path, command: str, what: str
 ) -> None:
     if command in LONG and what == "memory-300-MiB":
+        # Enough memory to begin: nothing is refused, and the whole work of these would follow.
         pytest.skip("it goes on, for minutes")
     with tempfile.TemporaryDirectory(prefix="trilith-case-") as folder:
         where = Path(folder)

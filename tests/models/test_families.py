@@ -113,7 +113,7 @@ def test_greedy_generation_is_transformers(row: str, tmp_path: Path) -> None:
         )[0, len(prompt) :].tolist()
         for prompt in PROMPTS
     ]
-    assert len({token for row in expected for token in row}) > 2, "a test of few tokens over and over"
+    assert len({token for row in expected for token in row}) > 8, "a test of few tokens over and over"
     assert generate(ours, PROMPTS, max_new_tokens=new) == expected
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from trilith.layers import IGNORE, gather_logits, valid_tokens, vocab_parallel_cross_entropy
 from trilith.models import family_of
-from trilith.testing.families import TOKENS, config_of, on_disk, ours_from, transformers_model
+from trilith.testing.families import config_of, on_disk, ours_from, transformers_model
 from trilith.testing.tiny_models import MODELS, VARIANTS
 
 VOCAB = 503
@@ -35,7 +35,7 @@ def test_logits_and_gradients_are_transformers(raw: dict[str, Any]) -> None:  # 
     family, config, model = ours_from(theirs)
     ids, labels = batch()
     logits, wanted = model(ids), theirs(ids).logits
-    assert float(wanted.detach().abs().max()) > 0.3
+    assert float(wanted.detach().abs().max()) > 0.5
     assert float((gather_logits(logits, VOCAB) - wanted).detach().abs().max()) <= 1e-5
 
     loss = vocab_parallel_cross_entropy(logits, labels, VOCAB, label_smoothing=0.1).sum() / valid_tokens(
@@ -89,7 +89,7 @@ def test_what_to_hf_writes_transformers_reads_as_the_same_model(raw: dict[str, A
     family, config, _ = ours_from(theirs)
     written = family.to_hf(config)
     assert family_of(written) is family and family.from_hf(written) == config
-    again = type(theirs)(type(theirs.config).from_dict(TOKENS | written))
+    again = type(theirs)(type(theirs.config).from_dict(written))
     again.load_state_dict(theirs.state_dict())
     ids, _ = batch()
     assert torch.equal(again.eval()(ids).logits, theirs.eval()(ids).logits)
