@@ -19,7 +19,7 @@ from trilith.layers import RMSNorm, routers
 from trilith.models import FAMILIES, LLAMA, ModelConfig, family_of
 from trilith.parallel_state import BadInput
 from trilith.testing.families import TOKENS
-from trilith.testing.tiny_models import MODELS
+from trilith.testing.tiny_models import LLAMA3, MODELS
 
 LLAMA_CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -45,13 +45,6 @@ GPT2_CONFIG: dict[str, Any] = {
     "n_positions": 64,
 }
 LINEAR = {"rope_type": "linear", "factor": 2.0}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
 NAN, INF = float("nan"), float("inf")
 #: Stands for a key that is left out.
 ABSENT = object()
