@@ -64,23 +64,30 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail the session if a process that a test started still runs once the pool's ranks have been ended."""
     pool._pool.close()
     processes.templates.close()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20
     while (left := _left_behind()) and time.monotonic() < deadline:
         time.sleep(0.05)
+    LEFT.extend(_description(pid) for pid in left)
     if hasattr(session.config, "workeroutput"):  # a lane tells the session that started it
-        session.config.workeroutput["left"] = left
-    if left := left + LEFT_IN_LANES:
-        print(f"\nprocesses of this session still run: {left}", file=sys.stderr)
+        session.config.workeroutput["left"] = LEFT
+    if LEFT:
         session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
 
 
-LEFT_IN_LANES: list[int] = []
+#: A line for each process that was left behind here or in a lane.
+LEFT: list[str] = []
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: object) -> None:
     """Take over from a lane of pytest-xdist what its tests left behind."""
-    LEFT_IN_LANES.extend(getattr(node, "workeroutput", {}).get("left", ()))
+    LEFT.extend(getattr(node, "workeroutput", {}).get("left", ()))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for line in LEFT:
+        terminalreporter.write_line(f"still running after the last test: {line}", red=True)
 
 
 def _left_behind() -> list[int]:
@@ -90,3 +97,14 @@ def _left_behind() -> list[int]:
     forked = [child.pid for child in children_of(os.getpid()) if child.alive]
     alive = [pid for pid in {*marked, *forked} if (info := process_info(pid)) is not None and info.alive]
     return sorted(alive)
+
+
+def _description(pid: int) -> str:
+    """A process and its command, and the test that ran when the process was started, where that is known."""
+    try:
+        command = (Path("/proc") / str(pid) / "cmdline").read_text(errors="replace").replace("\0", " ")
+    except OSError:
+        command = "?"
+    name = "PYTEST_CURRENT_TEST="
+    test = "".join(line.removeprefix(name) for line in environment_of(pid) if line.startswith(name))
+    return f"process {pid}, {process_info(pid)}, command {command[:200]!r}, started in {test or 'no test'}"
