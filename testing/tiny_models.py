@@ -238,6 +238,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": 24},
     ),
     "qwen2_moe-some": ("qwen2_moe", {"qkv_bias": False, "mlp_only_layers": [], "decoder_sparse_step": 2}),
+    "gemma2-gelu": ("gemma2", {"hidden_activation": "gelu"}),
     "gemma-untied": (
         "gemma",
         {"tie_word_embeddings": False, "attention_bias": True, "hidden_act": "gelu_new"},

@@ -50,6 +50,8 @@ MODELS["glm4_moe"] = LLAMA | {
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
 }
+MODELS["olmo2"] = LLAMA | {"model_type": "olmo2", "head_dim": 8}
+MODELS["cohere"] = LLAMA | {"model_type": "cohere", "use_qk_norm": True}
 LENGTH, SAMPLES = 12, 2
 
 
@@ -124,6 +126,10 @@ CASES = [
     Case("glm4_moe", TENSOR, MemorySection(checkpointing="full")),
     Case("gemma2", TENSOR, MemorySection(checkpointing="full")),
     Case("gemma2", SEQUENCE, MemorySection(checkpointing="selective")),
+    Case("olmo2", TENSOR, MemorySection(checkpointing="full")),
+    Case("olmo2", SEQUENCE, MemorySection(checkpointing="selective")),
+    Case("cohere", SEQUENCE, MemorySection(checkpointing="full")),
+    Case("cohere", TENSOR, MemorySection(checkpointing="selective")),
     Case("glm4_moe", Layout.of(data=2, zero=3)),
     Case("llama", Layout.of(tensor=4)),
     Case("gpt2", Layout.of(tensor=4, sequence=True), compute=torch.bfloat16),
