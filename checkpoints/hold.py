@@ -44,7 +44,7 @@ def hold(directory: Path) -> Hold:
 
 @contextmanager
 def nobody_reads(directory: Path) -> Iterator[bool]:
-    """Whether nobody holds the directory; nobody can during the block then."""
+    """Yield whether nobody holds the directory; if so, nobody else can hold it during the ``with`` block."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         free = True

@@ -59,8 +59,10 @@ def moment_of(optimizer: torch.optim.Optimizer, moment: str) -> Callable[[nn.Par
 def together_updates(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, state: ParallelState
 ) -> dict[str, Any]:
-    """What a checkpoint remembers of the optimizer's updates: ``updates``, how many it has made, and
-    ``updates_of``, the number of each parameter that a step has left out. Collective.
+    """Count the optimizer's updates, as a checkpoint records them.
+
+    ``updates`` is how many updates it has made; ``updates_of``, if there, has the count of each parameter
+    with fewer (some step left it out). Collective.
     """
 
     def here() -> dict[str, int]:

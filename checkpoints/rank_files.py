@@ -24,7 +24,7 @@ def file_name(rank: int, world: int) -> str:
 def results_to_come(
     table: Mapping[str, Sequence[Holding]], world: int
 ) -> list[tuple[StoredFile, str] | None]:
-    """What ``write_file`` will give on every rank, but sizes, checksums and dtype."""
+    """Predict the results of ``write_file`` on every rank; sizes, checksums and dtype are not known yet."""
     writers = {one.rank for held in table.values() for one in held}
     return [
         (StoredFile(name=file_name(rank, world), size=0, crc32=0), "F32") if rank in writers else None
@@ -35,7 +35,8 @@ def results_to_come(
 def who_writes(
     stages: Sequence[Mapping[str, Any]], layout: Layout, frozen: frozenset[str], moments: Sequence[str]
 ) -> dict[str, list[Holding]]:
-    """Of each tensor the ranks that write it; the moments lie exactly as their parameters do."""
+    """Return the ranks that write each tensor, and their boxes. Moments lie exactly as their parameters do.
+    """
     weights = holdings(stages, layout)
     trained = {name: held for name, held in weights.items() if name not in frozen}
     theirs = {moment_name(moment, name): held for moment in moments for name, held in trained.items()}
@@ -47,9 +48,9 @@ def stored_tensors(
     results: Sequence[tuple[StoredFile, str] | None],
     fixed: frozenset[str],
 ) -> dict[str, StoredTensor]:
-    """What the manifest says of each tensor; files are numbered as the ranks that wrote one.
+    """Describe each tensor as the manifest does; files are numbered in the order of the ranks that write one.
 
-    All tensors have one dtype, but the ``fixed`` ones, which have a buffer's.
+    All tensors have one dtype, except the ``fixed`` ones, which have that of buffers.
     """
     writers = [rank for rank, result in enumerate(results) if result is not None]
     numbers = {rank: number for number, rank in enumerate(writers)}

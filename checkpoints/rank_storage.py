@@ -13,7 +13,7 @@ from ..parallel_state.engine import local_data
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A parameter and the box of the whole that this rank stores of it, padding left out."""
+    """Hold a parameter and the box of the whole tensor that this rank stores, padding left out."""
 
     name: str
     parameter: nn.Parameter
@@ -21,9 +21,9 @@ class Place:
     padded: bool
 
     def part(self, tensor: Tensor) -> Tensor:
-        """Of the parameter, or of a moment of it: the local tensor of the box's shape; memory is shared.
+        """Return the local part of the parameter, or of one of its moments. It shares the tensor's memory.
 
-        Rows of padding are set to zero on the way.
+        Rows of padding are set to zero and left out.
         """
         held = local_data(tensor)
         if self.padded:
@@ -34,7 +34,7 @@ class Place:
 
 
 def places(model: nn.Module, state: ParallelState) -> list[Place]:
-    """Of every parameter of the model, also those of which this rank stores nothing but padding."""
+    """List every parameter of the model, also those of which this rank stores nothing but padding."""
     stated = declarations(model)
     found = []
     for name, parameter in model.named_parameters():
@@ -47,11 +47,10 @@ def places(model: nn.Module, state: ParallelState) -> list[Place]:
 def stored_parts(
     model: nn.Module, state: ParallelState, choose: Callable[[nn.Parameter], Tensor | None] | None = None
 ) -> Iterator[tuple[str, Tensor, Box]]:
-    """What this rank stores: name, the local tensor without padding (memory is shared), and its box of the
-    whole.
+    """Yield what this rank stores: name, local tensor without padding (it shares memory), and its box.
 
-    ``choose`` takes something else of the same shape: a moment, say, or nothing. Parameters of which this
-    rank stores nothing are left out.
+    ``choose`` replaces a parameter with another tensor of its shape, such as a moment, or with nothing.
+    Parameters of which this rank stores nothing are left out.
     """
     for place in places(model, state):
         chosen = place.parameter if choose is None else choose(place.parameter)

@@ -254,7 +254,7 @@ class Saver:
         return any(one.rank == self._state.rank for one in self._table.get(place.name, ()))
 
     def _own_tensors(self) -> dict[str, Tensor]:
-        """What this rank writes: of all that it stores, that which it owns."""
+        """Return the tensors that this rank writes: the parts that it stores and owns."""
         found = {place.name: place.part(place.parameter) for place in self._mine}
         if self._optimizer is None:
             return found

@@ -33,7 +33,7 @@ class StoredCut(StrictRecord):
 
 
 class StoredDeclaration(StrictRecord):
-    """How a parameter lay over the ranks (see ``parallel_state.Declaration``), and on which stages.
+    """Record how a parameter is cut over the ranks (see ``parallel_state.Declaration``), and its stages.
 
     ``rows``: in checkpoints of the first version, whose ``shape`` is the padded one, the true rows of dim 0.
     """
@@ -84,7 +84,7 @@ class StoredRule(StrictRecord):
 
 
 class StoredModule(StrictRecord):
-    """What lets a checkpoint of any module be cut anew, compared and exported with no code of the module."""
+    """Describe a user's module: its checkpoint can be cut anew, compared and exported without its code."""
 
     pipeline: int = 1
     declarations: dict[str, StoredDeclaration]
@@ -133,7 +133,11 @@ class ModuleFamily(Family):
     def declarations(
         self, config: ModelConfig, layout: Layout | None = None, *, split: Sequence[int] | None = None
     ) -> list[dict[str, Declaration]]:
-        """Of each stage. A pipeline of another length than wrote the checkpoint is one stage, or refused."""
+        """Return each stage's declarations, for one stage or for as many as the run that wrote the
+        checkpoint.
+
+        Refuse any other number of stages.
+        """
         layout, stored = layout or Layout(), self.module
         if layout.pipeline not in (1, stored.pipeline) or split is not None:
             raise BadInput(

@@ -206,11 +206,12 @@ def _policy(
     keep_attention: bool,
     **named: Any,
 ) -> CheckpointPolicy:
-    """What is dear to compute is kept.
+    """Decide whether an operator's output is kept or recomputed: what is expensive to compute is kept.
 
-    Of the products those that start from the hidden width: the others end a branch. Over a cut tensor axis
-    the product is only a part, and it is the sum that is kept (a piece of it under sequence parallelism); on
-    one device the feed-forward's last product joins the residual stream, and nothing needs it again.
+    Of the matrix products, those that read the hidden width are kept; the others end a branch. Over a cut
+    tensor axis such a last product is only a partial sum, and the sum is kept (a piece of it under sequence
+    parallelism). On one device the feed-forward's last product joins the residual stream, and nothing needs
+    it again.
     """
     name = _name(op)
     if name in ("aten::mm", "aten::addmm"):

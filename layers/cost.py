@@ -1,9 +1,8 @@
-"""What a module costs: bytes that it keeps for its backward, collectives that it launches, FLOPs.
+"""Describe the cost of a module: bytes kept for its backward, collectives that it launches, FLOPs.
 
-Each layer has a method ``cost(tokens) -> Cost``. A module accounts for its inputs, never for its outputs:
-what a product makes is counted by the module that keeps it. So nothing is counted twice, and a module that
-holds others adds up their costs (``cost_of``) and its own. Nothing is computed: the model may be on the meta
-device.
+Each layer has a method ``cost(tokens) -> Cost``. A module counts its inputs, never its outputs: the output of
+a product is counted by the module that keeps it. So nothing is counted twice, and a module that holds others
+adds their costs (``cost_of``) to its own. Nothing is computed: the model may be on the meta device.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ from .cost import Cost, Send, Tokens, matrix
 
 
 class Adapter(Protocol):
-    """What changes a linear's outputs (LoRA)."""
+    """Define an adapter of a linear layer (LoRA): it changes the layer's outputs."""
 
     @property
     def keeps_input(self) -> bool:

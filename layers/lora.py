@@ -90,7 +90,7 @@ def attach_lora(
 
 
 class _LowRank:
-    """The products of one A with the B of each output that it serves."""
+    """Compute the products of one A with the B of each output that it serves."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class _LowRank:
 
     @property
     def keeps_input(self) -> bool:
-        """Whether backward needs the linear's input: not if dropout makes another one of it."""
+        """Return whether backward needs the linear's input itself: dropout makes another tensor of it."""
         return not self.dropout
 
     def cost(self, tokens: Tokens) -> Cost:
@@ -135,7 +135,7 @@ class _LowRank:
 
 
 def _numbers(layer: ColumnParallelLinear | RowParallelLinear, outputs: Sequence[str] | None) -> Sequence[int]:
-    """Which of the layer's products the adapter changes."""
+    """Return the numbers of the layer's outputs that the adapter changes."""
     names = list(layer.out_features) if not isinstance(layer.out_features, int) else [""]
     if outputs is None:
         return range(len(names))

@@ -17,7 +17,7 @@ IGNORE = -100
 
 
 class LogitsGradient(NamedTuple):
-    """What the gradient of a loss by its logits needs: the local softmax, and where the labels lie."""
+    """Hold what the gradient of a loss by its logits needs: the local softmax and the labels' places."""
 
     softmax: Tensor
     target: Tensor
@@ -25,7 +25,9 @@ class LogitsGradient(NamedTuple):
     valid: Tensor
 
     def scaled(self, grad: Tensor, vocab_size: int, smoothing: float, state: ParallelState) -> Tensor:
-        """The logits' gradient times ``grad`` (one number a token, or one for all), in the softmax' place."""
+        """Return the logits' gradient times ``grad``, a number a token or one for all, in the softmax's
+        memory.
+        """
         out, columns = self.softmax, _true_columns(self.softmax, vocab_size, state)
         if smoothing:
             out[..., :columns] -= smoothing / vocab_size
@@ -65,7 +67,7 @@ def losses_in_place(
 
 
 def _true_columns(x: Tensor, vocab_size: int, state: ParallelState) -> int:
-    """How many of this rank's columns are no padding."""
+    """Return how many of this rank's columns are not padding."""
     columns = x.shape[-1]
     return min(max(vocab_size - state.tensor_index * columns, 0), columns)
 

@@ -1,7 +1,7 @@
-"""Carrying out a plan of copies: in blocks, by several threads, in memory that does not grow with the model.
+"""Carry out a plan of copies: in blocks, by several threads, in memory that does not grow with the model.
 
-A block of rows is read once for all that is made of it, so cutting a matrix by columns for eight ranks reads
-it once and not eight times, and what is written to a file is nearly always one run of bytes.
+A block of rows is read once for all tensors that are made from it. So a matrix that is cut by columns for
+eight ranks is read once, not eight times, and each write to a file is nearly always one run of bytes.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ from .transfer import Change, Group, Target, Transfer, check, hull, shared, slab
 
 #: Bytes of a block: still in the processor's cache when it is written, and large beside the bookkeeping.
 BLOCK = 4 << 20
-#: A worker holds at most so many blocks at once: what was read, what is made of it, a cast, what a read
-#: spans.
+#: A worker holds at most so many blocks at once: the numbers read, the part made of them, its cast, and
+#: the file range that a read spans.
 BLOCKS_OF_A_WORKER = 4
 
 
 @dataclass
 class Report:
-    """What was moved.
+    """Count the bytes that were moved, and name the tensors whose numbers need a warning.
 
-    ``overflows`` counts, by tensor, numbers that a cast made infinite, ``underflows`` those that it made
-    zero; of a tensor in ``vanished`` it left nothing but zeros. ``zeros`` names tensors of nothing but zeros.
+    By tensor, ``overflows`` counts the numbers that a cast made infinite, and ``underflows`` the numbers that
+    a cast made zero. ``vanished`` names the tensors that a cast turned into zeros only; ``zeros`` names the
+    tensors that hold only zeros.
     """
 
     bytes_read: int = 0
@@ -101,7 +102,7 @@ class _Read:
 
 
 class _Work:
-    """What the threads share."""
+    """Hold the data that all threads of one conversion share."""
 
     def __init__(
         self,
@@ -123,7 +124,7 @@ class _Work:
         self._scratch = threading.local()
 
     def make(self, number: int, group: Group) -> None:
-        """All blocks of transfers that share their sources."""
+        """Make all blocks of the transfers that share their sources."""
         if self._was_made(number, group):
             return
         transfers = [transfer for transfer, _ in group]
@@ -136,12 +137,15 @@ class _Work:
             for transfer, target, part in parts:
                 nbytes, lost = self._make_part(transfer, target, part, read)
                 made, remarkable = made + nbytes, remarkable or bool(lost)
-        # What there is a word to say of is not noted: a resumed conversion makes it and says it again.
+        # A group with a warning is not noted: a resumed conversion makes it again and warns again.
         if self.finished is not None and not remarkable:
             self.finished.note(number, made, lambda: _sums(group))
 
     def _was_made(self, number: int, group: Group) -> bool:
-        """Whether the files hold the work as the journal says; each of them then takes its tensors."""
+        """Return whether the output files already hold the tensors of this group, as the journal says.
+
+        If so, each file counts these tensors as written.
+        """
         noted = None if self.finished is None else self.finished.done.get(number)
         if noted is None or noted != _sums(group):
             return False
@@ -154,7 +158,7 @@ class _Work:
         return True
 
     def _read_block(self, parts: list[tuple[Transfer, Box]]) -> dict[tuple[int, str], _Read]:
-        """The stored numbers that these parts need, of each stored tensor the smallest box that has them."""
+        """Read the stored numbers that these parts need, one smallest box of each stored tensor."""
         needed: dict[tuple[int, str], Box] = {}
         for transfer, part in parts:
             for copy in transfer.copies:
@@ -173,7 +177,7 @@ class _Work:
         return read
 
     def _sum(self, index: int, key: str, box: Box, numbers: Tensor) -> int | None:
-        """The CRC-32 of what was read, where anybody wants it and it is one run of the file."""
+        """Return the CRC-32 of these numbers, if it is wanted and they are one run of bytes in the file."""
         file = self.files[index]
         if not self.seen or not is_one_run(file.tensors[key].shape, box):
             return None
@@ -181,7 +185,7 @@ class _Work:
         return self.seen[index].add(offset, numbers.reshape(-1).view(torch.uint8).numpy().data)
 
     def _look(self, file: TensorFile, key: str, box: Box, numbers: Tensor, name: str) -> bool:
-        """Refuse numbers that are not finite; whether all are zero."""
+        """Refuse numbers that are not finite; return whether all are zero."""
         seen = look_at(numbers)
         if not seen.finite and not self.allow_nonfinite:
             index = (~torch.isfinite(numbers)).nonzero()[0].tolist()
@@ -198,7 +202,7 @@ class _Work:
     def _make_part(
         self, transfer: Transfer, target: Target, part: Box, read: dict[tuple[int, str], _Read]
     ) -> tuple[int, int]:
-        """Write one part; its bytes, and how many numbers a cast made infinite or zero."""
+        """Write one part; return its bytes, and how many numbers a cast made infinite or zero."""
         pieces, crc, lost = [], None, 0
         for copy in transfer.copies:
             if (overlap := copy.target.intersect(part)) is not None:
@@ -254,7 +258,7 @@ class _Work:
 
 
 def _sums(group: Group) -> list[int]:
-    """The CRC-32 of what the files hold of each transfer: all of its tensor there."""
+    """Return, for each transfer, the CRC-32 of the bytes that its file now holds for its whole tensor."""
     return [_writer(target).sum_of(transfer.name) for transfer, target in group]
 
 

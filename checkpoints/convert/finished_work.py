@@ -1,4 +1,4 @@
-"""Which pieces of a conversion are on the disk already, so that after a kill they are not made again."""
+"""Note which pieces of a conversion are on the disk already, so that they are not made again after a kill."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class FinishedWork:
         self._lock = Lock()
 
     def note(self, number: int, nbytes: int, sums: Callable[[], list[int]]) -> None:
-        """A piece of work was written; it reaches the disk with some later call, which asks for its sums."""
+        """Note that a piece of work was written. A later call syncs it to the disk and asks for its sums."""
         with self._lock:
             self._pending.append((number, sums))
             self._bytes += nbytes

@@ -15,10 +15,10 @@ from .transfer import Change
 
 
 class Merge:
-    """What becomes of each of the base's tensors, under Hugging Face's names.
+    """Add a LoRA adapter to the tensors of its base, which go by their Hugging Face names.
 
-    Computed in at least fp32, whatever the stored dtypes. A thread holds the factors of one linear at a
-    time: ``bytes_of_a_worker`` at most.
+    The sum is computed in at least fp32, whatever the stored dtypes. A thread holds the factors of one linear
+    at a time, at most ``bytes_of_a_worker``.
     """
 
     def __init__(self, base: Source, adapter: Source) -> None:
@@ -33,7 +33,7 @@ class Merge:
 
     @property
     def identity(self) -> object:
-        """Differs if other numbers would be added."""
+        """Return a value that differs whenever the adapter would add other numbers."""
         return self._lora, [file.state() for file in self.adapter.files]
 
     @property
@@ -42,7 +42,7 @@ class Merge:
         return max(4 * sum(Box.whole(self._shapes[name]).size for name in _names(site)) for site in sites)
 
     def change(self, name: str) -> Change | None:
-        """What is done to the tensor of this name, if anything."""
+        """Return the function that adds the adapter to this tensor; ``None`` if it has no adapter."""
         site = self._sites.get(name)
         if site is None:
             return None

@@ -126,7 +126,9 @@ def file_name(rank: int, layout: Layout) -> str:
 
 
 def _fixed(source: Source) -> frozenset[str]:
-    """What a cast leaves as it is, as transformers does: what no gradient moves, in fp32."""
+    """Return the buffers' names: no gradient moves them, and a cast leaves them in fp32, as transformers
+    does.
+    """
     (stated,) = source.family.declarations(source.model_config)
     return buffer_names(stated)
 

@@ -52,19 +52,19 @@ def check(transfer: Transfer) -> None:
 
 
 def shared(transfer: Transfer) -> object:
-    """Equal for transfers of the same rows of the same stored tensors: they are made together."""
+    """Return equal keys for transfers of the same rows of the same stored tensors: they are made together."""
     rows = (transfer.box.start[:1], transfer.box.stop[:1])
     return transfer.name, rows, frozenset((copy.file, copy.key, copy.transpose) for copy in transfer.copies)
 
 
 def hull(a: Box, b: Box) -> Box:
-    """The smallest box that holds both."""
+    """Return the smallest box that contains both."""
     return Box(tuple(map(min, a.start, b.start)), tuple(map(max, a.stop, b.stop)))
 
 
 def spread(groups: Sequence[Group], threads: int) -> list[tuple[int, Group]]:
-    """The groups with their numbers, in an order that has each thread at another stretch of the whole: writes
-    to one file wait for each other in the kernel.
+    """Return the groups with their numbers, ordered so that each thread works in another stretch of the
+    whole: writes to one file wait for each other in the kernel.
     """
     numbered = [*enumerate(groups)]
     each = -(-len(numbered) // max(1, threads))
@@ -73,7 +73,9 @@ def spread(groups: Sequence[Group], threads: int) -> list[tuple[int, Group]]:
 
 
 def slabs(group: Sequence[Transfer]) -> Iterator[Box]:
-    """What a group makes, cut where its sources end: a block then mostly comes from one run of one file."""
+    """Cut the box that a group makes where its sources end, so that a block mostly lies in one run of one
+    file.
+    """
     whole = reduce(hull, (transfer.box for transfer in group))
     if not whole.start:
         yield whole
@@ -90,6 +92,6 @@ def slabs(group: Sequence[Transfer]) -> Iterator[Box]:
 
 
 def source_of(copy: Copy, part: Box) -> Box:
-    """Where ``part`` of the copy's target lies in the stored tensor."""
+    """Return the box of the stored tensor from which ``part`` of the copy's target is copied."""
     inner = part.within(copy.target).with_dims(len(copy.source.start))
     return (inner.transposed() if copy.transpose else inner).shift(copy.source.start)

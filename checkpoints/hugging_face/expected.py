@@ -17,7 +17,7 @@ Found = dict[str, tuple[TensorFile, str]]
 
 
 def expected_tensors(folder: HFFolder, family: Family, config: ModelConfig) -> Found:
-    """Where each of the model's HF tensors lies: the file, and its key there. Reads headers only.
+    """Find each of the model's HF tensors: return its file and its key in that file. Reads headers only.
 
     Raises ``BadInput`` for a tensor that is missing, left over, of another shape, or quantised.
     """

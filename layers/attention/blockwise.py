@@ -30,11 +30,11 @@ _COPIES = 6
 
 @dataclass(frozen=True, slots=True)
 class BlockAttentionOptions:
-    """How a block is computed.
+    """Describe how one block of attention is computed.
 
-    ``seed``: that of the block's dropout, so that backward draws the same. ``mask``: (B or 1, 1, Q, T), true
-    where a query sees a key; ``None`` where ``causal`` says it all. ``soft_cap`` bounds the scores, see
-    ``causal_attention``. ``fused``: use torch's own operator where it can compute the block.
+    ``seed`` is the seed of the block's dropout, so that backward draws the same mask. ``mask``: (B or 1, 1,
+    Q, T), true where a query sees a key; ``None`` where ``causal`` alone decides. ``soft_cap`` bounds the
+    scores, see ``causal_attention``. ``fused``: use torch's own operator where it can compute the block.
     """
 
     scale: float
@@ -169,9 +169,10 @@ def scores_bytes(tokens: Tokens, heads: int, keys: float, *, dropout: bool) -> f
 
 @cache
 def fused_is_right(device: str) -> bool:
-    """Whether torch's fused operators, of which the ones with log-sums are private, give what is written out.
+    """Return whether torch's fused operators give the same numbers as the formula written out.
 
-    Looked at once a process, on a small block of a few keys among more; if not, a warning says so.
+    The operators that also return log-sums are private in torch, so they are checked once a process, on a
+    small block of a longer sequence. If they differ, a warning says so.
     """
     dtype, tolerance = (torch.bfloat16, 0.05) if device == "cuda" else (torch.float32, 1e-4)
     generator = torch.Generator().manual_seed(0)

@@ -149,7 +149,7 @@ class _Returning:
 def _options(
     scope: ContextScope, source: int, block: Block, chunk: int, settings: BlockAttentionOptions
 ) -> BlockAttentionOptions:
-    """Those of one block: what it sees, and a seed of its own for dropout."""
+    """Return the options of one block: the keys that it sees, and a dropout seed of its own."""
     number = 4 * source + 2 * block.query + block.key
     seed = (settings.seed + number) % 2**63
     return replace(settings, causal=block.causal, mask=scope.mask(block, chunk), seed=seed)

@@ -55,9 +55,10 @@ class ContextScope:
             self.first, self._bounds = first, [(low, last) for low, last in bounds]
 
     def blocks(self, source: int, chunk: int) -> Iterator[Block]:
-        """What this rank computes with the keys of context rank ``source``; ``chunk``: tokens of a chunk.
+        """Yield the blocks that this rank computes with the keys of context rank ``source``.
 
-        Blocks that causality, documents or a window leave empty are not among them.
+        ``chunk`` is the number of tokens in a chunk. Blocks that causality, documents or a window leave empty
+        are skipped.
         """
         size = self.state.context_size
         # The later chunk of keys first, so that each query's first block is the one that has itself.

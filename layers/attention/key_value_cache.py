@@ -1,4 +1,4 @@
-"""What generation keeps of the tokens so far: each block's keys and values, and the tokens' documents.
+"""Keep each block's keys and values of the tokens generated so far, and the documents of these tokens.
 
 B batch  S tokens of this forward  T tokens so far  K key/value heads here  E head dim
 """

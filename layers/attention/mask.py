@@ -1,4 +1,4 @@
-"""What the queries of one forward see: the tokens before them, in their own document; if need be, in a cache.
+"""Decide which tokens each query of a forward sees: earlier ones of its document, also those in a cache.
 
 B batch  S tokens of this forward  T tokens so far  K key/value heads here  E head dim
 """

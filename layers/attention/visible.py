@@ -1,4 +1,4 @@
-"""Which tokens a token sees: those before it in its own document, or in a window of them.
+"""Compute which tokens a token sees: the earlier ones of its own document, or of a window.
 
 B batch  S query tokens  T key tokens, of which the queries are the last
 """
@@ -40,14 +40,14 @@ def visible_tokens(queries_BS: Tensor, keys_BT: Tensor, window: int | None) -> T
 
 
 def exceeds(window: int | None, tokens: int) -> bool:
-    """Whether so many tokens are more than the window lets a token see."""
+    """Return whether a row of so many tokens is longer than the window, so that the window hides some."""
     return window is not None and tokens > window
 
 
 def restarts(positions: Tensor) -> bool:
-    """Whether a row holds more than one document; on an accelerator this waits for it, once a forward.
+    """Return whether a row holds more than one document; on an accelerator this waits, once a forward.
 
-    Where the numbers cannot be looked at (a traced or meta tensor) it is taken for granted.
+    If the numbers cannot be read (a traced or meta tensor), return true.
     """
     if torch.compiler.is_compiling() or positions.is_meta:
         return True

@@ -35,7 +35,7 @@ def _has_kernel(x: Tensor, w: Tensor) -> bool:
 
 
 def kernel_takes(size: int, *widths: int) -> bool:
-    """Whether torch's kernel takes rows of these widths, in numbers of ``size`` bytes."""
+    """Return whether torch's kernel takes rows of these widths, in numbers of ``size`` bytes."""
     return size == 2 and not any(width * size % _ALIGNED_BYTES for width in widths)
 
 

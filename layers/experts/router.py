@@ -164,10 +164,10 @@ class TopKRouter(DeclaredModule):
 
 
 class Tally:
-    """What a router counted in backward passes, each once, since it was last cleared.
+    """Count the tokens and losses of a router in its backward passes, each once, since it was last cleared.
 
-    In backward, since a forward that is repeated to save memory would count twice, and one without gradients
-    (an evaluation) is not to count at all.
+    Counting is done in backward: a forward that is recomputed to save memory would count twice, and a forward
+    without gradients (an evaluation) must not count.
     """
 
     def __init__(self, num_experts: int) -> None:

@@ -1,4 +1,4 @@
-"""What decoders share: the pieces that a pipeline stage holds, and the way of a batch through them.
+"""Define the part that all decoders share: the modules of a pipeline stage, and a batch's way through them.
 
 B batch  S sequence  D hidden
 """
