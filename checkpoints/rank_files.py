@@ -35,8 +35,7 @@ def results_to_come(
 def who_writes(
     stages: Sequence[Mapping[str, Any]], layout: Layout, frozen: frozenset[str], moments: Sequence[str]
 ) -> dict[str, list[Holding]]:
-    """Return the ranks that write each tensor, and their boxes. Moments lie exactly as their parameters do.
-    """
+    """Return the ranks that write each tensor, and their boxes. Moments lie where their parameters lie."""
     weights = holdings(stages, layout)
     trained = {name: held for name, held in weights.items() if name not in frozen}
     theirs = {moment_name(moment, name): held for moment in moments for name, held in trained.items()}

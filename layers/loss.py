@@ -25,9 +25,7 @@ class LogitsGradient(NamedTuple):
     valid: Tensor
 
     def scaled(self, grad: Tensor, vocab_size: int, smoothing: float, state: ParallelState) -> Tensor:
-        """Return the logits' gradient times ``grad``, a number a token or one for all, in the softmax's
-        memory.
-        """
+        """Return the logits' gradient times ``grad`` (one number a token, or one for all), made in place."""
         out, columns = self.softmax, _true_columns(self.softmax, vocab_size, state)
         if smoothing:
             out[..., :columns] -= smoothing / vocab_size

@@ -21,10 +21,10 @@ from ..parallel_state.engine import computed_with, end_backward, fsdp_modules, g
 
 
 class StageModule(nn.Module):
-    """What a stage computes: ``forward``, and the modules whose parameters it uses.
+    """Hold what a stage computes with: its ``forward``, and the modules whose parameters it uses.
 
-    ``root`` is what FSDP holds them by, if it does: the model that several stages of a rank are views of, or
-    the one module itself.
+    ``root``: the module that FSDP was applied to, if it was. It is the whole model, of which each stage on
+    this rank is a view, or the one module itself.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class StageModule(nn.Module):
         return self._run(*inputs, **keywords)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Also those that FSDP has put aside: autograd's graph is made of them."""
+        """Yield also the whole parameters that FSDP gathers: autograd's graph is made of them."""
         yield from dict.fromkeys((*super().parameters(recurse), *computed_with(self.sharded)))
 
 
@@ -66,7 +66,7 @@ class DrivenStage(PipelineStage):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        """Of one micro-batch; a whole backward pass runs FSDP's hooks, which sum block by block."""
+        """Run one micro-batch's backward; a whole backward runs FSDP's hooks, which sum block by block."""
         self._sync(self.sums_each and full_backward)
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         self._sync(False)

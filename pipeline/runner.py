@@ -20,7 +20,7 @@ from .timetable import CLASSES
 
 @dataclass(frozen=True, slots=True)
 class Travels:
-    """What one stage hands to the next, of one micro-batch on one rank."""
+    """Describe the tensor that one stage sends to the next for one micro-batch on one rank."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -1,4 +1,4 @@
-"""Who computes what when in a step of a pipeline: torch's own order of each schedule, timed by unit costs."""
+"""Compute when each rank computes what in a pipeline step: torch's order of actions, timed by unit costs."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ class Held:
 
 
 def most_held(order: Sequence[Action]) -> dict[int, Held]:
-    """Of each stage of a rank, at the moment at which the rank holds most."""
+    """Count the micro-batches that each stage of a rank holds, at the moment when the rank holds most."""
     now: dict[int, Held] = {one.stage: Held() for one in order}
     most, largest = dict(now), 0.0
     for one in order:

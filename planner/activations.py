@@ -1,10 +1,10 @@
-"""What a block keeps from its forward for its backward under each mode of checkpointing, in bytes.
+"""Count the bytes that a block keeps from its forward for its backward, in each mode of checkpointing.
 
-Its layers say it (``Cost``). Korthikanti et al. 2022 count 34 bytes times the hidden size a token in GPT's
-block, and attention's scores beside. Here the scores are not kept (flash attention; a CPU keeps them if they
-are dropped), a gated feed-forward has a third matrix, key/value heads may be few, and under sequence
-parallelism the gathered input of a product is kept whole, not gathered again. A product whose weight is
-frozen keeps no input. For a block of Llama or GPT-2 the layers add up to:
+Each layer states its own bytes (``Cost``). Korthikanti et al. 2022 count 34 bytes times the hidden size for
+each token in a block of GPT, and attention's scores as well. Here the scores are not kept (flash attention; a
+CPU keeps them if attention has dropout), a gated feed-forward has a third matrix, key/value heads may be
+fewer, and under sequence parallelism the gathered input of a product is kept whole, not gathered again. A
+product whose weight is frozen keeps no input. For a block of Llama or GPT-2 the layers add up to:
 
 D hidden   r ranks that share a sequence   t tensor ranks   Q, K query and key/value widths   F feed-forward
 
@@ -15,18 +15,20 @@ selective  D/r + (2 Q + 2 K)/t + 2 F/t (plain: F/t), and attention's part of the
 full       D/r
 =========  =====================================================================================
 
-All counts are for the tokens of one rank; with c context ranks a row has S/c of them. There backward fetches
-keys and values again (c times 2 K/t numbers, around a ring 4 K/t) and makes their gradients; selective
-computes attention again. So it does with bounded scores, which are written out some rows at a time. A window
-that a row exceeds needs a mask: keys and values are then as wide as queries, and attention keeps the mask as
-S numbers a token. Several documents a row need one too, which is not counted: a plan does not know the data.
+All counts are numbers for each token of one rank; with c context ranks a rank has S/c tokens of a row. With
+context ranks, backward fetches keys and values again (c times 2 K/t numbers, around a ring 4 K/t) and makes
+their gradients, and selective checkpointing computes attention again. It also does so if scores are bounded:
+such scores are computed some rows at a time. A window that a row exceeds needs a mask: keys and values are
+then as wide as queries, and attention keeps the mask as S numbers a token. Several documents in a row need a
+mask too, which is not counted, because a plan does not know the data.
 
-Experts: F is the width of all that a token goes through, their inputs a copy of D for each of these (as they
-are evenly used; the most used rank of an uneven router has more), and so are their outputs; the router's
-scores are in fp32.
+Experts: F is the sum of the widths of the experts that a token goes through. Each of these experts has a copy
+of the token's D inputs, and D outputs. This assumes that experts are used evenly; with an uneven router the
+most used rank has more. The router's scores are in fp32.
 
-Dropout on the residual stream adds a mask of each branch; an adapter the r numbers between its factors and,
-where its input is dropped, a copy of that and a mask. A mask is a byte a number on a GPU, a number on a CPU.
+Dropout on the residual stream adds a mask for each branch. An adapter adds the r numbers between its factors
+and, if its input has dropout, a copy of the input and a mask. A mask takes one byte a number on a GPU, and as
+much as a number on a CPU.
 """
 
 from __future__ import annotations

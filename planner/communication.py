@@ -1,8 +1,8 @@
-"""What a rank sends in a training step: how many collectives of which kind, and the bytes given to them.
+"""Count what a rank sends in a training step: the collectives of each kind, and the bytes given to them.
 
-The layers say what they send (``Cost``). Of a block over ``t`` tensor ranks, for N tokens of a micro-batch, D
-wide (Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4), they say the following. Products
-that share their input, q, k and v or gate and up, pay one together:
+Each layer states what it sends (``Cost``). For a block over ``t`` tensor ranks and N tokens of a micro-batch,
+D wide, the layers add up to the table below (Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section
+4). Products that share their input (q, k and v; gate and up) need one collective together:
 
 =============================  =================================  =================================
                                forward                            backward
@@ -12,13 +12,14 @@ tensor, sequence               2 all-gathers of N D / t,          2 all-gathers 
                                2 reduce-scatters of N D           2 reduce-scatters of N D
 =============================  =================================  =================================
 
-Over c context ranks, which hold N tokens each, a block's attention also fetches keys and values, K numbers
-here: an all-gather of K forward, and backward another and a reduce-scatter of c K gradients; around a ring
-c - 1 exchanges of K forward, 2 (c - 1) backward.
+Over c context ranks with N tokens each, a block's attention also fetches keys and values; let a rank have K
+such numbers. Forward is an all-gather of K; backward is another one and a reduce-scatter of c K gradients.
+Around a ring, forward is c - 1 exchanges of K, and backward is 2 (c - 1).
 
-Shared experts pay as a feed-forward does, beside the others. The embedding pays what a block's exit does, the
-output layer what an entrance does, tied or not; the loss two all-reduces of 4 N numbers together, at least
-fp32; norms, rotation, attention, activation functions and dropout nothing.
+Shared experts send as much as a feed-forward, in addition to the routed experts. The embedding sends as much
+as a block's exit, and the output layer, tied or not, as much as a block's entrance. The loss has two
+all-reduces of 4 N numbers together, in at least fp32. Norms, rotation, attention, activation functions and
+dropout send nothing.
 """
 
 from __future__ import annotations

@@ -57,10 +57,11 @@ class TokenFlops:
 
 
 def flops_per_token(model: CausalLM, sequence_length: int) -> TokenFlops:
-    """What a whole model costs, the same in every layout; it may be on the meta device.
+    """Count the FLOPs of a token in a whole model: the same in every layout. The model may be on the meta
+    device.
 
-    Matrices whose weights require no gradient cost none. Padding of the vocabulary, norms, activations and
-    what is computed again to save memory do not count.
+    Frozen weights have no FLOPs for a gradient of their own. Padding of the vocabulary, norms, activation
+    functions and recomputation do not count.
     Source: Narayanan et al. 2021 (appendix); Chowdhery et al. 2022 (appendix B).
     """
     tokens = Tokens(1, sequence_length, model.config.hidden_size)
@@ -73,9 +74,9 @@ def flops_per_token(model: CausalLM, sequence_length: int) -> TokenFlops:
 
 
 def active_parameters(model: nn.Module) -> int:
-    """Of these weights, those that one token meets: of the experts as many as the token goes through.
+    """Count the parameters that one token uses: of each layer's experts, as many as the router chooses.
 
-    Padding is left out, and what no gradient moves; tables that are looked up count.
+    Padding and buffers, which no gradient moves, do not count; embedding tables do.
     """
     every = sum(prod(one.shape) for one in declarations(model).values() if not one.buffer)
     mixtures = [module for module in model.modules() if isinstance(module, MoE)]

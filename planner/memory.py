@@ -75,33 +75,35 @@ def plan_memory(work: Work, model: nn.Module, *, loss: Cost | None = None) -> Me
 
 
 def _gathered(work: Work, held: RankParameters) -> int:
-    """Weights as they are computed with; FSDP has them beside the stored ones also on one data rank."""
+    """Return the bytes of the weights that a rank computes with. FSDP keeps them beside the stored ones, even
+    on one data rank.
+    """
     return (held.stage if work.layout.zero < 3 else held.root) * work.compute
 
 
 def _communicated(work: Work, held: RankParameters) -> int:
-    """Of the block at hand and the next: weights on their way in, gradients on their way out."""
+    """Return the bytes that FSDP sends for this block and the next: gathered weights, reduced gradients."""
     coming = 2 * held.largest_block * work.compute if work.layout.zero == 3 else 0
     whole = 0
     if work.layout.zero >= 2 and work.layout.pipeline > 1 and schedule_kind(work.schedule).two_backwards:
-        # The gradients of a stage's weights are made together, and only then summed.
+        # All gradients of a stage's weights are made before they are summed.
         whole = held.trained * work.compute // work.layout.virtual_stages
     return coming + whole + (held.trained_root + held.largest_trained_block) * work.reduce
 
 
 def _gradients(work: Work, held: RankParameters) -> tuple[int, int]:
-    """(summed over the data ranks and sharded, whole and not summed yet)."""
+    """Return the bytes of gradients: (summed over the data ranks and sharded, whole and not summed yet)."""
     sharded = held.trained_stored * work.master
     if work.micro_batches == 1:
         return sharded, 0
     if work.layout.zero >= 2:  # FSDP keeps the last group's input of the sum until the next backward
         return sharded, held.trained_root * work.reduce
-    # Sums over the micro-batches; they go as the sharded ones come.
+    # Sums over the micro-batches; each is freed when its sharded sum is made.
     return (sharded, held.trained * work.reduce) if work.offload else (0, held.trained * work.reduce)
 
 
 def _activations(work: Work, stages: list[StageCost]) -> tuple[int, int]:
-    """(kept by all micro-batches in flight, needed besides by one block in its backward)."""
+    """Return bytes: (kept by all micro-batches in flight, needed besides by one block in its backward)."""
     held = held_at_once(work.schedule, work.layout, work.micro_batches, work.at.pipeline)
     kept, recomputed = 0.0, 0.0
     for stage in stages:
@@ -121,7 +123,7 @@ def _activations(work: Work, stages: list[StageCost]) -> tuple[int, int]:
 
 
 def _pipeline_buffers(work: Work, stages: int) -> int:
-    """Torch's stage has a buffer a micro-batch for what it receives, both ways, from the first step on.
+    """Return the bytes of torch's receive buffers: one a micro-batch and direction, from the first step on.
 
     Its schedules of several stages a rank also keep what they have sent, until the step ends.
     """

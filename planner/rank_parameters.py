@@ -1,4 +1,4 @@
-"""What one rank holds of a model's parameters, counted from their declarations."""
+"""Count the parameters that one rank holds of a model, from their declarations."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from ..parallel_state import BUFFER_DTYPE, ParallelState, declarations
 
 @dataclass(frozen=True)
 class RankParameters:
-    """Count elements. ``groups``: what FSDP gathers at once, each block and the rest (``""``)."""
+    """Count elements. ``groups``: the elements that FSDP gathers at once, by block; ``""`` is the rest."""
 
-    #: Of this stage, by the tensor axis alone: what a rank computes with.
+    #: Of this stage, cut along the tensor axis only: a rank computes with these.
     stage: int
     #: Between steps, after FSDP cut dim 0 over the data axes.
     stored: int
-    #: The two again, of what is trained.
+    #: The same two counts of trained parameters only.
     trained: int
     trained_stored: int
     groups: Mapping[str, int]
-    #: Of these what is trained: whose gradients are summed together.
+    #: The trained elements of each group: their gradients are summed together.
     trained_groups: Mapping[str, int]
     #: Numbers that no gradient moves, whole on every rank.
     buffers: int
-    #: Bytes of the buffers, and of what is stored and not trained.
+    #: Bytes of the buffers and of the stored parameters that are not trained.
     fixed_bytes: int
 
     @property

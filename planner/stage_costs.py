@@ -1,4 +1,4 @@
-"""What the modules of a rank say that they cost, for each of the rank's pipeline stages."""
+"""Add up the costs that a rank's modules state, for each of its pipeline stages."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def model_cost(model: nn.Module, tokens: Tokens) -> Cost:
 def _of_stage(work: Work, model: CausalLM, stage: Stage) -> StageCost:
     tokens = work.tokens
     blocks, reached = {}, set()
-    # Later stages of torch's send gradients back in any case.
+    # Every later stage sends gradients back, trained or not: torch's stages do.
     trained = not stage.first or any(map(_is_trained, model.entry))
     for number in stage.blocks:
         block = model.layers[str(number)]
@@ -89,7 +89,7 @@ def _of_stage(work: Work, model: CausalLM, stage: Stage) -> StageCost:
 
 
 def _of_module(work: Work, model: nn.Module, loss: Cost | None) -> StageCost:
-    """Of a module that is not the zoo's: what its stage costs as a whole."""
+    """Return the cost of the stage of a module that is not the zoo's; it is counted as a whole."""
     layout = work.layout
     if layout.virtual_stages > 1:
         expected = "1 for a module of your own, whose stages cannot be told apart"

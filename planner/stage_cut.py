@@ -1,4 +1,4 @@
-"""Which blocks go to which stage of a run: by hand, or by what they cost, with both ends counted."""
+"""Choose the blocks of each stage of a run: by hand, or by their costs, embedding and output counted."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..pipeline.cut import cut_by_cost, stage_costs
 
 @dataclass(frozen=True, slots=True)
 class StageCut:
-    """Blocks of each stage, and what each costs: FLOPs of a token's forward."""
+    """State the blocks of each stage, and each stage's cost: FLOPs of a token's forward."""
 
     counts: tuple[int, ...]
     costs: tuple[float, ...]
@@ -21,11 +21,11 @@ class StageCut:
 
     @property
     def slowest(self) -> float:
-        """The most costly stage over the mean of all."""
+        """Return the cost of the most costly stage over the mean of all stages."""
         return max(self.costs) * len(self.costs) / sum(self.costs)
 
     def __str__(self) -> str:
-        """One line: what each pipeline rank holds, and what it costs."""
+        """Return one line: the blocks that each pipeline rank holds, and their cost."""
         stages = all_stages(sum(self.counts), len(self.counts), self.counts)
         ranks = []
         unit, name = (1e9, "GFLOPs") if sum(self.costs) > 1e9 else (1e6, "MFLOPs")
@@ -51,7 +51,7 @@ def cut_stages(
     *,
     split: Sequence[int] | None = None,
 ) -> StageCut:
-    """The stages of a model in a layout. Raises ``BadInput`` for more stages than blocks, or a bad split."""
+    """Cut a model into the stages of a layout; ``BadInput`` for more stages than blocks or a bad split."""
     family = family.base if isinstance(family, AdaptedFamily) else family
     counts = split_blocks(config.num_hidden_layers, layout.stages, split)  # refuses what cannot be
     model, tokens = family.on_meta(config), Tokens(1, sequence_length, config.hidden_size)
@@ -67,5 +67,5 @@ def cut_stages(
 
 
 def _flops(cost: Cost, tokens: Tokens) -> float:
-    """Of a token's forward, attention being causal."""
+    """Return the FLOPs of a token's forward; causal attention counts half."""
     return (cost.matrices + cost.attention / 2 + cost.other) / tokens.count

@@ -1,4 +1,4 @@
-"""What a rank does in a step, as far as its memory and its collectives depend on it."""
+"""Describe a training step of a rank, as far as its memory and its collectives depend on it."""
 
 from __future__ import annotations
 

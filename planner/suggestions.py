@@ -1,4 +1,4 @@
-"""Whether a plan fits its device, and what would make it fit, the cheapest in time first."""
+"""Find the changes of a recipe that make its plan fit the device, those that cost least time first."""
 
 from __future__ import annotations
 

@@ -134,7 +134,10 @@ def dry_run(recipe: Recipe, *, rank: int | None = None, room: int | None = None)
 
 
 def heaviest(recipe: Recipe, planned: Plan) -> RankPlan:
-    """Of the ranks that differ in memory: the first of each pipeline stage."""
+    """Return the plan of the rank that needs most memory.
+
+    Only the ranks that differ in memory are planned: the first of each pipeline stage.
+    """
     layout = recipe.layout
     plans = [rank_plan(recipe, planned, layout.first_rank(stage)) for stage in range(layout.pipeline)]
     return max(plans, key=lambda one: one.total)

@@ -1,6 +1,7 @@
-"""One norm for each parameter under Hugging Face's name, the same in every layout; and each block's output.
+"""Measure one norm for each parameter, by its Hugging Face name, and each block's output.
 
-Where Hugging Face holds several of our tensors in one (GPT-2's c_attn), theirs is the one that has a norm.
+The numbers are the same in every layout. Where Hugging Face holds several of our tensors in one (GPT-2's
+c_attn), that one has the norm.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ..parallel_state.engine import local_data
 
 
 class Norms:
-    """2-norms of the weights and gradients of a model in its layout. Collective over all ranks."""
+    """Compute 2-norms of the weights and gradients of a model in its layout. Collective over all ranks."""
 
     def __init__(self, model: CausalLM, links: Iterable[Link]) -> None:
         self.model, self.state = model, model.state
@@ -31,16 +32,16 @@ class Norms:
         self.all = sorted({name for names in everywhere for name in names or ()})
 
     def weights(self) -> dict[str, float]:
-        """Of each parameter, frozen ones too."""
+        """Return the norm of each parameter, frozen ones too."""
         return self._measure({name: parameter for name, parameter in self.model.named_parameters()})
 
     def gradients(self) -> dict[str, float]:
-        """Of each parameter that has a gradient."""
+        """Return the norm of the gradient of each parameter that has one."""
         found = self.model.named_parameters()
         return self._measure({name: one.grad for name, one in found if one.grad is not None})
 
     def _measure(self, tensors: Mapping[str, Tensor]) -> dict[str, float]:
-        """Squares are summed by their owners, once, and reduced for all names together."""
+        """Return the norms: owners sum each square once, and one reduction serves all names."""
         state, at = self.state, {name: index for index, name in enumerate(self.all)}
         stated = declarations(self.model)
         sums = torch.zeros(2, len(self.all), dtype=torch.float64, device=state.device)
@@ -58,7 +59,7 @@ class Norms:
 
 
 def hugging_face_names(model: nn.Module, links: Iterable[Link]) -> dict[str, str]:
-    """Ours -> theirs for each parameter here; what Hugging Face has no one tensor for keeps its own name."""
+    """Return the HF name of each parameter here, or its own name if Hugging Face has no one tensor for it."""
     ties = {(link.ours, link.hf) for link in links}
     several = Counter(ours for ours, _ in ties)
     theirs = {ours: hf for ours, hf in ties if several[ours] == 1}
@@ -66,9 +67,9 @@ def hugging_face_names(model: nn.Module, links: Iterable[Link]) -> dict[str, str
 
 
 class Activations:
-    """The root mean square of each block's output over a step's tokens, padded or not; on request.
+    """Measure the root mean square of each block's output over a step's tokens, padded ones too; on request.
 
-    A mean, so that a block which is computed twice to save memory has the same number.
+    It is a mean, so a block that is computed twice to save memory has the same number.
     """
 
     def __init__(self, model: CausalLM, links: Iterable[Link]) -> None:
@@ -78,12 +79,12 @@ class Activations:
             block.register_forward_hook(self._hook(int(number)))
 
     def begin(self) -> None:
-        """Count from here on."""
+        """Start counting."""
         layers = self.model.config.num_hidden_layers
         self._sums = torch.zeros(2, layers, dtype=torch.float64, device=self.state.device)
 
     def end(self) -> dict[str, float]:
-        """Stop counting; by block, in the order of the model. Collective over all ranks."""
+        """Stop counting; return the numbers by block, in the model's order. Collective over all ranks."""
         assert self._sums is not None, "it has not begun"
         sums, self._sums, state = self._sums, None, self.state
         if state.tensor_size > 1 and not state.sequence and state.at.tensor:

@@ -129,7 +129,7 @@ def check_run_folder(recipe: Recipe) -> None:
 
 
 def flops_of(recipe: Recipe, plan: Plan) -> TokenFlops:
-    """Of one of the run's tokens: what is frozen costs no gradients of its own."""
+    """Count the FLOPs of one of the run's tokens; frozen parameters have no gradient to compute."""
     if not plan.groups:
         return flops_per_token(plan.family.on_meta(plan.config), recipe.data.sequence_length)
     model = plan.family.build(plan.config)

@@ -19,10 +19,10 @@ from .spikes import Spikes
 
 @dataclass(frozen=True, slots=True)
 class Updated:
-    """What became of a step: the gradient norm before clipping, and why nothing was updated, if so.
+    """Report on a step: the gradient norm before clipping and, if nothing was updated, the reason.
 
-    ``fatal``: nothing was, and nothing will mend it; the gradients are still there, to find the culprit.
-    ``balance``: of the experts, if the model has some.
+    ``fatal``: nothing was updated, and another step would not help; gradients are kept, to find the cause.
+    ``balance``: the balance of the experts, if the model has some.
     """
 
     grad_norm: float

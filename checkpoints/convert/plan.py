@@ -126,9 +126,7 @@ def file_name(rank: int, layout: Layout) -> str:
 
 
 def _fixed(source: Source) -> frozenset[str]:
-    """Return the buffers' names: no gradient moves them, and a cast leaves them in fp32, as transformers
-    does.
-    """
+    """Return the names of buffers: no gradient moves them; casts leave them in fp32, as transformers does."""
     (stated,) = source.family.declarations(source.model_config)
     return buffer_names(stated)
 

@@ -73,9 +73,7 @@ def spread(groups: Sequence[Group], threads: int) -> list[tuple[int, Group]]:
 
 
 def slabs(group: Sequence[Transfer]) -> Iterator[Box]:
-    """Cut the box that a group makes where its sources end, so that a block mostly lies in one run of one
-    file.
-    """
+    """Cut the box that a group makes where its sources end; a block then mostly lies in one run of a file."""
     whole = reduce(hull, (transfer.box for transfer in group))
     if not whole.start:
         yield whole
