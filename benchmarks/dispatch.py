@@ -1,7 +1,8 @@
-"""What a parallel layer adds to its `torch.nn` counterpart on one tensor rank, and what DTensor adds.
+"""Measure the time that a parallel layer, and DTensor, add to a `torch.nn` layer on one tensor rank.
 
-The main thread's own seconds on the processor, of a forward and backward of a few tokens 16 wide: nothing
-but what is spent between operators shows. Many short rounds in turn: the median of their differences counts.
+Measured are the main thread's own seconds on the processor, for a forward and backward of a few tokens 16
+wide, so that only the time between operators shows. Contenders take turns in many short rounds; the median of
+their differences counts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What every benchmark shares: contenders in turn, ratios of each round, the machine, a table of results."""
+"""Share what all benchmarks need: contenders in turn, ratios of rounds, the machine, a table of results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 
 @dataclass
 class Row:
-    """One line of the table: a figure, its spread over the rounds, and what it should reach."""
+    """Hold one line of the table: a figure, its spread over the rounds, and its goal."""
 
     name: str
     figure: float
@@ -29,7 +29,7 @@ class Row:
 
 
 def in_turn(contenders: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each contender, each round running all of them once, after one round that does not count."""
+    """Return each contender's seconds. A round runs each of them once; the first round does not count."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(rounds + 1):
         for name, run in contenders.items():
@@ -40,7 +40,7 @@ def in_turn(contenders: Mapping[str, Callable[[], float]], rounds: int) -> dict[
 
 
 def ratio(name: str, ours: list[float], theirs: list[float], *, goal: float | None = None) -> Row:
-    """How many times as fast as theirs: the median over the rounds of their seconds over ours."""
+    """Return how many times as fast as theirs ours is: the median over the rounds of their seconds / ours."""
     found = sorted(b / a for a, b in zip(ours, theirs, strict=True))
     median = statistics.median(found)
     return Row(
@@ -61,7 +61,7 @@ def seconds_of(work: Callable[[], object]) -> float:
 
 
 def anonymous(pid: int) -> int:
-    """RssAnon of a process in bytes: what it holds itself, not the pages of files."""
+    """Return RssAnon of a process in bytes: memory of its own, without the pages of files."""
     try:
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("RssAnon:"):
@@ -72,7 +72,7 @@ def anonymous(pid: int) -> int:
 
 
 class Peak:
-    """The largest RssAnon of a process and its children while the context lasts, looked at every 10 ms."""
+    """Measure, every 10 ms, the largest RssAnon of a process and its children during the ``with`` block."""
 
     def __init__(self, pid: int) -> None:
         self.bytes, self._pid, self._done = 0, pid, threading.Event()
@@ -107,7 +107,7 @@ def machine() -> dict[str, object]:
 
 
 def check_load(limit: float = 0.5) -> None:
-    """Refuse to measure beside other work."""
+    """Refuse to measure while the machine does other work."""
     if os.getloadavg()[0] > limit:
         raise SystemExit(
             f"the load is {os.getloadavg()[0]:.2f}, above {limit}: wait until it is idle, or pass --busy"
@@ -115,7 +115,7 @@ def check_load(limit: float = 0.5) -> None:
 
 
 def write_results(out: Path, title: str, rows: list[Row], facts: Mapping[str, object]) -> None:
-    """``out``.json and ``out``.md."""
+    """Write ``out``.json and ``out``.md."""
     out.parent.mkdir(parents=True, exist_ok=True)
     out.with_suffix(".json").write_text(
         json.dumps({"machine": facts, "rows": [asdict(row) for row in rows]}, indent=2) + "\n"

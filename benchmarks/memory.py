@@ -1,7 +1,7 @@
-"""What `[memory]` saves and costs: the loss over chunks, checkpointing by mode, and how long a plan takes.
+"""Measure what `[memory]` saves and costs (loss in chunks, checkpointing), and how long a plan takes.
 
-Bytes are counted to the byte (`trilith.testing.LiveBytes`). Seconds here are the process's own on the
-processor, on one thread, so that other work on the machine disturbs them less.
+Bytes are counted exactly (`trilith.testing.LiveBytes`). Seconds are the process's own on the processor, on
+one thread, so that other work on the machine disturbs them less.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""How long ranks wait under each schedule: stages that sleep, on local processes, beside the formula.
+"""Measure how long ranks wait under each schedule, with stages that sleep, and compare with the formula.
 
-4 ranks, 8 micro-batches. A rank's forward sleeps 0.25 s, its backward twice as long, so that what else the
-machine does weighs little; sending and autograd count as waiting. Goals: within 0.02 of the formula for
-GPipe, 1F1B and interleaved 1F1B; at most 0.12 for the zero-bubble ones.
+There are 4 local ranks and 8 micro-batches. A rank's forward sleeps 0.25 s and its backward twice as long, so
+that the machine's other work weighs little; sending and autograd count as waiting. Goals: within 0.02 of the
+formula for GPipe, 1F1B and interleaved 1F1B; at most 0.12 for the zero-bubble ones.
 """
 
 from __future__ import annotations

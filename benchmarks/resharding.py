@@ -1,6 +1,7 @@
-"""A run's checkpoint, weights and both moments, recut 8x2 -> 4x4 -> 2x1, against `cp` and DCP's load + save.
+"""Reshard a run's checkpoint, weights and both moments, 8x2 -> 4x4 -> 2x1; compare with `cp` and DCP.
 
-Bytes read are counted by the kernel (/proc/self/io) and compared with the bytes that the output needs.
+DCP loads and saves. Bytes read are counted by the kernel (/proc/self/io) and compared with the bytes that the
+output needs.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ CHAIN = ((8, 2), (4, 4), (2, 1))
 
 
 def write_run(folder: Path, config: dict[str, Any]) -> None:
-    """A checkpoint as one rank of a run writes it, fp32 with both moments, made without a model."""
+    """Write a checkpoint as one rank of a run does, fp32 with both moments, without making a model."""
     family = family_of(config)
     (stated,) = family.declarations(family.from_hf(config))
     shapes = {name: declaration.shape for name, declaration in stated.items()}
@@ -90,7 +91,7 @@ def main(folder: Path, rounds: int) -> list[Row]:
 
 
 def bytes_read(src: Path, dst: Path, layout: tuple[int, int]) -> Row:
-    """What the kernel handed to this process while it recut, over what the output consists of."""
+    """Measure the bytes that the kernel reads for a conversion, over the bytes that its output needs."""
     source = read_source(src)
     plan = plan_to_sharded(source, tensor=layout[0], pipeline=layout[1])
     needed = sum(whole_bytes(one.shape, one.dtype) for one in source.catalog.values())

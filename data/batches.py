@@ -88,7 +88,7 @@ class GlobalBatches:
 
     @property
     def fingerprint(self) -> str:
-        """The files' fingerprints, how rows are made of each, and shares: what a training manifest keeps."""
+        """Return what a manifest keeps: the files' fingerprints, how each makes its rows, and the shares."""
         if len(self._rows) == 1:
             return self._rows[0].fingerprint
         shares = zip(self._interleave.shares, self._rows, strict=True)
@@ -104,7 +104,7 @@ class GlobalBatches:
     def sample_ids(
         self, step: int, data_index: int = 0, data_size: int = 1
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Of each row of the batch, the number of its file and its number in the file."""
+        """Return, for each row of the batch, the number of its file and the row's number in that file."""
         positions = positions_of(step, self.global_batch, data_index, data_size)
         sources, draws = self._interleave.locate(positions)
         ids = np.empty_like(draws)

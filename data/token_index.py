@@ -28,7 +28,7 @@ _PROBE_BLOCKS, _PROBE_BYTES = 64, 2**16
 
 
 class TargetIndex(StrictRecord):
-    """What the index of a chat set says beside: of the file that tells which tokens are to be learnt."""
+    """Describe, in the index of a chat set, the file that tells which tokens are to be learnt."""
 
     tokens: int = Field(ge=1, description="how many of the tokens are to be learnt")
     sha256: str
@@ -41,9 +41,10 @@ class TargetIndex(StrictRecord):
 
 
 class TokenIndex(StrictRecord):
-    """What ``<name>.json`` says. ``probe`` hashes 64 blocks of the tokens, so that opening reads 4 MiB.
+    """Describe a token file: the content of ``<name>.json``.
 
-    ``seal`` is the SHA-256 of all that it says beside, so that no other index can be taken for this one.
+    ``probe`` hashes 64 blocks of the tokens, so that opening reads 4 MiB. ``seal`` is the SHA-256 of the
+    other keys, so that no other index can be taken for this one.
     """
 
     version: int = Field(ge=1, le=VERSION)
@@ -62,7 +63,7 @@ class TokenIndex(StrictRecord):
     seal: str | None = None
 
     def sealed(self) -> TokenIndex:
-        """The same with its seal."""
+        """Return a copy with its seal."""
         return self.model_copy(update={"seal": self._seal()})
 
     def check_seal(self, path: Path) -> None:

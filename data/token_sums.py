@@ -23,7 +23,7 @@ Sums = NDArray[np.uint32]
 
 
 class BlockSums:
-    """Computes the checksums of a file's blocks from its bytes as they come."""
+    """Compute the checksums of a file's blocks from its bytes as they come."""
 
     def __init__(self) -> None:
         self._done, self._last, self._filled = array("I"), 0, 0
@@ -40,15 +40,15 @@ class BlockSums:
                 self._last = self._filled = 0
 
     def value(self) -> Sums:
-        """Of what has come so far; the last block may be a part of one."""
+        """Return the checksums of the bytes so far; the last block may be incomplete."""
         sums = [*self._done, self._last] if self._filled else self._done
         return np.array(sums, dtype="<u4")
 
 
 class CheckedFile:
-    """The items of a mapped file, each block of which is compared with its checksum when it is first read.
+    """Read a mapped file, and compare each block with its checksum when it is first read.
 
-    ``sums`` is None for a file that was made before there were checksums: it is read as it is.
+    ``sums`` is ``None`` for a file written before there were checksums: it is read unchecked.
     """
 
     def __init__(self, path: Path, items: NDArray[Any], sums: Sums | None) -> None:
@@ -57,7 +57,7 @@ class CheckedFile:
         self._checked = np.zeros(block_count(items.nbytes), dtype=bool)
 
     def read(self, begin: int, end: int) -> NDArray[Any]:
-        """Items ``begin`` to ``end``. ``BadInput`` where they are not what was written."""
+        """Return items ``begin`` to ``end``; ``BadInput`` if they are not what was written."""
         if self._sums is not None and end > begin:
             size = self.items.itemsize
             first, last = begin * size // BLOCK, -(-end * size // BLOCK)

@@ -31,11 +31,11 @@ MARK_EVERY = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """How far a job had come: what a killed writer leaves to the next one.
+    """Record how far a job has come, so that the next writer can continue after a kill.
 
     ``portions`` of the input were finished; ``left_out`` of their samples have nothing to learn, and
-    ``unended`` learn no end mark. The files then had these ``sizes`` in bytes; what lies behind is cut off.
-    ``read`` is the hash of these portions, ``written`` that of each file.
+    ``unended`` learn no end mark. The files then had these ``sizes`` in bytes; bytes behind them are cut off.
+    ``read`` is the hash of these portions, and ``written`` has the hash of each file.
     """
 
     portions: int
@@ -233,7 +233,7 @@ class TokenWriter:
         return TokenFile.open(self._paths.name)
 
     def _open(self) -> None:
-        """The files, empty, or with what an earlier writer of the same job finished."""
+        """Open the files: empty, or with the data that an earlier writer of the same job finished."""
         self._last_mark = time.monotonic()
         mark = next((mark for mark in reversed(self._journal.records) if self._holds(mark)), None)
         if mark is None:
@@ -254,7 +254,7 @@ class TokenWriter:
         self.read, self.tokens = mark.read, mark.sizes["tokens"] // self._dtype.itemsize
 
     def _holds(self, mark: Mark) -> bool:
-        """Whether the files are as long as the mark says."""
+        """Return whether the files are at least as long as the mark says."""
         paths = {name: self._staging.directory / name for name in self._names}
         return mark.sizes.keys() == paths.keys() and all(
             path.is_file() and path.stat().st_size >= mark.sizes[name] for name, path in paths.items()

@@ -269,7 +269,7 @@ def dry_run(layout: Layout, rank: int = 0) -> MemoryPlan:
 
 
 def prove() -> None:
-    """That the model is one model in these layouts; otherwise the first module that differs is named."""
+    """Check that the model is the same in these layouts; an error names the first module that differs."""
     from trilith.testing import assert_layout_invariant
 
     layouts = [Layout(tensor=2), Layout(tensor=2, sequence=True), Layout(pipeline=2),

@@ -42,7 +42,7 @@ class LoraSection(LoraConfig):
 
 
 class LayoutSection(Section):
-    """How many ranks there are along each parallel axis; see `trilith.parallel_state.Layout`."""
+    """Set the number of ranks along each parallel axis; see `trilith.parallel_state.Layout`."""
 
     tensor: Ranks = Field(
         default=1, description="tensor parallelism: number of ranks that share each matrix product"
@@ -112,7 +112,7 @@ class LayoutSection(Section):
 
 
 class DataSection(Section):
-    """What to train on: token files written by `trilith tokenize`, named without their suffix."""
+    """Choose the data to train on: token files written by `trilith tokenize`, named without their suffix."""
 
     tokens: PathText | list[PathText] = Field(
         description="token file, or a list of token files to mix; names have no suffix"
@@ -307,7 +307,7 @@ class ExpertsSection(Section):
 
 
 class CheckpointSection(Section):
-    """When and how checkpoints are saved, and how many are kept."""
+    """Choose when and how checkpoints are saved, and how many are kept."""
 
     every: int = Field(
         default=0, ge=0, description="number of steps between checkpoints; 0: save only at the end"

@@ -1,8 +1,8 @@
-"""Before any collective: every rank has come, and all of them want the same.
+"""Check, before any collective, that every rank has come and that all are about to run the same.
 
-Ranks meet at torch's key-value store. Each leaves a card that says what it is about to run; rank 0 compares
-the cards and writes one verdict, which all read. So a rank that is missing or different is named, within the
-timeout, and no rank is left waiting in a collective for it.
+Ranks meet at torch's key-value store. Each leaves a card that says what it is about to run. Rank 0 compares
+the cards and writes one verdict, which all read. So an error names a rank that is missing or different,
+within the timeout, and no rank waits for it in a collective.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def join(here: Launched, card: Mapping[str, str], timeout: timedelta) -> dist.St
 
 
 def _store(here: Launched, timeout: timedelta) -> dist.Store:
-    """The store of torchrun, or one that rank 0 opens at MASTER_PORT; it waits for nobody."""
+    """Return torchrun's store, or one that rank 0 opens at MASTER_PORT; it waits for nobody."""
     host, port = here.host, here.port
     _check_name(here)
     opens = here.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -92,7 +92,7 @@ def _bad(name: str, expected: str, found: str, todo: str = "") -> BadInput:
 
 
 def _verdict(store: dist.Store, rank: int, timeout: timedelta) -> bytes:
-    """Return what rank 0 says. From when it comes, it has the timeout to wait for the others."""
+    """Return rank 0's verdict. Once rank 0 has come, it waits one more timeout for the others."""
     try:
         store.wait(["card/0"], timeout)
     except RuntimeError as error:
@@ -106,7 +106,10 @@ def _verdict(store: dist.Store, rank: int, timeout: timedelta) -> bytes:
 
 
 def _judge(store: dist.Store, world: int, timeout: timedelta) -> dict[str, Any]:
-    """Who is missing, else the first fact that differs: its name, what most have, who has something else."""
+    """Return the verdict: the missing ranks, or the first fact on which ranks differ, or that all is well.
+
+    For such a fact it has its name, the value that most ranks have, and the other value with its ranks.
+    """
     try:
         store.wait([f"card/{rank}" for rank in range(world)], timeout)
     except RuntimeError:
@@ -123,7 +126,7 @@ def _judge(store: dist.Store, world: int, timeout: timedelta) -> dict[str, Any]:
 
 
 def _wait_for_readers(store: dist.Store, world: int) -> None:
-    """Rank 0 may hold the store: it stays until those who came have read why they must leave."""
+    """Wait until all present ranks have read the verdict: the store may be in this process, rank 0."""
     present = [rank for rank in range(1, world) if store.check([f"card/{rank}"])]
     with suppress(RuntimeError):
         store.wait([f"read/{rank}" for rank in present], _GRACE)

@@ -57,14 +57,14 @@ def companions_in(folder: Path, *, allow_symlinks: bool = False) -> list[Path]:
 
 @dataclass(frozen=True, slots=True)
 class Companion:
-    """One file that travels along, as it was when it was read."""
+    """Hold one file that is copied along with the weights, as it was when it was read."""
 
     name: str
     data: bytes
 
     @property
     def stored(self) -> StoredFile:
-        """What a manifest says of it."""
+        """Return the manifest's entry for this file."""
         return StoredFile(name=self.name, size=len(self.data), crc32=Checksum().add(0, self.data))
 
     def write(self, directory: Path) -> None:

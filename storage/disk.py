@@ -17,38 +17,38 @@ from ..system import refusal_of
 
 
 class DiskFailed(MachineFailed):
-    """The disk refused a write: full, over quota, too large a file, an input/output error.
+    """Report that the disk refused a write: full, over quota, too large a file, an input/output error.
 
-    Where the place cannot be written to, so that another one would do, the exit code is that of bad input.
+    If another place could be written to, the exit code is that of bad input.
     """
 
 
 class Disk:
-    """The real disk."""
+    """Call the real disk."""
 
     def create(self, path: Path) -> int:
-        """A descriptor of a new file, for reading and writing; an existing file is an error."""
+        """Open a new file for reading and writing and return its descriptor; an existing file is an error."""
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     def reopen(self, path: Path) -> int:
-        """A descriptor of a file that is there, for reading and writing."""
+        """Open an existing file for reading and writing and return its descriptor."""
         return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
 
     def write(self, fd: int, data: memoryview, offset: int) -> None:
-        """All of ``data`` at ``offset``."""
+        """Write all of ``data`` at ``offset``."""
         done = 0
         while done < len(data):
             done += os.pwrite(fd, data[done:], offset + done)
 
     def sync(self, fd: int) -> None:
-        """What was written to the file survives a power cut from here on."""
+        """Make the bytes written to the file so far survive a power cut."""
         os.fsync(fd)
 
     def close(self, fd: int) -> None:
         os.close(fd)
 
     def sync_directory(self, path: Path) -> None:
-        """The names in the directory survive a power cut from here on."""
+        """Make the names in the directory survive a power cut."""
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(fd)
@@ -59,7 +59,7 @@ class Disk:
         os.mkdir(path)
 
     def rename(self, old: Path, new: Path) -> None:
-        """Atomic; a file, or an empty directory, that has the new name is replaced."""
+        """Rename in one atomic step; a file, or an empty directory, that has the new name is replaced."""
         os.rename(old, new)
 
     def remove(self, path: Path) -> None:
@@ -69,7 +69,7 @@ class Disk:
         shutil.rmtree(path, ignore_errors=True)
 
     def write_file(self, path: Path, data: bytes) -> None:
-        """A whole new file, on the disk when this returns."""
+        """Write a whole new file; it is on the disk when this returns."""
         with writing(path):
             fd = self.create(path)
             try:
@@ -81,7 +81,7 @@ class Disk:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turns an ``OSError`` of the block into one line that names the file."""
+    """Turn an ``OSError`` of the ``with`` block into one line that names the file."""
     try:
         yield
     except OSError as error:

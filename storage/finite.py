@@ -1,7 +1,7 @@
-"""Whether numbers are finite, at the speed of reading them: two integer maxima instead of a mask of booleans.
+"""Check that numbers are finite, as fast as they can be read: two integer maxima, no mask of booleans.
 
-An IEEE number is not finite when all bits of its exponent are set. Read as integers, such numbers of positive
-sign are the largest signed ones, and such numbers of negative sign the largest unsigned ones.
+An IEEE number is not finite when all bits of its exponent are set. Read as integers, such positive numbers
+are the largest signed integers, and such negative numbers are the largest unsigned ones.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _BITS = {
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What a look at some numbers found."""
+    """Tell whether all numbers of a tensor are finite, and whether all are zero."""
 
     finite: bool
     zero: bool
 
 
 def look_at(numbers: Tensor) -> Look:
-    """Whether all of a contiguous CPU tensor is finite, and whether all is zero; integers are finite."""
+    """Tell whether all of a contiguous CPU tensor is finite, and whether all is zero; integers are finite."""
     if numbers.numel() == 0:
         return Look(True, True)
     if numbers.dtype not in _BITS:

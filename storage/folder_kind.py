@@ -99,7 +99,7 @@ def kinds_of(folder: Path) -> list[FolderKind]:
 
 
 def holds_steps(folder: Path) -> bool:
-    """Whether a run has saved in the folder, or began to: a folder in it has the name of a step."""
+    """Return whether a run has begun to save in the folder: a folder in it has the name of a step."""
     if not folder.is_dir():
         return False
     with os.scandir(folder) as entries:

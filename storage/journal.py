@@ -1,7 +1,7 @@
-"""What of a long job is on the disk already, so that after a kill it goes on instead of beginning.
+"""Record which parts of a long job are on the disk, so that after a kill the job continues.
 
-A line of the journal is a record in JSON and the CRC-32 of that text. It is written after what it speaks of
-is on the disk. Whoever goes on compares what it says with the files themselves.
+A line of the journal is a record in JSON and the CRC-32 of that text. It is written after the data that it
+describes is on the disk. A job that continues compares the records with the files themselves.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ Record = TypeVar("Record")
 
 
 class Journal(Generic[Record]):
-    """A file of records. ``records`` has those that an earlier run left, in their order, up to the first line
-    that is not whole; what follows there is cut off.
+    """Write and read a file of records.
+
+    ``records`` has those of an earlier run, in order, up to the first line that is not whole; the file is cut
+    off there.
     """
 
     def __init__(self, path: Path, record: type[Record], *, disk: Disk | None = None) -> None:
@@ -45,7 +47,7 @@ class Journal(Generic[Record]):
         self.records.append(record)
 
     def clear(self) -> None:
-        """Forget all records: what they say is not so."""
+        """Delete all records, because they do not describe the files."""
         self._path.unlink(missing_ok=True)
         self.records, self._length = [], 0
 

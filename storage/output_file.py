@@ -64,7 +64,7 @@ def _around(output: Path) -> list[Path]:
 
 
 def _inside(around: list[Path], source: Path) -> Path | None:
-    """Which folder around the output is the source, or a folder in it."""
+    """Return the folder around the output that is the source, or one of its subfolders; else ``None``."""
     if not source.is_dir():
         return None
     theirs = [source, *(one for one in source.iterdir() if one.is_dir() and not one.is_symlink())]

@@ -46,7 +46,7 @@ class Header:
 
 
 def header_length(first: bytes, size: int, where: object) -> int:
-    """How many bytes of JSON follow the first 8, checked before anything of that length is read."""
+    """Return how many bytes of JSON follow the first 8; check the number before so many bytes are read."""
     if hint := what_it_looks_like(first):
         raise BadInput(where, expected="a safetensors file", found=shown(first[:24]), todo=hint)
     if size < _LENGTH:

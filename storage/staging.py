@@ -1,4 +1,4 @@
-"""How an output comes to be: in a directory beside its final place, complete, and then under its name.
+"""Write an output into a directory beside its final place, and give it its name only when it is complete.
 
     staging = Staging.begin(output, inputs=[source], need=bytes)   # checks, lock, a fresh directory beside it
     ...                                                            # files written and synced into .directory

@@ -1,4 +1,4 @@
-"""JSON from people we do not trust: one meaning or none, and never a crash."""
+"""Parse JSON from untrusted sources: refuse what readers could understand in two ways, and never crash."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class _Refused(ValueError):
-    """What the hooks below raise; it becomes the caller's kind of error, with the file's name."""
+    """Carry a refusal out of the hooks below; the caller's kind of error replaces it and names the file."""
 
 
 def parse_object(raw: bytes, where: object, *, kind: type[BadInput] = BadInput) -> dict[str, object]:
-    """The one JSON object in ``raw``, or an error of ``kind`` that names ``where``.
+    """Return the one JSON object in ``raw``, or raise an error of ``kind`` that names ``where``.
 
-    Refused are invalid UTF-8, half a surrogate pair (no text), a key said twice (readers differ in which one
-    counts), ``NaN`` and infinities (no JSON), more than ``DEEPEST`` nested levels, and anything but an object
-    at the top.
+    Refused are invalid UTF-8, half a surrogate pair (not text), a key that appears twice (readers differ in
+    which one counts), ``NaN`` and infinities (not JSON), more than ``DEEPEST`` nested levels, and anything
+    but an object at the top.
     """
     text = decode_utf8(raw, where, kind=kind)
     try:
@@ -51,7 +51,7 @@ def parse_object(raw: bytes, where: object, *, kind: type[BadInput] = BadInput) 
 
 
 def decode_utf8(raw: bytes, where: object, *, kind: type[BadInput] = BadInput) -> str:
-    """The text in ``raw``, or an error of ``kind`` that names ``where`` and the first byte that is wrong."""
+    """Return the text in ``raw``; an error of ``kind`` names ``where`` and the first wrong byte."""
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -60,12 +60,12 @@ def decode_utf8(raw: bytes, where: object, *, kind: type[BadInput] = BadInput) -
 
 
 def is_pointer(raw: bytes) -> bool:
-    """Whether this is what git-lfs leaves in a file's place until the file is fetched."""
+    """Return whether this is the small file that git-lfs leaves in a file's place until it is fetched."""
     return raw.startswith(b"version https://git-lfs")
 
 
 def what_it_looks_like(raw: bytes) -> str:
-    """What to do about a file whose first bytes show that it is something well known, or an empty string."""
+    """Return what to do if the first bytes show a git-lfs pointer or a web page, else an empty string."""
     head = raw[:256].lstrip().lower()
     if is_pointer(head):
         return "This is a git-lfs pointer, not the file: run git lfs pull"
@@ -75,7 +75,7 @@ def what_it_looks_like(raw: bytes) -> str:
 
 
 def shown(text: object, limit: int = 80) -> str:
-    """Foreign text made fit for one line of an error message."""
+    """Return untrusted text as one short line for an error message."""
     line = repr(text)
     return line if len(line) <= limit else f"{line[:limit]}…"
 
@@ -101,7 +101,7 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def finite_float(digits: str) -> float:
-    """The number in ``digits``; ``ValueError`` for NaN, an infinity, or a number that no float holds."""
+    """Return the number in ``digits``; ``ValueError`` for NaN, infinities and numbers that no float holds."""
     value = float(digits)
     if not math.isfinite(value):
         raise _Refused(f"the number {shown(digits)}, which is not finite or fits in no float")
@@ -109,7 +109,7 @@ def finite_float(digits: str) -> float:
 
 
 def deeper(value: object, most: int) -> bool:
-    """Whether lists and objects are nested more than ``most`` levels deep."""
+    """Return whether lists and objects are nested more than ``most`` levels deep."""
     level: list[Any] = [value]
     for _ in range(most):
         level = [

@@ -12,7 +12,7 @@ from ..parallel_state import Box
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """``rows`` runs of ``length`` bytes, the first at ``offset``, each ``stride`` bytes after the last."""
+    """Describe ``rows`` runs of ``length`` bytes: the first at ``offset``, each next ``stride`` bytes on."""
 
     offset: int
     rows: int
@@ -21,7 +21,7 @@ class Runs:
 
 
 def runs_of(shape: tuple[int, ...], box: Box, itemsize: int) -> Iterator[Runs]:
-    """The bytes of ``box`` in a tensor of ``shape``, in the order of its elements.
+    """Yield the bytes of ``box`` in a tensor of ``shape``, in the order of its elements.
 
     A box that is whole in every dim but its first gives one run; a box of columns gives one ``Runs`` of many
     rows; only a box cut in three dims or more gives several.
@@ -58,7 +58,7 @@ def runs_of(shape: tuple[int, ...], box: Box, itemsize: int) -> Iterator[Runs]:
 
 
 def is_one_run(shape: tuple[int, ...], box: Box) -> bool:
-    """Whether the box is one contiguous stretch of the tensor's bytes."""
+    """Return whether the box is one contiguous stretch of the tensor's bytes."""
     if box.size == 0:
         return True
     leading = 0

@@ -53,13 +53,13 @@ def has_process_info() -> bool:
 
 
 def start_of(pid: int) -> int:
-    """When the process started; 0 where that is not known."""
+    """Return when the process started, in ticks since the machine's start; 0 if that is not known."""
     info = process_info(pid)
     return info.started if info else 0
 
 
 def children_of(pid: int) -> list[ProcessInfo]:
-    """The processes whose parent it is, the dead ones that nobody waited for among them."""
+    """Return the processes whose parent this is, also dead ones that nobody has waited for."""
     numbers = [int(path.name) for path in _PROC.glob("[0-9]*")] if has_process_info() else []
     found = (process_info(number) for number in numbers)
     return [one for one in found if one is not None and one.parent == pid]

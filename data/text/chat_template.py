@@ -76,9 +76,9 @@ class Chat:
 
 
 class ChatTemplate:
-    """The template in ``file``, or the tokenizer's own. ``variables`` are what it may ask for beside.
+    """Hold the template in ``file``, or the tokenizer's own. ``variables`` are those that it may also use.
 
-    ``BadInput`` where there is no template, or none that a tokenizer can follow by characters.
+    ``BadInput`` if there is no template, or the tokenizer cannot map characters to tokens.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class ChatTemplate:
 
     @property
     def sha256(self) -> str:
-        """Of the template and its variables."""
+        """Return the SHA-256 of the template and its variables."""
         told = "".join(f"\n{name}={value!r}" for name, value in sorted(self.variables.items()))
         return hashlib.sha256((self.text + told).encode()).hexdigest()
 

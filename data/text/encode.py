@@ -1,4 +1,4 @@
-"""Blocks of documents or conversations to ids, over several processes, in the order of the blocks."""
+"""Encode blocks of documents or conversations to ids, in several processes, in the order of the blocks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _WORTH_A_PROCESS = 8 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a worker must know: where the tokenizer is, and what becomes of a document."""
+    """State what a worker needs: the tokenizer's path, and how a document becomes tokens."""
 
     tokenizer: Path
     json_key: str
@@ -43,8 +43,10 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A block's ids end to end, and how many each document has; of a chat set which are to be learnt, and how
-    many samples were left out for want of such, and how many learn an answer without its end mark.
+    """Hold a block's ids end to end, and the number of ids of each document.
+
+    For a chat set also: ``targets``, 1 for each id to be learnt; ``left_out``, the number of samples without
+    such ids; ``unended``, the number of samples that learn an answer without its end mark.
     """
 
     ids: NDArray[Any]
@@ -55,7 +57,7 @@ class Encoded:
 
 
 def useful_workers(size: int) -> int:
-    """The cores at hand, but no process for less work than the seconds that it takes to start one."""
+    """Return the number of cores, or fewer: a process must have more work than the time it takes to start."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cores, 1 + size // _WORTH_A_PROCESS)
 
@@ -63,7 +65,7 @@ def useful_workers(size: int) -> int:
 def encode_all(
     blocks: Iterable[tuple[int, Block]], job: Job, loaded: Tokenizer, workers: int
 ) -> Iterator[tuple[int, Encoded]]:
-    """The blocks' results in the order of the blocks, with a few blocks a worker on the way at any time."""
+    """Yield the blocks' results in the order of the blocks; a few blocks a worker are in flight at a time."""
     if workers == 1:
         encode = _encoder(job, loaded)
         yield from ((done, encode(block)) for done, block in blocks)
@@ -95,7 +97,7 @@ def _next(pending: deque[tuple[int, Future[Encoded]]]) -> tuple[int, Encoded]:
 
 @contextmanager
 def _workers_alive() -> Iterator[None]:
-    """Say that a worker was killed; one that is killed while it starts gives an end of file."""
+    """Raise ``PeerFailed`` if a worker was killed; while it starts, a kill shows as an end of file."""
     try:
         yield
     except (BrokenProcessPool, EOFError, ConnectionError) as error:
@@ -110,7 +112,7 @@ def _encode_in_worker(block: Block, job: Job) -> Encoded:
 
 @functools.cache
 def _own_encoder(job: Job) -> Callable[[Block], Encoded]:
-    """One tokenizer a process."""
+    """Return the encoder of this process, which loads its tokenizer once."""
     return _encoder(job, load_tokenizer(job.tokenizer))
 
 

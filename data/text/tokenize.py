@@ -102,7 +102,7 @@ def _begin(loaded: Tokenizer, where: Path, bos: bool | None, chat: Chat | None) 
 
 
 def _name(inputs: list[Path], loaded: Tokenizer, *options: object) -> str:
-    """Of a job: calls with one name write the same bytes, whatever their workers."""
+    """Return the name of a job: calls with the same name write the same bytes, with any number of workers."""
     files = [file for path in inputs for file in (dataset_files(path) if path.is_dir() else [path])]
     stated = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     told = [stated, loaded.fingerprint, loaded.vocab_size, loaded.eos_id, *options]

@@ -16,7 +16,7 @@ _ENDS = ("finished", "stopped", "failed")
 
 @dataclass(frozen=True)
 class RunRecord:
-    """Lines of metrics.jsonl, lines of events.jsonl, and the last complete checkpoint."""
+    """Hold the lines of metrics.jsonl and events.jsonl, and the last complete checkpoint."""
 
     name: str
     steps: list[dict[str, Any]]
@@ -25,23 +25,23 @@ class RunRecord:
 
     @property
     def attempts(self) -> list[dict[str, Any]]:
-        """Starts and resumes, in order."""
+        """Return the starts and resumes, in order."""
         return [one for one in self.events if one["event"] in ("started", "resumed")]
 
     @property
     def recipe(self) -> dict[str, Any]:
-        """Of the last attempt; empty where none was noted."""
+        """Return the recipe of the last attempt; empty if none was noted."""
         return dict(self.attempts[-1].get("recipe", {})) if self.attempts else {}
 
     @property
     def skipped(self) -> list[str]:
-        """Steps, from 1, that updated nothing, and why."""
+        """Return the steps, from 1, that updated nothing, with the reason."""
         found = ((int(line["step"]) + 1, line.get("skipped")) for line in self.steps)
         return [f"{step} ({why})" for step, why in found if why]
 
     @property
     def state(self) -> str:
-        """How it stands, in words."""
+        """Return the state of the run in words."""
         last = next((one for one in reversed(self.events) if one["event"] != "saved"), None)
         if last is None:
             return "unknown: it has no events"
@@ -59,17 +59,17 @@ class RunRecord:
 
     @property
     def done(self) -> int:
-        """Steps whose metrics are known, up to the last."""
+        """Return how many steps have metrics, up to the last."""
         return int(self.steps[-1]["step"]) + 1 if self.steps else 0
 
     def column(self, key: str) -> list[tuple[int, float | None]]:
-        """(step from 1, value) of the steps that have this number; ``None`` where it was not finite."""
+        """Return (step from 1, value) of the steps that have this number; ``None`` if it was not finite."""
         found = ((int(line["step"]) + 1, line[key]) for line in self.steps if key in line)
         return [(step, value if isinstance(value, int | float) else None) for step, value in found]
 
 
 def told(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The events, and between two attempts one that no end separates, ``vanished``."""
+    """Return the events, with a ``vanished`` added between two attempts of which the first has no end."""
     found: list[dict[str, Any]] = []
     open_attempt = False
     for one in events:
@@ -97,7 +97,7 @@ def check_step(checkpoint: Path, step: int | None) -> None:
 
 
 def read_run(folder: Path) -> RunRecord:
-    """``BadInput`` for a folder in which no run has written."""
+    """Read a run's folder; ``BadInput`` if no run has written in it."""
     steps = [line for line in read_metrics(folder / "metrics.jsonl") if is_whole(line)]
     events = read_events(folder / "events.jsonl")
     if not steps and not events:
