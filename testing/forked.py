@@ -24,11 +24,12 @@ _MS_RDONLY, _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 1 << 5, 1 << 12, 1 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a child ended: its exit code (``None`` if it had to be killed), its words on stderr, and whether a
-    process of its own outlived it.
+    """Report how a child process ended.
 
-    ``computed``: seconds of processor time, with those of its own children. ``took``: seconds that it lived,
-    without those in which it waited for a core of a busy machine.
+    ``code``: its exit code (``None`` if it had to be killed). ``err``: its text on stderr.
+    ``left_processes``: whether a process that it started outlived it. ``computed``: seconds of processor
+    time, its own children included. ``took``: seconds that it lived, without those in which it waited for a
+    core of a busy machine.
     """
 
     code: int | None
@@ -96,7 +97,7 @@ def no_more_processes() -> None:
 
 
 def may_mount() -> bool:
-    """Whether a child of this process may have mounts of its own."""
+    """Return whether a child of this process may have mounts of its own."""
     pid = os.fork()
     if pid == 0:
         try:

@@ -58,7 +58,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _storages(value: Any) -> Iterator[torch.UntypedStorage]:
-    """Those of all tensors in nested lists, tuples and dicts."""
+    """Yield the storages of all tensors in nested lists, tuples and dicts."""
     if isinstance(value, Tensor):
         yield (local_data(value) if isinstance(value, DTensor) else value).untyped_storage()
     elif isinstance(value, Mapping):

@@ -158,7 +158,7 @@ def roughen(model: CausalLM, seed: int, state: ParallelState) -> None:
 
 
 def pieces(model: CausalLM, state: ParallelState, *, gradients: bool = False) -> Pieces:
-    """What this rank holds of each parameter: its box without padding, whether it owns it, the numbers.
+    """Return this rank's part of each parameter: its box without padding, whether it owns it, the numbers.
 
     Asserts that padding is zero.
     """

@@ -118,7 +118,7 @@ def chromium() -> Iterator[Browser]:
 
 
 def look(page: Path, screen: str, scheme: str, picture: Path) -> list[str]:
-    """What is wrong with the page on this screen."""
+    """Return everything that is wrong with the page on this screen."""
     with chromium() as browser:
         width, height = SCREENS[screen]
         for domain in ("Network", "Log", "Runtime", "Page"):

@@ -1,8 +1,8 @@
-"""Which of the known bad inputs and kills have a test: a case's number stands in the test's name (`make
-faults`).
+"""List which of the known bad inputs and kills have a test (`make faults`).
 
-A: bytes of a safetensors file. B: index and set of files. C: tensors. D: config, and determinism. E: layout
-and launch. F: data and tokenizer. G: checkpoint folder and output. K: kills.
+The number of a case stands in the name of its test. A: bytes of a safetensors file. B: index and set of
+files. C: tensors. D: config, and determinism. E: layout and launch. F: data and tokenizer. G: checkpoint
+folder and output. K: kills.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 CASES = {"A": 36, "B": 19, "C": 18, "D": 29, "E": 20, "F": 14, "G": 26, "K": 19}
 
-#: Cases of what does not exist yet.
+#: Cases of features that do not exist yet.
 NOT_YET: dict[str, str] = {}
 
 

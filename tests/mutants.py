@@ -95,14 +95,14 @@ def scopes() -> dict[str, list[tuple[Path, ast.Module, ast.AST]]]:
 
 
 def same(one: object, other: ast.AST) -> bool:
-    """Whether both are the same code, wherever it stands."""
+    """Return whether both are the same code, wherever it stands."""
     return isinstance(one, ast.AST) and ast.dump(one).replace("Store()", "Load()") == ast.dump(other).replace(
         "Store()", "Load()"
     )
 
 
 def places(scope: ast.AST, old: list[ast.expr] | list[ast.stmt]) -> Iterator[tuple[Any, str, int]]:
-    """Where the expression is, or the statements stand: a node, its field, and the place in that."""
+    """Yield where the expression or the statements stand: a node, its field, and the index in that field."""
     for node in ast.walk(scope):
         for field, value in ast.iter_fields(node):
             inside = value if isinstance(value, list) else [value]

@@ -41,7 +41,7 @@ CODES = (2, 3, 4)
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Each folder in it is read by the reader of its name in ``READERS``."""
+    """Make the folders to damage; each is read by the reader of the same name in ``READERS``."""
     root = tmp_path_factory.mktemp("flips") / "made"
     (root / "tokens").mkdir(parents=True)
     write_tokens(root / "tokens" / "ids", count=900)
@@ -64,7 +64,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_chat(name: Path) -> None:
-    """A set of conversations, of whose tokens a part is to be learnt."""
+    """Write a set of conversations, in which some of the tokens are to be learnt."""
     name.parent.mkdir()
     random = np.random.default_rng(5)
     with TokenWriter(name, vocab_size=131, eos_id=2, template_sha256="0" * 64) as writer:
@@ -132,7 +132,7 @@ def all_of(folder: Path) -> object:
 
 @dataclass(frozen=True)
 class Run:
-    """What a run's folder says: its newest checkpoint, its steps and events by their numbers, the weights."""
+    """Hold what a run's folder says: newest checkpoint, steps and events by number, weights."""
 
     checkpoint: object
     steps: dict[str, frozenset[str]]
@@ -195,7 +195,7 @@ def load_all(folder: Path) -> object:
 
 
 def finish(root: Path) -> object:
-    """What the interrupted conversion becomes when the same call goes on; its source is the first run."""
+    """Call the interrupted conversion again, and return the tensors of its output."""
     out = root / "interrupted" / "out"
     convert(
         root.parent.parent / "made" / "run", out, tensor=2, options=ConversionOptions(workers=1, note_every=1)
@@ -237,7 +237,7 @@ def flipped(data: bytes, random: Random) -> bytes:
 
 
 def answer(read: Callable[[Path], object], root: Path) -> object:
-    """What was read, or the code of the refusal."""
+    """Return what was read, or the exit code of the refusal."""
     try:
         return read(root)
     except (BadInput, Refused) as error:

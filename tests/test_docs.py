@@ -1,4 +1,4 @@
-"""What the docs show works: the reader of checkpoints, which knows nothing of this library; watching."""
+"""Check that the examples in the docs work: a reader of checkpoints that does not use trilith; watching."""
 
 from __future__ import annotations
 

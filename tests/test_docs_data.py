@@ -1,4 +1,4 @@
-"""What docs/data.md shows works: its commands run, in its order, on its own blocks."""
+"""Check that docs/data.md works: run its commands, in its order, with the files that it shows."""
 
 from __future__ import annotations
 

@@ -279,7 +279,7 @@ NO_VERBS = {
 
 
 def unclear_docstrings(files: dict[str, str]) -> list[str]:
-    """What a door offers without a docstring that begins with a verb, and such methods of its classes."""
+    """Find what doors offer without a docstring that begins with a verb, and such methods of classes."""
     trees = {path: ast.parse(text) for path, text in files.items()}
     found = []
     for path, name in sorted({one for door in trees for one in offered(trees, door)}):
@@ -352,7 +352,7 @@ def obscure_sentences(files: dict[str, str]) -> list[str]:
 
 
 def relative_imports(files: dict[str, str]) -> list[str]:
-    """Of test files, where they run: a rank loads a test file by its path, and it is in no package then."""
+    """Find relative imports that run in test files: a rank loads a test file by path, in no package."""
     found = []
     for path, text in files.items():
         tree = ast.parse(text)

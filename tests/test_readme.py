@@ -1,4 +1,4 @@
-"""What the README shows works: its Python runs, its recipe is a recipe, its commands do what they say."""
+"""Check that the README works: its Python runs, its recipe is one, its commands do what they say."""
 
 from __future__ import annotations
 

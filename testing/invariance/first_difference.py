@@ -1,4 +1,4 @@
-"""The first activation, or gradient of one, that differs from one process, and whose doing it is."""
+"""Find the first activation, or gradient of one, that differs from one process, and the module to blame."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def first_backward(
 def placements(
     layout: Layout, one: Mapping[Event, Tensor], ranks: Sequence[Mapping[Event, Tensor]], tolerance: float
 ) -> Iterator[tuple[Event, Placement]]:
-    """Of each event of one process, in its order, how the tensor ranks hold it that have seen it."""
+    """Yield each event of the one process, in order, and how the tensor ranks that saw it hold it."""
     least = 1e-6 * max(
         (float(x.abs().max()) for x in one.values() if x.is_floating_point() and x.numel()), default=0.0
     )
@@ -78,9 +78,9 @@ def placements(
 
 
 def _called_apart(layout: Layout, ranks: Sequence[Mapping[Event, Tensor]]) -> set[str]:
-    """Modules that several pipeline ranks hold and call: each numbers its own calls, one process all of them.
+    """Return the modules that several pipeline ranks call: a rank numbers its own calls, one process all.
 
-    What they are given and give is compared as other modules' input and output, and by their gradients.
+    Their inputs and outputs are compared as those of other modules, and by their gradients.
     """
     places: dict[str, set[int]] = {}
     for rank, seen in enumerate(ranks):
@@ -90,7 +90,7 @@ def _called_apart(layout: Layout, ranks: Sequence[Mapping[Event, Tensor]]) -> se
 
 
 def _caller(module: str, called: Collection[str]) -> str:
-    """The module in whose forward this one is called: lists and dicts of modules have none."""
+    """Return the module whose forward calls this one: lists and dicts of modules have no forward."""
     above = module_of(module)
     while above and above not in called:
         above = module_of(above)
@@ -98,13 +98,16 @@ def _caller(module: str, called: Collection[str]) -> str:
 
 
 def _after(waiting: Event, settled: Event) -> bool:
-    """Whether what was a part has been summed by now: outside its module, or where its caller goes on."""
+    """Return whether a partial activation has been summed by now.
+
+    It has if the module around it gives a whole output, or its caller goes on with a whole input.
+    """
     inside = settled.side == "output" and _within(waiting.module, settled.module)
     return inside or (settled.side == "input" and module_of(settled.module) == module_of(waiting.module))
 
 
 def _before(waiting: Event, settled: Event) -> bool:
-    """The same against the flow."""
+    """Return the same as ``_after`` for gradients, which run the other way."""
     inside = settled.side == "input" and _within(waiting.module, settled.module)
     return inside or (settled.side == "output" and module_of(settled.module) == module_of(waiting.module))
 

@@ -14,11 +14,11 @@ _Same = Callable[[Tensor, Tensor], bool]
 
 @dataclass(frozen=True)
 class Placement:
-    """``kind``: ``whole`` on every rank, ``cut`` into pieces in the ranks' order, ``shared`` (pieces in order
-    that overlap), ``partial`` (the ranks' sum is the whole), or ``differs``.
+    """Describe how ranks hold a tensor, and how far it is from the whole.
 
-    ``relative``: the largest difference over the whole's largest element. ``note``: what a difference looks
-    like.
+    ``kind``: ``whole`` on every rank, ``cut`` into pieces in the ranks' order, ``shared`` (pieces in order
+    that overlap), ``partial`` (the ranks' sum is the whole), or ``differs``. ``relative``: the largest
+    difference over the whole's largest element. ``note``: the mistake that a difference looks like.
     """
 
     kind: str
@@ -27,13 +27,15 @@ class Placement:
 
     @property
     def settled(self) -> bool:
-        """Whether nothing is left to be summed, and nothing is wrong."""
+        """Return whether the tensor is right and no sum over the ranks is missing."""
         return self.kind in ("whole", "cut", "shared")
 
 
 def place(whole: Tensor, parts: Sequence[Tensor], *, tolerance: float, least: float = 1e-300) -> Placement:
-    """Of ``parts``, one a tensor rank in order. ``tolerance`` is relative to the whole's largest element, or
-    to ``least`` if that is more. What is padded past the whole's end is not looked at.
+    """Find out how ``parts``, one for each tensor rank in order, relate to ``whole``.
+
+    ``tolerance`` is relative to the whole's largest element, or to ``least`` if that is larger. Padding
+    beyond the whole's end is ignored.
     """
     scale = max(_largest(whole), least)
 
@@ -93,7 +95,7 @@ def _as_shared(whole: Tensor, parts: Sequence[Tensor], same: _Same) -> Placement
 
 
 def _looks_like(whole: Tensor, parts: Sequence[Tensor], same: _Same) -> str:
-    """What is known of mistakes that others made."""
+    """Return which known mistake the difference looks like, or an empty string."""
     count, dim = len(parts), _cut_dim(whole, parts)
     if dim is not None:
         pieces = [_pair(whole, parts[0], dim, rank)[0] for rank in range(count)]

@@ -1,4 +1,4 @@
-"""A user's module in one layout: some steps, all that was seen of it, a checkpoint there and back."""
+"""Run a user's module in one layout: take some steps, record everything seen, save and load a checkpoint."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Trial:
-    """What every rank is told. ``given``: arguments for the factory and the batch, packed."""
+    """State what every rank has to do. ``given``: arguments for the factory and the batch, packed."""
 
     factory: FunctionName
     loss: FunctionName | None
@@ -57,8 +57,9 @@ class Trial:
     dtype: torch.dtype
 
     def make(self) -> tuple[Callable[..., nn.Module], Callable[..., Any], Samples]:
-        """The factory, the loss and the batch, in this process. The user's file first: its classes may be in
-        the arguments.
+        """Make the factory, the loss and the batch in this process.
+
+        The user's file is loaded first: its classes may be among the arguments.
         """
         factory = self.factory.load()
         loss = _spread if self.loss is None else self.loss.load()
@@ -69,8 +70,10 @@ class Trial:
 
 @dataclass
 class Witnessed:
-    """Of one rank. ``shapes`` are the declared whole ones, ``undeclared`` the names that nobody declared;
-    ``misfits`` say what is held otherwise than declared.
+    """Hold what was seen on one rank.
+
+    ``shapes``: the declared whole shapes. ``undeclared``: names of parameters without a declaration.
+    ``misfits``: by name, how a parameter is held otherwise than declared.
     """
 
     shapes: Shapes
@@ -85,7 +88,7 @@ class Witnessed:
 
 
 def alone(trial: Trial, write: str | None) -> Witnessed:
-    """On one process without a layout: ``state=None``, torch's own clipping."""
+    """Run the trial on one process without a layout: ``state=None``, torch's own clipping."""
     torch.set_default_dtype(trial.dtype)
     factory, loss, batch = trial.make()
     model = factory(state=None)
@@ -104,8 +107,9 @@ def alone(trial: Trial, write: str | None) -> Witnessed:
 def in_layout(
     trial: Trial, layout: Layout, expected: Shapes, read: str | None, write: str | None
 ) -> Witnessed:
-    """In a process group of the layout's ranks. ``read``: a checkpoint to load at the end, ``write``: where
-    to write it again.
+    """Run the trial in a process group of the layout's ranks.
+
+    ``read``: a checkpoint to load at the end; ``write``: the place to write it again.
     """
     torch.set_default_dtype(trial.dtype)
     state = ParallelState.start(layout)
@@ -199,7 +203,7 @@ def _fill(model: nn.Module, seed: int, state: ParallelState) -> None:
 
 
 def _held(model: nn.Module, state: ParallelState, choose: Callable[[nn.Parameter], Tensor | None]) -> Held:
-    """What this rank stores, without padding."""
+    """Return what this rank stores, without padding."""
     stated, found = declarations(model), {}
     for name, parameter in model.named_parameters():
         chosen = choose(parameter)

@@ -50,7 +50,10 @@ def _structure(layout: Layout, one: Witnessed, ranks: Sequence[Witnessed], toler
 
 
 def _backward(layout: Layout, one: Witnessed, ranks: Sequence[Witnessed], tolerance: float) -> Fault | None:
-    """What is only a part to the very end does no harm if every parameter's gradient is right."""
+    """Return the first fault of an activation's gradient.
+
+    A gradient that stays partial to the end is no fault if every parameter's gradient is right.
+    """
     found = first_backward(layout, one, ranks, tolerance)
     if found is None or (found.unsummed and _gradients(layout, one, ranks, tolerance) is None):
         return None
@@ -128,9 +131,9 @@ def _all(
 
 
 def _differences(one: Held, ranks: Sequence[Held], tolerance: float) -> Iterator[tuple[str, float]]:
-    """Of each parameter, from the last to the first, the most that any rank's part is off.
+    """Yield each parameter, from the last to the first, with the largest relative difference on any rank.
 
-    A gradient that is zero but for rounding (a key's bias) is measured against the others.
+    A gradient that is zero but for rounding (a key's bias) is measured against the largest of all.
     """
     largest = max((float(whole.abs().max()) for _, whole in one.values() if whole.numel()), default=0.0)
     for name, (_, whole) in reversed(one.items()):

@@ -43,8 +43,10 @@ class Question:
 
 @dataclass
 class Observation:
-    """Outputs, by our names and in the order in which modules ran, in the pieces that ranks hold: each with
-    its place in the whole, (samples, length, features). ``gradients`` are whole, by our names.
+    """Hold the outputs, loss and gradients of one run, by our names.
+
+    ``outputs``: in the order in which modules ran, in the pieces that ranks hold, each with its box of the
+    whole (samples, length, features). ``gradients`` are whole.
     """
 
     loss: float
@@ -54,7 +56,7 @@ class Observation:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far something lies from the reference, relative to the reference's largest element."""
+    """State how far a tensor is from the reference, relative to the reference's largest element."""
 
     kind: str
     name: str
@@ -62,8 +64,9 @@ class Difference:
 
 
 def differences(reference: Observation, other: Observation) -> Iterator[Difference]:
-    """Of the outputs in the order in which they came to be, then the loss, then the gradients against the
-    flow: the first large one is where things go wrong. The pieces of ``reference`` hold all of each output.
+    """Yield differences: of outputs in the order of computation, of the loss, of gradients in reverse.
+
+    So the first large one is where things go wrong. The pieces of ``reference`` hold all of each output.
     """
     for name, pieces in reference.outputs.items():
         if name in other.outputs:

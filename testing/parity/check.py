@@ -28,7 +28,7 @@ _OF_FP32 = 1e-5
 
 @dataclass(frozen=True)
 class Comparison:
-    """``found``: every output, the loss, every gradient; ``tolerance``: what each of them may differ by."""
+    """Hold the differences of every output, the loss and every gradient, and the ``tolerance`` for each."""
 
     what: str
     tolerance: float
@@ -36,11 +36,11 @@ class Comparison:
 
     @property
     def first(self) -> Difference | None:
-        """The first that differs by more, in the order of computation."""
+        """Return the first difference beyond the tolerance, in the order of computation."""
         return first_beyond(self.found, self.tolerance)
 
     def worst(self, kind: str) -> Difference:
-        """Of the outputs, the loss or the gradients."""
+        """Return the largest difference of the outputs, the loss or the gradients."""
         return max((one for one in self.found if one.kind == kind), key=lambda one: one.relative)
 
 

@@ -118,7 +118,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _shares(x: torch.Tensor) -> bool:
-    """Whether its storage holds more than it shows, or autograd more than it."""
+    """Return whether the tensor is a view of more than it shows, or is part of autograd's graph."""
     return not x.is_leaf or x.untyped_storage().nbytes() != x.numel() * x.element_size()
 
 
@@ -146,7 +146,7 @@ def pack_exception(error: BaseException) -> bytes | None:
 
 
 def unpack_exception(data: bytes | None) -> BaseException | None:
-    """What ``pack_exception`` packed, or ``None`` where this process cannot rebuild it."""
+    """Rebuild the exception that ``pack_exception`` packed; ``None`` if this process cannot."""
     if data is None:
         return None
     try:

@@ -58,19 +58,19 @@ class Process:
             raise RuntimeError(f"the process of a rank did not start:\n{said}") from None
 
     def send(self, message: object) -> None:
-        """Nothing happens where the process is dead: whoever reads from it next will learn that."""
+        """Send a message. To a dead process nothing is sent: whoever reads from it next will notice."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.pipe.send_bytes(pack(message))
 
     def receive(self) -> Any:
-        """Its next message; ``EOFError`` from a dead process."""
+        """Return the process's next message; ``EOFError`` if it is dead."""
         try:
             return unpack(self.pipe.recv_bytes())
         except ConnectionResetError:
             raise EOFError from None
 
     def output(self) -> str:
-        """What it printed since the last call of this."""
+        """Return the text that the process printed since the last call."""
         fd = self._printed.fileno()
         text = os.pread(fd, os.fstat(fd).st_size, 0).decode(errors="replace")
         # The process writes at the offset that it shares with us.
@@ -80,13 +80,13 @@ class Process:
 
     @property
     def pid(self) -> int:
-        """Its process id; waits for the fork."""
+        """Return the process id; waits for the fork."""
         if self._pid is None:
             self._pid = self._next_fact()
         return self._pid
 
     def wait(self, seconds: float | None = None) -> int | None:
-        """Its exit code, negative for a signal, or ``None`` if it still runs after so many seconds."""
+        """Return the exit code, negative for a signal, or ``None`` if it still runs after so many seconds."""
         assert self.pid
         if self._code is None and select.select([self._life], [], [], seconds)[0]:
             self._code = self._next_fact()
@@ -138,14 +138,14 @@ class Template:
         theirs.close()
 
     def fork(self, fds: list[int]) -> None:
-        """A new rank with these descriptors: its pipe, its output, its life line."""
+        """Fork a new rank with these descriptors: its pipe, its output, its life line."""
         try:
             socket.send_fds(self._requests, [b"f"], fds)
         except BrokenPipeError:
             raise RuntimeError(f"the template of a rank died:\n{self.output()}") from None
 
     def output(self) -> str:
-        """What it said while it started."""
+        """Return the text that the template printed while it started."""
         fd = self._printed.fileno()
         return os.pread(fd, os.fstat(fd).st_size, 0).decode(errors="replace")
 
@@ -210,7 +210,7 @@ def _environment() -> dict[str, str]:
 
 
 def gather_stacks(processes: dict[int, Process]) -> dict[int, str]:
-    """What each of these processes has printed, and at the end where it is by its own account."""
+    """Return the text that each of these processes has printed, ended by its own stack traces."""
     for process in processes.values():
         with contextlib.suppress(ProcessLookupError):
             process.ask_where()

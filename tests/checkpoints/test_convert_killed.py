@@ -139,7 +139,7 @@ def test_a_source_that_changed_is_begun_anew(tmp_path: Path, sources: Path, writ
 
 
 def test_damage_under_work_that_was_noted_is_seen(tmp_path: Path, sources: Path) -> None:
-    """What is not read again for the numbers is still read for the checksums."""
+    """A resumed conversion does not use these numbers again, but still reads them for the checksums."""
     shutil.copytree(sources / "sharded", tmp_path / "src")
     file = next((tmp_path / "src").glob("*tensor-01*"))
     before = file.stat()

@@ -97,7 +97,7 @@ def damaged_json(value: Any, random: Random) -> bytes:
 
 @contextmanager
 def opened_for_writing() -> Iterator[list[str]]:
-    """What is opened for writing meanwhile."""
+    """Collect paths that are opened for writing during the ``with`` block, and programs that are started."""
     paths: list[str] = []
     active = True
 
@@ -117,7 +117,7 @@ def opened_for_writing() -> Iterator[list[str]]:
 
 
 def tried(read: Any, path: Path) -> bool:
-    """Whether it was accepted. Anything but ``BadInput``, or a second of waiting, fails."""
+    """Return whether the file was accepted. Any error but ``BadInput``, or a second of waiting, fails."""
     began = time.perf_counter()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

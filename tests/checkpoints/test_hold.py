@@ -1,4 +1,4 @@
-"""What is read is not deleted under the reader; a damaged checkpoint names the good one to go on from."""
+"""Check that retention deletes no checkpoint that is being read, and that a damaged one names a good one."""
 
 from __future__ import annotations
 

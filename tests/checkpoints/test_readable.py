@@ -125,7 +125,7 @@ def test_what_cannot_be_read_back_is_refused_before_a_folder_is_begun(
 
 
 def test_a_saver_reads_its_manifest_back_before_the_first_step(tmp_path: Path) -> None:
-    """Of a file that may not travel along, the manifest is no manifest."""
+    """A manifest that names a file which may not be copied along is refused."""
     (tmp_path / "note.txt").touch()
     one, model = StoredFile(name="note.txt", size=0, crc32=0), nn.Linear(2, 2)
     contents = module_contents(model, None, state=ParallelState.alone())

@@ -300,7 +300,7 @@ class Campaign:
         assert code == 0 or (said.startswith("error: ") and said.count("\n") == 1), (name, said)
 
     def _committed(self, name: str, home: Path) -> bool:
-        """Whether the output is there; it is then equal to the undisturbed one, or this fails."""
+        """Return whether the output exists; if so, check that it equals an undisturbed command's output."""
         if not (home / WORK[name][1]).exists():
             return False
         found = contents(home)

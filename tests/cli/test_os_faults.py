@@ -317,7 +317,7 @@ def check(work: Callable[[], int], where: Path, codes: set[int], said: list[str]
 
 
 def alone(said: list[str], where: Path, limit: Callable[[], object] = lambda: None) -> Callable[[], int]:
-    """What a child does: take the limit upon itself, then run the command."""
+    """Return the work of a child process: take the limit upon itself, then run the command."""
 
     def work() -> int:
         os.environ.update(TMPDIR=str(where / "tmp"), TOKENIZERS_PARALLELISM="false")
@@ -331,7 +331,7 @@ def alone(said: list[str], where: Path, limit: Callable[[], object] = lambda: No
 
 
 def path_of(fault: str, where: Path, suffix: str) -> Path:
-    """Where a fault is made; some need a folder or a name of their own."""
+    """Return the path at which a fault is made; some faults need a folder or a name of their own."""
     if fault in ("read-only", "a-file-as-folder", *MOUNTS):
         return where / "inner" / f"x{suffix}"
     return where / (("n" * 300 if fault == "name-too-long" else "x") + suffix)
@@ -400,7 +400,7 @@ FOLDERS = [place for place in places() if not place.output and not place.suffix]
 def test_a_fault_inside_a_folder_is_one_line_or_without_effect(
     inputs: Path, place: Place, fault: str
 ) -> None:
-    """Of each file in turn. A command that does not need the file goes on."""
+    """Damage each file in turn. A command that does not need the file succeeds."""
     for file in files_of(place, inputs):
         with tempfile.TemporaryDirectory(prefix="trilith-case-") as folder:
             where = Path(folder)

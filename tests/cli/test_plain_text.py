@@ -1,4 +1,4 @@
-"""What a user named is printed as it was named, whatever it means to a terminal library."""
+"""Check that names given by a user are printed unchanged, even if they look like markup to the terminal."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def contents(name: Path) -> list[bytes]:
 
 
 def dataset(folder: Path, records: list[dict[str, Any]], files: int = 2) -> Path:
-    """What ``Dataset.save_to_disk`` writes: Arrow streams, and their names in state.json."""
+    """Write a folder as ``Dataset.save_to_disk`` does: Arrow streams, and their names in state.json."""
     folder.mkdir(parents=True)
     each = -(-len(records) // files)
     names = [f"data-{number:05d}-of-{files:05d}.arrow" for number in range(files)]
@@ -223,7 +223,7 @@ def test_a_killed_job_goes_on_and_gives_the_same_bytes(
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, call: Any) -> int:
-    """How many blocks were encoded."""
+    """Count the blocks that are encoded during the call."""
     made, begun = encode._encoder, []
     with monkeypatch.context() as patch:
 

@@ -1,4 +1,4 @@
-"""What makes a model that does not stop, or that announces itself, is said when the chat set is made."""
+"""Check the warnings, when a chat set is made, about a model that would not stop or would write its role."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a document of text begins with: what the tokenizer puts before a prompt, unless told otherwise."""
+"""Check that a document of text begins with the token that the tokenizer puts before a prompt, by default."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users of the layers get wrong is refused in one line that says what to do."""
+"""Check that wrong arguments to layers are refused in one line that says what to do."""
 
 from __future__ import annotations
 

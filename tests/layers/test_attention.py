@@ -96,7 +96,7 @@ def test_one_document_a_row_needs_no_mask(positions: Tensor | None) -> None:
 
 @given(st.data())
 def test_every_query_head_meets_its_own_key_head(data: st.DataObject) -> None:
-    """What a shared output computes and ``SharedHeads`` lines up, for any heads and ranks."""
+    """The heads that a shared output computes, lined up by ``SharedHeads``, for any heads and ranks."""
     kv = data.draw(st.integers(1, 12), label="key/value heads")
     queries = kv * data.draw(st.integers(1, 6), label="queries per key/value head")
     tensor = data.draw(

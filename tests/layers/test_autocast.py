@@ -1,4 +1,4 @@
-"""What promises fp32 inside keeps it in an autocast region of the user's."""
+"""Check that layers which promise fp32 inside keep it in a user's autocast region."""
 
 from __future__ import annotations
 

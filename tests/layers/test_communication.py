@@ -1,4 +1,4 @@
-"""What layers launch: on one device what ``torch.nn`` does; in parts the stated collectives, no more."""
+"""Check that layers launch what ``torch.nn`` does on one device, and in parts only the stated collectives."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_several_outputs_of_one_input_pay_one_collective() -> None:
 
 
 def largest_tensor(sequence: bool) -> int:
-    """Of all that a model's forward, loss and backward make on a rank, in numbers."""
+    """Return the size, in numbers, of the largest tensor made on a rank in forward, loss and backward."""
     state = ParallelState.start(Layout.of(tensor=dist.get_world_size(), sequence=sequence))
     model = LLAMA.build(LLAMA.from_hf(LLAMA_TINY), state=state, device="cpu")
     ids = torch.randint(503, (B, S))

@@ -30,7 +30,7 @@ def test_what_is_kept_is_scaled_so_that_the_mean_stays(p: float) -> None:
 
 
 def masks(sequence: bool) -> dict[str, Tensor]:
-    """What a block draws: activations' dropout, a split region inside a block, then common numbers again."""
+    """Return a block's draws: dropout of activations, a split region inside, then common numbers again."""
     state = ParallelState.start(Layout.of(tensor=dist.get_world_size(), sequence=sequence))
     torch.manual_seed(5)
     x = torch.ones(64, 64)

@@ -111,7 +111,7 @@ def test_in_parts_it_equals_one_device(tensor: int, sequence: bool) -> None:
 
 
 def masks(sequence: bool) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Where the adapter's input is dropped before each kind of linear, and what the stream is at after it."""
+    """Return the dropout masks of the adapters of both kinds of linear, and the generator's next number."""
     state = ParallelState.start(Layout.of(tensor=2, sequence=sequence))
     column, row = ColumnParallelLinear(64, 2, state=state), RowParallelLinear(128, 2, state=state)
     for layer in (column, row):

@@ -18,7 +18,7 @@ E, K, D, F_ = 8, 2, 12, 16
 
 
 def make(state: ParallelState | None, *, gated: bool = True, shared: bool = False) -> MoE:
-    """Of its experts one is never chosen: its bias is low."""
+    """Build a mixture in which one expert is never chosen: its bias is low."""
     router = TopKRouter(D, E, K, score="sigmoid", bias_corrected=True, balance=0.1, z_loss=0.01, state=state)
     assert router.bias is not None
     router.bias[3] = -100.0

@@ -1,4 +1,4 @@
-"""Which blocks a pipeline stage has."""
+"""Check which blocks a pipeline stage has."""
 
 from __future__ import annotations
 

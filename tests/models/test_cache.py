@@ -72,7 +72,7 @@ def test_a_sequence_in_pieces_has_the_logits_that_it_has_whole(model: str, layou
 
 
 def shapes(layout: Layout) -> list[tuple[int, ...]]:
-    """What each block's keys take; nothing is allocated after the first piece."""
+    """Return the shape of each block's keys; check that nothing is allocated after the first piece."""
     state = ParallelState.start(layout)
     made, cache = built("llama-kv1" if layout.tensor > 1 else "llama", state), KeyValueCache(2, 20)
     found = []

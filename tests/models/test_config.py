@@ -1,4 +1,4 @@
-"""What a config.json may say: every case of what is refused, and of what is accepted with its meaning.
+"""Check every case of a config.json that is refused, or accepted with a stated meaning.
 
 The ids are those of the reliability contract's family D. D1 and D2 (no file, no JSON) and D17 to D19 (tensors
 that contradict the config) are the checkpoint readers'; D29 is the run's plan.

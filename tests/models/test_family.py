@@ -1,4 +1,4 @@
-"""What a family refuses and accepts of a layout, and what it says of its parameters."""
+"""Check which layouts a family refuses and accepts, and what it declares about its parameters."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def refused(raw: Mapping[str, Any]) -> bool:
 
 @torch.no_grad()
 def changes_logits(theirs: Any, raw: Mapping[str, Any], wanted: torch.Tensor) -> bool:
-    """Whether a model of this config, with their weights, is no longer theirs."""
+    """Return whether a model of this config, with the weights of ``theirs``, is refused or differs."""
     try:
         logits = gather_logits(ours_from(theirs, raw)[2](IDS), 503)
     except Exception:  # the weights do not fit, or the config is refused

@@ -50,7 +50,7 @@ ROWS = ((5, 11), (9, 1, 6))
 
 
 def documents() -> list[list[Tensor]]:
-    """Of each row its documents' tokens, each with one more, which is only a label."""
+    """Return, for each row, the tokens of its documents, each with one token more, which is only a label."""
     generator = torch.Generator().manual_seed(SEED)
     return [[torch.randint(VOCAB, (n + 1,), generator=generator) for n in lengths] for lengths in ROWS]
 
@@ -79,7 +79,7 @@ def whole_logits(model: CausalLM, logits: Tensor) -> Tensor:
 
 
 def alone(model: str) -> tuple[Tensor, float, dict[str, Tensor]]:
-    """What to compare with: each document by itself, with no positions, on one device."""
+    """Return the reference: each document by itself, with no positions, on one device."""
     made = built(model, ParallelState.alone())
     logits, loss = [], torch.zeros((), dtype=torch.float64)
     for row in documents():

@@ -27,7 +27,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def decided(pattern: str) -> bool | None:
-    """Whether a group of this pattern takes the name; None where it is refused for its time."""
+    """Return whether a group of this pattern takes the name; ``None`` if the pattern is refused as slow."""
     try:
         return bool(assign([ParameterGroup(match=pattern)], {NAME: (), "other!": ()}))
     except BadInput as error:

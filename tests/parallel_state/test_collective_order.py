@@ -79,7 +79,7 @@ def said(wrong: Callable[[dist.ProcessGroup, bool], None], every: int = 1, timeo
 
 
 def line(function: Callable[..., None], text: str) -> str:
-    """Where in this file a function's line stands."""
+    """Return a pattern for the place in this file of the function's line that has this text."""
     source = Path(__file__).read_text().splitlines()
     first = function.__code__.co_firstlineno
     number = next(i for i, one in enumerate(source[first - 1 :], first) if text in one)

@@ -1,4 +1,4 @@
-"""What each rank holds follows from one declaration: cut as ``torch.chunk`` does, each element owned once."""
+"""Check that a declaration fixes each rank's part: cut as ``torch.chunk`` does, one owner an element."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rank stands where: a bijection in Megatron's order; numbers that make no layout are refused."""
+"""Check where each rank stands: one to one, in Megatron's order; bad numbers are refused."""
 
 from __future__ import annotations
 

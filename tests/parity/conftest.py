@@ -1,4 +1,4 @@
-"""What all parity tests share: the models, and each model's run on one device, made once."""
+"""Share the models of the parity tests, and each model's run on one device, made once."""
 
 from __future__ import annotations
 

@@ -226,7 +226,7 @@ KEYS = [*asdict(COVERING[0])]
 
 
 def means_nothing(choice: Choice) -> bool:
-    """Whether one of its values changes no run, as nothing is cut or passed on along an axis of one rank."""
+    """Return whether one of the choices changes no run: nothing is cut or sent along an axis of one rank."""
     return bool(
         (choice.zero and choice.data * choice.context == 1)
         or (choice.replicas > 1 and not choice.zero)

@@ -95,15 +95,17 @@ def draw(ranks: int, seed: int, number: int) -> Drawn:
 
 
 def sizes_of(ranks: int, random: Random) -> dict[str, int]:
-    """The axes of so many ranks. Replicas, with as many of shards and stages as there is room for, are drawn
-    more often than their share of the layouts; no other axis is.
+    """Draw the axes of so many ranks.
+
+    Layouts with replicas, and with as many shards and stages as there is room for, are drawn more often than
+    their share; no other axis is.
     """
     found = [dict(zip(AXES, one, strict=True)) for one in factors(ranks, len(AXES))]
     return random.choice(most_of_replicas(found) if random.random() < 0.3 else found)
 
 
 def recipe_of(sizes: dict[str, int], schedule: str, random: Random) -> Raw:
-    """A recipe for these axes, legal or not; the schedule is of a pipeline, if there is one."""
+    """Draw a recipe for these axes, legal or not; ``schedule`` is used if there is a pipeline."""
     layout: Raw = {key: sizes[key] for key in ("tensor", "pipeline", "context")}
     shard, replicas = sizes["data_shard"], sizes["data_replicate"]
     model = random.choice(sorted(MODELS))
@@ -134,7 +136,7 @@ def recipe_of(sizes: dict[str, int], schedule: str, random: Random) -> Raw:
 
 
 def most_of_replicas(sizes: list[dict[str, int]]) -> list[dict[str, int]]:
-    """Those with replicas and the most of: shards, replicas, a pipeline."""
+    """Choose the layouts with replicas that have most of these axes: shards, replicas, a pipeline."""
 
     def several(one: dict[str, int]) -> int:
         return sum(one[axis] > 1 for axis in ("data_shard", "data_replicate", "pipeline"))
@@ -266,7 +268,7 @@ def test_many_legal_layouts_equal_one_device(case: Drawn, assert_same: Callable[
 
 
 def test_draws_hold_replicas_of_shards_in_pipelines_frozen_weights_and_adapters() -> None:
-    """What drawn layouts are there for is drawn often; a case is the same each time it is asked for."""
+    """The cases for which layouts are drawn come often; the same seed and number draw the same case."""
     found = drawn(8, 1, 60)
     of_three = [one for one in found if all(size(one, axis) > 1 for axis in THREE)]
     assert len(of_three) >= 10

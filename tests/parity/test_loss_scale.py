@@ -22,7 +22,7 @@ Gradients = dict[str, Tensor]
 def gradients(
     model: CausalLM, precision: Precision, scale: float, only: int | None = None, schedule: str = "1f1b"
 ) -> tuple[float, Gradients]:
-    """Of one step at this scale: the loss and this rank's gradients. ``only``: the data rank that counts."""
+    """Return loss and this rank's gradients of a step at this scale. ``only``: the data rank that counts."""
     tokens = torch.randint(131, (SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(0))
     each = SAMPLES // model.state.layout.data
     mine = slice(model.state.data_index * each, (model.state.data_index + 1) * each)
@@ -108,7 +108,7 @@ def test_with_several_stages_a_rank_they_keep_them_too(schedule: str, layout: La
 
 
 def sums_of_gradients(layout: Layout, dtype: torch.dtype) -> tuple[int, int]:
-    """How many elements are not the ranks' gradients added in ``dtype``; how many another would change."""
+    """Count elements that are not the ranks' sum in ``dtype``, and those that differ in another dtype."""
     wide, narrow = torch.float32, torch.bfloat16
     precision = Precision(wide, narrow, dtype)
     model = built(layout, precision)

@@ -1,4 +1,4 @@
-"""What spares memory changes no number: checkpointing not a bit, chunked loss and offload not past 1e-10."""
+"""Check that saving memory changes no number: checkpointing none, chunked loss and offload within 1e-10."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_checkpointing_changes_no_bit(
 
 
 def policies(offload: bool) -> list[tuple[str, bool]]:
-    """Of every ``fully_shard`` of a model: the kind of its offload policy, and whether pages are pinned."""
+    """Return each ``fully_shard``'s kind of offload policy in a model, and whether pages are pinned."""
     seen: list[Any] = []
     shard = data_parallel.fully_shard
     state = ParallelState.start(Layout.of(data=2, zero=3))

@@ -1,4 +1,4 @@
-"""What else a run may have, under the schedules of several stages a rank: as on one device."""
+"""Check that schedules of several stages a rank, with other choices, give what one device gives."""
 
 from __future__ import annotations
 

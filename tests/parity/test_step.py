@@ -28,7 +28,7 @@ def whole_batch() -> tuple[Tensor, Tensor]:
 
 
 def step_with(layout: Layout, counting: list[int]) -> tuple[float, float, bool]:
-    """Of a step in which only these samples count: loss, gradient norm, whether every gradient is zero."""
+    """Run a step in which only these samples count: loss, gradient norm, whether all gradients are zero."""
     model = built(layout, FP64)
     ids, labels = whole_batch()
     for sample in set(range(SAMPLES)) - set(counting):
@@ -106,7 +106,7 @@ def test_a_step_may_be_smaller_than_the_one_before() -> None:
 
 
 def sizes(layout: Layout) -> dict[str, int]:
-    """How many numbers this rank stores, before a step and after it."""
+    """Count the numbers that this rank stores, before a step and after it."""
     model = built(layout, FP64)
     ids, labels = whole_batch()
 

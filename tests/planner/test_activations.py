@@ -1,4 +1,4 @@
-"""What a block keeps for its backward, against the bytes that autograd saves in a real one."""
+"""Compare the planned bytes of a block's backward with those that autograd saves in a real block."""
 
 from __future__ import annotations
 

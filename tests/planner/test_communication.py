@@ -73,7 +73,7 @@ def all_measured(cases: list[Case]) -> list[tuple[Totals, Totals]]:
 
 
 def measured_and_planned(case: Case) -> tuple[Totals, Totals]:
-    """Of a run's second step: by kind how many collectives, and the bytes given to them."""
+    """Return, measured and planned for a run's second step, the collectives of each kind and their bytes."""
     state = ParallelState.start(case.layout)
     family = family_of(MODELS[case.model])
     config = family.from_hf(MODELS[case.model])

@@ -1,4 +1,4 @@
-"""What modules say that they cost: torch's own, a user's, and a refusal of those that say nothing."""
+"""Check the costs that torch's and a user's modules state, and the refusal of modules that state none."""
 
 from __future__ import annotations
 

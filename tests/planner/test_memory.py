@@ -194,7 +194,7 @@ def test_the_plan_is_what_ranks_take(case: Case) -> None:
 
 
 def planned(**changes: Any) -> MemoryPlan:
-    """Of a larger model on one of many ranks, without any process."""
+    """Plan the memory of a larger model on one of many ranks, without any process."""
     config = {**LLAMA, "hidden_size": 512, "num_hidden_layers": 8, "intermediate_size": 1536}
     layout = changes.pop("layout", Layout())
     stage_of = changes.pop("rank", 0)

@@ -1,4 +1,4 @@
-"""What each stage of ZeRO holds between two micro-batches, counted to the byte: the plan within 5%."""
+"""Count, to the byte, what each ZeRO stage holds between two micro-batches: the plan is within 5%."""
 
 from __future__ import annotations
 

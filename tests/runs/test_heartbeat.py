@@ -1,4 +1,4 @@
-"""What ranks leave on disk, and whom it lets one blame."""
+"""Check what ranks leave on disk, and which rank is blamed because of it."""
 
 from __future__ import annotations
 

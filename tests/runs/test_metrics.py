@@ -1,4 +1,4 @@
-"""What a run says while it goes: a line every few steps, and every step in metrics.jsonl."""
+"""Check what a run reports: a printed line every few steps, and every step in metrics.jsonl."""
 
 from __future__ import annotations
 

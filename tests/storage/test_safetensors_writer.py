@@ -1,4 +1,4 @@
-"""What we write is what safetensors reads, and the checksum is that of the bytes on the disk."""
+"""Check that safetensors reads what we write, and that the checksum is that of the bytes on the disk."""
 
 import errno
 import os

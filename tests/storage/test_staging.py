@@ -356,7 +356,7 @@ class Recorder(Disk):
 
 
 class Model:
-    """What a file system may hold after a crash: all that was asked of it, or only what was synced."""
+    """Model what a file system may hold after a crash: every write, or only those that were synced."""
 
     def __init__(self, root: Path):
         self.root, self.top = root, Directory()

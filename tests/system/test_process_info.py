@@ -1,4 +1,4 @@
-"""What the system says of this process."""
+"""Check what the system reports about this process."""
 
 import mmap
 import os

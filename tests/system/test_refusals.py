@@ -1,4 +1,4 @@
-"""What the operating system refuses: one sentence with what to do, and the documented exit code."""
+"""Check that a refusal by the system is one sentence with what to do, and the documented exit code."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""What travels between the parent and its ranks comes out as what went in."""
+"""Check that objects arrive unchanged between the parent and its ranks."""
 
 from __future__ import annotations
 

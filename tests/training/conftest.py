@@ -77,7 +77,7 @@ class Run:
 
     @property
     def steps_saved(self) -> list[int]:
-        """Of the complete checkpoints, each read byte for byte."""
+        """Return the steps of the complete checkpoints, after reading each byte of each."""
         folder = self.out / "checkpoints"
         found = complete_checkpoints(folder) if folder.exists() else []
         for path in found:

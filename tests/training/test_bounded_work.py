@@ -37,7 +37,7 @@ def _apart(work: Callable[..., None], arguments: tuple[Any, ...], answers: Any) 
 
 
 def outcome(work: Callable[..., None], *arguments: Any) -> tuple[str, int]:
-    """What is said in a process of its own, and by how many bytes its peak of memory grew."""
+    """Run the work in a process of its own; return its answer, and how many bytes its peak of memory grew."""
     context = multiprocessing.get_context("fork")
     answers = context.SimpleQueue()
     process = context.Process(target=_apart, args=(work, arguments, answers))

@@ -34,7 +34,7 @@ VICTIMS = ("launcher", "torchrun", "rank 0", "rank 1", "launcher and torchrun", 
 
 
 class Forked:
-    """What ``subprocess.Popen`` gives, of a fork that does what the command would."""
+    """Offer the interface of ``subprocess.Popen`` for a fork that does what the command would do."""
 
     def __init__(
         self,

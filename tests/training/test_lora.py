@@ -266,7 +266,7 @@ def test_experts_get_no_adapters_and_are_told_so_in_one_line(
 
 
 def test_adapters_on_all_linears_pass_experts_over() -> None:
-    """Those beside them peft would take for experts: it is not given them."""
+    """PEFT would take the linears beside experts for experts, so no such adapter is written for it."""
     family = family_of(TINY_GLM)
     config = family.from_hf(TINY_GLM)
     theirs: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY_GLM))
@@ -279,7 +279,7 @@ def test_adapters_on_all_linears_pass_experts_over() -> None:
     attached = peft.get_peft_model(theirs, peft.LoraConfig(**attention.to_peft(config, None)))
     named = {n.partition(".lora_A")[0] for n, _ in attached.named_parameters() if "lora_A" in n}
     assert named == {f"base_model.model.{site.name}" for site in attention.sites(config)}
-    # What the refusal of some says is a way.
+    # The refusal names another way: exclude the experts.
     without = LoraConfig(r=2, target_modules=("gate_proj",), exclude_modules=r".*\.experts(\..*)?")
     few = adapted(family, without)
     few.check(config, "recipe: lora")

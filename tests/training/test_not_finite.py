@@ -88,7 +88,7 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def said(tmp_path: Path, tokens: Path, layout: str, spoil: Callable[[Trainer], None]) -> str:
-    """What all ranks say alike, having updated nothing."""
+    """Return the error that all ranks report alike, after checking that none has updated anything."""
     raw = tiny_recipe(tmp_path / "run", tokens, layout=LAYOUTS[layout])
     found = run_parallel(stopped, parse_recipe(raw).layout.world, raw, spoil)
     assert len({text for text, _ in found}) == 1, found

@@ -57,7 +57,7 @@ def _leaves(annotation: Any) -> Iterator[Leaf]:
 
 
 def minimal(model: type[BaseModel]) -> dict[str, Any]:
-    """What the model cannot be without."""
+    """Return values for the fields that the model requires."""
     return {name: _some(field) for name, field in model.model_fields.items() if field.is_required()}
 
 

@@ -185,7 +185,7 @@ def test_torchs_own_wrappers_over_our_layers_are_refused_with_the_way_to_go(how:
 
 
 def without_state(root: str, layout: Layout) -> list[str]:
-    """What each call says of a model of several ranks where ``state=`` was left out."""
+    """Return the error of each call that was given a model of several ranks without ``state=``."""
     state = ParallelState.start(layout)
     model = shard_over_data(nn.Sequential(ColumnParallelLinear(4, 6, state=state)), state, Precision())
     initialize(model, 1, state=state)

@@ -1,4 +1,4 @@
-"""Where random numbers agree and where they differ: over steps, seeds and the ranks of a layout."""
+"""Check over which steps, seeds and ranks of a layout random numbers agree or differ."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def test_a_second_start_does_no_harm_to_the_first_and_the_folder_is_free_after_i
 
 
 def test_who_takes_the_folder_forgets_what_an_earlier_run_s_ranks_said(tmp_path: Path) -> None:
-    """Of a larger world, some files would never be written over; of killed ranks, some are half written."""
+    """An earlier, larger world leaves files that nobody replaces; killed ranks leave half-written files."""
     for name in ("rank0.json", "rank5.json", "rank1.tmp"):
         (tmp_path / "status").mkdir(exist_ok=True)
         (tmp_path / "status" / name).write_text("{}")

@@ -116,7 +116,7 @@ def test_leaving_amid_a_save_in_the_background_leaves_all_of_it_or_nothing_K10(m
 
 
 def fail_while_saving(recipe: str) -> None:
-    """What becomes of a rank's error while its checkpoint is still being written, slowly."""
+    """Fail in the loop while the checkpoint is still being written, slowly; print when the error is heard."""
     loaded = load_recipe(Path(recipe), ["checkpoint.background=true", "layout.data=1", "layout.zero=0"])
     with process_group(loaded.layout) as state:
         trainer = Trainer(loaded, state, quiet=True)
@@ -141,7 +141,7 @@ def test_an_error_does_not_wait_for_a_save_in_the_background(make: Make) -> None
 
 
 def fail_and_say_when(recipe: str, status: str) -> None:
-    """What this rank's status says when the saver begins to wait for its thread."""
+    """Fail in the loop; print this rank's status when the saver begins to wait for its thread."""
     loaded = load_recipe(Path(recipe), ["checkpoint.background=true", "layout.data=1", "layout.zero=0"])
     leave = Saver.__exit__
 

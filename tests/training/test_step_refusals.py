@@ -1,4 +1,4 @@
-"""What ``ModuleStep`` refuses, on every rank alike, because it would train other numbers without a word."""
+"""Check what ``ModuleStep`` refuses on every rank alike, because it would silently train other numbers."""
 
 from __future__ import annotations
 

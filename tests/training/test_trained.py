@@ -24,7 +24,7 @@ LAYOUTS = [Layout(), Layout.of(tensor=2), Layout.of(data=2, zero=3), Layout.of(p
 
 
 def causes(error: pytest.ExceptionInfo[RankError]) -> list[str]:
-    """What each rank said; all of them must say the same."""
+    """Return the error of each rank, after checking that all are the same."""
     found = [str(failure.cause) for failure in error.value.failures]
     assert all(isinstance(failure.cause, NotTrained) for failure in error.value.failures)
     assert len({*found}) == 1
@@ -77,7 +77,7 @@ def loss(y: Tensor, samples: dict[str, Tensor]) -> tuple[Tensor, int]:
 
 
 def module_step(layout: Layout, use: str, unused: str | None) -> list[bool]:
-    """Which parameters have a gradient after a step."""
+    """Return which parameters have a gradient after a step."""
     state = ParallelState.start(layout)
     torch.manual_seed(0)
     model = Two(use)
@@ -102,7 +102,7 @@ def test_a_module_of_ones_own_says_what_a_step_may_leave_out(layout: Layout) -> 
 
 
 def run_without_a_block(raw: dict[str, Any]) -> tuple[str, bool]:
-    """What a run says whose first block is left out from its second step on; whether a weight moved then."""
+    """Leave out the first block from the second step on; return the error and whether a weight moved."""
     recipe = parse_recipe(raw)
     trainer = Trainer(recipe, ParallelState.start(recipe.layout), quiet=True)
     before: list[Tensor] = []

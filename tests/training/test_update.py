@@ -41,10 +41,10 @@ LAYOUTS = [
 
 
 def run_with_a_leap(raw: dict[str, Any], step: int, factor: float) -> tuple[list[StepMetrics], list[bool]]:
-    """Of a run in which, at ``step``, the last rank's last gradient is multiplied: metrics; who moved when.
+    """Train, multiplying the last rank's last gradient at ``step``; return metrics and which steps moved.
 
-    That gradient is a norm's: under tensor parallelism the last rank's is but a copy, which counts for
-    nothing in the norm.
+    That gradient is a norm's: under tensor parallelism the last rank has only a copy of it, which does not
+    count in the gradient norm.
     """
     recipe = parse_recipe(raw)
     state = ParallelState.start(recipe.layout)
@@ -108,7 +108,7 @@ def test_a_leap_of_the_norm_on_one_rank_skips_the_step_on_all(
 
 
 def run_in_doubt(raw: dict[str, Any]) -> list[str | None]:
-    """Which steps are skipped where the last rank alone takes the third for a spike."""
+    """Return which steps are skipped when only the last rank takes the third step for a spike."""
     recipe = parse_recipe(raw)
     state = ParallelState.start(recipe.layout)
 

@@ -1,4 +1,4 @@
-"""What is measured beside the steps: the same numbers in every layout, and no bit of the run changed."""
+"""Check the numbers measured beside the steps: alike in every layout, with no bit of the run changed."""
 
 from __future__ import annotations
 
