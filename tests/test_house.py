@@ -239,42 +239,13 @@ def long_files(files: dict[str, str]) -> list[str]:
     return [f"{path}: {n} lines" for path, n in lengths.items() if n > LIMIT]
 
 
+#: First words of docstrings that readers did not understand: no docstring begins with one, in any file.
+CLIPPED = {"How", "Of", "That", "Those", "What", "When", "Where", "Whether", "Which", "Who"}
 #: First words of docstrings that describe instead of saying what is done.
 NO_VERBS = {
-    *(
-        "A",
-        "All",
-        "An",
-        "As",
-        "At",
-        "Bytes",
-        "Each",
-        "Every",
-        "From",
-        "How",
-        "If",
-        "In",
-        "Not",
-        "Of",
-        "On",
-        "One",
-    ),
-    *(
-        "So",
-        "That",
-        "The",
-        "These",
-        "This",
-        "Those",
-        "To",
-        "What",
-        "When",
-        "Where",
-        "Whether",
-        "Which",
-        "While",
-    ),
-    "With",
+    *CLIPPED,
+    *("A", "All", "An", "As", "At", "Bytes", "Each", "Every", "From", "If", "In", "Not", "On", "One"),
+    *("So", "The", "These", "This", "To", "While", "With"),
 }
 
 
@@ -302,6 +273,14 @@ def begins_with_a_verb(text: str) -> bool:
     word = text.split()[0].rstrip(",:")
     plain = re.fullmatch(r"[A-Z][a-z]+", word) is not None
     return plain and word not in NO_VERBS and (not word.endswith("s") or word.endswith("ss"))
+
+
+def clipped_docstrings(files: dict[str, str]) -> list[str]:
+    """Find docstrings, those of private functions too, whose first word is in ``CLIPPED``."""
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    nodes = [(path, node) for path, text in files.items() for node in ast.walk(ast.parse(text))]
+    found = [(path, ast.get_docstring(node) or "") for path, node in nodes if isinstance(node, kinds)]
+    return [f"{path}: {text[:60]!r}" for path, text in found if re.match(r"\w*", text)[0] in CLIPPED]
 
 
 def offered(trees: dict[str, ast.Module], door: str) -> Iterator[tuple[str, str]]:
@@ -374,6 +353,7 @@ RULES = [
     own_readers,
     long_files,
     unclear_docstrings,
+    clipped_docstrings,
     obscure_sentences,
 ]
 
@@ -402,6 +382,12 @@ def test_the_tables_of_contributing_name_files_that_exist():
 def test_test_files_stand_alone():
     files = {str(file): file.read_text() for file in (ROOT / "tests").rglob("*.py")}
     assert len(files) > 100 and relative_imports(files) == []
+
+
+@pytest.mark.parametrize("folder", ["tests", "examples", "benchmarks"])
+def test_docstrings_outside_the_package_are_not_clipped(folder):
+    files = {str(file): file.read_text() for file in (ROOT / folder).rglob("*.py")}
+    assert len(files) > 1 and clipped_docstrings(files) == []
 
 
 @pytest.mark.parametrize(
@@ -435,6 +421,9 @@ def test_test_files_stand_alone():
         (own_readers, "training/a.py", "import json\njson.loads(x)"),
         (own_readers, "training/a.py", "import tomllib\ntomllib.load(x)"),
         (long_files, "models/a.py", "\n" * (LIMIT + 1)),
+        (clipped_docstrings, "tests/test_a.py", '"""What a test does."""'),
+        (clipped_docstrings, "layers/a.py", 'def _f():\n    """Whether it is."""'),
+        (clipped_docstrings, "layers/a.py", 'class _A:\n    def b(self):\n        """Of: it."""'),
         (obscure_sentences, "models/a.py", '"""The cut never\n    runs through one."""'),
     ],
 )
@@ -454,6 +443,7 @@ def test_the_rule_catches_what_it_forbids(rule, path, text):
         (flat_drawers, "layers/a.py", ""),
         (private_torch, "layers/a.py", "import torch\nfrom .b import _c\ntorch.nn.Linear.__init__\nself._x"),
         (prints, "cli/a.py", "print('hello')"),
+        (clipped_docstrings, "layers/a.py", 'def _f():\n    """Return what it is."""'),
         (relative_imports, "tests/test_b.py", "if TYPE_CHECKING:\n    from .conftest import C"),
         (long_files, "models/a.py", "\n" * LIMIT),
     ],
