@@ -78,7 +78,7 @@ def checkpoint_blocks(
 
 
 def _forgetful(forward: Callable[..., Any], *, selective: bool, keep_attention: bool) -> Callable[..., Any]:
-    """The block's forward in the same signature, whatever the family's is."""
+    """Return a forward with the same arguments that recomputes its activations in backward."""
 
     def again(x: Tensor, *more: Any, **named: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -126,7 +126,7 @@ def _back(*given: Any) -> None:
 
 
 class _Counted(TorchDispatchMode):
-    """torch's mode of selective checkpointing, but for what is kept aside."""
+    """Apply torch's mode of selective checkpointing to all operators except those of excluded hooks."""
 
     def __init__(self, mode: Any) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class _Counted(TorchDispatchMode):
 
 
 class _Both(AbstractContextManager[None]):
-    """Both of them, ``inner`` within ``outer``."""
+    """Enter two context managers, ``inner`` within ``outer``."""
 
     def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> None:
         self._both = (outer, inner)
@@ -158,10 +158,11 @@ class _Both(AbstractContextManager[None]):
 
 
 class _Note(TorchDispatchMode):
-    """Notes where each attention leaves the random generators.
+    """Note where each attention leaves the random generators.
 
-    On a GPU attention with dropout is one operator, and draws. Recomputation takes its kept output and does
-    not run it: the generators would stay behind, and every later mask of the block would be another.
+    On a GPU, attention with dropout is one operator, which draws random numbers. Recomputation uses its kept
+    output and does not run it. Without this note the generators would stay behind, and every later mask of
+    the block would differ.
     """
 
     def __init__(self, left: list[list[Tensor]], generators: Sequence[torch.Generator]) -> None:
@@ -176,7 +177,7 @@ class _Note(TorchDispatchMode):
 
 
 class _Repeat(TorchDispatchMode):
-    """Moves the generators, after each attention that is not run again, to where it had left them."""
+    """Move the generators, after each attention that is not run again, to where it had left them."""
 
     def __init__(self, left: list[list[Tensor]], generators: Sequence[torch.Generator]) -> None:
         super().__init__()
@@ -191,7 +192,7 @@ class _Repeat(TorchDispatchMode):
 
 
 def _generators(device: torch.device) -> list[torch.Generator]:
-    """The host's, and the device's own if it has one: these themselves need no operator and no wait."""
+    """Return the host's generator, and the device's own if it has one: reading them launches no operator."""
     if device.type != "cuda":
         return [torch.default_generator]
     index = torch.cuda.current_device() if device.index is None else device.index

@@ -8,7 +8,7 @@ from ..parallel_state import BadInput, ParallelState
 
 
 def check_no_state(value: object, layer: str, key: str) -> None:
-    """A state given by position would be taken for another argument, and the layer for one on one device."""
+    """Refuse a state given by position: the layer would take it for another argument, and be unsharded."""
     if isinstance(value, ParallelState):
         todo = "The state is a keyword: state=..."
         raise BadInput(layer, key, expected="no state", found="a ParallelState", todo=todo)

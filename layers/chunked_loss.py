@@ -1,4 +1,4 @@
-"""The output layer and its cross entropy in one, over a few tokens at a time: logits are never whole.
+"""Compute the output layer and its cross entropy together, a few tokens at a time: logits are never whole.
 
 The gradients of hidden states and weight come out of the same pass: nothing is computed twice. What is kept
 until backward is the gradient of the weight (in at least fp32) and of the hidden states; what is needed in
@@ -156,7 +156,7 @@ def chunked_cross_entropy_cost(
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """``total += a @ b``, in blocks of rows where the product is of another dtype than the sum."""
+    """Add ``a @ b`` to ``total``, in blocks of rows if the product has another dtype than the sum."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
         return

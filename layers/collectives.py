@@ -186,7 +186,7 @@ def leave_sends(tokens: Tokens, width: int, state: ParallelState) -> tuple[Send,
 
 
 def own_piece(x: Tensor, dim: int, state: ParallelState) -> Tensor:
-    """This tensor rank's equal piece of ``dim``, contiguous. No gradient rule of its own: autograd's."""
+    """Return this tensor rank's equal piece of ``dim``, contiguous. Its gradient is autograd's."""
     _check_divides(x, dim, state)
     length = x.shape[dim] // state.tensor_size
     return x.narrow(dim, state.tensor_index * length, length).contiguous()

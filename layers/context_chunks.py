@@ -14,7 +14,7 @@ from ..parallel_state import ParallelState
 
 
 def own_chunks(rank: int, size: int) -> tuple[int, int]:
-    """The numbers of the chunks that a context rank holds, of ``2 * size``."""
+    """Return the numbers of the chunks that a context rank holds, out of ``2 * size``."""
     return rank, 2 * size - 1 - rank
 
 

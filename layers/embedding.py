@@ -178,11 +178,11 @@ def gather_logits(logits: Tensor, vocab_size: int, *, state: ParallelState | Non
 
 
 def check_ids(ids: Tensor, size: int, *, but: int | None = None) -> None:
-    """``IndexError`` for a token id (or a label other than ``but``) outside the vocabulary, as
-    ``nn.Embedding`` raises it.
+    """Raise ``IndexError`` for a token id (or a label other than ``but``) outside the vocabulary.
 
-    On another device the device itself looks, and stops with an assertion of its own: the host does not wait.
-    Not under ``torch.compile``, where it would break the graph.
+    ``nn.Embedding`` raises the same. For ids on another device the device checks, and stops with an assertion
+    of its own, so that the host does not wait. Nothing is checked under ``torch.compile``, where a check
+    would break the graph.
     """
     if torch.compiler.is_compiling() or ids.device.type == "meta" or not ids.numel():
         return
@@ -200,7 +200,7 @@ def check_ids(ids: Tensor, size: int, *, but: int | None = None) -> None:
 def _vocabulary(
     rows: int, dim: int, ends: bool, initial: Initial, state: ParallelState | None
 ) -> Declaration:
-    """Without a state there is no padding: the layer is the plain one, and loads its weights."""
+    """Declare the weight. Without a state it is not padded: the layer is plain and loads plain weights."""
     multiple = None if state is None else VOCABULARY_MULTIPLE
     return Declaration((rows, dim), cut=Cut(0), multiple=multiple, ends=ends, initial=initial)
 

@@ -43,7 +43,10 @@ class Adapter(Protocol):
         """Return whether its backward needs the linear's input as it is."""
 
     def __call__(self, x: Tensor) -> list[tuple[int, Tensor]]:
-        """From the linear's input, between its collectives, make what is added to its outputs, by number."""
+        """Return the terms to add to the outputs, each with the output's number.
+
+        ``x`` is the linear's input, after its first collective; the terms are added before its last one.
+        """
 
     def cost(self, tokens: Tokens) -> Cost:
         """Return the cost without the input, if it is kept as it is."""

@@ -122,7 +122,10 @@ class _LowRank:
         return found
 
     def __call__(self, x: Tensor) -> list[tuple[int, Tensor]]:
-        """``x`` whole before a column-parallel product, this rank's features before a row-parallel one."""
+        """Return the terms to add to the outputs, each with the output's number.
+
+        ``x`` is whole before a column-parallel product, and this rank's features before a row-parallel one.
+        """
         if self.dropout and self.inner.training:
             with own_random(self.state, split=self.split):
                 x = F.dropout(x, self.dropout)

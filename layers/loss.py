@@ -38,7 +38,7 @@ class LogitsGradient(NamedTuple):
 def losses_in_place(
     x: Tensor, labels: Tensor, vocab_size: int, smoothing: float, ignore: int, state: ParallelState
 ) -> tuple[Tensor, LogitsGradient]:
-    """The loss of each token from logits ``x`` in the loss' dtype, which are turned into their softmax."""
+    """Return each token's loss; turn the logits ``x``, in the loss's dtype, into their softmax in place."""
     first, true_columns = state.tensor_index * x.shape[-1], _true_columns(x, vocab_size, state)
     x[..., true_columns:] = float("-inf")
     top = x.amax(dim=-1)
@@ -71,7 +71,7 @@ def _true_columns(x: Tensor, vocab_size: int, state: ParallelState) -> int:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Saves the local softmax (in the loss' dtype) and nothing else of the logits' size."""
+    """Save the local softmax (in the loss's dtype) for backward, and nothing else of the logits' size."""
 
     @staticmethod
     def forward(

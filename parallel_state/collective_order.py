@@ -1,4 +1,4 @@
-"""A debugging mode: ranks tell each other what they are about to send, and stop where that differs.
+"""Compare, for debugging, the collectives that ranks are about to call, and stop where they differ.
 
 A collective that ranks of a group issue in different orders, or with different shapes, gives wrong numbers
 or waits for ever, and nothing says where. Here each call is described (operator, reduction, dtype, shape, and
@@ -99,7 +99,7 @@ class CollectiveOrder(engine.TorchDispatchMode):
     def _compare(
         self, group: str, log: _Log, meeting: str, timeout: timedelta, *, failing: bool = False
     ) -> None:
-        """``PeerFailed`` if the calls of another rank since the last meeting are not this rank's."""
+        """Raise ``PeerFailed`` if another rank's calls since the last meeting differ from this rank's."""
         self._store.set(self._key(meeting, self._rank), json.dumps(log.calls))
         others = [rank for rank in log.ranks if rank != self._rank]
         try:
@@ -114,7 +114,7 @@ class CollectiveOrder(engine.TorchDispatchMode):
                 raise PeerFailed(self._difference(log, rank, theirs))
 
     def _difference(self, log: _Log, rank: int, theirs: list[tuple[str, ...]]) -> str:
-        """The first call that two ranks make differently; the lower rank's is said first."""
+        """Describe the first call that two ranks make differently; the lower rank's comes first."""
         first = log.count - len(log.calls)
         longest = max(len(log.calls), len(theirs))
         for number in range(longest):
@@ -165,7 +165,7 @@ def _described(name: str, args: Any) -> tuple[str, str]:
 
 
 def _frames(frame: FrameType | None) -> tuple[list[str], str]:
-    """The lines that are not torch's or ours here, the innermost first; and a reduction named on the way."""
+    """Return the lines of code outside torch and this package, innermost first, and the reduction's name."""
     found, reduction = [], ""
     while frame is not None:
         file = frame.f_code.co_filename

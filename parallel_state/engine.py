@@ -1,4 +1,4 @@
-"""The only file that names what torch keeps private, and the self-check that says so when torch moves it.
+"""Use torch's private names, in this file only, and check that this version of torch still has them.
 
 Collectives here are torch's functional ones: they return new tensors, wait for the result, and are traced by
 ``torch.compile``.
@@ -41,7 +41,7 @@ PRIVATE = (
 
 
 def self_check() -> list[str]:
-    """The private names that this torch lacks; empty on every version that we support (2.11 to 2.13)."""
+    """Return the private names that this torch lacks; none in the supported versions (2.11 to 2.13)."""
     importlib.import_module("torch.distributed._functional_collectives")  # registers the operators
     missing = []
     for path, name in PRIVATE:
@@ -67,13 +67,13 @@ _ops = torch.ops._c10d_functional
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup, op: str = "sum") -> Tensor:
-    """A new tensor: ``x`` reduced (``sum`` or ``max``) over the ranks of ``group``."""
+    """Return a new tensor: ``x`` reduced (``sum`` or ``max``) over the ranks of ``group``."""
     out = _ops.all_reduce(x.contiguous(), op, group.group_name)
     return cast(Tensor, _ops.wait_tensor(out))
 
 
 def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """The ranks' tensors, of one shape, laid one after the other along ``dim``."""
+    """Concatenate the ranks' tensors, which have one shape, along ``dim``."""
     size = group.size()
     out = _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), size, group.group_name))
     if dim == 0 or x.ndim == 0:
@@ -82,7 +82,7 @@ def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """The sum over the ranks, of which each keeps its equal piece of ``dim``."""
+    """Sum over the ranks; each rank keeps its equal piece of ``dim``."""
     size = group.size()
     if dim != 0:
         x = torch.cat(x.chunk(size, dim=dim), dim=0)
@@ -91,7 +91,7 @@ def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 
 def all_to_all(x: Tensor, received: Sequence[int], sent: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """``sent[r]`` rows of ``x``, in order, go to each rank; ``received[r]`` come from each, kept in order.
+    """Send ``sent[r]`` rows of ``x``, in order, to each rank r, and return the ``received[r]`` rows of each.
 
     The host knows the numbers of rows; any of them may be 0.
     """
@@ -118,8 +118,9 @@ def ring_exchange_wait(coming: Tensor, like: Tensor) -> Tensor:
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Fused attention with the log of each query's sum, which ``F.scaled_dot_product_attention`` keeps to
-    itself: (B, H, S, E) in q's dtype, (B, H, S) in at least fp32. As many heads in all three.
+    """Compute fused attention, (B, H, S, E) in q's dtype, and its log-sums, (B, H, S) in at least fp32.
+
+    ``F.scaled_dot_product_attention`` does not return the log-sums. All three inputs have as many heads.
     """
     if q.device.type == "cuda":
         found = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
@@ -139,8 +140,9 @@ def flash_attention_backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v. ``out`` and ``log_sums`` may be those over more keys than ``k`` holds: the
-    gradients are then these keys' part.
+    """Return the gradients of q, k and v.
+
+    ``out`` and ``log_sums`` may be over more keys than ``k`` holds: the gradients are then these keys' part.
     """
     log_sums = log_sums.contiguous()
     if q.device.type == "cuda":
@@ -162,12 +164,12 @@ def local_data(x: Tensor) -> Tensor:
 
 
 def fsdp_modules(module: nn.Module) -> list[FSDPModule]:
-    """Every module in it, itself included, that FSDP shards by itself."""
+    """Return every module in ``module``, itself included, that FSDP shards by itself."""
     return [one for one in module.modules() if isinstance(one, FSDPModule)]
 
 
 def computed_with(modules: Iterable[FSDPModule]) -> Iterator[nn.Parameter]:
-    """The whole parameters that these modules compute with, be they gathered at the moment or not.
+    """Yield the whole parameters that these modules compute with, gathered at the moment or not.
 
     Autograd's graph is made of these; ``module.parameters()`` gives the shards when they are not gathered.
     """
@@ -179,17 +181,17 @@ def computed_with(modules: Iterable[FSDPModule]) -> Iterator[nn.Parameter]:
 
 
 def gather_weights(modules: Iterable[FSDPModule]) -> None:
-    """The whole parameters of these modules, until their next ``sum_gradients``."""
+    """Gather the whole parameters of these modules; they stay until the next ``sum_gradients``."""
     for group in _groups(modules):
         group.unshard()
         group.wait_for_unshard()
 
 
 def sum_gradients(modules: Iterable[FSDPModule]) -> None:
-    """Sum over the data ranks, now, what gradients these modules have so far, and keep shards of the sums.
+    """Sum the gradients that these modules have so far over the data ranks, now, and keep shards of the sums.
 
-    FSDP does it in hooks of a backward pass that reaches a module's input; one that computes the gradients of
-    the weights alone, later, runs no such hook. Afterwards the modules sum nothing until they are told to.
+    FSDP does this in hooks of a backward pass that reaches a module's input. A pass that computes only the
+    gradients of weights, later, runs no such hook. Afterwards the modules sum nothing until they are told to.
     """
     for module in modules:
         # Torch's own switch turns on both sums: over the ranks that hold shards, and over their replicas.
@@ -200,7 +202,7 @@ def sum_gradients(modules: Iterable[FSDPModule]) -> None:
 
 
 def end_backward(root: FSDPModule) -> None:
-    """After a step's last backward: sum what is left, wait for it, let go of gathered weights."""
+    """Finish a step after its last backward: sum the remaining gradients, wait, free gathered weights."""
     root.set_is_last_backward(True)
     root.set_reshard_after_backward(True)
     root.set_requires_gradient_sync(True)
@@ -233,12 +235,12 @@ def assert_on_device(condition: Tensor, message: str) -> None:
 
 
 def default_store() -> dist.Store:
-    """The key-value store at which the ranks of the default process group met."""
+    """Return the key-value store at which the ranks of the default process group met."""
     return dist.distributed_c10d._get_default_store()
 
 
 def group_of_call(args: Iterable[Any]) -> dist.ProcessGroup:
-    """The group that a collective operator is given, as an object or by name."""
+    """Return the group that a collective operator is given, as an object or by name."""
     for one in args:
         if isinstance(one, torch.ScriptObject):
             try:

@@ -118,7 +118,7 @@ def _gradients(model: nn.Module) -> Iterable[tuple[str, Declaration, Tensor]]:
 
 
 def _sum_together(grads: list[Tensor], group: dist.ProcessGroup, reduce: torch.dtype | None) -> None:
-    """All-reduce many small tensors as one, a dtype."""
+    """All-reduce many small tensors as one, for each dtype."""
     for dtype in sorted({grad.dtype for grad in grads}, key=str):
         same = [grad for grad in grads if grad.dtype == dtype]
         flat = torch.cat([grad.reshape(-1) for grad in same]).to(reduce or dtype)

@@ -244,7 +244,7 @@ def _alone() -> ParallelState:
 
 
 def _line(ranks: torch.Tensor, rank: int, axis: int) -> list[int]:
-    """The ranks that differ from this one on one axis alone, in order."""
+    """Return the ranks that differ from this one only along ``axis``, in order."""
     at = (ranks == rank).nonzero()[0].tolist()
     at[axis] = slice(None)
     line: list[int] = ranks[tuple(at)].tolist()
@@ -252,10 +252,10 @@ def _line(ranks: torch.Tensor, rank: int, axis: int) -> list[int]:
 
 
 def _group(ranks: Sequence[int], timeout: timedelta, backend: str | None = None) -> dist.ProcessGroup:
-    """A new group that its members alone make.
+    """Make a new group; only its members take part.
 
-    Every rank makes as many, in the same order: torch names such a group by its ranks and by how many there
-    are.
+    Every rank makes as many groups, in the same order: torch names such a group by its ranks and by how many
+    there are.
     """
     group: dist.ProcessGroup = dist.new_group(
         [*ranks], timeout=timeout, backend=backend, use_local_synchronization=True
@@ -270,8 +270,9 @@ def _expert_mesh(
     device: torch.device,
     timeout: timedelta,
 ) -> DeviceMesh:
-    """The second view of the ranks; of ``groups`` the first and the last, pipeline and tensor, are its own
-    too.
+    """Return the second view of the ranks, for experts.
+
+    It shares the first and the last of ``groups``, pipeline and tensor.
     """
     ranks = torch.arange(layout.world).view(layout.pipeline, *layout.data_sizes(experts=True), layout.tensor)
     inner = [_group(_line(ranks, rank, axis), timeout) for axis in (1, 2, 3)]
@@ -293,7 +294,7 @@ def _init_process_group(device: torch.device, timeout: timedelta) -> None:
 
 
 def _agree_on_a_seed() -> None:
-    """Unless somebody seeded them, torch's generators begin differently in each process."""
+    """Give all ranks rank 0's seed of torch's generator, unless they already have one seed."""
     seeds: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(seeds, torch.initial_seed())
     if len(set(seeds)) > 1:

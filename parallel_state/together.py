@@ -1,6 +1,4 @@
-"""Every phase that ranks go through together ends in one exchange of results: all succeed, or all raise one
-error.
-"""
+"""End a phase that ranks go through together with one exchange: all succeed, or all raise one error."""
 
 from __future__ import annotations
 
@@ -49,7 +47,7 @@ def rank_at_fault(error: Exception, *, here: int) -> int:
 
 
 def _plain(error: Exception | None) -> Exception | None:
-    """The error without what cannot travel: its traceback and causes; its words, where it cannot itself."""
+    """Return the error in a form that can be pickled: without traceback and causes, or else only its text."""
     if error is None:
         return None
     error.__cause__ = error.__context__ = None

@@ -87,7 +87,7 @@ def _trained(model: nn.Module, unused: str | None) -> dict[str, nn.Parameter]:
 
 
 def _first(names: Sequence[str], state: ParallelState | None) -> tuple[int, str]:
-    """The first rank that has such a parameter, and the first one there."""
+    """Return the first rank that has such a parameter, and the first such name there."""
     here = next(iter(names), None)
     if state is None or state.layout.world == 1:
         return 0, str(here)

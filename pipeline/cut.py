@@ -46,7 +46,7 @@ def stage_costs(
 def _best(
     blocks: int, stages: int, value: Callable[[int, int, int, float], float]
 ) -> tuple[float, list[int]]:
-    """The least value of any cut, and the cut: from the last stage back, over where each stage starts."""
+    """Return the least value of any cut, and that cut, computed from the last stage back to the first."""
     after: dict[int, tuple[float, list[int]]] = {blocks: (0.0, [])}
     for stage in reversed(range(stages)):
         now: dict[int, tuple[float, list[int]]] = {}

@@ -46,7 +46,7 @@ class StageModule(nn.Module):
 
 
 class DrivenStage(PipelineStage):
-    """Torch's stage, with gradients summed at every micro-batch from ``zero`` 2 on."""
+    """Extend torch's stage: gradients are summed at every micro-batch from ``zero`` 2 on."""
 
     def __init__(
         self,
@@ -72,9 +72,9 @@ class DrivenStage(PipelineStage):
         self._sync(False)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """The second of two passes: it ends at the weights, where FSDP has no hook.
+        """Run the second of two backward passes: the gradients of weights, for which FSDP has no hook.
 
-        Some operators look at a weight to compute its own gradient (layer_norm's does), so it is gathered.
+        Some operators read a weight to compute its own gradient (layer_norm's does), so weights are gathered.
         """
         if self.gathers_each:
             gather_weights(self.module.sharded)
@@ -88,7 +88,7 @@ class DrivenStage(PipelineStage):
 
 
 def before_schedule(roots: Sequence[FSDPModule], *, zero: int) -> None:
-    """Before a step: gathered weights stay for all of it, or with ``zero`` 3 for as long as a block runs."""
+    """Prepare a step: gathered weights stay until its end, or with ``zero`` 3 while their block runs."""
     for root in roots:
         root.set_is_last_backward(False)
         root.set_reshard_after_backward(zero == 3)
@@ -96,6 +96,6 @@ def before_schedule(roots: Sequence[FSDPModule], *, zero: int) -> None:
 
 
 def after_schedule(roots: Sequence[FSDPModule]) -> None:
-    """After a step: gradients that are not summed yet are, and no weight stays gathered."""
+    """Finish a step: sum the gradients that are not summed yet, and free all gathered weights."""
     for root in roots:
         end_backward(root)

@@ -31,7 +31,7 @@ class Travels:
 
 
 class Pipeline:
-    """``step`` runs one step's micro-batches forward and backward through the stages of all ranks."""
+    """Run a step's micro-batches, with ``step``, forward and backward through the stages of all ranks."""
 
     def __init__(self, schedule: Any, stages: Sequence[StageModule], *, zero: int) -> None:
         self._schedule, self._zero = schedule, zero
@@ -42,12 +42,12 @@ class Pipeline:
     def step(
         self, *inputs: Tensor, target: Tensor | None = None, return_outputs: bool = False, **keywords: Any
     ) -> tuple[list[Tensor], Any]:
-        """Collective over the pipeline. All tensors are of all micro-batches, which dim 0 is cut into.
+        """Run one step; collective over the pipeline. Dim 0 of each tensor is cut into the micro-batches.
 
-        ``inputs`` are the model's, on the rank that holds the first stage; ``target`` the loss function's, on
-        the one with the last; ``keywords`` goes to every stage's forward by name. Returns the losses of the
-        micro-batches, in order and on the rank with the last stage, and there on request the outputs.
-        Gradients are in ``.grad``, added to what was there, summed over the data ranks.
+        ``inputs`` are the model's, on the rank that holds the first stage; ``target`` is the loss function's,
+        on the rank with the last; ``keywords`` go to every stage's forward by name. Returns the losses of the
+        micro-batches, in order, on the rank with the last stage, and there on request the outputs. Gradients
+        are in ``.grad``, added to what was there, summed over the data ranks.
         """
         losses: list[Tensor] = []
         before_schedule(self._roots, zero=self._zero)
@@ -68,12 +68,12 @@ def make_schedule(
     travels: Travels | Sequence[Travels],
     state: ParallelState,
 ) -> Pipeline:
-    """The schedule ``name`` over this rank's stages, the modules that ``state.layout.stages_of`` numbers.
+    """Make the schedule ``name`` over this rank's stages, the modules that ``layout.stages_of`` numbers.
 
-    A stage takes and gives one tensor like ``travels``, or each of the model's stages gives its own of them;
-    the model's first takes one like ``entry``, its last gives what ``loss(given, target)`` takes, which
-    returns the micro-batch's share of the step's loss.
-    The stages may be views of one model (``StageModule``), and may be sharded by FSDP's ``fully_shard``.
+    A stage takes and gives one tensor like ``travels``; if ``travels`` is a sequence, each stage of the model
+    gives its own entry. The model's first stage takes one tensor like ``entry``. Its last stage gives the
+    first argument of ``loss(given, target)``, which returns the micro-batch's share of the step's loss. The
+    stages may be views of one model (``StageModule``), and may be sharded by FSDP's ``fully_shard``.
 
     Shapes between stages are stated, not found out by a trial run. Raises ``BadInput`` for an unknown name,
     and for micro-batches or stages that the schedule cannot run.
@@ -112,9 +112,7 @@ def schedule_of_model(
     shape: tuple[int, int],
     dtype: torch.dtype,
 ) -> Pipeline:
-    """``make_schedule`` for a model of the zoo. ``shape``: (B, S) of one micro-batch; ``dtype``: of the
-    activations.
-    """
+    """Make the schedule of a zoo model. ``shape``: (B, S) of a micro-batch; ``dtype``: of the activations."""
     state, (batch, length) = model.state, shape
     here = length // state.tensor_size if state.sequence else length
     return make_schedule(
@@ -129,7 +127,7 @@ def schedule_of_model(
 
 
 def stage_view(model: CausalLM, stage: Stage) -> StageModule:
-    """One of the stages that a rank's model holds, as a module of its own: no parameter exists twice."""
+    """Return one of the stages of a rank's model as a module of its own; it shares the model's parameters."""
 
     def forward(x: Tensor, positions: Tensor | None = None) -> Tensor:
         out: Tensor = model(x, positions, stage=stage)

@@ -211,7 +211,10 @@ def actions(
 
 
 def _one_stage(name: str, layout: Layout, rank: int, micro_batches: int) -> Iterator[Action]:
-    """GPipe and 1F1B, which torch runs by other code than it shows (its 1F1B shows the last rank wrong)."""
+    """Yield the actions of GPipe and 1F1B, for which the order that torch states is not the one that it runs.
+
+    Torch states the last rank of 1F1B wrongly.
+    """
     forward = micro_batches if name == "gpipe" else min(layout.pipeline - rank, micro_batches)
     yield from (Action("F", rank, m) for m in range(forward))
     for m in range(micro_batches):
@@ -230,7 +233,7 @@ _KINDS: dict[str, Kind] = {
 
 
 def _seat(number: int, layout: Layout) -> Any:
-    """Return what torch's schedules ask of a stage while they plan."""
+    """Return a stand-in with the attributes that torch's schedules read of a stage while they plan."""
     return SimpleNamespace(
         stage_index=number,
         num_stages=layout.stages,
@@ -244,7 +247,7 @@ def _seat(number: int, layout: Layout) -> Any:
 
 
 def _read(action: Any) -> list[Action]:
-    """Torch's action as ours; a forward beside a backward as the two, which it runs one after the other."""
+    """Return our actions for one of torch's; a forward beside a backward becomes two, as torch runs them."""
     if action.sub_actions is not None:
         *before, last = (found for one in action.sub_actions for found in _read(one))
         return [*(replace(one, paired=True) for one in before), last]

@@ -1,4 +1,4 @@
-"""A timetable as a picture: who computes what when, how long each rank waits, how much it holds."""
+"""Draw a timetable: when each rank computes which micro-batch, how long it waits, how much it holds."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def draw_timetables(
 
 
 def _draw_times(axes: Any, table: Timetable, *, several: bool) -> None:
-    """A bar an action with its micro-batch's number; a rank's later stages paler, below those before."""
+    """Draw a bar for each action with its micro-batch's number; a rank's later stages are paler and lower."""
     whole = table.length
     for rank, row in enumerate(table.ranks):
         stages = table.layout.stages_of(rank)

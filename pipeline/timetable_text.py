@@ -8,7 +8,7 @@ from .timetable import Timetable
 
 
 def timetable_lines(found: Timetable, *, width: int = 110) -> Iterator[str]:
-    """As many blocks of lines as ``width`` columns need.
+    """Return the timetable in as many blocks of lines as ``width`` columns need.
 
     ``F3`` is a forward for micro-batch 3, ``B3`` its backward, ``I3`` and ``W3`` the two halves of one. Small
     letters are of the rank's second and later stages. Dots are waiting.

@@ -1,4 +1,4 @@
-"""A user's module as the stages of a pipeline: what travels between stages is found by one trial run."""
+"""Run a user's module as pipeline stages; one trial run finds the tensors that go between them."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ Given = tuple[Travels, ...]
 
 
 class ModuleStages:
-    """This rank's stages, one or ``parts_of`` the model. Several tensors travel as one, a row a sample.
+    """Hold this rank's stages of a user's model: one, or those of ``parts_of``.
 
-    ``keywords``: what ``forward`` names of a micro-batch of ``samples``, for the trial run. Collective over
-    all ranks.
+    Several tensors are sent as one, with a row for each sample. ``keywords``: the keyword arguments of
+    ``forward`` for a micro-batch of ``samples``, used in the trial run. Collective over all ranks.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class ModuleStages:
             self.gives += here
 
     def schedule(self, loss: Callable[[Tensor, Tensor], Tensor], *, name: str, microbatches: int) -> Pipeline:
-        """``Pipeline.step`` takes the samples' numbers, and by name what the trial run was told."""
+        """Return a schedule. Its ``step`` takes the samples' numbers, and by name the trial's keywords."""
         return make_schedule(
             [self._seat(number) for number in self.parts],
             lambda given, numbers: loss(self._last(given), numbers), name=name, microbatches=microbatches,
@@ -58,7 +58,7 @@ class ModuleStages:
         )  # fmt: skip
 
     def _seat(self, number: int) -> StageModule:
-        """A stage by itself. Which parameters it uses only its code knows: taken are those of all."""
+        """Return a stage as a module. It has all parameters: only the model's code knows which it uses."""
         model, received = self.model, self._received(number)
 
         # A tensor of the samples may be called x too.
@@ -68,7 +68,7 @@ class ModuleStages:
         return StageModule(forward, [model], model if isinstance(model, FSDPModule) else None)
 
     def forward_only(self, keywords: Mapping[str, Tensor]) -> Any:
-        """One micro-batch through the stages of all ranks; what the model gives, where the last stage is.
+        """Run one micro-batch through the stages of all ranks; return the model's output on the last stage.
 
         Collective over the pipeline; no gradients.
         """
@@ -96,7 +96,7 @@ class ModuleStages:
         return None
 
     def _last(self, given: Tensor) -> Any:
-        """Return what the model gave, of what its last stage handed to the schedule."""
+        """Return the model's output, rebuilt from the tensor that its last stage gave to the schedule."""
         return self._whole(_unpack(given, self.gives[-1]))
 
     def _tried(self, number: int, keywords: Mapping[str, Tensor]) -> Given | Exception:
@@ -115,7 +115,7 @@ class ModuleStages:
         return self.model(*received, **keywords, **which)
 
     def _try(self, number: int, keywords: Mapping[str, Tensor]) -> Given:
-        """Return what the stage gives for zeros; nothing that is drawn or learnt comes of it."""
+        """Run the stage on zeros and return its outputs' shapes; random state and model stay as they are."""
         device = self.state.device
         with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             zeros = [torch.zeros(one.shape, dtype=one.dtype, device=device) for one in self._received(number)]
@@ -142,9 +142,10 @@ class ModuleStages:
 
 
 def parts_of(model: nn.Module, state: ParallelState) -> tuple[Stage | None, ...]:
-    """The stages of this rank, which ``forward`` is told by ``stage=``; ``None`` is its one stage, untold.
+    """Return this rank's stages, which ``forward`` gets as ``stage=``; a single one is ``None``, not passed.
 
-    ``BadInput`` where the layout has several stages a rank and the model does not say which, or takes none.
+    ``BadInput`` if the layout has several stages a rank and the model has no matching ``stage``, or its
+    forward takes none.
     """
     count = state.layout.virtual_stages
     if count == 1:

@@ -109,9 +109,9 @@ def step_traffic(work: Work, model: nn.Module, *, loss: Cost | None = None) -> l
 
 
 def _between_stages(work: Work) -> list[Traffic]:
-    """Hidden states to the stage after, their gradients to the one before, a message a micro-batch.
+    """Count hidden states to the next stage and gradients to the one before, a message for each micro-batch.
 
-    Of two stages that follow each other on one rank (a V's lowest) nothing is sent.
+    Between two stages on the same rank (the lowest of a V) nothing is sent.
     """
     layout = work.layout
     borders = 0
@@ -123,7 +123,10 @@ def _between_stages(work: Work) -> list[Traffic]:
 
 
 def _over_data(work: Work, numbers: int, summed: int, *, root: bool) -> list[Traffic]:
-    """FSDP's, of a group of parameters: a block or the rest (``root``); ``summed`` of them have gradients."""
+    """Count FSDP's traffic for a group of parameters: a block, or the rest (``root``).
+
+    ``summed`` of the ``numbers`` have gradients.
+    """
     layout, rounds = work.layout, work.micro_batches
     copies, shards, _ = layout.data_sizes()
     gathers = {0: 0, 1: 1, 2: 1, 3: 2 * rounds}[layout.zero]
@@ -139,7 +142,7 @@ def _over_data(work: Work, numbers: int, summed: int, *, root: bool) -> list[Tra
 
 
 def _once(work: Work, trained: Mapping[str, Declaration]) -> list[Traffic]:
-    """A step's own: gradients of which each rank holds a part, in one sum; three single numbers."""
+    """Count the traffic that a step has once: the sums of partial gradients, and three single numbers."""
     layout = work.layout
 
     def numbers(chosen: Iterable[Declaration]) -> int:
@@ -161,7 +164,7 @@ def _once(work: Work, trained: Mapping[str, Declaration]) -> list[Traffic]:
 
 
 def _piece(declaration: Declaration, work: Work) -> int:
-    """Numbers of a data rank's piece, padded: ``ceil`` of the rows."""
+    """Return how many numbers a data rank's piece has, padded: ``ceil`` of the rows."""
     rows, *rest = declaration.box(work.layout, work.at).shape
     return ceil(rows / work.layout.data_sizes()[1]) * prod(rest)
 
@@ -171,7 +174,7 @@ def _times(one: Traffic, count: int) -> Traffic:
 
 
 def _added(every: Iterable[Traffic]) -> list[Traffic]:
-    """One line for each axis, kind and purpose."""
+    """Add up the traffic of each axis, kind and purpose."""
     found: dict[tuple[str, str, str], Traffic] = {}
     for one in every:
         key = (one.axis, one.kind, one.what)

@@ -35,10 +35,10 @@ PEAKS: tuple[tuple[str, float], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class TokenFlops:
-    """FLOPs of one token in one forward pass; a multiplication and its addition are two.
+    """Count the FLOPs of one token in one forward pass; a multiplication and its addition are two.
 
     ``matrices``: every weight matrix. ``attention``: scores and their sum over the values, as if each token
-    saw all of its sequence. ``trained``: the matrices that a backward pass makes gradients of.
+    saw all of its sequence. ``trained``: the matrices for which a backward pass computes gradients.
     """
 
     matrices: float
@@ -47,12 +47,12 @@ class TokenFlops:
 
     @property
     def full(self) -> float:
-        """Forward and backward, attention as if without a mask: torchtitan's and nanotron's count."""
+        """Return FLOPs of forward and backward, attention without a mask, as torchtitan and nanotron do."""
         return 2 * self.matrices + self.trained + 3 * self.attention
 
     @property
     def causal(self) -> float:
-        """Forward and backward, the half of attention that a causal mask leaves: Megatron-LM's count."""
+        """Return FLOPs of forward and backward, attention under a causal mask, as Megatron-LM counts."""
         return self.full - 1.5 * self.attention
 
 
@@ -88,14 +88,14 @@ def active_parameters(model: nn.Module) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Utilization:
-    """MFU in both conventions: the share of the devices' peak that the model's own FLOPs take."""
+    """State MFU in both conventions: the share of the devices' peak that the model's own FLOPs take."""
 
     causal: float
     full: float
 
 
 class Mfu:
-    """``mfu(tokens_per_second)`` of all ranks together; ``None`` where the peak of a device is not known."""
+    """Compute ``mfu(tokens_per_second)`` of all ranks together; ``None`` if a device's peak is not known."""
 
     def __init__(self, flops: TokenFlops, world: int, peak: float | None) -> None:
         self.flops, self.peak = flops, None if peak is None else peak * world
@@ -108,12 +108,12 @@ class Mfu:
 
 
 def peak_flops(device: torch.device, compute: torch.dtype) -> float | None:
-    """FLOP/s of one device by its name, in bf16 or fp16; ``None`` for a CPU, other formats, other devices."""
+    """Return the FLOP/s of a device by its name, in bf16 or fp16; ``None`` if not known, and for a CPU."""
     if device.type != "cuda" or compute not in (torch.bfloat16, torch.float16):
         return None
     return peak_named(torch.cuda.get_device_name(device))
 
 
 def peak_named(name: str) -> float | None:
-    """The table's peak for a device of this name."""
+    """Return the table's peak for a device of this name."""
     return next((peak for words, peak in PEAKS if re.search(rf"\b{words}\b", name)), None)

@@ -1,4 +1,4 @@
-"""The memory of one rank in a step, by kind, at its worst moment: in the loss, or in a block's backward.
+"""Plan the memory of one rank in a step, by kind, at its worst moment: in the loss, or in a block's backward.
 
 FSDP2's own bytes a parameter, measured (bf16 compute, fp32 weights, moments and sums, between micro-batches,
 2 data ranks): 18, 12, 10, 8 at ZeRO 0 to 3. The textbook's (Rajbhandari et al. 2020): 16, 10, 9, 8, since it

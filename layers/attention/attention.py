@@ -136,8 +136,10 @@ class Attention(nn.Module):
         )
 
     def _fetched(self, tokens: Tokens, query: int, key_value: int) -> float:
-        """In the backward over context ranks: all their keys and values or, around a ring, one rank's and the
-        next one's; the gradients of these; those of the queries here.
+        """Return the bytes of the pieces that a backward over context ranks holds.
+
+        These are all ranks' keys and values (around a ring, those of one rank and of the next), their
+        gradients, and the gradients of the queries here.
         """
         ranks = self.state.context_size
         if ranks == 1:
@@ -147,7 +149,10 @@ class Attention(nn.Module):
         return numbers * tokens.count
 
     def _context_sends(self, tokens: Tokens, key_value: int) -> tuple[Send, ...]:
-        """Keys and values forward and again backward, and their gradients; see docs/context.md."""
+        """Return the sends of keys and values, in forward and again in backward, and of their gradients.
+
+        See docs/context.md.
+        """
         ranks = self.state.context_size
         if ranks == 1:
             return ()

@@ -50,9 +50,9 @@ class BlockAttentionOptions:
 def attend(
     q_BHQE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, options: BlockAttentionOptions
 ) -> tuple[Tensor, Tensor]:
-    """The block's output (B, H, Q, E) and log-sums (B, H, Q), both in at least fp32.
+    """Return the block's output (B, H, Q, E) and log-sums (B, H, Q), both in at least fp32.
 
-    Of a query that sees none of the keys they are 0 and minus infinity.
+    A query that sees none of the keys has the output 0 and the log-sum minus infinity.
     """
     inner = torch.promote_types(q_BHQE.dtype, torch.float32)
     if _fused(q_BHQE, options):
@@ -81,9 +81,9 @@ def attend_backward(
     log_sums: Tensor,
     options: BlockAttentionOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """This block's part of the gradients of q, k and v, in at least fp32.
+    """Return this block's part of the gradients of q, k and v, in at least fp32.
 
-    ``out`` (B, H, Q, E), of the inputs' dtype, and ``log_sums`` (B, H, Q) are those over all keys.
+    ``out`` (B, H, Q, E), in the inputs' dtype, and ``log_sums`` (B, H, Q) are the results over all keys.
     """
     inner = torch.promote_types(q_BHQE.dtype, torch.float32)
     if _fused(q_BHQE, options):
@@ -216,19 +216,19 @@ def _fused(q: Tensor, options: BlockAttentionOptions) -> bool:
 
 
 def _repeated(x_BKTE: Tensor, q_BHQE: Tensor) -> Tensor:
-    """A key/value head for each query head."""
+    """Repeat key/value heads so that each query head has one."""
     times = q_BHQE.shape[1] // x_BKTE.shape[1]
     return x_BKTE if times == 1 else x_BKTE.repeat_interleave(times, dim=1)
 
 
 def _fold(x_BHQX: Tensor, k_BKTE: Tensor) -> Tensor:
-    """(B, H, Q, X) -> (B, K, G * Q, X): the queries that share a head become rows of one product."""
+    """Reshape (B, H, Q, X) to (B, K, G * Q, X): the queries that share a head become rows of one product."""
     folded: Tensor = x_BHQX.unflatten(1, (k_BKTE.shape[1], -1)).flatten(2, 3)
     return folded
 
 
 def _scores(q_BHQE: Tensor, k_BKTE: Tensor, options: BlockAttentionOptions) -> Tensor:
-    """(B, H, Q, T), whatever a query sees; bounded, if there is a soft cap."""
+    """Return the scores (B, H, Q, T), unmasked; they are bounded if there is a soft cap."""
     scores = (_fold(q_BHQE, k_BKTE) @ k_BKTE.transpose(-1, -2)).mul_(options.scale)
     scores = scores.view(*q_BHQE.shape[:3], -1)
     cap = options.soft_cap
@@ -246,7 +246,7 @@ def _hide(scores: Tensor, options: BlockAttentionOptions, rows: slice) -> Tensor
 
 
 def _slices(q: Tensor, k: Tensor, options: BlockAttentionOptions) -> Iterator[tuple[slice, Tensor | None]]:
-    """Rows of queries whose scores are few enough, each with its dropout: 0, or 1 / (1 - p)."""
+    """Yield slices of query rows whose scores fit in memory, each with its dropout: 0, or 1 / (1 - p)."""
     batch, heads, queries, _ = q.shape
     each = max(1, _AT_ONCE // (batch * heads * k.shape[2]))
     generator = torch.Generator(q.device).manual_seed(options.seed) if options.dropout else None

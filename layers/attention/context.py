@@ -34,10 +34,11 @@ def context_attention(
     scale: float | None = None,
     soft_cap: float | None = None,
 ) -> Tensor:
-    """(B, H, S, E): each token sees those of the whole sequence that the scope lets it see.
+    """Compute attention over the whole sequence, (B, H, S, E): a token sees the tokens that the scope allows.
 
-    Only key/value heads travel, never the queries that share them. Dropout's masks follow torch's generator,
-    which should differ between the context ranks. Collective over the context ranks, in backward too.
+    Only key/value heads are sent, never the queries that share them. Dropout's masks follow torch's
+    generator, which should differ between the context ranks. Collective over the context ranks, in backward
+    too.
     """
     scale = q_BHSE.shape[-1] ** -0.5 if scale is None else scale
     seed = int(torch.randint(2**62, (), device="cpu")) if dropout else 0
@@ -98,7 +99,7 @@ _attention: Callable[..., Tensor] = _ContextAttention.apply
 
 
 def _arriving(k: Tensor, v: Tensor, state: ParallelState) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Each context rank's keys and values, this rank's own first: there every token sees one, itself."""
+    """Yield each context rank's keys and values, this rank's first: there a token sees at least itself."""
     size, index, group = state.context_size, state.context_index, state.context_group
     here = torch.stack((k, v))
     if not state.layout.ring:
@@ -115,9 +116,7 @@ def _arriving(k: Tensor, v: Tensor, state: ParallelState) -> Iterator[tuple[int,
 
 
 class _Returning:
-    """Gradients of the ranks' keys and values on their way to where these live, in the order of
-    ``_arriving``.
-    """
+    """Send gradients of keys and values back to the ranks that hold these, in the order of ``_arriving``."""
 
     def __init__(self, state: ParallelState) -> None:
         self.state = state
@@ -126,7 +125,7 @@ class _Returning:
         self._every: Tensor | None = None
 
     def add(self, source: int, dkv: Tensor) -> None:
-        """This rank's part of the gradients of what ``source`` holds: (2, B, K, S, E)."""
+        """Add this rank's part of the gradients of the keys and values of ``source``: (2, B, K, S, E)."""
         if not self.state.layout.ring:
             if self._every is None:
                 self._every = dkv.new_empty(self.state.context_size, *dkv.shape)
@@ -139,7 +138,7 @@ class _Returning:
             self._coming = engine.ring_exchange_start(dkv, self.state.context_group)
 
     def arrived(self) -> Tensor:
-        """All ranks' parts of the gradients of what this rank holds."""
+        """Return the gradients of this rank's keys and values, summed over all ranks."""
         if self._every is not None:
             return engine.reduce_scatter(self._every.flatten(0, 1), 0, self.state.context_group)
         assert self._own is not None and self._coming is not None
@@ -160,7 +159,7 @@ def _rows(half: int, chunk: int) -> slice:
 
 
 def _merge(out: Tensor, sums: Tensor, part: Tensor, log_sums: Tensor) -> None:
-    """Weigh what is there against one more block, in place."""
+    """Merge one more block into the output so far, weighted by the log-sums, in place."""
     both = torch.logaddexp(sums, log_sums)
     out.mul_((sums - both).exp().unsqueeze(-1)).add_(part * (log_sums - both).exp().unsqueeze(-1))
     sums.copy_(both)

@@ -15,10 +15,10 @@ from .blockwise import fused_is_right
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One of this rank's two chunks of queries against one of a rank's two chunks of keys.
+    """Pair one of this rank's two chunks of queries with one of a rank's two chunks of keys.
 
-    ``query`` and ``key``: 0 or 1. ``causal``: they are the same tokens. ``first``: the place of the block's
-    first key, where some of its keys come before what a query sees; ``None`` where none does.
+    ``query`` and ``key``: 0 or 1. ``causal``: both chunks are the same tokens. ``first``: the place of the
+    block's first key, if some of the keys come before the first one that a query sees; otherwise ``None``.
     """
 
     query: int
@@ -28,10 +28,10 @@ class Block:
 
 
 class ContextScope:
-    """Made once a forward, from this rank's positions.
+    """Hold the first token that each of this rank's tokens sees. It is made once a forward, from positions.
 
-    A token sees those from its document's first one, or its window's, up to itself: the first's place is its
-    own place less its position. So nothing need be known of other ranks' tokens.
+    A token sees the tokens from the first one of its document, or of its window, up to itself. That first
+    one's place is the token's place minus its position, so other ranks' tokens need not be known.
     """
 
     def __init__(self, positions: Tensor | None, *, window: int | None = None, state: ParallelState) -> None:
@@ -45,7 +45,7 @@ class ContextScope:
         first = (places - positions).reshape(-1, positions.shape[-1]).clamp(min=0)
         if window is not None:
             first = torch.maximum(first, places - (window - 1))
-        if torch.compiler.is_compiling() or positions.is_meta:  # numbers that cannot be looked at
+        if torch.compiler.is_compiling() or positions.is_meta:  # the numbers cannot be read
             self.first, self._bounds = first, [(0, len(places) * state.context_size)] * 2
             return
         halves = first.unflatten(-1, (2, -1))
@@ -61,7 +61,7 @@ class ContextScope:
         are skipped.
         """
         size = self.state.context_size
-        # The later chunk of keys first, so that each query's first block is the one that has itself.
+        # The later chunk of keys first: a query's first block then contains the query's own key.
         for key, keys in reversed([*enumerate(own_chunks(source, size))]):
             for query, queries in enumerate(own_chunks(self.state.context_index, size)):
                 if keys > queries:
@@ -72,8 +72,9 @@ class ContextScope:
                     yield Block(query, key, keys == queries, begin if last > begin else None)
 
     def mask(self, block: Block, chunk: int) -> Tensor | None:
-        """(B or 1, 1, chunk, chunk), true where a query (second to last) sees a key; ``None`` if causality
-        says it all.
+        """Return a mask (B or 1, 1, chunk, chunk), true where a query (second to last dim) sees a key.
+
+        ``None`` if causality alone decides.
         """
         if block.first is None or self.first is None:
             return None

@@ -1,4 +1,4 @@
-"""Tokens on their way to experts and back: sorted by expert, sent to the ranks that hold them, none dropped.
+"""Move tokens to their experts and back: sort them by expert, send them to its rank, drop none.
 
 N tokens here  K experts a token  M = N K rows  E experts  R ranks of the expert group  D hidden
 """
@@ -82,7 +82,7 @@ class Dispatch:
 
 
 def inverse_of(order: Tensor) -> Tensor:
-    """The permutation that undoes this one."""
+    """Return the permutation that undoes this one."""
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(len(order), device=order.device)
     return inverse

@@ -1,4 +1,4 @@
-"""Rows in groups, each multiplied with a matrix of its own: the product that experts are made of."""
+"""Multiply each group of rows with a matrix of its own: the product that experts consist of."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def kernel_takes(size: int, *widths: int) -> bool:
 
 
 def by_kernel(x_MD: Tensor, w_EFD: Tensor, counts: Sequence[int]) -> Tensor:
-    """``grouped_mm`` in torch's one kernel; a CPU has one as well, for fp32 and 16 bits."""
+    """Compute ``grouped_mm`` in torch's one kernel; a CPU has one as well, for fp32 and 16 bits."""
     ends = torch.tensor(counts, device=x_MD.device).cumsum(0).to(torch.int32)
     y_MF = F.grouped_mm(x_MD, w_EFD.transpose(1, 2), offs=ends)
     if y_MF.requires_grad:  # of a sum it comes broadcast, which the kernel's backward refuses

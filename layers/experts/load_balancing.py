@@ -66,7 +66,7 @@ class Balancing:
         return Balance(balance / rows, z_loss / rows, max(loads)) if loads else None
 
     def _summed(self) -> dict[str, Tensor]:
-        """Every router's tally, (E + 3,) float64 on the host; tallies are empty afterwards."""
+        """Sum every router's tally over all ranks, (E + 3,) float64 on the host, and clear the tallies."""
         sizes = [size + 3 for size in self._experts.values()]
         parts = []
         for name, size in zip(self._experts, sizes, strict=True):

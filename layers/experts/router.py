@@ -91,7 +91,7 @@ class TopKRouter(DeclaredModule):
             self.register_parameter("bias", None)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TopKRouter:
-        """Moves to another device or dtype: the bias stays fp32, and loses no digit on the way."""
+        """Move the router to another device or dtype; the bias stays in fp32 without rounding."""
         before = None if self.bias is None else self.bias.detach()
         super()._apply(fn, recurse)
         if before is not None and self.bias is not None and self.bias.dtype != BUFFER_DTYPE:
@@ -130,7 +130,7 @@ class TopKRouter(DeclaredModule):
     def _with_losses(
         self, weights_BSK: Tensor, experts_BSK: Tensor, scores_BSE: Tensor, logits_BSE: Tensor
     ) -> Tensor:
-        """The same weights, whose backward starts that of the losses and counts what was chosen."""
+        """Return the same weights; their backward also runs the losses' backward and counts the choices."""
         rows, state = len(weights_BSK), self.state
         with torch.no_grad():
             counts_BE = torch.zeros_like(scores_BSE[:, 0]).scatter_add_(

@@ -29,9 +29,9 @@ from .family import CausalLM
 
 
 class Decoder(CausalLM):
-    """A stack of blocks between an embedding and a norm with an output layer, or this rank's stage of it.
+    """Stack blocks between an embedding and a norm with an output layer; or hold this rank's stage of that.
 
-    A family says what a ``block`` is and, where it differs from Llama, what the other methods give.
+    A family defines its ``block`` and overrides the other methods where it differs from Llama.
     """
 
     def __init__(

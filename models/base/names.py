@@ -79,7 +79,7 @@ Rule = Rename | Transpose | Split | Stack
 
 
 def in_blocks(*pairs: tuple[str, str], kinds: Sequence[str] = ("weight",)) -> tuple[Rename, ...]:
-    """Renames inside every block, for our name and HF's: both without their prefixes and without the kind.
+    """Make rules that rename tensors in every block: pairs of our name and HF's, without prefix and kind.
 
     >>> in_blocks(("mlp.down", "mlp.down_proj"))[0].hf
     'model.layers.{i}.mlp.down_proj.weight'
@@ -94,10 +94,10 @@ def in_blocks(*pairs: tuple[str, str], kinds: Sequence[str] = ("weight",)) -> tu
 def expand(
     rules: Iterable[Rule], shapes: Mapping[str, tuple[int, ...]], num_layers: int
 ) -> tuple[list[Link], dict[str, tuple[int, ...]]]:
-    """All links of a model whose whole tensors have these ``shapes``, and the shapes of HF's tensors.
+    """Return all links of a model whose whole tensors have these ``shapes``, and the shapes of HF's tensors.
 
     A rule for a tensor that this model does not have (a bias, an untied head) gives nothing. Every tensor of
-    ours must be covered, each HF tensor by one rule.
+    ours must be covered, and each HF tensor by one rule.
     """
     rules = list(rules)
     per_block = [rule for rule in rules if "{i}" in rule.hf]

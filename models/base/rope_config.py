@@ -50,7 +50,7 @@ class RopeScaling(BaseModel):
 
 
 def read_rope(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """``rope_theta`` and ``rope_scaling`` from either form; refuses forms that disagree and unknown types."""
+    """Read ``rope_theta`` and ``rope_scaling`` from either form; refuse unknown types and contradictions."""
     old, new = raw.get("rope_scaling"), raw.get("rope_parameters")
     for key, value in (("rope_scaling", old), ("rope_parameters", new)):
         if value is not None and not isinstance(value, dict):
@@ -77,7 +77,7 @@ def read_rope(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def write_rope(fields: dict[str, Any], scaling: RopeScaling | None) -> dict[str, Any]:
-    """The form that both transformers 4 and 5 read: ``rope_theta`` beside ``rope_scaling``."""
+    """Write the form that both transformers 4 and 5 read: ``rope_theta`` beside ``rope_scaling``."""
     said = scaling.model_dump(exclude_none=True) if scaling else None
     if said:
         said = {key: [*value] if isinstance(value, tuple) else value for key, value in said.items()}
@@ -103,7 +103,7 @@ def take_share(raw: Mapping[str, Any], where: str) -> tuple[dict[str, Any], obje
 
 
 def _differ(old: tuple[Any, Any], new: tuple[Any, Any]) -> bool:
-    """A theta or scaling that the old form leaves out is no contradiction."""
+    """Return whether two forms contradict each other; a theta or scaling that the old form omits does not."""
     return (old[0] is not None and old[0] != new[0]) or (old[1] is not None and old[1] != new[1])
 
 

@@ -185,7 +185,7 @@ def _matches(wanted: Names, module: str) -> bool:
 
 
 def _by_pattern(patterns: Mapping[str, _Number], module: str, otherwise: _Number) -> _Number:
-    """The first pattern that a name ends with."""
+    """Return the value of the first pattern that the name ends with, or ``otherwise``."""
     for pattern, value in patterns.items():
         if compiled(rf"(.*\.)?({pattern})$").find("match", module):
             return value

@@ -183,7 +183,7 @@ def _check_no_experts(family: AdaptedFamily, config: ModelConfig) -> None:
 
 
 def _experts(family: AdaptedFamily, config: ModelConfig) -> Iterator[str]:
-    """Every matrix of an expert, as a module of Hugging Face's files."""
+    """Yield every matrix of an expert, named as a module of Hugging Face's files."""
     (stated,) = family.base.declarations(config)
     for link in family.base.links(config)[0]:
         if stated[link.ours].experts:

@@ -48,7 +48,7 @@ class Site:
 
 @cache
 def linear_sites(family: Family, config: ModelConfig) -> tuple[Site, ...]:
-    """Every linear of Hugging Face's model that is made of ours: what ``all-linear`` means."""
+    """Return every linear of Hugging Face's model that is made of our tensors: what ``all-linear`` means."""
     layers = dict(linears(family.build(config)))
     links: dict[str, list[Link]] = {}
     for link in family.links(config)[0]:
@@ -72,5 +72,5 @@ def linear_sites(family: Family, config: ModelConfig) -> tuple[Site, ...]:
 
 
 def leaves(sites: Iterable[Site]) -> str:
-    """The last words of their names, to be shown."""
+    """Return the last words of the names, for a message."""
     return ", ".join(sorted({site.name.rpartition(".")[2] for site in sites}))
