@@ -1,5 +1,4 @@
-"""The pure plan of a read, a conversion, a reshard: which box of which file goes where. No file is touched
-here.
+"""Plan which box of which file goes where, for a read, a conversion or a reshard. No file is touched here.
 
 A *catalog* says where each whole tensor lies: one stored box for a Hugging Face folder, several for a sharded
 checkpoint. *Links* say which of our tensors is which of Hugging Face's. ``copies`` plans one wanted box from
@@ -21,7 +20,7 @@ from ..parallel_state import BadCheckpoint, Box
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """``box`` of a whole tensor lies in file number ``file``, alone, as the tensor ``key``."""
+    """Say that ``box`` of a whole tensor is stored in file number ``file``, alone, as the tensor ``key``."""
 
     file: int
     key: str
@@ -30,9 +29,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """One whole tensor: its true shape, the format's name of its dtype, and where its parts lie (owners
-    only).
-    """
+    """Describe a whole tensor: its true shape, its dtype by the format's name, its parts (owners only)."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -44,10 +41,10 @@ Catalog = Mapping[str, Whole]
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Box ``source`` of tensor ``key`` in file ``file``, transposed or not, becomes box ``target`` of the
-    wanted whole.
+    """Say that box ``source`` of tensor ``key`` in file ``file`` becomes box ``target`` of the wanted whole.
 
-    ``source`` counts from the stored tensor's own corner, ``target`` from the whole tensor's.
+    ``source`` counts from the stored tensor's own corner, ``target`` from the whole tensor's. ``transpose``:
+    the copy is transposed.
     """
 
     file: int
@@ -58,7 +55,7 @@ class Copy:
 
 
 class Links:
-    """The links of a model, in one direction: from the names that are wanted to the names that are stored."""
+    """Hold a model's links in one direction: from the names that are wanted to the names that are stored."""
 
     def __init__(self, links: Iterable[Link] | None, *, to_hf: bool = False) -> None:
         self._to_hf = to_hf
@@ -68,16 +65,14 @@ class Links:
             self._by_wanted[link.hf if to_hf else link.ours].append(link)
 
     def stored_name(self, name: str) -> str:
-        """One of the stored tensors that ``name`` is made of."""
+        """Return one of the stored tensors that ``name`` is made of."""
         if self._by_wanted is None:
             return name
         link = self._by_wanted[name][0]
         return link.ours if self._to_hf else link.hf
 
     def sources(self, name: str, wanted: Box) -> Iterable[tuple[str, Box, Link | None]]:
-        """The stored tensors that hold ``wanted``, with the box of each; the same name where there are no
-        links.
-        """
+        """Yield the stored tensors that hold ``wanted``, each with its box; without links, the same name."""
         if self._by_wanted is None:
             yield name, wanted, None
             return
@@ -95,7 +90,7 @@ class Links:
                 )
 
     def back(self, link: Link | None, stored: Box) -> Box:
-        """A box of the stored tensor in the wanted tensor's coordinates."""
+        """Return a box of the stored tensor in the wanted tensor's coordinates."""
         if link is None:
             return stored
         return link.to_hf(stored) if self._to_hf else link.to_ours(stored)

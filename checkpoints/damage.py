@@ -1,4 +1,4 @@
-"""A damaged checkpoint of a run: which older one is good, and how to go on from it."""
+"""Find a good older checkpoint of a run when one is damaged, and say how to continue from it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def naming_an_older_one(check: Callable[[Path], None]) -> Iterator[None]:
 
 
 def older_than(error: Damaged) -> list[Path]:
-    """The complete checkpoints of the same run with fewer steps, the newest first."""
+    """Return the complete checkpoints of the same run with fewer steps, the newest first."""
     damaged = error.checkpoint
     if STEP_NAME.fullmatch(damaged.name) is None:
         return []
@@ -31,7 +31,7 @@ def older_than(error: Damaged) -> list[Path]:
 
 
 def newest_good(candidates: list[Path], check: Callable[[Path], None]) -> Path | None:
-    """The first of the candidates that passes ``check``."""
+    """Return the first of the candidates that passes ``check``."""
     for path in candidates:
         with suppress(BadCheckpoint):
             check(path)
@@ -40,7 +40,7 @@ def newest_good(candidates: list[Path], check: Callable[[Path], None]) -> Path |
 
 
 def with_older(error: Damaged, older: Path | None) -> Damaged:
-    """The same error with what to do: go on from ``older``, if there is one."""
+    """Return the same error with what to do: continue from ``older``, if there is one."""
     if older is None:
         return error
     name = shlex.quote(str(error.checkpoint))

@@ -1,4 +1,4 @@
-"""Two sources of weights compared tensor by tensor, across layouts and forms, in bounded memory."""
+"""Compare two sources of weights tensor by tensor, across layouts and forms, in bounded memory."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ _TRIES = 100
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A complete checkpoint, and a line for the user about each newer one that is not.
+    """Hold a complete checkpoint, and a line for the user about each newer one that is not complete.
 
     As long as ``held`` lives, retention does not delete it.
     """
@@ -40,12 +40,12 @@ def complete_checkpoints(root: Path) -> list[Path]:
 
 
 def step_of(directory: Path) -> int:
-    """The step of a checkpoint of a run, from its directory's name."""
+    """Return the step of a run's checkpoint, from its directory's name."""
     return int(directory.name.removeprefix("step-"))
 
 
 def open_checkpoint(directory: Path | str) -> Found:
-    """The complete checkpoint in a directory, held; ``BadCheckpoint`` says what is wrong with it."""
+    """Open the complete checkpoint in a directory and hold it; ``BadCheckpoint`` says what is wrong."""
     directory = Path(directory)
     Manifest.check_there(directory)
     held = hold(directory)

@@ -1,8 +1,8 @@
-"""A checkpoint that is read is not deleted: readers hold a lock on its directory, and retention asks for it.
+"""Keep a checkpoint from being deleted while it is read: readers lock its directory, retention checks.
 
 A run with ``keep = 1`` deletes a checkpoint as soon as the next is committed, while others may be reading it.
 The lock is the system's (flock), shared by readers, and goes with the process that holds it. Where a file
-system has no such locks, nothing is held and a reader may lose what it reads, with an error.
+system has no such locks, nothing is held, and a reader may get an error because files are gone.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from ..storage.lock import try_lock
 
 
 class Hold:
-    """As long as this object lives, or until ``release``, retention leaves the directory alone."""
+    """Keep retention away from a directory as long as this object lives, or until ``release``."""
 
     def __init__(self, fd: int) -> None:
         self._finalizer = weakref.finalize(self, os.close, fd)
 
     def release(self) -> None:
-        """Let go now."""
+        """Release the directory now."""
         self._finalizer()
 
 

@@ -1,4 +1,4 @@
-"""Weights into a model, each rank reading only what it stores."""
+"""Load weights into a model; each rank reads only the parts that it stores."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def load_source(source: Source, model: CausalLM, *, finite: bool = True) -> None
 
 
 def fill_from(source: Source, model: CausalLM, *, finite: bool = True) -> None:
-    """As ``load_source``, of a source whose bytes were checked."""
+    """Fill the model as ``load_source`` does, from a source whose bytes were checked."""
     links, (stated,) = source.links(), source.family.declarations(source.model_config)
     for name, tensor, box in stored_parts(model, model.state):
         if name in stated:

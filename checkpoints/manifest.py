@@ -1,4 +1,4 @@
-"""``manifest.json``: what a sharded checkpoint holds, and which box of which tensor lies in which file.
+"""Define ``manifest.json``: what a checkpoint holds, and which box of which tensor lies in which file.
 
 It is written last, so a directory without one is no checkpoint. Everything in it is checked against the
 directory before a tensor is read: a checkpoint is whole or it is refused.
@@ -35,7 +35,7 @@ _OF_WORLD = re.compile(r"rank-[0-9]{5,}-of-([0-9]{5,})\.safetensors")
 
 
 class Damaged(BadCheckpoint):
-    """A checkpoint of which some byte is not the one that was written; ``where`` is a file in it."""
+    """Report a checkpoint with a byte that is not the one written; ``where`` is a file in it."""
 
     @property
     def checkpoint(self) -> Path:
@@ -47,10 +47,10 @@ Bounds = tuple[Count, ...]
 
 
 class Part(StrictRecord):
-    """The box ``start`` to ``stop`` of a tensor, under the tensor's name in ``files[file]``.
+    """Say that the box ``start`` to ``stop`` of a tensor lies under the tensor's name in ``files[file]``.
 
-    Of parts that hold the same elements one is the ``owner``; the others are ``replica``s, there so that each
-    file is complete by itself.
+    Of several parts that hold the same elements one is the ``owner``; the others are ``replica``s, so that
+    each file is complete by itself.
     """
 
     file: Count
@@ -64,7 +64,7 @@ class Part(StrictRecord):
 
 
 class StoredTensor(StrictRecord):
-    """A whole tensor: its dtype by the format's name, its shape, and where its parts lie."""
+    """Describe a whole tensor: its dtype by the format's name, its shape, and its parts."""
 
     dtype: str
     shape: Bounds
@@ -201,7 +201,7 @@ class Manifest(StrictRecord):
             )
 
     def _check_layout(self, where: object) -> None:
-        """A layout writes at most a file a rank, and the ranks' files say how many ranks there were."""
+        """Check that each file has a rank, and that file names give the layout's number of ranks."""
         world = self.layout.world
         if not len(self.files) <= world <= _MOST_RANKS:
             expected = f"from {len(self.files):,} ranks, one a file, up to {_MOST_RANKS:,}"

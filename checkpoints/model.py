@@ -1,4 +1,4 @@
-"""A model of the zoo in a loop of one's own: its checkpoints, written and read in any layout."""
+"""Write and read checkpoints of a zoo model in a user's own loop, in any layout."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def moment_name(moment: str, parameter: str) -> str:
-    """The checkpoint's name of an optimizer moment."""
+    """Return the checkpoint's name of an optimizer moment."""
     return f"optimizer.{moment}.{parameter}"
 
 
@@ -45,9 +45,7 @@ def begin_moments(
 
 
 def moment_of(optimizer: torch.optim.Optimizer, moment: str) -> Callable[[nn.Parameter], Tensor | None]:
-    """From a parameter to its moment, to say which of the optimizer's tensors ``stored_parts`` gives; a
-    frozen parameter has none.
-    """
+    """Return a function from a parameter to its moment, for ``stored_parts``; a frozen parameter has none."""
 
     def choose(parameter: nn.Parameter) -> Tensor | None:
         value: Tensor | None = optimizer.state[parameter][moment] if parameter.requires_grad else None

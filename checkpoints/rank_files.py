@@ -1,4 +1,4 @@
-"""The file of each rank in a run's checkpoint: its tensors, how it is written, what is said of it."""
+"""Write each rank's file of a run's checkpoint, and describe its tensors for the manifest."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .moments import moment_name
 
 
 def file_name(rank: int, world: int) -> str:
-    """``rank-00003-of-00008.safetensors``."""
+    """Return a name such as ``rank-00003-of-00008.safetensors``."""
     return f"rank-{rank:05d}-of-{world:05d}.safetensors"
 
 
@@ -67,7 +67,10 @@ def stored_tensors(
 def write_file(
     directory: Path, rank: int, world: int, step: int, tensors: Mapping[str, Tensor], fixed: frozenset[str]
 ) -> tuple[StoredFile, str] | None:
-    """This rank's file and the dtype of its tensors but the ``fixed``, or nothing if it owns nothing."""
+    """Write this rank's file; return it and the dtype of its tensors (``fixed`` ones aside), or ``None``.
+
+    A rank that owns nothing writes no file.
+    """
     if not tensors:
         return None
     file = file_name(rank, world)

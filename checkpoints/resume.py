@@ -64,9 +64,10 @@ def newest_checkpoint(
 
 
 def newest_in(path: str | Path, state: ParallelState) -> Path:
-    """The newest complete checkpoint of a folder of several, the same on every rank; else ``path`` itself.
+    """Return the newest complete checkpoint of a folder of several, alike on every rank, or else ``path``.
 
-    Collective. Rank 0 looks: ranks that looked by themselves might find different ones of a run that saves.
+    Collective. Only rank 0 looks, because ranks that look by themselves might find different ones of a run
+    that saves.
     """
     path = Path(path)
 

@@ -14,8 +14,9 @@ from .manifest import Manifest
 
 
 def check_same_tensors(root: Path, manifest: Manifest) -> None:
-    """Refuse a folder with checkpoints of another model than ``manifest`` is of: retention would count them
-    among this model's, and delete them.
+    """Refuse a folder with checkpoints of a model other than the manifest's.
+
+    Retention would count them among this model's checkpoints, and delete them.
     """
     wanted = _tensors(manifest)
     for path in complete_checkpoints(root)[::-1] if root.is_dir() else []:
@@ -36,7 +37,7 @@ def check_same_tensors(root: Path, manifest: Manifest) -> None:
 
 
 def _tensors(manifest: Manifest) -> dict[str, list[int]]:
-    """The weights' names, made fit for a message, and shapes."""
+    """Return the weights' names, made safe for a message, and their shapes."""
     return {
         shown(name): [*one.shape]
         for name, one in manifest.tensors.items()
@@ -45,7 +46,10 @@ def _tensors(manifest: Manifest) -> dict[str, list[int]]:
 
 
 def set_aside(target: Path) -> None:
-    """A damaged checkpoint of this step, passed over on resume, makes way for the one written again."""
+    """Rename a damaged checkpoint of this step, so that the step can be saved again.
+
+    A resume passed it over.
+    """
     if not target.is_dir() or not any(target.iterdir()):
         return
     try:
@@ -57,10 +61,10 @@ def set_aside(target: Path) -> None:
 
 
 def delete_old(root: Path, keep: int, step: int) -> list[Path]:
-    """Delete the good checkpoints up to ``step``, just committed, but for the newest ``keep``.
+    """Delete the good checkpoints up to ``step``, just committed, except the newest ``keep``.
 
-    A damaged one counts for nothing and is left alone, and so is what claims to be newer. What somebody is
-    reading stays for now; these are given back.
+    A damaged one does not count and stays, and so does one that claims to be newer. One that is being read
+    stays for now; these are returned.
     """
     good = [path for path in complete_checkpoints(root) if step_of(path) <= step and _is_good(path)]
     read = []

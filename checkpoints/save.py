@@ -206,7 +206,7 @@ class Saver:
             self._retain(step)
 
     def _retain(self, step: int) -> None:
-        """After all ranks know of the commit, which nobody waits for; what cannot be deleted ends no run."""
+        """Delete old checkpoints, after all ranks know of the commit; a failure to delete ends no run."""
         try:
             for path in delete_old(self.root, self.keep, step):
                 self._lines.append(f"{path} stays until the next save: it is being read")

@@ -1,4 +1,4 @@
-"""The text of a manifest, and its seal: the SHA-256 of all before it, as the last field of the same JSON.
+"""Write and check a manifest's text and its seal: the SHA-256 of all before it, as the last key.
 
 With it a reader tells that not one bit of the manifest changed since it was written. It protects against
 damage, not against somebody who writes a manifest of his own.

@@ -1,4 +1,4 @@
-"""Weights to read from, whatever their form: a Hugging Face folder or a checkpoint, as one catalog."""
+"""Read weights of any form, from a Hugging Face folder or a checkpoint, through one catalog."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def read_source(
 def open_source(
     path: str | Path, *, allow_symlinks: bool = False, module: ModuleFamily | None = None
 ) -> Source:
-    """As ``read_source``; where a run's newest checkpoint is damaged, an older one is not looked for."""
+    """Open a source as ``read_source`` does; if a run's newest checkpoint is damaged, do not look further."""
     path = local_folder(path)
     if not path.exists():
         raise BadInput(path, expected="a Hugging Face folder or a checkpoint", found="no such folder")

@@ -1,4 +1,4 @@
-"""Checkpoints of any module: written from its declarations, read in any layout, exported by a table."""
+"""Save and load checkpoints of any module: by its declarations, in any layout; a table of names exports."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def check_storable(where: str, model: nn.Module, optimizer: torch.optim.Optimize
 
 
 def gather_stages(model: nn.Module, state: ParallelState) -> list[dict[str, Declaration]]:
-    """The declarations of every pipeline stage, told by one rank of each. Collective.
+    """Return the declarations of every pipeline stage, gathered from one rank of each. Collective.
 
     Raises ``BadInput`` for a parameter on two stages that is not declared so.
     """
@@ -166,7 +166,7 @@ def load_module(
 
 
 def _check_same(source: Source, stages: Sequence[Mapping[str, Declaration]], family: ModuleFamily) -> None:
-    """The names and true shapes of the whole module, against those of the checkpoint."""
+    """Check the names and true shapes of the whole module against those of the checkpoint."""
     wanted = {name: one.shape for stage in stages for name, one in stage.items()}
     if source.manifest is None:
         return  # the folder was read against them

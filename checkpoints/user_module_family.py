@@ -1,4 +1,4 @@
-"""A module of a user's, which no family describes: its declarations and its table of names, as data."""
+"""Store a user's module, which no family describes, as data: its declarations and its table of names."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class StoredDeclaration(StrictRecord):
 
 
 class StoredRule(StrictRecord):
-    """A line of the table of names: Hugging Face's tensor ``hf`` is made of ``ours``."""
+    """Say that Hugging Face's tensor ``hf`` is made of ``ours``: one line of the table of names."""
 
     kind: Literal["rename", "transpose", "split", "stack"]
     ours: tuple[str, ...]
@@ -106,7 +106,7 @@ class StoredModule(StrictRecord):
 
 
 class ModuleConfig(ModelConfig):
-    """Nothing is known of a module's configuration, so nothing of it is computed with."""
+    """Stand for a module's configuration, of which nothing is known and nothing is used."""
 
     vocab_size: int = 0
     hidden_size: int = 0
@@ -120,7 +120,7 @@ class ModuleConfig(ModelConfig):
 
 @dataclass(frozen=True)
 class ModuleFamily(Family):
-    """``Family`` for a stored module: declarations and links, no model to build. See ``module_family``."""
+    """Act as the ``Family`` of a stored module: declarations and links, no model. See ``module_family``."""
 
     module: StoredModule = field(kw_only=True)
 
@@ -172,7 +172,7 @@ class ModuleFamily(Family):
 
 
 def module_family(module: StoredModule, config: Mapping[str, JsonValue]) -> ModuleFamily:
-    """The family of a checkpoint that says by itself how its tensors lie."""
+    """Return the family of a checkpoint that itself says how its tensors are cut."""
     names = config.get("architectures")
     first = names[0] if isinstance(names, list) and names else MODULE
     rules = [rule.restored() for rule in module.names]

@@ -60,7 +60,7 @@ def verify_rest(
     threads: int = 2,
     progress: Callable[[int], None] = lambda read: None,
 ) -> None:
-    """As ``verify``, but bytes whose sums are in ``seen`` (one a file) are not read again."""
+    """Verify as ``verify`` does, but skip bytes whose sums are in ``seen`` (one checksum for each file)."""
     with naming_an_older_one(check_all):
         _verify_rest(Path(directory), manifest, files, seen, threads=threads, progress=progress)
 
@@ -96,14 +96,14 @@ def verify_files(directory: Path | str, manifest: Manifest, numbers: Iterable[in
 
 
 def checksum_of(file: TensorFile) -> Checksum:
-    """To collect the sums of a file's tensors, each by itself."""
+    """Return an empty checksum that will keep the sums of the file's tensors apart."""
     return Checksum(entry.begin for entry in file.tensors.values())
 
 
 def verify_file(
     file: TensorFile, stored: StoredFile, seen: Checksum, progress: Callable[[int], None] = lambda read: None
 ) -> dict[str, int]:
-    """The CRC-32 of each tensor's bytes, once that of the whole file is right."""
+    """Check the CRC-32 of the whole file, then return that of each tensor's bytes."""
     entries = sorted(file.tensors.items(), key=lambda item: (item[1].begin, item[1].end))
     stretches = [(0, file.data_begin), *((entry.begin, entry.end) for _, entry in entries)]
     with open_regular(file.path, kind=BadCheckpoint) as (fd, _):

@@ -1,4 +1,4 @@
-"""Reading every byte of a checkpoint on many ranks: each reads some of the files, all learn of a damage."""
+"""Verify a checkpoint on many ranks: each reads some of the files, all learn of a damaged byte."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def verify_share(path: Path, manifest: Manifest, state: ParallelState) -> None:
 
 @contextmanager
 def naming_an_older_one_together(state: ParallelState) -> Iterator[None]:
-    """As ``naming_an_older_one``, where every rank leaves the block with the same error. Collective."""
+    """Act as ``naming_an_older_one``; every rank leaves the block with the same error. Collective."""
     try:
         yield
     except Damaged as error:
@@ -71,6 +71,6 @@ def naming_an_older_one_together(state: ParallelState) -> Iterator[None]:
 
 
 def _ranks(state: ParallelState) -> tuple[int, int, dist.ProcessGroup | None]:
-    """This rank, how many there are, and their group; a stand-in without groups works by itself."""
+    """Return this rank, the number of ranks, and their group; a stand-in without groups works by itself."""
     group = state.file_group
     return (0, 1, None) if group is None else (state.rank, state.layout.world, group)

@@ -11,7 +11,7 @@ from ..parallel_state import BadCheckpoint, BadInput, Box
 
 @dataclass(frozen=True, slots=True)
 class Flaw:
-    """``box`` of the tensor is owned ``times`` times instead of once."""
+    """Say that ``box`` of the tensor is owned ``times`` times instead of once."""
 
     box: Box
     times: int
@@ -22,9 +22,10 @@ class Flaw:
 
 
 def first_flaw(whole: Box, boxes: Sequence[Box]) -> Flaw | None:
-    """The first part of ``whole`` that is not in exactly one of ``boxes``; what lies outside does not count.
+    """Return the first part of ``whole`` that is not in exactly one of ``boxes``; parts outside do not count.
 
-    Cost is about ``n log n`` for the grids that layouts make: slabs between cuts, one dim after the other.
+    The cost is about ``n log n`` for the grids that layouts make: it sweeps slabs between cuts, one dim after
+    the other.
     """
     inside = [part for box in boxes if (part := box.intersect(whole)) is not None]
     return _sweep(whole, inside, 0) if whole.size else None
@@ -49,7 +50,7 @@ def check_coverage(
 
 
 def _sweep(whole: Box, boxes: Sequence[Box], dim: int) -> Flaw | None:
-    """``boxes`` all span the part of ``whole`` before ``dim``."""
+    """Return the first flaw in ``dim`` or a later dim; in earlier dims all ``boxes`` span ``whole``."""
     if len(boxes) == 1 and boxes[0] == whole:
         return None
     if not boxes or dim == len(whole.start):
@@ -65,7 +66,7 @@ def _sweep(whole: Box, boxes: Sequence[Box], dim: int) -> Flaw | None:
         while waiting and waiting[-1].start[dim] == begin:
             active.append(waiting.pop())
         if len(active) == 1 and _spans(active[0], whole, dim + 1):
-            continue  # what nearly every slab is
+            continue  # nearly every slab is of this kind
         slab = _with(whole, dim, begin, end)
         if flaw := _sweep(slab, [_with(box, dim, begin, end) for box in active], dim + 1):
             return flaw

@@ -1,4 +1,4 @@
-"""CRC-32 of a file whose pieces are seen in any order, by any thread: checksums are combined, not re-read.
+"""Compute the CRC-32 of a file whose pieces come in any order, from any thread, by combining their sums.
 
 The polynomial arithmetic is zlib's ``crc32_combine`` (Mark Adler), which Python's ``zlib`` does not offer.
 """
@@ -24,12 +24,12 @@ _READ = 4 << 20
 
 
 def combine(first: int, second: int, second_length: int) -> int:
-    """The CRC-32 of two stretches of bytes in a row, from that of each and the second's length."""
+    """Return the CRC-32 of two adjacent stretches of bytes, from that of each and the second's length."""
     return _multiply(_power(second_length), first) ^ second
 
 
 def crc_of(fd: int, begin: int, end: int) -> int:
-    """The CRC-32 of these bytes of a file, or of those that it has."""
+    """Return the CRC-32 of these bytes of a file, or of as many of them as it has."""
     crc, at, buffer = 0, begin, memoryview(bytearray(min(_READ, end - begin)))
     while at < end and (read := os.preadv(fd, [buffer[: min(_READ, end - at)]], at)):
         crc = crc32(buffer[:read], crc)
@@ -38,10 +38,10 @@ def crc_of(fd: int, begin: int, end: int) -> int:
 
 
 class Checksum:
-    """Collects the CRC-32 of stretches of one file. Safe to use from several threads at once.
+    """Collect the CRC-32 of stretches of one file. Safe to use from several threads at once.
 
-    A stretch that begins where another ended is joined to it, so that memory does not grow with the file;
-    not across the offsets ``apart``, between which sums are asked for later.
+    A stretch that begins where another ends is joined to it, so that memory does not grow with the file.
+    Stretches are not joined across the offsets ``apart``, because sums between these are asked for later.
     """
 
     def __init__(self, apart: Iterable[int] = ()) -> None:
@@ -68,7 +68,7 @@ class Checksum:
                 self._insert(offset, length, crc)
 
     def _insert(self, offset: int, length: int, crc: int) -> None:
-        """A stretch that overlaps what is there is left out: at worst it becomes a gap, and is read again."""
+        """Add a stretch, unless it overlaps a known one: then it may become a gap and be read again."""
         at = bisect_right(self._begins, offset)
         if at < len(self._begins) and self._begins[at] < offset + length:
             return
@@ -83,7 +83,7 @@ class Checksum:
         self._pieces.insert(at, (length, crc))
 
     def gaps(self, size: int) -> list[tuple[int, int]]:
-        """The ``(offset, length)`` of what was not seen of a file of ``size`` bytes."""
+        """Return the ``(offset, length)`` of each part of a file of ``size`` bytes that was not seen."""
         missing, at = [], 0
         for offset, length, _ in self._in_order():
             if offset > at:
@@ -97,7 +97,7 @@ class Checksum:
         stretches: Sequence[tuple[int, int]],
         progress: Callable[[int], None] = lambda read: None,
     ) -> None:
-        """Read from the file what was not seen of these ``(begin, end)``, which lie end to end from 0."""
+        """Read the unseen parts of these ``(begin, end)``; the stretches follow one another from 0 on."""
         buffer = memoryview(bytearray(_READ))
         for gap, length in self.gaps(stretches[-1][1]):
             for begin, end in stretches:
@@ -109,13 +109,15 @@ class Checksum:
                     at += read
 
     def value(self, size: int) -> int:
-        """The CRC-32 of all ``size`` bytes; there must be no gaps."""
+        """Return the CRC-32 of all ``size`` bytes; there must be no gaps."""
         assert not self.gaps(size), self.gaps(size)
         return self.of([(0, size)])[0]
 
     def of(self, stretches: Iterable[tuple[int, int]]) -> list[int]:
-        """The CRC-32 of each ``(begin, end)``, in order. No piece lies across an end; where bytes are missing
-        (a file cut short while it was read) the sum is that of the others.
+        """Return the CRC-32 of each ``(begin, end)``, in order.
+
+        No piece may cross an end. If bytes are missing (the file was cut short while it was read), the sum is
+        that of the others.
         """
         found, pieces = [], deque(self._in_order())
         for _, end in stretches:
@@ -133,7 +135,7 @@ class Checksum:
 
 @cache
 def _power(length: int) -> int:
-    """X to the power ``8 * length``, modulo the polynomial."""
+    """Return x to the power ``8 * length``, modulo the polynomial."""
     result, square = 1 << 31, 1 << 23  # 1, and x^8
     while length:
         if length & 1:
@@ -144,7 +146,7 @@ def _power(length: int) -> int:
 
 
 def _multiply(a: int, b: int) -> int:
-    """The product of two polynomials, modulo the polynomial, in zlib's reflected bit order."""
+    """Return the product of two polynomials, modulo the polynomial, in zlib's reflected bit order."""
     product, bit = 0, 1 << 31
     while bit:
         if a & bit:

@@ -1,7 +1,7 @@
-"""The few system calls through which checkpoints reach the disk.
+"""Make the few system calls through which checkpoints reach the disk.
 
-All of them go through one small object, so that a test can record their order and replay every prefix of it:
-that is how the promise "a crash leaves the old or the new checkpoint" is tested without cutting the power.
+All of them go through one small object, so that a test can record their order and replay every prefix. So the
+promise "a crash leaves the old or the new checkpoint" is tested without cutting the power.
 """
 
 from __future__ import annotations

@@ -65,5 +65,5 @@ BUFFER = _NAMES[BUFFER_DTYPE]
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """The format's name of a torch type, ``"BF16"`` for ``torch.bfloat16``."""
+    """Return the format's name of a torch type, ``"BF16"`` for ``torch.bfloat16``."""
     return _NAMES[dtype]

@@ -1,4 +1,4 @@
-"""Names of files and folders by which a folder is known: a checkpoint, a run, a Hugging Face folder."""
+"""Name the files and folders that tell a folder's kind: a checkpoint, a run, a Hugging Face folder."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _OF_A_RUN = {"run.lock", "metrics.jsonl", "events.jsonl"}
 
 
 class FolderKind(Enum):
-    """A kind by its name for the user."""
+    """Name the kinds of folder, each by its text for the user."""
 
     MODEL = "a Hugging Face folder"
     ADAPTER = "LoRA adapters in PEFT's folder"
@@ -52,11 +52,11 @@ _NAMED = {
 
 
 def kind_of_folder(path: Path, among: Collection[FolderKind] = ()) -> tuple[Path, FolderKind]:
-    """The folder that ``path`` names, and its kind.
+    """Return the folder that ``path`` names, and its kind.
 
-    ``path`` is the folder or, where a folder is of two kinds, its file that says which: ``config.json``,
-    ``adapter_config.json`` or ``manifest.json``. ``among``: the kinds that the caller can use; others are
-    given only if the folder is none of these. ``BadInput`` if the folder is of two kinds.
+    ``path`` is the folder or, for a folder of two kinds, the file that chooses one: ``config.json``,
+    ``adapter_config.json`` or ``manifest.json``. ``among``: the kinds that the caller can use; another kind
+    is returned only if the folder has none of these. ``BadInput`` if the folder is of two kinds.
     """
     for kind, name in _NAMED.items():
         if path.name == name and path.is_file():
@@ -75,7 +75,7 @@ def kind_of_folder(path: Path, among: Collection[FolderKind] = ()) -> tuple[Path
 
 
 def kinds_of(folder: Path) -> list[FolderKind]:
-    """All that the folder is. What merely looks like a run or tokens counts if it is nothing else."""
+    """Return all kinds of the folder. If there is none, return a run or tokens that it merely looks like."""
     if finished_name(folder.name) is not None:
         return [FolderKind.UNFINISHED]
     names = set(os.listdir(folder))

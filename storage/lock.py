@@ -1,4 +1,4 @@
-"""Locks of the operating system (flock): one process has a file at a time, and no longer than it lives."""
+"""Lock files with the operating system (flock): one process at a time, no longer than it lives."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def try_lock(fd: int, *, shared: bool = False) -> bool:
 
 
 class FileLock:
-    """A file that this process has locked, until ``release`` or the end of the process.
+    """Hold a file that this process has locked, until ``release`` or the end of the process.
 
     A process that inherits the descriptor ``fd`` has the lock too.
     """

@@ -1,4 +1,4 @@
-"""A file that a command writes: whole under its name or not at all, and never over what is not its own.
+"""Write a command's output file: whole under its name or not at all, and never over a file of others.
 
     with output_file(out, ours=is_report) as path:   # checks the place; a new file beside it
         path.write_text(...)
@@ -23,15 +23,15 @@ from .folder_kind import CHECKPOINTS, FolderKind, holds_steps, kinds_of
 from .lock import FileLock
 from .parents import make_parents, remove_empty
 
-#: What of a file is looked at to tell whose it is: its first and its last bytes.
+#: How many of a file's first and last bytes are read to tell which command wrote it.
 _SEEN = 1 << 16
 
-#: From a file's first and last bytes to whether the command that asks has written it.
+#: Takes a file's first and last bytes; returns whether the command that asks has written the file.
 IsOurs = Callable[[bytes], bool]
 
 
 def nobodys(seen: bytes) -> bool:
-    """For commands whose earlier output is edited by hand: nothing that exists is theirs to replace."""
+    """Return false: for commands whose earlier output people edit, no existing file may be replaced."""
     return False
 
 
@@ -125,9 +125,9 @@ def output_file(
     inputs: Iterable[Path] = (),
     parents: bool = False,
 ) -> Iterator[Path]:
-    """The path of an empty file to write, which takes the name ``out`` when the block ends without an error.
+    """Yield the path of an empty file; it gets the name ``out`` when the block ends without an error.
 
-    ``BadInput`` as ``check_output_file``, also for a file that appears meanwhile.
+    ``BadInput`` as in ``check_output_file``, also for a file that appears meanwhile.
     """
     inputs = [*inputs]
     check_output_file(out, ours=ours, force=force, inputs=inputs, parents=parents)
@@ -138,7 +138,7 @@ def output_file(
 
 @contextmanager
 def _fresh(out: Path) -> Iterator[Path]:
-    """A file beside ``out``, its folders made; what has not become ``out`` by the end is removed again."""
+    """Yield a new file beside ``out``, in folders made for it; it is removed if it has not become ``out``."""
     made = make_parents(out.parent)
     _remove_leftovers(out)
     lock = _begin(out)

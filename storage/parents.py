@@ -1,4 +1,4 @@
-"""The folders above an output: made when it begins, and removed again if it comes to nothing."""
+"""Make the folders above an output when it begins, and remove them again if no output comes about."""
 
 from __future__ import annotations
 

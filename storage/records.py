@@ -10,13 +10,13 @@ Count = Annotated[int, Field(ge=0)]
 
 
 class StrictRecord(BaseModel):
-    """A record with exact types and no unknown fields, which is never changed."""
+    """Define a record with exact types and no unknown fields, which cannot be changed."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
 class StoredFile(StrictRecord):
-    """One file of the checkpoint, its bytes and their CRC-32."""
+    """Describe one file of the checkpoint: its size in bytes and their CRC-32."""
 
     name: str
     size: Count

@@ -21,7 +21,7 @@ _KINDS = {
 
 
 def stat_regular(path: Path, *, kind: type[BadInput] = BadInput, todo: str = "") -> os.stat_result:
-    """The status of a regular file; anything else is refused without opening it (opening a pipe blocks)."""
+    """Return the status of a regular file; refuse others without opening them (opening a pipe blocks)."""
     try:
         status = os.stat(path)
     except FileNotFoundError:
@@ -39,7 +39,7 @@ def stat_regular(path: Path, *, kind: type[BadInput] = BadInput, todo: str = "")
 
 @contextmanager
 def open_regular(path: Path, *, kind: type[BadInput] = BadInput) -> Iterator[tuple[int, os.stat_result]]:
-    """A read-only descriptor of a regular file and its status, closed at the end of the block."""
+    """Yield a read-only descriptor of a regular file and its status; it is closed when the block ends."""
     stat_regular(path, kind=kind)
     try:
         # O_NONBLOCK: whoever swaps the file for a pipe between the two calls cannot make us wait.
@@ -56,7 +56,7 @@ def open_regular(path: Path, *, kind: type[BadInput] = BadInput) -> Iterator[tup
 
 
 def read_small(path: Path, limit: int, *, kind: type[BadInput] = BadInput) -> bytes:
-    """All bytes of a regular file of at most ``limit`` bytes."""
+    """Return all bytes of a regular file of at most ``limit`` bytes."""
     with open_regular(path, kind=kind) as (fd, status):
         if status.st_size > limit:
             raise kind(path, expected=f"at most {limit:,} bytes", found=f"{status.st_size:,}")
@@ -72,7 +72,7 @@ def read_small(path: Path, limit: int, *, kind: type[BadInput] = BadInput) -> by
 
 
 def check_plain_name(name: object, where: object, key: object, *, kind: type[BadInput] = BadInput) -> str:
-    """A file name that stays in its directory: no separator, no ``..``, no control character."""
+    """Check that a file name stays in its directory: no separator, no ``..``, no control character."""
     if not isinstance(name, str):
         raise kind(where, key, expected="the name of a file", found=f"a {type(name).__name__}")
     bad = not name or name in (".", "..") or "/" in name or "\\" in name or not name.isprintable()
@@ -84,10 +84,10 @@ def check_plain_name(name: object, where: object, key: object, *, kind: type[Bad
 def contained(
     root: Path, name: str, *, allow_symlinks: bool = False, kind: type[BadInput] = BadInput
 ) -> Path:
-    """The path of ``name`` in ``root``, refused where a link leads out of it.
+    """Return the path of ``name`` in ``root``; refuse it if a link leads out of it.
 
-    The Hugging Face cache keeps ``snapshots/<revision>/<name>`` as links into ``blobs/`` two levels up;
-    those, and nothing else outside, are followed. ``allow_symlinks`` follows any.
+    The Hugging Face cache keeps ``snapshots/<revision>/<name>`` as links into ``blobs/`` two levels up. Those
+    links are followed, and no others to the outside. ``allow_symlinks`` follows any.
     """
     path = root / name
     if allow_symlinks or not path.is_symlink():

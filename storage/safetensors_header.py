@@ -1,4 +1,4 @@
-"""The header of a safetensors file: an 8-byte length, then JSON naming each tensor's dtype, shape and bytes.
+"""Read and build the header of a safetensors file: an 8-byte length, then JSON about each tensor.
 
 https://huggingface.co/docs/safetensors describes the format; its reader leaves some doubtful files in (a key
 said twice, hundreds of thousands of empty tensors), which are refused here.
@@ -24,7 +24,7 @@ _LENGTH = 8
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor of a file: the format's name of its dtype, its shape, and where its bytes begin and end."""
+    """Describe a tensor of a file: its dtype by the format's name, its shape, its first and last byte."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -38,7 +38,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A checked header: every byte of the file belongs to exactly one tensor or to the header itself."""
+    """Hold a checked header: every byte of the file belongs to exactly one tensor or to the header itself."""
 
     tensors: dict[str, Entry]
     metadata: dict[str, str]
@@ -66,7 +66,7 @@ def header_length(first: bytes, size: int, where: object) -> int:
 
 
 def parse_header(raw: bytes, size: int, where: object, *, expected: Container[str] = ()) -> Header:
-    """The header from its JSON bytes and the size of the whole file.
+    """Parse the header from its JSON bytes and the size of the whole file.
 
     Names that look like paths are refused unless they are in ``expected``: a name must never become a path.
     """
@@ -91,10 +91,10 @@ def parse_header(raw: bytes, size: int, where: object, *, expected: Container[st
 def build_header(
     tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> tuple[bytes, dict[str, Entry]]:
-    """The first bytes of a file that holds these ``{name: (dtype, shape)}``, and where each will lie.
+    """Return the first bytes of a file with these ``{name: (dtype, shape)}``, and each tensor's place.
 
-    Tensors keep their order, but those of wider elements come first, as the format's own writer does: every
-    tensor is then aligned to its element. The header is padded with spaces to 8 bytes.
+    Tensors keep their order, but those of wider elements come first, as in the format's own writer: then
+    every tensor is aligned to its element. The header is padded with spaces to 8 bytes.
     """
     order = sorted(tensors, key=lambda name: -BITS[tensors[name][0]])
     fields: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -155,7 +155,7 @@ def _is_size(value: object) -> bool:
 
 
 def _check_tiling(tensors: dict[str, Entry], data_begin: int, size: int, where: object) -> None:
-    """The data is the tensors one after another: no hole, no overlap, nothing behind the last."""
+    """Check that tensors follow one another: no hole, no overlap, nothing behind the last."""
     at, before = data_begin, "the header"
     for name, entry in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.begin != at:

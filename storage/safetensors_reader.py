@@ -127,7 +127,7 @@ class TensorFile:
 
     @contextmanager
     def _opened(self) -> Iterator[int]:
-        """A descriptor of the file, refused if it changed since its header was read."""
+        """Yield a descriptor of the file; refuse a file that changed since its header was read."""
         with open_regular(self.path, kind=BadCheckpoint) as (fd, status):
             if _identity(status) != self.identity:
                 found = "a file changed since"
@@ -136,7 +136,7 @@ class TensorFile:
 
 
 class _Reader:
-    """``pread`` that fills its buffer or says which tensor was cut short."""
+    """Read with ``pread`` until the buffer is full, or say which tensor was cut short."""
 
     def __init__(self, fd: int, path: Path, name: str):
         self.fd, self.path, self.name = fd, path, name
@@ -180,5 +180,5 @@ def _itemsize(entry: Entry) -> int:
 
 
 def _identity(status: os.stat_result) -> tuple[int, ...]:
-    """The change time is the one of these that no program can set."""
+    """Return values that change with a file's content; no program can set the last one, the change time."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns

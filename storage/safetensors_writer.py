@@ -28,7 +28,7 @@ _PIECE = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A finished file: its bytes and their CRC-32 (0 if it was not asked for)."""
+    """Describe a finished file: its bytes and their CRC-32 (0 if it was not asked for)."""
 
     size: int
     crc: int

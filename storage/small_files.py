@@ -95,7 +95,7 @@ def parse_toml(text: str, where: object) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line of a file: its number from 1, and the JSON object in it or else what is wrong with it."""
+    """Hold one line of a file: its number from 1, and its JSON object or else what is wrong with it."""
 
     number: int
     text: str
@@ -120,7 +120,7 @@ def _without_sum(raw: bytes, value: dict[str, Any], where: str) -> dict[str, Any
 
 
 def read_log(path: Path) -> Iterator[Line]:
-    """As ``read_json_lines``; a line that does not fit its sum is a broken one."""
+    """Read lines as ``read_json_lines`` does; a line that does not match its checksum is a broken one."""
     for line in read_json_lines(path):
         if line.value is None:
             yield line

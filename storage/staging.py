@@ -62,8 +62,9 @@ def check_output(output: Path, *, inputs: Iterable[Path] = (), need: int = 0) ->
 
 
 def check_home(output: Path) -> Path:
-    """The folder that is there already in which the output, or folders around it, will be made; refused if it
-    is a file or cannot be written to.
+    """Return the existing folder in which the output, or folders around it, will be made.
+
+    Refuse it if it is a file or cannot be written to.
     """
     for home in Path(os.path.abspath(output)).parents:
         if home.exists():
@@ -80,7 +81,7 @@ def check_home(output: Path) -> Path:
 
 
 class Staging:
-    """An output in the making, held by one process. Others may write into ``directory`` too."""
+    """Hold an unfinished output, owned by one process. Others may write into ``directory`` too."""
 
     def __init__(self, output: Path, directory: Path, lock: FileLock, disk: Disk, made: list[Path]):
         self.output, self.directory = output, directory
@@ -114,7 +115,7 @@ class Staging:
         identity: str | None = None,
         disk: Disk | None = None,
     ) -> Staging:
-        """As ``begin``, for files whose names begin with ``output``.
+        """Begin, as ``begin`` does, files whose names begin with ``output``.
 
         ``check`` refuses names that are taken. It is also called under the lock, because another process may
         have finished between the first call and the lock.
@@ -232,9 +233,10 @@ def staged(
     identity: str | None = None,
     disk: Disk | None = None,
 ) -> Iterator[Staging]:
-    """``Staging.begin`` as a block: an error that leaves it before ``publish`` leaves nothing behind.
+    """Run ``Staging.begin`` as a context: an error that leaves it before ``publish`` leaves nothing behind.
 
-    With an ``identity`` an interrupt (Ctrl-C) keeps what was written, as a kill does, to be taken up again.
+    With an ``identity`` an interrupt (Ctrl-C) keeps the files, as a kill does, so that the work can be
+    continued.
     """
     staging = Staging.begin(output, inputs=inputs, need=need, identity=identity, disk=disk)
     try:
@@ -282,7 +284,7 @@ def clear_leftovers(output: Path, disk: Disk | None = None, *, lock_only: bool =
 
 
 def _bytes_of_leftovers(output: Path) -> int:
-    """Bytes on the disk of what killed runs left for this output: taken up again, or removed first."""
+    """Return the bytes on the disk that killed runs left for this output: reused, or removed first."""
     return sum(
         path.stat().st_blocks * 512
         for left in leftovers(output)

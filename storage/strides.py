@@ -68,7 +68,7 @@ def is_one_run(shape: tuple[int, ...], box: Box) -> bool:
 
 
 def blocks(box: Box, most: int) -> Iterator[Box]:
-    """The box in pieces of at most ``most`` elements (at least one row of its last dim's elements), in order.
+    """Yield the box in pieces of at most ``most`` elements (at least one), in order.
 
     Every piece is one run of the box seen as a tensor of its own, so writing the pieces in turn is
     sequential.

@@ -175,7 +175,7 @@ def _manifest(
 
 
 def _config(plan: Plan) -> dict[str, Any]:
-    """The source's config, its dtype told anew where the weights were cast; PEFT's for adapters."""
+    """Return the source's config, with the new dtype if the weights were cast; PEFT's config for adapters."""
     source = plan.source
     if plan.layout is None and source.adapter is not None:
         assert isinstance(source.family, AdaptedFamily)
@@ -191,7 +191,10 @@ def _config(plan: Plan) -> dict[str, Any]:
 
 
 def _memory(plan: Plan, options: ConversionOptions) -> tuple[int, int]:
-    """Bytes of a block, and workers. A block that is changed is there in fp32 as well, beside its factors."""
+    """Return the bytes of a block and the number of workers.
+
+    A merge holds a block in fp32 as well, and the adapter's factors.
+    """
     if plan.merge is None:
         return block_within(options.max_ram, options.workers)
     factors = options.workers * plan.merge.bytes_of_a_worker

@@ -1,4 +1,4 @@
-"""Working within a stated amount of memory."""
+"""Choose the block size and the number of workers that fit into a stated amount of memory."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _OF_A_WORKER = 4 << 20
 
 
 def block_within(max_ram: int | None, workers: int) -> tuple[int, int]:
-    """Bytes of a block and number of workers such that this process stays below ``max_ram`` bytes of its own.
+    """Return the bytes of a block and the number of workers that keep this process below ``max_ram`` bytes.
 
-    What is in memory already counts (imports, the plan); mapped files do not. ``BadInput`` where that alone
-    is too much.
+    Memory in use already counts (imports, the plan); mapped files do not. ``BadInput`` if that alone is too
+    much.
     """
     if max_ram is None:
         return BLOCK, workers
@@ -33,9 +33,7 @@ def block_within(max_ram: int | None, workers: int) -> tuple[int, int]:
 
 
 def anonymous_memory() -> int:
-    """Bytes of this process that are in memory and come from no file; all resident ones where that is
-    unknown.
-    """
+    """Return how many bytes of this process's memory come from no file; if unknown, all resident bytes."""
     if (memory := own_memory()) is not None:
         return memory.anonymous
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,4 +1,4 @@
-"""LoRA adapters added to the weights of their base: ``W + scale * B A``, a block at a time, with no model."""
+"""Add LoRA adapters to the weights of their base, ``W + scale * B A``, a block at a time, with no model."""
 
 from __future__ import annotations
 

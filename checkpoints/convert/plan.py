@@ -1,5 +1,4 @@
-"""The pure plan of a conversion: which files are written, which tensors they hold, which bytes those come
-from.
+"""Plan a conversion: which files are written, which tensors they hold, which bytes those come from.
 
 Computed from headers and declarations alone; it can be printed, and works for models far larger than this
 machine.
@@ -24,10 +23,10 @@ from .transfer import Transfer
 
 @dataclass(frozen=True)
 class Plan:
-    """All transfers of a conversion, by the file that they write.
+    """Hold all transfers of a conversion, by the file that they write.
 
-    ``layout`` is ``None`` for a Hugging Face folder; ``tensors`` is then empty, else what the manifest says
-    of each. ``merge``: LoRA adapters that are added to the weights on the way.
+    ``layout`` is ``None`` for a Hugging Face folder, and ``tensors`` is then empty; otherwise it has the
+    manifest's entry of each tensor. ``merge``: LoRA adapters that are added to the weights.
     """
 
     source: Source
@@ -52,7 +51,7 @@ class Plan:
 
 
 def plan_to_hf(source: Source, *, dtype: str | None = None, max_shard_size: int = MAX_SHARD_SIZE) -> Plan:
-    """To a Hugging Face folder: weights only, under HF's names, sharded as transformers does.
+    """Plan a Hugging Face folder: weights only, under HF's names, sharded as transformers does.
 
     LoRA adapters become PEFT's folder, one file.
     """
@@ -79,7 +78,7 @@ def plan_to_sharded(
     split: Sequence[int] | None = None,
     dtype: str | None = None,
 ) -> Plan:
-    """To ``tensor`` x ``pipeline`` files, each complete by itself; with both moments if the source has them.
+    """Plan ``tensor`` x ``pipeline`` files, each complete by itself; moments too if the source has them.
 
     Raises ``BadInput`` for a layout that the model cannot be cut into.
     """
@@ -117,7 +116,7 @@ def plan_to_sharded(
 
 
 def file_name(rank: int, layout: Layout) -> str:
-    """``pipeline-00-of-02.tensor-00-of-04.safetensors``."""
+    """Return a name such as ``pipeline-00-of-02.tensor-00-of-04.safetensors``."""
     at = layout.coordinates(rank)
     return (
         f"pipeline-{at.pipeline:02d}-of-{layout.pipeline:02d}."

@@ -1,4 +1,4 @@
-"""From what a user asks for to the plan of a conversion or a merge: headers are read, nothing is written."""
+"""Turn a user's request into the plan of a conversion or a merge: headers are read, nothing is written."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ Form = Literal["hf", "peft", "sharded"]
 
 @contextmanager
 def no_collector() -> Iterator[None]:
-    """A plan is many small objects and no cycles; with torch in memory the collector takes 0.1 s a time."""
+    """Turn off the garbage collector for the ``with`` block.
+
+    A plan is many small objects without cycles; with torch in memory each collection takes 0.1 s.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -86,10 +89,10 @@ def plan_merge(base: str | Path, adapter: str | Path) -> Plan:
 
 
 def identify(plan: Plan, *, allow_nonfinite: bool) -> str:
-    """16 hexadecimal digits that differ if another plan, or other source files, would write other bytes.
+    """Return 16 hexadecimal digits that differ if other bytes would be written, by plan or source files.
 
-    What the source's files contain counts, not their names and time stamps alone: they may have changed since
-    a conversion was killed.
+    The content of the source's files counts, not only their names and times: they may have changed since a
+    conversion was killed.
     """
     source, merged = plan.source, None if plan.merge is None else plan.merge.identity
     stated = (_PLAN, plan.layout, plan.split, allow_nonfinite, source.config, source.adapter, merged)

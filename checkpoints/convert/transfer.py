@@ -16,14 +16,16 @@ from ...storage.dtypes import BITS
 from ...storage.safetensors_writer import TensorWriter
 from ..copies import Copy
 
-#: From some numbers as they are stored, and their box of the whole tensor, to others in their place.
+#: Takes numbers as they are stored, and their box of the whole tensor; returns the numbers to write instead.
 Change = Callable[[Tensor, Box], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """All copies into one output tensor: they fill ``box`` of the whole tensor ``name`` (their targets count
-    in the whole), which is written as ``dtype``, the format's name. ``fixed``: a cast leaves it as it is.
+    """Hold all copies into one output tensor.
+
+    They fill ``box`` of the whole tensor ``name``; the copies' targets are positions in the whole. The tensor
+    is written as ``dtype``, the format's name. ``fixed``: a cast leaves it as it is.
     """
 
     name: str

@@ -56,7 +56,7 @@ def _with_prefix(
 
 
 def _ignored(family: Family, config: ModelConfig) -> re.Pattern[str]:
-    """Names of tensors that may be there and are not read: old buffers, and blocks after the last one."""
+    """Return a pattern of tensors that may exist and are not read: old buffers, blocks after the last one."""
     patterns = [re.escape(one).replace(re.escape("{i}"), r"\d+") for one in family.ignorable]
     patterns += [re.escape(prefix) + ".+" for prefix in _further(family, config)]
     return re.compile("|".join(patterns) or "(?!)")
@@ -78,7 +78,7 @@ def _note_further(folder: HFFolder, family: Family, config: ModelConfig) -> None
 
 
 def _check_tied(folder: HFFolder, found: Found, family: Family, shapes: dict[str, tuple[int, ...]]) -> None:
-    """A repeated output layer must be the embedding, byte for byte."""
+    """Check that a repeated output layer is the embedding, byte for byte."""
     embedding = next(iter(shapes))
     if embedding not in found:
         return

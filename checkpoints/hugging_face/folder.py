@@ -105,7 +105,7 @@ class HFFolder:
 
 
 def _weight_map(value: object, where: Path) -> dict[str, str]:
-    """The index's table of tensor -> shard, each shard a plain safetensors name."""
+    """Check and return the index's table of tensor -> shard; each shard has a plain safetensors name."""
     if not isinstance(value, dict):
         raise BadInput(where, "weight_map", expected="an object of tensor -> file", found=shown(value))
     if len(value) > MAX_TENSORS:
@@ -129,7 +129,7 @@ def _weight_map(value: object, where: Path) -> dict[str, str]:
 
 
 def _check_agreement(promised: dict[str, str], files: dict[str, TensorFile], where: Path) -> None:
-    """Every tensor lies in the one shard that the index names, and the shards hold nothing else."""
+    """Check that every tensor lies in the shard that the index names, and shards hold nothing else."""
     holders = defaultdict(list)
     for shard, file in files.items():
         for name in file.tensors:

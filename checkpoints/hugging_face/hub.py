@@ -1,6 +1,4 @@
-"""A model's id on the Hugging Face hub, where a folder is expected: its files from the cache, or fetched
-into it.
-"""
+"""Resolve a model's id on the Hugging Face hub to a folder: files from the cache, or fetched into it."""
 
 from __future__ import annotations
 
@@ -16,11 +14,10 @@ FILES = ["*.safetensors", "*.json", "*.model", "*.jinja", "*.txt"]
 
 
 def local_folder(name: str | Path) -> Path:
-    """The folder that ``name`` is, or, if there is none and it has the form of an id (``org/model``), the
-    snapshot of that model in the hub's cache.
+    """Return the folder ``name``, or the cached snapshot of the hub's model with this id (``org/model``).
 
-    What the cache lacks is fetched, unless ``HF_HUB_OFFLINE`` is set. Raises ``BadInput`` where it is neither
-    here nor to be had.
+    A folder of that name comes first. Files that the cache lacks are fetched, unless ``HF_HUB_OFFLINE`` is
+    set. Raises ``BadInput`` if it is neither here nor on the hub.
     """
     path = Path(name)
     if path.exists() or not _ID.fullmatch(str(name)):

@@ -47,11 +47,11 @@ def plan_shards(tensors: Mapping[str, Spec], max_shard_size: int = MAX_SHARD_SIZ
 
 
 class HFFolderWriter:
-    """A folder being written in ``directory``, an empty directory that exists (see ``commit``); with
-    ``again`` it may hold the weights' files of a run that was killed. With ``adapters`` the names are PEFT's.
+    """Write a Hugging Face folder in ``directory``, an existing empty directory (see ``commit``).
 
-    ``writers`` take the tensors; ``place[name]`` is the index of the one that holds ``name``. ``finish``
-    closes them and writes the index, the config and the companions.
+    With ``again`` the directory may hold weight files of a run that was killed. With ``adapters`` the names
+    are PEFT's. ``writers`` take the tensors; ``place[name]`` is the index of the writer that holds ``name``.
+    ``finish`` closes them and writes the index, the config and the companions.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class HFFolderWriter:
             raise
 
     def finish(self) -> list[Written]:
-        """Everything on the disk, the index last; the size of each file of weights."""
+        """Put everything on the disk, the index last; return the size of each file of weights."""
         written = [writer.close() for writer in self.writers]
         self._write_json(self._config_name, self._config)
         for companion in self._companions:
