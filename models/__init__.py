@@ -1,7 +1,8 @@
 """Floor 3: the zoo, one file per family: config, Hugging Face names, block.
 
 Offers ``family_of``, from a config.json to its ``Family``, which builds a ``CausalLM`` for any layout;
-``adapted``, the same with LoRA; and the rules of which a table of names is made.
+``adapted``, the same with LoRA; ``published_size``, a known model by its name; and the rules of which a table
+of names is made.
 """
 
 from .base.config import ModelConfig
@@ -12,6 +13,7 @@ from .llama import LLAMA, Llama, LlamaConfig
 from .lora.config import LoraConfig
 from .lora.family import AdaptedFamily, adapted
 from .lora.targets import PEFT_PREFIX, Site
+from .sizes import Size, published_size, published_sizes
 from .zoo import FAMILIES, family_of
 
 __all__ = [
@@ -31,9 +33,12 @@ __all__ = [
     "Rename",
     "Rule",
     "Site",
+    "Size",
     "Split",
     "Stack",
     "Transpose",
     "adapted",
     "family_of",
+    "published_size",
+    "published_sizes",
 ]

@@ -1,0 +1,66 @@
+"""The table of published sizes, by name: which family, with which config, and how many parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ..parallel_state import BadInput
+from ..storage.small_files import read_toml
+from .base.config import ModelConfig
+from .base.family import Family
+from .zoo import family_of
+
+_TABLE = Path(__file__).with_name("sizes.toml")
+
+
+@dataclass(frozen=True)
+class Size:
+    """Describe a published model: the fields of its config.json, and its published number of parameters."""
+
+    name: str
+    fields: Mapping[str, Any]
+    parameters: int
+
+    @property
+    def family(self) -> Family:
+        """Return the family of the model."""
+        return family_of(self.fields, self.name)
+
+    @property
+    def config(self) -> ModelConfig:
+        """Return the config of the model."""
+        return self.family.from_hf(self.fields, self.name)
+
+
+@cache
+def published_sizes() -> Mapping[str, Size]:
+    """Return every row of the table, in its order."""
+    raw = read_toml(_TABLE)
+
+    def fields_of(name: str) -> dict[str, Any]:
+        row = raw[name]
+        return (fields_of(row["like"]) if "like" in row else {}) | row
+
+    sizes = {}
+    for name in raw:
+        fields = fields_of(name)
+        parameters = fields.pop("parameters")
+        fields.pop("like", None)
+        sizes[name] = Size(name, fields, parameters)
+    return sizes
+
+
+def published_size(name: str, where: str = "size") -> Size:
+    """Return the size of this name, such as ``llama-3.1-8b``. Raises ``BadInput`` with the nearest names."""
+    sizes = published_sizes()
+    found = sizes.get(name.lower())
+    if found is None:
+        near = get_close_matches(name.lower(), sizes, n=3, cutoff=0.4)
+        todo = f"Nearest: {', '.join(near)}" if near else "`trilith models` lists them"
+        raise BadInput(where, expected="the name of a published size", found=repr(name)[:80], todo=todo)
+    return found
