@@ -36,6 +36,13 @@ class Size:
         """Return the config of the model."""
         return self.family.from_hf(self.fields, self.name)
 
+    def with_fields(self, changes: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields with some replaced, which may have another name that the family knows."""
+        common = self.family.config.OWN_NAMES
+        changed = {common.get(key, key) for key in changes}
+        kept = {key: value for key, value in self.fields.items() if common.get(key, key) not in changed}
+        return {**kept, **changes}
+
 
 @cache
 def published_sizes() -> Mapping[str, Size]:
@@ -43,7 +50,7 @@ def published_sizes() -> Mapping[str, Size]:
     raw = read_toml(_TABLE)
 
     def fields_of(name: str) -> dict[str, Any]:
-        row = raw[name]
+        row: dict[str, Any] = raw[name]
         return (fields_of(row["like"]) if "like" in row else {}) | row
 
     sizes = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from ..layers import Attention, Dropout, routers
-from ..models import CausalLM, Family, ModelConfig
+from ..models import CausalLM, Family, ModelConfig, published_size
 from ..parallel_state import BadInput, Layout
 from ..pipeline import schedule_kind
 from .sections import (
@@ -13,9 +13,26 @@ from .sections import (
     ExpertsSection,
     LossScaleSection,
     MemorySection,
+    ModelSection,
     OptimizerSection,
     WatchSection,
 )
+
+
+def check_model(section: ModelSection, where: str) -> None:
+    """Refuse a recipe that does not say which model it trains, and one that says it twice."""
+    if section.size is None:
+        if section.init_from is None and section.config is None:
+            raise BadInput(where, "model", expected="init_from, config or size", found=section.model_dump())
+        return
+    published_size(section.size, f"{where}: model.size")
+    if section.init_from is not None:
+        todo = "Leave size out: the weights have a config of their own"
+        raise BadInput(where, "model.size", expected="no init_from beside it", found=section.size, todo=todo)
+    if isinstance(section.config, str):
+        todo = "Fields in [model.config] replace those of the size"
+        expected = "no path in model.config beside it"
+        raise BadInput(where, "model.size", expected=expected, found=section.size, todo=todo)
 
 
 def check_optimizer(section: OptimizerSection, steps: int, where: str) -> None:

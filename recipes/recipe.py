@@ -9,13 +9,21 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
+from ..models import published_size
 from ..models.base.config import check_keys
 from ..parallel_state import TIMEOUT, BadInput, Layout, from_validation, nearest_multiples
 from ..pipeline import ScheduleName, check_schedule
 from ..runs.stop_signals import GRACE
 from ..storage.small_files import parse_toml, read_json, read_toml
 from ..storage.strict_json import DEEPEST
-from .checks import check_compile, check_idle, check_memory_of_pipeline, check_optimizer, check_precision
+from .checks import (
+    check_compile,
+    check_idle,
+    check_memory_of_pipeline,
+    check_model,
+    check_optimizer,
+    check_precision,
+)
 from .section import PathText, Wait
 from .sections import (
     CheckpointSection,
@@ -131,8 +139,7 @@ class Recipe(Section):
 
     def check(self, where: str) -> None:
         """Refuse numbers that do not fit each other, before anything is read or started."""
-        if self.model.init_from is None and self.model.config is None:
-            raise BadInput(where, "model", expected="init_from or config", found=self.model.model_dump())
+        check_model(self.model, where)
         check_optimizer(self.optimizer, self.steps, where)
         check_precision(self.dtype, self.compute, self.loss_scale, where)
         check_idle(self.memory, self.watch, self.debug, where)
@@ -220,7 +227,8 @@ def _value(text: str) -> Any:
 
 def read_config(section: ModelSection) -> dict[str, Any]:
     """The config.json's dict of a model that starts from scratch."""
-    if isinstance(section.config, dict):
-        return dict(section.config)
-    assert section.config is not None
-    return read_json(Path(section.config))
+    if isinstance(section.config, str):
+        return read_json(Path(section.config))
+    if section.size is not None:
+        return published_size(section.size).with_fields(section.config or {})
+    return dict(section.config or {})

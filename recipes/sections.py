@@ -16,7 +16,7 @@ from .section import Section as Section
 
 
 class ModelSection(Section):
-    """The model: weights of a Hugging Face folder or checkpoint, or a config to start from scratch."""
+    """The model: weights of a folder or checkpoint, or a config or published size to start from scratch."""
 
     init_from: PathText | None = Field(
         default=None, description="Hugging Face folder or trilith checkpoint whose weights to start from"
@@ -24,7 +24,12 @@ class ModelSection(Section):
     config: PathText | dict[str, Any] | None = Field(
         default=None,
         description="a config.json, or its fields, of a model to start from scratch; beside init_from it "
-        "must agree with that",
+        "must agree with that; fields beside size replace those of the size",
+    )
+    size: str | None = Field(
+        default=None,
+        description="the name of a published size of a model to start from scratch; "
+        "`trilith models` lists them",
     )
     tokenizer: PathText | None = Field(
         default=None, description="tokenizer folder to copy into checkpoints and exports"

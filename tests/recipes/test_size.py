@@ -1,0 +1,69 @@
+"""A recipe that names a published size trains and plans the model of that config."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trilith.checkpoints import read_source
+from trilith.cli.app import run
+from trilith.models import GPT2Config, published_size
+from trilith.parallel_state import BadInput
+from trilith.recipes.recipe import parse_recipe, read_config
+from trilith.testing.short_runs import tiny_recipe, train, write_tokens
+from trilith.training.dry_run import dry_run
+
+SMALL = {"vocab_size": 131, "num_hidden_layers": 2}
+
+
+def recipe_of(tmp_path: Path, model: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return {**tiny_recipe(tmp_path / "run", tmp_path / "tokens", **changes), "model": model}
+
+
+def test_a_dry_run_of_a_size_counts_the_published_parameters(tmp_path: Path) -> None:
+    write_tokens(tmp_path / "tokens")
+    found = dry_run(parse_recipe(recipe_of(tmp_path, {"size": "llama-3.2-1b"}, layout={"tensor": 8})))
+    assert found.parameters == 1_235_814_400
+    assert found.notes == []
+
+
+def test_fields_beside_a_size_replace_its_own_under_each_of_their_names(tmp_path: Path) -> None:
+    for fields in ({"n_layer": 3}, {"num_hidden_layers": 3}):
+        model = parse_recipe(recipe_of(tmp_path, {"size": "gpt2", "config": fields})).model
+        config = GPT2Config.from_hf(read_config(model))
+        assert config == published_size("gpt2").config.model_copy(update={"num_hidden_layers": 3})
+
+
+def test_a_run_of_a_size_writes_every_field_into_its_checkpoints(tmp_path: Path) -> None:
+    write_tokens(tmp_path / "tokens")
+    raw = recipe_of(tmp_path, {"size": "smollm2-135m", "config": SMALL}, steps=1, dtype="float32")
+    train(raw)
+    source = read_source(tmp_path / "run")
+    wanted = published_size("smollm2-135m")
+    assert source.model_config == wanted.config.model_copy(update=SMALL)
+    assert set(wanted.config.model_dump(exclude=set(type(wanted.config).HARMLESS))) <= {
+        *source.config,
+        "rope_scaling",
+    }
+    assert run(["convert", str(tmp_path / "run"), str(tmp_path / "hf"), "--to", "hf"]) == 0
+    written = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert written["architectures"] == ["LlamaForCausalLM"]
+    assert {key: written[key] for key in wanted.fields} == {**wanted.fields, **SMALL}
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ({"size": "llama-3.2-1b", "init_from": "weights"}, "model.size: expected no init_from beside it"),
+        ({"size": "llama-3.2-1b", "config": "config.json"}, "model.size: expected no path in model.config"),
+        ({"size": "llama-3.2-2b"}, "model.size: expected the name of a published size, .* llama-3.2-1b"),
+        ({}, "model: expected init_from, config or size"),
+    ],
+)
+def test_a_size_beside_another_model_and_a_size_that_is_none_are_refused(
+    tmp_path: Path, model: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(BadInput, match=words):
+        parse_recipe(recipe_of(tmp_path, model))
