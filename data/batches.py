@@ -1,4 +1,4 @@
-"""Batches of a global step: the same samples in the same order for any number of data ranks.
+"""Make the batches of a global step: the same samples in the same order for any number of data ranks.
 
 The only position is the step. Everything else follows from (seed, step) and the token files.
 """
@@ -44,16 +44,16 @@ class Mixture:
 
     @property
     def vocab_size(self) -> int:
-        """Every id is below it."""
+        """Return a number that is larger than every id."""
         return max(file.vocab_size for file in self.files)
 
 
 class GlobalBatches:
-    """Batches of ``global_batch`` rows of ``sequence_length`` tokens each.
+    """Make batches of ``global_batch`` rows of ``sequence_length`` tokens each.
 
     Running text gives windows, a chat set whole samples: see ``rows``. An epoch gives each row of a file
-    once, in an order of its own; when a step needs more than is left, or than there is, the next epoch
-    follows in the same batch.
+    once, in an order of its own. If a step needs more rows than the epoch has left, the next epoch follows in
+    the same batch.
 
     ``BadInput`` for a file that does not fill one window, or whose samples do not fit.
     """
@@ -80,7 +80,7 @@ class GlobalBatches:
         permute([], 1, seed, 0)  # refuses a bad seed
 
     def resized(self, global_batch: int) -> GlobalBatches:
-        """The same rows in the same order, in batches of another size."""
+        """Return the same rows in the same order, in batches of another size."""
         positions_of(0, global_batch)  # refuses a batch of nothing
         other = copy(self)
         other.global_batch = global_batch

@@ -26,10 +26,10 @@ LONGEST_PERIOD = 2**16
 
 
 class Interleave:
-    """The endless sequence of draws from sources with these weights (positive, of any sum).
+    """Compute the endless sequence of draws from sources with these weights (positive, of any sum).
 
-    ``shares[k] / period`` is the exact fraction of source ``k``. It is the weight's where a period of up to
-    65,536 draws can hold all weights, and otherwise the nearest that one can, at least 1/65,536.
+    ``shares[k] / period`` is the exact fraction of source ``k``. It equals the weight if a period of up to
+    65,536 draws can hold all weights; otherwise it is the nearest possible fraction, at least 1/65,536.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
@@ -42,7 +42,7 @@ class Interleave:
         self._shares = np.array(self.shares, dtype=np.int64)
 
     def locate(self, positions: ArrayLike) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """For each position (from 0 up) the source, and how many draws that source gave before it."""
+        """Return, for each position (from 0 up), the source and how many draws that source gave before it."""
         periods, slots = np.divmod(np.asarray(positions, dtype=np.int64), self.period)
         source = self._source[slots]
         return source, periods * self._shares[source] + self._before[slots]
@@ -79,7 +79,7 @@ def _shares(weights: Sequence[float]) -> list[int]:
 
 
 def _schedule(shares: list[int]) -> NDArray[np.int64]:
-    """The source of each slot of a period."""
+    """Return the source of each slot of a period."""
     period = sum(shares)
     given = [0] * len(shares)
     waiting = [(0, source) for source in range(len(shares))]

@@ -1,4 +1,4 @@
-"""Samples packed into rows: as few rows as best fit needs, known from the lengths alone.
+"""Pack samples into rows: as few rows as best fit needs, computed from the lengths alone.
 
 Best fit decreasing: the longest samples first, each into the fullest row that still holds it. Samples of one
 length are placed together, so the work is by lengths and not by samples. The rows are the same on every rank,
@@ -32,13 +32,13 @@ class Rows:
 
 
 def one_a_row(samples: ArrayLike) -> Rows:
-    """No packing: each sample has a row of its own."""
+    """Give each sample a row of its own, without packing."""
     samples = np.asarray(samples, dtype=np.int64)
     return Rows(samples, np.arange(len(samples) + 1, dtype=np.int64))
 
 
 def pack(lengths: ArrayLike, room: int) -> Rows:
-    """Rows of ``room`` places for samples of these lengths, each from 1 to ``room``; every sample once."""
+    """Pack samples of these lengths, each from 1 to ``room``, into rows of ``room`` places; each one once."""
     lengths = np.asarray(lengths, dtype=np.int64)
     assert lengths.ndim == 1 and (lengths.size == 0 or 1 <= lengths.min() <= lengths.max() <= room)
     order = np.argsort(-lengths, kind="stable")
@@ -57,7 +57,7 @@ def pack(lengths: ArrayLike, room: int) -> Rows:
 
 
 class _Shelf:
-    """The rows begun so far, by how much room is left in them."""
+    """Hold the rows begun so far, sorted by the room that is left in them."""
 
     def __init__(self, room: int) -> None:
         self.room, self.rows = room, 0
@@ -65,7 +65,7 @@ class _Shelf:
         self._by_room: dict[int, list[Ids]] = {}
 
     def place(self, length: int, count: int) -> Ids:
-        """The rows of ``count`` samples of one length."""
+        """Place ``count`` samples of one length and return their rows."""
         placed = []
         while count:
             at = bisect.bisect_left(self._left, length)

@@ -1,4 +1,4 @@
-"""The batches of coming steps, made by a thread while a step computes."""
+"""Make the batches of coming steps in a thread while a step computes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .batch import Batch
 
 
 class Prefetch:
-    """``prefetch(step)`` is ``make(step)``, for steps from ``start`` to ``stop - 1`` in this order.
+    """Return ``make(step)`` for ``prefetch(step)``, for steps from ``start`` to ``stop - 1`` in this order.
 
-    While a step computes, a thread makes up to ``ahead`` batches of the next ones; with 0 there is no thread.
-    A batch is a function of its step alone, so the numbers are the same either way. An error of ``make``
+    While a step computes, a thread makes up to ``ahead`` of the next batches; with 0 there is no thread. A
+    batch is a function of its step alone, so the numbers are the same either way. An error of ``make``
     reaches the caller at its own step. Leaving the context ends the thread. On a GPU the batches lie in
     pinned memory, so that the copy does not wait.
     """

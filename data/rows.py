@@ -1,4 +1,4 @@
-"""The rows that a token file gives to a step: windows of running text, or whole samples."""
+"""Make rows for a step from a token file: windows of running text, or whole samples."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Overlong = Literal["refuse", "truncate", "drop"]
 
 
 class Rows(Protocol):
-    """Rows 0 to ``len - 1`` of ``length`` places each, always the same."""
+    """Define rows 0 to ``len - 1``, of ``length`` places each; a row is always the same."""
 
     fingerprint: str  # of the file, and of how rows are made from it
     separate: bool  # whether a row's positions say more than 0, 1, 2 and so on
@@ -37,7 +37,7 @@ class Rows(Protocol):
 
 
 def rows_of(file: TokenFile, length: int, documents: str, samples: str, overlong: str) -> Rows:
-    """Windows for running text, samples for a chat set. ``BadInput`` where the file does not give one row."""
+    """Make windows of running text, or samples of a chat set; ``BadInput`` if the file gives no row."""
     for key, value, known in (
         ("documents", documents, get_args(Documents)),
         ("samples", samples, get_args(Samples)),
@@ -51,10 +51,11 @@ def rows_of(file: TokenFile, length: int, documents: str, samples: str, overlong
 
 
 class WindowRows:
-    """Windows of ``length + 1`` tokens that share one token with the next, in file order; a rest is left out.
+    """Cut running text into windows of ``length + 1`` tokens, in file order; a shorter rest is left out.
 
-    ``separate`` documents: positions start again where one starts, and the last token of one does not count,
-    for what follows it is another's.
+    Each window shares one token with the next. With ``separate`` documents, positions start again at 0 where
+    a document starts, and the last token of a document has no label, because the next token belongs to
+    another document.
     """
 
     def __init__(self, file: TokenFile, length: int, *, separate: bool) -> None:

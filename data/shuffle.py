@@ -1,4 +1,4 @@
-"""The order of samples: a pure function of (seed, epoch), with no list to keep, shuffle or restore.
+"""Order samples by a pure function of (seed, epoch), with no list to keep, shuffle or restore.
 
 Each epoch is a permutation of the samples, made by a Feistel network (Luby and Rackoff, 1988) on the smallest
 domain ``2**(2h)`` that holds them. Numbers that fall outside are sent through again until they fall inside
@@ -42,7 +42,7 @@ def permute(indices: ArrayLike, n: int, seed: int, epoch: int, *, stream: int = 
 
 
 def ids_at(positions: ArrayLike, n: int, seed: int, *, stream: int = 0) -> Ids:
-    """The sample ids at ``positions`` (from 0 up, any order) of the endless sequence of epochs."""
+    """Return the sample ids at ``positions`` (from 0 up, any order) of the endless sequence of epochs."""
     if n < 1:
         raise BadInput("order", "samples", expected="at least 1", found=n)
     epochs, indices = np.divmod(np.asarray(positions, dtype=np.int64), n)
@@ -54,11 +54,11 @@ def ids_at(positions: ArrayLike, n: int, seed: int, *, stream: int = 0) -> Ids:
 
 
 def positions_of(step: int, global_batch: int, data_index: int = 0, data_size: int = 1) -> Ids:
-    """The positions in the endless sequence that data rank ``data_index`` of ``data_size`` takes at ``step``.
+    """Return the positions in the endless sequence that a data rank takes at ``step``.
 
-    Steps lie end to end over the epochs: a batch may finish one epoch and begin the next, and one larger than
-    the data spans several.
-    int64 of shape ``[global_batch / data_size]``; the ranks' pieces, in order, are the global batch.
+    Steps lie end to end over the epochs: a batch may finish one epoch and begin the next, and a batch larger
+    than the data spans several epochs. int64 of shape ``[global_batch / data_size]``; the ranks' pieces, in
+    the order of ``data_index``, are the global batch.
     """
     if step < 0:
         raise BadInput("order", "step", expected="a whole number from 0 up", found=step)
@@ -81,13 +81,13 @@ def positions_of(step: int, global_batch: int, data_index: int = 0, data_size: i
 
 
 def _round_keys(seed: int, epoch: int, stream: int) -> NDArray[np.uint64]:
-    """One 64-bit key a round, from a hash: the same on every machine and in every version."""
+    """Return one 64-bit key a round, from a hash: the same on every machine and in every version."""
     text = f"trilith order 1: seed {seed} epoch {epoch} stream {stream}"
     return np.frombuffer(hashlib.blake2b(text.encode(), digest_size=8 * _ROUNDS).digest(), dtype="<u8")
 
 
 def _feistel(values: NDArray[np.uint64], half: np.uint64, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """A permutation of ``[0, 2**(2 * half))``: a round swaps the halves and mixes one into the other."""
+    """Permute ``[0, 2**(2 * half))``: each round swaps the halves and mixes one into the other."""
     low_bits = (np.uint64(1) << half) - np.uint64(1)
     left, right = values >> half, values & low_bits
     for key in keys:
@@ -96,7 +96,7 @@ def _feistel(values: NDArray[np.uint64], half: np.uint64, keys: NDArray[np.uint6
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """splitmix64's finaliser (Steele, Lea and Flood, 2014): each bit depends on every bit of x."""
+    """Apply splitmix64's finaliser (Steele, Lea and Flood, 2014): each bit depends on every bit of x."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

@@ -1,4 +1,4 @@
-"""The index of a token file: what it says, and the checks that the files beside it agree."""
+"""Read the index of a token file, and check that the files beside it agree with it."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class TokenIndex(StrictRecord):
 
 @dataclass(frozen=True, slots=True)
 class TokenPaths:
-    """The files of the token file called ``name``: four, and a fifth where only some tokens are learnt."""
+    """Name the files of the token file ``name``: four, and a fifth if only some tokens are learnt."""
 
     name: Path
 
@@ -108,7 +108,7 @@ class TokenPaths:
 
     @property
     def all(self) -> tuple[Path, ...]:
-        """Every file that a token file may have, the index first."""
+        """Return every file that a token file may have, the index first."""
         return self.index, self.tokens, self.documents, self.targets, self.sums
 
     @property
@@ -117,7 +117,7 @@ class TokenPaths:
 
     @staticmethod
     def of(path: str | Path) -> TokenPaths:
-        """From the name, or from any of the files."""
+        """Make it from the name, or from the path of any of the files."""
         path = Path(path)
         for suffix in (".docs.npy", ".targets", ".sums", ".bin", ".json"):
             if path.name.endswith(suffix):
@@ -126,17 +126,17 @@ class TokenPaths:
 
 
 def little_endian(dtype: str) -> np.dtype[Any]:
-    """The type on disk, whatever the machine."""
+    """Return the type on disk, the same on every machine."""
     return np.dtype(dtype).newbyteorder("<")
 
 
 def dtype_for(vocab_size: int) -> Literal["uint16", "uint32"]:
-    """The narrowest type that holds every id of a vocabulary."""
+    """Return the narrowest type that holds every id of a vocabulary."""
     return "uint16" if vocab_size <= 2**16 else "uint32"
 
 
 def probe(path: Path) -> str:
-    """SHA-256 of the size and of 64 evenly spaced blocks of 64 KiB: tells other data, fast at any size."""
+    """Return the SHA-256 of the size and of 64 evenly spaced blocks of 64 KiB: fast for any size of file."""
     size = path.stat().st_size
     digest = hashlib.sha256(f"{size}:".encode())
     last = max(size - _PROBE_BYTES, 0)
@@ -147,7 +147,7 @@ def probe(path: Path) -> str:
 
 
 def read_index(path: Path) -> TokenIndex:
-    """The index, each field of the right type and within bounds."""
+    """Read the index; each field has the right type and is within bounds."""
     _size_of(path, todo="Make it with: trilith tokenize")
     content = read_json(path, _LARGEST_INDEX)
     version = content.get("version", VERSION)
@@ -166,19 +166,19 @@ def read_index(path: Path) -> TokenIndex:
 
 
 def check_tokens(path: Path, index: TokenIndex) -> None:
-    """The tokens have the size and the probe that the index says."""
+    """Check that the tokens have the size and the probe that the index states."""
     itemsize = little_endian(index.dtype).itemsize
     _check_content(path, index.tokens * itemsize, f"{index.tokens} tokens of {index.dtype}", index.probe)
 
 
 def check_targets(path: Path, index: TokenIndex) -> None:
-    """So has the file that tells which tokens are to be learnt, where the index speaks of one."""
+    """Check the same of the file that tells which tokens are to be learnt, if the index has one."""
     if index.targets is not None:
         _check_content(path, index.tokens, f"one for each of {index.tokens} tokens", index.targets.probe)
 
 
 def read_sums(path: Path, index: TokenIndex) -> tuple[Sums | None, Sums | None]:
-    """The checksums of the tokens' blocks and of the targets', whose hash the index names."""
+    """Return the checksums of the blocks of tokens and of targets, after checking their hash in the index."""
     if index.sums_sha256 is None:
         return None, None
     tokens = block_count(index.tokens * little_endian(index.dtype).itemsize)
@@ -205,7 +205,7 @@ def _check_content(path: Path, size: int, meaning: str, expected_probe: str) -> 
 
 
 def read_documents(path: Path, index: TokenIndex) -> NDArray[np.int64]:
-    """The document offsets, whose hash the index names."""
+    """Return the document offsets, after checking their hash in the index."""
     size, longest = _size_of(path), 8 * (index.documents + 1) + 4096
     if size > longest:
         raise BadInput(path, "size", expected=f"at most {longest} bytes", found=size)
@@ -222,7 +222,7 @@ def read_documents(path: Path, index: TokenIndex) -> NDArray[np.int64]:
 
 
 def check_offsets(offsets: Any, documents: int, tokens: int, where: object) -> None:
-    """Document offsets rise from 0 to the number of tokens, one more of them than documents."""
+    """Check that offsets rise from 0 to the number of tokens, and are one more than the documents."""
     if not isinstance(offsets, np.ndarray) or offsets.dtype != np.dtype("<i8"):
         raise BadInput(where, "type", expected="int64", found=getattr(offsets, "dtype", type(offsets)))
     if offsets.shape != (documents + 1,):
@@ -236,7 +236,7 @@ def check_offsets(offsets: Any, documents: int, tokens: int, where: object) -> N
 
 
 def _size_of(path: Path, todo: str = "") -> int:
-    """The size of a regular file with content, asked before opening: a pipe would block for ever."""
+    """Return the size of a regular, non-empty file without opening it: a pipe would block for ever."""
     size = stat_regular(path, todo=todo).st_size
     if size == 0:
         raise BadInput(path, expected="content", found="an empty file")

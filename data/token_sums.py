@@ -1,7 +1,8 @@
-"""Checksums of a token file's blocks, so that what a batch reads is compared at the moment it is read.
+"""Keep checksums of a token file's blocks, to check the bytes of a batch at the moment they are read.
 
-``<name>.sums`` holds the CRC-32 of each 64 KiB of the tokens and then of the targets, little-endian uint32. A
-hash of the whole file would have to read it whole on every start; this one costs a block's reading once.
+``<name>.sums`` holds the CRC-32 of each 64 KiB of the tokens and then of the targets, as little-endian
+uint32. A hash of the whole file would need the whole file to be read at every start; these checksums cost one
+pass over each block that is read.
 """
 
 from __future__ import annotations
@@ -84,5 +85,5 @@ class CheckedFile:
 
 
 def block_count(size: int) -> int:
-    """Checksums of a file of ``size`` bytes."""
+    """Return how many checksums a file of ``size`` bytes has."""
     return -(-size // BLOCK)

@@ -47,17 +47,17 @@ class Mark:
 
 
 class TokenWriter:
-    """A context that builds ``<name>.bin``, ``.docs.npy``, ``.sums`` and ``.json`` in a folder beside them.
+    """Build ``<name>.bin``, ``.docs.npy``, ``.sums`` and ``.json``, as a context, in a folder beside them.
 
-    ``commit`` makes them durable and moves them into place, the index last. Leaving without it leaves
-    nothing. A second writer of the same name is refused while the first is alive, and after it because the
-    name is taken. What a killed writer left is cleared by the next one.
+    ``commit`` makes them durable and moves them into place, the index last. Without it, leaving the context
+    leaves nothing. A second writer of the same name is refused while the first is alive, and afterwards
+    because the name is taken. The next writer clears what a killed one left.
 
     With ``template_sha256``, the hash of a chat template, every document has targets, and ``<name>.targets``
-    is written too. With a ``job``, any text that two jobs share only where they write the same, a writer that
-    was killed or interrupted leaves what ``finished`` was told, and the next of the same job goes on behind
-    it: ``portions`` says how much that is, and ``read`` what was read. Where the input is another by now,
-    ``begin_anew``.
+    is written too. ``job`` is any text that two jobs share only if they write the same. With it, a killed or
+    interrupted writer leaves the portions reported to ``finished``, and the next writer of that job continues
+    after them: ``portions`` is their number, and ``read`` the hash of the input read for them. If the input
+    has changed, call ``begin_anew``.
     """
 
     tokens: int
@@ -116,12 +116,12 @@ class TokenWriter:
                 last.callback(file.close)
 
     def add(self, ids: ArrayLike) -> None:
-        """One document, one or more ids."""
+        """Add one document of one or more ids."""
         ids = np.asarray(ids)
         self.add_documents(ids, np.array([ids.size]))
 
     def add_documents(self, ids: ArrayLike, lengths: ArrayLike, targets: ArrayLike | None = None) -> None:
-        """Several documents end to end, how many ids each has (at least one), and which are to be learnt."""
+        """Add documents end to end: their ids, each one's length (at least 1), which ids are to be learnt."""
         ids, lengths = np.asarray(ids), np.asarray(lengths, dtype="<i8")
         assert ids.ndim == lengths.ndim == 1 and ids.size == lengths.sum(), "lengths do not add up to the ids"
         assert lengths.size == 0 or lengths.min() > 0, "an empty document"
@@ -145,7 +145,7 @@ class TokenWriter:
         self.tokens += ids.size
 
     def finished(self, left_out: int = 0, unended: int = 0, *, read: str = "") -> None:
-        """One more portion of the input is in; after a kill it need not come again.
+        """Note that one more portion of the input is written, so that it need not be repeated after a kill.
 
         ``left_out``: how many of its samples have nothing to learn. ``unended``: how many learn no end mark.
         ``read``: a hash of all portions up to here.

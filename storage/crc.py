@@ -97,7 +97,7 @@ class Checksum:
         stretches: Sequence[tuple[int, int]],
         progress: Callable[[int], None] = lambda read: None,
     ) -> None:
-        """Read the unseen parts of these ``(begin, end)``; the stretches follow one another from 0 on."""
+        """Read the unseen parts of these ``(begin, end)``, which follow one another from 0 on."""
         buffer = memoryview(bytearray(_READ))
         for gap, length in self.gaps(stretches[-1][1]):
             for begin, end in stretches:

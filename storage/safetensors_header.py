@@ -24,7 +24,7 @@ _LENGTH = 8
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Describe a tensor of a file: its dtype by the format's name, its shape, its first and last byte."""
+    """Describe a tensor of a file: its dtype by the format's name, its shape, and its range of bytes."""
 
     dtype: str
     shape: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""AdamW over what this rank stores, with weight decay on matrices only unless a group says otherwise."""
+"""Run AdamW over the parameters that a rank stores; weight decay on matrices only, unless a group differs."""
 
 from __future__ import annotations
 
@@ -50,6 +50,6 @@ def make_adamw(
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Each group's rate for the step to come: ``lr`` times its ``lr_scale``."""
+    """Set each group's rate for the next step: ``lr`` times its ``lr_scale``."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_scale", 1.0)

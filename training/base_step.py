@@ -25,7 +25,7 @@ MicroBatch = TypeVar("MicroBatch")
 
 
 class Step:
-    """The body of ``TrainStep`` and ``ModuleStep``, which differ in what a micro-batch and its loss are.
+    """Share the body of ``TrainStep`` and ``ModuleStep``, which differ in their micro-batches and losses.
 
     ``micro_batch`` is in samples. ``unused``: a pattern over the names of parameters that a step may leave
     without a gradient. ``reduce``: data type of the sums of gradients outside FSDP; default: that of the

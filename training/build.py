@@ -26,8 +26,9 @@ from .update import Update
 
 @dataclass(frozen=True)
 class Parts:
-    """One rank's model (weights not yet filled), its optimizer, the step that makes gradients, the update
-    that uses them, and each step's learning rate.
+    """Hold one rank's model (weights not yet filled), optimizer, step, update and learning rates.
+
+    The step makes the gradients, and the update uses them.
     """
 
     model: CausalLM
@@ -38,9 +39,7 @@ class Parts:
 
 
 def build(recipe: Recipe, plan: Plan, state: ParallelState) -> Parts:
-    """Collective: every rank builds its own part. The weights are filled after it, by a load or
-    ``initialize``.
-    """
+    """Build this rank's parts; collective. A load or ``initialize`` fills the weights afterwards."""
     master, compute = dtype_named(recipe.dtype), dtype_named(recipe.compute or recipe.dtype)
     precision = Precision(master, compute, dtype_named(recipe.reduce or recipe.dtype))
     model = model_on_meta(recipe, plan, state)
@@ -83,13 +82,13 @@ def build(recipe: Recipe, plan: Plan, state: ParallelState) -> Parts:
 
 
 def _keep_even(model: CausalLM, wanted: ExpertsSection, count: int) -> None:
-    """The losses of the routers, as the recipe says; each is a part of a mean over all of them."""
+    """Set the routers' losses as the recipe says; each is a part of a mean over all routers."""
     balance = None if wanted.balance is None else wanted.balance / count
     set_auxiliary_losses(model, balance=balance, z_loss=wanted.z_loss / count)
 
 
 def schedule_of(recipe: Recipe) -> tuple[Schedule, str]:
-    """The run's learning rates, and a line on how the peak follows from the batch, if it does."""
+    """Return the run's learning rates, and a line on how the peak follows from the batch, if it does."""
     wanted = recipe.optimizer
     peak, said = scaled_rate(
         wanted.lr, wanted.scale_lr, batch=recipe.data.global_batch, reference=wanted.reference_batch
@@ -107,9 +106,9 @@ def schedule_of(recipe: Recipe) -> tuple[Schedule, str]:
 
 
 def model_on_meta(recipe: Recipe, plan: Plan, state: ParallelState) -> CausalLM:
-    """This rank's part, without memory; for any rank of any layout, if the state is a stand-in.
+    """Return this rank's part of the model without memory; for any rank, if the state is a stand-in.
 
-    What is frozen needs no digits beyond those that the step computes with.
+    Frozen weights have the dtype that the step computes in: more digits would not be used.
     """
     family, split, master = plan.family, plan.split, dtype_named(recipe.dtype)
     if isinstance(family, AdaptedFamily):
@@ -122,7 +121,7 @@ def model_on_meta(recipe: Recipe, plan: Plan, state: ParallelState) -> CausalLM:
 
 
 def spare_memory(model: CausalLM, memory: MemorySection) -> None:
-    """Activation checkpointing and where the logits are made: before FSDP takes the model, in place."""
+    """Set activation checkpointing and where the logits are made, in place; call it before FSDP."""
     blocks = ((int(number), block) for number, block in model.layers.items())
     whole = model.state.context_size == 1
     checkpoint_blocks(blocks, memory.checkpointing, every=memory.every, keep_attention=whole)

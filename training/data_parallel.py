@@ -1,4 +1,4 @@
-"""DDP and ZeRO stages 1 to 3 on FSDP2: when parameters are gathered and when gradients are reduced.
+"""Run DDP and ZeRO stages 1 to 3 on FSDP2: when parameters are gathered and when gradients are reduced.
 
 =====  =======================================  ======================================  ====================
 stage  parameters between steps                 gradients                               gathered again
@@ -95,7 +95,7 @@ def shard_over_data(
 
 
 def stacks_of_experts(model: nn.Module) -> list[nn.Module]:
-    """The modules whose parameters are stacks of experts."""
+    """Return the modules whose parameters are stacks of experts."""
     return [
         module
         for module in model.modules()
@@ -104,7 +104,10 @@ def stacks_of_experts(model: nn.Module) -> list[nn.Module]:
 
 
 def shard_dims(model: nn.Module, layout: Layout) -> Callable[[nn.Parameter], Shard | None]:
-    """For FSDP: which dim of a parameter it cuts, as the declarations say; ``None`` is the first."""
+    """Return a function that tells FSDP which dim of a parameter to cut, as the declarations say.
+
+    ``None`` is the first dim.
+    """
     stated = declarations(model)
     dims = {parameter: stated[name].shard_dim(layout) for name, parameter in model.named_parameters()}
 

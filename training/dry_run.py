@@ -1,4 +1,4 @@
-"""A run that is only thought through: one rank's memory, the step's numbers, whether it fits. Starts nothing.
+"""Compute a run without starting it: each rank's memory, the step's numbers, whether it fits.
 
 Any number of ranks takes seconds: a rank's model is built on the meta device, with no process and no group.
 """
@@ -40,7 +40,7 @@ RUNTIME = 3_000_000_000
 
 @dataclass(frozen=True)
 class RankPlan:
-    """One rank of a recipe: its memory, how many parameters it computes with and stores, what it sends."""
+    """Describe one rank of a recipe: its memory, its parameters in use and stored, what it sends."""
 
     rank: int
     memory: MemoryPlan
@@ -64,7 +64,7 @@ class DryRun:
 
     recipe: Recipe
     parameters: int
-    #: Of these, those that one token meets: fewer where it goes through some of many experts.
+    #: The parameters that one token uses: fewer if it goes through some of many experts.
     active: int
     ranks: int
     rank: RankPlan
@@ -90,7 +90,7 @@ class DryRun:
         return f"{', '.join(keys)} do not suffice, alone or together"
 
     def check(self, where: str) -> None:
-        """``BadInput`` if the rank does not fit its device, with by how much and what would make it fit."""
+        """Raise ``BadInput`` if the rank does not fit its device; say by how much, and what would help."""
         if self.room is None or self.rank.total <= self.room:
             return
         ways = "; or ".join(f"{fit.overrides} ({fit.total / 1e9:.1f} GB)" for fit in self.fits)
@@ -144,7 +144,7 @@ def heaviest(recipe: Recipe, planned: Plan) -> RankPlan:
 
 
 def rank_plan(recipe: Recipe, planned: Plan, rank: int) -> RankPlan:
-    """The memory of one rank of the recipe's layout."""
+    """Plan the memory of one rank of the recipe's layout."""
     state = ParallelState.stand_in(recipe.layout, rank)
     model = _stage_of(recipe, planned, state)
     master, compute = (dtype_named(name).itemsize for name in (recipe.dtype, recipe.compute or recipe.dtype))
@@ -171,7 +171,7 @@ def rank_plan(recipe: Recipe, planned: Plan, rank: int) -> RankPlan:
 
 
 def _stage_of(recipe: Recipe, planned: Plan, state: ParallelState) -> CausalLM:
-    """This rank's stage. Of a plain model one build serves all questions about the first rank of a stage."""
+    """Return this rank's stage. One build of a plain model serves the first ranks of all stages."""
     layout, at = state.layout, state.at.pipeline
     first = state.rank == layout.first_rank(at)
     if first and not isinstance(planned.family, AdaptedFamily) and not planned.groups:
@@ -180,7 +180,7 @@ def _stage_of(recipe: Recipe, planned: Plan, state: ParallelState) -> CausalLM:
 
 
 def plan_without_weights(recipe: Recipe) -> tuple[Plan, list[str]]:
-    """The plan, and what is not here: where ``model.config`` says it, the weights may be missing."""
+    """Return the plan, and what is missing: with ``model.config`` in the recipe, weights need not be here."""
     if recipe.model.init_from is None or recipe.model.config is None:
         return plan(recipe), []
     try:

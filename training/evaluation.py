@@ -1,4 +1,4 @@
-"""The loss on held-out tokens: the same samples each time, the same number in every layout."""
+"""Compute the loss on held-out tokens: the same samples each time, the same number in every layout."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Evaluator:
         return float(total / max(count, 1))
 
     def _share(self) -> Batch:
-        """This data rank's rows: the first of the held-out data's order, then rows that do not count."""
+        """Return this data rank's rows: the first held-out rows in order, then rows that do not count."""
         state, ranks = self.state, self.state.layout.data
         batch = self.held_out.batches.batch(0, state.data_index, ranks)
         each = len(batch.input_ids)
@@ -58,13 +58,13 @@ class Evaluator:
 
 
 def perplexity(loss: float) -> float | None:
-    """``e`` to the mean loss in nats; ``None`` where that is beyond what a float can say."""
+    """Return ``e`` to the mean loss in nats; ``None`` if a float cannot hold it."""
     return math.exp(loss) if loss < 700 else None
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """While it lasts, dropout is off."""
+    """Turn dropout off for the ``with`` block."""
     before = model.training
     model.eval()
     try:

@@ -1,4 +1,4 @@
-"""The forward pass alone, over micro-batches and through the stages of a pipeline, without gradients."""
+"""Run the forward pass alone, over micro-batches and pipeline stages, without gradients."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ..pipeline import through_stages
 
 
 class ForwardOnly:
-    """``forward(batch, each=...)`` computes what the loss takes, as a training step would, and no gradient.
+    """Compute the loss's input as a training step would, without gradients: ``forward(batch, each=...)``.
 
-    Not through torch's schedules: those fix the number of micro-batches and set themselves up anew where
-    training follows. ``micro_batch`` is in samples; ``dtype`` is that of the activations. The model has been
+    It does not use torch's schedules: those fix the number of micro-batches, and training would have to set
+    them up again. ``micro_batch`` is in samples; ``dtype`` is that of the activations. The model has been
     through ``shard_over_data`` and may be in training or evaluation mode. Collective over all ranks, which
     must have equally many samples.
     """
@@ -30,8 +30,10 @@ class ForwardOnly:
     def __call__(
         self, batch: Batch, *, each: Callable[[Tensor, Tensor], None] = lambda given, labels: None
     ) -> None:
-        """The samples of this data rank, whole rows. On the last stage ``each(given, labels)`` is called for
-        each micro-batch, with what ``CausalLM`` gives.
+        """Run the samples of this data rank, whole rows.
+
+        On the last stage ``each(given, labels)`` is called for each micro-batch, with the output of
+        ``CausalLM``.
         """
         for part in batch.of_context(self.model.state).split(self.micro_batch):
             self._micro_batch(part, each)

@@ -1,4 +1,4 @@
-"""The learning rate of each step, a pure function of the step: a resume has nothing to restore.
+"""Compute the learning rate of each step as a pure function of the step: a resume restores nothing.
 
 Warm-up is linear, (step + 1) / warmup of the peak, so that the first step already learns; transformers'
 begins at zero and is one step behind. After the warm-up the curves are those of transformers'
@@ -64,11 +64,11 @@ class Schedule:
 
 
 def scaled_rate(lr: float, rule: str | None, *, batch: int, reference: int | None) -> tuple[float, str]:
-    """The peak for a global batch of ``batch`` samples, and a line that says how it came about.
+    """Return the peak for a global batch of ``batch`` samples, and a line that says how it came about.
 
-    ``lr`` was found good for ``reference`` samples a step. ``linear``: times their ratio (Goyal et al. 2017);
-    ``sqrt``: times its square root (Krizhevsky 2014; for Adam, Malladi et al. 2022). Without a rule ``lr``
-    and no line.
+    ``lr`` is known to be good for ``reference`` samples a step. ``linear`` multiplies it by the batches'
+    ratio (Goyal et al. 2017); ``sqrt`` by the ratio's square root (Krizhevsky 2014; for Adam, Malladi et al.
+    2022). Without a rule, returns ``lr`` and no line.
     """
     if rule is None or reference is None:
         return lr, ""

@@ -1,4 +1,4 @@
-"""LoRA in a run: what is attached, on which base, and where the first weights of either come from."""
+"""Set up LoRA in a run: the adapters, their base, and the first weights of both."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..recipes.sections import LoraSection
 
 
 def plan_adapters(lora: LoraSection, base: Source) -> tuple[AdaptedFamily, StoredAdapter]:
-    """The family with the recipe's adapters, and what the run's checkpoints will say of their base.
+    """Return the family with the recipe's adapters, and what checkpoints will record of their base.
 
     Raises ``BadInput`` for targets that the model does not have.
     """
@@ -27,7 +27,7 @@ def plan_adapters(lora: LoraSection, base: Source) -> tuple[AdaptedFamily, Store
 
 
 def recipe_shape(lora: LoraSection) -> LoraConfig:
-    """Return what the recipe says of its adapters; where it names others to go on with, they say it."""
+    """Return the recipe's adapters, or those that ``lora.init_from`` names."""
     if lora.init_from is None:
         return LoraConfig.model_validate(lora.model_dump(exclude={"init_from"}))
     _check_alone(lora)
@@ -42,7 +42,7 @@ def _check_alone(lora: LoraSection) -> None:
 
 
 def _with_dropout(lora: LoraSection, begun: LoraConfig) -> LoraConfig:
-    """The adapters of ``init_from``, with the dropout of the recipe if it says one."""
+    """Return the adapters of ``init_from``, with the recipe's dropout if it has one."""
     if "lora_dropout" not in lora.model_fields_set:
         return begun
     return begun.model_copy(update={"lora_dropout": lora.lora_dropout})

@@ -66,7 +66,7 @@ def _tensors(given: Any) -> Iterator[Any]:
 
 
 def _first_sample(given: Any, times: int) -> Any:
-    """The same nest of tuples and dicts, with the first sample of each tensor, so many times."""
+    """Return the same nest of tuples and dicts; each tensor is its first sample, repeated so many times."""
     if isinstance(given, dict):
         return {key: _first_sample(one, times) for key, one in given.items()}
     if isinstance(given, tuple) and hasattr(given, "_fields"):

@@ -1,4 +1,4 @@
-"""Dynamic loss scaling: fp16 gradients are computed of a multiple of the loss, or small ones would be zero.
+"""Scale the loss dynamically: fp16 gradients of the plain loss would partly underflow to zero.
 
 Source: Micikevicius et al. 2018, section 3.2; the numbers are torch's ``GradScaler``'s.
 """
@@ -11,10 +11,10 @@ from ..recipes.sections import LossScaleSection
 
 
 class LossScale:
-    """A power of two that halves when a gradient overflows and doubles after so many steps without.
+    """Hold a power of two that halves when a gradient overflows and doubles after a number of good steps.
 
-    It sees only what is the same on every rank, so it is the same on every rank: there is nothing to agree on
-    here. Powers of two change no bit of a gradient that neither overflows nor underflows.
+    It depends only on numbers that are equal on every rank, so ranks need not agree on it. A power of two
+    changes no bit of a gradient that neither overflows nor underflows.
     """
 
     def __init__(self, section: LossScaleSection) -> None:
@@ -22,7 +22,7 @@ class LossScale:
         self.value, self.good = section.initial, 0
 
     def overflowed(self) -> bool:
-        """Halve; ``False`` if the scale is at its minimum already, so that scaling is not to blame."""
+        """Halve the scale; return ``False`` if it is at its minimum, so that scaling is not to blame."""
         lower = self.value / 2
         if lower < self.section.minimum:
             return False
@@ -30,13 +30,13 @@ class LossScale:
         return True
 
     def went_well(self) -> None:
-        """A step's gradients were finite."""
+        """Note a step whose gradients were finite."""
         self.good += 1
         if self.section.growth_interval and self.good >= self.section.growth_interval:
             self.value, self.good = min(self.value * 2, self.section.maximum), 0
 
     def remember(self) -> dict[str, Any]:
-        """Plain data for a checkpoint."""
+        """Return plain data for a checkpoint."""
         return {"value": self.value, "good": self.good}
 
     def restore(self, memory: dict[str, Any]) -> None:

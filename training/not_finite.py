@@ -38,11 +38,11 @@ class Origin:
 
 
 def name_the_culprit(model: CausalLM, step: int, forward: ForwardOnly, batch: Batch) -> NoReturn:
-    """Loss and norm are the same on every rank, so all come here, before the update; ``PeerFailed``.
+    """Raise ``PeerFailed`` that names the first module whose output is not finite; call it before the update.
 
-    The forward pass is run again and each module's output looked at, on every rank. Where all of them are
-    finite, the fault is in the backward pass, and the last parameter with a bad gradient is the nearest.
-    ``step`` counts from 1.
+    Loss and norm are the same on every rank, so all ranks call it. The forward pass is run again, and each
+    module's output is checked on every rank. If all outputs are finite, the fault is in the backward pass,
+    and the last parameter with a bad gradient is the nearest. ``step`` counts from 1.
     """
     state = model.state
     # A compiled block would hide its modules.
@@ -69,9 +69,9 @@ def name_the_culprit(model: CausalLM, step: int, forward: ForwardOnly, batch: Ba
 
 @contextmanager
 def looking(model: CausalLM) -> Iterator[list[Origin]]:
-    """While it lasts, every module's output is looked at; the first here that is not finite is listed.
+    """Check every module's output in the ``with`` block; list the first on this rank that is not finite.
 
-    A module is looked at before the one that holds it, so the innermost is named.
+    A module is checked before the module that contains it, so the innermost is named.
     """
     found: list[Origin] = []
     names = {module: name for name, module in model.named_modules()}

@@ -1,4 +1,4 @@
-"""Parameters that are treated differently, chosen by patterns over their names, ours or Hugging Face's."""
+"""Choose parameters to treat differently, by patterns over their names, ours or Hugging Face's."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ..recipes.sections import ParameterGroup
 
 
 def names_of(family: Family, config: ModelConfig) -> dict[str, tuple[str, ...]]:
-    """Every parameter of the whole model: our name -> Hugging Face's, of which there may be several.
+    """Map our name of every parameter of the whole model to Hugging Face's, of which there may be several.
 
-    What no gradient moves is none that could be treated differently.
+    Buffers, which no gradient moves, are left out.
     """
     names: dict[str, tuple[str, ...]] = {}
     (stated,) = family.declarations(config)
@@ -32,10 +32,10 @@ def names_of(family: Family, config: ModelConfig) -> dict[str, tuple[str, ...]]:
 def assign(
     groups: Sequence[ParameterGroup], names: Mapping[str, Sequence[str]], where: str = "recipe"
 ) -> dict[str, ParameterGroup]:
-    """Our name -> its group, for the parameters that have one: the first whose pattern is found in a name.
+    """Map a parameter's name to its group: the first group whose pattern is found in one of its names.
 
-    Over the names of the whole model, so that every rank comes to the same. Raises ``BadInput`` for a pattern
-    that is none, that finds nothing, or nothing that is left, and where everything would be frozen.
+    The names are those of the whole model, so that every rank gets the same result. Raises ``BadInput`` for
+    an invalid pattern, for one that finds no parameter or only taken ones, and if all would be frozen.
     """
     assigned: dict[str, ParameterGroup] = {}
     for number, group in enumerate(groups):
@@ -77,14 +77,14 @@ def assign(
 
 
 def freeze(model: nn.Module, assigned: Mapping[str, ParameterGroup]) -> None:
-    """Take the frozen parameters out of the gradient. Before FSDP takes hold of them."""
+    """Freeze the parameters of groups that say so; call it before FSDP."""
     for name, parameter in model.named_parameters():
         if name in assigned and assigned[name].freeze:
             parameter.requires_grad_(False)
 
 
 def _near(pattern: str, names: Mapping[str, Sequence[str]], most: int = 3) -> list[str]:
-    """Names that look like what the pattern meant, or have a part that does; one of all blocks' is enough."""
+    """Return names that are like the pattern, or have a part that is; one name stands for all blocks."""
     known = [name for ours, theirs in names.items() for name in (*theirs, ours)]
     plain = re.sub(r"\\\.", ".", pattern)
     plain = re.sub(r"\\d|[\^$*+?()\[\]{}|\\]", "", plain).strip(".")

@@ -1,4 +1,4 @@
-"""The token files of a run, opened: what it trains on, and what it is evaluated on."""
+"""Open the token files of a run, for training and for evaluation."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from ..recipes.recipe import Recipe
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The held-out data's batches, of which the first ``samples`` rows of the first one count."""
+    """Hold the held-out data's batches; only the first ``samples`` rows of the first batch count."""
 
     batches: GlobalBatches
     samples: int
 
 
 def open_data(recipe: Recipe) -> GlobalBatches:
-    """The run's batches. Raises ``BadInput`` for what the token files cannot give."""
+    """Open the run's batches; ``BadInput`` for what the token files cannot give."""
     data = recipe.data
     return _open(recipe, data.tokens, data.weights, data.global_batch)
 
 
 def open_held_out(recipe: Recipe, vocab_size: int) -> HeldOut | None:
-    """As the recipe's training data are cut and packed. ``BadInput`` for what the files cannot give, or ids
-    that the model has no rows for; ``None`` without an evaluation section.
+    """Open the held-out data, cut and packed as the recipe's training data; ``None`` without evaluation.
+
+    ``BadInput`` for what the files cannot give, or for ids that the model has no rows for.
     """
     section = recipe.evaluation
     if section is None:

@@ -33,17 +33,17 @@ class Plan:
     config: ModelConfig
     hf_config: Mapping[str, Any]
     companions: list[Path]
-    #: Of LoRA: the model's weights, which stay; ``family`` is then of the adapters.
+    #: For LoRA: the model's weights, which are frozen; ``family`` then has the adapters.
     base: Source | None = None
     adapter: StoredAdapter | None = None
-    #: Our names of the parameters that a group of the recipe's treats differently.
+    #: The group of each parameter, by our name, that a group of the recipe treats differently.
     groups: Mapping[str, ParameterGroup] = field(default_factory=dict)
     #: Which blocks each stage has.
     cut: StageCut = field(kw_only=True)
 
     @property
     def split(self) -> tuple[int, ...] | None:
-        """Blocks of each stage; without a pipeline nothing is cut."""
+        """Return the number of blocks of each stage; ``None`` without a pipeline."""
         return self.cut.counts if len(self.cut.counts) > 1 else None
 
 
@@ -122,7 +122,7 @@ def check_run(recipe: Recipe) -> RunPlan:
 
 
 def check_run_folder(recipe: Recipe) -> None:
-    """Refuse a run's folder in that of the model or of the adapters, or among another run's checkpoints."""
+    """Refuse a run's folder inside that of the model or adapters, or among another run's checkpoints."""
     out = Path(recipe.out)
     adapters = None if recipe.lora is None else recipe.lora.init_from
     check_place(out, [Path(one) for one in (recipe.model.init_from, adapters) if one is not None])
@@ -138,7 +138,7 @@ def flops_of(recipe: Recipe, plan: Plan) -> TokenFlops:
 
 
 def _check_stated(recipe: Recipe, family: Family, config: ModelConfig, where: str) -> None:
-    """Weights of another model than the recipe states are refused, by the first field that differs."""
+    """Refuse weights of a model other than the recipe states, by the first field that differs."""
     raw = read_config(recipe.model)
     stated = family_of(raw, "recipe: model.config").from_hf(raw, "recipe: model.config")
     there, wanted = config.model_dump(), stated.model_dump()
@@ -151,7 +151,7 @@ def _check_stated(recipe: Recipe, family: Family, config: ModelConfig, where: st
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
-    """Return what a tokenizer folder holds, to be carried along with the weights."""
+    """Return a tokenizer folder's files, which are copied along with the weights."""
     if not folder.is_dir():
         raise BadInput(folder, expected="a tokenizer folder", found="no folder")
     found = companions_in(folder)

@@ -1,4 +1,4 @@
-"""Updates that are left out because loss or gradient norm leaps out of what the last steps had."""
+"""Skip updates if the loss or the gradient norm is far above those of the last steps."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from ..recipes.sections import SpikeSection
 
 
 class Spikes:
-    """A window of the last steps' losses and gradient norms, and whether a step leaps out of it.
+    """Hold a window of the last steps' losses and gradient norms, and tell whether a step is a spike.
 
-    A spike is a loss or norm more than ``deviations`` standard deviations above the window's mean. Nothing is
-    one before half a window has been seen. A spike enters the window like any step: a level that stays is
-    soon no spike any more, so a run cannot go on skipping for ever. Source: OLMo-core's
-    ``SkipStepOptimizer``.
+    A spike is a loss or norm more than ``deviations`` standard deviations above the window's mean. No step is
+    a spike before half a window has been seen. A spike enters the window like any step: a higher level that
+    stays is soon normal, so a run cannot skip steps for ever. Source: OLMo-core's ``SkipStepOptimizer``.
     """
 
     def __init__(self, section: SpikeSection) -> None:
@@ -37,7 +36,7 @@ class Spikes:
         return value > statistics.fmean(seen) + self.section.deviations * statistics.stdev(seen)
 
     def remember(self) -> dict[str, Any]:
-        """Plain data for a checkpoint; JSON keeps every bit of a float."""
+        """Return plain data for a checkpoint; JSON keeps every bit of a float."""
         return {"losses": [*self.losses], "norms": [*self.norms]}
 
     def restore(self, memory: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""One step's forward and backward: micro-batches, with or without a pipeline; gradients ready to clip."""
+"""Run one step's forward and backward: micro-batches, with or without a pipeline; gradients ready to clip."""
 
 from __future__ import annotations
 
@@ -44,13 +44,12 @@ class TrainStep(Step):
         self._tokens = torch.ones(())
 
     def __call__(self, batch: Batch, *, scale: float = 1.0) -> Tensor:
-        """``batch``: the samples of this data rank, whole rows; each context rank is given the same rows and
-        takes its chunks.
+        """Run forward and backward of ``batch``; return the loss, the same scalar on every rank.
 
-        Returns the loss, the same scalar on every rank. A step with no valid label has loss 0 and zero
-        gradients. Raises ``NotTrained``, on every rank, where a trained parameter has no gradient, or all
-        gradients are zero and the loss is not. ``scale``, a power of two: the gradients are those of
-        ``scale`` times the loss.
+        ``batch``: the samples of this data rank, whole rows; each context rank is given the same rows and
+        takes its chunks. ``scale``, a power of two, multiplies the loss before the backward. A step with no
+        valid label has loss 0 and zero gradients. Raises ``NotTrained``, on every rank, if a trained
+        parameter has no gradient, or if all gradients are zero and the loss is not.
         """
         samples, length = batch.input_ids.shape
         self.state.layout.check_length(length, "recipe", "sequence_length")

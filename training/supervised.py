@@ -1,4 +1,4 @@
-"""A supervised run: a recipe trained on the ranks of its layout, and one word about it where it fails."""
+"""Train a recipe on the ranks of its layout, supervised: if it fails, one message says why."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def run(
 
 
 def _train(recipe: Recipe, plan: RunPlan | None, *, quiet: bool) -> None:
-    """This process's rank of the run; ``plan``: what was found before, in this process."""
+    """Train this process's rank of the run; ``plan``: the plan, if this process has already made it."""
     layout, out = recipe.layout, Path(recipe.out)
     check_launch(layout, device=recipe.device)
     handed_on = under_torchrun() and inherits_lock(out)

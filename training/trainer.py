@@ -1,4 +1,4 @@
-"""A run: build the model in its layout, start or resume, step, log, save."""
+"""Train a run: build the model in its layout, start or resume, step, log, save."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class Trainer:
         return done
 
     def _said_at_once(self) -> AbstractContextManager[None]:
-        """An error is in this rank's status before the saver waits for a save in the background."""
+        """Write an error to this rank's status before the saver waits for a save in the background."""
         return nullcontext() if self.beat is None else last_word(self.beat)
 
     def _comparing(self) -> AbstractContextManager[Any]:
@@ -148,9 +148,10 @@ class Trainer:
         )
 
     def _most_of_any_rank(self, *numbers: int) -> list[int]:
-        """Signals and errors reach ranks at different moments; all of them act on one after the same step.
+        """Return the largest of each number over all ranks, so that all act after the same step.
 
-        Not through the group of the files: a save in the background may be using that one now.
+        Signals and errors reach ranks at different moments. The group of the files is not used: a save in the
+        background may be using it.
         """
         if self.state.layout.world == 1:
             return [*numbers]
@@ -159,7 +160,7 @@ class Trainer:
         return [int(number) for number in seen]
 
     def _start(self) -> int:
-        """Resume if there is a checkpoint, else load or draw the first weights; the step to begin with."""
+        """Resume if there is a checkpoint, else load or draw the first weights; return the first step."""
         if said := schedule_of(self.recipe)[1]:
             self.terminal.say(said)
         if self.plan.split is not None:
@@ -189,7 +190,7 @@ class Trainer:
         return 0
 
     def _check_progress(self, newest: Path, progress: Progress) -> None:
-        """A resumed run goes on with the same samples in the same order, or not at all."""
+        """Refuse to resume with other samples, or with samples in another order."""
         if progress.step > self.recipe.steps:
             raise BadInput(
                 "recipe",
@@ -209,7 +210,7 @@ class Trainer:
                 )
 
     def _identity(self) -> dict[str, Any]:
-        """Return what fixes the order of samples, besides the step."""
+        """Return what determines the order of samples, besides the step."""
         return {
             "fingerprint": self.batches.fingerprint,
             "sequence_length": self.recipe.data.sequence_length,

@@ -1,4 +1,4 @@
-"""From a step's gradients to new weights, or to a step that is skipped: unscale, clip, decide, update."""
+"""Turn a step's gradients into new weights, or skip the step: unscale, clip, decide, update."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Updated:
 
 
 class Update:
-    """Collective, and alike on every rank: either all of them update or none does.
+    """Update the weights. Collective, and alike on every rank: either all of them update or none does.
 
-    Without ``loss_scale`` a loss or gradient that is not finite on any rank is fatal; with it the step
-    is skipped and the scale halves, down to its minimum. With ``spikes`` a step that leaps is skipped too.
-    A skipped step moves no parameter and no moment; the schedule goes on by the number of the step.
+    Without ``loss_scale`` a loss or gradient that is not finite on any rank is fatal; with it the step is
+    skipped and the scale halves, down to its minimum. With ``spikes`` a step that leaps is skipped too. A
+    skipped step moves no parameter and no moment; the schedule goes on by the number of the step.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Update:
 
     @property
     def scale(self) -> float:
-        """Return what the step at hand multiplies its loss with."""
+        """Return the factor of the current step's loss."""
         return self.loss_scale.value if self.loss_scale else 1.0
 
     @property
@@ -64,7 +64,7 @@ class Update:
         return sum(self.skips.values())
 
     def __call__(self, loss: Tensor) -> Updated:
-        """``loss``: unscaled; ``.grad`` holds gradients of ``scale`` times it."""
+        """Clip, decide and update. ``loss``: unscaled; ``.grad``: gradients of ``scale`` times the loss."""
         norm = clip_gradients(self.model, self.clip, loss_scale=self.scale, state=self.model.state)
         finite = bool(torch.isfinite(loss) & torch.isfinite(norm))
         reason = None
@@ -86,7 +86,7 @@ class Update:
         return Updated(float(norm), reason, balance=balance)
 
     def _is_spike(self, loss: float, norm: float) -> bool:
-        """Every rank sees the same numbers; that all do the same is not left to how a sum was rounded."""
+        """Return whether the step is a spike; ranks agree on it, because their sums may round differently."""
         if self.spikes is None:
             return False
         found = torch.tensor(self.spikes.is_one(loss, norm), dtype=torch.int32)
@@ -96,7 +96,7 @@ class Update:
         return bool(found)
 
     def remember(self) -> dict[str, Any]:
-        """Plain data for a checkpoint: with it and the optimizer's moments a run goes on bit for bit."""
+        """Return plain data for a checkpoint; with it and the moments a run continues bit for bit."""
         memory: dict[str, Any] = {"updates": self.made, "skipped": dict(self.skips)}
         if self.loss_scale is not None:
             memory["loss_scale"] = self.loss_scale.remember()
@@ -105,7 +105,7 @@ class Update:
         return memory
 
     def restore(self, memory: Mapping[str, Any]) -> None:
-        """From what ``remember`` gave; what the run has been given since begins afresh."""
+        """Restore what ``remember`` returned; parts that the run did not have then start afresh."""
         self.made = int(memory.get("updates", 0))
         self.skips |= memory.get("skipped", {})
         if self.loss_scale is not None and "loss_scale" in memory:

@@ -1,4 +1,4 @@
-"""One step's forward and backward of any module, in any layout: gradients of one mean, ready to clip."""
+"""Run one step's forward and backward of any module, in any layout; gradients of one mean, ready to clip."""
 
 from __future__ import annotations
 
@@ -94,9 +94,9 @@ class ModuleStep(Step):
         parts_of(model, self.state)
 
     def __call__(self, samples: Samples) -> Tensor:
-        """``samples``: those of this data rank (``own_samples``). Returns the mean, alike on every rank.
+        """Run forward and backward of this data rank's ``samples`` (``own_samples``).
 
-        Gradients that an earlier step left are refused; zeros are not.
+        Returns the mean, alike on every rank. Gradients that an earlier step left are refused; zeros are not.
         """
         self._agree(samples)
         parts, self._sums = self._cut(samples), []
@@ -110,9 +110,10 @@ class ModuleStep(Step):
         return total / count
 
     def _agree(self, samples: Samples) -> None:
-        """Refuse, on every rank alike, data ranks with different numbers of samples: each gathers weights
-        and sums gradients as often as its neighbours. Where the shapes of one rank's samples changed, all
-        ranks set up their pipeline anew: its trial run gathers weights too.
+        """Refuse, on every rank alike, data ranks with different numbers of samples.
+
+        Each rank must gather weights and sum gradients as often as its neighbours. If the shapes of one
+        rank's samples changed, all ranks set up their pipeline anew: its trial run gathers weights too.
         """
         count = count_samples(samples)
         shapes = {name: one.shape for name, one in samples.items()}
@@ -154,7 +155,7 @@ class ModuleStep(Step):
         return total / count
 
     def _cut(self, samples: Samples) -> list[Samples]:
-        """Micro-batches, in order."""
+        """Return the micro-batches, in order."""
         count = count_samples(samples)
         self.check_samples(count)
         return [
@@ -163,7 +164,7 @@ class ModuleStep(Step):
         ]
 
     def _keywords(self, samples: Samples) -> dict[str, Any]:
-        """The samples' tensors that ``forward`` names."""
+        """Return the samples' tensors that ``forward`` takes by name."""
         return {name: one for name, one in samples.items() if self._names(name)}
 
     def _stages(self, part: Samples) -> ModuleStages:
@@ -174,7 +175,7 @@ class ModuleStep(Step):
         return self.state.layout.stages - 1 in self.state.layout.stages_of(self.state.at.pipeline)
 
     def _pipelined(self, samples: Samples, parts: list[Samples]) -> None:
-        """The schedule cuts numbers of samples; the loss finds the samples by them."""
+        """Run the schedule. It cuts numbers of samples, by which the loss finds the samples."""
         if self._schedule is None:
             stages = self._stages(parts[0])
             name, count = self._schedule_name, len(parts)
@@ -193,7 +194,7 @@ class ModuleStep(Step):
         return self._loss(output, {name: one[numbers] for name, one in self._samples.items()})
 
     def _loss(self, output: Any, part: Samples) -> Tensor:
-        """The sum of a micro-batch's losses; it is noted, with its count, for the end of the step."""
+        """Return the sum of a micro-batch's losses, and note it, with its count, for the end of the step."""
         total, count = sum_and_count(self.loss(output, part))
         if self._mean is None:
             self._mean = is_mean(self.loss, output, part)

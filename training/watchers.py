@@ -1,4 +1,4 @@
-"""Everything that looks at a run and changes nothing of it, behind one object for the trainer to call."""
+"""Watch a run without changing it: one object with all measurements, for the trainer to call."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ from .run_plan import RunPlan, flops_of
 
 
 class Watchers:
-    """Metrics, evaluation, norms, traces, events: one rank's part. ``at(phase, step)`` hears of long phases.
+    """Measure and log: metrics, evaluation, norms, traces, events of one rank.
 
     The trainer calls, on every rank: ``began``; inside ``running`` for each step ``around`` it, ``gradients``
-    once they are whole and before they are clipped, ``after`` the update.
+    once they are whole and before they are clipped, ``after`` the update. ``at(phase, step)`` is told of long
+    phases.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Watchers:
         self._board: EventFiles | None = None
 
     def began(self, step: int, *, checkpoint: Path | None = None, progress: Progress | None = None) -> None:
-        """The run begins, or goes on from a checkpoint that another layout may have written."""
+        """Note that the run begins, or continues from a checkpoint, perhaps of another layout."""
         recipe = self.recipe
         facts: dict[str, Any] = {
             "layout": str(recipe.layout),
@@ -86,7 +87,7 @@ class Watchers:
 
     @contextmanager
     def running(self, start: int) -> Iterator[None]:
-        """The logs are open; how the run ends is noted."""
+        """Keep the logs open, and note how the run ends."""
         with ExitStack() as stack:
             if self.first:
                 self._metrics = StepLog(self.out / "metrics.jsonl", start=start)
@@ -103,21 +104,21 @@ class Watchers:
 
     @contextmanager
     def around(self, number: int) -> Iterator[None]:
-        """Step ``number``, from 0: forward, backward and update."""
+        """Wrap step ``number``, from 0: forward, backward and update."""
         if self._norms_due(number) and self.activations is not None:
             self.activations.begin()
         with self.traces.around(number + 1):
             yield
 
     def gradients(self, number: int, scale: float) -> None:
-        """Whole and not yet clipped, of ``scale`` times the loss."""
+        """Measure the gradients of ``scale`` times the loss, whole and not yet clipped."""
         if self._norms_due(number) and self.norms is not None:
             norms = self.norms.gradients()
             self._measured["gradients"] = {name: norm / scale for name, norm in norms.items()}
 
     @property
     def memory(self) -> int:
-        """Bytes that this rank uses."""
+        """Return the bytes that this rank uses."""
         return memory_used(self.state.device)
 
     def after(self, metrics: StepMetrics, memory: int) -> StepMetrics:

@@ -1,4 +1,4 @@
-"""Records of chat sets in the forms that people publish, brought to one: a list of messages.
+"""Read records of chat sets in their usual forms into one form: a list of messages.
 
 ===========================  ==========================================================================
 ``messages``                 a list of ``{"role": ..., "content": ...}``; with ``tools`` beside, if any
@@ -21,7 +21,7 @@ _SHARED_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "b
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """``messages``, of which the first ``given`` are never learnt, whoever speaks; ``tools`` on offer."""
+    """Hold ``messages``, of which the first ``given`` are never learnt, whoever speaks, and ``tools``."""
 
     messages: list[dict[str, Any]]
     given: int = 0
@@ -29,7 +29,7 @@ class Conversation:
 
 
 def conversation_of(record: dict[str, Any], where: str) -> Conversation:
-    """The conversation in a record. ``BadInput`` names ``where`` and the key for any other form."""
+    """Return the conversation in a record; for any other form ``BadInput`` names ``where`` and the key."""
     # A table has every column in every row, and None where a row has nothing.
     record = {key: value for key, value in record.items() if value is not None}
     tools = _tools(record.get("tools"), where)

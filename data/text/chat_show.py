@@ -1,4 +1,4 @@
-"""Samples of a chat set as a reader sees them: what is learnt stands in double brackets."""
+"""Show samples of a chat set as text: the tokens to be learnt stand in double brackets."""
 
 from __future__ import annotations
 

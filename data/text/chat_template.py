@@ -1,4 +1,4 @@
-"""A conversation as a tokenizer's chat template writes it, and which of its tokens are the assistant's.
+"""Write a conversation with a tokenizer's chat template, and mark the assistant's tokens.
 
 Two ways to find them. A template with ``{% generation %}`` marks them itself. Of any other, the beginnings of
 the conversation are written out: what an assistant's message adds to the text before it, the prompt to answer
@@ -47,7 +47,7 @@ class Chat:
 
     @staticmethod
     def of(template: Path | None, settings: Sequence[str]) -> Chat:
-        """From ``name=value`` settings."""
+        """Make it from ``name=value`` settings."""
         variables = {}
         for setting in settings:
             name, equals, value = setting.partition("=")
@@ -59,7 +59,7 @@ class Chat:
         return Chat(template, tuple(sorted(variables.items())))
 
     def on_one_day(self, loaded: Tokenizer, where: Path) -> Chat:
-        """With today's date for a template that would ask the clock: every sample gets the same."""
+        """Return a copy with today's date for a template that asks the clock: all samples get one date."""
         text, variables = self.template_of(loaded, where).text, dict(self.variables)
         if "strftime_now" in text and "date_string" in text:
             variables.setdefault("date_string", date.today().strftime("%d %b %Y"))
@@ -104,9 +104,9 @@ class ChatTemplate:
         return hashlib.sha256((self.text + told).encode()).hexdigest()
 
     def encode(self, conversation: Conversation, where: str) -> tuple[list[int], NDArray[np.uint8]]:
-        """The ids of the whole conversation, and for each 1 where it is to be learnt.
+        """Return the ids of the whole conversation, and for each id 1 if it is to be learnt, else 0.
 
-        A token counts where any of its characters is the assistant's. ``where`` names the sample in errors.
+        A token is learnt if any of its characters is the assistant's. ``where`` names the sample in errors.
         """
         options = {"return_offsets_mapping": True, "split_special_tokens": False}
         text = self._text(conversation.messages, conversation, where)
@@ -233,7 +233,7 @@ def _ends(found: Any) -> NDArray[np.int64]:
 
 
 def read_template(file: Path) -> str:
-    """A template's text. ``BadInput`` for a file that cannot be read."""
+    """Read a template's text; ``BadInput`` for a file that cannot be read."""
     return read_text(file)
 
 

@@ -1,4 +1,4 @@
-"""Documents from files: cut into blocks by one reader, taken apart by many workers.
+"""Read documents from files: one reader cuts files into blocks, many workers take the blocks apart.
 
 The reader cuts bytes at places where a document cannot go on (a line end in JSON lines, a blank line between
 paragraphs), so the documents do not depend on where the cuts fall.
@@ -43,7 +43,7 @@ Kind = Literal["text", "paragraphs", "lines", "rows"]
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One worker's portion. ``first`` is the number of its first line (or row) in the file, from 1."""
+    """Hold one worker's portion. ``first`` is the number of its first line (or row) in the file, from 1."""
 
     path: Path
     kind: Kind
@@ -84,14 +84,14 @@ def check_inputs(paths: list[Path], *, chat: bool = False) -> int:
 
 
 def input_size(path: Path) -> int:
-    """Bytes of a file, or of the files of a data set's folder."""
+    """Return the bytes of a file, or of the files of a data set's folder."""
     return sum(file.stat().st_size for file in (dataset_files(path) if path.is_dir() else [path]))
 
 
 def read_blocks(
     path: Path, *, split_paragraphs: bool, json_key: str, chat: bool = False, size: int = _BLOCK
 ) -> Iterator[Block]:
-    """The file's blocks in order, of about ``size`` bytes unless a document is longer."""
+    """Yield the file's blocks in order, of about ``size`` bytes unless a document is longer."""
     if path.is_dir() or path.name.endswith(".parquet"):
         choose = _chat_columns if chat else functools.partial(_column, json_key)
         first = 1
@@ -118,7 +118,7 @@ def read_blocks(
 
 
 def documents_of(block: Block, json_key: str) -> Iterator[tuple[str, str]]:
-    """The block's documents, none of them empty, each with where it stands (``file:line``)."""
+    """Yield the block's documents that are not empty, each with its place (``file:line``)."""
     texts: Iterator[tuple[str, str]]
     if block.kind in ("rows", "lines"):
         texts = ((where, _text(where, json_key, record)) for where, record in records_of(block))
@@ -132,7 +132,7 @@ def documents_of(block: Block, json_key: str) -> Iterator[tuple[str, str]]:
 
 
 def paragraphs_of(paths: list[Path], json_key: str) -> Iterator[str]:
-    """The inputs' documents in pieces between blank lines, whitespace kept, to train a tokenizer on."""
+    """Yield the inputs' text in pieces between blank lines, whitespace kept, to train a tokenizer on."""
     for path in paths:
         for block in read_blocks(path, split_paragraphs=False, json_key=json_key):
             for _, text in documents_of(block, json_key):
@@ -140,7 +140,7 @@ def paragraphs_of(paths: list[Path], json_key: str) -> Iterator[str]:
 
 
 def records_of(block: Block) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The block's JSON objects or table rows, each with where it stands (``file:line``)."""
+    """Yield the block's JSON objects or table rows, each with its place (``file:line``)."""
     if block.kind == "rows":
         for row, record in enumerate(cast("list[dict[str, Any]]", block.data), block.first):
             yield f"{block.path}:{row}", record
@@ -162,7 +162,7 @@ def records_of(block: Block) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _paragraphs(text: str, first: int) -> Iterator[tuple[int, str]]:
-    """Runs of lines that are not blank, without the line end of the last."""
+    """Yield runs of lines that are not blank, each without its last line end."""
     lines: list[str] = []
     for number, line in enumerate([*text.split("\n"), ""], first):
         if line.strip(" \t\r"):
@@ -206,7 +206,7 @@ def _decode(block: Block, data: bytes, first: int) -> str:
 
 
 def _cut(stream: _Stream, size: int, end: Callable[[bytes], int], path: Path) -> Iterator[bytes]:
-    """The stream in pieces that each end where ``end(piece)`` says that a document may end (0: nowhere)."""
+    """Cut the stream into pieces that end where ``end(piece)`` says that a document may end (0: nowhere)."""
     held, more = b"", size
     while data := stream.read(more):
         held += data
@@ -232,7 +232,7 @@ def _end_of_line(data: bytes) -> int:
 
 
 def _end_of_paragraph(data: bytes) -> int:
-    """After the last blank line."""
+    """Return the position after the last blank line."""
     end = len(data)
     while (end := data.rfind(b"\n", 0, end)) >= 0:
         start = data.rfind(b"\n", 0, end) + 1
@@ -254,7 +254,7 @@ def _decompressed(path: Path, raw: BinaryIO) -> _Stream:
 
 
 class _Zstandard:
-    """A .zst file of one or more frames. The package's own reader takes a file cut short for a whole one."""
+    """Read a .zst file of one or more frames; the package's own reader accepts a file that is cut short."""
 
     def __init__(self, path: Path, raw: BinaryIO) -> None:
         self._package = need("zstandard", path)
@@ -262,7 +262,7 @@ class _Zstandard:
         self._frame, self._packed, self._begun = self._new_frame(), b"", False
 
     def read(self, size: int, /) -> bytes:
-        """Some bytes, near ``size`` or not; none at the end."""
+        """Return some bytes, about ``size`` or not; none at the end."""
         while packed := self._packed or self._raw.read(_PACKED):
             self._packed = b""
             try:

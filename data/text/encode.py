@@ -157,8 +157,10 @@ def _encode_chat(block: Block, template: ChatTemplate, dtype: str) -> Encoded:
 
 
 def _begin_worker() -> None:
-    """Ctrl-C reaches every process of the terminal; the parent alone answers it. A worker whose parent was
-    killed would wait for work for ever.
+    """Let a worker ignore Ctrl-C, which the parent answers, and end when its parent ends.
+
+    Ctrl-C reaches every process of the terminal. A worker whose parent was killed would wait for work for
+    ever.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()

@@ -1,4 +1,4 @@
-"""The blocks of a job as they are read, and a hash of all that was read up to each."""
+"""Read the blocks of a job, and hash everything read up to each block."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .documents import Block
 
 
 class Reading(Iterator[tuple[int, Block]]):
-    """``blocks``, each with how many bytes have been read, as an iterator that hashes what it gives."""
+    """Iterate over ``blocks``, each with how many bytes have been read, and hash them."""
 
     def __init__(self, blocks: Iterator[tuple[int, Block]]) -> None:
         self._blocks, self._digest = blocks, hashlib.sha256()
@@ -25,11 +25,11 @@ class Reading(Iterator[tuple[int, Block]]):
         return done, block
 
     def hash_of_next(self) -> str:
-        """The hash of all blocks up to the oldest whose hash was not asked for yet."""
+        """Return the hash of all blocks up to the oldest one whose hash was not asked for yet."""
         return self._hashes.popleft()
 
     def past(self, portions: int, read: str) -> bool:
-        """Read past so many blocks; whether they are there and have the hash ``read``."""
+        """Skip so many blocks; return whether they exist and have the hash ``read``."""
         for _ in range(portions):
             if next(self, None) is None:
                 return False

@@ -10,7 +10,7 @@ from ...parallel_state import BadInput
 
 
 def standard_library(limit: int) -> Iterator[str]:
-    """The standard library's modules as texts, in order of their names, up to ``limit`` characters in all."""
+    """Yield the standard library's modules as texts, sorted by name, up to ``limit`` characters in all."""
     root = Path(sysconfig.get_path("stdlib"))
     left = limit
     for path in sorted(root.glob("*.py")) + sorted(root.glob("[a-z]*/*.py")):
@@ -32,5 +32,5 @@ def standard_library(limit: int) -> Iterator[str]:
 
 
 def paragraphs(text: str) -> list[str]:
-    """The pieces between blank lines, whitespace kept."""
+    """Return the pieces between blank lines, whitespace kept."""
     return [part for part in text.split("\n\n") if part.strip()]

@@ -1,4 +1,4 @@
-"""Rows of tables: Parquet files, and the folders that Hugging Face's ``Dataset.save_to_disk`` writes."""
+"""Read rows of tables: Parquet files, and folders that Hugging Face's ``Dataset.save_to_disk`` writes."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Choose = Callable[[list[str], Path], list[str]]
 
 _ROWS = 1024
 
-#: Bytes that rows read at once should have, and those that they may need: what is packed may be small and
-#: unpack to anything, and only the memory that it takes tells.
+#: Bytes that rows read at once should have, and bytes that they may need. A small compressed row may unpack
+#: to any size, which only the memory in use shows.
 _GOOD_SIZE, MOST_MEMORY = 2**24, 2**30
 
 
 def need(package: str, path: Path) -> Any:
-    """The package that reads ``path``, an extra."""
+    """Import the package that reads ``path``, an extra; ``BadInput`` says how to install it."""
     try:
         return importlib.import_module(package)
     except ImportError as error:
@@ -37,7 +37,7 @@ def need(package: str, path: Path) -> Any:
 
 
 def _within_memory(portions: Iterator[Portion], path: Path) -> Iterator[Portion]:
-    """The portions, refused where one takes more memory to unpack than any should."""
+    """Yield the portions; refuse one that takes too much memory to unpack."""
     while True:
         try:
             with bounded(memory=MOST_MEMORY):
@@ -69,7 +69,7 @@ def _rows_at_once(metadata: Any, columns: list[str]) -> int:
 
 
 def read_parquet(path: Path, choose: Choose) -> Iterator[Portion]:
-    """A Parquet file's rows in order."""
+    """Yield a Parquet file's rows in order."""
     return _within_memory(_parquet_rows(path, choose), path)
 
 
@@ -91,7 +91,7 @@ def _parquet_rows(path: Path, choose: Choose) -> Iterator[Portion]:
 
 
 def dataset_files(folder: Path) -> list[Path]:
-    """The Arrow files of a data set's folder, in their order. ``BadInput`` for any other folder."""
+    """Return the Arrow files of a data set's folder, in their order; ``BadInput`` for any other folder."""
     if (folder / "dataset_dict.json").is_file():
         names = sorted(path.parent.name for path in folder.glob("*/state.json"))
         raise BadInput(
@@ -121,7 +121,7 @@ def dataset_files(folder: Path) -> list[Path]:
 
 
 def read_dataset(folder: Path, choose: Choose) -> Iterator[Portion]:
-    """A data set's rows in order."""
+    """Yield a data set's rows in order."""
     return _within_memory(_dataset_rows(folder, choose), folder)
 
 

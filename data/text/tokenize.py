@@ -110,7 +110,7 @@ def _name(inputs: list[Path], loaded: Tokenizer, *options: object) -> str:
 
 
 def _blocks(inputs: list[Path], job: Job, split_paragraphs: bool) -> Iterator[tuple[int, Block]]:
-    """All blocks in order, each with how many bytes of the inputs have been read."""
+    """Yield all blocks in order, each with how many bytes of the inputs have been read."""
     before, chat = 0, job.chat is not None
     for path in inputs:
         for block in read_blocks(path, split_paragraphs=split_paragraphs, json_key=job.json_key, chat=chat):

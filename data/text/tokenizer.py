@@ -1,4 +1,4 @@
-"""A tokenizer: text to ids and back, from a SentencePiece ``.model`` file or a Hugging Face folder."""
+"""Load a tokenizer, text to ids and back, from a SentencePiece ``.model`` file or a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -37,28 +37,29 @@ class Tokenizer(Protocol):
     starts_with_bos: bool  # whether its files ask for ``bos_id`` before a text; ``prompt`` then puts it there
 
     def encode(self, text: str) -> list[int]:
-        """The ids of ``text``, with no special token added. ``UnicodeEncodeError`` for a lone surrogate."""
+        """Return the ids of ``text``, without special tokens; ``UnicodeEncodeError`` for a lone surrogate."""
         ...
 
     def decode(self, ids: list[int]) -> str:
-        """The text of ``ids``, nothing left out and nothing tidied."""
+        """Return the text of ``ids``, with nothing left out and nothing tidied."""
         ...
 
     def prompt(self, text: str) -> list[int]:
-        """The ids of ``text`` as a model meets it at the start of a document: with a first special token
-        where the tokenizer's files ask for one.
+        """Return the ids of ``text`` as at the start of a document.
+
+        The first one is a special token if the tokenizer's files ask for it.
         """
         ...
 
     def chat(self, messages: list[Message]) -> list[int]:
-        """The ids of a conversation in the chat template, up to where the answer begins; or ``BadInput``."""
+        """Return a conversation's ids in the chat template, up to where the answer begins or ``BadInput``."""
         ...
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer in ``path``: a SentencePiece ``.model`` file, or a folder for ``AutoTokenizer``.
+    """Load the tokenizer in ``path``: a SentencePiece ``.model`` file, or a folder for ``AutoTokenizer``.
 
-    Nothing is downloaded and no code from the folder is run. ``BadInput`` where the path is missing, holds no
+    Nothing is downloaded and no code from the folder is run. ``BadInput`` if the path is missing, holds no
     vocabulary, or a file in it is over 256 MiB or unreadable.
     """
     path = Path(path)
@@ -91,7 +92,7 @@ def check_length(text: str, where: object = "text") -> None:
 
 
 class _SentencePieceTokenizer:
-    """A ``.model`` file read by SentencePiece itself."""
+    """Read a ``.model`` file with SentencePiece itself."""
 
     def __init__(self, path: Path) -> None:
         from sentencepiece import SentencePieceProcessor
@@ -127,7 +128,7 @@ class _SentencePieceTokenizer:
 
 
 class FolderTokenizer:
-    """A Hugging Face folder read by ``AutoTokenizer``."""
+    """Read a Hugging Face folder with ``AutoTokenizer``."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -210,7 +211,7 @@ def _auto_tokenizer(path: Path) -> Any:
 
 
 def _read(path: Path) -> bytes:
-    """A regular file's bytes, refused by size before anything is read."""
+    """Return a regular file's bytes; too large a file is refused before anything is read."""
     content = read_small(path, LARGEST_FILE)
     refuse_pointer(content, path)
     return content

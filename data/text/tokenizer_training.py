@@ -132,7 +132,7 @@ def _counted(texts: Iterable[str], wrong: list[Exception]) -> Iterator[str]:
 
 
 def _round_scores(model: bytes) -> bytes:
-    """The model with its scores on a grid, so that float32 and float64 sums of them are the same number."""
+    """Round the model's scores to a grid, so that their sums in float32 and float64 are the same number."""
     from sentencepiece import sentencepiece_model_pb2
 
     messages: Any = sentencepiece_model_pb2  # protobuf makes its classes at run time
@@ -169,7 +169,7 @@ def _write(folder: Path, model: bytes, model_type: str, template: str | None) ->
 
 
 def _backend(model: bytes, model_type: str) -> Any:
-    """The ``tokenizers`` pipeline with the pieces and the behaviour of the SentencePiece model."""
+    """Build a ``tokenizers`` pipeline with the pieces and the behaviour of the SentencePiece model."""
     from sentencepiece import SentencePieceProcessor
     from tokenizers import AddedToken, decoders, models, normalizers
     from tokenizers import Tokenizer as Backend
@@ -204,7 +204,10 @@ def _backend(model: bytes, model_type: str) -> Any:
 
 
 def _merges(plain: dict[str, int]) -> list[tuple[str, str]]:
-    """Every way to make a piece from two others, best piece first: SentencePiece numbers pieces by score."""
+    """Return every way to make a piece from two others, the best piece first.
+
+    SentencePiece numbers pieces by score.
+    """
     return [
         (piece[:cut], piece[cut:])
         for piece in sorted(plain, key=plain.__getitem__)
