@@ -19,7 +19,7 @@ from ..storage.coverage import check_coverage
 from ..storage.dtypes import BITS
 from ..storage.file_names import MANIFEST, STEP_NAME
 from ..storage.records import Count, StoredFile, StrictRecord
-from ..storage.regular import check_plain_name, contained, read_small, stat_regular
+from ..storage.regular import check_plain_name, contained, open_regular, read_small
 from ..storage.safetensors_reader import TensorFile
 from ..storage.strict_json import parse_object, shown
 from .seal import open_seal, seal, text_of
@@ -236,9 +236,10 @@ class Manifest(StrictRecord):
             raise BadCheckpoint(where, shown(name), expected=f"replicas inside {list(tensor.shape)}")
 
     def _check_files(self, directory: Path) -> None:
-        for file in (*self.files, *self.companions):
+        for file in (*self.files, *self.companions):  # each is opened: it might be there and not readable
             path = contained(directory, file.name, kind=BadCheckpoint)
-            size = stat_regular(path, kind=BadCheckpoint).st_size
+            with open_regular(path, kind=BadCheckpoint) as (_, status):
+                size = status.st_size
             if size != file.size:
                 raise BadCheckpoint(path, expected=f"{file.size:,} bytes", found=f"{size:,}")
         foreign = {path.name for path in directory.glob("*.safetensors")} - {file.name for file in self.files}

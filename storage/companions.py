@@ -15,7 +15,7 @@ from ..parallel_state import BadInput
 from .crc import Checksum
 from .disk import Disk, writing
 from .records import StoredFile
-from .regular import contained, open_regular, read_small, stat_regular
+from .regular import contained, open_regular, read_small
 from .strict_json import shown
 
 #: Any of these is enough for a tokenizer.
@@ -44,14 +44,15 @@ _COPY = 1 << 20
 def companions_in(folder: Path, *, allow_symlinks: bool = False) -> list[Path]:
     """Find the companions in a folder, by name.
 
-    ``BadInput`` for one that is no regular file, is larger than 512 MiB, or is a link that leads out of the
-    folder and the Hugging Face cache it belongs to, unless ``allow_symlinks``.
+    ``BadInput`` for one that is no regular file, may not be read, is larger than 512 MiB, or is a link that
+    leads out of the folder and the Hugging Face cache it belongs to, unless ``allow_symlinks``.
     """
     there = {path.name for path in folder.iterdir()}
     found = [contained(folder, name, allow_symlinks=allow_symlinks) for name in COMPANIONS if name in there]
     for path in found:
-        if (size := stat_regular(path).st_size) > _MOST_BYTES:
-            raise BadInput(path, expected=f"at most {_MOST_BYTES:,} bytes", found=f"{size:,}")
+        with open_regular(path) as (_, status):
+            if status.st_size > _MOST_BYTES:
+                raise BadInput(path, expected=f"at most {_MOST_BYTES:,} bytes", found=f"{status.st_size:,}")
     return found
 
 

@@ -18,14 +18,17 @@ from hypothesis import strategies as st
 from torch import nn
 from trilith.checkpoints import Manifest, Saver, convert, module_contents, read_source, save_module
 from trilith.parallel_state import BadInput, ParallelState
+from trilith.recipes.recipe import parse_recipe
 from trilith.storage import companions_in
 from trilith.storage.companions import COMPANIONS
 from trilith.storage.disk import Disk, DiskFailed
 from trilith.storage.file_names import MANIFEST
 from trilith.storage.records import StoredFile
+from trilith.testing.forked import obey_permissions, run_forked
 from trilith.testing.hf_folders import write_hf_folder
 from trilith.testing.short_runs import run_recipe, tiny_recipe, write_tokens
 from trilith.testing.tiny_models import TINIEST_LLAMA
+from trilith.training import check_run
 
 
 def nested(levels: int) -> Any:
@@ -225,6 +228,30 @@ def test_a_link_out_of_the_folder_is_refused_and_nothing_is_copied(
             model = {"config": TINIEST_LLAMA, "tokenizer": str(tmp_path / "hf")}
             run_recipe(tiny_recipe(tmp_path / "out", tokens, steps=1, model=model))
     assert not list((tmp_path / "out").rglob("vocab.txt")) and steps_of(tmp_path / "out") == 0
+
+
+@pytest.mark.parametrize("given", ["tokenizer", "init_from a HF folder", "init_from a checkpoint"])
+def test_a_companion_that_may_not_be_read_is_refused_before_the_run_makes_anything(
+    tmp_path: Path, tokens: Path, given: str
+) -> None:
+    folder = tmp_path / "given"
+    write_hf_folder(folder, TINIEST_LLAMA)
+    (folder / "vocab.txt").write_text("a")
+    if given == "init_from a checkpoint":
+        convert(folder, tmp_path / "sharded")
+        folder = tmp_path / "sharded"
+    (folder / "vocab.txt").chmod(0)
+    tokenizer = {"config": TINIEST_LLAMA, "tokenizer": str(folder)}
+    model = tokenizer if given == "tokenizer" else {"config": None, "init_from": str(folder)}
+    recipe = parse_recipe(tiny_recipe(tmp_path / "out", tokens, model=model))
+
+    def work() -> int:
+        obey_permissions()
+        with pytest.raises(BadInput, match=r"vocab\.txt: expected a readable file"):
+            check_run(recipe)
+        return 7
+
+    assert run_forked(work, tmp_path, limit=60).code == 7
 
 
 def test_the_docs_name_every_companion() -> None:
