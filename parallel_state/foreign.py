@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -47,11 +47,11 @@ def _refuse_state(where: str, name: str, found: str, state: ParallelState) -> No
 
 
 def refuse_foreign(model: nn.Module, where: str) -> None:
-    """Refuse a model that torch's ``fully_shard`` or DDP has wrapped directly, naming the module."""
+    """Refuse a model that torch's ``fully_shard``, FSDP or DDP has wrapped directly, naming the module."""
     for name, module in model.named_modules():
         found = None
-        if isinstance(module, DistributedDataParallel):
-            found = "DistributedDataParallel, which averages gradients over all ranks"
+        if isinstance(module, DistributedDataParallel | FullyShardedDataParallel):
+            found = f"{type(module).__name__}, which averages gradients over all ranks"
         elif isinstance(module, FSDPModule) and not module.__dict__.get("shared_over_data"):
             found = "torch's fully_shard with a mesh of its own, which averages gradients"
         if found is not None:

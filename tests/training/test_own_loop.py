@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from trilith.checkpoints import load_model, load_module, restore_model, save_model, save_module
 from trilith.cli.app import run
@@ -161,6 +161,8 @@ def wrapped(how: str) -> list[str]:
         inner, model = model, DistributedDataParallel.__new__(DistributedDataParallel)
         nn.Module.__init__(model)  # its reducer, which nothing here comes to use, is left out
         model.module = inner
+    elif how == "fsdp1":
+        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
     else:
         fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     said = []
@@ -176,12 +178,25 @@ def wrapped(how: str) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("how", ["ddp", "fully_shard"])
+@pytest.mark.parametrize("how", ["ddp", "fsdp1", "fully_shard"])
 def test_torchs_own_wrappers_over_our_layers_are_refused_with_the_way_to_go(how: str) -> None:
     for said in run_parallel(wrapped, 2, how):
         for line in said:
             assert "expected a module that shard_over_data shares" in line and "averages gradients" in line
             assert "shard_over_data(model, state, Precision())" in line
+
+
+def averaged(_: int) -> str:
+    """A step's refusal of a model that knows of one rank, in a wrapper that averages over two."""
+    model = DistributedDataParallel(nn.Linear(4, 6))
+    with pytest.raises(BadInput) as caught:
+        ModuleStep(model, lambda y, samples: (y.sum(), len(y)), micro_batch=1)
+    return str(caught.value)
+
+
+def test_a_wrapper_over_ranks_that_the_step_does_not_know_is_refused() -> None:
+    for said in run_parallel(averaged, 2, 0):
+        assert "found DistributedDataParallel, which averages gradients over all ranks" in said
 
 
 def without_state(root: str, layout: Layout) -> list[str]:
