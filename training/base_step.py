@@ -16,6 +16,7 @@ from ..parallel_state import (
     ParallelState,
     check_state,
     finalize_gradients,
+    refuse_foreign,
     refuse_untrained,
     signs_of_training,
 )
@@ -53,6 +54,8 @@ class Step:
         self._whole, self.state, self.micro_batch = model, state, micro_batch
         self.unused, self.reduce = unused, reduce
         check_state(model, state, "step")
+        if dist.is_initialized() and dist.get_world_size() > state.layout.world:
+            refuse_foreign(model, "step")  # a state of one rank, and a wrapper that averages over several
         data = state.layout.data
         if data > 1 and not isinstance(model, FSDPModule):
             todo = "Call shard_over_data(model, state, Precision(...)) before"
@@ -95,3 +98,11 @@ class Step:
         """
         refuse_untrained(self._whole, float(mean), signs, unused=self.unused, state=self.state)
         finalize_gradients(self._whole, reduce=self.reduce, state=self.state)
+
+
+def refuse_stale() -> None:
+    """Refuse gradients that an earlier step left (``has_gradients``), on every rank alike."""
+    raise BadInput(
+        "step", "gradients", expected="none, or zeros, before a step", found="those of an earlier step",
+        todo="Call optimizer.zero_grad() after each update; a step takes all samples of one at once",
+    )  # fmt: skip

@@ -76,14 +76,6 @@ def _first_sample(given: Any, times: int) -> Any:
     return torch.cat([given.detach()[:1]] * times)
 
 
-def refuse_stale() -> None:
-    """Refuse gradients that an earlier step left; every rank does so."""
-    raise BadInput(
-        "step", "gradients", expected="none, or zeros, before a step", found="those of an earlier step",
-        todo="Call optimizer.zero_grad() after each update; a step takes all samples of one at once",
-    )  # fmt: skip
-
-
 def refuse_mean() -> None:
     """Refuse a loss that ``is_mean``; every rank does so."""
     raise BadInput(

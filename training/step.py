@@ -11,8 +11,9 @@ from torch import Tensor
 from ..data.batch import Batch
 from ..layers import chunked_cross_entropy, set_auxiliary_scale, valid_tokens, vocab_parallel_cross_entropy
 from ..models import CausalLM
+from ..parallel_state import has_gradients
 from ..pipeline.runner import Pipeline, schedule_of_model
-from .base_step import Step
+from .base_step import Step, refuse_stale
 
 
 class TrainStep(Step):
@@ -49,7 +50,8 @@ class TrainStep(Step):
         ``batch``: the samples of this data rank, whole rows; each context rank is given the same rows and
         takes its chunks. ``scale``, a power of two, multiplies the loss before the backward. A step with no
         valid label has loss 0 and zero gradients. Raises ``NotTrained``, on every rank, if a trained
-        parameter has no gradient, or if all gradients are zero and the loss is not.
+        parameter has no gradient, or if all gradients are zero and the loss is not; and ``BadInput``, on
+        every rank, if an earlier step left gradients that are not zero.
         """
         samples, length = batch.input_ids.shape
         self.state.layout.check_length(length, "recipe", "sequence_length")
@@ -118,9 +120,14 @@ class TrainStep(Step):
         return self._schedule.step(*((ids,) if stage.first else ()), target=target, **keywords)[0]
 
     def _global_tokens(self, labels: Tensor) -> Tensor:
-        """Valid labels of the whole step, at least 1; of the ranks that share a data piece one counts."""
+        """Valid labels of the whole step, at least 1; of the ranks that share a data piece one counts. With
+        them the ranks tell each other of gradients that an earlier step left.
+        """
         state = self.state
         count = valid_tokens(labels) * int(state.counts_here and state.at.pipeline == 0)
+        said = torch.stack([count, count.new_tensor(has_gradients(self.model))])
         if state.layout.world > 1:
-            dist.all_reduce(count)
-        return count.clamp(min=1)
+            dist.all_reduce(said)
+        if said[1]:
+            refuse_stale()
+        return said[0].clamp(min=1)

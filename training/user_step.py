@@ -24,9 +24,9 @@ from ..parallel_state.engine import fsdp_modules
 from ..pipeline import check_schedule, schedule_kind
 from ..pipeline.runner import Pipeline
 from ..pipeline.user_stages import ModuleStages, parts_of
-from .base_step import Step
+from .base_step import Step, refuse_stale
 from .evaluation import evaluating
-from .loss_contract import is_mean, refuse_mean, refuse_stale, sum_and_count
+from .loss_contract import is_mean, refuse_mean, sum_and_count
 
 #: Tensors by name, each with the samples on dim 0.
 Samples = Mapping[str, Tensor]

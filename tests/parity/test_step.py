@@ -91,12 +91,37 @@ def test_over_data_ranks_a_model_that_is_not_shared_is_refused() -> None:
         TrainStep(model_alone(state), micro_batch=1)
 
 
+def stale_on_the_last_rank(layout: Layout) -> tuple[str, bool]:
+    """Return what a second step says if only the other ranks dropped their gradients, and whether a third
+    step, after gradients of zeros, is the same as the first.
+    """
+    model, batch = built(layout, FP64), Batch(*whole_batch())
+    step = TrainStep(model, micro_batch=1, dtype=torch.float64)
+    first = step(batch)
+    if model.state.rank != layout.world - 1:
+        model.zero_grad()
+    with pytest.raises(BadInput) as caught:
+        step(batch)
+    model.zero_grad(set_to_none=False)
+    return str(caught.value), torch.equal(step(batch), first)
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout.of(data=2, zero=3), Layout.of(pipeline=2)], ids=str)
+def test_every_rank_refuses_the_gradients_of_an_earlier_step_and_zeros_are_none(layout: Layout) -> None:
+    for said, alike in run_parallel(stale_on_the_last_rank, layout.world, layout):
+        assert said.startswith("step: gradients: expected none, or zeros, before a step") and alike
+
+
 def two_sizes(layout: Layout) -> list[float]:
     """The loss of a step over all samples, and of one over half of them."""
     model = built(layout, FP64)
     ids, labels = whole_batch()
     step = TrainStep(model, micro_batch=1, dtype=torch.float64)
-    return [float(step(Batch(ids[:count], labels[:count]))) for count in (SAMPLES, SAMPLES // 2)]
+    losses = []
+    for count in (SAMPLES, SAMPLES // 2):
+        losses.append(float(step(Batch(ids[:count], labels[:count]))))
+        model.zero_grad()
+    return losses
 
 
 def test_a_step_may_be_smaller_than_the_one_before() -> None:
@@ -133,6 +158,7 @@ def second_step(layout: Layout) -> Counter[str]:
     model = built(layout, FP64)
     step, batch = TrainStep(model, micro_batch=1, dtype=torch.float64), whole_batch()
     step(Batch(*batch))
+    model.zero_grad()
     return collectives_of(lambda: step(Batch(*batch)))
 
 
