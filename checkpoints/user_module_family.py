@@ -78,6 +78,9 @@ class StoredRule(StrictRecord):
     @classmethod
     def of(cls, rule: Rule) -> StoredRule:
         if isinstance(rule, Split):
+            if rule.groups:
+                expected = "tensors that lie one after the other: a module has no config to count groups by"
+                raise BadInput("names", rule.hf, expected=expected, found=f"groups={rule.groups!r}")
             return cls(kind="split", ours=tuple(rule.ours), hf=rule.hf, transpose=rule.transpose)
         kind = next(name for name, one in _KINDS.items() if isinstance(rule, one))
         return cls.model_validate({"kind": kind, "ours": (rule.ours,), "hf": rule.hf})

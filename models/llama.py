@@ -92,6 +92,13 @@ class LlamaConfig(ModelConfig):
         """Return transformers' name for the attention of every block."""
         return "full_attention"
 
+    def check_heads_fill(self, where: str) -> None:
+        """Refuse heads that together are not as wide as the hidden states, in families without a choice."""
+        width = self.hidden_size // self.num_attention_heads
+        if self.head_dim * self.num_attention_heads != self.hidden_size:
+            expected = f"hidden_size / num_attention_heads = {width}"
+            raise BadInput(where, "head_dim", expected=expected, found=self.head_dim)
+
     @property
     def rotary_dim(self) -> int:
         """Return how many numbers of a head are rotated: the first ones; the others have no position."""

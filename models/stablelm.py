@@ -9,7 +9,6 @@ from pydantic import Field
 from torch import nn
 
 from ..layers import Attention, HeadsLayerNorm, LayerNorm
-from ..parallel_state import BadInput
 from .base.blocks import Block, ParallelBlock, PreNormBlock
 from .base.config import without
 from .base.family import Family
@@ -54,9 +53,7 @@ class StableLmConfig(PartialRotaryConfig):
 
     def check(self, where: str) -> None:
         super().check(where)
-        if self.head_dim * self.num_attention_heads != self.hidden_size:
-            expected = f"hidden_size / num_attention_heads = {self.hidden_size // self.num_attention_heads}"
-            raise BadInput(where, "head_dim", expected=expected, found=self.head_dim)
+        self.check_heads_fill(where)
 
 
 class StableLm(Llama):

@@ -13,6 +13,7 @@ from .gemma import GEMMA
 from .gemma2 import GEMMA2
 from .glm_moe import GLM4_MOE
 from .gpt2 import GPT2_FAMILY
+from .gpt_neox import GPT_NEOX
 from .granite import GRANITE
 from .llama import LLAMA
 from .mistral import MISTRAL
@@ -28,6 +29,7 @@ from .starcoder2 import STARCODER2
 _EVERY = (
     *(LLAMA, GPT2_FAMILY, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, GLM4_MOE),
     *(GEMMA, GEMMA2, GRANITE, OLMO2, PHI3, STARCODER2, STABLELM, COHERE, COHERE2, QWEN2_MOE),
+    GPT_NEOX,
 )
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _EVERY}
 

@@ -49,7 +49,7 @@ def ours_from(theirs: Any, raw: Mapping[str, Any] | None = None) -> tuple[Family
     model = family.build(config, device="cpu").eval()
     parameters, tensors = dict(model.named_parameters()), on_disk(theirs, theirs.state_dict())
     if theirs.config.tie_word_embeddings:
-        del tensors["lm_head.weight"]
+        del tensors[family.tied_head]
     for link in family.links(config)[0]:
         piece = tensors[link.hf][link.hf_box.slices]
         target = parameters[link.ours].data[link.ours_box.slices]

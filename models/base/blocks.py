@@ -63,19 +63,41 @@ class PostNormBlock(nn.Module):
 
 
 class ParallelBlock(nn.Module):
-    """Give both branches what one norm makes, and add both to the residual stream (GPT-J, Cohere)."""
+    """Add both branches to the residual stream at once, each from the same hidden states.
 
-    def __init__(self, attention: Attention, mlp: nn.Module, *, norm: Callable[[], nn.Module]) -> None:
+    Both branches are given what one norm makes (GPT-J, Cohere) or, with ``two_norms``, each has its own norm
+    (GPT-NeoX, Falcon 40B). ``dropout`` is that of what each branch adds.
+    """
+
+    def __init__(
+        self,
+        attention: Attention,
+        mlp: nn.Module,
+        *,
+        norm: Callable[[], nn.Module],
+        two_norms: bool = False,
+        dropout: float = 0.0,
+        state: ParallelState | None = None,
+    ) -> None:
         super().__init__()
-        self.attention_norm, self.attention, self.mlp = norm(), attention, mlp
+        self.attention_norm, self.attention = norm(), attention
+        if two_norms:
+            self.mlp_norm = norm()
+        self.mlp, self.two_norms = mlp, two_norms
+        self.dropout = Dropout(dropout, state=state) if dropout else nn.Identity()
 
     def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
         y_BSD = self.attention_norm(x_BSD)
-        x_BSD = x_BSD + self.attention(y_BSD, inputs) + self.mlp(y_BSD)
+        z_BSD = self.mlp_norm(x_BSD) if self.two_norms else y_BSD
+        x_BSD = x_BSD + self.dropout(self.attention(y_BSD, inputs)) + self.dropout(self.mlp(z_BSD))
         return x_BSD
 
     def cost(self, tokens: Tokens) -> Cost:
-        found = sum_costs(self.children(), tokens).without_last_sum()
+        found = sum_costs([*self.children(), self.dropout], tokens)  # the dropout of each branch
+        if not isinstance(self.dropout, Dropout):  # see PreNormBlock
+            found = found.without_last_sum()
+        if self.two_norms:  # both of which keep the same input
+            return found + Cost(kept=-tokens.between_blocks(self.attention.state).bytes(tokens.hidden))
         first = next((one for _, one in linears(self.mlp)), None)
         # Both branches keep the same input, unless sequence parallelism gathers it for each.
         same = self.attention.qkv.keeps_input and first is not None and first.keeps_input

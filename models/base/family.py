@@ -191,7 +191,7 @@ class Family:
         """
         (stated,) = self.declarations(config)
         shapes = {name: declaration.shape for name, declaration in stated.items()}
-        return expand(self.rules, shapes, config.num_hidden_layers)
+        return expand(self.rules, shapes, config.num_hidden_layers, config)
 
     def links_of_all(self, config: ModelConfig) -> list[Link]:
         """Return the links of every tensor that the built model holds."""

@@ -59,12 +59,15 @@ class Transpose:
 class Split:
     """Tie several trilith tensors to one Hugging Face tensor that holds them one after the other.
 
-    They lie along its first dim, or along its last dim if it is transposed.
+    They lie along its first dim, or along its last dim if it is transposed. ``groups``: name of the config's
+    attribute that counts the equal pieces of each tensor, which take turns: of three tensors in two groups
+    the first pieces of all three come first, then the second ones (GPT-NeoX: a piece is a head).
     """
 
     ours: tuple[str, ...]
     hf: str
     transpose: bool = False
+    groups: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,24 +95,24 @@ def in_blocks(*pairs: tuple[str, str], kinds: Sequence[str] = ("weight",)) -> tu
 
 
 def expand(
-    rules: Iterable[Rule], shapes: Mapping[str, tuple[int, ...]], num_layers: int
+    rules: Iterable[Rule], shapes: Mapping[str, tuple[int, ...]], num_layers: int, config: object = None
 ) -> tuple[list[Link], dict[str, tuple[int, ...]]]:
     """Return all links of a model whose whole tensors have these ``shapes``, and the shapes of HF's tensors.
 
     A rule for a tensor that this model does not have (a bias, an untied head) gives nothing. Every tensor of
-    ours must be covered, and each HF tensor by one rule.
+    ours must be covered, and each HF tensor by one rule. ``config``: where a rule finds its number of groups.
     """
     rules = list(rules)
     per_block = [rule for rule in rules if "{i}" in rule.hf]
     first = rules.index(per_block[0]) if per_block else len(rules)
     links: list[Link] = []
     for rule in rules[:first]:
-        links += _links(rule, shapes, None)
+        links += _links(rule, shapes, None, config)
     for i in range(num_layers):  # a block's tensors stay together, as a shard of a folder wants them
         for rule in per_block:
-            links += _links(rule, shapes, i)
+            links += _links(rule, shapes, i, config)
     for rule in rules[first:]:
-        links += [] if rule in per_block else _links(rule, shapes, None)
+        links += [] if rule in per_block else _links(rule, shapes, None, config)
     hf_shapes: dict[str, tuple[int, ...]] = {}
     for link in links:
         known = hf_shapes.get(link.hf, (0,) * len(link.hf_box.stop))
@@ -119,7 +122,7 @@ def expand(
     return links, hf_shapes
 
 
-def _links(rule: Rule, shapes: Mapping[str, tuple[int, ...]], i: int | None) -> list[Link]:
+def _links(rule: Rule, shapes: Mapping[str, tuple[int, ...]], i: int | None, config: object) -> list[Link]:
     def name(template: str) -> str:
         return template if i is None else template.format(i=i)
 
@@ -135,12 +138,16 @@ def _links(rule: Rule, shapes: Mapping[str, tuple[int, ...]], i: int | None) -> 
                 hf = rule.hf.format(i=i, e=expert)
                 links.append(Link(one, whole.narrow(0, expert, expert + 1), hf, Box.whole(whole.stop[1:])))
         return links
-    for one in present:
-        whole = Box.whole(shapes[one])
-        turned = transpose and len(whole.shape) == 2
-        inner = whole.transposed() if turned else whole
-        along = len(inner.shape) - 1 if turned else 0
-        shift = tuple(offset if dim == along else 0 for dim in range(len(inner.shape)))
-        links.append(Link(one, whole, name(rule.hf), inner.shift(shift), turned))
-        offset += inner.shape[along] if inner.shape else 0
+    groups: int = getattr(config, rule.groups) if isinstance(rule, Split) and rule.groups else 1
+    for group in range(groups):
+        for one in present:
+            whole = Box.whole(shapes[one])
+            size = whole.shape[0] // groups if whole.shape else 0
+            piece = whole.narrow(0, group * size, (group + 1) * size) if groups > 1 else whole
+            turned = transpose and len(whole.shape) == 2
+            inner = Box.whole(piece.transposed().shape if turned else piece.shape)
+            along = len(inner.shape) - 1 if turned else 0
+            shift = tuple(offset if dim == along else 0 for dim in range(len(inner.shape)))
+            links.append(Link(one, piece, name(rule.hf), inner.shift(shift), turned))
+            offset += size
     return links

@@ -21,28 +21,28 @@ class Site:
     """Describe a linear layer of Hugging Face's model and the products of the trilith linear that make it up.
 
     ``layer``: name of trilith's linear. ``outputs``: its products that Hugging Face stores as one (none: the
-    layer is one product). ``parts``: their modules with their rows of the whole.
+    layer is one product). ``parts``: pieces of these: module, rows, and where they begin in the whole.
     """
 
     name: str
     layer: str
     outputs: tuple[str, ...]
-    parts: tuple[tuple[str, int, int], ...]
+    parts: tuple[tuple[str, tuple[int, int], int], ...]
     in_features: int
 
     @property
     def inner(self) -> str:
         """Return the name of the trilith module that holds A."""
-        return self.parts[0][0] if len(self.parts) == 1 else self.layer
+        return self.layer if self.outputs[1:] else self.parts[0][0]
 
     def links(self, r: int) -> list[Link]:
         """Return the links of A and B to PEFT's tensors."""
         a, b = (f"{PEFT_PREFIX}{self.name}.{factor}.weight" for factor in ("lora_A", "lora_B"))
         whole = Box.whole((r, self.in_features))
         found = [Link(f"{self.inner}.lora_A", whole, a, whole)]
-        for module, start, stop in self.parts:
-            box = Box.whole((stop - start, r))
-            found.append(Link(f"{module}.lora_B", box, b, box.shift((start, 0))))
+        for module, (start, stop), at in self.parts:
+            box, place = Box((start, 0), (stop, r)), Box((at, 0), (at + stop - start, r))
+            found.append(Link(f"{module}.lora_B", box, b, place))
         return found
 
 
@@ -62,9 +62,11 @@ def linear_sites(family: Family, config: ModelConfig) -> tuple[Site, ...]:
         (layer,) = owners
         parts = []
         for module, link in zip(modules, those, strict=True):
-            along = 1 if link.transpose else 0
-            parts.append((module, link.hf_box.start[along], link.hf_box.stop[along]))
-        outputs = tuple(module.removeprefix(f"{layer}.") for module in modules if module != layer)
+            rows = (link.ours_box.start[0], link.ours_box.stop[0])
+            parts.append((module, rows, link.hf_box.start[1 if link.transpose else 0]))
+        outputs = tuple(
+            module.removeprefix(f"{layer}.") for module in dict.fromkeys(modules) if module != layer
+        )
         found.append(
             Site(name.removesuffix(".weight"), layer, outputs, tuple(parts), those[0].ours_box.shape[1])
         )

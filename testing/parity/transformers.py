@@ -59,28 +59,30 @@ def observe_alone(question: Question) -> Observation:
     )
 
 
-def counterparts(links: list[Link]) -> dict[str, tuple[str, slice]]:
+def counterparts(links: list[Link]) -> dict[str, tuple[str, list[slice]]]:
     """For our modules with a weight, and our blocks: their module, and the features of its output."""
-    found: dict[str, tuple[str, slice]] = {}
+    found: dict[str, tuple[str, list[slice]]] = {}
     for link in links:
         ours, _, leaf = link.ours.rpartition(".")
         if leaf == "weight" and ours != "head":
             along = 1 if link.transpose else 0
             whole = len(link.hf_box.stop) == 1
             features = slice(None) if whole else slice(link.hf_box.start[along], link.hf_box.stop[along])
-            found[ours] = link.hf.rpartition(".")[0], features
+            found.setdefault(ours, (link.hf.rpartition(".")[0], []))[1].append(features)
         if ours.startswith("layers."):
             number = ours.split(".")[1]
             before, _, _ = link.hf.partition(f".{number}.")
-            found[f"layers.{number}"] = f"{before}.{number}", slice(None)
+            found[f"layers.{number}"] = f"{before}.{number}", [slice(None)]
     return found
 
 
-def _note(outputs: dict[str, Tensor], ours: str, features: slice) -> Callable[[nn.Module, Any, Any], None]:
+def _note(
+    outputs: dict[str, Tensor], ours: str, features: list[slice]
+) -> Callable[[nn.Module, Any, Any], None]:
     def look(module: nn.Module, arguments: Any, given: Any) -> None:
         output = given[0] if isinstance(given, tuple) else given
         if output.ndim == 3:
-            outputs[ours] = output[..., features]
+            outputs[ours] = torch.cat([output[..., one] for one in features], dim=-1)
 
     return look
 

@@ -60,6 +60,9 @@ QWEN2_MOE = LLAMA | {
     "moe_intermediate_size": 96,
     "shared_expert_intermediate_size": 128,
 }
+GPT_NEOX = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"} | {
+    "model_type": "gpt_neox"
+}
 NO_CAPS = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
 EVERY = LoraConfig(r=4)
 
@@ -117,6 +120,9 @@ def saved(config: dict[str, Any], lora: LoraConfig | None) -> tuple[float, float
         pytest.param(PHI3, None, id="phi3"),
         pytest.param(STARCODER2, None, id="starcoder2"),
         pytest.param(QWEN2_MOE, None, id="qwen2_moe"),
+        pytest.param(GPT_NEOX, None, id="gpt_neox"),
+        pytest.param(GPT_NEOX | {"use_parallel_residual": False}, None, id="gpt_neox-in-turn"),
+        pytest.param(GPT_NEOX | {"hidden_dropout": 0.1}, None, id="gpt_neox-dropout"),
         pytest.param(GPT2, None, id="gpt2"),
         pytest.param(GPT2 | {"resid_pdrop": 0.1}, None, id="gpt2-resid"),
         pytest.param(GPT2 | {"attn_pdrop": 0.1}, None, id="gpt2-attention"),
