@@ -90,7 +90,7 @@ def check_experts(section: ExpertsSection, family: Family, config: ModelConfig, 
 
 
 def check_precision(dtype: str, compute: str | None, scale: LossScaleSection, where: str) -> None:
-    """float16 needs masters that hold what it cannot, and a scale that changes no bit."""
+    """Refuse masters that are too narrow for float16, and loss scales that would change bits."""
     if compute == "float16" and dtype == "bfloat16":
         raise BadInput(where, "dtype", expected="float32 with compute = float16", found=dtype)
     for key in ("initial", "minimum", "maximum"):

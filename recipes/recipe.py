@@ -1,4 +1,4 @@
-"""A run as one TOML file: model, layout, data, optimizer, checkpoints; overrides on the command line."""
+"""Read a run from one TOML file: model, layout, data, optimizer, checkpoints; with overrides."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def parse_recipe(raw: dict[str, Any], where: str = "recipe") -> Recipe:
 
 
 def with_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
-    """The recipe with ``section.key=value`` changes, checked again."""
+    """Return the recipe with ``section.key=value`` changes, checked again."""
     # A key that is given may mean something else than the same value by default.
     raw = recipe.model_dump(exclude_unset=True, by_alias=True)
     for override in overrides:
@@ -226,7 +226,7 @@ def _value(text: str) -> Any:
 
 
 def read_config(section: ModelSection) -> dict[str, Any]:
-    """The config.json's dict of a model that starts from scratch."""
+    """Return the config.json's dict of a model that starts from scratch."""
     if isinstance(section.config, str):
         return read_json(Path(section.config))
     if section.size is not None:

@@ -1,4 +1,4 @@
-"""Writes docs/recipe.md and the tables of docs/training.md from the keys' own help: ``make docs``."""
+"""Write docs/recipe.md and the tables of docs/training.md from the keys' own help: ``make docs``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sections of a recipe: what each key says, and what it may be."""
+"""Define the sections of a recipe: each key, its help, and its allowed values."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class LayoutSection(Section):
 
     @property
     def layout(self) -> Layout:
-        """The layout itself: every key but those that say how a pipeline cuts and runs the blocks."""
+        """Return the layout: all keys except those that say how a pipeline cuts and runs the blocks."""
         return Layout.of(
             **self.model_dump(exclude={"split", "schedule", "virtual_stages"}),
             virtual_stages=self.stages_of_a_rank,
@@ -110,7 +110,7 @@ class LayoutSection(Section):
 
     @property
     def stages_of_a_rank(self) -> int:
-        """Without a pipeline one, whatever the schedule: it says nothing then."""
+        """Return the number of stages of a pipeline rank: 1 without a pipeline, whatever the schedule."""
         if self.pipeline == 1:
             return 1
         return self.virtual_stages or schedule_kind(self.schedule).virtual_stages
@@ -148,7 +148,7 @@ class DataSection(Section):
 
 
 class ParameterGroup(Section):
-    """Settings for the parameters whose name matches; the first group that matches applies."""
+    """Set options for the parameters whose name matches; the first group that matches applies."""
 
     match: str = Field(
         min_length=1,
@@ -186,7 +186,7 @@ class SpikeSection(Section):
 
 
 class LossScaleSection(Section):
-    """The factor of the loss under float16, against underflow; all factors are powers of two."""
+    """Set the factor of the loss under float16, against underflow; all factors are powers of two."""
 
     initial: float = Field(default=2.0**16, gt=0, description="factor at the first step")
     growth_interval: int = Field(
@@ -201,7 +201,7 @@ class LossScaleSection(Section):
 
 
 class OptimizerSection(Section):
-    """AdamW and its learning-rate schedule."""
+    """Set AdamW and its learning-rate schedule."""
 
     lr: float = Field(default=3e-4, gt=0, description="peak learning rate")
     betas: Betas = Field(default=(0.9, 0.95), description="AdamW's beta 1 and beta 2")
@@ -287,7 +287,7 @@ class MemorySection(Section):
 
     @property
     def every(self) -> int:
-        """Every how many blocks one forgets, where checkpointing is "every"."""
+        """Return n if checkpointing is "every": one of n blocks recomputes its activations."""
         return self.checkpoint_every or 2
 
 
@@ -329,7 +329,7 @@ class CheckpointSection(Section):
 
 
 class EvaluationSection(Section):
-    """The loss on tokens that are not trained on."""
+    """Compute the loss on tokens that are not trained on."""
 
     tokens: PathText | list[PathText] = Field(
         description="held-out token file or files, cut into rows as those of [data]"

@@ -1,4 +1,4 @@
-"""The recipes that come with the package, by their names."""
+"""Find the recipes that come with the package by their names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def shipped_recipes() -> list[str]:
 
 
 def recipe_file(said: str | Path) -> Path:
-    """The file at this path, or the shipped recipe of this name; ``BadInput``, with the list, for neither."""
+    """Return the file at this path, or the shipped recipe of this name; else ``BadInput`` lists them."""
     path = Path(said)
     if path.exists() or path.suffix == ".toml" or len(path.parts) != 1:
         return path

@@ -1,4 +1,4 @@
-"""A terminal on which text is printed as it is."""
+"""Print text on a terminal as it is."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..system import visible
 
 
 class _PlainConsole(Console):
-    """Shows what would command a terminal, wherever in a line or a table it stands."""
+    """Show control characters as visible text, wherever in a line or a table they stand."""
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(visible(text) if self.is_terminal else text, **options)

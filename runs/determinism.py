@@ -1,4 +1,4 @@
-"""The same numbers again: torch's algorithms that add in one order, for as long as a run lasts."""
+"""Make torch repeat the same numbers, with algorithms that add in one order, for as long as a run lasts."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 @contextmanager
 def deterministic(on: bool) -> Iterator[None]:
-    """With ``on``, torch takes deterministic algorithms, and raises ``RuntimeError`` where it has none.
+    """Make torch take deterministic algorithms, if ``on``; where it has none it raises ``RuntimeError``.
 
-    Enter it before anything runs on CUDA: cuBLAS reads how much workspace it may use, on which its order of
-    sums depends, once. What the user has set in the environment stays. All is as it was at the end.
+    Enter it before anything runs on CUDA: cuBLAS reads only once how much workspace it may use, and its order
+    of sums depends on that. A value that the user has set in the environment stays. Everything is restored at
+    the end.
     """
     if not on:
         yield

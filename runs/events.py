@@ -36,7 +36,7 @@ class Events:
 
     @contextmanager
     def until_the_end(self, goal: int) -> Iterator[list[int]]:
-        """Around the steps: how they ended. Gives a list of one number, to be kept at the steps done."""
+        """Note how the steps in the block ended. Yields a list of one number; keep it at the steps done."""
         done = [0]
         try:
             yield done

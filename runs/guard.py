@@ -1,4 +1,4 @@
-"""Around a rank's whole run: its heartbeat, and its last word when it fails."""
+"""Guard a rank's whole run: write its heartbeat, and its last message if it fails."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ _LESS_MEMORY = "Try a smaller data.micro_batch, more tensor or pipeline ranks, o
 
 
 class OutOfMemory(RuntimeError):
-    """This rank needed more memory than there is."""
+    """Report that this rank needed more memory than there is."""
 
     exit_code = 3
 
 
 @contextmanager
 def watched(folder: Path, rank: int, world: int, *, run: str | None) -> Iterator[Heartbeat]:
-    """While it lasts, ``folder/rank<r>.json`` says that this rank lives; a failure leaves its code and
-    message there. ``run`` names this start; ``None``: the folder is not ours before ``publish``.
+    """Write ``folder/rank<r>.json`` while the block runs: the rank lives; a failure leaves code and message.
 
-    A collective that failed becomes ``PeerFailed`` (exit code 3), naming the rank that failed or fell silent.
+    ``run`` names this start; with ``None`` nothing is written before ``publish``, because the folder may be
+    another run's. A failed collective becomes ``PeerFailed`` (exit code 3) and names the rank that failed or
+    fell silent.
     """
     with Heartbeat(folder, rank, world) as beat:
         if run is not None:
@@ -42,8 +43,9 @@ def watched(folder: Path, rank: int, world: int, *, run: str | None) -> Iterator
 
 @contextmanager
 def last_word(beat: Heartbeat) -> Iterator[None]:
-    """An error that leaves this block is written down at once, before what lies around the block cleans up.
-    The first one counts.
+    """Write an error that leaves the block to the status at once, before anything around the block cleans up.
+
+    Only the first one counts.
     """
     try:
         yield

@@ -32,10 +32,12 @@ _OF_A_RANK = re.compile(r"rank[0-9]+\.(json|tmp)")
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """``code`` is ``None`` while the rank runs, then its exit code; ``time`` is when it was last alive
-    (epoch, s, by the clock of the disk). ``started`` is the start of process ``pid``, in the system's ticks.
-    ``cause`` is false for a rank that only saw another one fail. ``run`` is alike on the ranks that were
-    started together, and on no others.
+    """Hold the status of one rank, as it stands in its file.
+
+    ``code`` is ``None`` while the rank runs, then its exit code; ``time`` is when it was last alive (epoch,
+    s, by the clock of the disk). ``started`` is the start of process ``pid``, in the system's ticks.
+    ``cause`` is false for a rank that only saw another one fail. ``run`` is the same for ranks that were
+    started together, and for no others.
     """
 
     rank: int
@@ -52,14 +54,14 @@ class RankStatus:
 
     @property
     def gone(self) -> bool:
-        """Tell whether its process, which ran on this host, runs no more."""
+        """Tell whether the rank's process, which was on this host, runs no more."""
         if self.host != socket.gethostname() or not has_process_info():
             return False
         now = process_info(self.pid)
         return now is None or not now.alive or (self.started != 0 and now.started != self.started)
 
     def silent(self, now: float) -> bool:
-        """Tell whether the rank has not ended and does not live.
+        """Tell whether the rank has not ended and yet does not run.
 
         Its process is gone or stopped on this host, or its last beat was long before ``now``.
         """
@@ -76,10 +78,11 @@ def _stopped(pid: int) -> bool:
 
 
 class Heartbeat:
-    """Writes this rank's status every second from a thread, so that a rank that waits is alive and one that
-    was stopped or killed is silent. Leaving the context without ``end`` says that it ended well.
+    """Write this rank's status every second from a thread.
 
-    Nothing is written before ``publish``: until then the folder may be another run's.
+    So a rank that waits is known to be alive, and one that was stopped or killed to be silent. Leaving the
+    context without ``end`` notes a good end. Nothing is written before ``publish``: until then the folder may
+    be another run's.
     """
 
     def __init__(self, folder: Path, rank: int, world: int) -> None:
@@ -103,9 +106,9 @@ class Heartbeat:
         self._stop()
 
     def publish(self, run: str) -> None:
-        """The folder is ours, and ``run`` the name of this start: write, now and every second.
+        """Start to write the status, now and every second: the folder is ours, ``run`` is this start's name.
 
-        The first call counts.
+        Only the first call counts.
         """
         if self.run is None:
             make_folder(self._path.parent)
@@ -120,7 +123,7 @@ class Heartbeat:
         self._write(now=new, phase=phase, step=step)
 
     def blame(self) -> str:
-        """Return which of the other ranks failed or fell silent; empty where nobody knows."""
+        """Return which of the other ranks failed or fell silent; empty if that is not known."""
         if self.run is None:
             return ""
         return blame(self._path.parent, self.world, but=self.rank, run=self.run)
@@ -130,7 +133,7 @@ class Heartbeat:
         return f"{self._status.phase} of step {self._status.step}"
 
     def end(self, code: int, error: str = "", *, cause: bool = True) -> None:
-        """The last word of this rank; written at once. The first call counts."""
+        """Write the last status of this rank at once. Only the first call counts."""
         if self._status.code is None:
             self._stop()
             self._write(code=code, error=error, cause=cause)
@@ -171,7 +174,7 @@ def status_folder(out: Path) -> Path:
 
 
 def make_folder(folder: Path) -> None:
-    """``BadInput`` where a run's folder cannot be."""
+    """Make a run's folder; ``BadInput`` if that is not possible."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -180,12 +183,12 @@ def make_folder(folder: Path) -> None:
 
 
 def this_start() -> str:
-    """The name that a launcher of ours gave to the ranks that it started together."""
+    """Return the name that a launcher of ours gave to the ranks that it started together."""
     return os.environ.get("TORCHELASTIC_RUN_ID", "")
 
 
 def new_start() -> str:
-    """A name that no other start has, for the ranks that are started together."""
+    """Return a name that no other start has, for the ranks that are started together."""
     return secrets.token_hex(8)
 
 
@@ -194,8 +197,9 @@ def _read(path: Path) -> RankStatus:
 
 
 def read_status(folder: Path, *, run: str) -> list[RankStatus]:
-    """Every status of this start, by rank. A file that makes no sense, left by another version or a full
-    disk, is passed over, and so is one of another start.
+    """Return every status of this start, by rank.
+
+    Files of other starts are skipped, and so are files that cannot be read (another version, a full disk).
     """
     found = []
     for path in folder.glob("rank*.json"):
@@ -207,15 +211,16 @@ def read_status(folder: Path, *, run: str) -> list[RankStatus]:
 
 
 def clear_status(folder: Path) -> None:
-    """Forget an earlier run's, and what its killed ranks had half written."""
+    """Delete the status of an earlier run, and files that its killed ranks had half written."""
     for path in folder.glob("rank*"):
         if _OF_A_RANK.fullmatch(path.name):
             path.unlink(missing_ok=True)
 
 
 def first_failure(folder: Path, *, run: str) -> RankStatus | None:
-    """The earliest end with a code other than 0, that of a rank which is a cause before any other, and one
-    that failed before one that was asked to stop.
+    """Return the earliest end with a code other than 0.
+
+    A rank that is a cause comes before any other, and one that failed before one that was asked to stop.
     """
     ended = [status for status in read_status(folder, run=run) if status.code]
     failed = [status for status in ended if status.code != PREEMPTED] or ended

@@ -1,4 +1,4 @@
-"""From a command to a running process group: bare on one rank, through torchrun on many."""
+"""Get from a command to a running process group: directly for one rank, through torchrun for many."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def under_torchrun() -> bool:
 
 
 def own_rank() -> int:
-    """This process's rank under torchrun; 0 where nobody started ranks."""
+    """Return this process's rank under torchrun; 0 if nobody started ranks."""
     here = launched()
     return here.rank if here else 0
 
 
 def check_device(device: str) -> None:
-    """``BadInput`` for CUDA where there is none."""
+    """Raise ``BadInput`` for CUDA if there is none."""
     if device == "cuda" and not torch.cuda.is_available():
         raise BadInput("recipe", "device", expected="cpu: this machine has no CUDA device", found="cuda")
 
@@ -161,7 +161,7 @@ def launch(arguments: Sequence[str], world: int, status: Path, *, lock: int | No
 
 @contextmanager
 def forward_signals(child: subprocess.Popen[bytes]) -> Iterator[None]:
-    """While it lasts, SIGTERM and SIGINT are the child's business."""
+    """Pass SIGTERM and SIGINT on to the child during the block."""
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         if child.poll() is None:
@@ -176,9 +176,9 @@ def forward_signals(child: subprocess.Popen[bytes]) -> Iterator[None]:
 
 
 def _leave_when(failed: threading.Event) -> None:
-    """After a failure nothing may keep this process: no peer that hangs, no collective in a destructor.
+    """End this process after a failure, even if a peer hangs or a destructor waits for a collective.
 
-    The thread is made beforehand: where memory ran out, starting one may hang.
+    The thread is made beforehand: without memory, starting one may hang.
     """
 
     def leave() -> None:

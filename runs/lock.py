@@ -1,4 +1,4 @@
-"""One run at a time in a folder: two would write over each other's metrics and checkpoints.
+"""Allow one run at a time in a folder: two would write over each other's metrics and checkpoints.
 
 The system gives the lock up when the last process that holds it ends, however it ends, so a killed run
 blocks nobody for long, and ranks that outlive it by some seconds are waited for.
@@ -31,11 +31,10 @@ def _say(line: str) -> None:
 def lock_folder(
     folder: Path, *, patience: float | None = None, say: Callable[[str], None] = _say
 ) -> Iterator[int]:
-    """While it lasts, ``folder`` is this process's, and that of the processes which inherit the descriptor
-    that this gives. Nothing in a folder of another run is touched.
+    """Reserve ``folder`` for this process during the block, and for processes that inherit the descriptor.
 
-    Raises ``BadInput`` if another run has the folder for ``patience`` seconds (10 unless given). ``say`` gets
-    a line before a wait.
+    Yields that descriptor. In a folder of another run nothing is touched. Raises ``BadInput`` if another run
+    has the folder for ``patience`` seconds (10 unless given). ``say`` gets a line before a wait.
     """
     lock = _take(folder, patience, say)
     try:
@@ -48,10 +47,10 @@ def lock_folder(
 def only_run_in(
     folder: Path, state: ParallelState, *, patience: float | None = None, say: Callable[[str], None] = _say
 ) -> Iterator[str]:
-    """While it lasts, ``folder`` is that of the ranks which enter this together. Gives the name of this start
-    of the run. Collective; ``BadInput`` on every rank if another run has the folder for ``patience`` seconds.
+    """Reserve ``folder`` for the ranks that enter this block together; yield the name of this start.
 
-    Rank 0 holds the lock, unless the launcher that started the ranks does.
+    Collective; ``BadInput`` on every rank if another run has the folder for ``patience`` seconds. Rank 0
+    holds the lock, unless the launcher that started the ranks does.
     """
     held: list[FileLock] = []
 
@@ -87,7 +86,7 @@ def _file(folder: Path) -> Path:
 
 
 def _refuse_logs_of_others(folder: Path) -> None:
-    """Refuse a folder with logs that no run wrote: a new run would begin them anew."""
+    """Refuse a folder with logs that no run wrote: a new run would overwrite them."""
     if _file(folder).exists() or (folder / "events.jsonl").exists():
         return
     for log in (folder / "metrics.jsonl", folder / "norms.jsonl"):
@@ -99,7 +98,7 @@ def _refuse_logs_of_others(folder: Path) -> None:
 
 
 def _take(folder: Path, patience: float | None, say: Callable[[str], None]) -> FileLock:
-    """Wait for the lock; then forget what the ranks of an earlier run said."""
+    """Wait for the lock; then delete the status of an earlier run's ranks."""
     make_folder(folder)
     _refuse_logs_of_others(folder)
     patience = _PATIENCE if patience is None else patience

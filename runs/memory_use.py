@@ -11,9 +11,9 @@ from ..system.process_info import own_memory
 
 
 def memory_used(device: torch.device) -> int:
-    """Bytes: the most that tensors have taken on the GPU so far, or on a CPU what the process holds now.
+    """Return bytes: the most that tensors have used on the GPU so far, or the CPU process's memory now.
 
-    Where there is no ``/proc``, the most that the process has held.
+    Without ``/proc``, the most that the process has used.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)

@@ -14,11 +14,12 @@ from ..storage.small_files import log_line, read_good_lines, read_log
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """One step. ``loss`` is the mean over the step's tokens in nats, ``grad_norm`` is before clipping.
+    """Hold the metrics of one step.
 
-    ``memory`` is in bytes, of the rank that uses most. MFU is a share, ``None`` where the peak of the devices
-    is not known. ``skipped``: why nothing was updated (``overflow``, ``spike``), if so; ``skips``: how often
-    that was so by now. ``loss_scale``: of float16 alone. Without an evaluation after it, its numbers are
+    ``loss`` is the mean over the step's tokens in nats, ``grad_norm`` is before clipping. ``memory`` is in
+    bytes, of the rank that uses most. MFU is a share, ``None`` if the peak of the devices is not known.
+    ``skipped``: why nothing was updated (``overflow``, ``spike``), if so; ``skips``: how many steps were
+    skipped so far. ``loss_scale``: of float16 alone. If no evaluation follows the step, its numbers are
     absent.
     """
 
@@ -43,11 +44,11 @@ class StepMetrics:
 
 
 class StepLog:
-    """A file of one JSON line a step, to which lines are only added. A resume first drops the lines of steps
-    that it will repeat, and moves broken lines (a kill or a full disk cut them short) to a file beside
-    it whose name ends in ``.broken``; every good line stays.
+    """Write a file of one JSON line a step; lines are only added.
 
-    ``None`` is left out; what is not finite, which JSON cannot say, is ``null``.
+    A resume first drops the lines of steps that it will repeat, and moves broken lines (a kill or a full disk
+    cut them short) to a file beside it whose name ends in ``.broken``; every good line stays. ``None`` is
+    left out; a number that is not finite, which JSON cannot express, is ``null``.
     """
 
     def __init__(self, path: Path, *, start: int) -> None:
@@ -70,7 +71,7 @@ class StepLog:
 
 
 def _sorted_out(path: Path, start: int) -> tuple[list[str], list[str]]:
-    """The lines of steps before ``start`` as they stand, and the lines that name no step."""
+    """Return the lines of steps before ``start`` as they stand, and the lines that name no step."""
     kept, broken = [], []
     for line in read_log(path):
         step = _step(line.value)
@@ -128,6 +129,6 @@ def is_whole(line: Mapping[str, Any]) -> bool:
 
 
 def _step(line: Mapping[str, Any] | None) -> int | None:
-    """The step that a line is about."""
+    """Return the step of a line, or ``None``."""
     step = None if line is None else line.get("step")
     return step if type(step) is int and step >= 0 else None

@@ -1,4 +1,4 @@
-"""The ranks that a launcher started, and no others: it waits for them and ends those that hang."""
+"""Wait for the ranks that this launcher started, and no others, and end those that hang."""
 
 from __future__ import annotations
 
@@ -21,18 +21,17 @@ _ORPHANS_AFTER = GRACE + 5.0
 
 
 class OwnRanks:
-    """The ranks under ``child``, which is torchrun. What they say of themselves is in the folder ``status``,
-    under the name ``run``.
+    """Follow the ranks under ``child``, which is torchrun, by their status in the folder ``status``.
 
-    A process counts as ours if torchrun is its parent or, once torchrun is dead, we are, and its environment
-    has ``run``; a status file alone proves nothing.
+    Their status has the name ``run``. A process counts as ours if ``run`` is in its environment and its
+    parent is torchrun or, once torchrun is dead, this process; a status file alone proves nothing.
     """
 
     def __init__(self, child: subprocess.Popen[bytes], status: Path, run: str) -> None:
         self._child, self._status, self._run = child, status, run
 
     def wait(self) -> int:
-        """The exit code of torchrun, once it and all ranks are gone.
+        """Return the exit code of torchrun, once it and all ranks are gone.
 
         torchrun gives ranks that hang after a failure half a minute; we give less.
         """
@@ -54,7 +53,7 @@ class OwnRanks:
         return info is not None and info.parent == self._child.pid and info.started == one.started
 
     def _end_orphans(self) -> None:
-        """Ranks whose torchrun was killed save and leave; after a while they are ended."""
+        """Ask ranks whose torchrun was killed to save and leave; after a while, kill them."""
         deadline, asked = time.monotonic() + _ORPHANS_AFTER, set[int]()
         while orphans := self._orphans():
             late = time.monotonic() > deadline
@@ -68,6 +67,6 @@ class OwnRanks:
                 os.waitpid(pid, os.WNOHANG)
 
     def _orphans(self) -> set[int]:
-        """Our own children of this start: we adopted them."""
+        """Return the ranks of this start that are now our children, because their torchrun died."""
         name = f"TORCHELASTIC_RUN_ID={self._run}"
         return {one.pid for one in children_of(os.getpid()) if one.alive and name in environment_of(one.pid)}

@@ -1,4 +1,5 @@
-"""``torch.profiler`` over chosen steps of chosen ranks, as Chrome traces (chrome://tracing, Perfetto)."""
+"""Trace chosen steps of chosen ranks with ``torch.profiler``, as Chrome traces (chrome://tracing, Perfetto).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 class Traces:
-    """Writes ``folder/step-<n>.rank-<r>.json`` for each of ``steps``, from 1, on each of ``ranks``."""
+    """Write ``folder/step-<n>.rank-<r>.json`` for each of ``steps``, from 1, on each of ``ranks``."""
 
     def __init__(self, folder: Path, *, steps: Collection[int], ranks: Collection[int], rank: int) -> None:
         self.folder, self.rank = folder, rank
@@ -19,7 +20,7 @@ class Traces:
 
     @contextmanager
     def around(self, step: int) -> Iterator[None]:
-        """The step runs inside; nothing is measured and nothing slowed unless a trace of it was asked for."""
+        """Run a step inside; nothing is measured or slowed unless a trace of the step was asked for."""
         if step not in self.steps:
             yield
             return

@@ -27,7 +27,7 @@ _GOOD: dict[str, Any] = {"missing": "", "odd": None}
 
 
 def join(here: Launched, card: Mapping[str, str], timeout: timedelta) -> dist.Store:
-    """The store for ``init_process_group``, once all ranks of torchrun's environment have come.
+    """Return the store for ``init_process_group``, once all ranks of torchrun's environment have come.
 
     ``card`` names facts that must be alike on all ranks (a recipe's hash, a version). Raises, the same on
     every rank, ``PeerFailed`` naming ranks that did not come within ``timeout``, or ``BadInput`` naming the

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT: finish the step, save, leave with exit code 75; a second signal changes nothing."""
+"""Stop a run on SIGTERM or SIGINT: finish the step, save, exit with code 75; a second signal does nothing."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ PREEMPTED = 75
 
 
 class Preempted(RuntimeError):
-    """The run was asked to stop and has saved."""
+    """Report that the run was asked to stop and has saved."""
 
     exit_code = PREEMPTED
 
 
 class StopSignals:
-    """While the context lasts, SIGTERM and SIGINT only set ``asked``; afterwards the old handlers are back.
+    """Set only ``stop_requested`` on SIGTERM and SIGINT in the context; then restore the old handlers.
 
     If the context still lasts ``grace`` seconds after the signal (a step that takes longer), the process ends
     with exit code 3, and with the checkpoints that it had. In a thread that may not handle signals (a test, a
-    notebook) it never asks.
+    notebook) nothing is requested.
     """
 
     def __init__(self, grace: float = GRACE) -> None:

@@ -1,4 +1,4 @@
-"""TensorBoard event files, written by torch's own writer where the package ``tensorboard`` is installed."""
+"""Write TensorBoard event files, with torch's own writer, if the package ``tensorboard`` is installed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..parallel_state import BadInput
 
 
 def check_tensorboard() -> None:
-    """``BadInput`` that says what to install."""
+    """Raise ``BadInput`` that says what to install, if TensorBoard is missing."""
     if find_spec("tensorboard") is None:
         raise BadInput(
             "recipe",
@@ -22,7 +22,7 @@ def check_tensorboard() -> None:
 
 
 class EventFiles:
-    """Scalars in a folder for TensorBoard. Steps count from 1, as checkpoints do.
+    """Write scalars into a folder for TensorBoard. Steps count from 1, as checkpoints do.
 
     ``start``: how many steps are done; what an earlier attempt wrote after them no longer counts.
     """
@@ -33,9 +33,10 @@ class EventFiles:
         self._writer = SummaryWriter(str(folder), purge_step=start + 1)
 
     def write(self, step: int, scalars: Mapping[str, float | None]) -> None:
-        """Numbers known after ``step`` steps; ``None`` is left out.
+        """Write the numbers known after ``step`` steps; ``None`` is left out.
 
-        As plain scalars: of tensors, TensorBoard's own reader keeps what a resumed run wrote twice.
+        They are plain scalars: of tensors, TensorBoard's own reader would keep what a resumed run wrote
+        twice.
         """
         for name, value in scalars.items():
             if value is not None:

@@ -1,4 +1,4 @@
-"""The lines of a run on its terminal."""
+"""Print the lines of a run on its terminal."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from .metrics import StepMetrics
 
 
 class Terminal:
-    """A line after the first step, at multiples of ``every`` and after the last (``stop``):
-    loss, gradient norm, learning rate, tokens a second, MFU, memory, time left.
+    """Print a line after the first step, at multiples of ``every`` and after the last step (``stop``).
 
-    MFU counts half of attention, as a causal mask leaves it; in brackets all of it.
+    It has loss, gradient norm, learning rate, tokens a second, MFU, memory, time left. MFU counts half of
+    attention, as a causal mask leaves it; in brackets all of it.
     """
 
     def __init__(self, *, steps: int, every: int, stop: int | None = None, quiet: bool = False) -> None:
@@ -47,7 +47,7 @@ class Terminal:
         self._console.print("  ".join([*parts, f"{_duration(left)} left"]))
 
     def evaluation(self, metrics: StepMetrics) -> None:
-        """After a step that was followed by one."""
+        """Print a line after a step that an evaluation followed."""
         perplexity = metrics.evaluation_perplexity
         shown = "" if perplexity is None else f"  perplexity {perplexity:,.2f}"
         self._console.print(

@@ -1,4 +1,4 @@
-"""torchrun, for as long as its launcher lives: ``python -m trilith.runs.torchrun_agent PID ...``.
+"""Run torchrun as long as its launcher lives: ``python -m trilith.runs.torchrun_agent PID ...``.
 
 ``PID`` is the launcher's. When the launcher dies, torchrun gets SIGTERM, which it hands to the ranks: they
 save and leave.

@@ -1,4 +1,4 @@
-"""accelerate's ``ParallelismConfig``, which Hugging Face TrainingArguments may carry, as a layout."""
+"""Translate accelerate's ``ParallelismConfig``, which HF's TrainingArguments may hold, to a layout."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _STRATEGIES = {"allgather": False, "alltoall": True}
 
 @dataclass(frozen=True)
 class Sizes:
-    """Its axes. ``shard`` and ``replicate``: the data ranks, both 1 where it says nothing of them."""
+    """Hold the sizes of its axes. ``shard`` and ``replicate``: the data ranks, both 1 if it states none."""
 
     tensor: int
     context: int
@@ -27,7 +27,7 @@ class Sizes:
 
 
 def read_sizes(given: Given) -> Sizes:
-    """``parallelism_config``, by accelerate 1.15's names. transformers itself writes ``null`` there."""
+    """Read ``parallelism_config``, by accelerate 1.15's names. transformers itself writes ``null`` there."""
     section = given.section("parallelism_config")
     names = ("tp_size", "cp_size", "sp_size", "dp_shard_size", "dp_replicate_size")
     tensor, context, ulysses, shard, replicate = (section.whole(name, least=1) or 1 for name in names)
@@ -39,7 +39,7 @@ def read_sizes(given: Given) -> Sizes:
 
 
 def into_deepspeed(theirs: Mapping[str, Any], sizes: Sizes) -> Mapping[str, Any]:
-    """A DeepSpeed configuration with those of the axes that it does not name itself."""
+    """Return a DeepSpeed configuration with the axes added that it does not name itself."""
     added: dict[str, Any] = {}
     if sizes.tensor > 1:
         added["tensor_parallel"] = {"autotp_size": sizes.tensor}
@@ -49,7 +49,7 @@ def into_deepspeed(theirs: Mapping[str, Any], sizes: Sizes) -> Mapping[str, Any]
 
 
 def parallelism(given: Given, found: Translation, sizes: Sizes, ranks: int) -> None:
-    """Set the axes; the data ranks are what is left of ``ranks``."""
+    """Set the axes; the other ranks of ``ranks`` are data ranks."""
     each = sizes.tensor * sizes.context
     stated = sizes.shard * sizes.replicate > 1
     if ranks % each or (stated and "layout.data" not in found.values and ranks != sizes.ranks):
@@ -75,7 +75,7 @@ ULYSSES = "Ulysses deals heads out; here keys and values are gathered"
 
 
 def check_shards(found: Translation, sizes: Sizes) -> None:
-    """After ``fsdp`` and ``deepspeed`` were read: shards of nothing are none."""
+    """Report shards that shard nothing, after ``fsdp`` and ``deepspeed`` were read."""
     if sizes.shard > 1 and not found.values.get("layout.zero"):
         found.values.pop("layout.data_replicate", None)
         found.miss("parallelism_config.dp_shard_size", sizes.shard, "fsdp is off; set layout.zero")

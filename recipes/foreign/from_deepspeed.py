@@ -1,4 +1,4 @@
-"""A DeepSpeed configuration (``ds_config.json``) as a recipe."""
+"""Translate a DeepSpeed configuration (``ds_config.json``) to a recipe."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ def from_deepspeed(
     ranks: int | None = None,
     autos: Mapping[str, Any] | None = None,
 ) -> Translation:
-    """The recipe that a DeepSpeed configuration comes to, as far as there is one.
+    """Translate a DeepSpeed configuration to a recipe, as far as there is one.
 
-    ``ranks``: how many processes train, which the file says only where it has all three batch sizes.
-    ``autos``: what "auto" stands for, by dotted key. Raises ``BadInput`` for a file that is no such
-    configuration or contradicts itself.
+    ``ranks``: how many processes train; the file says it only if it has all three batch sizes. ``autos``: the
+    value of each "auto", by dotted key. Raises ``BadInput`` for a file that is no such configuration or
+    contradicts itself.
     """
     given = Given(raw, where, autos=autos)
     found = Translation(where)
@@ -110,7 +110,7 @@ _NAMES = {
 
 
 def deepspeed_file(given: Given) -> tuple[Mapping[str, Any], str]:
-    """DeepSpeed's configuration and where it is: here, in a file beside this one, or in one as named."""
+    """Return DeepSpeed's configuration and its place: in this file, in one beside it, or at a named path."""
     value = given.value("deepspeed")
     if isinstance(value, dict):
         return value, given.where
@@ -122,9 +122,9 @@ def deepspeed_file(given: Given) -> tuple[Mapping[str, Any], str]:
 def with_arguments(
     value: Mapping[str, Any], where: str, arguments: Mapping[str, Any], ranks: int | None
 ) -> Translation:
-    """The recipe of a DeepSpeed configuration whose "auto" are filled in from TrainingArguments.
+    """Translate a DeepSpeed configuration whose "auto" values come from TrainingArguments.
 
-    As transformers' ``HfTrainerDeepSpeedConfig`` does it.
+    It fills them in as transformers' ``HfTrainerDeepSpeedConfig`` does.
     """
     rate = arguments.get("learning_rate", 5e-5)
     autos = {
@@ -252,7 +252,7 @@ def _optimizer(given: Given, found: Translation) -> None:
 
 
 def _schedule(given: Given, found: Translation, rate: float | None) -> None:
-    """``rate``: the optimizer's, over which WarmupLR and WarmupDecayLR write their own."""
+    """Set the schedule. ``rate`` is the optimizer's; WarmupLR and WarmupDecayLR set their own over it."""
     section = given.section("scheduler")
     kind, params = section.text("type"), section.section("params")
     found.set("optimizer.schedule", "constant")
@@ -323,7 +323,7 @@ def _memory(given: Given, found: Translation) -> None:
 
 
 def _reduction(given: Given, found: Translation) -> None:
-    """In which dtype gradients are summed; DeepSpeed's default is the one they are computed in."""
+    """Set the dtype in which gradients are summed; DeepSpeed's default is the one they are computed in."""
     for key, value in (
         ("communication_data_type", given.text("communication_data_type")),
         ("data_types.grad_accum_dtype", given.section("data_types").text("grad_accum_dtype")),

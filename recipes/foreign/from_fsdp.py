@@ -1,4 +1,4 @@
-"""The FSDP settings of Hugging Face TrainingArguments as a recipe's."""
+"""Translate the FSDP settings of Hugging Face TrainingArguments to a recipe."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WRAPS = ("transformer_layer_cls_to_wrap", "min_num_params", "auto_wrap_policy")
 
 
 def fsdp(given: Given, found: Translation, ranks: int) -> None:
-    """``fsdp`` and ``fsdp_config``: stage, offload, checkpointing; ``given`` lists the rest."""
+    """Translate ``fsdp`` and ``fsdp_config``: stage, offload, checkpointing; ``given`` lists the rest."""
     value, section = given.value("fsdp"), given.section("fsdp_config")
     for key in WRAPS:
         _either(section, key)
@@ -42,6 +42,6 @@ def fsdp(given: Given, found: Translation, ranks: int) -> None:
 
 
 def _either(section: Given, key: str) -> object:
-    """The key, or as it was named: with ``fsdp_`` before it."""
+    """Return the value of the key, or of its old name, which begins with ``fsdp_``."""
     plain, old = section.value(key), section.value(f"fsdp_{key}")
     return plain if plain is not None else old

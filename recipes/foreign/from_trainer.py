@@ -66,11 +66,11 @@ _KNOWN = {
 
 
 def from_trainer(raw: Mapping[str, Any], where: str, *, ranks: int | None = None) -> Translation:
-    """The recipe that these TrainingArguments come to, as far as there is one.
+    """Translate TrainingArguments to a recipe, as far as there is one.
 
-    A DeepSpeed configuration that they name is read as well, beside the file or as named, and its "auto" are
-    filled in from here. ``ranks``: how many processes train; the file does not say. Raises ``BadInput`` for a
-    file that is none of this kind or contradicts itself.
+    A DeepSpeed configuration that they name is read as well, beside the file or as named, and its "auto"
+    values are filled in from here. ``ranks``: how many processes train; the file does not say. Raises
+    ``BadInput`` for a file of another kind, or one that contradicts itself.
     """
     known = {"output_dir", "per_device_train_batch_size", "learning_rate", "num_train_epochs", "max_steps"}
     if not raw.keys() & known:
@@ -125,7 +125,7 @@ def from_trainer(raw: Mapping[str, Any], where: str, *, ranks: int | None = None
 
 
 def _rows(given: Given, found: Translation) -> None:
-    """TRL's: how conversations become rows."""
+    """Translate TRL's keys: how conversations become rows."""
     packing = given.value("packing")
     if packing is not None:
         what = "packed" if packing else "single"
@@ -142,7 +142,7 @@ def _batch(given: Given, found: Translation) -> None:
 
 
 def _steps(given: Given, found: Translation) -> int | None:
-    """``max_steps``; where epochs are asked for, their number of steps depends on the data."""
+    """Translate ``max_steps``; for epochs, the number of steps depends on the data."""
     steps = given.whole("max_steps", -1, least=-1) or -1
     epochs = given.number("num_train_epochs", 3.0)
     if steps > 0:
@@ -164,7 +164,7 @@ def _precision(given: Given, found: Translation) -> None:
 
 
 def _optimizer(given: Given, found: Translation, theirs: Mapping[str, Any]) -> None:
-    """``theirs``: DeepSpeed's configuration, whose scheduler and optimizer, if it has them, say the rate."""
+    """Translate the optimizer. ``theirs``: DeepSpeed's configuration; the rate in it, if any, counts."""
     rate = given.number("learning_rate", 5e-5)
     peaked = (theirs.get("scheduler") or {}).get("type") in ("WarmupLR", "WarmupDecayLR")
     if not (peaked or theirs.get("optimizer")):
@@ -183,7 +183,7 @@ def _optimizer(given: Given, found: Translation, theirs: Mapping[str, Any]) -> N
 
 
 def _schedule(given: Given, found: Translation, steps: int | None, theirs: Mapping[str, Any]) -> None:
-    """``theirs``: DeepSpeed's scheduler, which counts where there is one."""
+    """Translate the schedule. ``theirs``: DeepSpeed's scheduler, which counts if there is one."""
     kind = given.text("lr_scheduler_type") or "linear"
     more = given.section("lr_scheduler_kwargs")
     if theirs:
@@ -215,7 +215,7 @@ def _schedule(given: Given, found: Translation, steps: int | None, theirs: Mappi
 
 
 def _warmup(given: Given, found: Translation, steps: int | None, kind: str) -> None:
-    """``warmup_steps`` below 1 are a share of the run, as ``warmup_ratio`` is."""
+    """Translate the warm-up; ``warmup_steps`` below 1 is a share of the run, as ``warmup_ratio`` is."""
     warmup, share = given.number("warmup_steps", 0.0) or 0.0, given.number("warmup_ratio", 0.0) or 0.0
     if 0 < warmup < 1:
         warmup, share = 0.0, warmup

@@ -1,4 +1,4 @@
-"""A recipe made from another trainer's configuration: what was understood, what was not."""
+"""Make a recipe from another trainer's configuration, and list what could not be translated."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _STAND_INS: dict[str, Any] = {
 
 
 class Translation:
-    """A recipe in the making. Keys are dotted, ``section.key``."""
+    """Collect the keys of a recipe. Keys are dotted, ``section.key``."""
 
     def __init__(self, where: str) -> None:
         self.where = where
@@ -33,18 +33,18 @@ class Translation:
         self.missed: list[str] = []
 
     def set(self, key: str, value: Any, remark: str = "") -> None:
-        """The recipe says this; ``remark`` stands beside it."""
+        """Set a key of the recipe; ``remark`` becomes a comment beside it."""
         self.values[key] = value
         self.blanks.pop(key, None)
         if remark:
             self._remarks[key] = remark
 
     def blank(self, key: str, why: str) -> None:
-        """The user has to say this."""
+        """Note a key that the user has to fill in."""
         self.blanks[key] = why
 
     def miss(self, key: str, value: Any, why: str) -> None:
-        """``value`` of the file's ``key`` is not in the recipe."""
+        """Note that ``value`` of the file's ``key`` is not in the recipe."""
         self.missed.append(f"{key} = {_short(value)}: {why}")
 
     def check(self) -> Recipe:
@@ -60,7 +60,7 @@ class Translation:
         return parse_recipe(raw, self.where)
 
     def toml(self) -> str:
-        """The recipe with its blanks as comments, and after it what could not be mapped."""
+        """Return the recipe with its blanks as comments, and after it what could not be mapped."""
         lines = [f"# From {self.where}. Lines that begin with '# FILL IN' have to be filled in."]
         sections: dict[str, list[str]] = {"": []}
         for key in [*self.values, *self.blanks]:
@@ -79,9 +79,9 @@ class Translation:
 
 
 class Given:
-    """A JSON object that is read key by key; what nobody asked for, here or in its sections, can be listed.
+    """Read a JSON object key by key, and list the keys that nobody asked for, also in its sections.
 
-    ``autos`` says what the string "auto" stands for, by dotted key; ``unsaid`` lists the other autos.
+    ``autos`` has the value of each string "auto", by dotted key; ``unsaid`` lists the other autos.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Given:
         return f"{self.prefix}.{key}" if self.prefix else key
 
     def value(self, key: str) -> Any:
-        """Return what the file says; ``None`` if nothing, or an "auto" that stands for nothing known."""
+        """Return the file's value; ``None`` if there is none, or it is an "auto" without a known value."""
         self._asked.add(key)
         value = self.raw.get(key)
         if value != "auto":
@@ -137,7 +137,7 @@ class Given:
         return value
 
     def section(self, key: str) -> Given:
-        """The object under ``key``; an empty one if there is none."""
+        """Return the object under ``key``; an empty one if there is none."""
         self._asked.add(key)
         value = self.raw.get(key)
         if value is not None and not isinstance(value, dict):
@@ -147,7 +147,7 @@ class Given:
         return self._sections[key]
 
     def left(self) -> Iterator[tuple[str, Any]]:
-        """Keys that nobody asked for, with their values; what is off, empty or automatic says nothing."""
+        """Yield keys that nobody asked for, with their values, unless these are off, empty or automatic."""
         for key, value in self.raw.items():
             if key in self._sections:
                 if not self._sections[key].off:
@@ -156,7 +156,7 @@ class Given:
                 yield self.path(key), value
 
     def unsaid(self) -> Iterator[str]:
-        """Keys that were asked for and are an "auto" that stands for nothing known."""
+        """Yield keys that were asked for, are "auto", and have no known value."""
         yield from self._unsaid
         for section in self._sections.values():
             yield from section.unsaid()
@@ -183,7 +183,7 @@ def is_off(value: Any) -> bool:
 
 
 def to_toml(value: Any) -> str:
-    """Plain data as TOML."""
+    """Return plain data as TOML."""
     if isinstance(value, dict):
         return "{ " + ", ".join(f"{key} = {to_toml(one)}" for key, one in value.items()) + " }"
     if isinstance(value, list | tuple):

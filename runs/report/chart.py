@@ -1,4 +1,4 @@
-"""A line chart as inline SVG: readable without colour, and said in words for who cannot see it."""
+"""Draw a line chart as inline SVG: readable without colour, and described in words for screen readers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DASHES = ("", "7 4", "2 4", "10 4 2 4", "14 5", "1 3 6 3")
 
 @dataclass(frozen=True)
 class Series:
-    """``points``: (step, value), by step; ``None`` leaves a gap. ``style`` counts colours and patterns."""
+    """Hold one line: ``points`` (step, value), by step; ``None`` leaves a gap. ``style`` numbers its look."""
 
     label: str
     points: Points
@@ -29,7 +29,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Chart:
-    """``name`` is unique on the page. ``lines``: steps at which the run was resumed."""
+    """Describe a chart. ``name`` is unique on the page. ``lines``: steps at which the run was resumed."""
 
     name: str
     title: str
@@ -38,7 +38,7 @@ class Chart:
     lines: Sequence[int] = field(default=())
 
     def svg(self) -> str:
-        """The whole figure, or nothing where there is no number to draw."""
+        """Return the whole figure, or nothing if there is no number to draw."""
         drawn = [(x, y) for one in self.series for x, y in _finite(one.points)]
         if not drawn:
             return ""
@@ -64,7 +64,7 @@ class Chart:
         )
 
     def told(self) -> str:
-        """The chart in words."""
+        """Return the chart in words."""
         return " ".join(_told(one) for one in self.series if _finite(one.points))
 
     def _legend(self) -> str:
@@ -75,7 +75,7 @@ class Chart:
 
 
 def shown(value: float | None) -> str:
-    """A number as people read it: 4 digits, thousands set apart."""
+    """Return a number as people read it: 4 digits, thousands set apart."""
     if value is None:
         return "not finite"
     if value == 0 or 1e-3 <= abs(value) < 1e4:
@@ -84,7 +84,7 @@ def shown(value: float | None) -> str:
 
 
 class _Axis:
-    """From numbers to places in the drawing, with round numbers on the way."""
+    """Map numbers to places in the drawing, with round numbers as ticks."""
 
     def __init__(
         self, low: float, high: float, start: float, end: float, *, log: bool = False, room: float = 0.0
@@ -166,7 +166,7 @@ def _curve(series: Series, across: _Axis, up: _Axis) -> str:
 
 
 def thinned(points: Points) -> list[tuple[int, float | None]]:
-    """At most about ``_MOST_POINTS``, with every peak: the least and the largest of each stretch."""
+    """Return at most about ``_MOST_POINTS`` points with every peak: the extremes of each stretch."""
     if len(points) <= _MOST_POINTS:
         return list(points)
     size = math.ceil(2 * len(points) / _MOST_POINTS)
@@ -183,7 +183,7 @@ def thinned(points: Points) -> list[tuple[int, float | None]]:
 
 
 def _sample(series: Series | None) -> str:
-    """A short piece of the line, for the legend."""
+    """Return a short piece of the line, for the legend."""
     start = '<svg class="sample" viewBox="0 0 36 12" aria-hidden="true">'
     if series is None:
         return f'{start}<line class="resumed" x1="18" x2="18" y1="0" y2="12"/></svg>'

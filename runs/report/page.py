@@ -1,4 +1,4 @@
-"""A run, or several over each other, as one HTML page that needs no script, no other file and no network."""
+"""Write a run, or several over each other, as one HTML page: no script, no other file, no network."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _is_report(seen: bytes) -> bool:
 
 
 def make_report(runs: Sequence[RunRecord]) -> str:
-    """The page. Whatever a run's files say is escaped."""
+    """Return the page. All text from a run's files is escaped."""
     title = "Run " + runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
     body = [
         f"<h1>{escape(title)}</h1>",
@@ -80,7 +80,7 @@ def make_report(runs: Sequence[RunRecord]) -> str:
 
 
 def _charts(runs: Sequence[RunRecord]) -> Iterable[str]:
-    """A run has one colour and one pattern on all charts; evaluations have marks."""
+    """Yield the charts. A run has one colour and one pattern on all of them; evaluations have marks."""
     alone = len(runs) == 1
     resumed = sorted({one["step"] for one in runs[0].attempts if one["event"] == "resumed"}) if alone else ()
     for key, title, unit, factor in CHARTS:
@@ -183,7 +183,7 @@ def _recipe(run: RunRecord) -> str:
 
 
 def _differences(runs: Sequence[RunRecord]) -> str:
-    """The keys in which the recipes differ."""
+    """Return the keys in which the recipes differ."""
     flats = [_flat(run.recipe) if run.recipe else {} for run in runs]
     keys = dict.fromkeys(key for flat in flats for key in flat)
     rows = [[key, *(flat.get(key, "null") for flat in flats)] for key in keys]
