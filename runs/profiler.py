@@ -1,5 +1,4 @@
-"""Trace chosen steps of chosen ranks with ``torch.profiler``, as Chrome traces (chrome://tracing, Perfetto).
-"""
+"""Trace chosen steps of chosen ranks with ``torch.profiler``: Chrome traces (chrome://tracing, Perfetto)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A parallel layer against itself on one device: outputs, input gradients, parameter gradients."""
+"""Compare a parallel layer with itself on one device: outputs, input gradients, parameter gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Make = Callable[[ParallelState | None], nn.Module]
 
 
 def made_alike(make: Make, state: ParallelState, *, seed: int = 0) -> tuple[nn.Module, nn.Module]:
-    """The layer on one device and this rank's part of it, with the same weights; ``make`` makes both."""
+    """Make the layer on one device and this rank's part of it with the same weights; ``make`` makes each."""
     torch.manual_seed(seed)
     whole = make(None)
     torch.manual_seed(seed)

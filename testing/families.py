@@ -1,4 +1,4 @@
-"""A model of transformers with random weights, and ours with the same: what families are proved with."""
+"""Make a model of transformers with random weights, and ours with the same, to compare the two."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ def _become(work: Callable[[], int], folder: Path, err: int) -> None:
 
 
 def _wait(pid: int, limit: float) -> tuple[int | None, float, float]:
-    """The child's wait status, ``None`` if it did not end in time, and the two times of ``Ended``."""
+    """Return the child's wait status, ``None`` if it did not end in time, and the two times of ``Ended``."""
     began, ended = time.monotonic(), None
     while ended is None and time.monotonic() - began < limit:
         ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -193,7 +193,7 @@ def _wait(pid: int, limit: float) -> tuple[int | None, float, float]:
 
 
 def _waited_for_a_core(pid: int) -> float:
-    """Seconds of the process's main thread; 0 where the kernel does not count them."""
+    """Return seconds that the main thread waited for a core; 0 if the kernel does not count them."""
     try:
         return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) * 1e-9
     except (OSError, IndexError):
@@ -201,7 +201,7 @@ def _waited_for_a_core(pid: int) -> float:
 
 
 def _end_group(pid: int) -> bool:
-    """End what is left of the child's processes; whether there was any."""
+    """End the child's remaining processes; return whether there were any."""
     for _ in range(200):  # its own children may need a moment after it
         try:
             os.killpg(pid, 0)

@@ -21,10 +21,10 @@ _DRAWN = 1 << 22
 def write_hf_folder(
     folder: Path, config: Mapping[str, Any], *, dtype: str = "F32", max_shard_size: int = MAX_SHARD_SIZE
 ) -> int:
-    """A new folder as transformers would save it; the bytes of its weights.
+    """Write a new folder as transformers would save it; return the bytes of its weights.
 
-    ``dtype`` by the format's name. Tensors differ from each other, and every element of a small one from the
-    next.
+    ``dtype``: by the format's name. Tensors differ from each other, and so do neighbouring elements of a
+    small one.
     """
     family = family_of(config)
     _, shapes = family.links(family.from_hf(config))
@@ -43,7 +43,7 @@ def write_hf_folder(
 
 
 def contents(folder: Path) -> dict[str, str]:
-    """The SHA-256 of each file of a folder, by its path there."""
+    """Return the SHA-256 of each file of a folder, by its path there."""
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob("*"))

@@ -65,7 +65,7 @@ def collectives_of(function: Callable[[], object]) -> Counter[str]:
 
 
 def _tensors(value: object) -> Iterator[Tensor]:
-    """The tensors in nested lists and tuples."""
+    """Yield the tensors in nested lists and tuples."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):

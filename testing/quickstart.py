@@ -1,4 +1,4 @@
-"""The main job, end to end, on real text from a bare machine: each step is checked, with its figure."""
+"""Run the main job end to end on real text, from a bare machine; check each step and give a figure."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ warmup = 10
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One row of the table: what was checked, the figure, what it had to be, whether it was."""
+    """Hold one row of the table: what was checked, the figure, its goal, whether it was reached."""
 
     what: str
     figure: str
@@ -64,7 +64,7 @@ class Check:
 
 
 class Quickstart:
-    """Everything is written below ``out``, which must be new or empty; ``say`` gets a line a step."""
+    """Write everything below ``out``, which must be new or empty; ``say`` gets a line a step."""
 
     def __init__(self, out: Path, say: Callable[[str], None]) -> None:
         check_place(out)
@@ -117,7 +117,7 @@ class Quickstart:
         self.check("tokens of real text", f"{len(file.tokens):,}", f">= {need:,}", len(file.tokens) >= need)
 
     def compare_tokenizers(self) -> None:
-        """AutoTokenizer and SentencePiece must give the same ids."""
+        """Check that AutoTokenizer and SentencePiece give the same ids."""
         theirs, ours = load_tokenizer(self.tokenizer), load_tokenizer(self.tokenizer / "tokenizer.model")
         some = [part for text in self.texts for part in paragraphs(text)]
         some = some[:: max(1, len(some) // 500)][:500]
@@ -186,7 +186,7 @@ class Quickstart:
         self.say(f"A model of 0.6 M parameters after {STEPS} steps writes:\n{tokenizer.decode(mine)}")
 
     def draw(self) -> None:
-        """The loss curves, one over the other."""
+        """Draw the loss curves, one over the other."""
         import matplotlib
 
         matplotlib.use("Agg")

@@ -22,7 +22,7 @@ from .tiny_models import TINIEST_LLAMA, TINY_LLAMA
 
 
 def write_tokens(name: Path, *, count: int = 4000, vocab_size: int = 131, seed: int = 0) -> Path:
-    """A token file of random ids."""
+    """Write a token file of random ids."""
     with TokenWriter(name, vocab_size=vocab_size) as writer:
         writer.add(np.random.default_rng(seed).integers(0, vocab_size, count))
         writer.commit()
@@ -30,7 +30,7 @@ def write_tokens(name: Path, *, count: int = 4000, vocab_size: int = 131, seed: 
 
 
 def tiny_recipe(out: Path, tokens: Path, **changes: Any) -> dict[str, Any]:
-    """A recipe as data: 6 steps in fp64 of a tiny Llama; ``changes`` replace keys of a section or the top."""
+    """Return a recipe as data: 6 steps in fp64 of a tiny Llama; ``changes`` replace some of its keys."""
     recipe: dict[str, Any] = {
         "out": str(out),
         "steps": 6,
@@ -60,19 +60,19 @@ def train(raw: dict[str, Any]) -> list[StepMetrics]:
 
 
 def losses(out: Path) -> list[tuple[float, float]]:
-    """The loss and the gradient norm of every step that the run's folder has noted."""
+    """Return the loss and the gradient norm of every step that the run's folder has noted."""
     return [(line["loss"], line["grad_norm"]) for line in read_metrics(out / "metrics.jsonl")]
 
 
 def whole_tensors(out: Path) -> dict[str, Tensor]:
-    """Every tensor of the newest checkpoint, whole: weights and both moments."""
+    """Return every tensor of the newest checkpoint, whole: weights and both moments."""
     source = read_source(out)
     links = source.links()
     return {name: source.read(name, Box.whole(whole.shape), links) for name, whole in source.catalog.items()}
 
 
 def built(layout: Layout, precision: Precision, config: dict[str, Any] = TINIEST_LLAMA) -> CausalLM:
-    """This rank's part of a model with its initial weights, sharded over the data axes."""
+    """Return this rank's part of a model with its initial weights, sharded over the data axes."""
     state = ParallelState.start(layout)
     family = family_of(config)
     model = family.build(family.from_hf(config), state=state, dtype=precision.master)

@@ -1,4 +1,4 @@
-"""A few training steps of a model from the zoo in one layout, brought back as whole tensors to compare."""
+"""Train a zoo model for a few steps in one layout, and return whole tensors to compare."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Case:
 
 @dataclass
 class Outcome:
-    """Losses and gradient norms of each step, the first step's gradients, the first and last parameters."""
+    """Hold each step's loss and gradient norm, the first step's gradients, the first and last parameters."""
 
     losses: list[float]
     norms: list[float]
@@ -76,7 +76,7 @@ Pieces = dict[str, tuple[Box, bool, Tensor]]
 
 @dataclass
 class RankOutcome:
-    """An ``Outcome`` in the pieces that one rank holds."""
+    """Hold the pieces of an ``Outcome`` on one rank."""
 
     losses: list[float]
     norms: list[float]
@@ -86,7 +86,7 @@ class RankOutcome:
 
 
 def train_rank(case: Case) -> RankOutcome:
-    """Run inside a process group of ``case.layout.world`` ranks; what this rank holds in the end."""
+    """Train inside a process group of ``case.layout.world`` ranks; return what this rank holds in the end."""
     state = ParallelState.start(case.layout)
     family = family_of(case.config)
     config = family.from_hf(case.config)
@@ -128,9 +128,7 @@ def train_rank(case: Case) -> RankOutcome:
 
 
 def batch(case: Case, step: int, vocab_size: int) -> Batch:
-    """The whole batch of a step; labels that do not count lie unevenly over the samples, and so do starts of
-    documents.
-    """
+    """Return the whole batch of a step; ignored labels and document starts are spread unevenly."""
     generator = torch.Generator().manual_seed(seed_of(case.seed, "batch", step))
     tokens = torch.randint(vocab_size, (case.samples, case.length + 1), generator=generator)
     labels = tokens[:, 1:].clone()
@@ -145,7 +143,7 @@ def batch(case: Case, step: int, vocab_size: int) -> Batch:
 
 
 def roughen(model: CausalLM, seed: int, state: ParallelState) -> None:
-    """Random norms, biases and second factors of LoRA: at their default values most mistakes do not show."""
+    """Draw norms, biases and LoRA's second factors: at their default values most mistakes do not show."""
     stated = declarations(model)
     for name, parameter in model.named_parameters():
         declaration = stated[name]
@@ -201,7 +199,7 @@ def assemble(ranks: Sequence[Pieces]) -> dict[str, Tensor]:
 
 
 def outcome(ranks: Sequence[RankOutcome]) -> Outcome:
-    """One outcome of all ranks', which must agree on losses and norms bit for bit."""
+    """Assemble the outcomes of all ranks into one; ranks must agree on losses and norms bit for bit."""
     first = ranks[0]
     for rank in ranks[1:]:
         assert rank.losses == first.losses and rank.norms == first.norms, "ranks disagree"
@@ -215,7 +213,7 @@ def outcome(ranks: Sequence[RankOutcome]) -> Outcome:
 
 
 def first_difference(a: Outcome, b: Outcome, *, tolerance: float) -> str | None:
-    """The first thing that differs by more than ``tolerance``, relative to its largest element.
+    """Return the first thing that differs by more than ``tolerance``, relative to its largest element.
 
     A key bias is measured against a thousandth of the largest tensor of its kind: without rotation it shifts
     all scores alike, so its gradient is zero but for rounding. Initial parameters must be equal bit for bit.

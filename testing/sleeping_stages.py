@@ -1,4 +1,4 @@
-"""A pipeline whose stages sleep instead of computing: what a schedule really does, on local ranks."""
+"""Run a pipeline whose stages sleep instead of computing, to measure a schedule on local ranks."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _Note = Callable[[Kind], None]
 def measured_timetable(
     name: str, layout: Layout, micro_batches: int, *, unit: float = 0.05, timeout: float = 300
 ) -> Timetable:
-    """One step of torch's schedule on ``layout.pipeline`` local processes, after one that does not count.
+    """Measure a step of torch's schedule on ``layout.pipeline`` local processes; a first step does not count.
 
     A stage sleeps ``unit`` seconds in forward, and as long for each half of its backward. Times are seconds
-    from the first start; what is not slept, sending and autograd among it, counts as waiting.
+    from the first start; time that is not slept, such as sending and autograd, counts as waiting.
     """
     ranks = run_parallel(
         slept_rank, layout.pipeline, name, layout, micro_batches, dict(UNIT_COSTS), unit, timeout=timeout
@@ -37,7 +37,7 @@ def measured_timetable(
 
 
 def _timed(order: Sequence[Action], found: Record, begin: float) -> list[Timed]:
-    """A whole backward is both halves, in the order in which autograd takes them."""
+    """Return the timed actions; a whole backward is both halves, in the order that autograd takes."""
     timed = []
     for one in order:
         halves = "IW" if one.kind == "B" else one.kind
@@ -46,14 +46,14 @@ def _timed(order: Sequence[Action], found: Record, begin: float) -> list[Timed]:
     return sorted(timed, key=lambda one: one.start)
 
 
-#: By kind, stage and micro-batch: when it started and stopped.
+#: Start and stop of each action, by kind, stage and micro-batch.
 Record = dict[tuple[str, int, int], tuple[float, float]]
 
 
 def slept_rank(
     name: str, layout: Layout, micro_batches: int, costs: Mapping[Kind, float], unit: float
 ) -> Record:
-    """In a process group of the pipeline's ranks: what this one did, with start and stop."""
+    """Run the schedule in a group of the pipeline's ranks; return this rank's actions with start and stop."""
     state = ParallelState.start(layout)
     numbers = layout.stages_of(state.at.pipeline)
     stages = [SleepingStage(number, costs, unit) for number in numbers]
@@ -79,7 +79,7 @@ def slept_rank(
 
 
 class SleepingStage(nn.Module):
-    """Hands its input on. It sleeps in forward, for the gradient of its input, and for that of its weight."""
+    """Return its input unchanged. It sleeps in forward, for its input's gradient, and for its weight's."""
 
     def __init__(self, number: int, costs: Mapping[Kind, float], unit: float) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class SleepingStage(nn.Module):
 
 
 class _Sleeps(torch.autograd.Function):
-    """The identity, which sleeps in backward."""
+    """Return the input unchanged, and sleep in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, sleep: _Note, kind: Kind) -> Tensor:

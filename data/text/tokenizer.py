@@ -52,7 +52,10 @@ class Tokenizer(Protocol):
         ...
 
     def chat(self, messages: list[Message]) -> list[int]:
-        """Return a conversation's ids in the chat template, up to where the answer begins or ``BadInput``."""
+        """Return the ids of a conversation up to the start of the answer, or raise ``BadInput``.
+
+        The chat template writes the conversation.
+        """
         ...
 
 

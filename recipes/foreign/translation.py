@@ -48,7 +48,7 @@ class Translation:
         self.missed.append(f"{key} = {_short(value)}: {why}")
 
     def check(self) -> Recipe:
-        """The recipe, blanks filled with something: it loads, or the file asks for what cannot be."""
+        """Parse the recipe with stand-ins for blanks; if it is refused, the file asks for the impossible."""
         raw: dict[str, Any] = {}
         stand_ins = {key: _STAND_INS[key] for key in self.blanks}
         for key, value in (self.values | stand_ins).items():

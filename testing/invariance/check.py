@@ -1,4 +1,4 @@
-"""``assert_layout_invariant``: is a user's own module the same in every layout? If not, from where on?"""
+"""Define ``assert_layout_invariant``: is a user's own module the same in every layout? If not, where from?"""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def assert_layout_invariant(
 
 
 def _plainest(layout: Layout) -> str:
-    """The schedule for its stages."""
+    """Return the simplest schedule for the layout's stages."""
     return "zbv" if layout.v_shape else "interleaved" if layout.virtual_stages > 1 else "1f1b"
 
 
@@ -117,7 +117,7 @@ def _same_checkpoint(layout: Layout, first: str, second: str) -> None:
 
 
 def _named(factory: Callable[..., nn.Module]) -> tuple[FunctionName, tuple[Any, Any]]:
-    """The factory by its name, and what a ``partial`` gives it."""
+    """Return the factory by its name, and the arguments that a ``partial`` gives it."""
     if isinstance(factory, partial):
         return FunctionName.of(factory.func), (factory.args, factory.keywords)
     return FunctionName.of(factory), ((), {})

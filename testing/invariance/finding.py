@@ -13,21 +13,23 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Fault:
-    """``module``: the first that differs, in the order of computation; ``phase``: ``structure``, ``forward``,
-    ``loss``, ``backward``, ``gradient``, ``update``. ``relative``: how far, over the largest element.
+    """Describe the first fault of a module in a layout.
+
+    ``module``: the first that differs, in the order of computation; ``phase``: ``structure``, ``forward``,
+    ``loss``, ``backward``, ``gradient``, ``update``. ``relative``: the difference over the largest element.
     """
 
     module: str
     phase: str
     relative: float
     said: str
-    #: Whether all that is wrong so far is that parts were not added up.
+    #: Whether the only fault so far is that partial values were not summed.
     unsummed: bool = False
 
 
 @dataclass(frozen=True)
 class Figures:
-    """The largest relative differences of one layout."""
+    """Hold the largest relative differences of one layout."""
 
     forward: float
     gradients: float
@@ -35,7 +37,7 @@ class Figures:
 
 
 def tensor_groups(layout: Layout, ranks: Sequence[T]) -> Iterator[Sequence[T]]:
-    """The tensor axis is the fastest."""
+    """Yield the ranks of each tensor group; the tensor axis varies fastest."""
     for start in range(0, layout.world, layout.tensor):
         yield ranks[start : start + layout.tensor]
 

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 
 class Event(NamedTuple):
-    """The ``leaf``-th tensor of the ``call``-th call of ``module`` in micro-batch ``micro`` (of all ranks'):
-    what it was given (``input``) or gave (``output``).
+    """Name a tensor: the ``leaf``-th of the ``call``-th call of ``module`` in micro-batch ``micro``.
+
+    Micro-batches are counted over all ranks. ``side`` is ``input`` or ``output``.
     """
 
     micro: int
@@ -25,18 +26,18 @@ class Event(NamedTuple):
 
 @dataclass
 class Seen:
-    """In the order in which they came: on the way forward, and their gradients on the way back."""
+    """Hold tensors of the forward and their gradients, each in the order in which they came."""
 
     forward: dict[Event, Tensor] = field(default_factory=dict)
     backward: dict[Event, Tensor] = field(default_factory=dict)
 
 
 class Witness:
-    """Hooks on every module, until ``leave``. ``first``: the number of this rank's first micro-batch.
+    """Record every module's inputs and outputs with hooks, until ``leave``.
 
-    Each tensor on its way in or out of a module is a copy there, so that its gradient is that of this way
-    alone. A stage says with ``partly`` that what the model as a whole takes and gives is not that of a whole
-    model. Modules ``apart``, and those within, are not watched.
+    ``first``: the number of this rank's first micro-batch. Each input or output of a module is copied at that
+    place, so that its gradient is that of this one use. ``partly``: the model is one stage, so its own input
+    and output are not recorded. Modules ``apart``, and those within them, are not recorded.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Witness:
             ]
 
     def leave(self) -> Seen:
-        """Take the hooks away."""
+        """Remove the hooks and return the record."""
         for hook in self._hooks:
             hook.remove()
         return self.seen
@@ -102,7 +103,7 @@ class Witness:
 
 
 def _each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same nest of tuples, lists and dicts, its tensors changed."""
+    """Return the same nest of tuples, lists and dicts, with its tensors changed."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, dict):

@@ -128,7 +128,7 @@ def _one_vector_more(whole: Tensor, found: Tensor, same: _Same) -> bool:
 
 
 def _cut_dim(whole: Tensor, parts: Sequence[Tensor]) -> int | None:
-    """The one dim in which all parts differ from the whole, alike."""
+    """Return the one dim in which all parts differ from the whole in the same way."""
     if any(part.shape != parts[0].shape or part.ndim != whole.ndim for part in parts):
         return None
     dims = [d for d in range(whole.ndim) if parts[0].shape[d] != whole.shape[d]]
@@ -136,14 +136,14 @@ def _cut_dim(whole: Tensor, parts: Sequence[Tensor]) -> int | None:
 
 
 def _pair(whole: Tensor, part: Tensor, dim: int, rank: int) -> tuple[Tensor, Tensor]:
-    """The whole's piece of this rank, and the part without what is past the whole's end."""
+    """Return the whole's piece of this rank, and the part without padding behind the whole's end."""
     length, end = part.shape[dim], whole.shape[dim]
     start, stop = min(rank * length, end), min((rank + 1) * length, end)
     return whole.narrow(dim, start, stop - start), part.narrow(dim, 0, stop - start)
 
 
 def _apart(a: Tensor, b: Tensor) -> float:
-    """The largest difference; equal infinities do not differ, and what is not a number does."""
+    """Return the largest difference; equal infinities do not differ, and NaN always does."""
     if a.shape != b.shape:
         return float("inf")
     gaps = torch.where(a == b, 0.0, (a.double() - b.double()).abs())

@@ -219,7 +219,7 @@ def _count(batch: Mapping[str, Tensor]) -> int:
 
 
 def _spread(given: Any, samples: Samples) -> tuple[Tensor, int]:
-    """A loss for a module that came without: no two elements of what it gives weigh the same."""
+    """Return a loss for a module that came without one; it weighs all elements of the output differently."""
     if not isinstance(given, Tensor):
         raise BadInput(
             "assert_layout_invariant",

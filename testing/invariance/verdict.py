@@ -1,4 +1,4 @@
-"""From what ranks saw of a module to the first thing that differs from one process."""
+"""Find, in what ranks recorded of a module, the first thing that differs from one process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .run import Held, Witnessed
 
 
 def judge(layout: Layout, one: Witnessed, ranks: Sequence[Witnessed], *, tolerance: float) -> Fault | Figures:
-    """The first fault, in the order of computation, or how close everything is."""
+    """Return the first fault, in the order of computation, or how close everything is."""
     for check in (_structure, first_forward, _losses, _backward, _gradients, _updates):
         found = check(layout, one, ranks, tolerance)
         if found is not None:

@@ -17,7 +17,7 @@ from ...parallel_state import Box, Layout, seed_of
 
 @dataclass(frozen=True)
 class Question:
-    """A model's folder, the layout to try it in, and the batch: ``samples`` x ``length`` random tokens.
+    """Hold a model's folder, the layout to try, and the batch: ``samples`` x ``length`` random tokens.
 
     ``folder`` is a Hugging Face folder; the layout may be cut by hand with ``split``.
     """
@@ -32,7 +32,7 @@ class Question:
     seed: int = 0
 
     def batch(self, config: ModelConfig) -> tuple[Tensor, Tensor]:
-        """(input_ids, labels), both (samples, length) int64; labels that do not count lie unevenly."""
+        """Return (input_ids, labels), both (samples, length) int64; ignored labels are spread unevenly."""
         generator = torch.Generator().manual_seed(seed_of(self.seed, "parity"))
         tokens = torch.randint(config.vocab_size, (self.samples, self.length + 1), generator=generator)
         labels = tokens[:, 1:].clone()
@@ -84,7 +84,7 @@ def differences(reference: Observation, other: Observation) -> Iterator[Differen
 
 
 def first_beyond(found: list[Difference], tolerance: float) -> Difference | None:
-    """The first that differs by more than ``tolerance``; what is not a number differs."""
+    """Return the first that differs by more than ``tolerance``; NaN differs."""
     return next((one for one in found if not one.relative <= tolerance), None)
 
 

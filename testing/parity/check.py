@@ -1,4 +1,4 @@
-"""Is it the same model? The folder in transformers, here in one process, and here in a layout."""
+"""Compare a folder's model in transformers, here in one process, and here in a layout."""
 
 from __future__ import annotations
 
@@ -71,10 +71,10 @@ def parity(
     say: Callable[[str], None] = lambda text: None,
     timeout: float = 600,
 ) -> list[Comparison]:
-    """One process against transformers, then the layout against one process (unless it is one).
+    """Compare one process with transformers, then the layout with one process (unless it is one).
 
-    ``tolerance`` replaces ``TOLERANCES``. ``say`` is told what runs; ``timeout``, in seconds, is of each run.
-    Raises ``BadInput`` for a layout or batch that does not fit.
+    ``tolerance`` replaces ``TOLERANCES``. ``say`` is told what runs; ``timeout``, in seconds, applies to each
+    run. Raises ``BadInput`` for a layout or batch that does not fit.
     """
     check(question)
     # Not every process need be in this one's directory: those of the pool may be older than a change of it.

@@ -1,4 +1,4 @@
-"""A model of the zoo in a layout, looked at: the pieces of each module's output, and where they belong."""
+"""Observe a zoo model in a layout: the pieces of each module's output, and their places in the whole."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def observe_ours(question: Question, *, timeout: float = 600) -> Observation:
 
 
 def observe_rank(question: Question) -> tuple[float, _Outputs, Pieces]:
-    """In a process group of the layout's ranks: the loss, and this rank's pieces of outputs and gradients."""
+    """Return, in a group of the layout's ranks, the loss and this rank's pieces of outputs and gradients."""
     state = ParallelState.start(question.layout)
     source = read_source(question.folder)
     family, config = source.family, source.model_config
@@ -65,7 +65,7 @@ def observe_rank(question: Question) -> tuple[float, _Outputs, Pieces]:
 
 
 class _Look:
-    """Hooks on the modules whose outputs have a counterpart in every layout and in transformers."""
+    """Hook the modules whose outputs have a counterpart in every layout and in transformers."""
 
     def __init__(self, model: CausalLM, question: Question, first_row: int) -> None:
         self.state, self.question, self.first_row = model.state, question, first_row
@@ -101,7 +101,7 @@ class _Look:
         return look
 
     def _note(self, name: str, rows: Box | None, output: Tensor) -> None:
-        """A micro-batch's output: (1, length, features), or a piece of the last two dims.
+        """Note a micro-batch's output: (1, length, features), or a piece of the last two dims.
 
         Over context ranks the tokens are two runs of the whole sequence, or a part of these.
         """
@@ -125,7 +125,7 @@ class _Look:
 def _products(
     name: str, module: ColumnParallelLinear, stated: dict[str, Declaration], state: ParallelState
 ) -> Iterator[tuple[str, Box]]:
-    """The name and the rows of the weight, which are the output's features, of each product."""
+    """Yield each product's name and its rows of the weight, which are the output's features."""
     outputs = [""] if isinstance(module.out_features, int) else module.out_features
     for key, part in zip(outputs, module.parts, strict=True):
         full = f"{name}.{key}" if key else name

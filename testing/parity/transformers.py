@@ -1,4 +1,4 @@
-"""The same model in transformers, looked at under our names: the table of names says what is what."""
+"""Observe the same model in transformers, under our names, by the table of names."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def observe_alone(question: Question) -> Observation:
 
 
 def counterparts(links: list[Link]) -> dict[str, tuple[str, list[slice]]]:
-    """For our modules with a weight, and our blocks: their module, and the features of its output."""
+    """Return, for our modules with a weight and our blocks, their module and the features of its output."""
     found: dict[str, tuple[str, list[slice]]] = {}
     for link in links:
         ours, _, leaf = link.ours.rpartition(".")
@@ -88,7 +88,7 @@ def _note(
 
 
 def _gradients(links: list[Link], found: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Under our names, from theirs in files."""
+    """Return the gradients under our names, from those under the names in HF's files."""
     shapes: dict[str, tuple[int, ...]] = {}
     for link in links:
         stop = link.ours_box.stop

@@ -1,1 +1,1 @@
-"""Processes that tests reuse as ranks."""
+"""Run tests on processes that are reused as ranks."""

@@ -51,7 +51,7 @@ class RankError(RuntimeError):
 
 
 def describe_exit(code: int) -> str:
-    """``died with exit code 3``, or ``was killed by SIGKILL`` for a negative code."""
+    """Return ``died with exit code 3``, or ``was killed by SIGKILL`` for a negative code."""
     if code >= 0:
         return f"died with exit code {code}"
     try:
@@ -61,5 +61,5 @@ def describe_exit(code: int) -> str:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """``rank 1`` or ``ranks 0, 2``."""
+    """Return ``rank 1`` or ``ranks 0, 2``."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -1,4 +1,4 @@
-"""A process that has imported torch, of which ranks are forks: an import takes seconds, a fork milliseconds.
+"""Import torch once and fork ranks from this process: an import takes seconds, a fork milliseconds.
 
 ``python -m trilith.testing.ranks.fork_server FD``. It has one thread, so that a fork is whole.
 """

@@ -1,4 +1,4 @@
-"""``run_fresh``: a function on ranks of their own, for tests in which ranks die."""
+"""Define ``run_fresh``: run a function on ranks of its own, for tests in which ranks die."""
 
 from __future__ import annotations
 

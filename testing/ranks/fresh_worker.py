@@ -1,4 +1,4 @@
-"""A rank of ``run_fresh``: it runs one call and ends."""
+"""Run one call as a rank of ``run_fresh``, and end."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def main(parent: Connection) -> int:
 
 
 def _end_with(parent: Connection) -> None:
-    """The parent says nothing more: its end closes when it dies."""
+    """End this process when the parent dies: the parent's end of the pipe closes then."""
     try:
         parent.recv_bytes()
     except (EOFError, OSError):

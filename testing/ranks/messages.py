@@ -27,7 +27,7 @@ class Setting:
 
     @classmethod
     def of_this_process(cls, environment: dict[str, str], *, fresh: bool) -> Setting:
-        """With an environment of its own."""
+        """Return this process's setting, with another environment."""
         return cls(environment, os.getcwd(), tuple(sys.path), fresh)
 
     def apply(self) -> None:

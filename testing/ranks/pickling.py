@@ -21,7 +21,7 @@ SCRIPT = "__mp_main__"
 
 @dataclass(frozen=True)
 class FunctionName:
-    """A function, or a class, at module level: the module, the file that defines it, and its name there."""
+    """Name a function or class at module level: its module, the file that defines it, its name there."""
 
     module: str
     file: str
@@ -50,11 +50,11 @@ class FunctionName:
         )
 
     def load(self) -> Callable[..., Any]:
-        """The function, in this process. Its file is executed once, under the name it had in the parent.
+        """Return the function in this process. Its file is executed once, under its name in the parent.
 
-        Test modules have no importable name (pytest's importlib mode), so the file is loaded by path; under
-        the same name, so that classes it defines can be pickled in both directions. Modules of packages are
-        imported.
+        Test modules have no importable name (pytest's importlib mode), so the file is loaded by path. The
+        name is the same, so that classes of the file can be pickled in both directions. Modules of packages
+        are imported.
         """
         found: Any = _load(self.module, self.file)
         for part in self.name.split("."):
@@ -87,7 +87,7 @@ def _load(name: str, file: str) -> ModuleType:
 
 
 def _load_parents(name: str) -> None:
-    """Each package in a dotted name, or an empty module: pickle imports it before it looks the name up."""
+    """Import each package in a dotted name, or add an empty module: pickle imports it before it looks up."""
     for end in (place for place, letter in enumerate(name) if letter == "."):
         try:
             importlib.import_module(name[:end])
@@ -123,20 +123,22 @@ def _shares(x: torch.Tensor) -> bool:
 
 
 def pack(value: object) -> bytes:
-    """Bytes for another process. A view of a larger tensor, or a result of autograd, arrives as a fresh
-    leaf."""
+    """Return bytes for another process.
+
+    A view of a larger tensor, or a result of autograd, arrives as a fresh leaf.
+    """
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
     return buffer.getvalue()
 
 
 def unpack(data: bytes) -> Any:
-    """The value that ``pack`` was given. Only for bytes from a process that we started."""
+    """Return the value that ``pack`` was given. Use it only for bytes from a process that we started."""
     return pickle.loads(data)
 
 
 def pack_exception(error: BaseException) -> bytes | None:
-    """The exception where it survives the journey, else ``None``: its traceback travels as text anyhow."""
+    """Pack an exception if it can be rebuilt, else return ``None``: its traceback is sent as text anyhow."""
     try:
         data = pack(error)
         unpack(data)

@@ -1,4 +1,4 @@
-"""``run_parallel``: a function on many ranks, by processes that are started once and used for every call."""
+"""Define ``run_parallel``: run a function on many ranks, in processes started once for all calls."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GRACE = 3.0
 
 
 class Pool:
-    """As many workers as the widest call so far; a call of ``world`` ranks uses the first ``world``."""
+    """Hold as many workers as the widest call so far; a call of ``world`` ranks uses the first ``world``."""
 
     def __init__(self) -> None:
         self._workers: dict[int, Process] = {}
@@ -55,7 +55,7 @@ class Pool:
         return results
 
     def _start(self, world: int) -> None:
-        """Workers up to ``world``, ready for a call."""
+        """Start workers up to ``world``, ready for a call."""
         if self._rendezvous is None:
             self._rendezvous = Rendezvous()
         missing = [rank for rank in range(world) if rank not in self._workers]
@@ -74,8 +74,10 @@ class Pool:
 
 
 class _Exchange:
-    """One call's traffic. ``spoiled`` are the workers that have not said ``Ready`` and cannot be used
-    again."""
+    """Exchange one call's messages with the workers.
+
+    ``spoiled`` are the workers that have not said ``Ready`` and cannot be used again.
+    """
 
     def __init__(self, workers: list[Process], timeout: float) -> None:
         self.spoiled = list(workers)
@@ -88,7 +90,7 @@ class _Exchange:
         self._failures: list[RankFailure] = []
 
     def answers(self) -> list[Any]:
-        """The results by rank, or ``RankError``."""
+        """Return the results by rank, or raise ``RankError``."""
         while self._silent and (seconds := self._deadline - time.monotonic()) > 0:
             for pipe in wait([worker.pipe for worker in self._silent.values()], seconds):
                 self._hear(next(rank for rank, worker in self._silent.items() if worker.pipe is pipe))

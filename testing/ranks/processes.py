@@ -1,4 +1,4 @@
-"""The harness's handles on the processes of ranks, and on the templates that they are forks of."""
+"""Control the processes of ranks, and the templates that they are forked from."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ START = 180.0
 
 
 def _printout() -> IO[bytes]:
-    """A file without a name for what a process prints, open for as long as whoever asks holds it."""
+    """Open a file without a name for a process's output; it exists as long as somebody has it open."""
     return tempfile.TemporaryFile()
 
 
 class Process:
-    """One rank's process: the pipe to it, the file that catches what it prints, its life line."""
+    """Hold one rank's process: the pipe to it, the file that catches its output, its life line."""
 
     def __init__(self, template: Template, *, fresh: bool) -> None:
         self.pipe: Connection
@@ -93,7 +93,7 @@ class Process:
         return self._code
 
     def end(self) -> int:
-        """Its exit code, once it has ended by itself."""
+        """Wait until the process has ended by itself, and return its exit code."""
         code = self.wait()
         assert code is not None
         return code
@@ -120,7 +120,7 @@ class Process:
 
 
 class Template:
-    """A process that forks ranks; see ``template.py``."""
+    """Hold a process that forks ranks; see ``fork_server.py``."""
 
     def __init__(self) -> None:
         self._requests, theirs = socket.socketpair()
@@ -150,7 +150,7 @@ class Template:
         return os.pread(fd, os.fstat(fd).st_size, 0).decode(errors="replace")
 
     def end(self) -> None:
-        """Ranks that still run are not its own to end."""
+        """End the template; ranks that still run go on."""
         self._process.kill()
         self._process.wait()
         self._requests.close()
@@ -158,9 +158,9 @@ class Template:
 
 
 class Templates:
-    """Two of them, for even and odd ranks: neighbours hash strings differently, as launched ranks do.
+    """Hold two templates, for even and odd ranks: neighbours hash strings differently, like launched ranks.
 
-    A loop over a set that leads to a collective would pass in forks of one process, and hang in earnest.
+    A loop over a set that leads to a collective would pass in forks of one process, and hang in real runs.
     """
 
     def __init__(self) -> None:
@@ -168,7 +168,7 @@ class Templates:
         self._owner = os.getpid()
 
     def start(self, ranks: Sequence[int], *, fresh: bool) -> dict[int, Process]:
-        """Processes for these ranks, all ready."""
+        """Start processes for these ranks and wait until all are ready."""
         while len(self._templates) < min(2, max(ranks, default=-1) + 1):
             self._templates.append(Template())
         started = {rank: Process(self._templates[rank % 2], fresh=fresh) for rank in ranks}
@@ -189,7 +189,7 @@ class Templates:
 
 
 class Rendezvous:
-    """A store for the ranks to meet in: in the harness, on 127.0.0.1 only, outliving every rank."""
+    """Hold a store where ranks meet: in the harness, on 127.0.0.1 only, living longer than every rank."""
 
     def __init__(self) -> None:
         listener = socket.socket()

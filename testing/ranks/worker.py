@@ -1,4 +1,4 @@
-"""A rank of the pool: it runs calls until the parent is gone."""
+"""Run calls as a rank of the pool, until the parent is gone."""
 
 from __future__ import annotations
 
