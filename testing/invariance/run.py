@@ -180,7 +180,7 @@ def _witnessed(model: nn.Module, state: ParallelState) -> Witnessed:
 
 
 def _fill(model: nn.Module, seed: int, state: ParallelState) -> None:
-    """As ``initialize``, and noise on what begins alike everywhere: at such values most mistakes hide."""
+    """Initialise weights, with noise on those that begin with equal values, where mistakes do not show."""
     stated = declarations(model)
     modules = dict(model.named_modules())
 

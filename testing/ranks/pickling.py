@@ -29,7 +29,7 @@ class FunctionName:
 
     @classmethod
     def of(cls, fn: Callable[..., Any]) -> FunctionName:
-        """``ValueError`` for what another process cannot find by name: closures, lambdas, bound methods."""
+        """Name a function; ``ValueError`` for closures, lambdas, bound methods: other processes lack them."""
         advice = "Define it with `def` at the top of a module and pass what it needs as arguments"
         if not isinstance(fn, FunctionType | type):
             raise ValueError(f"{fn!r} is not a plain function or class. {advice}")
