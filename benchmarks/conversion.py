@@ -34,7 +34,7 @@ AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.bfloat16).save_pre
 
 
 def llama(hidden: int, layers: int, vocab: int = 32000) -> dict[str, Any]:
-    """Llama's proportions: heads of 64, four query heads to a key/value head."""
+    """Return a config of Llama's proportions: heads of 64, four query heads to a key/value head."""
     return {
         "model_type": "llama",
         "vocab_size": vocab,
@@ -123,7 +123,7 @@ def whole_models(folder: Path, rounds: int) -> list[Row]:
 
 
 def recut(sources: list[Path], catalog: dict[str, Whole], targets: list[Path], wanted: list[Box]) -> float:
-    """Seconds to write, of every tensor of the catalog, one of the wanted boxes to each target."""
+    """Measure the seconds to write one wanted box of every tensor of the catalog to each target."""
     for path in targets:
         path.unlink(missing_ok=True)
 
@@ -147,7 +147,7 @@ def recut(sources: list[Path], catalog: dict[str, Whole], targets: list[Path], w
 
 
 def kinds_of_cut(folder: Path, rounds: int) -> list[Row]:
-    """One file of square matrices cut into four files along a dim, and merged again."""
+    """Measure one file of square matrices, cut into four files along a dim, and merged again."""
     shape = (MATRIX, MATRIX)
     names = [f"w{number}" for number in range(MATRICES)]
     file = folder / "whole.safetensors"

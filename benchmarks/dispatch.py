@@ -31,7 +31,7 @@ WIDTH, CALLS, ROUNDS = 16, 50, 60
 
 
 class Two(nn.Module):
-    """Two linears with an activation between."""
+    """Compute two linears with an activation between."""
 
     def __init__(self, up: nn.Module, down: nn.Module) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ def measured(rounds: int) -> list[Row]:
 def added(
     name: str, ours: nn.Module, theirs: nn.Module, x: Tensor, rounds: int, *, goal: float | None = None
 ) -> Row:
-    """Microseconds a call, forward and backward, that ``ours`` takes beyond ``theirs``."""
+    """Measure the microseconds a call, forward and backward, that ``ours`` takes more than ``theirs``."""
     differences, whole = [], []
     for number in range(rounds * ROUNDS // 5):
         pair = (ours, theirs) if number % 2 else (theirs, ours)

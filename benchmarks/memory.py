@@ -51,7 +51,7 @@ def main(folder: Path, rounds: int) -> list[Row]:
 
 
 def loss(rounds: int) -> list[Row]:
-    """2,048 tokens, 512 wide, a vocabulary of 128,256, fp32, forward and backward."""
+    """Measure forward and backward of the loss: 2,048 tokens, 512 wide, a vocabulary of 128,256, fp32."""
     vocab, tokens, dim = 128256, 2048, 512
     torch.manual_seed(0)
     hidden = torch.randn(1, tokens, dim, requires_grad=True)
@@ -100,7 +100,7 @@ def loss(rounds: int) -> list[Row]:
 
 
 def checkpointing(rounds: int) -> list[Row]:
-    """The step's forward and backward of a model of 26 M parameters, 2 samples of 512 tokens, fp32."""
+    """Measure a step's forward and backward: a model of 26 M parameters, 2 samples of 512 tokens, fp32."""
     family = family_of(MODEL)
     tokens = torch.randint(4096, (2, 512))
     models, alive = {}, {}
@@ -135,7 +135,7 @@ def checkpointing(rounds: int) -> list[Row]:
 
 
 def planning() -> list[Row]:
-    """A dry run of 405B on 16,384 ranks, all stages, and on 256."""
+    """Measure a dry run of 405B on 16,384 ranks, all stages, and on 256."""
     recipe = Path(__file__).parents[1] / "recipes" / "llama-3.1-405b-16384gpus.toml"
     rows = []
     for data in (2, 128):

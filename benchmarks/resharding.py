@@ -117,7 +117,7 @@ def _read_so_far() -> int:
 
 
 def against_dcp(folder: Path, src: Path, rounds: int) -> Row:
-    """DCP has no reshard of files: its way is to load all into memory and save again."""
+    """Compare with DCP, which cannot reshard files: it loads everything into memory and saves it again."""
     source = read_source(src)
     links = source.links()
     state = {name: source.read(name, Box.whole(whole.shape), links) for name, whole in source.catalog.items()}

@@ -1,4 +1,4 @@
-"""``python -m trilith.cli``: the command line where no console script is at hand, as in a launched rank."""
+"""Run the command line as ``python -m trilith.cli`` if there is no console script, as in a launched rank."""
 
 from . import main
 

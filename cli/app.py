@@ -1,4 +1,4 @@
-"""The command line ``trilith``: its commands, and what a failure looks like to a user."""
+"""Build the command line ``trilith`` from its commands, and show failures to the user."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ UNEXPECTED, USAGE, PREEMPTED, INTERRUPTED = 1, 2, 75, 130
 
 
 def make_app(commands: Sequence[Callable[..., Any]] = COMMANDS) -> typer.Typer:
-    """The typer application of these commands; a function's name is its command's."""
+    """Return the typer application of these commands; a command has the name of its function."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.callback(help=unwrapped(_options.__doc__ or ""))(_options)
     for command in commands:
@@ -138,7 +138,7 @@ def run(arguments: Sequence[str], commands: Sequence[Callable[..., Any]] = COMMA
 
 
 def explain(error: Exception) -> tuple[int, str]:
-    """The exit code of an error, and its message in one line."""
+    """Return the exit code of an error, and its message in one line."""
     if (
         format_message := getattr(error, "format_message", None)
     ) is not None:  # typer's and click's usage errors

@@ -1,4 +1,4 @@
-"""Progress bars in bytes: done, rate, time left. On stderr, and only where somebody can watch them."""
+"""Show progress bars in bytes (done, rate, time left) on stderr, if it is a terminal."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def byte_progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """While it lasts, call what it gives with the bytes done since the last call, from any thread."""
+    """Yield a function to call, from any thread, with the bytes done since the last call."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
     from rich.progress import TransferSpeedColumn as Speed
 
@@ -29,7 +29,7 @@ def byte_progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
 
 @contextmanager
 def token_progress(total: int, *, quiet: bool) -> Iterator[Callable[[int, int], None]]:
-    """While it lasts, call what it gives with the bytes read and the tokens written in all."""
+    """Yield a function to call with the bytes read and the tokens written so far."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
     from rich.progress import TransferSpeedColumn as Speed
 

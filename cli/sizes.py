@@ -1,4 +1,4 @@
-"""Numbers as people write them: amounts of bytes, and blocks of stages."""
+"""Parse and print numbers as people write them: amounts of bytes, and blocks of stages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LARGEST = 2**60
 
 
 def parse_size(text: str, option: str) -> int:
-    """Bytes of ``800MB``, ``1.5GiB`` or ``1000000``; ``BadInput`` naming ``option`` for anything else."""
+    """Parse ``800MB``, ``1.5GiB`` or ``1000000`` to bytes; otherwise ``BadInput`` names ``option``."""
     from ..parallel_state import BadInput
 
     match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]*)", text.strip())
@@ -29,7 +29,7 @@ def parse_size(text: str, option: str) -> int:
 
 
 def parse_counts(split: str | None, where: str) -> list[int] | None:
-    """The whole numbers of ``3,2``; ``BadInput`` for anything else."""
+    """Parse whole numbers such as ``3,2``; ``BadInput`` for anything else."""
     from ..parallel_state import BadInput
 
     if split is None:

@@ -1,4 +1,4 @@
-"""The model of ``plain_model.py`` made tensor-, sequence- and pipeline-parallel, proven, trained and saved.
+"""Make the model of ``plain_model.py`` tensor-, sequence- and pipeline-parallel; prove, train and save it.
 
     python examples/custom_model.py prove
     python examples/custom_model.py dry-run --tensor 2 --data 4 --zero 3
@@ -46,7 +46,7 @@ VOCAB, FEATURES = 61, 6
 
 
 class Recurrence(nn.Module):
-    """``h_t = a_t h_{t-1} + (1 - a_t) v_t``, each channel for itself: a rank takes some of them."""
+    """Compute ``h_t = a_t h_{t-1} + (1 - a_t) v_t`` for each channel by itself: a rank has some of them."""
 
     def __init__(self, dim: int, inner: int, *, state: ParallelState | None = None) -> None:
         super().__init__()
@@ -65,8 +65,9 @@ class Recurrence(nn.Module):
         return out
 
     def cost(self, tokens: Tokens) -> Cost:
-        """Both products', and what the loop keeps of each channel: three gates, what is left of the second,
-        the value, the states and the row of them.
+        """Return the cost of both products, and of seven numbers a channel that the loop keeps.
+
+        They are three gates, the remainder of the second gate, the value, the states and their stack.
         """
         channels = self.enter.parts[0].here
         return sum_costs(self.children(), tokens) + Cost(kept=tokens.bytes(7 * channels))
@@ -88,7 +89,10 @@ class CrossAttention(nn.Module):
         return out
 
     def cost(self, tokens: Tokens) -> Cost:
-        """The products', and queries, keys, values and a logsumexp a head, of as many frames as tokens."""
+        """Return the products' cost, and that of queries, keys, values and a logsumexp a head.
+
+        It assumes as many frames as tokens.
+        """
         width = self.q.parts[0].here
         sums = tokens.count * width // self.head_dim * tokens.inner
         scores = 4.0 * self.q.in_features * tokens.count * tokens.length
@@ -118,12 +122,12 @@ class Block(nn.Module):
         return x
 
     def cost(self, tokens: Tokens) -> Cost:
-        """The children's, and the input of the activation."""
+        """Return the children's cost, and that of the activation's input."""
         return sum_costs(self.children(), tokens) + Cost(kept=tokens.bytes(self.up.parts[0].here))
 
 
 class Transcriber(nn.Module):
-    """The model, or this pipeline rank's stage of it: encoder blocks, then decoder blocks, in one row."""
+    """Chain encoder blocks and then decoder blocks, or hold this pipeline rank's stage of them."""
 
     def __init__(
         self,
@@ -167,9 +171,10 @@ class Transcriber(nn.Module):
         tokens: Tensor,
         stage: Stage | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """``memory`` and ``x`` come from the stage before. The logits, or what the next stage is given.
+        """Return the logits, or the inputs of the next stage.
 
-        ``stage``: which one of ``self.stage.parts``, where a rank holds several.
+        ``memory`` and ``x`` come from the previous stage. ``stage``: one of ``self.stage.parts``, if a rank
+        holds several.
         """
         stage, first = stage or self.stage, self.encoder_blocks
         if stage.first:
@@ -196,12 +201,12 @@ class Transcriber(nn.Module):
 def loss(
     logits: Tensor, samples: Mapping[str, Tensor], *, state: ParallelState | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The sum over the tokens, and how many they are: the step divides by those of all ranks."""
+    """Return the sum over the tokens, and their number: the step divides by the number of all ranks."""
     labels = samples["labels"]
     return vocab_parallel_cross_entropy(logits, labels, VOCAB, state=state).sum(), valid_tokens(labels)
 
 
-#: Ours -> the plain model's, so that an export is what ``plain_model.Transcriber`` loads.
+#: From our names to the plain model's, so that ``plain_model.Transcriber`` can load an export.
 NAMES = [
     Rename(f"{side}.{{i}}.mix.enter.{one}.{kind}", f"{side}.{{i}}.mix.{one}.{kind}")
     for side in ("encoder", "decoder") for one in ("value", "forget", "gate") for kind in ("weight", "bias")
@@ -222,7 +227,7 @@ CONFIG = {"model_type": "transcriber", "architectures": ["Transcriber"]}
 
 
 def batch(step: int, samples: int = 8, frames: int = 8, length: int = 8) -> dict[str, Tensor]:
-    """Tokens that go up by a stride; which, the frames say amid noise."""
+    """Draw tokens that go up by a stride, and frames that tell the stride amid noise."""
     generator = torch.Generator().manual_seed(step)
     stride = torch.randint(1, FEATURES + 1, (samples, 1), generator=generator)
     start = torch.randint(VOCAB, (samples, 1), generator=generator)
@@ -234,7 +239,7 @@ def batch(step: int, samples: int = 8, frames: int = 8, length: int = 8) -> dict
 
 
 def train(layout: Layout, out: Path | None, steps: int, *, seed: int = 0) -> list[float]:
-    """The losses of the steps from the newest checkpoint in ``out`` on, in any layout."""
+    """Train from the newest checkpoint in ``out`` on, in any layout; return the losses of the steps."""
     state = ParallelState.start(layout)
     model = shard_over_data(Transcriber(state=state), state, Precision())
     initialize(model, seed, state=state)
@@ -254,7 +259,7 @@ def train(layout: Layout, out: Path | None, steps: int, *, seed: int = 0) -> lis
 
 
 def dry_run(layout: Layout, rank: int = 0) -> MemoryPlan:
-    """The bytes that a rank will need, of a model that takes no memory and starts nothing."""
+    """Plan the bytes that a rank will need, with a model that takes no memory and without starting ranks."""
     state = ParallelState.stand_in(layout, rank)
     with torch.device("meta"):
         model = Transcriber(state=state)

@@ -1,4 +1,4 @@
-"""A model of nobody's zoo, in plain torch: an encoder of gated recurrences, and a decoder that attends to it.
+"""Define a model outside the zoo in plain torch: gated recurrences encode, a decoder attends to them.
 
 It reads frames (B, S, features) and predicts the next of the tokens (B, T). ``custom_model.py`` is the same
 model made parallel; ``diff`` the two.
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 
 class Recurrence(nn.Module):
-    """``h_t = a_t h_{t-1} + (1 - a_t) v_t``, each channel for itself; gated on the way out."""
+    """Compute ``h_t = a_t h_{t-1} + (1 - a_t) v_t`` for each channel by itself, and gate the output."""
 
     def __init__(self, dim: int, inner: int) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Recurrence(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """Each token looks at the whole memory."""
+    """Let each token attend to the whole memory."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Block(nn.Module):
 
 
 class Transcriber(nn.Module):
-    """From frames (B, S, features) and tokens (B, T) to logits (B, T, vocab)."""
+    """Map frames (B, S, features) and tokens (B, T) to logits (B, T, vocab)."""
 
     def __init__(
         self,

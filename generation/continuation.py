@@ -1,4 +1,4 @@
-"""One row's new text: without what ended it, and in pieces that never have to be taken back."""
+"""Build one row's new text: without its stop text, and in pieces that never have to be taken back."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ from collections.abc import Collection, Sequence
 
 from ..data.text.tokenizer import Tokenizer
 
-#: What decoding gives for bytes that are no whole character yet.
+#: Decoding gives this for bytes that are not yet a whole character.
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 
 class Continuation:
-    """``ids`` are the prompt's; ``stop`` ends a row by id, ``texts`` by what it says. Neither is shown."""
+    """Collect a row's new tokens and text. ``ids`` are the prompt's.
+
+    A row ends at an id in ``stop`` or when its text has one of ``texts``; neither is shown.
+    """
 
     def __init__(
         self, tokenizer: Tokenizer, ids: Sequence[int], stop: Collection[int], texts: Sequence[str]
@@ -23,12 +26,12 @@ class Continuation:
         self.tokens: list[int] = []
 
     def holds_stop(self, tokens: Sequence[int]) -> bool:
-        """Tell whether a stop text is in what these ids say."""
+        """Tell whether the text of these ids contains a stop text."""
         text = self._tokenizer.decode([*tokens])
         return any(stop in text for stop in self._texts)
 
     def grow(self, token: int) -> str:
-        """Take one more token; what may be shown of the text and has not been."""
+        """Add one token; return the text that may be shown now and was not shown before."""
         self.tokens.append(token)
         text = self.text
         if text.endswith(_UNFINISHED) or token in self._stop:
@@ -39,23 +42,23 @@ class Continuation:
         return piece
 
     def close(self, tokens: Sequence[int]) -> None:
-        """These are all its tokens."""
+        """Set all tokens of the row."""
         self.tokens = [*tokens]
 
     def rest(self) -> str:
-        """Return what has not been shown, once there will be no more."""
+        """Return the text that was not shown yet, once no more tokens will come."""
         piece, self._said = self.text[self._said :], len(self.text)
         return piece
 
     @property
     def finish(self) -> str:
-        """Why it ended: ``stop`` or ``length``."""
+        """Return why the row ended: ``stop`` or ``length``."""
         ended = self.tokens and (self.tokens[-1] in self._stop or self.holds_stop(self.tokens))
         return "stop" if ended else "length"
 
     @property
     def text(self) -> str:
-        """The new text, up to a stop text."""
+        """Return the new text, up to a stop text."""
         tokens = self.tokens[:-1] if self.tokens and self.tokens[-1] in self._stop else self.tokens
         text = self._tokenizer.decode(self._ids + tokens)[self._before :]
         return text[: min((text.find(stop) for stop in self._texts if stop in text), default=len(text))]

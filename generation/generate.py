@@ -53,7 +53,7 @@ def generate(
     room = longest + max_new_tokens - 1
 
     def new_caches() -> dict[int, KeyValueCache | None]:
-        """One for each stage of this rank: a forward through one is told of the tokens once."""
+        """Return a cache for each stage of this rank: a forward through a stage advances only its own."""
         return {
             stage.number: KeyValueCache(len(prompts), room) if cached else None for stage in model.stage.parts
         }
@@ -94,10 +94,10 @@ def generate(
 
 
 def left_padded(prompts: Sequence[Tokens], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Tokens and positions (B, longest); the prompts end together.
+    """Return tokens and positions (B, longest) of prompts that end together.
 
-    Padding stands before a prompt, each token of it at position 0 and so a document of its own: no token of
-    the prompt sees it.
+    Padding stands before a prompt. Each padding token has position 0, and so is a document of its own: no
+    token of the prompt sees it.
     """
     longest = max(map(len, prompts))
     tokens = torch.tensor([[0] * (longest - len(prompt)) + [*prompt] for prompt in prompts], device=device)
@@ -108,7 +108,7 @@ def left_padded(prompts: Sequence[Tokens], device: torch.device) -> tuple[Tensor
 def _next_logits(
     model: CausalLM, tokens_BS: Tensor, positions_BS: Tensor, caches: Mapping[int, KeyValueCache | None]
 ) -> Tensor | None:
-    """The last token's logits (B, V), where the last stage is; each stage hands its hidden states on."""
+    """Return the last token's logits (B, V) on the last stage; stages send hidden states to the next."""
 
     def run(stage: Stage, x: Tensor) -> Tensor:
         y: Tensor = model(x, positions=positions_BS, cache=caches[stage.number], stage=stage)
@@ -122,7 +122,7 @@ def _next_logits(
 
 @contextmanager
 def _generating(model: CausalLM) -> Iterator[None]:
-    """The model as it is asked for logits and not trained; afterwards as it was."""
+    """Set the model to return logits in evaluation mode, and restore it after the ``with`` block."""
     training, in_loss = model.training, model.head_in_loss
     model.eval()
     model.head_in_loss = False

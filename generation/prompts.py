@@ -18,8 +18,10 @@ Prompt = str | list[Message]
 
 
 def read_prompts(given: Sequence[str], file: Path | None) -> list[Prompt]:
-    """The prompts of the command line, then those of ``file``: of a ``.jsonl`` each line's ``prompt`` or
-    ``messages``, of any other each line that is not blank. ``BadInput`` names file and line.
+    """Return the prompts of the command line, then those of ``file``.
+
+    A ``.jsonl`` file has a ``prompt`` or ``messages`` in each line; any other file has a prompt in each line
+    that is not blank. ``BadInput`` names file and line.
     """
     prompts: list[Prompt] = [*given]
     if file is not None:
@@ -35,8 +37,10 @@ def read_prompts(given: Sequence[str], file: Path | None) -> list[Prompt]:
 def prompt_ids(
     prompt: Prompt, tokenizer: Tokenizer, *, chat: bool, system: str | None, where: object
 ) -> list[int]:
-    """The ids to continue: ``chat`` makes text a user's message, after ``system`` if there is one, and the
-    tokenizer's chat template writes it down, up to where the answer begins. A conversation always is chat.
+    """Return the ids to continue.
+
+    ``chat`` makes a text a user's message, after ``system`` if there is one. The tokenizer's chat template
+    then writes it, up to where the answer begins. A conversation is always a chat.
     """
     if isinstance(prompt, str) and not chat:
         ids = tokenizer.prompt(prompt)

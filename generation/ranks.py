@@ -1,4 +1,4 @@
-"""The ranks of ``trilith generate``: started here, or by torchrun; the first one writes."""
+"""Run ``trilith generate`` on its ranks, started here or by torchrun; the first rank writes."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _is_ours(seen: bytes) -> bool:
 def _text_of_one(
     request: Request, prepared: Prepared, write: Callable[[str], None]
 ) -> Callable[[str], None] | None:
-    """For a single prompt: it stands before its continuation, but a chat shows the answer alone."""
+    """Return the writer of a single prompt's text; the prompt itself is written first, except in a chat."""
     if len(prepared.ids) != 1:
         return None
     (prompt,) = request.prompts

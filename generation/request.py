@@ -1,4 +1,4 @@
-"""A run of ``trilith generate``: prompts to ids, a model in its layout, and text as it comes."""
+"""Carry out ``trilith generate``: prompts to ids, a model in its layout, and text as it comes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Prepared:
-    """The prompts as ids and the ids that end a row, found out before any rank starts."""
+    """Hold the prompts as ids and the ids that end a row, prepared before any rank starts."""
 
     source: Source
     adapter: Source | None

@@ -40,10 +40,10 @@ def choose(
     uniform: Tensor | None = None,
     banned: Collection[int] = (),
 ) -> Tensor:
-    """One token id a row, from logits (B, V); never one that is ``banned``.
+    """Choose one token id for each row, from logits (B, V); never one that is ``banned``.
 
-    ``uniform`` (B), numbers from [0, 1), says where each row's draw falls in the cumulated probabilities: the
-    same number gives the same token, on any device and whatever the other rows.
+    ``uniform`` (B), numbers from [0, 1), gives each row's draw in the cumulated probabilities: the same
+    number gives the same token, on any device and whatever the other rows are.
     """
     if banned:
         logits = logits.clone()
