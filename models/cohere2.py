@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
+
+from pydantic import Field
 
 from ..layers import Attention
 from .base.family import Family
 from .cohere import NAMES, Cohere, CohereConfig
-from .layer_types import FULL, SLIDING, LayerTypesConfig
+from .layer_types import LayerTypesConfig
 from .llama import grouped_attention
 
 
-class Cohere2Config(LayerTypesConfig, CohereConfig):
+class Cohere2Config(CohereConfig, LayerTypesConfig):
     """The fields of a Command R7B config.json that the model computes with."""
 
     PATTERN: ClassVar[int] = 4
@@ -26,22 +28,7 @@ class Cohere2Config(LayerTypesConfig, CohereConfig):
         "order_of_interleaved_layers": ("local_attn_first",),
     }
 
-    @classmethod
-    def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-        fields = super().read(raw, where)
-        every, blocks = raw.get("sliding_window_pattern"), fields.get("num_hidden_layers")
-        if (
-            raw.get("layer_types") is None
-            and isinstance(every, int)
-            and isinstance(blocks, int)
-            and every > 0
-        ):
-            fields["layer_types"] = tuple(FULL if (i + 1) % every == 0 else SLIDING for i in range(blocks))
-        return fields
-
-    @classmethod
-    def read_keys(cls) -> set[str]:
-        return {*super().read_keys(), "sliding_window_pattern"}
+    rope_theta: float = Field(default=10000.0, gt=0)
 
 
 class Cohere2(Cohere):

@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 from pydantic import Field
 from torch import Tensor, nn
 
-from ..layers import Attention, GatedMLP, RMSNorm
+from ..layers import Attention, RMSNorm
 from .base.blocks import Block, SandwichBlock
 from .base.family import Family
 from .base.names import in_blocks
 from .layer_types import LayerTypesConfig
-from .llama import ATTENTION, EMBEDDING, ENDS, GATED_MLP, Llama, LlamaConfig
+from .llama import ATTENTION, EMBEDDING, ENDS, GATED_MLP, Llama, LlamaConfig, grouped_attention
 
 NAMES = (
     *EMBEDDING,
@@ -66,25 +66,19 @@ class Gemma2(Llama):
     config: Gemma2Config
 
     def block(self, number: int) -> Block:
+        return SandwichBlock(self.attention(number), self.feed_forward(number), norm=self.make_norm)
+
+    def attention(self, number: int) -> Attention:
         cfg = self.config
-        attention = Attention(
-            cfg.hidden_size,
-            heads=cfg.num_attention_heads,
-            kv_heads=cfg.num_key_value_heads,
-            head_dim=cfg.head_dim,
+        return grouped_attention(
+            cfg,
+            self.state,
             qkv_bias=cfg.attention_bias,
             out_bias=cfg.attention_bias,
             window=cfg.window(number),
             scale=cfg.query_pre_attn_scalar**-0.5,
             soft_cap=cfg.attn_logit_softcapping,
-            dropout=cfg.attention_dropout,
-            initial=self.initial,
-            state=self.state,
         )
-        mlp = GatedMLP(
-            cfg.hidden_size, cfg.intermediate_size, act=cfg.hidden_act, initial=self.initial, state=self.state
-        )
-        return SandwichBlock(attention, mlp, norm=self.make_norm)
 
     def make_norm(self) -> nn.Module:
         return RMSNorm(self.config.hidden_size, self.config.rms_norm_eps, offset=1.0, state=self.state)

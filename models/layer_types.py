@@ -29,7 +29,14 @@ class LayerTypesConfig(LlamaConfig):
             fields["sliding_window"] = raw["sliding_window"]
         if isinstance(fields.get("layer_types"), list):
             fields["layer_types"] = tuple(fields["layer_types"])
+        every, blocks = raw.get("sliding_window_pattern"), fields.get("num_hidden_layers")
+        if "layer_types" not in fields and isinstance(every, int) and isinstance(blocks, int) and every > 0:
+            fields["layer_types"] = tuple(FULL if (i + 1) % every == 0 else SLIDING for i in range(blocks))
         return fields
+
+    @classmethod
+    def read_keys(cls) -> set[str]:
+        return {*super().read_keys(), "sliding_window_pattern"}
 
     def check_stated(self, raw: Mapping[str, Any], where: str) -> None:
         kinds, count = self.layer_types, self.num_hidden_layers
@@ -37,13 +44,15 @@ class LayerTypesConfig(LlamaConfig):
             expected = f"{SLIDING} or {FULL} for each of {count} blocks"
             raise BadInput(where, "layer_types", expected=expected, found=repr(list(kinds))[:80])
 
-    def slides(self, number: int) -> bool:
-        """Return whether block ``number`` is one with a window."""
-        return self.layer_types[number] == SLIDING if self.layer_types else (number + 1) % self.PATTERN != 0
+    def kind(self, number: int) -> str:
+        """Return transformers' name for the attention of block ``number``."""
+        if self.layer_types:
+            return self.layer_types[number]
+        return SLIDING if (number + 1) % self.PATTERN else FULL
 
     def window(self, number: int) -> int | None:
         """Return how many tokens a token of block ``number`` sees; ``None``: all before it."""
-        return self.sliding_window if self.slides(number) else None
+        return self.sliding_window if self.kind(number) == SLIDING else None
 
     def to_hf(self) -> dict[str, Any]:
         return {**super().to_hf(), "layer_types": [*self.layer_types] or None}

@@ -11,6 +11,7 @@ from .cohere import COHERE
 from .cohere2 import COHERE2
 from .gemma import GEMMA
 from .gemma2 import GEMMA2
+from .gemma3 import GEMMA3
 from .glm_moe import GLM4_MOE
 from .gpt2 import GPT2_FAMILY
 from .gpt_neox import GPT_NEOX
@@ -30,6 +31,7 @@ _EVERY = (
     *(LLAMA, GPT2_FAMILY, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, GLM4_MOE),
     *(GEMMA, GEMMA2, GRANITE, OLMO2, PHI3, STARCODER2, STABLELM, COHERE, COHERE2, QWEN2_MOE),
     GPT_NEOX,
+    GEMMA3,
 )
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _EVERY}
 

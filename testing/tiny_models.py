@@ -48,6 +48,11 @@ LONGROPE = {
     "long_factor": [1.08, 1.6, 4.8],
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+#: Rotations by type of block, as transformers 5 writes them.
+ROPES = {
+    "full_attention": YARN | {"rope_theta": 5e3, "truncate": False},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "llama-tied": {**LLAMA, "tie_word_embeddings": True},
@@ -108,6 +113,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "attn_logit_softcapping": 0.5,
         "final_logit_softcapping": 1.5,
         "tie_word_embeddings": True,
+    },
+    # Blocks with a window and without one are rotated differently.
+    "gemma3_text": {
+        **{**PLAIN, "model_type": "gemma3_text", "num_hidden_layers": 4, "sliding_window": 5},
+        **{"sliding_window_pattern": 2, "rope_theta": 5e3, "rope_local_base_freq": 300.0},
+        **{"rope_scaling": {"rope_type": "linear", "factor": 4.0}, "query_pre_attn_scalar": 12},
+        **{"final_logit_softcapping": 1.5, "tie_word_embeddings": True},
     },
     "qwen2_moe": {
         **{**PLAIN, "model_type": "qwen2_moe", "num_hidden_layers": 3, "head_dim": 12, "num_experts": 8},
@@ -309,8 +321,36 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma2",
         {"attn_logit_softcapping": None, "final_logit_softcapping": None, "tie_word_embeddings": False},
     ),
+    "gemma3-layers": (
+        "gemma3_text",
+        {
+            **{"layer_types": ["full_attention"] + ["sliding_attention"] * 2 + ["full_attention"]},
+            **{"rope_parameters": ROPES, "rope_theta": 5e3, "rope_scaling": None},
+            **{"rope_local_base_freq": 300.0, "final_logit_softcapping": None},
+            **{"attention_bias": True, "tie_word_embeddings": False, "hidden_activation": "gelu"},
+        },
+    ),
     "gemma2-layers": (
         "gemma2",
         {"layer_types": ["full_attention"] * 2 + ["sliding_attention"] * 2, "attention_bias": True},
     ),
+}
+#: Published configs whole, with smaller numbers and in fp32; compared with transformers alone.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "gemma-3-1b": {
+        **{"architectures": ["Gemma3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0},
+        **{"attn_logit_softcapping": None, "bos_token_id": 2, "cache_implementation": "hybrid"},
+        **{"eos_token_id": [1, 106], "rope_scaling": {"factor": 1.0, "type": "linear"}},
+        **{"final_logit_softcapping": None, "head_dim": 16, "hidden_activation": "gelu_pytorch_tanh"},
+        **{"hidden_size": 36, "initializer_range": 0.02, "intermediate_size": 72},
+        **{"max_position_embeddings": 128, "model_type": "gemma3_text", "num_attention_heads": 4},
+        **{"num_hidden_layers": 7, "num_key_value_heads": 1, "pad_token_id": 0},
+        **{"query_pre_attn_scalar": 16, "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000},
+        # Transformers 5 knows the second name of the window alone.
+        **{"rope_theta": 1000000, "sliding_window_attention_size": 9, "sliding_window": 9},
+        "sliding_window_pattern": 6,
+        "global_local_attention_pattern": [*["SLIDING_LOCAL"] * 5, "GLOBAL"],
+        **{"torch_dtype": "float32", "transformers_version": "4.50.0.dev0", "use_cache": True},
+        **{"vocab_size": 503, "use_res_clamp": False},
+    },
 }

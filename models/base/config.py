@@ -24,7 +24,7 @@ def without(table: Mapping[str, Any], *keys: str) -> dict[str, Any]:
 #: Keys of a config.json that do not change the forward pass of a causal language model.
 INERT = names("""
     _attn_implementation _attn_implementation_autoset _name_or_path _commit_hash architectures
-    auto_map bad_words_ids begin_suppress_tokens bos_token_id
+    _sliding_window_pattern auto_map bad_words_ids begin_suppress_tokens bos_token_id cache_implementation
     chunk_size_feed_forward classifier_dropout decoder_start_token_id diversity_penalty do_sample
     dtype early_stopping encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty
     finetuning_task forced_bos_token_id forced_eos_token_id gradient_checkpointing id2label

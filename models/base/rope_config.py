@@ -116,6 +116,8 @@ def read_scaling(
 ) -> RopeScaling | None:
     """Read one object of rotary settings; ``raw`` is the config around it, ``key`` its name there."""
     kind = found.get("rope_type", found.get("type"))
+    if kind == "default" and found.get("type") == "linear" and found.get("factor") == 1:
+        return None  # what transformers 5 makes of Gemma 3's first configs
     if "type" in found and found["type"] != kind:
         raise BadInput(
             where, f"{key}.type", expected=f"{kind!r}, as rope_type says", found=repr(found["type"])

@@ -19,7 +19,7 @@ from trilith.layers import RMSNorm, routers
 from trilith.models import FAMILIES, LLAMA, ModelConfig, family_of
 from trilith.parallel_state import BadInput
 from trilith.testing.families import TOKENS
-from trilith.testing.tiny_models import LLAMA3, MODELS
+from trilith.testing.tiny_models import LLAMA3, MODELS, PUBLISHED
 
 LLAMA_CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -112,6 +112,7 @@ GEMMA2_CONFIG = LLAMA_CONFIG | {
     "hidden_activation": "gelu_pytorch_tanh",
     "tie_word_embeddings": True,
 }
+GEMMA3_CONFIG = {key: value for key, value in PUBLISHED["gemma-3-1b"].items() if key != "sliding_window"}
 GLM4_MOE_CONFIG = {
     **LLAMA_CONFIG,
     "model_type": "glm4_moe",
@@ -182,6 +183,22 @@ REFUSED = [
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}},
     ),
     of(GLM4_MOE_CONFIG, "glm-quantised", "quantization_config", {"quantization_config": {"bits": 8}}),
+    of(GEMMA3_CONFIG, "gemma3-cap", "attn_logit_softcapping", {"attn_logit_softcapping": 50.0}),
+    of(GEMMA3_CONFIG, "gemma3-windows", "sliding_window_attention_size", {"sliding_window": 8}),
+    of(GEMMA3_CONFIG, "gemma3-pattern", "global_local_attention_pattern", {"sliding_window_pattern": 3}),
+    of(GEMMA3_CONFIG, "gemma3-one-rope", "rope_parameters", {"rope_parameters": LINEAR}),
+    of(
+        GEMMA3_CONFIG,
+        "gemma3-window-rope",
+        "rope_parameters.sliding_attention.rope_type",
+        {"rope_parameters": {"sliding_attention": LINEAR}},
+    ),
+    of(
+        GEMMA3_CONFIG,
+        "gemma3-two-thetas",
+        "rope_parameters.sliding_attention.rope_theta",
+        {"rope_parameters": {"sliding_attention": {"rope_theta": 2e4}}},
+    ),
     llama("D3", "model_type", {"model_type": ABSENT}),
     llama("D3-null", "model_type", {"model_type": None}),
     llama("D4", "model_type", {"model_type": "mamba"}),
@@ -324,6 +341,16 @@ ACCEPTED = [
     ("gemma2", GEMMA2_CONFIG, {"num_hidden_layers": 4}, {"window": None, "attn_logit_softcapping": 50.0}),
     ("gemma2-window", GEMMA2_CONFIG, {"sliding_window": 64}, {"window": 64, "head_dim": 256}),
     ("gemma2-layers", GEMMA2_CONFIG, {"layer_types": ["full_attention"] * 3}, {"window": None}),
+    ("gemma3", GEMMA3_CONFIG, {}, {"sliding_window": 9, "rope_theta": 1e6, "rope_local_base_freq": 1e4}),
+    (
+        "gemma3-new",
+        GEMMA3_CONFIG,
+        {
+            **dict.fromkeys(("rope_theta", "rope_scaling", "rope_local_base_freq"), ABSENT),
+            "rope_parameters": {"full_attention": {"rope_theta": 2e4}, "sliding_attention": None},
+        },
+        {"rope_theta": 2e4, "rope_local_base_freq": 1e4, "rope_scaling": None},
+    ),
     ("gemma2-no-cap", GEMMA2_CONFIG, {"attn_logit_softcapping": None}, {"attn_logit_softcapping": None}),
     ("qwen3", QWEN3_CONFIG, {"sliding_window": None}, {"head_norms": True, "head_dim": 128}),
     ("qwen3-head", QWEN3_CONFIG, {"head_dim": 16}, {"head_dim": 16, "qkv_bias": False}),

@@ -103,6 +103,7 @@ def test_a_family_is_found_by_its_model_type() -> None:
         "glm4_moe": "glm4_moe",
         "gemma": "gemma",
         "gemma2": "gemma2",
+        "gemma3_text": "gemma3_text",
         "granite": "granite",
         "olmo2": "olmo2",
         "phi3": "phi3",

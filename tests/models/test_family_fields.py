@@ -16,9 +16,10 @@ from trilith.models.base.blocks import ParallelBlock
 from trilith.models.base.config import DENIED, INERT
 from trilith.parallel_state import BadInput
 from trilith.testing.families import config_of, ours_from, transformers_model
-from trilith.testing.tiny_models import MODELS, VARIANTS
+from trilith.testing.tiny_models import MODELS, PUBLISHED, VARIANTS
 
 CASES = {**MODELS, **{name: MODELS[row] | changes for name, (row, changes) in VARIANTS.items()}}
+CASES |= PUBLISHED
 #: Fields that the forward of an evaluation does not compute with: how weights start, dropout, losses of
 #: routers, and the most positions that may be asked for.
 NOT_IN_FORWARD = {
@@ -60,8 +61,23 @@ def test_every_field_of_transformers_config_is_named(family: str) -> None:
     config = FAMILIES[family].config
     used = {config.spelled(name) for name in config.model_fields if name not in config.HARMLESS}
     other = {*theirs.attribute_map, "rope_theta", "rope_scaling", "head_dim", "partial_rotary_factor"}
-    other |= {*config.OWN_NAMES, *NOT_IN_FORWARD}  # of transformers 4 or 5
+    other |= {*config.OWN_NAMES, *NOT_IN_FORWARD, "rope_local_base_freq"}  # of transformers 4 or 5
     assert used - known - other == set()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_field_that_is_absent_means_what_it_does_to_transformers(family: str) -> None:
+    theirs, config = AutoConfig.for_model(family), FAMILIES[family].config
+    rotation = getattr(theirs, "rope_parameters", None) or {}
+    rotation = rotation.get("full_attention", rotation)
+    differing = {}
+    for name, field in config.model_fields.items():
+        found = getattr(theirs, config.spelled(name), rotation.get(name, field.default))
+        if name in config.HARMLESS or field.is_required() or name in ("rope_scaling", "layer_types"):
+            continue  # of the last two absent means what it says in other tests
+        if (tuple(found) if isinstance(found, list) else found) != field.default:
+            differing[name] = found, field.default
+    assert differing == {}
 
 
 def refused(raw: Mapping[str, Any]) -> bool:

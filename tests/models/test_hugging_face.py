@@ -14,10 +14,11 @@ from torch.nn import functional as F
 from trilith.layers import IGNORE, gather_logits, valid_tokens, vocab_parallel_cross_entropy
 from trilith.models import family_of
 from trilith.testing.families import config_of, on_disk, ours_from, transformers_model
-from trilith.testing.tiny_models import MODELS, VARIANTS
+from trilith.testing.tiny_models import MODELS, PUBLISHED, VARIANTS
 
 VOCAB = 503
 CASES = {**MODELS, **{name: MODELS[row] | changes for name, (row, changes) in VARIANTS.items()}}
+CASES |= PUBLISHED
 for name, raw in CASES.items():  # transformers adds the loss of balance only to a loss of its own
     if "output_router_logits" in raw:
         CASES[name] = raw | {"output_router_logits": False}

@@ -42,6 +42,7 @@ GLM = LLAMA | {
     "num_experts_per_tok": 2,
 }
 GEMMA2 = LLAMA | {"model_type": "gemma2", "head_dim": 16, "tie_word_embeddings": True}
+GEMMA3 = GEMMA2 | {"model_type": "gemma3_text", "sliding_window": 8}
 MISTRAL = LLAMA | {"model_type": "mistral", "sliding_window": 8}
 QWEN3 = LLAMA | {"model_type": "qwen3", "head_dim": 16}
 OLMO2 = LLAMA | {"model_type": "olmo2"}
@@ -108,6 +109,8 @@ def saved(config: dict[str, Any], lora: LoraConfig | None) -> tuple[float, float
         pytest.param(GLM, None, id="glm4_moe"),
         pytest.param(GEMMA2, None, id="gemma2"),
         pytest.param(GEMMA2 | NO_CAPS, None, id="gemma2-no-caps"),
+        pytest.param(GEMMA3, None, id="gemma3-window-head-norms"),
+        pytest.param(GEMMA3 | {"sliding_window_pattern": 1}, None, id="gemma3-head-norms"),
         pytest.param(MISTRAL, None, id="mistral-window"),
         pytest.param(QWEN3, None, id="qwen3-head-norms"),
         pytest.param(OLMO2, None, id="olmo2"),

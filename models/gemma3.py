@@ -1,0 +1,95 @@
+"""Gemma 3 (text): Gemma 2 with norms of heads for bounded scores, and a rotation of its own under windows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from pydantic import Field
+from torch import nn
+
+from ..layers import Attention, RMSNorm, RotaryEmbedding
+from ..parallel_state import BadInput
+from .base.config import without
+from .base.family import Family
+from .gemma2 import NAMES, Gemma2, Gemma2Config
+from .layer_ropes import LayerRopesConfig
+from .layer_types import FULL, SLIDING
+from .llama import grouped_attention
+from .qwen import HEAD_NORMS, QK_NORM_NAMES
+
+#: What the first configs called window and types of blocks.
+_WINDOW, _PATTERN = "sliding_window_attention_size", "global_local_attention_pattern"
+
+
+class Gemma3Config(Gemma2Config, LayerRopesConfig):
+    """The fields of a Gemma 3 config.json that the model computes with; the defaults are transformers'."""
+
+    PATTERN: ClassVar[int] = 6
+    LOCAL_THETA: ClassVar[float | None] = 10000.0
+    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        **without(Gemma2Config.HARMLESS, *HEAD_NORMS),
+        **dict.fromkeys(HEAD_NORMS, (True,)),
+        "use_res_clamp": (False,),
+        "attn_logit_softcapping": (),
+    }
+
+    vocab_size: int = Field(default=262208, gt=0, le=2**24)
+    max_position_embeddings: int = Field(default=131072, gt=0)
+    rope_theta: float = Field(default=1e6, gt=0)
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = Field(default=None, gt=0)
+
+    @classmethod
+    def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
+        window, early = raw.get("sliding_window"), raw.get(_WINDOW)
+        if early is not None and window not in (None, early):
+            raise BadInput(where, _WINDOW, expected=f"{window}, as sliding_window says", found=early)
+        return super().read(raw if early is None else {**raw, "sliding_window": early}, where)
+
+    @classmethod
+    def read_keys(cls) -> set[str]:
+        return {*super().read_keys(), _WINDOW, _PATTERN}
+
+    def check_stated(self, raw: Mapping[str, Any], where: str) -> None:
+        super().check_stated(raw, where)
+        kinds, stated = {"SLIDING_LOCAL": SLIDING, "GLOBAL": FULL}, raw.get(_PATTERN)
+        if stated is None:
+            return
+        blocks = range(self.num_hidden_layers)
+        if (
+            not isinstance(stated, list)
+            or not stated
+            or [kinds.get(str(stated[i % len(stated)])) for i in blocks] != [self.kind(i) for i in blocks]
+        ):
+            expected = "the types of blocks that layer_types or sliding_window_pattern states"
+            raise BadInput(where, _PATTERN, expected=expected, found=repr(stated)[:80])
+
+
+class Gemma3(Gemma2):
+    """Gemma 3, or this pipeline rank's stage of it."""
+
+    config: Gemma3Config
+
+    def attention(self, number: int) -> Attention:
+        cfg = self.config
+        return grouped_attention(
+            cfg,
+            self.state,
+            qkv_bias=cfg.attention_bias,
+            out_bias=cfg.attention_bias,
+            qk_norm=self.head_norm,
+            rotary=cfg.kind(number),
+            window=cfg.window(number),
+            scale=cfg.query_pre_attn_scalar**-0.5,
+        )
+
+    def head_norm(self, heads: int) -> nn.Module:
+        cfg = self.config
+        return RMSNorm(cfg.head_dim, cfg.rms_norm_eps, offset=1.0, heads=True, state=self.state)
+
+    def make_rotary(self) -> Mapping[str, RotaryEmbedding]:
+        return self.config.rotations()
+
+
+GEMMA3 = Family("gemma3_text", "Gemma3ForCausalLM", Gemma3Config, Gemma3, (*NAMES, *QK_NORM_NAMES))
