@@ -20,6 +20,7 @@ from .llama import LLAMA
 from .mistral import MISTRAL
 from .mixtral import MIXTRAL
 from .olmo2 import OLMO2
+from .olmo3 import OLMO3
 from .phi3 import PHI3
 from .qwen import QWEN2, QWEN3
 from .qwen2_moe import QWEN2_MOE
@@ -32,6 +33,7 @@ _EVERY = (
     *(GEMMA, GEMMA2, GRANITE, OLMO2, PHI3, STARCODER2, STABLELM, COHERE, COHERE2, QWEN2_MOE),
     GPT_NEOX,
     GEMMA3,
+    OLMO3,
 )
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _EVERY}
 

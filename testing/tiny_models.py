@@ -133,6 +133,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "logits_scaling": 2.0,
     },
     "olmo2": {**WHOLE, "model_type": "olmo2", "rope_scaling": None, "rope_theta": 5e3},
+    "olmo3": {
+        **{**WHOLE, "model_type": "olmo3", "rope_scaling": None, "rope_parameters": ROPES},
+        **{"num_hidden_layers": 4, "sliding_window": 5},
+    },
     # Half of each head is rotated; past 16 tokens with the long factors.
     "phi3": {
         **{**WHOLE, "model_type": "phi3", "partial_rotary_factor": 0.5, "rope_scaling": LONGROPE},
@@ -277,6 +281,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "granite-tied": ("granite", {"tie_word_embeddings": True, "attention_bias": True, "hidden_act": "gelu"}),
     "olmo2-tied": ("olmo2", {"tie_word_embeddings": True, "attention_bias": True, "num_key_value_heads": 1}),
+    "olmo3-keys": (
+        "olmo3",
+        {
+            **{"rope_parameters": None, "rope_scaling": YARN, "rope_theta": 3e3, "rope_local_base_freq": 5e5},
+            **{"tie_word_embeddings": True, "attention_bias": True, "num_key_value_heads": 1},
+            "layer_types": ["full_attention", "sliding_attention"] * 2,
+        },
+    ),
     "phi3-short": ("phi3", {"original_max_position_embeddings": 64, "tie_word_embeddings": True}),
     "phi3-plain": (
         "phi3",
@@ -352,5 +364,13 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "global_local_attention_pattern": [*["SLIDING_LOCAL"] * 5, "GLOBAL"],
         **{"torch_dtype": "float32", "transformers_version": "4.50.0.dev0", "use_cache": True},
         **{"vocab_size": 503, "use_res_clamp": False},
+    },
+    "olmo-3-7b": {
+        **{"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", "hidden_size": 48},
+        **{"num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 4},
+        **{"intermediate_size": 88, "vocab_size": 503, "max_position_embeddings": 64},
+        **{"rope_theta": 500000, "sliding_window": 9, "rms_norm_eps": 1e-06, "torch_dtype": "float32"},
+        **{"tie_word_embeddings": False, "pad_token_id": 277, "hidden_act": "silu"},
+        **{"attention_bias": False, "attention_dropout": 0.0, "use_cache": True},
     },
 }

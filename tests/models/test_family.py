@@ -106,6 +106,7 @@ def test_a_family_is_found_by_its_model_type() -> None:
         "gemma3_text": "gemma3_text",
         "granite": "granite",
         "olmo2": "olmo2",
+        "olmo3": "olmo3",
         "phi3": "phi3",
         "starcoder2": "starcoder2",
         "stablelm": "stablelm",

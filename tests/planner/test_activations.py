@@ -46,6 +46,7 @@ GEMMA3 = GEMMA2 | {"model_type": "gemma3_text", "sliding_window": 8}
 MISTRAL = LLAMA | {"model_type": "mistral", "sliding_window": 8}
 QWEN3 = LLAMA | {"model_type": "qwen3", "head_dim": 16}
 OLMO2 = LLAMA | {"model_type": "olmo2"}
+OLMO3 = LLAMA | {"model_type": "olmo3", "sliding_window": 8}
 COHERE = LLAMA | {"model_type": "cohere", "use_qk_norm": True}
 COHERE2 = LLAMA | {"model_type": "cohere2", "sliding_window": 8}
 STABLELM = LLAMA | {"model_type": "stablelm", "partial_rotary_factor": 0.25}
@@ -114,6 +115,7 @@ def saved(config: dict[str, Any], lora: LoraConfig | None) -> tuple[float, float
         pytest.param(MISTRAL, None, id="mistral-window"),
         pytest.param(QWEN3, None, id="qwen3-head-norms"),
         pytest.param(OLMO2, None, id="olmo2"),
+        pytest.param(OLMO3, None, id="olmo3-window"),
         pytest.param(COHERE, None, id="cohere-head-norms"),
         pytest.param(COHERE2, None, id="cohere2"),
         pytest.param(STABLELM, None, id="stablelm"),
