@@ -47,7 +47,7 @@ __all__ = [
     "verify",
 ]
 
-#: Where the names are looked for: a room of a higher floor imports the lower ones in any case.
+#: The rooms that are searched for a name, lower floors first: a higher room imports the lower ones anyway.
 _DOORS = (
     *("parallel_state", "layers", "models", "checkpoints"),
     *("generation", "recipes", "training", "testing"),

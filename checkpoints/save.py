@@ -44,7 +44,7 @@ class Contents:
     hf_config: Mapping[str, Any]
     split: Sequence[int] | None = None
     companions: Sequence[Path] = ()
-    #: Of LoRA adapters (``family`` is theirs): what they are, and for which base.
+    #: For LoRA (``family`` is then that of the adapters): the adapters and their base.
     adapter: StoredAdapter | None = None
     #: Parameters that are not trained, so have no moments.
     frozen: frozenset[str] = frozenset()
@@ -91,10 +91,10 @@ class Saver:
         self._state, self._layout = state, state.layout
         stages = contents.family.declarations(contents.config, self._layout, split=contents.split)
         self._fixed = frozenset(name for stage in stages for name in buffer_names(stage))
-        #: What has no moments.
+        #: Parameters without moments.
         self._frozen = contents.frozen | self._fixed
         self._table = who_writes(stages, self._layout, self._frozen, () if optimizer is None else MOMENTS)
-        # Found out once: a run that saves waits for what is done here.
+        # Computed once, because a run waits while it is done.
         self._mine = [place for place in places(model, self._state) if self._owns(place)]
         self._companions: list[Companion] = []
         self._together(self._prepare)

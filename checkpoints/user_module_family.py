@@ -15,7 +15,7 @@ from ..models.base.names import Link, expand
 from ..parallel_state import BadInput, Cut, Declaration, Layout
 from ..storage.records import StrictRecord
 
-#: What a checkpoint says it is of, where the module's config has no ``model_type``.
+#: The model type in a checkpoint if the module's config has no ``model_type``.
 MODULE = "module"
 _KINDS: dict[str, type[Rename | Transpose | Stack]] = {
     "rename": Rename,

@@ -15,11 +15,11 @@ from .tokens import TokenFile
 
 Ids = NDArray[np.int64]
 
-#: How windows of text treat the documents in them.
+#: Settings for the documents in a window of text.
 Documents = Literal["joined", "separate"]
-#: How samples share rows.
+#: Settings for samples that share rows.
 Samples = Literal["packed", "single"]
-#: What becomes of a sample that no row holds.
+#: Settings for a sample that is longer than a row.
 Overlong = Literal["refuse", "truncate", "drop"]
 
 
@@ -140,8 +140,8 @@ class SampleRows:
             labels[at : at + places] = np.where(learnt, tokens[1:].astype(np.int64), IGNORE)
             starts.append(at)
             at += places
-        # What is left is padding. It goes on with the last sample, which does not see it, and has no labels:
-        # a row of one sample needs no mask for its padding's sake.
+        # The rest is padding without labels. Its positions continue the last sample, which does not see it:
+        # so a row of one sample needs no mask because of its padding.
         restart(positions, np.array(starts, dtype=np.int64))
 
 

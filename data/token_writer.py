@@ -277,7 +277,7 @@ class TokenWriter:
         unfinished = leftovers(self._paths.name)
         for path in self._paths.all[: 1 if unfinished else None]:
             if path.exists() or path.is_symlink():
-                # Of a writer that was killed when its files were in place already.
+                # A writer may have been killed after its files were in place.
                 clear_leftovers(self._paths.name)
                 raise BadInput(
                     path, expected="a new name", found="an existing file", todo="Remove it or choose another"

@@ -113,7 +113,7 @@ def keep_aside(module: nn.Module) -> None:
     module.register_forward_hook(_back)
 
 
-#: Whether hooks run that are kept aside; a block's repetition and they run in the same thread.
+#: True while excluded hooks run; a block's recomputation runs in the same thread as they do.
 _ASIDE = ContextVar("aside", default=False)
 
 

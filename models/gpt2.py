@@ -128,7 +128,7 @@ class GPT2(Decoder):
 
     def block(self, number: int) -> Block:
         cfg = self.config
-        # What joins the residual stream starts smaller, by the number of joins (Radford et al. 2019, 2.3).
+        # Layers that add to the residual stream start smaller, by their number (Radford et al. 2019, 2.3).
         joining = Normal(cfg.initializer_range / sqrt(2 * cfg.num_hidden_layers))
         return PreNormBlock(
             Attention(

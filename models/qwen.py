@@ -13,7 +13,7 @@ from .base.family import Family
 from .base.names import in_blocks
 from .llama import NAMES, Llama, LlamaConfig, grouped_attention
 
-#: What other families call a switch for the norms of queries and keys, which Qwen 3 always has.
+#: Other families' switches for the norms of queries and keys, which Qwen 3 always has.
 HEAD_NORMS = ("use_qk_norm", "qk_norm", "qk_layernorm")
 
 #: Keys of windows over some of the blocks, which are off in every released model and refused if on.

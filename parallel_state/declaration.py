@@ -14,7 +14,7 @@ from .errors import BadInput, nearest_divisors
 from .initial_weights import OWN, ZERO, Initial
 from .layout import Coordinates, Layout
 
-#: Of every declared buffer, whatever the model's dtype.
+#: The data type of every declared buffer, whatever the model's dtype is.
 BUFFER_DTYPE = torch.float32
 
 

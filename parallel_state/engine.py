@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
-#: What we use of torch beyond its public names: (module, attribute) pairs that ``self_check`` looks for.
+#: The private names of torch that we use: (module, attribute) pairs that ``self_check`` looks for.
 PRIVATE = (
     ("torch", "_assert_async"),
     ("torch.ops._c10d_functional", "all_reduce"),

@@ -61,7 +61,7 @@ def gradient_norm(model: nn.Module, *, state: ParallelState | None = None) -> Te
         if grad.numel()
     ]
     dtype = squares[0].dtype if squares else _norm_dtype(model)
-    # Where the gradients rest, which is the host when they are offloaded: all ranks sum on one device.
+    # The gradients' device (the host if they are offloaded), so that all ranks sum on the same kind.
     device = next((p.device for p in model.parameters()), state.device)
     total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=dtype, device=device)
     if state.layout.world > 1:

@@ -36,7 +36,7 @@ MOST_FORWARDS = 2**15
 #: Forward; backward as a whole; its two parts, for the stage's input and for its weights.
 Kind = Literal["F", "B", "I", "W"]
 
-#: What they cost where nothing is measured: each product of matrices in forward has two in backward.
+#: Their costs if nothing is measured: each matrix product of forward has two in backward.
 UNIT_COSTS: Mapping[Kind, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 
 

@@ -18,7 +18,7 @@ from .driver import StageModule
 from .relay import exchange
 from .runner import Pipeline, Travels, make_schedule
 
-#: Of one micro-batch: the shape and dtype of each tensor that a stage gives.
+#: The shape and dtype of each tensor that a stage gives for one micro-batch.
 Given = tuple[Travels, ...]
 
 
@@ -34,7 +34,7 @@ class ModuleStages:
     ) -> None:
         self.model, self.state, self.samples = model, state, samples
         self.parts = dict(zip(state.layout.stages_of(state.at.pipeline), parts_of(model, state), strict=True))
-        #: What each stage of the model gives, in its order.
+        #: The outputs of each stage of the model, in order.
         self.gives: list[Given] = []
         #: From the tensors that the last stage gives to what the model gave.
         self._whole: Callable[[tuple[Tensor, ...]], Any] = tuple

@@ -129,8 +129,7 @@ def launch(arguments: Sequence[str], world: int, status: Path, *, lock: int | No
     command += ["--no-python", sys.executable, "-m", "trilith.cli", *arguments]
     environment = {"OMP_NUM_THREADS": str(each), **os.environ}
     with tempfile.TemporaryFile("w+") as log, adopting_orphans():
-        # What torchrun says on a failure is a page that blames the victim; it is kept for the unexpected
-        # case.
+        # On a failure torchrun prints a page that blames the victim; it is kept for the unexpected case.
         child = subprocess.Popen(command, env=environment, stdin=lock, stderr=log)
         with forward_signals(child):
             ranks = OwnRanks(child, status, run)

@@ -15,7 +15,7 @@ CONFIG = "config.json"
 #: PEFT's names of the same, for adapters.
 ADAPTER_MODEL, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
-#: What is being written lies beside its final place, under that name and this ending.
+#: An unfinished output lies beside its final place; its name is the final one with this ending.
 _UNFINISHED = re.compile(r"(.+)\.tmp-[0-9a-f]{16}", re.DOTALL)
 #: The most bytes of a name, here and in every sibling of it.
 LONGEST_NAME = 255

@@ -27,7 +27,7 @@ Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 #: A run shorter than this costs more as a system call of its own than the bytes between it and the next.
 _RUN_WORTH_A_CALL = 4096
 _SCRATCH = 1 << 20
-#: How many pieces of a file ``state`` reads, beside the last, and of how many bytes.
+#: The number of pieces of a file that ``state`` reads, besides the last one, and their bytes.
 _SAMPLES, _SAMPLE = 64, 4096
 
 

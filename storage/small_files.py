@@ -28,11 +28,11 @@ from .strict_json import (
     what_it_looks_like,
 )
 
-#: Of a file that a person writes by hand: a recipe, a template. Unit: bytes.
+#: The most bytes of a file that a person writes by hand: a recipe, a template.
 BY_HAND = 1 << 20
-#: Of a configuration that a program writes. Unit: bytes.
+#: The most bytes of a configuration that a program writes.
 CONFIGURATION = 16 << 20
-#: Of a log that grows by a line a step, and of a file of prompts. Unit: bytes.
+#: The most bytes of a log that grows by a line a step, and of a file of prompts.
 LOG = 1 << 30
 
 #: TOML's strings (quotes may lack their end, which is the parser's to refuse) and comments. No part of a

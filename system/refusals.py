@@ -71,7 +71,7 @@ _TODO: dict[int, tuple[int, str]] = {
     errno.EPIPE: (MACHINE, "The reader of the output (such as head) stopped: write into a file to keep all"),
 }
 
-#: What libraries say where the error itself carries no number.
+#: Texts of libraries whose errors carry no number.
 _IN_WORDS = (
     *((os.strerror(number), number) for number, (code, _) in _TODO.items() if code == MACHINE),
     ("can't start new thread", errno.EAGAIN),
@@ -79,7 +79,7 @@ _IN_WORDS = (
     ("can't allocate memory", errno.ENOMEM),
     ("failed to map segment from shared object", errno.ENOMEM),
 )
-#: How Rust's, Arrow's and Python's libraries write the system's number into a sentence.
+#: The system's number in the error texts of Rust's, Arrow's and Python's libraries.
 _NUMBER = re.compile(r"(?:os error|\[errno) (\d+)[)\]]", re.IGNORECASE)
 
 

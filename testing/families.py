@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..models import CausalLM, Family, ModelConfig, family_of
 
-#: Of the families' own some lie outside a small vocabulary.
+#: Some of the families' own ids lie outside a small vocabulary.
 TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
 
 

@@ -35,7 +35,7 @@ class LiveBytes(TorchDispatchMode):
 
     @property
     def now(self) -> int:
-        # Of a copy: another thread may drop a storage, and it is then forgotten, in the middle of this loop.
+        # Loop over a copy: another thread may drop a storage meanwhile, which removes it from the dict.
         alive = [storage for known in tuple(self._storages.values()) if (storage := known()) is not None]
         return sum(storage.nbytes() for storage in alive)
 

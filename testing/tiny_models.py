@@ -37,7 +37,7 @@ PLAIN = {key: value for key, value in LLAMA.items() if not key.endswith("_bias")
 #: Without a width of the heads: it is the hidden size by their number.
 WHOLE = {key: value for key, value in PLAIN.items() if key != "head_dim"} | {"num_hidden_layers": 3}
 LAYER_NORM = {key: value for key, value in WHOLE.items() if key != "rms_norm_eps"} | {"layer_norm_eps": 1e-3}
-#: What the families before Llama say.
+#: The fields of the families before Llama.
 CLASSIC: dict[str, Any] = {
     **{"vocab_size": 503, "hidden_size": 32, "intermediate_size": 88, "num_hidden_layers": 3},
     **{"num_attention_heads": 4, "max_position_embeddings": 64},

@@ -74,7 +74,7 @@ def shard_over_data(
                 mp_policy=policy,
                 offload_policy=resting,
             )
-    # Where the loss computes the logits, it takes the output layer's weight after the model's forward.
+    # A loss that computes the logits uses the output layer's weight after the model's forward.
     regather = regather and not (isinstance(model, CausalLM) and model.head_in_loss)
     fully_shard(
         model,

@@ -34,7 +34,7 @@ from .lora import recipe_shape
 from .run_data import open_data
 from .run_plan import Plan, flops_of, plan
 
-#: Of a GPU: what its context, its libraries' workspaces, NCCL and torch's caching take. Assumed, unmeasured.
+#: Bytes of a GPU for its context, its libraries' workspaces, NCCL and torch's cache. Assumed, not measured.
 RUNTIME = 3_000_000_000
 
 

@@ -106,7 +106,7 @@ class RunPlan(Plan):
     """Hold a plan and the run's opened token files: what a process needs before it builds the model."""
 
     batches: GlobalBatches = field(kw_only=True)
-    #: What the run is evaluated on, if it is.
+    #: The data of evaluation, if the recipe has one.
     held_out: HeldOut | None = field(kw_only=True)
 
 

@@ -75,7 +75,7 @@ class ModuleStep(Step):
         self._shapes: dict[str, torch.Size] = {}
         self._samples: Samples = {}
         self._sums: list[tuple[Tensor, Tensor | int]] = []
-        #: Whether the loss was found to be a mean; ``None`` as long as no step could tell.
+        #: True if the loss was found to be a mean; ``None`` while no step could tell.
         self._mean: bool | None = None
         layout = self.state.layout
         if layout.context > 1:

@@ -9,7 +9,7 @@ from ...system.process_info import own_memory
 from .execute import BLOCK, BLOCKS_OF_A_WORKER
 
 _SMALLEST_BLOCK = 64 << 10
-#: What a thread needs besides blocks: its stack and small objects.
+#: Bytes that a thread needs besides blocks: its stack and small objects.
 _OF_A_WORKER = 4 << 20
 
 

@@ -39,7 +39,7 @@ class Transfer:
         return prod(self.box.shape) * BITS[self.dtype] // 8
 
 
-#: Where a transfer goes: a file whose tensor of its name has the box's shape, or a CPU tensor of that shape.
+#: The target of a transfer: a file whose tensor of that name has the box's shape, or such a CPU tensor.
 Target = TensorWriter | Tensor
 #: Transfers that share their sources, each with its target.
 Group = list[tuple[Transfer, Target]]

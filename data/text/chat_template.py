@@ -200,7 +200,7 @@ class ChatTemplate:
 
     def _apply(self, messages: Any, conversation: Conversation, where: str, **options: Any) -> Any:
         """Return what the tokenizer makes of these messages by this template."""
-        # What is written is limited first, as text; the same text in ids needs more memory, and no less.
+        # Limit the text first: as ids the same text needs at least as much memory.
         memory = TEMPLATE_MEMORY if options.get("tokenize") is False else None
         try:
             with bounded(seconds=TEMPLATE_SECONDS if memory else None, memory=memory):

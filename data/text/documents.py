@@ -23,14 +23,15 @@ from .tokenizer import LARGEST_TEXT
 #: No document has more bytes, for none may have more characters than are tokenized at once.
 LARGEST_DOCUMENT = 4 * LARGEST_TEXT
 
-#: What unpacks to this many times its size, and to more than this many bytes, is no text: gzip ends at 1032.
+#: A file that unpacks to more than so many times its size, and more than so many bytes, is not text.
+#: Gzip reaches at most 1032 times.
 MOST_UNPACKED, UNPACKED_FREELY = 1100, 2**26
 
 #: The widest window of a .zst file, as the zstd program allows it unless asked; and how much of the file is
 #: unpacked at once, of which 4 bytes may become 128 KiB. Unit: bytes.
 _WIDEST_WINDOW, _PACKED = 2**27, 2**10
 
-#: What a record of a chat set may have; a table's other columns are not read.
+#: The keys that a record of a chat set may have; a table's other columns are not read.
 CHAT_KEYS = (
     *("messages", "conversations", "prompt", "completion", "instruction", "input", "output"),
     *("system", "tools"),

@@ -75,7 +75,7 @@ def tokenize(
         job=_name(inputs, loaded, bos_id, append_eos, json_key, split_paragraphs, template_sha256),
     )
     with writer:
-        # What an earlier call finished is read past, which takes a small part of the time.
+        # Portions that an earlier call finished are read but not encoded, which takes little time.
         read = Reading(_blocks(inputs, job, split_paragraphs))
         if not read.past(writer.portions, writer.read):
             writer.begin_anew()

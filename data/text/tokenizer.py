@@ -155,7 +155,7 @@ class FolderTokenizer:
             raise BadInput(path, "vocabulary", expected="at least one token", found="none")
         self.bos_id = _id_or_none(self.backend.bos_token_id)
         self.eos_id = _id_or_none(self.backend.eos_token_id)
-        # Of a text and not of "": where both are one token, that could as well be the end.
+        # Ask with a text, not with "": if bos and eos are one token, that token could be the end of "".
         self.starts_with_bos = self.bos_id is not None and self.prompt("a")[:1] == [self.bos_id]
 
     def encode(self, text: str) -> list[int]:

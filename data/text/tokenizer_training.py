@@ -25,7 +25,7 @@ from .tokenizer import Tokenizer, load_tokenizer
 #: exact in SentencePiece's single precision, so that ties are ties in both libraries.
 _SCORE_UNIT = 64
 
-#: What pieces such as ``</s>`` and ``<0x0A>`` are spelled with. Each must be an ordinary piece of a unigram
+#: The characters of pieces such as ``</s>`` and ``<0x0A>``. Each must be an ordinary piece of a unigram
 #: vocabulary, or the spelling of a special token would be the cheapest way through a text that contains it.
 _SPELLING = "</>0123456789ABCDEFskunx"
 _NEVER_CHOSEN = -(2.0**20)

@@ -190,7 +190,7 @@ class SharedHeads:
         held = len(shared)
         even = here % held == 0 and needed == [j // (here // held) for j in range(here)]
         self._pick = None if even else needed
-        #: Whether heads are picked one by one, and how many there are then.
+        #: ``picks``: heads are picked one by one. ``heads``: their number afterwards.
         self.picks, self.heads = not even, held if even else len(needed)
 
     def __call__(self, x_BKSE: Tensor) -> Tensor:

@@ -36,11 +36,11 @@ class AttentionScope:
         state: ParallelState | None = None,
     ) -> None:
         assert window is None or positions is not None, "a window needs positions"
-        #: (B, 1, S, T), true where a query (second to last) sees a key; ``None``: all that is before it.
+        #: (B, 1, S, T), true where a query (second to last) sees a key; ``None``: it sees all before it.
         self.mask: Tensor | None = None
-        #: Whether keys and queries are the same tokens, in need of nothing but their order.
+        #: True if keys and queries are the same tokens, and causality alone decides.
         self.causal = True
-        #: What is seen of the sequence over several context ranks; ``None``: all of it is here.
+        #: The scope over several context ranks; ``None``: the whole sequence is on this rank.
         self.context: ContextScope | None = None
         self._cache = cache
         if state is not None and state.context_size > 1:

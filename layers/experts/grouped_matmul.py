@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-#: What torch's kernel wants the rows of both matrices to be a multiple of.
+#: Torch's kernel needs rows of both matrices that are a multiple of so many bytes.
 _ALIGNED_BYTES = 16
 
 

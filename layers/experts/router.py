@@ -76,7 +76,7 @@ class TopKRouter(DeclaredModule):
         self.num_experts, self.top_k, self.score = num_experts, top_k, score
         self.normalize, self.scale, self.groups, self.groups_kept = normalize, scale, groups, groups_kept
         self.balance, self.z_loss = balance, z_loss
-        #: What a row's losses count; ``None``: as much as the others of the same call, which are all.
+        #: The weight of a row's losses; ``None``: one over the rows of the call.
         self.row_scale: float | None = None
         self.tally = Tally(num_experts)
         self.state = alone_or(state)
@@ -116,7 +116,7 @@ class TopKRouter(DeclaredModule):
     def choose(self, scores_BSE: Tensor) -> Tensor:
         """Return the ``top_k`` experts of each token by score, bias and groups."""
         if self.bias is not None:
-            # Of offloaded weights it rests on the host; FSDP does not bring it.
+            # With offloaded weights the bias stays on the host; FSDP does not move it.
             scores_BSE = scores_BSE + self.bias.detach().to(scores_BSE.device)
         if self.groups > 1:
             grouped = scores_BSE.unflatten(-1, (self.groups, -1))

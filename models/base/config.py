@@ -50,8 +50,9 @@ DENIED = names("""
 """)
 
 
-#: What a config.json may ask to be counted out: every tensor of a model has an entry in several tables long
-#: before one has memory. The largest published models have 126 blocks, or 61 with 256 experts each.
+#: Limits of a config.json. Every tensor of a model has an entry in several tables long before it has memory,
+#: so a huge number would fill the memory with tables. The largest published models have 126 blocks, or 61
+#: with 256 experts each.
 MOST_KEYS, MOST_BLOCKS, MOST_EXPERTS, LARGEST_NUMBER = 2**12, 2**14, 2**20, 2**31 - 1
 
 
@@ -74,7 +75,7 @@ class ModelConfig(BaseModel):
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", protected_namespaces=())
 
-    #: What the family's config.json calls our fields, where it is not what transformers calls them in common.
+    #: The family's names of our fields, if its config.json does not use the common names of transformers.
     OWN_NAMES: ClassVar[Mapping[str, str]] = {}
     #: Keys that the family has no choice in, and the values that say what it does anyway. Any other value is
     #: refused. They are no fields of the config, even where the class that this one inherits from has one.

@@ -135,12 +135,12 @@ class Family:
     config: type[ModelConfig]
     model: type[CausalLM]
     rules: Sequence[Rule]
-    #: HF tensors that may be there and are not parameters (buffers of old versions): pattern with ``{i}``.
+    #: HF tensors that may exist and are not parameters (buffers of old versions): patterns with ``{i}``.
     ignorable: tuple[str, ...] = ()
     #: Prefix of Hugging Face names, with ``{i}``, in the blocks that a config counts as ``further_blocks``
     #: (such as GLM-4.5's multi-token prediction); their tensors are not read.
     further: str = ""
-    #: Where HF also stores a tied output layer, if a checkpoint repeats it.
+    #: HF's name of a tied output layer, if a checkpoint stores it as well.
     tied_head: str = "lm_head.weight"
     #: Checkpoints of the bare model lack it (the first GPT-2's do); what we write has it.
     optional_prefix: str = ""

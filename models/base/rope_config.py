@@ -13,7 +13,7 @@ ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
 Kind = Literal["linear", "llama3", "yarn", "longrope", "dynamic"]
 
 _STRETCHED = ("factor", "original_max_position_embeddings")
-#: What a type needs, and what it may have besides.
+#: The fields that a type needs, and those that it may have.
 _NEEDED: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "dynamic": _STRETCHED,
@@ -25,7 +25,7 @@ _OPTIONAL: dict[str, tuple[str, ...]] = {
     "yarn": ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate"),
     "longrope": ("attention_factor",),
 }
-#: Under what other names types were once known.
+#: Older names of types.
 _ALIASES = {"su": "longrope"}
 
 

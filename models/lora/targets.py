@@ -12,7 +12,7 @@ from ..base.config import ModelConfig
 from ..base.family import Family
 from ..base.names import Link
 
-#: What PEFT puts before a module's name in the files of an adapter.
+#: PEFT's prefix of a module's name in the files of an adapter.
 PEFT_PREFIX = "base_model.model."
 
 

@@ -27,7 +27,7 @@ _DTYPES = {
 _LR = 1e-3
 #: Sections and keys that say how DeepSpeed does its work, not what is computed: nothing is lost.
 _ENGINE = "how DeepSpeed does it; torch's FSDP2 and pipelining have no such setting"
-#: What is computed otherwise, or not at all.
+#: For settings that change what is computed.
 _OTHER = "there is nothing of this kind here"
 _KNOWN = {
     "zero_optimization": _ENGINE,

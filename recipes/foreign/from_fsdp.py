@@ -6,7 +6,7 @@ from .translation import Given, Translation, is_off
 
 #: Legacy words of ``fsdp``, and what FSDP 1 has for ``reshard_after_forward``.
 _STAGES = {"full_shard": 3, "hybrid_shard": 3, "shard_grad_op": 2, "hybrid_shard_zero2": 2, "no_shard": 0}
-#: What FSDP wraps: here each block.
+#: Keys for the modules that FSDP wraps: here each block.
 WRAPS = ("transformer_layer_cls_to_wrap", "min_num_params", "auto_wrap_policy")
 
 
@@ -28,7 +28,7 @@ def fsdp(given: Given, found: Translation, ranks: int) -> None:
         if word.startswith("hybrid") and ranks > 1 and "layout.data_replicate" not in found.values:
             found.miss("fsdp", word, "set layout.data_replicate to the number of hosts")
     reshard = _either(section, "reshard_after_forward")
-    # Of ``fsdp`` true or "full_shard" it is the refinement; legacy words that say less are kept.
+    # It refines ``fsdp`` true or "full_shard"; legacy words that shard less are kept.
     if reshard is not None and found.values.get("layout.zero", 3) == 3:
         stages: dict[str, int] = {**_STAGES, "true": 3, "false": 2}
         name = str(reshard).lower()

@@ -10,7 +10,7 @@ from typing import Any
 from ...parallel_state import BadInput
 from ..recipe import Recipe, parse_recipe
 
-#: What stands in for a blank while the rest is checked.
+#: Stand-ins for blanks while the rest is checked.
 _STAND_INS: dict[str, Any] = {
     "steps": 10**9,
     "model.init_from": "model",

@@ -20,7 +20,7 @@ from .finding import Fault, Figures
 from .run import Trial, Witnessed, alone, in_layout
 from .verdict import judge
 
-#: What a module that knows no sequence parallelism and no pipeline should bear.
+#: Layouts that a module without sequence parallelism and stages should support.
 LAYOUTS = (Layout(tensor=2), Layout(data_replicate=2), Layout.of(tensor=2, data=2, zero=3))
 
 

@@ -83,6 +83,6 @@ def _print_to(fd: int) -> None:
 
 
 if __name__ == "__main__":
-    # What most ranks will import: pipelining and FSDP bring in torch's compiler, a second and a half a rank.
+    # Import what most ranks need: pipelining and FSDP import torch's compiler, 1.5 seconds for each rank.
     importlib.import_module("...training.trainer", __package__)
     sys.exit(main(int(sys.argv[1])))

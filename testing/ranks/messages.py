@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from .pickling import FunctionName
 
-#: What a template writes on a rank's life line: its process id, and in the end its exit code.
+#: A template writes to a rank's life line: first the process id, at the end the exit code.
 LIFE = struct.Struct("i")
 
 
