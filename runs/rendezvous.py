@@ -19,6 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..parallel_state import BadInput, Launched, PeerFailed
+from ..system import quiet_libraries
 
 _MOST_NAMED = 8
 #: Rank 0 gives up on absent ranks a timeout after it came; the others wait this much longer for its verdict.
@@ -31,8 +32,13 @@ def join(here: Launched, card: Mapping[str, str], timeout: timedelta) -> dist.St
 
     ``card`` names facts that must be alike on all ranks (a recipe's hash, a version). Raises, the same on
     every rank, ``PeerFailed`` naming ranks that did not come within ``timeout``, or ``BadInput`` naming the
-    ranks that differ and in what.
+    ranks that differ and in what. Torch's own account of a failure, up to a hundred lines, is dropped.
     """
+    with quiet_libraries():
+        return _join(here, card, timeout)
+
+
+def _join(here: Launched, card: Mapping[str, str], timeout: timedelta) -> dist.Store:
     rank, world = here.rank, here.world
     store = dist.PrefixStore(
         f"trilith/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", _store(here, timeout)
