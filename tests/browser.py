@@ -54,7 +54,7 @@ LOOK = """(() => {
 
 
 class Browser:
-    """A headless Chromium, spoken to over its DevTools pipe."""
+    """Drive a headless Chromium over its DevTools pipe."""
 
     def __init__(self, read: int, write: int) -> None:
         self._read, self._write, self._left, self._count = read, write, b"", 0
@@ -154,7 +154,7 @@ def look(page: Path, screen: str, scheme: str, picture: Path) -> list[str]:
 
 
 def example(name: str, steps: int) -> RunRecord:
-    """A run with everything that a report shows."""
+    """Return the record of a run with everything that a report shows."""
     lines = [
         {
             "step": n,

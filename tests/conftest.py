@@ -1,5 +1,6 @@
-"""For all tests: one thread, as the ranks have; the same hypothesis examples in each run; ``--quick``, which
-skips what starts ranks; and no process that outlives the session.
+"""Set up all tests: one thread, as ranks have; fixed hypothesis examples; ``--quick``; no process left over.
+
+``--quick`` skips tests that start ranks. A process that outlives the session is an error.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ def _left_behind() -> list[int]:
 
 
 def _description(pid: int) -> str:
-    """A process and its command, and the test that ran when the process was started, where that is known."""
+    """Describe a process by its command, and by the test that ran when it started, if that is known."""
     try:
         command = (Path("/proc") / str(pid) / "cmdline").read_text(errors="replace").replace("\0", " ")
     except OSError:

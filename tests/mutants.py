@@ -39,8 +39,10 @@ WORDS = {
 
 
 class Mutant(NamedTuple):
-    """A mistake: in this function (``Class.method``, or a module's constant) one expression, or statements in
-    a row, become others; and what pytest is given that must fail then.
+    """Describe a seeded mistake: its place, the change, and the tests that must fail then.
+
+    In the function (``Class.method``, or a module's constant) one expression, or statements in a row, become
+    others.
     """
 
     name: str
@@ -51,7 +53,7 @@ class Mutant(NamedTuple):
 
 
 def read_mutants() -> tuple[Mutant, ...]:
-    """The table in ``mutants.txt``: a name; the function, the old and the new code; the tests."""
+    """Read the table in ``mutants.txt``: a name; the function, the old and the new code; the tests."""
     found = []
     for record in (ROOT / "tests/mutants.txt").read_text().split("\n\n"):
         name, place, tests = record.strip().splitlines()
@@ -66,7 +68,7 @@ MUTANTS = read_mutants()
 
 
 def code_files() -> list[Path]:
-    """The package's own files."""
+    """Return the package's own files."""
     away = {"tests", "benchmarks", "examples", "build"}
     found = (path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
     return sorted(path for path in found if path.parts[0] not in away and not path.parts[0].startswith("."))
@@ -74,7 +76,7 @@ def code_files() -> list[Path]:
 
 @cache
 def scopes() -> dict[str, list[tuple[Path, ast.Module, ast.AST]]]:
-    """By name in its module: every function, class and constant, with its file and the module."""
+    """Return every function, class and constant by its name in the module, with its file and the module."""
     found: dict[str, list[tuple[Path, ast.Module, ast.AST]]] = {}
 
     def visit(inside: ast.AST, prefix: str, path: Path, module: ast.Module) -> None:
@@ -113,7 +115,7 @@ def places(scope: ast.AST, old: list[ast.expr] | list[ast.stmt]) -> Iterator[tup
 
 
 def parse(old: str, new: str) -> tuple[list[Any], list[Any]]:
-    """Both as expressions, or as statements where one of the two is none."""
+    """Parse both as expressions, or as statements if one of them is not an expression."""
     before, after = ast.parse(old).body, ast.parse(new).body
     if len(before) == len(after) == 1 and isinstance(before[0], ast.Expr) and isinstance(after[0], ast.Expr):
         return [before[0].value], [after[0].value]
@@ -121,7 +123,7 @@ def parse(old: str, new: str) -> tuple[list[Any], list[Any]]:
 
 
 def seed(mutant: Mutant) -> tuple[Path, str]:
-    """The file with the mistake in it, and its new text; ``LookupError`` if there is not one such place."""
+    """Return the file with the mistake, and its new text; ``LookupError`` unless there is one such place."""
     old, new = parse(mutant.old, mutant.new)
     found = [
         (path, module, *place)
@@ -142,7 +144,7 @@ def seed(mutant: Mutant) -> tuple[Path, str]:
 
 
 def copy_tree(target: Path) -> Path:
-    """The files of the tree that git tracks or would, under ``target``."""
+    """Copy to ``target`` the files that git tracks or would track."""
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     for name in subprocess.run(
         listed, cwd=ROOT, check=True, capture_output=True, text=True
@@ -154,7 +156,7 @@ def copy_tree(target: Path) -> Path:
 
 
 def run_tests(tree: Path, tests: str, *more: str) -> subprocess.CompletedProcess[str]:
-    """pytest on the copy, which stands before any installed trilith on the path."""
+    """Run pytest on the copy, which comes before any installed trilith on the path."""
     options = [
         "-x",
         "-q",
@@ -175,7 +177,7 @@ def run_tests(tree: Path, tests: str, *more: str) -> subprocess.CompletedProcess
 
 
 def caught_by(tree: Path, mutant: Mutant) -> str | None:
-    """The test that goes red on the mutant, or ``None``."""
+    """Return the test that fails on the mutant, or ``None``."""
     file, text = seed(mutant)
     original = (tree / file).read_text()
     (tree / file).write_text(text)

@@ -99,7 +99,7 @@ def train(root: Path, recipe: dict[str, Any]) -> int:
 
 
 def interrupted(source: Path, out: Path) -> None:
-    """A conversion that was stopped when some of its work was noted as done."""
+    """Stop a conversion when some of its work is noted as done."""
     out.parent.mkdir()
     moved: list[int] = []
 
@@ -114,7 +114,7 @@ def interrupted(source: Path, out: Path) -> None:
 
 
 def all_of(folder: Path) -> object:
-    """All that a checkpoint says and holds."""
+    """Return all that a checkpoint says and holds."""
     source = read_source(folder)
     assert source.manifest is not None
     if source.warnings:  # a damaged newest checkpoint was passed over, and the user is told
@@ -145,7 +145,7 @@ def facts(line: dict[str, Any]) -> frozenset[str]:
 
 
 def read_a_run(folder: Path, weights: Callable[[Path], object]) -> object:
-    """As the report, ``inspect`` and ``generate`` read it."""
+    """Read the run as the report, ``inspect`` and ``generate`` do."""
     record = read_run(folder)
     steps = {str(line["step"]): facts(line) for line in record.steps}
     events = {str(one.get("time")): facts(one) for one in record.events}

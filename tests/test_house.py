@@ -284,7 +284,7 @@ def clipped_docstrings(files: dict[str, str]) -> list[str]:
 
 
 def offered(trees: dict[str, ast.Module], door: str) -> Iterator[tuple[str, str]]:
-    """The file and the name of everything in a door's ``__all__``, through the doors inside of the room."""
+    """Yield file and name of everything in a door's ``__all__``, through the doors inside of the room."""
     body = trees[door].body if Path(door).name == "__init__.py" else []
     lists = [
         one.value for one in body if isinstance(one, ast.Assign) and dotted_name(one.targets[0]) == "__all__"

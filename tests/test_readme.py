@@ -28,14 +28,14 @@ def blocks(language: str) -> list[str]:
 
 
 def commands() -> list[list[str]]:
-    """The words of every `trilith` command shown, in order."""
+    """Return the words of every `trilith` command shown, in order."""
     lines = [line.split("#")[0].strip() for block in blocks("bash") for line in block.splitlines()]
     return [shlex.split(line)[1:] for line in lines if line.startswith("trilith ")]
 
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a small `Llama-3.2-1B`, its tokenizer, and a `corpus.txt`."""
+    """Make a folder with a small `Llama-3.2-1B`, its tokenizer, and a `corpus.txt`."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     monkeypatch.chdir(tmp_path)

@@ -27,7 +27,7 @@ def blocks(language: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
-    """All of its Python, as a reader would have it in one file."""
+    """Return all of its Python, as a reader would have it in one file."""
     file = tmp_path_factory.mktemp("page") / "my_model_of_the_page.py"
     file.write_text("\n\n".join(blocks("python")), encoding="utf-8")
     spec = importlib.util.spec_from_file_location(file.stem, file)
@@ -39,7 +39,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
 
 
 def call(file: str, *arguments: Any) -> Any:
-    """The page's ``train``, in a process that knows the page by its file."""
+    """Call the page's ``train``, in a process that knows the page by its file."""
     spec = importlib.util.spec_from_file_location("page_in_a_rank", file)
     assert spec is not None
     assert spec.loader is not None
@@ -72,7 +72,7 @@ def test_it_trains_and_its_commands_work(
 
 
 def call_own_loop(file: str, *arguments: Any) -> Any:
-    """The page's ``own_loop``, in a process that knows the page by its file."""
+    """Call the page's ``own_loop``, in a process that knows the page by its file."""
     spec = importlib.util.spec_from_file_location("page_in_a_rank", file)
     assert spec is not None
     assert spec.loader is not None

@@ -60,7 +60,7 @@ def base_model(config: Any) -> Any:
 
 
 def peft_model(config: Any, lora: dict[str, Any]) -> Any:
-    """With B at random: at zero it would hide what A does."""
+    """Make a PEFT model with random B: a B of zero would hide A's effect."""
     theirs: Any = peft.get_peft_model(base_model(config), peft.LoraConfig(task_type="CAUSAL_LM", **lora))
     for name, parameter in theirs.named_parameters():
         if "lora_" in name:
@@ -125,7 +125,7 @@ def logits_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
 def test_all_linear_of_some_blocks_is_exported_so_that_peft_takes_the_same(
     tmp_path: Path, config: Any, blocks: dict[str, Any]
 ) -> None:
-    """PEFT refuses these blocks beside the word all-linear: the names are spelled out for it."""
+    """PEFT refuses a choice of blocks together with all-linear, so the export lists the names."""
     theirs = base_model(config)
     theirs.save_pretrained(tmp_path / "base")
     base = read_source(tmp_path / "base")

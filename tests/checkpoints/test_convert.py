@@ -381,7 +381,7 @@ def test_any_box_of_any_tensor_reads_as_its_slice(tmp_path: Path, hf: Path) -> N
 def test_a_transposed_square_matrix_has_the_right_shape_and_only_a_comparison_shows_it_C4(
     tmp_path: Path, hf: Path
 ) -> None:
-    """No header can tell; `diff` against the model it should be, or logits against transformers, do."""
+    """No header shows it; `diff` against the expected model does, and so do logits against transformers."""
     shutil.copytree(hf, tmp_path / "wrong")
     tensors, name = weights(hf), "model.layers.1.self_attn.o_proj.weight"
     save_file(tensors | {name: tensors[name].T.contiguous()}, tmp_path / "wrong" / "model.safetensors")
@@ -421,7 +421,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("form", ["to-sharded", "to-hf"])
 def test_llama_405b_is_planned_from_its_headers_alone(tmp_path: Path, form: str) -> None:
-    """810 GB in 191 files of which only the headers are here: the data are holes."""
+    """The folder has only the headers of 810 GB in 191 files; the data are holes in sparse files."""
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256,
         "hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126,

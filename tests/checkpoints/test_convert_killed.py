@@ -93,7 +93,7 @@ def test_a_killed_conversion_is_absent_or_whole_and_goes_on_K15(
 
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The elements of each box that is written from here on."""
+    """Record the number of elements of each box that is written from here on."""
     sizes: list[int] = []
     write = TensorWriter.write
 
@@ -195,7 +195,7 @@ def test_a_file_that_is_gone_is_written_again_whatever_the_journal_says(
 def test_what_a_killed_run_wrote_counts_as_room_for_the_next(
     tmp_path: Path, sources: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A disk with room for the output once and a fifth."""
+    """The disk has room for the output once and a fifth of it."""
     killed(sources / "hf", tmp_path / "out", {"tensor": 2}, "at=convert.after_data")
     (left,) = tmp_path.glob("out.tmp-" + "?" * 16)
     used = sum(path.stat().st_blocks * 512 for path in left.iterdir())

@@ -26,14 +26,14 @@ NO_LINKS = Links(None)
 
 
 def cut(shape: tuple[int, ...], cuts: dict[int, Sequence[int]]) -> list[Box]:
-    """A tensor cut into a grid, ``cuts`` giving the inner bounds of some dims."""
+    """Cut a tensor into a grid; ``cuts`` gives the inner bounds of some dims."""
     bounds = [[0, *sorted(cuts.get(dim, ())), n] for dim, n in enumerate(shape)]
     grid = itertools.product(*(itertools.pairwise(each) for each in bounds))
     return [Box(tuple(a for a, _ in cell), tuple(b for _, b in cell)) for cell in grid]
 
 
 def store(directory: Path, name: str, whole: torch.Tensor, boxes: Sequence[Box]) -> list[TensorFile]:
-    """A file for each box."""
+    """Write a file for each box."""
     for i, box in enumerate(boxes):
         save_file({name: whole[box.slices].contiguous()}, directory / f"{i}.safetensors")
     return [TensorFile.open(directory / f"{i}.safetensors") for i in range(len(boxes))]
@@ -90,7 +90,7 @@ def run(
     wanted: dict[str, Sequence[Box]],
     links: Links = NO_LINKS,
 ) -> tuple[dict[str, list[torch.Tensor]], Report]:
-    """Boxes of tensors, in memory."""
+    """Make the wanted boxes of tensors in memory, from the files."""
     made, transfers = {}, []
     for name, boxes in wanted.items():
         made[name] = [torch.empty(box.shape) for box in boxes]
@@ -272,7 +272,7 @@ def test_C11_tensors_of_zeros_are_named(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_C11_a_resumed_conversion_does_not_take_the_rest_for_all(tmp_path: Path) -> None:
-    """The half of a tensor that was made before a kill held other numbers than zeros."""
+    """The half of the tensor that was made before the kill has numbers that are not zero."""
     whole = torch.cat((torch.ones(20), torch.zeros(20)))
     save_file({"w": whole}, tmp_path / "f")
     halves = [Box((0,), (20,)), Box((20,), (40,))]

@@ -50,7 +50,7 @@ def test_there_and_through_a_layout_and_back_is_bitwise(kind: str, tmp_path: Pat
 def test_correction_biases_stay_fp32_as_in_transformers_and_further_blocks_are_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A model in bf16, and one that is cast to it on the way; the latter file has a block for more tokens."""
+    """One model is in bf16; another is cast to it, and its file has a block that predicts further tokens."""
     torch.manual_seed(0)
     config = AutoConfig.for_model("glm4_moe", **PLAIN, **EXPERTS["glm4_moe"])
     theirs: Any = AutoModelForCausalLM.from_config(config)

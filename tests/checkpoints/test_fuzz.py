@@ -66,7 +66,7 @@ def damaged_bytes(raw: bytes, random: Random) -> bytes:
 
 
 def places(value: Any, found: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-    """Every container of a JSON value with each of its keys."""
+    """List every container of a JSON value with each of its keys."""
     for key in (
         list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
     ):

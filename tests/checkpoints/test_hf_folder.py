@@ -75,7 +75,7 @@ def index_of_text(text: str) -> Callable[[Path], None]:
 
 
 def mapped(**changes: object) -> Callable[[Path], None]:
-    """The index with some entries changed; ``None`` takes one out."""
+    """Write the index with some entries changed; ``None`` removes one."""
     both = {"a": ONE, "b": ONE, "c": TWO} | changes
     return lambda root: write_index(root, {name: shard for name, shard in both.items() if shard is not None})
 
@@ -85,7 +85,7 @@ def void(_: object) -> None:
 
 
 def escaping(name: str) -> Callable[[Path], None]:
-    """The shard moved out of the folder, and the index naming it there."""
+    """Move the shard out of the folder, and name it there in the index."""
 
     def make(root: Path) -> None:
         (root / TWO).rename(root.parent / "out.safetensors")
@@ -261,7 +261,7 @@ def add_watch() -> None:
 
 @pytest.fixture
 def opened() -> Iterator[list[str]]:
-    """Every path that Python opens from here on; an audit hook cannot be taken back, so it is added once."""
+    """Record every path that Python opens from here on. An audit hook stays for ever, so it is added once."""
     add_watch()
     OPENED.clear()
     yield OPENED

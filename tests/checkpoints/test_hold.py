@@ -107,7 +107,7 @@ READERS = [reading_convert, reading_inspect, reading_verify, reading_diff, readi
 def test_a_run_is_read_while_it_saves_and_keeps_one(
     tmp_path: Path, reader: Callable[[Path, Path], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """40 checkpoints replace each other, each kept alone; every reading meanwhile succeeds."""
+    """Each of 40 checkpoints replaces the one before; every read in the meantime succeeds."""
     root, done = tmp_path / "run", threading.Event()
     saved(root, 1)
     errors: list[BaseException] = []
@@ -146,7 +146,7 @@ def flip(directory: Path, *, header: bool = False) -> None:
 def test_a_damaged_newest_step_names_the_newest_good_one_and_the_command(
     tmp_path: Path, header: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The second newest is damaged too: only a good one is named. What is named works."""
+    """The second newest is damaged too: only a good one is named, and the named command works."""
     root = tmp_path / "checkpoints"
     saved(root, 1, 2, 3, 4)
     flip(root / "step-00000004", header=header)
@@ -213,7 +213,7 @@ def test_weights_are_taken_from_no_damaged_checkpoint(tmp_path: Path, use: str) 
 
 
 def test_a_checkpoint_that_is_deleted_while_it_is_looked_for_is_no_end_of_the_search(tmp_path: Path) -> None:
-    """Between the list of the names and the look at each, a run saves the next step and deletes the last."""
+    """After the names are listed and before they are opened, a run saves a step and deletes the last one."""
     saved(tmp_path, 1)
     listed = find._latest
 

@@ -15,7 +15,7 @@ from trilith.testing.tiny_models import TINY_LLAMA
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The hub's cache with one model, laid out as huggingface_hub does; offline, and nothing else here."""
+    """Make a hub cache with one model, laid out as huggingface_hub does, offline, and nothing else."""
     root = tmp_path / "cache"
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(root))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)

@@ -23,7 +23,7 @@ UP, NORM = torch.arange(32.0).reshape(8, 4), torch.arange(4.0)
 
 
 def write_checkpoint(directory: Path) -> Manifest:
-    """Two tensor ranks: ``up`` cut on dim 0, ``norm`` held by both, and a tokenizer."""
+    """Write a checkpoint of two tensor ranks: ``up`` cut on dim 0, ``norm`` on both, and a tokenizer."""
     directory.mkdir(parents=True)
     files, parts = [], []
     for rank in range(2):
@@ -81,7 +81,7 @@ def edited(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]
 
 
 def of_version_1(directory: Path) -> None:
-    """The manifest as releases before the seal wrote it."""
+    """Write the manifest as releases before the seal did."""
     manifest = json.loads((directory / MANIFEST).read_text()) | {"version": 1}
     manifest.pop("seal")
     (directory / MANIFEST).write_text(json.dumps(manifest))
@@ -262,7 +262,7 @@ def broken_header(directory: Path) -> None:
 
 
 def replica_differs(directory: Path) -> None:
-    """A replica that was already different when it was written: its checksum is right."""
+    """Write a replica that differs already when it is written, so that its checksum is right."""
     manifest = Manifest.load(directory)
     (directory / SHARD).unlink()
     writer = TensorWriter(directory / SHARD, {"up": ("F32", (4, 4)), "norm": ("F32", (4,))})
@@ -341,7 +341,7 @@ def test_no_complete_checkpoint(tmp_path: Path, names: list[str] | None, says: s
 
 
 def llama_405b(tensor: int = 8, pipeline: int = 16, layers: int = 126) -> Manifest:
-    """The manifest of a converted Llama 3.1 405B, by its shapes."""
+    """Make the manifest of a converted Llama 3.1 405B from its shapes."""
     d, f, v, kv = 16_384, 53_248, 128_256, 1024
     files = tuple(
         StoredFile(name=f"pipeline-{p:02d}.tensor-{t:02d}.safetensors", size=6 << 30, crc32=p * tensor + t)

@@ -33,7 +33,7 @@ CASES = {
 
 @pytest.fixture(params=CASES)
 def model(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
-    """A PEFT model whose base and adapters lie in ``base`` and ``adapter``."""
+    """Make a PEFT model whose base and adapters lie in ``base`` and ``adapter``."""
     torch.manual_seed(0)
     config, lora = CASES[request.param]
     base: Any = (LlamaForCausalLM if config is LLAMA else GPT2LMHeadModel)(config).eval()

@@ -126,7 +126,7 @@ ROUTED_NAMES = (
 
 
 def routed_there_and_back(root: str, layouts: Sequence[Layout]) -> list[Pieces]:
-    """A module in bf16, with biases that bf16 has no numbers for; moved by one step in the first layout."""
+    """Make a module in bf16 with biases that bf16 cannot hold; the first layout moves it by one step."""
     found = []
     for number, layout in enumerate(layouts):
         state = ParallelState.start(layout)

@@ -65,7 +65,7 @@ values = st.recursive(
 
 @pytest.fixture(scope="module", autouse=True)
 def group() -> Iterator[None]:
-    """A process group of this process alone: runs here cost tenths of a second."""
+    """Start a process group of this process alone: runs then take tenths of a second."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -274,7 +274,7 @@ def test_links_inside_the_folder_and_into_the_hub_s_cache_are_followed(tmp_path:
 def test_a_tokenizer_that_changes_during_the_run_is_saved_as_it_was_at_the_start(
     tmp_path: Path, tokens: Path
 ) -> None:
-    """Also one that is gone by then: the run keeps what it began with, and its last save does not fail."""
+    """It may even be gone by then: the run keeps the files that it began with, and its last save succeeds."""
     from trilith.checkpoints import Contents, Progress, Saver, module_contents
     from trilith.parallel_state import Layout, ParallelState
 

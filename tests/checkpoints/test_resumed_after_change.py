@@ -20,7 +20,7 @@ from trilith.storage import safetensors_reader as tensor_file
 from trilith.testing.hf_folders import contents, write_hf_folder
 from trilith.testing.tiny_models import TINY_LLAMA
 
-#: Which folder changes, and the plan that reads it.
+#: The folder that changes, and the plan that reads it.
 PLANS: dict[str, tuple[str, Callable[[Path], Plan]]] = {
     "to-sharded": ("hf", lambda at: plan_conversion(at / "hf", tensor=2, pipeline=2)),
     "to-hf": ("sharded", lambda at: plan_conversion(at / "sharded", to="hf")),
@@ -40,7 +40,7 @@ WAYS = (
 
 @pytest.fixture(scope="module", autouse=True)
 def no_waiting_for_the_disk() -> Iterator[None]:
-    """A stop is no power cut."""
+    """Skip syncs to the disk: the process stops here, but the power is never cut."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda fd: None)
         yield
@@ -107,7 +107,7 @@ def change(folder: Path, new: Path, way: str) -> None:
 
 
 def begin(plan: Plan, dst: Path, share: float) -> None:
-    """The same work, stopped when so much of it was made; each piece is noted."""
+    """Start the same work and stop it when so much of it was made; each piece is noted."""
     options = ConversionOptions(workers=1, note_every=1, progress=stop_after(int(share * plan.nbytes)))
     with pytest.raises(KeyboardInterrupt):
         carry_out(plan, dst, options=options)
@@ -136,7 +136,7 @@ def test_a_source_that_changed_between_is_wholly_the_new_one(
 def test_new_weights_are_told_where_the_file_system_has_no_change_time(
     originals: Path, tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The content alone differs then: not the inode, the size, or any time."""
+    """Only the content differs then: not the inode, the size, or any time."""
     whole = tensor_file._identity
     monkeypatch.setattr(tensor_file, "_identity", lambda status: whole(status)[:-1])
     folder, plan_of = PLANS[form]
@@ -174,7 +174,7 @@ def test_a_source_that_changes_while_it_is_read_is_refused(
 def test_a_flipped_bit_in_what_a_stop_left_has_no_effect(
     originals: Path, form: str, file: float, bit: float
 ) -> None:
-    """The journal and the files already written alike: what is not as it was noted is made again."""
+    """The bit is in the journal or in a file already written: a piece that is not as noted is made again."""
     plan_of = PLANS[form][1]
     with tempfile.TemporaryDirectory() as name:
         at = Path(name)

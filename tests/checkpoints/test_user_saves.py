@@ -28,7 +28,7 @@ from trilith.training import Precision, make_adamw, shard_over_data
 
 
 class Two(nn.Module):
-    """The second layer is not in every step."""
+    """Use the second layer in some steps only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, both: bool) -> None
 
 
 def interrupted(root: str, layout: Layout) -> list[bool]:
-    """Two steps without the second layer, then two with it: at once, and from a checkpoint between."""
+    """Take two steps without the second layer, then two with it: at once, and from a checkpoint between."""
     state, model, optimizer = made(layout)
     for both in (False, False):
         step(model, optimizer, both)
@@ -86,7 +86,7 @@ def zoo(layout: Layout) -> tuple[Any, torch.optim.AdamW]:
 
 
 def interrupted_zoo(root: str, layouts: list[Layout]) -> dict[str, float]:
-    """On each stage the norms have gradients in one step of two; how many updates they remember."""
+    """Let norms have gradients in one step of two on each stage; return how many updates they remember."""
     model, optimizer = zoo(layouts[0])
     for number in range(2):
         for name, parameter in model.named_parameters():

@@ -26,7 +26,7 @@ Out = pytest.CaptureFixture[str]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model with a tokenizer and a chat template."""
+    """Make a small model with a tokenizer and a chat template."""
     path = tmp_path_factory.mktemp("generate") / "model"
     train_tokenizer([CORPUS], path, vocab_size=300)
     (path / "chat_template.jinja").write_text(TEMPLATE)
@@ -51,7 +51,7 @@ def written(capfd: Out, folder: Path, *more: str) -> str:
 
 
 def expected(folder: Path, prompt: str) -> str:
-    """transformers' own, from its own tokenizer."""
+    """Return the texts of transformers, from its own tokenizer."""
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     model: Any = LlamaForCausalLM.from_pretrained(folder)
     ids = tokenizer(prompt, return_tensors="pt").input_ids

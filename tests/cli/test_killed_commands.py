@@ -130,7 +130,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def below(pid: int) -> set[int]:
-    """The live processes that a process started, and those below these."""
+    """Return the live processes that a process started, and those that these started."""
     found = {one.pid for one in children_of(pid) if one.alive}
     return found.union(*(below(one) for one in found))
 
@@ -145,7 +145,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = HANGS) -> bool:
 
 
 class Start:
-    """A command in a fork of this process, which pauses at the call ``at`` of the file system."""
+    """Run a command in a fork of this process, and pause it at the call ``at`` of the file system."""
 
     def __init__(self, words: list[str], said: Path, at: int) -> None:
         self.said = said
@@ -215,7 +215,7 @@ def state(home: Path) -> tuple[dict[str, str], list[Path]]:
 
 
 class Campaign:
-    """Kills of one command after another, and what must hold after each of them."""
+    """Kill one command after another, and check the rules after each kill."""
 
     def __init__(self, inputs: Path, folder: Path, seed: int) -> None:
         self.inputs, self.folder, self.random = inputs, folder, Random(seed)
@@ -226,7 +226,7 @@ class Campaign:
         self.homes = 0
 
     def learn(self, name: str) -> None:
-        """An undisturbed start: what the command writes, and in how many calls."""
+        """Start the command undisturbed; note its output and its number of calls."""
         home = self.folder / f"whole {name}"
         home.mkdir()
         start = self._start(name, home, 0)
@@ -237,7 +237,7 @@ class Campaign:
         self.already = below(os.getpid())  # the server that workers are forks of among them
 
     def kill_until_through(self, name: str) -> None:
-        """Kills on one output, one after another, then a start that nobody disturbs."""
+        """Kill starts on one output, one after another, then let a start finish."""
         if name not in self.whole:
             self.learn(name)
         self.homes += 1
@@ -255,7 +255,7 @@ class Campaign:
         assert {path.name for path in home.iterdir()} == {path.split("/")[0] for path in self.whole[name]}
 
     def _kill(self, name: str, home: Path) -> None:
-        """One start, or two that race, and a kill at a random moment of it; some races go undisturbed."""
+        """Start one command, or two that race, and kill at a random moment; some races go undisturbed."""
         random, seen = self.random, state(home)
         racing, worker = random.random() < 0.25, random.random() < 0.4
         disturbed = not racing or random.random() < 0.6

@@ -100,7 +100,7 @@ RECIPE_INPUTS = {
     "evaluation.tokens": "{}/tokens",
     "lora.init_from": "{}/adapter",
 }
-#: What such a key needs beside it, and those that take the place of ``model.config``.
+#: The other keys that such a key needs, and keys that replace ``model.config``.
 BESIDE = {
     "evaluation.tokens": ["evaluation.every=1"],
     "lora.init_from": ["model.init_from={}/hf", "dtype=float32"],
@@ -110,7 +110,7 @@ NO_CONFIG = {"model.init_from", "lora.init_from"}
 
 @dataclass(frozen=True)
 class Place:
-    """A path of a command line: an argument or option of a command, or a key of the recipe."""
+    """Name a path of a command line: an argument or option of a command, or a key of the recipe."""
 
     command: str
     name: str
@@ -144,7 +144,7 @@ def places() -> Iterator[Place]:
 def words(
     command: str, inputs: Path, place: Path, fault: Place | None = None, at: str | None = None
 ) -> list[str]:
-    """The command's words, all valid, outputs in ``place``, but the path ``at`` where the fault is.
+    """Return the command's words, all valid, outputs in ``place``, except the path ``at`` with the fault.
 
     Without ``at`` the place of ``fault`` is as valid as the others.
     """
@@ -238,7 +238,7 @@ def _closed(path: Path) -> None:
     path.chmod(0)
 
 
-#: What stands in the place of an input.
+#: Faults in the place of an input.
 INPUT_FAULTS: dict[str, Callable[[Path], object]] = {
     "missing": lambda path: None,
     "unreadable": _closed,
@@ -260,7 +260,7 @@ def _no_writing(path: Path) -> None:
     path.parent.chmod(0o555)
 
 
-#: What becomes of a file inside a folder that is an input.
+#: Faults of a file inside a folder that is an input.
 INSIDE_FAULTS = {
     **{
         name: fault
@@ -271,7 +271,7 @@ INSIDE_FAULTS = {
 }
 
 
-#: What stands in the way of an output.
+#: Faults in the place of an output.
 OUTPUT_FAULTS: dict[str, Callable[[Path], object]] = {
     "read-only": _no_writing,
     "full-disk": lambda path: None,
@@ -337,7 +337,7 @@ def path_of(fault: str, where: Path, suffix: str) -> Path:
     return where / (("n" * 300 if fault == "name-too-long" else "x") + suffix)
 
 
-#: What makes a command wait, or leaves a part of a file. The other faults are run with the slow tests.
+#: Faults that make a command wait, or that leave a part of a file. The others run with the slow tests.
 FIRST = {"pipe", "dev-zero", "unreadable", "read-only", "full-disk"}
 CASES = [
     pytest.param(place, fault, id=f"{place}-{fault}", marks=[] if fault in FIRST else pytest.mark.slow)
@@ -420,14 +420,14 @@ def test_a_fault_inside_a_folder_is_one_line_or_without_effect(
 
 
 def input_of(place: Place, inputs: Path) -> Path:
-    """The good input of a place."""
+    """Return the good input of a place."""
     key = place.name.removeprefix("recipe: ")
     (given,) = [RECIPE_INPUTS[key]] if key in RECIPE_INPUTS else VALID[place.command][place.name]
     return Path(given.format(inputs))
 
 
 def files_of(place: Place, inputs: Path) -> list[Path]:
-    """The files of an input that is a folder, or several files of one name, below the folder of inputs."""
+    """Return the files of an input that is a folder, or has several files, below the folder of inputs."""
     given = input_of(place, inputs)
     found = given.rglob("*") if given.is_dir() else given.parent.glob(f"{given.name}.*")
     return sorted(path.relative_to(inputs) for path in found if path.is_file())
@@ -440,7 +440,7 @@ def gone() -> None:
     os.rmdir("../gone")
 
 
-#: What the machine has too little of. Where the command needs none of it, it goes on.
+#: Resources of which the machine has too little. A command that needs none of them succeeds.
 TOO_LITTLE: dict[str, Callable[[], object]] = {
     "descriptors": lambda: few_descriptors(0),
     "descriptors-3": lambda: few_descriptors(3),
@@ -495,7 +495,7 @@ NO_COUNT = {"seed"}
 
 
 def counts() -> Iterator[tuple[str, str]]:
-    """Each option of each command that is a whole number, and counts something."""
+    """Return each option of each command that is a whole number and counts something."""
     for command in COMMANDS:
         for name, hint in typing.get_type_hints(command, include_extras=True).items():
             kind, *about = typing.get_args(hint) or (hint,)

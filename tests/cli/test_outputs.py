@@ -127,7 +127,7 @@ def world(made: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def check_refused(words: list[str], world: Path, capfd: pytest.CaptureFixture[str], says: str) -> None:
-    """One line with code 2, and every file as before."""
+    """Check for one line with code 2, and that every file is as before."""
     before = contents(world)
     assert run(words) == 2, words
     err = capfd.readouterr().err

@@ -18,7 +18,7 @@ LEANING = {"and", "of", "also", "ditto", "with", "its", "it", "so", "the", "a", 
 
 
 def examples(command: Any) -> list[str]:
-    """The commands below "Examples:", continued lines joined."""
+    """Return the commands below "Examples:", with continued lines joined."""
     text = command.help.partition(EXAMPLES)[2].replace("\\\n", " ")
     return [line.strip() for line in text.splitlines() if line.strip()]
 

@@ -49,7 +49,7 @@ texts = st.lists(st.one_of(harmful, st.characters(codec="utf-8")), max_size=8).m
 
 
 def obeyed(text: str) -> list[str]:
-    """The characters of a text that a terminal would obey, by Unicode's own classes."""
+    """Return the characters of a text that a terminal would obey, by Unicode's own classes."""
     turning = {"LRE", "RLE", "PDF", "LRO", "RLO", "LRI", "RLI", "FSI", "PDI"}
     return [
         one
@@ -131,7 +131,7 @@ HARM = "\x1b]0;title\x07\x1b[2Jx\u202ey\x9b31m\rz"
 
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders and files whose names and values hold control characters."""
+    """Make folders and files whose names and values hold control characters."""
     path = tmp_path_factory.mktemp("hostile")
     write_hf_folder(path / "hf", TINY_LLAMA)
     for name, change in (

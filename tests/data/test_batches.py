@@ -23,7 +23,7 @@ Make = Callable[..., TokenFile]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Make:
-    """A file whose token number ``i`` is ``first + i``."""
+    """Write a file whose token number ``i`` is ``first + i``."""
 
     def build(
         name: str, tokens: int, *, first: int = 0, fingerprint: str = "t", vocab: int = 70_000
@@ -179,7 +179,7 @@ def test_refusals(make: Make, call: Callable[[Make], object], message: str) -> N
 
 
 def test_ids_outside_the_vocabulary_are_refused_on_the_host_F4() -> None:
-    """Before the batch goes to a device; a label that does not count is none outside."""
+    """This happens before the batch goes to a device; an ignored label is not outside."""
     good = torch.tensor([[0, 6]])
     Batch(good, torch.tensor([[IGNORE, 6]])).check_ids(7)
     for ids, labels, name in (

@@ -72,7 +72,7 @@ def template(tokenizer: FolderTokenizer, folder: Path, text: str, **variables: s
 
 
 def learnt(tokenizer: FolderTokenizer, ids: list[int], targets: Any) -> list[str]:
-    """The runs of tokens that are to be learnt, decoded."""
+    """Return the runs of tokens that are to be learnt, decoded."""
     edges = np.flatnonzero(np.diff([0, *targets.tolist(), 0]))
     return [tokenizer.decode(ids[a:b]) for a, b in edges.reshape(-1, 2).tolist()]
 

@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def talks(count: int) -> list[dict[str, Any]]:
-    """Every fifth has no answer."""
+    """Write conversations of which every fifth has no answer."""
     return [
         {
             "messages": [
@@ -187,7 +187,7 @@ def test_verify_reads_every_target(folder: Path, tmp_path: Path, value: int) -> 
 
 
 def killed_on_the_way(inputs: list[Path], folder: Path, out: Path, chat: Chat | None) -> None:
-    """A kill that nothing can catch, after three portions."""
+    """Kill the process, which nothing can catch, after three portions."""
     seen: list[int] = []
     token_writer.MARK_EVERY = 0.0
 

@@ -52,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def talks(path: Path, count: int = 6) -> Path:
-    """Every third sample has no answer."""
+    """Write conversations of which every third has no answer."""
     roles = ["user", "assistant", "user", "assistant"]
     samples = [
         [{"role": role if i % 3 else "user", "content": f"{i} of {count}"} for role in roles]

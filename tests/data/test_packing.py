@@ -13,7 +13,7 @@ cases = st.integers(1, 40).flatmap(
 
 
 def best_fit_decreasing(lengths: list[int], room: int) -> list[int]:
-    """As in the textbook, a sample at a time: how much of each row is taken."""
+    """Compute how full each row is, as in the textbook, a sample at a time."""
     rows: list[int] = []
     for length in sorted(lengths, reverse=True):
         fitting = [row for row in range(len(rows)) if rows[row] + length <= room]

@@ -70,7 +70,7 @@ def test_an_error_reaches_the_loop_at_its_step_and_ends_the_thread() -> None:
 
 @pytest.fixture
 def chat(tmp_path: Path) -> Path:
-    """Samples of 2 to 17 tokens, some of them to be learnt."""
+    """Write samples of 2 to 17 tokens, some of them to be learnt."""
     random = np.random.default_rng(1)
     with TokenWriter(tmp_path / "chat", vocab_size=131, template_sha256="t") as writer:
         for length in random.integers(2, 18, 60):

@@ -30,7 +30,7 @@ PARTS = [
     for name in ("string", "textwrap", "tokenize", "statistics", "tabnanny", "token", "this", "html/entities")
     for part in re.split(r"(?<=\n\n)", (LIBRARY / f"{name}.py").read_text(encoding="utf-8"))
 ]
-#: What differs first when one setting is wrong.
+#: Texts that differ first when one setting is wrong.
 HARD = [
     "",
     " ",

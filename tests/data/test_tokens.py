@@ -37,7 +37,7 @@ def files(folder: Path) -> list[str]:
 
 
 def change_index(name: Path, **changes: object) -> None:
-    """As somebody would who also knows the seal."""
+    """Change the index as somebody would who also knows the seal."""
     path = name.with_name(name.name + ".json")
     content = {**json.loads(path.read_text()), **changes}
     with contextlib.suppress(ValueError):

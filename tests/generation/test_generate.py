@@ -47,7 +47,7 @@ def made(name: str) -> Any:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Each model as a Hugging Face folder."""
+    """Write each model as a Hugging Face folder."""
     root = tmp_path_factory.mktemp("models")
     for name in MODELS:
         made(name).save_pretrained(root / name)

@@ -36,7 +36,7 @@ def model_with(mode: Checkpointing, every: int = 1) -> tuple[Any, list[int]]:
 
 
 def step(mode: Checkpointing, every: int = 1) -> tuple[list[int], int, int, Tensor]:
-    """Blocks in the order they ran, products, bytes alive between forward and backward, a gradient."""
+    """Return the blocks in the order they ran, products, bytes alive between the passes, a gradient."""
     model, ran = model_with(mode, every)
     x = torch.randint(128, (2, 32), generator=torch.Generator().manual_seed(1))
     with Operators() as operators, LiveBytes() as memory:
@@ -85,7 +85,7 @@ def test_each_keeps_fewer_bytes_alive_than_the_one_before() -> None:
 
 @torch.library.custom_op("trilith_tests::drawing_attention", mutates_args=())
 def drawing_attention(x: Tensor) -> Tensor:
-    """Stands for a GPU's fused attention with dropout: one operator, which draws its mask."""
+    """Stand in for a GPU's fused attention with dropout: one operator, which draws its mask."""
     return x * (torch.rand_like(x) > 0.5)
 
 

@@ -74,7 +74,7 @@ def test_a_token_sees_its_own_document_up_to_itself() -> None:
 def test_heads_that_share_keys_under_a_mask_are_given_a_kernel_that_takes_both(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On a GPU none takes a mask and groups: it would fall back to writing out all scores."""
+    """No GPU kernel takes both a mask and groups: the fallback would write out all scores."""
     seen, kernel = [], F.scaled_dot_product_attention
 
     def watched(q: Tensor, k: Tensor, v: Tensor, **said: Any) -> Tensor:

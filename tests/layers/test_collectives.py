@@ -38,7 +38,7 @@ def random(shape: tuple[int, ...], seed: int, *, alike: bool) -> Tensor:
 
 
 def inner_product(a: Tensor, b: Tensor, *, alike: bool) -> float:
-    """Over the ranks together: once for what they hold alike, else the sum."""
+    """Return the ranks' common inner product: once for tensors that are alike, else the sum over ranks."""
     value = (a * b).sum().detach()
     if alike:
         return float(value)
@@ -47,7 +47,7 @@ def inner_product(a: Tensor, b: Tensor, *, alike: bool) -> float:
 
 
 def products(name: str, dim: int | None) -> tuple[float, float, tuple[int, ...]]:
-    """``<f(x), y>`` and ``<x, f*(y)>``, and the shape of ``f(x)`` for x of (2, 8, 12)."""
+    """Return ``<f(x), y>`` and ``<x, f*(y)>``, and the shape of ``f(x)`` for x of (2, 8, 12)."""
     pair, whole_in, whole_out = PAIRS[name]
     state = ParallelState.start(Layout.of(tensor=dist.get_world_size()))
     x = random((2, 8, 12), 1, alike=whole_in).requires_grad_()

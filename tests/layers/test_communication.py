@@ -107,7 +107,7 @@ def test_on_one_device_exactly_torchs_operators_run(layer: str, state: ParallelS
 
 @pytest.mark.parametrize("state", ALONE.values(), ids=ALONE)
 def test_on_one_device_embeddings_are_torchs_operators(state: ParallelState | None) -> None:
-    """Ids are looked through on a CPU where rows are padded, and nowhere else; here none are."""
+    """Ids are checked on a CPU if rows are padded, and nowhere else; here no row is padded."""
     ids = torch.randint(128, (2, 5))
     ours, theirs = VocabParallelEmbedding(128, 6, state=state), nn.Embedding(128, 6)
     assert launched(lambda: ours(ids)) == launched(lambda: theirs(ids))
@@ -123,7 +123,7 @@ def test_on_one_device_attention_is_one_operator_of_torch() -> None:
 
 
 def test_on_one_device_the_loss_needs_less_than_torchs_and_sends_nothing() -> None:
-    """The one layer with operators of its own: in place, which spares a tensor of the logits' size."""
+    """Only this layer has operators of its own: they work in place and save a tensor of the logits' size."""
     labels = torch.randint(512, (2, 64))
 
     def ours(x: Tensor) -> Tensor:
@@ -171,7 +171,7 @@ def largest_tensor(sequence: bool) -> int:
 
 
 def attention_over_context(ring: bool) -> tuple[Any, Any]:
-    """One layer's, with two key/value heads of four query heads."""
+    """Run one layer's attention, with two key/value heads for four query heads."""
     state = ParallelState.start(Layout.of(context=dist.get_world_size(), ring=ring))
     here, scope = S // state.context_size, AttentionScope(state=state)
     q, k, v = (torch.randn(B, heads, here, 8, requires_grad=True) for heads in (4, 2, 2))
@@ -184,7 +184,7 @@ def attention_over_context(ring: bool) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("context", [2, 3])
 def test_context_ranks_send_key_value_heads_and_their_gradients_once(context: int) -> None:
-    """As docs/context.md has it. What a rank holds of keys and values are n bytes."""
+    """The numbers are those of docs/context.md. A rank's keys and values are n bytes."""
     n, others = 4 * 2 * B * 2 * 8 * S // context, context - 1
     for (forward, sent), (backward, sent_back) in run_parallel(attention_over_context, context, False):
         assert (forward, sent) == ({"all_gather": 1}, {"all_gather": n})

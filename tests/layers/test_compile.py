@@ -23,7 +23,7 @@ CONFIG = {
 
 
 def eager_and_compiled(sequence: bool, packed: bool, backend: str) -> float:
-    """The largest difference between a block's outputs and gradients, traced and not."""
+    """Return the largest difference between a block's outputs and gradients, traced and not."""
     torch.manual_seed(0)
     size = dist.get_world_size()
     state = (

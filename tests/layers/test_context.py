@@ -42,7 +42,7 @@ def test_a_sequence_that_gives_no_equal_chunks_is_refused_E7() -> None:
 
 
 def work(scope: ContextScope, size: int, chunk: int) -> list[int]:
-    """Pairs of query and key that a rank looks at with each rank's keys."""
+    """Count the pairs of query and key that a rank computes with each rank's keys."""
     half = chunk * (chunk + 1) // 2
     return [
         sum(half if block.causal else chunk * chunk for block in scope.blocks(source, chunk))
@@ -52,8 +52,9 @@ def work(scope: ContextScope, size: int, chunk: int) -> list[int]:
 
 @given(_sizes, st.integers(1, 16))
 def test_every_rank_has_the_same_work_with_any_ranks_keys(size: int, chunk: int) -> None:
-    """So a ring never waits for a slow rank: with its own keys two causal halves and a whole block, with
-    any other's two whole blocks.
+    """So a ring never waits for a slow rank.
+
+    With its own keys a rank has two causal halves and a whole block, with any other's two whole blocks.
     """
     for state in ranks(size):
         found = work(ContextScope(None, state=state), size, chunk)
@@ -103,7 +104,7 @@ def test_a_cache_holds_whole_sequences() -> None:
 
 
 class Attend(torch.autograd.Function):
-    """A block alone as a function with a gradient."""
+    """Compute a block alone, as a function with a gradient."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: BlockAttentionOptions) -> Tensor:
@@ -132,7 +133,7 @@ def heads(dtype: torch.dtype = torch.float64) -> list[Tensor]:
 def test_a_block_is_attention_with_its_gradients(
     kind: str, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the fused operator where there is no mask, else written out, a few rows at a time."""
+    """It uses the fused operator if there is no mask, else the formula, a few rows at a time."""
     monkeypatch.setattr(blocks, "_AT_ONCE", at_once)
     if at_once < 2**20:
         monkeypatch.setattr(blocks, "_fused", lambda q, how: False)

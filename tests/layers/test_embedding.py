@@ -157,7 +157,7 @@ def test_in_parts_both_ends_equal_one_device(tensor: int, sequence: bool) -> Non
 
 
 def test_on_a_gpu_the_device_itself_looks_at_ids_and_the_host_does_not_wait() -> None:
-    """A number that the host asked of a fake tensor would be an error."""
+    """If the host read a number of a fake tensor, that would be an error."""
     with FakeTensorMode(), Operators() as operators:
         check_ids(torch.zeros(2, 3, dtype=torch.int64, device="cuda"), 7)
         check_ids(torch.zeros(2, 3, dtype=torch.int64, device="cuda"), 7, but=-100)

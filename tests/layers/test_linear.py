@@ -100,7 +100,7 @@ def test_the_repr_shows_whole_and_local_sizes() -> None:
 
 
 def both_linears(sequence: bool, bias: bool) -> list[float]:
-    """Each kind of linear on this rank, against one device in fp64; the largest relative differences."""
+    """Compare each kind of linear on this rank with one device in fp64; return the largest differences."""
     world = torch.distributed.get_world_size()
     state = ParallelState.start(Layout.of(tensor=world, sequence=sequence))
     torch.set_default_dtype(torch.float64)

@@ -16,7 +16,7 @@ from trilith.testing.compare_layers import compare_with_one_device
 
 
 def trained(layer: nn.Module) -> nn.Module:
-    """B drawn at random, alike in every layout: at zero it would hide A's gradient."""
+    """Draw B at random, alike in every layout: a B of zero would hide A's gradient."""
     for name, stated in declarations(layer).items():
         if name.endswith("lora_B"):
             parameter = dict(layer.named_parameters())[name]
@@ -72,7 +72,7 @@ def test_the_declarations_follow_the_base() -> None:
 
 
 def in_parts(sequence: bool) -> list[float]:
-    """Each kind of linear with its adapters, against one device in fp64; the largest differences."""
+    """Compare each kind of linear with adapters to one device in fp64; return the largest differences."""
     world = torch.distributed.get_world_size()
     state = ParallelState.start(Layout.of(tensor=world, sequence=sequence))
     torch.set_default_dtype(torch.float64)

@@ -13,7 +13,7 @@ from trilith.testing import run_parallel
 
 
 def problem(vocab: int, dtype: torch.dtype, *, scale: float = 4.0) -> tuple[Tensor, Tensor]:
-    """Logits with padding columns that hold anything, and labels of which some do not count."""
+    """Draw logits whose padding columns hold anything, and labels of which some do not count."""
     generator = torch.Generator().manual_seed(vocab)
     logits = torch.randn(3, 5, padded_vocabulary(vocab), generator=generator, dtype=torch.float64) * scale
     labels = torch.randint(vocab, (3, 5), generator=generator)

@@ -27,7 +27,7 @@ def make(state: ParallelState | None, *, gated: bool = True, shared: bool = Fals
 
 
 def by_token(moe: MoE, x_BSD: Tensor) -> Tensor:
-    """The definition."""
+    """Compute the mixture by its definition, token by token."""
     weights, chosen = moe.router(x_BSD)
     rows = []
     for x, w, experts in zip(x_BSD.flatten(0, 1), weights.flatten(0, 1), chosen.flatten(0, 1), strict=True):

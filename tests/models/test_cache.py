@@ -44,7 +44,7 @@ def built(model: str, state: ParallelState) -> CausalLM:
 
 @torch.no_grad()
 def whole_and_in_pieces(model: str, layout: Layout, rows: str) -> tuple[list[Tensor], list[Tensor]]:
-    """The last logits of each piece, and after it the shapes and addresses of what the cache holds."""
+    """Return the last logits of each piece, and the shapes and addresses of the cache after it."""
     state = ParallelState.start(layout) if layout.world > 1 else ParallelState.alone()
     made, positions = built(model, state), ROWS[rows]
     tokens = torch.randint(131, (2, 14), generator=torch.Generator().manual_seed(1))

@@ -481,7 +481,7 @@ def test_a_key_that_says_what_the_family_does_anyway_changes_nothing(kind: str, 
 
 @pytest.mark.parametrize("kind", sorted(FAMILIES))
 def test_switches_change_the_parameters_exactly_as_in_transformers(kind: str) -> None:
-    """Every yes or no of the config, and every one in the table: which biases and norms there are."""
+    """Every boolean field of the config and of the table changes the same biases and norms."""
 
     def asked(names: Iterable[str]) -> set[str]:
         return {name for name in names if name.endswith("bias") or "_norm." in name}

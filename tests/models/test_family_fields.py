@@ -47,7 +47,7 @@ IDS = torch.randint(503, (2, 40), generator=torch.Generator().manual_seed(3))
 
 
 def named_by(family: str) -> set[str]:
-    """The keys that a family's file uses, or names as harmless."""
+    """Return the keys that a family's file uses, or names as harmless."""
     config = FAMILIES[family].config
     return {*config.model_fields, *config.OWN_NAMES, *config.HARMLESS, *config.read_keys()}
 
@@ -100,7 +100,7 @@ def changes_logits(theirs: Any, raw: Mapping[str, Any], wanted: torch.Tensor) ->
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_dropping_a_field_that_the_family_computes_with_is_seen(family: str) -> None:
-    """In one of the family's rows at least: there the field is not what it is by default."""
+    """It is seen in at least one row of the family, where the field has not its default."""
     config = FAMILIES[family].config
     left = {name for name in config.model_fields if name not in NOT_IN_FORWARD | set(config.HARMLESS)}
     rows = [raw for raw in CASES.values() if raw["model_type"] == family]

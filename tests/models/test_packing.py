@@ -94,7 +94,7 @@ def alone(model: str) -> tuple[Tensor, float, dict[str, Tensor]]:
 
 
 def together(model: str, layout: Layout) -> tuple[Tensor | None, float, Pieces]:
-    """The packed rows in a layout: on the last stage the logits; the loss; gradients in pieces."""
+    """Return logits on the last stage, loss, and gradients in pieces, of the packed rows in a layout."""
     state = ParallelState.start(layout)
     made = built(model, state)
     ids, labels, positions = packed()
@@ -171,7 +171,7 @@ def test_without_restarts_it_is_bitwise_the_plain_path(model: str) -> None:
 
 
 def with_dropout(layout: Layout) -> list[Tensor]:
-    """Logits under dropout: of the packed rows, with other first documents, and with another seed."""
+    """Return logits under dropout: of the packed rows, with other first documents, and with another seed."""
     state = ParallelState.start(layout)
     model = built("gpt2-dropout", state, torch.float32)
     ids, _, positions = packed()

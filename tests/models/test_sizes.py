@@ -36,7 +36,7 @@ def test_transformers_counts_the_same_from_the_config_that_is_written(name: str)
 
 
 def test_every_key_of_a_row_is_one_that_its_family_reads(recwarn: pytest.WarningsRecorder) -> None:
-    """A key with a slip of the pen is unknown, and an unknown key gives a warning."""
+    """A misspelled key is unknown, and an unknown key gives a warning."""
     for size in SIZES.values():
         assert size.config.num_hidden_layers > 0
     assert [str(one.message) for one in recwarn] == []

@@ -76,7 +76,7 @@ def test_a_scalar_has_one_element_and_no_dims() -> None:
 
 @given(st.integers(1, 12), st.integers(1, 8))
 def test_a_rank_needs_every_unit_that_its_equal_share_touches(units: int, size: int) -> None:
-    """A share of units cut into ``size`` pieces each: then every rank has whole pieces, ``units`` of them."""
+    """A share consists of units cut into ``size`` pieces each: then every rank has ``units`` whole pieces."""
     for index in range(size):
         touched = {piece // size for piece in range(index * units, (index + 1) * units)}
         assert set(shared_units(units, size, index)) == touched

@@ -137,7 +137,7 @@ LAYOUTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 def test_a_run_that_is_right_is_left_alone(
     layout: dict[str, Any], more: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Two steps, a save, an evaluation and norms: no alarm, and not a bit of the losses is changed."""
+    """Two steps, a save, an evaluation and norms raise nothing and change no bit of the losses."""
     tokens = write_tokens(tmp_path / "tokens")
     losses = []
     for on in (False, True):
@@ -150,7 +150,7 @@ def test_a_run_that_is_right_is_left_alone(
 
 
 def swapped(raw: dict[str, Any]) -> None:
-    """On rank 1 a block's feed-forward comes before its attention, as a bad merge would have it."""
+    """Run a block's feed-forward before its attention on rank 1, as after a bad merge."""
     recipe = parse_recipe(raw)
     trainer = Trainer(recipe, ParallelState.start(recipe.layout), quiet=True)
     block: Any = trainer.model.layers["1"]

@@ -84,7 +84,7 @@ class Parts(nn.Module):
 
 
 def norm_of_parts(sequence: bool) -> tuple[float, float]:
-    """The norm where every element's whole gradient is 1, and the sum of what a rank holds afterwards."""
+    """Return the norm if every element's whole gradient is 1, and the norm after clipping to 1."""
     size = dist.get_world_size()
     state = ParallelState.start(Layout.of(tensor=size, sequence=sequence))
     model = Parts(state)

@@ -89,7 +89,7 @@ def groups(layout: Layout) -> dict[str, list[int]]:
 
 
 def ranks_along(layout: Layout, axes: tuple[str, ...], rank: int) -> list[int]:
-    """All ranks that share every coordinate with ``rank`` but those on ``axes``, in rank order."""
+    """Return all ranks that differ from ``rank`` only along ``axes``, in rank order."""
     others = [axis for axis in AXES if axis not in axes]
     wanted, *places = (
         [getattr(at, axis) for axis in others] for at in (layout.coordinates(rank), *layout.places())

@@ -8,7 +8,7 @@ from trilith.testing import run_parallel
 
 
 class Stubborn(Exception):
-    """It cannot travel: it is made of two arguments and remembers one."""
+    """Define an error that pickle cannot rebuild: it takes two arguments and keeps one."""
 
     def __init__(self, what: str, whose: object) -> None:
         super().__init__(what)
@@ -39,5 +39,5 @@ def test_all_have_the_results_or_the_error_of_the_lowest_rank() -> None:
 
 
 def test_an_error_that_cannot_travel_is_told_in_words() -> None:
-    """Not left to the exchange itself, where it would break on one rank while the others wait."""
+    """Otherwise the exchange itself would fail on one rank while the others wait."""
     assert run_parallel(outcome_of, 3, {2: "stubborn"}) == [("RuntimeError", "Stubborn: no", 2)] * 3

@@ -25,7 +25,7 @@ def run(case: Case) -> Outcome:
 
 @pytest.fixture(scope="session")
 def one_device() -> Callable[[Case], Outcome]:
-    """The same training on one device: one for every layout, split, schedule and micro-batch."""
+    """Run the same training on one device, once for every layout, split, schedule and micro-batch."""
     known: dict[str, Outcome] = {}
 
     def get(case: Case) -> Outcome:

@@ -37,7 +37,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def head_alone(
     place: Path, name: str, layout: dict[str, Any], chunk: int
 ) -> tuple[list[StepMetrics], Tensor]:
-    """The steps of a run that trains the output layer alone, and that layer in the end."""
+    """Train only the output layer; return the steps' metrics and that layer in the end."""
     optimizer = {"lr": 1e-2, "warmup": 0, "clip": 0.0, "groups": HEAD_ALONE}
     raw = tiny_recipe(place / name, place / "tokens", steps=3, optimizer=optimizer)
     raw |= {"layout": layout, "memory": {"loss_chunk": chunk}, "model": {"config": UNTIED}}
@@ -61,7 +61,7 @@ WIDE = {**UNTIED, "vocab_size": 512}
 
 
 def evaluated(raw: dict[str, Any]) -> tuple[float, int]:
-    """The loss on held-out tokens of made-up weights, and the bytes alive at the worst moment."""
+    """Return the loss on held-out tokens with random weights, and the bytes alive at the worst moment."""
     recipe = parse_recipe(raw)
     state = ParallelState.start(recipe.layout)
     parts = build(recipe, plan(recipe), state)

@@ -21,7 +21,7 @@ from trilith.recipes.sections import LayoutSection, MemorySection
 from trilith.testing.tiny_models import EXPERTS, MODELS
 from trilith.training.run_plan import plan
 
-# Of relatives whose blocks and layers are of one kind the array has one; test_families has every family.
+# The array has one of several families with the same blocks and layers; test_families has every family.
 FAMILIES = [
     *("llama", "llama-tied", "llama-kv1", "gpt2", "mistral", "qwen2", "qwen3"),
     *("mixtral", "qwen3_moe", "glm4_moe", "gemma2"),
@@ -30,7 +30,7 @@ FAMILIES = [
 
 @dataclass(frozen=True)
 class Choice:
-    """One run. The defaults are of a run that does not choose."""
+    """Describe one run. The defaults are those of a run that chooses nothing."""
 
     model: str
     tensor: int = 1
@@ -62,7 +62,7 @@ class Choice:
 
     @property
     def samples(self) -> int:
-        """Rows a step: two micro-batches of each data rank, or as many as the schedule asks for."""
+        """Return the rows of a step: two micro-batches a data rank, or as many as the schedule needs."""
         return (
             self.data
             * self.micro_batch
@@ -71,7 +71,7 @@ class Choice:
 
     @property
     def section(self) -> dict[str, Any]:
-        """The recipe's section ``layout``."""
+        """Return the recipe's section ``layout``."""
         section: dict[str, Any] = {
             key: getattr(self, key) for key in ("tensor", "pipeline", "data", "context")
         }
@@ -98,7 +98,7 @@ def blocks(model: str) -> int:
 
 
 def draw(random: Random) -> Choice:
-    """A choice at random that a recipe may make, and in which no choice means nothing."""
+    """Draw a choice that a recipe may make, and of which each value changes the run."""
     pick, model = random.choice, random.choice(FAMILIES)
     two = random.sample(("tensor", "pipeline", "data", "context"), random.choice((1, 2, 2)))
     sizes = {axis: 2 for axis in two}
@@ -132,14 +132,14 @@ def draw(random: Random) -> Choice:
 
 
 def pairs(choice: Choice) -> frozenset[tuple[object, ...]]:
-    """Every two of its values, each with the name of what was chosen."""
+    """Return every two of the choice's values, each with its name."""
     return frozenset(combinations(vars(choice).items(), 2))
 
 
 def covering(choices: list[Choice]) -> list[Choice]:
-    """Some of these choices, which together hold every pair of values that one of them holds.
+    """Return some of these choices that together hold every pair of values which any of them holds.
 
-    For the pair that fewest choices hold: of these the one that adds most pairs for the ranks it takes.
+    For the pair that fewest choices hold, take the choice that adds most pairs for the ranks that it needs.
     """
     held = {choice: pairs(choice) for choice in choices}
     having: dict[tuple[object, ...], list[Choice]] = {}
@@ -211,7 +211,7 @@ def test_the_array_holds_every_pair_that_is_drawn() -> None:
 
 
 def test_the_array_holds_every_pair_that_a_recipe_may_choose() -> None:
-    """The draws leave nothing out that is legal: here every value is drawn by itself, and recipes judge."""
+    """The draws omit nothing legal: here every value is drawn by itself, and recipes decide on it."""
     random, legal = Random(2), 0
     while legal < 100:
         values = {key: random.choice(sorted({value for name, value in SEEN if name == key})) for key in KEYS}

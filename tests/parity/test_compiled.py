@@ -35,7 +35,7 @@ def test_compiled_blocks_equal_one_device(
 
 
 def test_adapters_of_ten_ranks_are_compiled(models: dict[str, dict[str, Any]]) -> None:
-    """Each rank may be another graph of one function, and torch stops at 8 unless it is told otherwise."""
+    """Each rank may be another graph of one function, and torch stops at 8 by default."""
     ranks = {f"layers.{block}.self_attn.q_proj": 2 + block for block in range(10)}
     lora = {"r": 1, "target_modules": ["q_proj"], "rank_pattern": ranks}
     case = Case({**models["llama"], "num_hidden_layers": 10}, lora=lora, steps=1)

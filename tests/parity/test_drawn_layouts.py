@@ -49,7 +49,7 @@ SEED = int(os.environ.get("DRAWN_SEED", "1"))
 
 @dataclass(frozen=True)
 class Drawn:
-    """A run: its recipe, and adapters, which a recipe only takes for weights on disk."""
+    """Hold a drawn run: its recipe, and adapters, which a recipe only takes for weights on disk."""
 
     name: str
     raw: Raw
@@ -68,7 +68,7 @@ class Drawn:
 
 
 def factors(ranks: int, parts: int) -> list[tuple[int, ...]]:
-    """All ways to write a power of two as a product of so many."""
+    """Return all ways to write a power of two as a product of so many factors."""
     if parts == 1:
         return [(ranks,)]
     sizes = [2**n for n in range(ranks.bit_length())]
@@ -76,13 +76,13 @@ def factors(ranks: int, parts: int) -> list[tuple[int, ...]]:
 
 
 def cuts(blocks: int, stages: int) -> list[list[int]]:
-    """All ways to give each stage at least one of so many blocks."""
+    """Return all ways to give each stage at least one of so many blocks."""
     ends = [(0, *inner, blocks) for inner in combinations(range(1, blocks), stages - 1)]
     return [[stop - start for start, stop in pairwise(one)] for one in ends]
 
 
 def draw(ranks: int, seed: int, number: int) -> Drawn:
-    """The legal case of this number; it depends on nothing else, so that it can be run alone."""
+    """Draw the legal case of this number; it depends on nothing else, so that it can be run alone."""
     random = Random(f"{ranks} {seed} {number}")
     while True:
         sizes, schedule = sizes_of(ranks, random), random.choice(SCHEDULES)
@@ -147,7 +147,7 @@ def most_of_replicas(sizes: list[dict[str, int]]) -> list[dict[str, int]]:
 
 @st.composite
 def wild(draw: st.DrawFn) -> Raw:
-    """Numbers that mostly make no sense together."""
+    """Draw numbers that mostly make no sense together."""
     size = st.integers(1, 8)
     axes = ("tensor", "pipeline", "data", "data_replicate", "context", "expert", "virtual_stages")
     layout: Raw = {key: draw(size) for key in axes}
@@ -189,7 +189,7 @@ def parse_layout(raw: Raw) -> Layout:
 
 
 def put(raw: Raw, key: str, value: int) -> Raw:
-    """The recipe with one number changed; an axis may be named without its section."""
+    """Return the recipe with one number changed; an axis may be named without its section."""
     if key == "micro-batches a step":
         data, layout = raw["data"], parse_layout(raw)
         key, value = "data.global_batch", value * layout.data * data["micro_batch"]

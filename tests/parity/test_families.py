@@ -24,7 +24,7 @@ MIXED = [
 
 
 def cases() -> list[object]:
-    """The first layout of each family in every run; the others of the families are slow."""
+    """Return the cases; only the first layout of each family is in every run, the others are slow."""
     found: list[object] = []
     for family in FAMILIES:
         row = next(row for row, raw in MODELS.items() if raw["model_type"] == family)

@@ -58,7 +58,7 @@ DEEP = {**TINIEST_LLAMA, "num_hidden_layers": 4}
 
 
 def at_two_scales(layout: Layout, schedule: str = "1f1b") -> list[str]:
-    """Names whose gradients at scale 4096, divided by it, differ in any bit from those at scale 1."""
+    """Return names whose gradients at scale 4096, divided by it, differ in any bit from those at scale 1."""
     model = built(layout, FP64, DEEP)
     (loss, plain), (scaled_loss, scaled) = (
         gradients(model, FP64, scale, schedule=schedule) for scale in (1.0, 4096.0)
@@ -79,7 +79,7 @@ def test_with_several_stages_a_rank_it_changes_none_either(schedule: str, layout
 
 
 def errors_of_half(layout: Layout, schedule: str = "1f1b") -> tuple[float, float]:
-    """The worst relative error of fp16's gradients against fp64's at scale 2^10 and at 2^-16."""
+    """Return the worst relative error of fp16's gradients against fp64's, at scale 2^10 and at 2^-16."""
     _, exact = gradients(built(layout, FP64, DEEP), FP64, 1.0, schedule=schedule)
     model = built(layout, HALF, DEEP)
 

@@ -26,7 +26,7 @@ def run(case: Case) -> Outcome:
 
 @pytest.fixture(scope="module")
 def plain() -> Callable[[Case], Outcome]:
-    """A case's outcome with nothing spared, in its own layout: made once."""
+    """Return a case's outcome without any saving of memory, in its own layout; made once."""
     known: dict[str, Outcome] = {}
 
     def get(case: Case) -> Outcome:

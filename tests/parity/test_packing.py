@@ -23,7 +23,7 @@ LENGTH, SAMPLES, ROWS = 24, 16, 8
 
 @pytest.fixture(scope="module")
 def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """16 samples of uneven lengths for 8 rows; of each some tokens are to be learnt."""
+    """Write 16 samples of uneven lengths for 8 rows; some tokens of each are to be learnt."""
     name, random = tmp_path_factory.mktemp("chat") / "sft", np.random.default_rng(0)
     with TokenWriter(name, vocab_size=503, template_sha256="t") as writer:
         for length in (25, 22, 20, 19, 17, 15, 13, 12, 11, 9, 7, 6, 5, 4, 3, 2):
@@ -34,7 +34,7 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def one_epoch(config: dict[str, Any], layout: Layout, name: Path, samples: Any) -> tuple[float, Pieces]:
-    """The loss and the gradients of a step over every sample."""
+    """Return the loss and the gradients of a step over every sample."""
     state = ParallelState.start(layout)
     family = family_of(config)
     model: CausalLM = family.build(family.from_hf(config), state=state, dtype=torch.float64)

@@ -44,7 +44,7 @@ def test_several_stages_a_rank_equal_one_device(
 
 
 def whole_gradients(name: str, zero: int) -> list[int]:
-    """After each backward of a step: elements of gradients that wait, whole, to be summed."""
+    """Count, after each backward of a step, the elements of whole gradients that wait to be summed."""
     state = ParallelState.start(Layout.of(pipeline=2, data=2, zero=zero, **SCHEDULES[name]))
     family = family_of(MODELS["llama"])
     model = family.build(family.from_hf(MODELS["llama"]), state=state)
@@ -65,7 +65,7 @@ def whole_gradients(name: str, zero: int) -> list[int]:
 
 @contextmanager
 def observed_backwards(look: Callable[..., None]) -> Iterator[None]:
-    """``look`` is called after each of a stage's backwards, whole or half."""
+    """Call ``look`` after each of a stage's backwards, whole or half."""
     names = ("backward_one_chunk", "backward_weight_one_chunk")
     before = {name: getattr(DrivenStage, name) for name in names}
 

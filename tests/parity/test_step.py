@@ -60,7 +60,7 @@ def test_a_step_in_which_no_label_counts_has_no_loss_and_no_gradient_F14(layout:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_samples_that_do_not_count_weigh_nothing_wherever_they_lie(layout: Layout) -> None:
-    """All that counts is on one data rank, in one micro-batch: the mean is over the step's tokens still."""
+    """All samples that count are on one data rank, in one micro-batch; the mean is over the step's tokens."""
     ((loss, norm, _),) = run_parallel(step_with, 1, Layout(), [1])
     assert loss > 1
     for found, found_norm, _ in run_parallel(step_with, layout.world, layout, [1]):
@@ -113,7 +113,7 @@ def test_every_rank_refuses_the_gradients_of_an_earlier_step_and_zeros_are_none(
 
 
 def two_sizes(layout: Layout) -> list[float]:
-    """The loss of a step over all samples, and of one over half of them."""
+    """Return the loss of a step over all samples, and of one over half of them."""
     model = built(layout, FP64)
     ids, labels = whole_batch()
     step = TrainStep(model, micro_batch=1, dtype=torch.float64)
@@ -177,7 +177,7 @@ def second_step(layout: Layout) -> Counter[str]:
 def test_a_stage_of_zero_pays_these_collectives_a_step(
     layout: Layout, gathered: int, scattered: int, reduced: int
 ) -> None:
-    """Each times the groups of parameters: two blocks, the rest. Two small all-reduces are the step's own."""
+    """The groups of parameters are two blocks and the rest. Two small all-reduces are the step's own."""
     for counts in run_parallel(second_step, layout.world, layout):
         assert counts["all_gather"] == 3 * gathered
         assert counts["reduce_scatter"] == 3 * scattered

@@ -27,7 +27,7 @@ VOCAB, D, BLOCKS = 31, 8, 5
 
 
 class Net(nn.Module):
-    """Two streams from the third block on, so that one tensor travels first and then two; tied ends."""
+    """Send one tensor between early stages and two from the third block on; both ends are tied."""
 
     def __init__(self, *, state: ParallelState | None = None) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ def test_what_cannot_run_several_stages_is_refused_with_both_numbers() -> None:
 
 
 def steps_of_shapes(lengths: list[tuple[int, int]], samples: tuple[int, int]) -> list[float]:
-    """The losses of steps in which the two data ranks have rows of these lengths, and so many samples."""
+    """Return the losses of steps in which two data ranks have rows of these lengths, and so many samples."""
     state = ParallelState.start(Layout.of(pipeline=2, data=2, zero=3))
     torch.manual_seed(0)
     model = shard_over_data(Net(state=state).double(), state, Precision(*[torch.float64] * 3))

@@ -70,7 +70,7 @@ EVERY = LoraConfig(r=4)
 
 
 def saved(config: dict[str, Any], lora: LoraConfig | None) -> tuple[float, float]:
-    """Bytes that the one block saves, without parameters and rotations (blocks share these); the plan's."""
+    """Return the bytes that one block saves, without parameters and shared rotations, and the plan's."""
     family = family_of(config)
     if lora is not None:
         family = adapted(family, lora)

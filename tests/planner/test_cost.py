@@ -27,7 +27,7 @@ def example() -> Any:
 
 
 def saved(model: nn.Module, forward: Any) -> int:
-    """Bytes that autograd saves in ``forward``, without parameters, ids and inputs of both."""
+    """Return the bytes that autograd saves in ``forward``, without parameters, ids and inputs of both."""
     weights = {one.untyped_storage().data_ptr() for one in model.parameters()}
     found: dict[int, int] = {}
 

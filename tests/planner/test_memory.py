@@ -70,7 +70,7 @@ class Case:
 
 @dataclass
 class Measured:
-    """On one rank, in numbers of elements and in bytes."""
+    """Hold the measurements of one rank, in numbers of elements and in bytes."""
 
     parameters: int
     gradients: int

@@ -46,7 +46,7 @@ def held(cases: list[Case]) -> list[tuple[int, int]]:
 
 
 def held_between_micro_batches(case: Case) -> tuple[int, int]:
-    """Bytes alive in the second step, after its first backward: measured, planned. bf16 in fp32."""
+    """Return the bytes alive in the second step after its first backward: measured, planned. bf16 in fp32."""
     state = ParallelState.start(case.layout)
     family = family_of(LLAMA)
     config = family.from_hf(LLAMA)

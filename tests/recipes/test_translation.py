@@ -112,7 +112,7 @@ TRAINER: dict[str, Any] = {
 
 
 def filled(tmp_path: Path, toml: str) -> Recipe:
-    """The printed recipe, its blanks filled in as its comments and the command's help say."""
+    """Return the printed recipe with its blanks filled in, as its comments and the command's help say."""
     assert tomllib.loads(toml)
     path = tmp_path / "recipe.toml"
     path.write_text(toml)

@@ -97,7 +97,7 @@ BOTH = [
     pytest.param(DEEPSPEED, lambda raw: from_deepspeed(raw, "ds.json"), id="deepspeed"),
     pytest.param(TRAINER, lambda raw: from_trainer(raw, "args.json", ranks=4), id="trainer"),
 ]
-#: What means the same whether it is there or not, and why.
+#: Settings that change nothing whether they are present or not, and why.
 SAME = {
     ("train_micro_batch_size_per_gpu",): "follows from the other two",
     ("gradient_accumulation_steps",): "follows from the other two",

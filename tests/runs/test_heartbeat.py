@@ -26,7 +26,7 @@ def leave(folder: Path, rank: int, *, age: float = 0.0, **said: Any) -> None:
 
 
 def test_a_silent_rank_is_told_by_the_clock_of_the_disk(tmp_path: Path) -> None:
-    """The host that asks may be minutes off: what counts is how long before our own last beat theirs was."""
+    """The asking host's clock may be minutes off: the rank's last beat is compared with our own last beat."""
     leave(tmp_path, 0, age=100)
     leave(tmp_path, 1, age=99)
     leave(tmp_path, 2, age=110)
@@ -51,7 +51,7 @@ def test_files_that_make_no_sense_are_passed_over(tmp_path: Path, rubbish: bytes
 
 
 def test_an_earlier_run_is_not_blamed(tmp_path: Path) -> None:
-    """torchrun clears nothing: what ranks of an earlier start left is there until theirs are written."""
+    """torchrun clears nothing: files of an earlier start's ranks stay until their successors are written."""
     leave(tmp_path, 0, run="now")
     leave(tmp_path, 1, run="before", code=2, error="of yesterday")
     leave(tmp_path, 2, run="now", code=4, error="of today")

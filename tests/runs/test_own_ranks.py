@@ -30,7 +30,7 @@ def leave(folder: Path, rank: int, *, run: str, code: int | None, pid: int, star
 
 @pytest.fixture
 def torchrun() -> Iterator[subprocess.Popen[bytes]]:
-    """A stand-in for torchrun with one rank under it; both end by themselves after some seconds."""
+    """Stand in for torchrun with one rank under it; both end by themselves after some seconds."""
     environment = {**os.environ, "TORCHELASTIC_RUN_ID": "ours"}
     command = ["sh", "-c", "sleep 4; echo done"]
     child = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)

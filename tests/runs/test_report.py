@@ -22,7 +22,7 @@ EMPTY_TAGS = {"meta", "link", "line", "circle", "polyline"}
 
 
 class Page(HTMLParser):
-    """Elements with their attributes, cells by row, all text; tags must close in order."""
+    """Parse a page: elements with their attributes, cells by row, all text; tags must close in order."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

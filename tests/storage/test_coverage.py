@@ -12,7 +12,7 @@ from trilith.storage.coverage import check_coverage, first_flaw
 
 @st.composite
 def tilings(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
-    """A shape, and boxes that tile it, then perhaps one dropped, doubled or replaced by an arbitrary one."""
+    """Draw a shape and boxes that tile it; perhaps one is dropped, doubled or replaced."""
     shape = tuple(draw(st.lists(st.integers(1, 5), min_size=0, max_size=3)))
     boxes = [Box.whole(shape)]
     for _ in range(draw(st.integers(0, 5))):

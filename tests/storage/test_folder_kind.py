@@ -15,7 +15,7 @@ from trilith.storage.folder_kind import ADAPTERS, SOURCES, FolderKind, kind_of_f
 from trilith.testing.hf_folders import write_hf_folder
 from trilith.testing.tiny_models import TINY_LLAMA
 
-#: What makes a folder of each kind, a path with a slash at its end being a folder.
+#: The files of a folder of each kind; a path that ends in a slash is a folder.
 MARKS = {
     FolderKind.MODEL: ["config.json", "model.safetensors"],
     FolderKind.ADAPTER: ["adapter_config.json", "adapter_model.safetensors"],

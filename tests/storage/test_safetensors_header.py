@@ -20,19 +20,19 @@ F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
 
 def framed(header: object, data: bytes = bytes(8), length: int | None = None) -> bytes:
-    """A file with this header, which is JSON unless it is bytes already."""
+    """Return a file with this header, which is JSON unless it is bytes already."""
     raw = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(raw) if length is None else length) + raw + data
 
 
 def one(**changes: object) -> bytes:
-    """A file of one tensor ``w`` of two floats, with some fields changed; ``None`` leaves a field out."""
+    """Return a file of one tensor ``w`` of two floats, with some fields changed; ``None`` omits a field."""
     fields = {key: value for key, value in (F32 | changes).items() if value is not None}
     return framed({"w": fields})
 
 
 def two(a: tuple[int, int], b: tuple[int, int], data: int = 16) -> bytes:
-    """A file of two tensors of bytes at these offsets."""
+    """Return a file of two tensors of bytes at these offsets."""
     return framed(
         {
             "a": {"dtype": "U8", "shape": [a[1] - a[0]], "data_offsets": a},

@@ -155,7 +155,7 @@ def test_an_existing_file_is_never_written_over(tmp_path: Path) -> None:
 
 
 class FullDisk(Disk):
-    """A disk with room for so many bytes."""
+    """Act as a disk with room for so many bytes."""
 
     def __init__(self, room: int, code: int):
         self.room, self.code = room, code

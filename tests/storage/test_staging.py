@@ -25,7 +25,7 @@ from trilith.storage.staging import Staging, check_output, clear_unfinished, rem
 
 
 def save(output: Path, value: float, disk: Disk | None = None) -> None:
-    """A checkpoint of two files, as a training run would write it."""
+    """Write a checkpoint of two files, as a training run would."""
     with staged(output, disk=disk) as staging:
         files, tensors = [], {}
         for i in range(2):
@@ -53,7 +53,7 @@ def save(output: Path, value: float, disk: Disk | None = None) -> None:
 
 
 def read(directory: Path) -> float:
-    """The one value of a whole checkpoint."""
+    """Return the one value of a whole checkpoint."""
     manifest = Manifest.load(directory)
     verify(directory, manifest)
     (value,) = {
@@ -153,7 +153,7 @@ def test_G24_a_name_that_no_file_system_takes(tmp_path: Path) -> None:
 
 
 class Failing(Disk):
-    """A disk on which one of the calls fails."""
+    """Act as a disk on which one of the calls fails."""
 
     def __init__(self, method: str, code: int, after: int = 0):
         self.method, self.code, self.left = method, code, after
@@ -322,7 +322,7 @@ class Directory:
 
 
 class Recorder(Disk):
-    """The real disk, and a log of what was asked of it."""
+    """Call the real disk, and log every call."""
 
     def __init__(self) -> None:
         self.log: list[tuple[object, ...]] = []
@@ -408,7 +408,7 @@ class Model:
 
 
 def crash_states(root: Path, log: list[tuple[object, ...]], scratch: Path) -> Iterator[tuple[int, Path]]:
-    """Every state that a crash after each call may leave, laid out in a directory of its own."""
+    """Yield every state that a crash after each call may leave, laid out in a directory of its own."""
     for length in range(len(log) + 1):
         for names in (True, False):
             for data in (True, False):
@@ -421,7 +421,7 @@ def crash_states(root: Path, log: list[tuple[object, ...]], scratch: Path) -> It
 
 
 def check_crashes(root: Path, log: list[tuple[object, ...]], scratch: Path, old_calls: int) -> set[float]:
-    """The values that the states read as: the old or the new one, and only the new once it is published."""
+    """Check the values that the states read as: old or new, and only new once it is published."""
     seen = set()
     for length, target in crash_states(root, log, scratch):
         new = target / "step-00000002"

@@ -14,7 +14,7 @@ from trilith.testing.ranks.pool import GRACE
 
 
 class Stubborn(Exception):
-    """An exception that pickles, but cannot be rebuilt from its message alone."""
+    """Define an exception that pickles, but cannot be rebuilt from its message alone."""
 
     def __init__(self, code, *, reason):
         super().__init__(f"{code} {reason}")

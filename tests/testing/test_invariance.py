@@ -45,7 +45,7 @@ TENSOR, SEQUENCE = Layout(tensor=2), Layout(tensor=2, sequence=True)
 
 
 class Hand(nn.Module):
-    """A feed-forward net cut by hand, as somebody would who knows the pairs and makes one ``mistake``."""
+    """Compute a feed-forward net cut by hand with the collective pairs, with one ``mistake``."""
 
     def __init__(self, mistake: str, *, state: ParallelState | None) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ def test_the_first_module_that_differs_is_named(
 
 
 class Mixture(nn.Module):
-    """One mixture of experts; ``mistake``: an expert more weight than its router gives."""
+    """Compute a mixture of experts; ``mistake``: an expert has more weight than its router gives."""
 
     def __init__(self, mistake: bool = False, *, state: ParallelState | None) -> None:
         super().__init__()

@@ -135,7 +135,7 @@ def test_a_model_is_that_of_transformers_in_any_layout(folders: Path, name: str,
     ],
 )
 def test_the_first_module_that_differs_is_named(folders: Path, tmp_path: Path, sick: str, named: str) -> None:
-    """One number of one weight of one of the two is wrong."""
+    """One number of one weight is wrong, in one of the two models."""
     tensors = load_file(folders / "llama" / "model.safetensors")
     tensors[sick][0, 0] += 1.0
     (tmp_path / "config.json").write_bytes((folders / "llama" / "config.json").read_bytes())
@@ -148,7 +148,7 @@ def test_the_first_module_that_differs_is_named(folders: Path, tmp_path: Path, s
 
 
 def third_stage_backwards(question: Question) -> Any:
-    """A rank whose stage 2 computes its two blocks in the other order."""
+    """Run a rank whose stage 2 computes its two blocks in the other order."""
     whole = CausalLM.blocks_of
 
     def blocks_of(model: CausalLM, stage: Stage) -> Iterator[nn.Module]:

@@ -16,7 +16,7 @@ from trilith.parallel_state import Layout, ParallelState
 from trilith.testing import RankError, run_parallel
 from trilith.testing.ranks.processes import Rendezvous
 
-#: How often this process has executed this file; it outlives the module.
+#: The number of times that this process has executed this file; it outlives the module.
 LOADED = "loads of test_pool"
 sys.__dict__[LOADED] = sys.__dict__.get(LOADED, 0) + 1
 
@@ -80,7 +80,7 @@ def find_traces():
 
 
 def sum_over_axis(groups_before):
-    """The same mesh and the same operators, with other group names each time."""
+    """Use the same mesh and the same operators, with other group names in each call."""
     for _ in range(groups_before):
         dist.new_group([0, 1])
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"]

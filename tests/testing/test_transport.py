@@ -26,7 +26,7 @@ def make():
 def test_a_file_in_folders_that_nobody_can_import_is_loaded_under_its_whole_name(
     tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """pytest calls test files so; without the packages above it pickle would find nothing in the module."""
+    """pytest names test files so; without the packages above it pickle would find nothing in the module."""
     for parts in (1, 2, 3):
         request.addfinalizer(partial(sys.modules.pop, ".".join(NAME.split(".")[:parts]), None))
     file = tmp_path / "test_it.py"

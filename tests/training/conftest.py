@@ -41,7 +41,7 @@ def train_as_a_rank(arguments: list[str]) -> None:
 
 
 class Run:
-    """A recipe of 2 ranks, and the command that runs it."""
+    """Hold a recipe of 2 ranks, and run its command."""
 
     def __init__(self, folder: Path, steps: int) -> None:
         self.out, self.recipe = folder / "run", folder / "recipe.toml"
@@ -50,7 +50,7 @@ class Run:
         self.recipe.write_text(RECIPE.format(out=self.out, steps=steps, config=config, tokens=tokens))
 
     def start(self, *overrides: str, fault: str = "") -> subprocess.Popen[str]:
-        """By its own launcher, as a user does: some 10 s of imports."""
+        """Run the command with its own launcher, as a user does: some 10 s of imports."""
         command = [sys.executable, "-m", "trilith.cli", "train", str(self.recipe), *overrides]
         environment = {**os.environ, "TRILITH_FAULT": fault, "OMP_NUM_THREADS": "1"}
         return subprocess.Popen(
@@ -65,7 +65,7 @@ class Run:
     def ranks(
         self, *overrides: str, fault: str = "", world: int = 2, quiet: bool = True, timeout: float = 60
     ) -> list[ExitCode]:
-        """The same command on ranks that torchrun would have started, forked with their imports done: 1 s."""
+        """Run the command on ranks as torchrun would start them, forked with their imports done: 1 s."""
         arguments = [str(self.recipe), *(["--quiet"] if quiet else []), *overrides]
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TRILITH_FAULT", fault)

@@ -22,7 +22,7 @@ from trilith.data.text.tokenizer_training import train_tokenizer
 from trilith.parallel_state import BadInput
 from trilith.system import OverLimit, bounded
 
-#: What a process may need beyond what it has: the largest document in a few forms, and a window.
+#: Bytes by which a process may grow: the largest document in a few forms, and a window.
 ROOM = 768 * 2**20
 
 
@@ -59,7 +59,7 @@ def read_all(path: Path) -> None:
 
 
 def zstd_bomb(unit: int, blocks: int) -> bytes:
-    """A frame by hand: blocks of 4 bytes that each become 128 KiB of one byte."""
+    """Write a frame by hand: blocks of 4 bytes that each become 128 KiB of one byte."""
     header = struct.pack("<I", 0xFD2FB528) + bytes([0b0000_0000, (20 - 10) << 3])
     last = blocks - 1
     return header + b"".join(
@@ -73,7 +73,7 @@ def zstd_bomb(unit: int, blocks: int) -> bytes:
 def test_a_zstandard_bomb_is_refused_in_little_memory(
     tmp_path: Path, blocks: int, unit: int, lines: bool
 ) -> None:
-    """80 KB to 240 KB that become 2.6 to 8 GB, of one long document or of empty lines."""
+    """Files of 80 KB to 240 KB become 2.6 to 8 GB, as one long document or as empty lines."""
     path = tmp_path / ("bomb.jsonl.zst" if lines else "bomb.txt.zst")
     path.write_bytes(zstd_bomb(unit, blocks))
     said, grew = outcome(read_all, path)
@@ -97,7 +97,7 @@ def test_a_zstandard_window_wider_than_the_programs_is_refused(tmp_path: Path) -
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_parquet_bomb_is_refused_in_little_memory(tmp_path: Path, nested: bool) -> None:
-    """One text of 8 MB, stored once, in 4,000 rows, or 4,000 times in one row: 32 GB."""
+    """One text of 8 MB, stored once, is in 4,000 rows, or 4,000 times in one row: 32 GB."""
     import pyarrow
     import pyarrow.parquet as parquet
 

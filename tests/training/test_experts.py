@@ -46,7 +46,7 @@ def tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def load_rank(layouts: Sequence[Layout], path: str) -> list[Pieces]:
-    """In each layout in turn, offloaded in every other one."""
+    """Load in each layout in turn, with offload in every other one."""
     found = []
     for number, layout in enumerate(layouts):
         state, source = ParallelState.start(layout), read_source(path)
@@ -64,7 +64,7 @@ def tokens(tmp_path: Path) -> Path:
 
 
 def test_a_run_goes_on_wherever_the_experts_lie_and_is_converted(tmp_path: Path, tokens: Path) -> None:
-    """Experts on 2 ranks, on 4, on 1, on 2 again, on 4: as if nothing had changed."""
+    """The experts are on 2 ranks, on 4, on 1, on 2 again, on 4: the run is as if nothing had changed."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run(recipe(whole, tokens, {}))
     for stop, layout in enumerate((EP2, EP4, {}, EP2)):
@@ -191,7 +191,7 @@ def test_stopped_and_gone_on_with_in_one_layout_it_is_bitwise(
 
 
 def test_the_recipe_sets_the_losses_of_the_routers(tmp_path: Path, tokens: Path) -> None:
-    """The config's factor, in the recipe's words, is the same run; a z-loss makes the logits smaller."""
+    """The config's factor given in the recipe is the same run; a z-loss makes the logits smaller."""
     quiet = TINY_MIXTRAL | {"output_router_logits": False}
     said: list[dict[str, Any]] = [
         {},

@@ -99,7 +99,7 @@ def start_torchrun(words: Sequence[str], *, env: Mapping[str, str], stdin: int, 
 
 
 def start(arguments: list[str], folder: str) -> None:
-    """``trilith train`` as its own launcher, whose process id is left in a file."""
+    """Run ``trilith train`` with its own launcher, whose process id is written to a file."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
     number = os.environ["RANK"]
@@ -117,7 +117,7 @@ def start(arguments: list[str], folder: str) -> None:
 
 
 def tree(launcher: int) -> dict[str, list[int]]:
-    """The process ids of a start, by what they are."""
+    """Return the process ids of a start, by the kind of process."""
     under = [one.pid for one in children_of(launcher)]
     return {
         "launcher": [launcher],
@@ -140,7 +140,7 @@ def chosen(found: Mapping[str, list[int]], victim: str) -> list[int]:
 
 
 def holders(lock: Path) -> list[int]:
-    """The processes that a launcher handed this lock on to, as standard input."""
+    """Return the processes to which a launcher passed this lock, as standard input."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -159,7 +159,7 @@ def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 class Campaign:
-    """Kills on one run's folder, and what must hold after each of them."""
+    """Kill starts in one run's folder, and check the rules after each kill."""
 
     def __init__(self, run: Any, folder: Path, seed: int) -> None:
         self.run, self.folder, self.random = run, folder, Random(seed)
@@ -167,10 +167,10 @@ class Campaign:
         self.killed: dict[str, int] = {}
 
     def kill_one(self) -> None:
-        """One start, or two that race, and a kill at a random moment of it."""
+        """Start one command, or two that race, and kill at a random moment."""
         random = self.random
         racing, one_rank = random.random() < 0.3, random.random() < 0.25
-        # Of two that race one may live; one alone must end by its kill, not because it is through.
+        # One of two racing starts may live; a single one must end by its kill, not because it has finished.
         until = self.committed + (12 if racing else 5000)
         background = random.choice(["true", "false"])
         changes = ["checkpoint.every=1", "checkpoint.keep=2", f"checkpoint.background={background}"]
@@ -220,7 +220,7 @@ class Campaign:
         self.committed = newest
 
     def finish(self) -> None:
-        """A start that nobody kills goes on from there, and nothing is left but what a run leaves."""
+        """Let a start that nobody kills continue; check that only a run's own files are left."""
         until = self.committed + 2
         (code,) = self._start(1, ["checkpoint.keep=2", "checkpoint.every=1", f"stop_after={until}"])
         assert code == 0, code.output

@@ -23,7 +23,7 @@ Make = Callable[[int], Any]
 
 
 def train_with(arguments: list[list[str]], environment: dict[str, str]) -> None:
-    """The command of this rank, which may be another than its neighbour's; none: it never starts."""
+    """Run this rank's command, which may differ from its neighbour's; without one it never starts."""
     os.environ.update(environment)
     mine = arguments[int(os.environ["RANK"])]
     sys.exit(run(["train", *mine]) if mine else 0)
@@ -94,7 +94,7 @@ def test_a_late_first_rank_is_waited_for_and_the_missing_one_named_E19(
 ) -> None:
     first, second, _ = run_fresh(meet, 3, str(tmp_path), late, process_group=False, timeout=60)
     assert f"{blamed} missing" in second.output
-    # Who gave up on rank 0 is not counted on when it comes.
+    # A rank that gave up on rank 0 does not count as present when rank 0 comes.
     assert ("rank 2 missing" if late < 4 else "ranks 1, 2 missing") in first.output
 
 

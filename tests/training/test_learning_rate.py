@@ -136,7 +136,7 @@ def test_the_rate_scales_with_the_batch_by_the_rule_and_says_so() -> None:
 
 
 def run_and_listen(raw: dict[str, Any]) -> tuple[list[float], str]:
-    """A run's learning rates, and what it said."""
+    """Return a run's learning rates, and its printed lines."""
     recipe = parse_recipe(raw)
     said = io.StringIO()
     with redirect_stdout(said):

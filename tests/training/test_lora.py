@@ -31,7 +31,7 @@ LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_pr
 
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
-    """A model with random norms and biases, in fp32."""
+    """Write a model with random norms and biases, in fp32."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**TINY_LLAMA))
     for parameter in model.parameters():
@@ -110,7 +110,7 @@ def test_adapters_are_resharded_with_their_moments_and_started_from(
 
 
 def numbers(raw: dict[str, Any]) -> dict[str, set[torch.dtype]]:
-    """The formats in which this rank stores base and adapters."""
+    """Return the number formats in which this rank stores base and adapters."""
     loaded = parse_recipe(raw)
     model = build(loaded, plan(loaded), ParallelState.start(loaded.layout)).model
     kinds: dict[str, set[torch.dtype]] = {"base": set(), "adapters": set()}
@@ -124,7 +124,7 @@ def numbers(raw: dict[str, Any]) -> dict[str, set[torch.dtype]]:
 def test_under_bfloat16_the_base_is_kept_in_it_and_the_adapters_are_not(
     tmp_path: Path, base: Path, tokens: Path, zero: int
 ) -> None:
-    """It would be cast at each use anyway."""
+    """A base in fp32 would be cast to bf16 at each use anyway."""
     mixed = {"dtype": "float32", "compute": "bfloat16", "layout": {"data": 2, "zero": zero}}
     raw = recipe(tmp_path / "run", base, tokens, **mixed)
     for kinds in run_parallel(numbers, 2, raw):
@@ -139,7 +139,7 @@ def test_under_bfloat16_the_base_is_kept_in_it_and_the_adapters_are_not(
 def test_a_run_that_has_only_skipped_steps_is_saved_and_goes_on(
     tmp_path: Path, base: Path, tokens: Path
 ) -> None:
-    """float16, whose loss scale is too high at first."""
+    """The run is in float16, and its loss scale is too high at first."""
     half = {"dtype": "float32", "compute": "float16", "loss_scale": {"initial": 2.0**24}}
     train(recipe(tmp_path / "run", base, tokens, stop_after=1, **half))
     moments = [one for name, one in whole_tensors(tmp_path / "run").items() if name.startswith("optimizer.")]
@@ -306,7 +306,7 @@ def test_adapters_are_no_model_to_fine_tune(tmp_path: Path, base: Path, tokens: 
 def test_adapters_are_not_loaded_as_a_whole_model(
     tmp_path: Path, base: Path, tokens: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All else of the model would be left as the memory was."""
+    """Otherwise the rest of the model would be uninitialised memory."""
     train(recipe(tmp_path / "run", base, tokens, steps=1))
     source = read_source(tmp_path / "run")
     assert isinstance(source.family, AdaptedFamily)

@@ -54,7 +54,7 @@ def batch(seed: int, samples: int = 8, length: int = 3) -> dict[str, Tensor]:
 
 
 def curve(layouts: list[tuple[Layout, str]]) -> list[list[float]]:
-    """Two steps without dropout, and evaluations around them with it, on batches of another shape."""
+    """Take two steps without dropout, and evaluate around them with it, on batches of another shape."""
     torch.set_default_dtype(torch.float64)
     found = []
     for layout, schedule in layouts:
@@ -146,7 +146,7 @@ def test_counts_below_one_divide_as_they_are() -> None:
 
 
 class Tensors(Net):
-    """The same, and its last stage gives a tensor."""
+    """Give a tensor from the last stage instead."""
 
     def forward(self, h: Tensor | None = None, *, x: Tensor, stage: Any = None) -> Any:
         given = super().forward(h, x=x, stage=stage)
@@ -154,7 +154,7 @@ class Tensors(Net):
 
 
 class Early(Net):
-    """A dict between the stages."""
+    """Give a dict between the stages."""
 
     def forward(self, h: Tensor | None = None, *, x: Tensor, stage: Any = None) -> Any:
         given = super().forward(h, x=x, stage=stage)

@@ -27,7 +27,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def stopped(raw: dict[str, Any], spoil: Callable[[Trainer], None]) -> tuple[str, bool]:
-    """Two good steps, then ``spoil`` on this rank: what the run says, and whether its weights stayed."""
+    """Take two good steps, then call ``spoil`` on this rank; return the error, and whether weights stayed."""
     recipe = parse_recipe(raw)
     trainer = Trainer(recipe, ParallelState.start(recipe.layout), quiet=True)
     before: list[Tensor] = []
@@ -51,27 +51,27 @@ def unchanged(a: Tensor, b: Tensor) -> bool:
 
 
 def weight(trainer: Trainer) -> None:
-    """On the last rank, one element of a weight of the last block, which it has in every layout."""
+    """Spoil one element of a weight of the last block on the last rank, which has it in every layout."""
     name = "layers.2.mlp.gate_up.up.weight"
     if trainer.state.rank == trainer.state.layout.world - 1:
         local_data(trainer.model.get_parameter(name))[-1, 0] = float("nan")
 
 
 def row_weight(trainer: Trainer) -> None:
-    """The same in a matrix whose product is summed over the tensor ranks before anybody sees it."""
+    """Spoil a matrix whose product is summed over the tensor ranks before anybody checks it."""
     if trainer.state.rank == 1:
         local_data(trainer.model.get_parameter("layers.1.mlp.down.weight"))[0, 0] = float("inf")
 
 
 def output(trainer: Trainer) -> None:
-    """On the last rank that has the block, what its attention gives."""
+    """Spoil the output of the attention on the last rank that has the block."""
     if trainer.state.rank == trainer.state.layout.world - 1:
         attention = trainer.model.get_submodule("layers.2.attention")
         attention.register_forward_hook(lambda module, inputs, out: out / 0)
 
 
 def backward(trainer: Trainer) -> None:
-    """Only the gradient of a block's output, on rank 0: forward is sound."""
+    """Spoil only the gradient of a block's output, on rank 0: the forward is sound."""
     if trainer.state.rank == 0:
         block = trainer.model.layers["1"]
 

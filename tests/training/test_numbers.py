@@ -100,7 +100,7 @@ def _toml(value: Any) -> str:
 
 
 def raw_with(name: str, value: Any) -> dict[str, Any]:
-    """The least recipe, with ``value`` in the field, or section, ``name``."""
+    """Return the smallest recipe, with ``value`` in the field, or section, ``name``."""
     top = name.partition(".")[0]
     raw = minimal(Recipe) | {"model": {"config": {}}}
     raw[top] = {**raw[top], **value} if isinstance(raw.get(top), dict) else value

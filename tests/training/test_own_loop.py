@@ -51,7 +51,7 @@ def made(layout: Layout) -> tuple[CausalLM, torch.optim.AdamW]:
 
 
 def moved(model: CausalLM, optimizer: torch.optim.AdamW, number: int) -> None:
-    """A step whose gradient is that of the weights' squares, so that it needs no batch."""
+    """Take a step with the gradient of the weights' squares, so that it needs no batch."""
     for parameter in model.parameters():
         parameter.grad = parameter.detach() * (number + 1)
     optimizer.step()
@@ -59,7 +59,7 @@ def moved(model: CausalLM, optimizer: torch.optim.AdamW, number: int) -> None:
 
 
 def goes_on(root: str, layouts: list[Layout]) -> list[Pieces]:
-    """Two steps in each layout, from where the one before stopped; and what the last one holds."""
+    """Take two steps in each layout, continuing from the one before; return what the last one holds."""
     found = []
     for number, layout in enumerate(layouts):
         model, optimizer = made(layout)
@@ -187,7 +187,7 @@ def test_torchs_own_wrappers_over_our_layers_are_refused_with_the_way_to_go(how:
 
 
 def averaged(_: int) -> str:
-    """A step's refusal of a model that knows of one rank, in a wrapper that averages over two."""
+    """Return a step's refusal of a model with a state of one rank, in a wrapper that averages over two."""
     model = DistributedDataParallel(nn.Linear(4, 6))
     with pytest.raises(BadInput) as caught:
         ModuleStep(model, lambda y, samples: (y.sum(), len(y)), micro_batch=1)

@@ -46,7 +46,7 @@ def test_a_fused_tensor_of_theirs_is_all_of_ours_that_lie_in_it() -> None:
 
 
 def test_a_routers_bias_is_in_no_group() -> None:
-    """No rate and no decay concerns what no gradient moves, and it counts for nothing that is trained."""
+    """Rate and decay do not apply to a buffer, which no gradient moves; it does not count as trained."""
     family = family_of(TINY_GLM)
     names = names_of(family, family.from_hf(TINY_GLM))
     found = assign([ParameterGroup(match="router|e_score_correction_bias", freeze=True)], names)

@@ -100,7 +100,7 @@ def test_saving_in_the_background_changes_no_bit_D2(tmp_path: Path, tokens: Path
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The output folder of a run on one process that was never stopped."""
+    """Return the output folder of a run on one process that was never stopped."""
     folder = tmp_path_factory.mktemp("one-process")
     train(tiny_recipe(folder / "whole", write_tokens(folder / "tokens")))
     return folder / "whole"

@@ -53,7 +53,7 @@ def test_the_lock_goes_with_its_holder(tmp_path: Path) -> None:
 
 
 def everything(folder: Path) -> dict[str, tuple[int, bytes]]:
-    """Each entry of the folder, and itself, with its time of change and its content."""
+    """Return each entry of the folder, and the folder itself, with its time of change and its content."""
     paths = [folder, *folder.rglob("*")]
     return {
         str(path): (path.stat().st_mtime_ns, b"" if path.is_dir() else path.read_bytes()) for path in paths

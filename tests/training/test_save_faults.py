@@ -59,7 +59,7 @@ def test_a_kill_during_a_save_leaves_the_old_or_the_new(
 
 @pytest.mark.parametrize("slow", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_rank_that_writes_slowly_holds_up_nobody_and_breaks_nothing_K9(make: Make, slow: int) -> None:
-    """The other rank steps on, and agrees with it on signals, while both still agree on the checkpoint."""
+    """The other rank steps on, and the two agree on signals while they still agree on the checkpoint."""
     run = make(30)
     changes = ["checkpoint.background=true", "checkpoint.every=10", "checkpoint.keep=5", "timeout=20"]
     codes = run.ranks(*changes, fault=f"rank={slow};at=checkpoint.amid_data;step=10;act=sleep:1")
@@ -180,9 +180,7 @@ def test_the_only_checkpoint_stays_until_the_next_is_committed_K11(make: Make, b
 
 
 def soak(run: Any, kills: int, seed: int) -> None:
-    """Ranks killed at random moments of a run that saves at every step; what it had committed it never
-    loses.
-    """
+    """Kill ranks at random moments of a run that saves at every step; it never loses a committed save."""
     random = Random(seed)
     committed = 0
     for number in range(kills):

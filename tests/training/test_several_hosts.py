@@ -25,7 +25,7 @@ def shown() -> str:
 
 
 def filled_in(recipe: Path) -> list[str]:
-    """The command with a value for each of its placeholders, and one rank a host in place of eight."""
+    """Return the command with its placeholders filled in, and one rank a host in place of eight."""
     with socket.socket() as holder:
         holder.bind(("", 0))
         port = holder.getsockname()[1]

@@ -23,7 +23,7 @@ from trilith.training import check_run, run, run_plan, supervised
 
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """While it lasts, count the plans that this process makes and the token files that it opens."""
+    """Count, in the ``with`` block, the plans that this process makes and the token files that it opens."""
     found: Counter[str] = Counter()
     plan, opened = run_plan.plan, TokenFile.open
 

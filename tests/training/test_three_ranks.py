@@ -38,7 +38,7 @@ LAYOUTS = [{"tensor": 4}, {"tensor": 3}, {"tensor": 4}]
 
 @pytest.fixture(scope="module")
 def between(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The same run on one device, and on 4, then 3, then 4 tensor ranks."""
+    """Run the same training on one device, and on 4, then 3, then 4 tensor ranks."""
     root = tmp_path_factory.mktemp("runs")
     tokens = write_tokens(root / "tokens")
     changes: dict[str, Any] = {"model": {"config": TWELVE}}

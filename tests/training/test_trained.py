@@ -32,7 +32,7 @@ def causes(error: pytest.ExceptionInfo[RankError]) -> list[str]:
 
 
 def step_without(layout: Layout, fault: str) -> float:
-    """A step of a model from the zoo whose last norm is cut off from the loss, or whose gradients vanish."""
+    """Run a step of a zoo model whose last norm is cut off from the loss, or whose gradients vanish."""
     model = built(layout, FP64)
     if fault == "no gradient" and model.stage.last:
         model.norm.register_forward_hook(lambda module, given, out: given[0])
@@ -59,7 +59,7 @@ def test_a_step_in_which_no_label_counts_may_have_gradients_of_zero_F14() -> Non
 
 
 class Two(nn.Module):
-    """Two layers, of which a step may use one; ``forward`` may give what no weight has a part in."""
+    """Compute two layers, of which a step may use one; ``forward`` may return numbers without any weight."""
 
     def __init__(self, use: str) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ def test_a_run_names_the_step_and_changes_no_weight(layout: dict[str, int], tmp_
 
 
 def test_offloaded_gradients_are_divided_where_they_rest() -> None:
-    """The count is on the device, the gradients are on the host, and torch does not divide across."""
+    """The count is on the device, the gradients are on the host, and torch does not divide across the two."""
     with FakeTensorMode():
         model, count = nn.Linear(3, 3), torch.tensor(2.0, device="cuda")
         model.weight.grad = torch.ones(3, 3)

@@ -126,7 +126,7 @@ def test_if_one_rank_sees_a_spike_all_skip(tmp_path: Path, tokens: Path) -> None
 
 
 def outcome(out: Path) -> tuple[list[tuple[Any, ...]], dict[str, Tensor]]:
-    """Every step's numbers and every tensor of the last checkpoint."""
+    """Return every step's numbers and every tensor of the last checkpoint."""
     keys = ("loss", "grad_norm", "skipped", "skips", "loss_scale", "lr")
     lines = [tuple(line.get(key) for key in keys) for line in read_metrics(out / "metrics.jsonl")]
     return lines, whole_tensors(out)

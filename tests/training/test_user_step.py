@@ -38,7 +38,7 @@ class Net(nn.Module):
 
 
 def loss(y: Tensor, samples: Samples) -> tuple[Tensor, Tensor]:
-    """Some of the targets do not count, unevenly over the samples."""
+    """Leave out some of the targets, unevenly over the samples."""
     counts = samples["counts"]
     return ((y - samples["wanted"]).square().sum(-1) * counts).sum(), counts.sum()
 

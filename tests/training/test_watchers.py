@@ -51,7 +51,7 @@ def run(raw: dict[str, Any]) -> Path:
 
 
 def watched(place: Path, name: str, *, model: dict[str, Any] | None = None) -> Path:
-    """A run with all watchers, in one of ``LAYOUTS``; made once."""
+    """Run with all watchers, in one of ``LAYOUTS``; made once."""
     raw = tiny_recipe(place / f"{name}-watched{'-gpt2' if model else ''}", place / "tokens", steps=3)
     raw |= {"layout": LAYOUTS[name], "watch": WATCH}
     raw["evaluation"] = EVALUATION | {"tokens": str(place / "held-out")}
