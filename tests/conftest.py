@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail the session if a process that a test started still runs once the pool's ranks have been ended."""
     pool._pool.close()
     processes.templates.close()
+    # Python's own helpers of `multiprocessing`, which it would end only with this process.
+    forkserver._forkserver._stop()
+    resource_tracker._resource_tracker._stop()
     deadline = time.monotonic() + 20
     while (left := _left_behind()) and time.monotonic() < deadline:
         time.sleep(0.05)
