@@ -128,7 +128,8 @@ def copies(name: str, wanted: Box, catalog: Catalog, links: Links) -> list[Copy]
 
 def turned(copy: Copy, numbers: Tensor, box: Box) -> Tensor:
     """Give numbers as they are stored the orientation and shape of ``box``, a part of the copy's target."""
-    return (numbers.T if copy.transpose else numbers).view(box.shape)
+    reverse = range(numbers.ndim)[::-1]
+    return (numbers.permute(*reverse) if copy.transpose else numbers).view(box.shape)
 
 
 def join(

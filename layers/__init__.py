@@ -38,6 +38,7 @@ from .experts.dispatch import Dispatch
 from .experts.experts import Experts
 from .experts.grouped_matmul import grouped_mm
 from .experts.load_balancing import Balance, Balancing, routers, set_auxiliary_losses, set_auxiliary_scale
+from .experts.lora import attach_expert_lora
 from .experts.moe import GatedShared, MoE
 from .experts.router import TopKRouter
 from .linear import ColumnParallelLinear, RowParallelLinear, linears
@@ -87,6 +88,7 @@ __all__ = [
     "VocabParallelHead",
     "activation",
     "all_stages",
+    "attach_expert_lora",
     "attach_lora",
     "bounded",
     "causal_attention",

@@ -74,7 +74,7 @@ class Box:
         return self.shift(tuple(map(neg, outer.start)))
 
     def transposed(self) -> Box:
-        """Return the box of the same elements in the transpose of a matrix."""
+        """Return the box of the same elements where the order of all dims is reversed."""
         return Box(self.start[::-1], self.stop[::-1])
 
     def with_dims(self, dims: int) -> Box:
@@ -88,6 +88,21 @@ class Box:
             self
         )
         return Box(self.start[-more:], self.stop[-more:])
+
+    def turned(self, dims: int, transpose: bool) -> Box:
+        """Return the same elements with this many dims, whose order is reversed with ``transpose``.
+
+        Where a dim of size 1 at index 0 is added or removed, it is the first of the longer shape, or with
+        ``transpose`` the last.
+
+        >>> Box((2, 5), (4, 9)).turned(3, True)
+        Box(start=(5, 2, 0), stop=(9, 4, 1))
+        """
+        if not transpose:
+            return self.with_dims(dims)
+        if dims < len(self.start):
+            return self.transposed().with_dims(dims)
+        return self.with_dims(dims).transposed()
 
     def narrow(self, dim: int, start: int, stop: int) -> Box:
         """Return the part between ``start`` and ``stop`` of ``dim``, counted from the start of this box."""

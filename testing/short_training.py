@@ -147,7 +147,7 @@ def roughen(model: CausalLM, seed: int, state: ParallelState) -> None:
     stated = declarations(model)
     for name, parameter in model.named_parameters():
         declaration = stated[name]
-        if len(declaration.shape) == 1 or name.endswith("lora_B"):
+        if len(declaration.shape) == 1 or "lora_B" in name:
             box, data = stored_box(parameter, declaration, state), local_data(parameter)
             noise = torch.zeros_like(data)
             if box.size:

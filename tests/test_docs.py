@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from trilith.checkpoints import convert
 from trilith.cli.app import run
 from trilith.layers import routers
+from trilith.models import LoraConfig, adapted
 from trilith.recipes.recipe import parse_recipe
 from trilith.testing import run_parallel
 from trilith.testing.short_runs import run_recipe, tiny_recipe, write_tokens
@@ -108,10 +109,13 @@ def test_what_is_said_of_experts_runs(tmp_path: Path) -> None:
     text = (DOCS / "experts.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     exec(compile(code, "experts.md", "exec"), {})
-    (toml,) = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
+    toml, lora = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
     changes = {"model": {"config": TINY_MIXTRAL}, "data": {"global_batch": 16}} | tomllib.loads(toml)
     recipe = parse_recipe(tiny_recipe(tmp_path, tmp_path / "tokens", **changes))
     planned = plan(recipe)
     for _, router in routers(planned.family.on_meta(planned.config)):
         assert router.num_experts % recipe.layout.expert == 0
     assert recipe.experts is not None and recipe.experts.balance == 0.01
+    family = adapted(planned.family, LoraConfig.model_validate(tomllib.loads(lora)["lora"]))
+    family.check(planned.config, "lora")
+    assert len(family.stacks(planned.config)) == 2 * planned.config.num_hidden_layers

@@ -3,15 +3,49 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ...layers import lora_scale
-from ...models import PEFT_PREFIX, AdaptedFamily, Site
+from ...models import PEFT_PREFIX, AdaptedFamily, ModelConfig
 from ...parallel_state import BadInput, Box
 from ..source import Source
 from .transfer import Change
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """Say what is added to one of the base's tensors: which rows and columns of which B, and of which A.
+
+    ``adapted``: the name by which patterns give the rank. ``holder``: the module of A and B in PEFT's files.
+    The tensor is that of one ``expert`` of so many (a linear: of one), and has the rows of B from ``start``.
+    """
+
+    adapted: str
+    holder: str
+    expert: int = 0
+    experts: int = 1
+    start: int = 0
+    stop: int | None = None
+
+    @property
+    def factors(self) -> tuple[str, str]:
+        """Return the names of A and B in PEFT's files."""
+        a, b = (f"{PEFT_PREFIX}{self.holder}.{factor}.weight" for factor in ("lora_A", "lora_B"))
+        return a, b
+
+
+def products(family: AdaptedFamily, config: ModelConfig) -> dict[str, Product]:
+    """Return the product for each tensor of the base that the adapters change, by Hugging Face's names."""
+    found = {f"{site.name}.weight": Product(site.name, site.name) for site in family.sites(config)}
+    for stack in family.stacks(config):
+        for expert, modules in enumerate(stack.files):
+            for (_, start, stop), module in zip(stack.outputs, modules, strict=True):
+                one = Product(stack.name, stack.holder, expert, len(stack.files), start, stop)
+                found[f"{module}.weight"] = one
+    return found
 
 
 class Merge:
@@ -25,7 +59,7 @@ class Merge:
         assert isinstance(adapter.family, AdaptedFamily), adapter.path
         self.adapter, self._lora = adapter, adapter.family.lora
         config = base.model_config
-        self._sites = {f"{site.name}.weight": site for site in adapter.family.sites(config)}
+        self._products = products(adapter.family, config)
         links, _ = adapter.family.base.links(config)
         self._turned = {link.hf for link in links if link.transpose}
         self._links, self._shapes = adapter.links(to_hf=True), adapter.family.links(config)[1]
@@ -38,45 +72,43 @@ class Merge:
 
     @property
     def bytes_of_a_worker(self) -> int:
-        sites = self._sites.values()
-        return max(4 * sum(Box.whole(self._shapes[name]).size for name in _names(site)) for site in sites)
+        every = self._products.values()
+        return max(4 * sum(Box.whole(self._shapes[name]).size for name in one.factors) for one in every)
 
     def change(self, name: str) -> Change | None:
-        """Return the function that adds the adapter to this tensor; ``None`` if it has no adapter."""
-        site = self._sites.get(name)
-        if site is None:
+        """Return what is done to the tensor of this name, if anything."""
+        product = self._products.get(name)
+        if product is None:
             return None
 
         def add(numbers: Tensor, box: Box) -> Tensor:
-            return self._add(name, site, numbers, box)
+            return self._add(name, product, numbers, box)
 
         return add
 
-    def _add(self, name: str, site: Site, numbers: Tensor, box: Box) -> Tensor:
+    def _add(self, name: str, product: Product, numbers: Tensor, box: Box) -> Tensor:
         dtype = torch.promote_types(numbers.dtype, torch.float32)
-        a, b = self._factors(site, dtype)
+        a, b = self._factors(product, dtype)
+        rank, alpha = self._lora.rank_of(product.adapted), self._lora.alpha_of(product.adapted)
+        a = a[product.expert * rank : (product.expert + 1) * rank]
+        b = b[product.start : product.stop, product.expert :: product.experts]
         rows, columns = box.slices
         if name in self._turned:  # GPT-2's Conv1D is (in, out)
             delta = a[:, rows].T @ b[columns].T
         else:
             delta = b[rows] @ a[:, columns]
-        rank, alpha = self._lora.rank_of(site.name), self._lora.alpha_of(site.name)
         merged = delta.mul_(lora_scale(rank, alpha, rslora=self._lora.use_rslora)).add_(numbers)
         if not bool(torch.isfinite(merged).all()):
             raise BadInput(self.adapter.path, name, expected="finite sums", found="a NaN or an infinity")
         return merged
 
-    def _factors(self, site: Site, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _factors(self, product: Product, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         known: dict[str, tuple[Tensor, Tensor]] = self._held.__dict__
-        if site.name not in known:
+        if product.holder not in known:
             known.clear()
             a, b = (
                 self.adapter.read(name, Box.whole(self._shapes[name]), self._links).to(dtype)
-                for name in _names(site)
+                for name in product.factors
             )
-            known[site.name] = a, b
-        return known[site.name]
-
-
-def _names(site: Site) -> tuple[str, str]:
-    return f"{PEFT_PREFIX}{site.name}.lora_A.weight", f"{PEFT_PREFIX}{site.name}.lora_B.weight"
+            known[product.holder] = a, b
+        return known[product.holder]

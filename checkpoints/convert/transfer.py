@@ -93,5 +93,4 @@ def slabs(group: Sequence[Transfer]) -> Iterator[Box]:
 
 def source_of(copy: Copy, part: Box) -> Box:
     """Return the box of the stored tensor from which ``part`` of the copy's target is copied."""
-    inner = part.within(copy.target).with_dims(len(copy.source.start))
-    return (inner.transposed() if copy.transpose else inner).shift(copy.source.start)
+    return part.within(copy.target).turned(len(copy.source.start), copy.transpose).shift(copy.source.start)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import sqrt
+from typing import Protocol, cast
 
 from torch import Tensor, nn
 
@@ -22,6 +23,18 @@ from ...parallel_state import (
 from ..cost import Cost, Tokens, matrix
 from ..mlp import activation
 from .grouped_matmul import grouped_mm, kernel_takes
+
+
+class ExpertAdapter(Protocol):
+    """Change some of the experts' products (LoRA)."""
+
+    outputs: tuple[str, ...]
+
+    def __call__(self, x_MD: Tensor, counts: Sequence[int]) -> dict[str, Tensor]:
+        """Return what is added to each of ``outputs``, from the rows that their stacks multiply."""
+
+    def cost(self, tokens: Tokens) -> Cost:
+        """Return the cost without the input."""
 
 
 class Experts(DeclaredModule):
@@ -52,7 +65,8 @@ class Experts(DeclaredModule):
     ) -> None:
         super().__init__()
         self.act, self.gated = activation(act), gated
-        state = alone_or(state)
+        self.adapters: list[ExpertAdapter] = []
+        self.state = state = alone_or(state)
         wide, narrow = (
             (num_experts, intermediate_size, hidden_size),
             (num_experts, hidden_size, intermediate_size),
@@ -65,12 +79,17 @@ class Experts(DeclaredModule):
 
     def forward(self, x_MD: Tensor, counts: Sequence[int]) -> Tensor:
         """Return the experts' outputs (M, D), partial over the tensor ranks."""
-        up_MF = grouped_mm(x_MD, local(self.up), counts)
-        if self.gated:
-            up_MF = self.act(grouped_mm(x_MD, local(self.gate), counts)) * up_MF
-        else:
-            up_MF = self.act(up_MF)
-        return grouped_mm(up_MF, local(self.down), counts)
+        made = self._products(("up", "gate") if self.gated else ("up",), x_MD, counts)
+        y_MF = self.act(made["gate"]) * made["up"] if self.gated else self.act(made["up"])
+        return self._products(("down",), y_MF, counts)["down"]
+
+    def _products(self, names: tuple[str, ...], x: Tensor, counts: Sequence[int]) -> dict[str, Tensor]:
+        made = {name: grouped_mm(x, local(cast(Tensor, getattr(self, name))), counts) for name in names}
+        for adapter in self.adapters:
+            if adapter.outputs[0] in names:
+                for name, change in adapter(x, counts).items():
+                    made[name] = made[name] + change
+        return made
 
     def cost(self, tokens: Tokens) -> Cost:
         """Return the cost of the rows here: evenly used experts have as many as this rank's tokens make."""
@@ -80,8 +99,12 @@ class Experts(DeclaredModule):
         whole = (products + 1) * declarations(self)["up"].shape[1] * hidden
         by_kernel = tokens.fused and kernel_takes(tokens.compute, hidden, width)
         made = products * width if hidden == tokens.hidden and not by_kernel else 0
-        return matrix(tokens, whole, trained=trained) + Cost(
-            kept=tokens.bytes((hidden + width) * trained + (products + self.gated) * width),
+        adapted = {output for adapter in self.adapters for output in adapter.outputs}
+        inputs = hidden * (trained or bool(adapted - {"down"})) + width * (trained or "down" in adapted)
+        return sum(
+            (one.cost(tokens) for one in self.adapters), matrix(tokens, whole, trained=trained)
+        ) + Cost(
+            kept=tokens.bytes(inputs + (products + self.gated) * width),
             selective=tokens.bytes(made),
             working=tokens.bytes(2 * width + 2 * hidden),
             outputs=tokens.bytes(products * width + hidden),

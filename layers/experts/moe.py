@@ -73,7 +73,8 @@ class MoE(nn.Module):
         if self.shared is None:
             return found
         # In fp32 the router and the shared experts keep the same input.
-        same = tokens.compute == tokens.inner and not self.state.sequence
+        trained = self.router.weight.requires_grad
+        same = trained and tokens.compute == tokens.inner and not self.state.sequence
         return found + cost_of(self.shared, tokens) + Cost(kept=-tokens.bytes(hidden) * same)
 
 

@@ -151,9 +151,10 @@ class TopKRouter(DeclaredModule):
         return _inject(weights_BSK, loss, counts_BE.sum(0), losses, self.tally)
 
     def cost(self, tokens: Tokens) -> Cost:
-        """Return the cost; the input, the scores and their sums are in at least fp32."""
+        """Return the cost; the input of trained weights, the scores and their sums are in at
+        least fp32."""
         width, trained = self.weight.shape[1], self.weight.requires_grad
-        numbers = width + 2 * self.num_experts + self.top_k + 2
+        numbers = width * trained + 2 * self.num_experts + self.top_k + 2
         product = self.num_experts * tokens.count * tokens.inner if width == tokens.hidden else 0.0
         return matrix(tokens, self.num_experts * width, trained=trained) + Cost(
             kept=numbers * tokens.count * tokens.inner, selective=product

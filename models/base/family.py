@@ -142,6 +142,8 @@ class Family:
     further: str = ""
     #: HF's name of a tied output layer, if a checkpoint stores it as well.
     tied_head: str = "lm_head.weight"
+    #: The module in which transformers holds a block's stacks of experts, if it has some.
+    experts_module: str = "model.layers.{i}.mlp.experts"
     #: Checkpoints of the bare model lack it (the first GPT-2's do); what we write has it.
     optional_prefix: str = ""
 

@@ -18,7 +18,8 @@ class Link:
     """Tie the elements of ``ours`` in ``ours_box`` to those of ``hf`` in ``hf_box``, transposed if it says
     so.
 
-    For a stacked tensor ``ours_box`` has an extra leading dimension of size 1 (the expert).
+    For a stacked tensor ``ours_box`` has an extra dimension of size 1: the first (the expert), or the last
+    one if transposed. To transpose is to reverse the order of all dimensions.
     """
 
     ours: str
@@ -29,14 +30,13 @@ class Link:
 
     def to_hf(self, box: Box) -> Box:
         """Return the box of Hugging Face's tensor for a box inside ``ours_box``."""
-        inner = box.within(self.ours_box).with_dims(len(self.hf_box.start))
-        return (inner.transposed() if self.transpose else inner).shift(self.hf_box.start)
+        inner = box.within(self.ours_box).turned(len(self.hf_box.start), self.transpose)
+        return inner.shift(self.hf_box.start)
 
     def to_ours(self, box: Box) -> Box:
         """Return the box of trilith's tensor for a box inside ``hf_box``."""
-        inner = box.within(self.hf_box)
-        inner = inner.transposed() if self.transpose else inner
-        return inner.with_dims(len(self.ours_box.start)).shift(self.ours_box.start)
+        inner = box.within(self.hf_box).turned(len(self.ours_box.start), self.transpose)
+        return inner.shift(self.ours_box.start)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ class LoraConfig(BaseModel):
     """State LoRA adapters under the names and with the meaning of PEFT's ``LoraConfig``.
 
     ``target_modules`` are ends of names (``q_proj``), whole names, one regular expression, or ``all-linear``.
+    ``target_parameters`` are ends of the names that transformers gives to stacks of experts.
     Source: Hu et al. 2021.
     """
 
@@ -51,6 +52,11 @@ class LoraConfig(BaseModel):
         default=ALL_LINEAR,
         description="layers with adapters: ends of Hugging Face's module names, a regular expression, or "
         "all-linear",
+    )
+    target_parameters: Annotated[tuple[str, ...], Strict(False)] | None = Field(
+        default=None,
+        description="stacks of experts with adapters, in every block: ends of transformers' parameter names, "
+        "such as mlp.experts.gate_up_proj; target_modules = [] adapts nothing beside them",
     )
     exclude_modules: Names | None = Field(
         default=None, description="layers to leave out, named as in target_modules"
@@ -93,7 +99,9 @@ class LoraConfig(BaseModel):
                 expected = "absent: it changes the adapter and is not supported"
                 raise BadInput(where, key, expected=expected, found=repr(raw[key])[:80])
         fields = {key: value for key, value in raw.items() if key in cls.model_fields and value is not None}
-        if not fields.get("target_modules"):
+        if not fields.get("target_modules") and fields.get("target_parameters"):
+            fields["target_modules"] = ()
+        elif not fields.get("target_modules"):
             raise BadInput(where, "target_modules", expected="names of modules, or a pattern", found="none")
         if isinstance(
             fields["target_modules"], str
@@ -121,6 +129,10 @@ class LoraConfig(BaseModel):
             return False
         return self._is_in_a_wanted_block(module)
 
+    def targets_stack(self, parameter: str) -> bool:
+        """Tell whether this stack of experts gets an adapter, as PEFT's ``_inject_parameters``."""
+        return _matches(self.target_parameters or (), parameter)
+
     @property
     def all_linear(self) -> bool:
         """Tell whether ``target_modules`` is ``all-linear``."""
@@ -141,6 +153,9 @@ class LoraConfig(BaseModel):
         if self.layers_pattern and self.layers_to_transform is None:
             expected = "layers_to_transform beside it: peft refuses it alone"
             raise BadInput(where, "layers_pattern", expected=expected, found=repr(self.layers_pattern))
+        if self.target_parameters and self.lora_dropout:
+            expected = "0 beside target_parameters, as in peft"
+            raise BadInput(where, "lora_dropout", expected=expected, found=self.lora_dropout)
         patterns: dict[str, str] = {key: "rank_pattern" for key in self.rank_pattern}
         patterns |= {key: "alpha_pattern" for key in self.alpha_pattern}
         for one in self._layers_patterns:

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 
 import torch
 
-from ...layers import ColumnParallelLinear, RowParallelLinear, attach_lora, linears
+from ...layers import (
+    ColumnParallelLinear,
+    Experts,
+    RowParallelLinear,
+    attach_expert_lora,
+    attach_lora,
+    linears,
+)
 from ...parallel_state import BadInput, Declaration, ParallelState, declarations
 from ..base.config import ModelConfig
 from ..base.family import CausalLM, Family, making
 from ..base.names import Link
 from .config import LoraConfig
-from .targets import Site, leaves, linear_sites
+from .targets import ExpertSite, Site, expert_sites, leaves, linear_sites
 
 
 @dataclass(frozen=True)
@@ -43,12 +50,24 @@ class AdaptedFamily(Family):
         """
         model = self.base.build(config, split=split, state=state, device=device, dtype=base_dtype or dtype)
         model.requires_grad_(False)
-        here = dict(linears(model))
+        here, modules = dict(linears(model)), dict(model.named_modules())
         with making(dtype, device):
             for site in self.sites(config):
                 if site.layer in here:
                     self._attach(here[site.layer], site)
+            for stack in self.stacks(config):
+                if isinstance(experts := modules.get(stack.layer), Experts):
+                    self._attach_to_experts(experts, stack)
         return model
+
+    def _attach_to_experts(self, experts: Experts, site: ExpertSite) -> None:
+        attach_expert_lora(
+            experts,
+            [output for output, _, _ in site.outputs],
+            r=self.lora.rank_of(site.name),
+            alpha=self.lora.alpha_of(site.name),
+            rslora=self.lora.use_rslora,
+        )
 
     def _attach(self, layer: ColumnParallelLinear | RowParallelLinear, site: Site) -> None:
         attach_lora(
@@ -67,7 +86,8 @@ class AdaptedFamily(Family):
 
     def links(self, config: ModelConfig) -> tuple[list[Link], dict[str, tuple[int, ...]]]:
         """Return the links of the adapters, and the shapes of PEFT's tensors."""
-        links = [link for site in self.sites(config) for link in site.links(self.lora.rank_of(site.name))]
+        sites: list[Site | ExpertSite] = [*self.sites(config), *self.stacks(config)]
+        links = [link for site in sites for link in site.links(self.lora.rank_of(site.name))]
         shapes: dict[str, tuple[int, ...]] = {}
         for link in links:
             shapes[link.hf] = tuple(map(max, shapes.get(link.hf, (0, 0)), link.hf_box.stop))
@@ -84,6 +104,10 @@ class AdaptedFamily(Family):
         """
         return _sites(self, config)
 
+    def stacks(self, config: ModelConfig) -> tuple[ExpertSite, ...]:
+        """Return the adapted stacks of experts, in the order of the model's tensors."""
+        return _stacks(self, config)
+
     def check(self, config: ModelConfig, where: str) -> None:
         """Refuse targets that match nothing in this model, and blocks that it does not have."""
         lora = self.lora
@@ -93,7 +117,14 @@ class AdaptedFamily(Family):
             if not 0 <= number < config.num_hidden_layers:
                 expected = f"blocks 0 to {config.num_hidden_layers - 1}"
                 raise BadInput(where, "layers_to_transform", expected=expected, found=number)
-        every = linear_sites(self.base, config)
+        every, stacks = linear_sites(self.base, config), expert_sites(self.base, config)
+        for name in lora.target_parameters or ():
+            if not any(stack.name == name or stack.name.endswith(f".{name}") for stack in stacks):
+                known = sorted({".".join(stack.name.split(".")[-3:]) for stack in stacks})
+                expected = (
+                    f"ends of names such as {', '.join(known)}" if stacks else "none: no stack of experts"
+                )
+                raise BadInput(where, "target_parameters", expected=expected, found=repr(name))
         for key, among in (("target_modules", self.sites(config)), ("exclude_modules", every)):
             names = getattr(lora, key)
             for name in names if isinstance(names, tuple) else ():
@@ -142,6 +173,19 @@ def adapted(family: Family, lora: LoraConfig) -> AdaptedFamily:
 
 
 @cache
+def _stacks(family: AdaptedFamily, config: ModelConfig) -> tuple[ExpertSite, ...]:
+    found = [site for site in expert_sites(family.base, config) if family.lora.targets_stack(site.name)]
+    adapted_down = {site.layer for site in found if site.outputs[0][0] == "down"}
+    # PEFT wraps a module again for its second parameter: the one of the first is then inside.
+    return tuple(
+        replace(site, holder=f"{site.holder}.base_layer")
+        if site.layer in adapted_down and site.outputs[0][0] != "down"
+        else site
+        for site in found
+    )
+
+
+@cache
 def _sites(family: AdaptedFamily, config: ModelConfig) -> tuple[Site, ...]:
     every = linear_sites(family.base, config)
     found = tuple(site for site in every if family.lora.targets(site.name))
@@ -159,7 +203,7 @@ def _sites(family: AdaptedFamily, config: ModelConfig) -> tuple[Site, ...]:
     if not found and family.lora.layers_pattern:
         expected = f"what precedes a block's number in {every[0].name}"
         raise BadInput("lora", "layers_pattern", expected=expected, found=repr(family.lora.layers_pattern))
-    if not found:
+    if not found and not (family.lora.target_modules == () and family.lora.target_parameters):
         expected = f"targets among {leaves(every)}"
         raise BadInput("lora", "target_modules", expected=expected, found=repr(family.lora.target_modules))
     return found
@@ -173,7 +217,7 @@ def _check_no_experts(family: AdaptedFamily, config: ModelConfig) -> None:
             if family.lora.targets(one):
                 names = family.lora.target_modules
                 said = names if isinstance(names, str) else [n for n in names if f".{one}".endswith(f".{n}")]
-                expected = "linears: experts are stacks of matrices, on which LoRA is not supported"
+                expected = "linears: experts are stacks of matrices, which target_parameters names"
                 todo = (
                     r'Leave them out with exclude_modules = ".*\.experts(\..*)?", name other modules, or say '
                     "all-linear, which passes them over"

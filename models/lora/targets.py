@@ -1,12 +1,13 @@
-"""The linears of Hugging Face's model as places for adapters, found from the family's table of names."""
+"""Places for adapters in Hugging Face's model, linears and stacks of experts, from the table of names."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 
-from ...layers import linears
+from ...layers import Experts, linears
 from ...parallel_state import Box
 from ..base.config import ModelConfig
 from ..base.family import Family
@@ -44,6 +45,69 @@ class Site:
             box, place = Box((start, 0), (stop, r)), Box((at, 0), (at + stop - start, r))
             found.append(Link(f"{module}.lora_B", box, b, place))
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSite:
+    """Describe a stack of experts of transformers' model, one parameter (E, out, in).
+
+    ``layer``: name of trilith's ``Experts``. ``outputs``: its products that transformers holds as one, and
+    their rows. ``files``: of each expert and output, the module in Hugging Face's files.
+    """
+
+    name: str
+    layer: str
+    outputs: tuple[tuple[str, int, int], ...]
+    files: tuple[tuple[str, ...], ...]
+    in_features: int
+    #: The module that holds A and B in PEFT's files.
+    holder: str
+
+    def links(self, r: int) -> list[Link]:
+        """Return the links of A and B to PEFT's tensors.
+
+        A (E, r, in) is PEFT's (E r, in). B (E, out, r) is PEFT's (out, r E), in which the experts' columns
+        take turns: of each rank the first column of every expert, then the second ones.
+        """
+        a, b = (f"{PEFT_PREFIX}{self.holder}.{factor}.weight" for factor in ("lora_A", "lora_B"))
+        width, experts = self.in_features, len(self.files)
+        ours = f"{self.layer}.lora_A_{'_'.join(output for output, _, _ in self.outputs)}"
+        found = []
+        for e in range(experts):
+            rows = Box((e * r, 0), ((e + 1) * r, width))
+            found.append(Link(ours, Box((e, 0, 0), (e + 1, r, width)), a, rows))
+        for output, start, stop in self.outputs:
+            for k in range(r):
+                columns = Box((start, k * experts), (stop, (k + 1) * experts))
+                box = Box((0, 0, k), (experts, stop - start, k + 1))
+                found.append(Link(f"{self.layer}.lora_B_{output}", box, b, columns, transpose=True))
+        return found
+
+
+@cache
+def expert_sites(family: Family, config: ModelConfig) -> tuple[ExpertSite, ...]:
+    """Return every stack of experts whose matrices Hugging Face's files hold one by one."""
+    layers = {name: one for name, one in family.on_meta(config).named_modules() if isinstance(one, Experts)}
+    files: dict[str, list[Link]] = {}
+    for link in family.links(config)[0]:
+        if link.ours.rpartition(".")[0] in layers:
+            files.setdefault(link.ours, []).append(link)
+    found = []
+    for layer, experts in layers.items():
+        holder = family.experts_module.format(i=layer.split(".")[1])
+        first = {"gate_up_proj": ["gate", "up"]} if experts.gated else {"up_proj": ["up"]}
+        for leaf, names in {**first, "down_proj": ["down"]}.items():
+            links = [files.get(f"{layer}.{name}", []) for name in names]
+            if any(len(one.ours_box.start) == len(one.hf_box.start) for some in links for one in some):
+                continue  # the files hold them in another form
+            ends = [0, *accumulate(some[0].hf_box.shape[0] for some in links)]
+            outputs = tuple(zip(names, ends, ends[1:], strict=False))
+            modules = tuple(
+                tuple(one.hf.removesuffix(".weight") for one in each) for each in zip(*links, strict=True)
+            )
+            width = links[0][0].hf_box.shape[1]
+            found.append(ExpertSite(f"{holder}.{leaf}", layer, outputs, modules, width, holder))
+    return tuple(found)
 
 
 @cache

@@ -8,8 +8,14 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from trilith.layers import ColumnParallelLinear, RowParallelLinear, attach_lora
-from trilith.parallel_state import BadInput, Declaration, Layout, ParallelState, declarations
+from trilith.layers import (
+    ColumnParallelLinear,
+    Experts,
+    RowParallelLinear,
+    attach_expert_lora,
+    attach_lora,
+)
+from trilith.parallel_state import BadInput, Cut, Declaration, Layout, ParallelState, declarations
 from trilith.parallel_state.engine import local_data
 from trilith.testing import run_parallel
 from trilith.testing.compare_layers import compare_with_one_device
@@ -157,3 +163,52 @@ def test_what_cannot_be_is_refused(arguments: dict[str, Any], words: str) -> Non
     attach_lora(layer, r=2, alpha=2, outputs=["q"])
     with pytest.raises(BadInput, match=words):
         attach_lora(layer, **arguments)
+
+
+def test_on_experts_it_adds_the_scaled_product_of_each_expert() -> None:
+    experts = Experts(3, 6, 8)
+    x, counts = torch.randn(7, 6), [2, 0, 5]
+    plain = experts(x, counts)
+    attach_expert_lora(experts, ["gate", "up"], r=2, alpha=8)
+    attach_expert_lora(experts, ["down"], r=4, alpha=8, rslora=True)
+    assert torch.equal(experts(x, counts), plain)
+    for name, one in experts.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(one)
+    merged = Experts(3, 6, 8)
+    with torch.no_grad():
+        for output, a in (("gate", "gate_up"), ("up", "gate_up"), ("down", "down")):
+            factors = getattr(experts, f"lora_B_{output}") @ getattr(experts, f"lora_A_{a}")
+            getattr(merged, output).copy_(getattr(experts, output) + 4 * factors)
+    torch.testing.assert_close(experts(x, counts), merged(x, counts))
+    assert float((experts(x, counts) - plain).detach().abs().max()) > 1e-2
+
+
+def test_on_experts_the_declarations_follow_the_stacks() -> None:
+    experts = Experts(4, 6, 8, state=ParallelState.stand_in(Layout.of(tensor=2, data=2, expert=2)))
+    attach_expert_lora(experts, ["gate", "up"], r=2, alpha=2)
+    attach_expert_lora(experts, ["down"], r=2, alpha=2)
+    found = {name: d for name, d in declarations(experts).items() if "lora" in name}
+    assert all(one.experts for one in found.values())
+    assert {name: (d.shape, d.cut, d.partial) for name, d in found.items()} == {
+        "lora_A_gate_up": ((4, 2, 6), None, ("tensor",)),
+        "lora_B_gate": ((4, 8, 2), Cut(1), ()),
+        "lora_B_up": ((4, 8, 2), Cut(1), ()),
+        "lora_A_down": ((4, 2, 8), Cut(2), ()),
+        "lora_B_down": ((4, 6, 2), None, ("tensor",)),
+    }
+
+
+@pytest.mark.parametrize(
+    ("outputs", "r", "words"),
+    [
+        (["gate"], 0, "r: expected at least 1"),
+        (["up", "gate"], 1, "outputs: expected gate, up or gate or up or down, found up, gate"),
+        (["down"], 1, "one adapter at each place"),
+    ],
+)
+def test_on_experts_what_cannot_be_is_refused(outputs: list[str], r: int, words: str) -> None:
+    experts = Experts(3, 6, 8)
+    attach_expert_lora(experts, ["down"], r=2, alpha=2)
+    with pytest.raises(BadInput, match=words):
+        attach_expert_lora(experts, outputs, r=r, alpha=1)

@@ -19,6 +19,7 @@ from trilith.cli.app import run
 from trilith.generation import generate
 from trilith.layers import gather_logits
 from trilith.models import FAMILIES, AdaptedFamily
+from trilith.models.lora.targets import expert_sites
 from trilith.parallel_state import Layout
 from trilith.testing.families import transformers_model
 from trilith.testing.parity.case import Observation, Question, differences
@@ -123,7 +124,11 @@ def test_adapters_go_to_peft_and_back(row: str, theirs: Any, tmp_path: Path) -> 
     plain, folder = theirs(row)
     # In a model with experts peft takes modules that are named as an expert's matrices are for experts.
     targets = ["q_proj", "v_proj", "o_proj"] if row in EXPERTS else "all-linear"
-    lora = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=targets, r=3, lora_alpha=6)
+    family = FAMILIES[MODELS[row]["model_type"]]
+    stacks = {site.name.partition(".mlp.")[2] for site in expert_sites(family, family.from_hf(MODELS[row]))}
+    lora = peft.LoraConfig(
+        task_type="CAUSAL_LM", target_modules=targets, target_parameters=[*stacks] or None, r=3, lora_alpha=6
+    )
     adapted: Any = peft.get_peft_model(transformers_model(MODELS[row]), lora)
     torch.manual_seed(1)
     for name, parameter in adapted.named_parameters():
@@ -146,7 +151,9 @@ def test_adapters_go_to_peft_and_back(row: str, theirs: Any, tmp_path: Path) -> 
         dict(ours.named_parameters()),
     )
     for link in links:
-        back[link.hf][link.hf_box.slices] = parameters[link.ours].detach()[link.ours_box.slices]
+        piece = parameters[link.ours].detach()[link.ours_box.slices]
+        piece = piece.permute(*range(piece.ndim)[::-1]) if link.transpose else piece
+        back[link.hf][link.hf_box.slices] = piece.reshape(link.hf_box.shape)
     sent = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert sent.keys() == back.keys() and all(torch.equal(sent[name], back[name]) for name in sent)
     said = source.family.to_peft(source.model_config, str(folder))

@@ -19,6 +19,22 @@ LAYOUTS = [
     pytest.param("llama", LAST, {"data": 2, "zero": 2}, id="blocks-without-adapters-zero2"),
 ]
 
+STACKS = {"r": 3, "lora_alpha": 6, "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+DOWN = {"r": 2, "target_modules": [], "target_parameters": ["experts.down_proj"], "use_rslora": True}
+#: Adapters on stacks of experts along each axis that cuts the stacks.
+EXPERTS = [
+    ("mixtral", STACKS, {"tensor": 2, "data": 2, "expert": 2, "zero": 2, "sequence": True}),
+    ("glm4_moe", STACKS, {"context": 2, "expert": 2, "zero": 1}),
+    ("qwen3_moe", STACKS, {"tensor": 2, "data": 2, "zero": 3}),
+    ("qwen2_moe", STACKS, {"pipeline": 2, "tensor": 2}),
+    ("mixtral", DOWN, {"data": 4, "expert": 2, "zero": 3}),
+    ("mixtral", DOWN, {"tensor": 4}),
+]
+LAYOUTS += [
+    pytest.param(*one, marks=[pytest.mark.slow] if number else [], id=f"experts-{one[0]}-{number}")
+    for number, one in enumerate(EXPERTS)
+]
+
 
 @pytest.mark.parametrize(("model", "lora", "layout"), LAYOUTS)
 def test_a_layout_trains_the_adapters_of_one_device(

@@ -67,6 +67,7 @@ GPT_NEOX = {key: value for key, value in LLAMA.items() if key != "num_key_value_
 }
 NO_CAPS = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
 EVERY = LoraConfig(r=4)
+STACKS = LoraConfig(r=4, target_parameters=("experts.gate_up_proj", "experts.down_proj"))
 
 
 def saved(config: dict[str, Any], lora: LoraConfig | None) -> tuple[float, float]:
@@ -133,6 +134,8 @@ def saved(config: dict[str, Any], lora: LoraConfig | None) -> tuple[float, float
         pytest.param(GPT2 | {"attn_pdrop": 0.1}, None, id="gpt2-attention"),
         pytest.param(LLAMA | {"attention_dropout": 0.1}, None, id="llama-attention"),
         pytest.param(LLAMA, EVERY, id="lora"),
+        pytest.param(MIXTRAL, STACKS, id="lora-of-experts"),
+        pytest.param(MIXTRAL, STACKS.model_copy(update={"target_modules": ()}), id="lora-of-experts-alone"),
         pytest.param(LLAMA, EVERY.model_copy(update={"lora_dropout": 0.05}), id="lora-dropout"),
         pytest.param(GPT2, EVERY.model_copy(update={"lora_dropout": 0.05}), id="gpt2-lora-dropout"),
         pytest.param(

@@ -1,0 +1,104 @@
+"""Adapters on stacks of experts: through files bit for bit, merged, and back in PEFT the same model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+from trilith.checkpoints import convert, load_source, read_adapter, read_source
+from trilith.cli.app import run
+from trilith.models import LoraConfig, adapted, family_of
+from trilith.parallel_state import BadInput, Box, Layout, ParallelState
+from trilith.parallel_state.engine import local_data
+from trilith.testing import run_parallel
+from trilith.testing.families import transformers_model
+from trilith.testing.short_runs import tiny_recipe, train, whole_tensors, write_tokens
+from trilith.testing.tiny_models import TINY_LLAMA, TINY_MIXTRAL
+
+BOTH = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+LORA = {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj"], "target_parameters": [*BOTH]}
+IDS = torch.randint(131, (2, 20), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with ``base``, the ``run`` of two ranks that share the experts out, and its ``adapter``."""
+    folder = tmp_path_factory.mktemp("trained")
+    transformers_model(TINY_MIXTRAL).save_pretrained(folder / "base")
+    changes: dict[str, Any] = {
+        "model": {"config": None, "init_from": str(folder / "base")},
+        "layout": {"data": 2, "expert": 2, "zero": 2},
+        "dtype": "float32",
+        "steps": 2,
+    }
+    train(tiny_recipe(folder / "run", write_tokens(folder / "tokens"), lora=LORA, **changes))
+    convert(folder / "run", folder / "adapter")
+    return folder
+
+
+def with_peft(folder: Path, adapter: str = "adapter") -> Any:
+    base = AutoModelForCausalLM.from_pretrained(folder / "base")
+    return peft.PeftModel.from_pretrained(base, folder / adapter).eval()
+
+
+@torch.no_grad()
+def test_a_runs_adapters_are_pefts_and_merged_they_give_its_logits(trained: Path, tmp_path: Path) -> None:
+    said = json.loads((trained / "adapter" / "adapter_config.json").read_text())
+    assert said["target_parameters"] == [*BOTH]
+    theirs = with_peft(trained)
+    written = load_file(trained / "adapter" / "adapter_model.safetensors")
+    parameters = {n.replace(".default", ""): p for n, p in theirs.named_parameters() if "lora_" in n}
+    assert parameters.keys() == written.keys()
+    assert all(torch.equal(parameters[name], written[name]) for name in written)
+    assert all(float(one.abs().max()) > 0 for name, one in written.items())  # B has moved
+    base, adapter, out = (str(one) for one in (trained / "base", trained / "adapter", tmp_path / "merged"))
+    assert run(["merge-lora", base, adapter, out]) == 0
+    merged: Any = AutoModelForCausalLM.from_pretrained(out).eval()
+    expected = theirs(IDS).logits
+    torch.testing.assert_close(merged(IDS).logits, expected, rtol=1e-5, atol=1e-5)
+    with theirs.disable_adapter():
+        assert float((theirs(IDS).logits - expected).abs().max()) > 1e-3
+
+
+def held(folder: Path, layout: Layout) -> dict[str, tuple[Box, torch.Tensor]]:
+    """Return the part of each factor that this rank reads from PEFT's folder."""
+    state = ParallelState.start(layout)
+    base = read_source(folder / "base")
+    adapter = read_adapter(folder / "adapter", base)
+    model = adapter.family.build(base.model_config, state=state, device="cpu")
+    load_source(adapter, model)
+    stated, parameters = adapter.family.declared(model), dict(model.named_parameters())
+    return {name: (one.box(layout, state.at), local_data(parameters[name])) for name, one in stated.items()}
+
+
+def test_pefts_factors_reach_every_layout_bitwise(trained: Path) -> None:
+    whole = {name: one for name, one in whole_tensors(trained / "run").items() if "optimizer" not in name}
+    for layout in (Layout.of(tensor=2), Layout.of(data=2, expert=2)):
+        for rank in run_parallel(held, 2, trained, layout):
+            assert rank.keys() == whole.keys()
+            assert [n for n, (box, one) in rank.items() if not torch.equal(one, whole[n][box.slices])] == []
+
+
+@pytest.mark.parametrize(
+    ("model", "lora", "words"),
+    [
+        (TINY_MIXTRAL, {"target_parameters": ["experts.w1"]}, r"mlp.experts.down_proj, mlp.experts.gate_up"),
+        (TINY_LLAMA, {"target_parameters": ["down_proj"]}, "expected none: no stack of experts"),
+        (
+            TINY_MIXTRAL,
+            {"target_parameters": ["down_proj"], "lora_dropout": 0.1},
+            "lora_dropout: expected 0 beside target_parameters",
+        ),
+        (TINY_MIXTRAL, {"target_modules": []}, "target_modules: expected targets among"),
+    ],
+)
+def test_stacks_that_are_not_there_are_refused(model: dict[str, Any], lora: Any, words: str) -> None:
+    family = family_of(model)
+    with pytest.raises(BadInput, match=words):
+        adapted(family, LoraConfig.model_validate(lora)).check(family.from_hf(model), "lora")
