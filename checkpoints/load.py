@@ -109,7 +109,7 @@ def check_same_model(source: Source, family: Family, config: ModelConfig) -> Non
 def _check_same_adapters(source: Source, theirs: LoraConfig, mine: LoraConfig) -> None:
     for key in LoraConfig.model_fields:
         if getattr(mine, key) != getattr(theirs, key) and key != "lora_dropout":
-            todo = "Adapters go on as they began; start a new run with lora.init_from to change them"
+            todo = "A resumed run cannot change its adapters; start a new run with lora.init_from"
             raise BadCheckpoint(
                 source.path, f"lora.{key}", expected=getattr(mine, key), found=getattr(theirs, key), todo=todo
             )

@@ -152,12 +152,12 @@ def _check_tensors(file: TensorFile, shapes: dict[str, tuple[int, ...]]) -> None
             name,
             expected="a tensor, as target_modules says" if missing else "no such tensor",
             found="none of that name" if missing else "one",
-            todo="The adapter is of another model, or was attached to what is not supported here",
+            todo="The adapter is for another model, or for modules that are not supported here",
         )
     for name, shape in shapes.items():
         entry = file.tensors[name]
         if entry.dtype not in WEIGHTS:
             raise BadInput(file.path, name, expected=f"one of {', '.join(WEIGHTS)}", found=entry.dtype)
         if entry.shape != shape:
-            todo = "The adapter is of another model, or its rank is not what adapter_config.json says"
+            todo = "The adapter is for another model, or its rank differs from adapter_config.json"
             raise BadInput(file.path, name, expected=list(shape), found=list(entry.shape), todo=todo)

@@ -144,8 +144,8 @@ def restore_progress(
                         moment_name(moment, name),
                         expected="the moment of a parameter that is trained",
                         found="none: it was frozen",
-                        todo="Freeze what the run began with frozen, or start a new run with these "
-                        "weights alone",
+                        todo="Freeze the parameters that the run began with frozen, or start a new run "
+                        "from these weights",
                     )
                 fill(tensor, source.read(moment_name(moment, name), box, links))
     data = manifest.data_position if isinstance(manifest.data_position, dict) else {}

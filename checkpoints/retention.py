@@ -29,7 +29,7 @@ def check_same_tensors(root: Path, manifest: Manifest) -> None:
             expected = f"{name} of shape {wanted[name]}" if name in wanted else f"no {name}"
             raise BadInput(
                 path,
-                expected=f"a checkpoint of the model that is to be saved beside it, with {expected}",
+                expected=f"a checkpoint of the same model as the one to be saved, with {expected}",
                 found=f"one of shape {there[name]}" if name in there else "none",
                 todo="Choose another folder",
             )

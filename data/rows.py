@@ -116,7 +116,7 @@ class SampleRows:
             raise BadInput(
                 TokenPaths(file.path).tokens,
                 "samples",
-                expected=f"some of 2 to {length + 1} tokens",
+                expected=f"some samples of 2 to {length + 1} tokens",
                 found="none",
                 todo="Raise sequence_length",
             )

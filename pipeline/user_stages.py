@@ -161,7 +161,7 @@ def parts_of(model: nn.Module, state: ParallelState) -> tuple[Stage | None, ...]
     if held != numbers:
         raise BadInput("step", "model.stage", expected=f"parts {numbers}", found=held, todo=todo)
     if "stage" not in inspect.signature(model.forward).parameters:
-        todo = "Take stage=None, and where it is given run that one of self.stage.parts alone"
+        todo = "Take stage=None; if it is given, run only that one of self.stage.parts"
         expected = f"a keyword stage, with virtual_stages={count}"
         raise BadInput("step", "model.forward", expected=expected, found="none", todo=todo)
     return stage.parts

@@ -98,8 +98,8 @@ def _of_module(work: Work, model: nn.Module, loss: Cost | None) -> StageCost:
     last = number == layout.stages - 1
     if last and loss is None:
         raise BadInput(
-            "plan", "loss", expected="a Cost: what your loss keeps and sends", found="none",
-            todo="cross_entropy_cost(work.tokens, vocabulary, state=work.state) is that of ours",
+            "plan", "loss", expected="a Cost: the bytes that your loss keeps and sends", found="none",
+            todo="Our loss's Cost is cross_entropy_cost(work.tokens, vocabulary, state=work.state)",
         )  # fmt: skip
     return StageCost(number, {}, cost_of(model, work.tokens), frozenset(), loss if last else None)
 

@@ -84,7 +84,7 @@ def check_experts(section: ExpertsSection, family: Family, config: ModelConfig, 
         raise BadInput(
             "recipe",
             "experts.bias_rate",
-            expected="0 beside [lora]: biases are the base's, which stays as it is",
+            expected="0 with [lora]: the biases belong to the base, which is frozen",
             found=section.bias_rate,
         )
 
@@ -172,7 +172,7 @@ def check_compile(
 def check_compiled_model(model: CausalLM, layout: Layout, lora_dropout: float) -> None:
     """Refuse to compile blocks whose shapes follow from the data, or whose tensor ranks draw apart."""
     if any(routers(model)):
-        expected, found = "false with experts, whose tokens are counted as they come", "true"
+        expected, found = "false with experts: their numbers of tokens change at every step", "true"
         raise BadInput("recipe", "compile", expected=expected, found=found)
     inside = [*model.layers.modules()]
     rates = [one.p for one in inside if isinstance(one, Dropout)]

@@ -104,5 +104,5 @@ def refuse_stale() -> None:
     """Refuse gradients that an earlier step left (``has_gradients``), on every rank alike."""
     raise BadInput(
         "step", "gradients", expected="none, or zeros, before a step", found="those of an earlier step",
-        todo="Call optimizer.zero_grad() after each update; a step takes all samples of one at once",
+        todo="Call optimizer.zero_grad() after each update; one call takes all samples of a step",
     )  # fmt: skip

@@ -37,7 +37,7 @@ def recipe_shape(lora: LoraSection) -> LoraConfig:
 def _check_alone(lora: LoraSection) -> None:
     said = sorted(lora.model_fields_set - {"init_from", "lora_dropout"})
     if said:
-        expected = "nothing beside lora.init_from, which says it, but lora_dropout"
+        expected = "only lora_dropout beside lora.init_from, whose adapters have the other settings"
         raise BadInput("recipe", f"lora.{said[0]}", expected=expected, found=getattr(lora, said[0]))
 
 

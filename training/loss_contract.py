@@ -79,8 +79,8 @@ def _first_sample(given: Any, times: int) -> Any:
 def refuse_mean() -> None:
     """Refuse a loss that ``is_mean``; every rank does so."""
     raise BadInput(
-        "step", "loss", expected="the sum of the losses beside their number",
-        found="a mean: one sample given twice has the loss that it has once, and twice the count",
+        "step", "loss", expected="the sum of the losses, with their number",
+        found="a mean: one sample given twice has the same loss as once, and twice the count",
         todo=_TODO + ". A mean of means is (mean, 1)",
     )  # fmt: skip
 

@@ -65,7 +65,7 @@ def assign(
                 where,
                 key,
                 expected="a parameter that no group before it takes",
-                found=f"{group.match!r}, all of whose {len(found)} are taken",
+                found=f"{group.match!r}, which finds {len(found)}, all taken",
                 todo="Put the narrower pattern first",
             )
         assigned |= dict.fromkeys(left, group)

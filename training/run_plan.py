@@ -156,5 +156,5 @@ def tokenizer_files(folder: Path) -> list[Path]:
         raise BadInput(folder, expected="a tokenizer folder", found="no folder")
     found = companions_in(folder)
     if not found:
-        raise BadInput(folder, expected="a tokenizer folder", found="none of a tokenizer's files in it")
+        raise BadInput(folder, expected="a tokenizer folder", found="a folder without a tokenizer's files")
     return found

@@ -86,7 +86,8 @@ class ModuleStep(Step):
         for name, router in routers(model):
             if router.balance or router.z_loss:
                 raise BadInput(
-                    "step", f"{name}.balance", expected="0: how many losses the step has is known at its end",
+                    "step", f"{name}.balance",
+                    expected="0: the number of a step's losses is known only at its end",
                     found=router.balance or router.z_loss,
                     todo="Use bias_corrected routers and Balancing, or a step of your own",
                 )  # fmt: skip
@@ -125,7 +126,8 @@ class ModuleStep(Step):
             changed, most, least, stale = bool(said[0]), int(said[1]), -int(said[2]), bool(said[3])
             if most != least:
                 raise BadInput(
-                    "batch", "samples", expected="as many on each data rank", found=f"from {least} to {most}",
+                    "batch", "samples", expected="the same number on each data rank",
+                    found=f"from {least} to {most}",
                     todo="own_samples cuts a whole batch into equal pieces",
                 )  # fmt: skip
         if stale:
@@ -237,7 +239,7 @@ def count_samples(samples: Samples) -> int:
             found = f"{type(one).__name__}" if not isinstance(one, Tensor) else "a tensor without dims"
             raise BadInput(
                 "batch", name, expected="a tensor with the samples on dim 0", found=found,
-                todo="Give it a row a sample; what is alike for all samples belongs to the model or the loss",
+                todo="Give it a row for each sample; one value for all belongs to the model or the loss",
             )  # fmt: skip
     counts = {name: len(one) for name, one in samples.items()}
     if len(set(counts.values())) != 1:

@@ -95,7 +95,7 @@ class ChatTemplate:
         added = self._tokenizer.added_tokens_decoder.items()
         self._special = {*self._tokenizer.all_special_ids, *(id for id, token in added if token.special)}
         if not self._tokenizer.is_fast:
-            raise BadInput(tokenizer.path, "tokenizer.json", expected="one, to follow characters to tokens")
+            raise BadInput(tokenizer.path, "tokenizer.json", expected="one: it maps characters to tokens")
 
     @property
     def sha256(self) -> str:
@@ -222,7 +222,8 @@ class ChatTemplate:
         raise BadInput(
             self._where,
             "chat template",
-            expected="the beginning of a conversation written as the whole begins, to tell who speaks",
+            expected="a template that writes the beginning of a conversation as it begins the whole one, "
+            "to tell who speaks",
             found=f"{beginning[at : at + 30]!r} for {whole[at : at + 30]!r} at character {at} of {where}",
             todo="Mark the assistant's words in the template with {% generation %} and {% endgeneration %}",
         )

@@ -114,7 +114,7 @@ def _updates(layout: Layout, one: Witnessed, ranks: Sequence[Witnessed], toleran
                     return Fault("", "update", off, said)
     for name, relative in _differences(one.weights, [r.weights for r in ranks], tolerance):
         if not relative <= tolerance:
-            said = f"{name} differs by {relative:.1e} after {len(one.norms)} steps, the first of them right"
+            said = f"{name} differs by {relative:.1e} after {len(one.norms)} steps; the first was right"
             return Fault(module_of(name), "update", relative, said)
     return None
 

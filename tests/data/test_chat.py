@@ -119,7 +119,7 @@ def test_a_template_that_rewrites_the_past_is_refused_with_the_place(
 ) -> None:
     talk = [{**message, "thought": "hmm. "} for message in TALK[1:]]
     forgetful = template(tokenizer, tmp_path, FORGETFUL)
-    with pytest.raises(BadInput, match=r"written as the whole begins.*'hmm.*of in\.jsonl:7.*generation %}"):
+    with pytest.raises(BadInput, match=r"as it begins the whole one.*'hmm.*of in\.jsonl:7.*generation %}"):
         forgetful.encode(Conversation(talk), "in.jsonl:7")
     ids, targets = forgetful.encode(Conversation(talk[:2]), "in.jsonl:8")
     assert learnt(tokenizer, ids, targets)[0].lstrip(" ") == "hmm.   a héron 日本\n"

@@ -127,7 +127,7 @@ def test_a_sample_that_no_row_holds_is_refused_cut_or_left_out(tmp_path: Path) -
 
 def test_f2_a_chat_set_without_a_sample_that_fits(tmp_path: Path) -> None:
     file = write(tmp_path / "d", numbered(6)[3:], chat=True)
-    with pytest.raises(BadInput, match="some of 2 to 3 tokens, found none"):
+    with pytest.raises(BadInput, match="some samples of 2 to 3 tokens, found none"):
         SampleRows(file, 2, packed=True, overlong="drop")
 
 

@@ -158,4 +158,4 @@ def test_data_ranks_with_different_numbers_of_samples_are_refused_alike() -> Non
         run_parallel(steps_of_shapes, 4, [(4, 4)], (2, 4), timeout=60)
     said = {str(failure.cause) for failure in error.value.failures}
     assert len(error.value.failures) == 4 and len(said) == 1
-    assert "as many on each data rank, found from 2 to 4" in said.pop()
+    assert "the same number on each data rank, found from 2 to 4" in said.pop()

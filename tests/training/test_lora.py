@@ -226,7 +226,7 @@ REFUSED = [
     ({"lora": {"layers_to_transform": 1, "layers_pattern": "("}}, "a regular expression"),
     ({"lora": {"r": 0}}, r"lora\.r"),
     ({"lora": {"use_dora": True}}, r"lora\.use_dora"),
-    ({"lora": {"r": 4, "init_from": "somewhere"}}, r"lora\.r: expected nothing beside lora\.init_from"),
+    ({"lora": {"r": 4, "init_from": "somewhere"}}, r"lora\.r: expected only lora_dropout beside lora\."),
     ({"layout": {"tensor": 3}}, "tensor"),
 ]
 

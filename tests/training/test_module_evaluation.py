@@ -128,7 +128,7 @@ def nothing_counts(given: Tensor, samples: Samples) -> Any:
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 8])
 def test_a_loss_that_is_a_mean_is_refused_and_no_other_is(micro_batch: int) -> None:
-    with pytest.raises(BadInput, match="expected the sum of the losses beside their number, found a mean"):
+    with pytest.raises(BadInput, match="expected the sum of the losses, with their number, found a mean"):
         plain_step(a_mean, micro_batch=micro_batch)
     for right in (a_sum, a_mean_and_one, a_drawn_sum, a_contrast, nothing_counts):
         plain_step(right, micro_batch=micro_batch)
