@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from ..models import CausalLM, Family, ModelConfig
-from ..parallel_state import BadCheckpoint, Layout, ParallelState
+from ..parallel_state import BadCheckpoint, BadInput, Layout, ParallelState
 from ..parallel_state.together import together
+from ..storage.dtypes import TORCH
 from ..storage.file_names import STEP_NAME
 from .find import latest_checkpoint
 from .load import check_same_model, fill, fill_from
@@ -107,12 +108,32 @@ def load_training(
         check_same_model(source, family, config)
         if adapter is not None and source.adapter is not None:
             check_same_base(source.adapter, adapter, path)
+        check_same_dtype(source, model)
         # Every byte is read against its checksum before a run goes on: each rank sees to some of the files.
         verify_share(path, manifest, state)
         fill_from(source, model)
         return restore_progress(source, manifest, model, optimizer, state)
 
     return load_together(load, state)
+
+
+def check_same_dtype(source: Source, model: nn.Module) -> None:
+    """Refuse a training checkpoint in another dtype than that of the parameters that ``model`` trains: a cast
+    would change weights and moments, and the run would go on with other numbers.
+    """
+    stored = {TORCH[one.dtype] for name, one in source.catalog.items() if name.startswith("optimizer.")}
+    here = {one.dtype for one in model.parameters() if one.requires_grad}
+    if stored and here and stored != here:
+        expected, found = (
+            ", ".join(sorted(f"{one}".removeprefix("torch.") for one in dtypes)) for dtypes in (stored, here)
+        )
+        raise BadInput(
+            source.path,
+            "dtype",
+            expected=f"{expected}, as the run's weights and moments are",
+            found=found,
+            todo="Resume with that dtype, or start a new run from these weights",
+        )
 
 
 def load_together(load: Callable[[], Progress], state: ParallelState) -> Progress:

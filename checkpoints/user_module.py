@@ -25,7 +25,7 @@ from ..parallel_state.together import together
 from .load import fill
 from .moments import begin_moments, together_updates
 from .rank_storage import stored_parts
-from .resume import Progress, load_together, newest_in, restore_progress
+from .resume import Progress, check_same_dtype, load_together, newest_in, restore_progress
 from .save import Contents, Saver
 from .source import Source, open_source
 from .user_module_family import ModuleConfig, ModuleFamily, StoredModule, module_family
@@ -151,6 +151,8 @@ def load_module(
         source = open_source(path, module=family)
         _check_same(source, stages, family)
         manifest, links = source.manifest, source.links()
+        if optimizer is not None:
+            check_same_dtype(source, model)
         if manifest is not None:
             verify_share(source.path, manifest, state)
         for name, tensor, box in stored_parts(model, state):

@@ -22,16 +22,16 @@ class Events:
     """
 
     def __init__(self, path: Path | None) -> None:
-        self._path = path
+        self.path = path
 
     def note(self, event: str, step: int, **facts: Any) -> None:
         """Append one line; ``facts`` are what JSON can say."""
-        if self._path is None:
+        if self.path is None:
             return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         line = log_line({"time": time.time(), "event": event, "step": step, **facts})
-        torn = self._path.exists() and self._path.read_bytes()[-1:] not in (b"", b"\n")
-        with self._path.open("a", encoding="utf-8") as file:
+        torn = self.path.exists() and self.path.read_bytes()[-1:] not in (b"", b"\n")
+        with self.path.open("a", encoding="utf-8") as file:
             file.write(("\n" if torn else "") + line + "\n")
 
     @contextmanager

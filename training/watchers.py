@@ -16,6 +16,7 @@ from ..runs.events import Events
 from ..runs.memory_use import memory_used
 from ..runs.metrics import StepLog, StepMetrics
 from ..runs.profiler import Traces
+from ..runs.recipe_changes import recipe_changes
 from ..runs.tensorboard import EventFiles
 from ..runs.terminal import Terminal
 from .build import Parts
@@ -74,6 +75,8 @@ class Watchers:
         if checkpoint is None or progress is None:
             self.events.note("started", step, **facts, weights=recipe.model.init_from)
         else:
+            if changes := self.events.path and recipe_changes(self.events.path, facts["recipe"]):
+                self.terminal.say(f"changed in the recipe since the last start: {'; '.join(changes)}")
             written = {"checkpoint": checkpoint.name, "written_by": str(progress.layout)}
             self.events.note("resumed", step, **facts, **written)
 

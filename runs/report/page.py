@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from html import escape
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...storage.output_file import check_output_file, output_file
+from ..recipe_changes import flat_recipe
 from .chart import Chart, Series, shown
 from .record import RunRecord, read_run, told
 from .style import STYLE
@@ -169,22 +169,14 @@ def _where(one: dict[str, Any]) -> str:
     return f"on {one['world']} rank{'s' if one['world'] > 1 else ''} ({one['layout']})"
 
 
-def _flat(value: Any, prefix: str = "") -> dict[str, str]:
-    if isinstance(value, dict) and value:
-        return {
-            key: text for name, one in value.items() for key, text in _flat(one, f"{prefix}{name}.").items()
-        }
-    return {prefix.rstrip("."): json.dumps(value, ensure_ascii=False)}
-
-
 def _recipe(run: RunRecord) -> str:
-    rows = [one for one in _flat(run.recipe).items() if one[1] != "null"] if run.recipe else []
+    rows = [one for one in flat_recipe(run.recipe).items() if one[1] != "null"] if run.recipe else []
     return _folded("Recipe of the last attempt", _table(rows)) if rows else ""
 
 
 def _differences(runs: Sequence[RunRecord]) -> str:
     """Return the keys in which the recipes differ."""
-    flats = [_flat(run.recipe) if run.recipe else {} for run in runs]
+    flats = [flat_recipe(run.recipe) if run.recipe else {} for run in runs]
     keys = dict.fromkeys(key for flat in flats for key in flat)
     rows = [[key, *(flat.get(key, "null") for flat in flats)] for key in keys]
     odd = [row for row in rows if len(set(row[1:])) > 1]

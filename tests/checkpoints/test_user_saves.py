@@ -169,6 +169,27 @@ def test_moments_that_a_checkpoint_would_lose_are_refused(tmp_path: Path) -> Non
     assert [*tmp_path.iterdir()] == []
 
 
+@pytest.mark.parametrize("kind", ["module", "model"])
+def test_moments_are_not_read_in_another_dtype_and_weights_alone_are(kind: str, tmp_path: Path) -> None:
+    family = family_of(TINIEST_LLAMA)
+    config = family.from_hf(TINIEST_LLAMA)
+    for dtype in (torch.float32, torch.bfloat16):
+        if kind == "model":
+            model: Any = family.build(config, device="cpu", dtype=dtype)
+        else:
+            model = Two().to(dtype)
+        initialize(model, 1)
+        optimizer = make_adamw(model, lr=0.1)
+        if dtype is torch.float32:
+            (save_model if kind == "model" else save_module)(tmp_path, model, optimizer, step=1)
+    before = [one.clone() for one in model.parameters()]
+    restore: Any = restore_model if kind == "model" else load_module
+    with pytest.raises(BadInput, match=r"dtype: expected float32, as the run's .* are, found bfloat16"):
+        restore(tmp_path, model, optimizer)
+    assert all(map(torch.equal, before, model.parameters()))
+    assert restore(tmp_path, model).step == 1
+
+
 def test_what_was_frozen_and_is_trained_now_has_no_moments_to_go_on_with(tmp_path: Path) -> None:
     _, model, optimizer = made(Layout())
     model.rarely.requires_grad_(False)

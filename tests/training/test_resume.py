@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from trilith.checkpoints import Manifest, read_source
+from trilith.cli.app import run
 from trilith.parallel_state import BadCheckpoint, BadInput
 from trilith.recipes.recipe import parse_recipe
 from trilith.testing import RankError
@@ -180,6 +181,32 @@ def test_a_run_is_not_resumed_with_another_order_of_samples(
     train(tiny_recipe(tmp_path / "run", tokens, stop_after=2))
     with pytest.raises(RankError, match=r"Resume with the data that the run began with"):
         train(tiny_recipe(tmp_path / "run", tokens, **changes))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_is_not_resumed_in_another_dtype(tmp_path: Path, tokens: Path, dtype: str) -> None:
+    train(tiny_recipe(tmp_path / "run", tokens, stop_after=2))
+    before = contents(tmp_path / "run" / "checkpoints")
+    expected = f"dtype: expected float64, as the run's weights and moments are, found {dtype}. Resume with"
+    with pytest.raises(RankError, match=expected):
+        train(tiny_recipe(tmp_path / "run", tokens, dtype=dtype))
+    assert contents(tmp_path / "run" / "checkpoints") == before
+    model = {"config": None, "init_from": str(tmp_path / "run")}
+    train(tiny_recipe(tmp_path / "new", tokens, dtype=dtype, model=model, steps=1))
+
+
+def test_a_resumed_run_says_which_keys_of_its_recipe_have_changed(
+    make: Callable[[int], Run], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A run may go on with another learning rate or precision, but not without a word."""
+    command = ["train", str(make(4).recipe), "layout.data=1", "layout.zero=0"]
+    assert run([*command, "stop_after=2"]) == 0
+    assert run([*command, "stop_after=3"]) == 0
+    capfd.readouterr()
+    assert run([*command, "compute=bfloat16", "optimizer.lr=0.02"]) == 0
+    said = capfd.readouterr().out
+    changes = 'stop_after: 3, now null; compute: null, now "bfloat16"; optimizer.lr: 0.0003, now 0.02'
+    assert f"changed in the recipe since the last start: {changes}\n" in said
 
 
 def test_a_run_is_not_resumed_with_other_tokens_F12(tmp_path: Path, tokens: Path) -> None:
