@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..parallel_state import BadCheckpoint
-from ..storage.file_names import STEP_NAME
+from ..storage.file_names import DAMAGED, STEP_NAME, set_aside_name
 from .find import complete_checkpoints, step_of
 from .manifest import Damaged
 
@@ -43,9 +43,8 @@ def with_older(error: Damaged, older: Path | None) -> Damaged:
     """Return the same error with what to do: continue from ``older``, if there is one."""
     if older is None:
         return error
-    name = shlex.quote(str(error.checkpoint))
-    todo = (
-        f"{error.todo}. The newest good checkpoint is {older}: after `mv {name} {name}.damaged` the same "
-        "command goes on from it"
-    )
+    aside = set_aside_name(error.checkpoint, DAMAGED)
+    move = shlex.join(["mv", str(error.checkpoint), str(aside)])
+    good = f"The newest good checkpoint is {older}"
+    todo = f"{error.todo}. {good}: after `{move}` the same command goes on from it"
     return Damaged(error.where, error.key, expected=error.expected, found=error.found, todo=todo.lstrip(". "))

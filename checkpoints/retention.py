@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 from ..parallel_state import BadCheckpoint, BadInput
+from ..storage.file_names import DAMAGED, set_aside_name
 from ..storage.staging import remove_checkpoint
 from ..storage.strict_json import shown
 from .find import complete_checkpoints, step_of
@@ -55,9 +55,7 @@ def set_aside(target: Path) -> None:
     try:
         Manifest.load(target)
     except BadCheckpoint:
-        aside = target.with_name(f"{target.name}.damaged")
-        shutil.rmtree(aside, ignore_errors=True)
-        target.rename(aside)
+        target.rename(set_aside_name(target, DAMAGED))
 
 
 def delete_old(root: Path, keep: int, step: int) -> list[Path]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..storage.disk import writing
+from ..storage.file_names import BROKEN, set_aside_name
 from ..storage.small_files import log_line, read_good_lines, read_log
 
 
@@ -47,8 +48,9 @@ class StepLog:
     """Write a file of one JSON line a step; lines are only added.
 
     A resume first drops the lines of steps that it will repeat, and moves broken lines (a kill or a full disk
-    cut them short) to a file beside it whose name ends in ``.broken``; every good line stays. ``None`` is
-    left out; a number that is not finite, which JSON cannot express, is ``null``.
+    cut them short) to a new file beside it whose name ends in ``.broken`` or ``.broken-2`` and so on; every
+    good line stays. ``None`` is left out; a number that is not finite, which JSON cannot express, is
+    ``null``.
     """
 
     def __init__(self, path: Path, *, start: int) -> None:
@@ -56,7 +58,7 @@ class StepLog:
         path.parent.mkdir(parents=True, exist_ok=True)
         kept, broken = _sorted_out(path, start) if start and path.exists() else ([], [])
         if broken:
-            _replace(path.with_name(path.name + ".broken"), broken)
+            _replace(set_aside_name(path, BROKEN), broken)
         _replace(path, kept)
         with writing(path):
             self._file = path.open("a", encoding="utf-8")

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+from itertools import count
 from pathlib import Path
 
 MANIFEST = "manifest.json"
 #: The name of a checkpoint of a run, with its step.
 STEP_NAME = re.compile(r"step-([0-9]+)")
+#: How the name ends of a damaged checkpoint that made way for a new one, and of a log's broken lines.
+DAMAGED, BROKEN = ".damaged", ".broken"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
@@ -25,6 +28,14 @@ _ROOM = LONGEST_NAME - len(".tmp-") - 16
 def beside(output: Path, suffix: str) -> Path:
     """Return a sibling of ``output``: its name, cut where the file system would refuse it, and ``suffix``."""
     return output.parent / (os.fsencode(output.name)[:_ROOM].decode(errors="ignore") + suffix)
+
+
+def set_aside_name(path: Path, suffix: str) -> Path:
+    """Return a name for what makes way for a new ``path``: its own and ``suffix``; if that exists, the first
+    free one that ends in ``-2``, ``-3`` and so on.
+    """
+    names = (path.with_name(f"{path.name}{suffix}" + (f"-{n}" if n > 1 else "")) for n in count(1))
+    return next(name for name in names if not os.path.lexists(name))
 
 
 def unfinished(output: Path, identity: str) -> Path:

@@ -149,6 +149,7 @@ def test_a_damaged_newest_step_names_the_newest_good_one_and_the_command(
     """The second newest is damaged too: only a good one is named, and the named command works."""
     root = tmp_path / "checkpoints"
     saved(root, 1, 2, 3, 4)
+    shutil.copytree(root / "step-00000004", root / "step-00000004.damaged")  # moved there before
     flip(root / "step-00000004", header=header)
     flip(root / "step-00000003")
     commands = [
@@ -164,6 +165,7 @@ def test_a_damaged_newest_step_names_the_newest_good_one_and_the_command(
         load_module(root, nn.Linear(3, 2))
     move = re.search(r"`mv (\S+) (\S+)`", error)
     assert move is not None
+    assert not Path(move[2]).exists()
     shutil.move(move[1], move[2])
     flip(root / "step-00000003")  # mended
     for command in commands:

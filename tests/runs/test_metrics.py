@@ -80,6 +80,11 @@ def test_a_resume_keeps_the_good_lines_around_a_broken_one(tmp_path: Path, broke
     aside = tmp_path / "metrics.jsonl.broken"
     assert aside.read_text() == broken.decode(errors="replace") + "\n"
     assert sorted(one.name for one in tmp_path.iterdir()) == ["metrics.jsonl", "metrics.jsonl.broken"]
+    for number in (2, 3):  # another kill, another resume
+        path.write_text(path.read_text() + f"torn {number}")
+        StepLog(path, start=3).close()
+        assert (tmp_path / f"metrics.jsonl.broken-{number}").read_text() == f"torn {number}\n"
+    assert aside.read_text() == broken.decode(errors="replace") + "\n"
 
 
 def test_a_disk_that_is_full_at_a_resume_keeps_the_metrics(

@@ -308,7 +308,12 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_written_again_G4(
     train(raw)
     assert losses(tmp_path / "run") == before
     assert read_source(newest).manifest is not None
-    assert newest.with_name("step-00000006.damaged").exists()
+    aside = contents(newest.with_name("step-00000006.damaged"))
+    (newest / "manifest.json").unlink()
+    train(raw)
+    assert contents(newest.with_name("step-00000006.damaged")) == aside
+    assert (newest.with_name("step-00000006.damaged-2") / "rank-00000-of-00001.safetensors").exists()
+    assert read_source(newest).manifest is not None
 
 
 def test_a_recipe_that_contradicts_itself_is_refused_before_anything_starts(
