@@ -35,6 +35,7 @@ from .embedding import (
     padded_vocabulary,
 )
 from .experts.dispatch import Dispatch
+from .experts.clamped_experts import ClampedExperts
 from .experts.experts import Experts
 from .experts.grouped_matmul import grouped_mm
 from .experts.load_balancing import Balance, Balancing, routers, set_auxiliary_losses, set_auxiliary_scale
@@ -62,6 +63,7 @@ __all__ = [
     "Cost",
     "Dispatch",
     "Dropout",
+    "ClampedExperts",
     "Experts",
     "GatedMLP",
     "GatedShared",

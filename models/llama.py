@@ -140,6 +140,7 @@ def grouped_attention(
     window: int | None = None,
     scale: float | None = None,
     soft_cap: float | None = None,
+    sinks: bool = False,
 ) -> Attention:
     """Make the attention of Llama and its relatives from the fields that their configs share.
 
@@ -161,6 +162,7 @@ def grouped_attention(
         window=window,
         scale=scale,
         soft_cap=soft_cap,
+        sinks=sinks,
         dropout=cfg.attention_dropout,
         initial=Normal(cfg.initializer_range),
         state=state,

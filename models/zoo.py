@@ -15,6 +15,7 @@ from .gemma3 import GEMMA3
 from .glm_moe import GLM4_MOE
 from .gpt2 import GPT2_FAMILY
 from .gpt_neox import GPT_NEOX
+from .gpt_oss import GPT_OSS
 from .granite import GRANITE
 from .llama import LLAMA
 from .mistral import MISTRAL
@@ -34,6 +35,7 @@ _EVERY = (
     GPT_NEOX,
     GEMMA3,
     OLMO3,
+    GPT_OSS,
 )
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _EVERY}
 

@@ -169,6 +169,13 @@ MODELS: dict[str, dict[str, Any]] = {
         **{**CLASSIC, "model_type": "gpt_neox", "rotary_emb_base": 5e3, "rotary_pct": 0.5},
         **{"layer_norm_eps": 1e-3},
     },
+    # The limit cuts many numbers off; sinks weigh as much as scores.
+    "gpt_oss": {
+        **{**PLAIN, "model_type": "gpt_oss", "num_hidden_layers": 4, "intermediate_size": 24},
+        **{"rope_scaling": YARN | {"truncate": False}, "rope_theta": 3e3, "sliding_window": 5},
+        **{"num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 0.4, "swiglu_alpha": 1.2},
+        **{"output_router_logits": True, "router_aux_loss_coef": 0.1},
+    },
     "gpt2": {
         "model_type": "gpt2",
         "layer_norm_epsilon": 1e-3,
@@ -184,7 +191,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 #: Of these, the models with experts.
-EXPERTS = {name for name in MODELS if name in ("mixtral", "qwen3_moe", "glm4_moe", "qwen2_moe")}
+EXPERTS = {name for name in MODELS if name in ("mixtral", "qwen3_moe", "glm4_moe", "qwen2_moe", "gpt_oss")}
 
 TINY_LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -289,6 +296,20 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["full_attention", "sliding_attention"] * 2,
         },
     ),
+    "gpt_oss-plain": (
+        "gpt_oss",
+        {
+            **{"rope_scaling": {"rope_type": "default"}, "attention_bias": False, "sliding_window": 40},
+            **{"tie_word_embeddings": True, "num_key_value_heads": 1, "num_experts_per_tok": 3},
+        },
+    ),
+    "gpt_oss-layers": (
+        "gpt_oss",
+        {
+            **{"rope_scaling": None, "rope_theta": 150000.0, "num_local_experts": 6},
+            "layer_types": ["full_attention"] * 2 + ["sliding_attention"] * 2,
+        },
+    ),
     "phi3-short": ("phi3", {"original_max_position_embeddings": 64, "tie_word_embeddings": True}),
     "phi3-plain": (
         "phi3",
@@ -372,5 +393,23 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         **{"rope_theta": 500000, "sliding_window": 9, "rms_norm_eps": 1e-06, "torch_dtype": "float32"},
         **{"tie_word_embeddings": False, "pad_token_id": 277, "hidden_act": "silu"},
         **{"attention_bias": False, "attention_dropout": 0.0, "use_cache": True},
+    },
+    "gpt-oss-20b": {
+        **{"architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0},
+        **{"eos_token_id": 202, "experts_per_token": 4, "head_dim": 8, "hidden_act": "silu"},
+        **{"hidden_size": 48, "initial_context_length": 16, "initializer_range": 0.02},
+        **{"intermediate_size": 48, "layer_types": ["sliding_attention", "full_attention"] * 2},
+        **{"max_position_embeddings": 512, "model_type": "gpt_oss", "num_attention_heads": 8},
+        **{"num_experts_per_tok": 4, "num_hidden_layers": 4, "num_key_value_heads": 2},
+        **{"num_local_experts": 8, "output_router_logits": False, "pad_token_id": 199},
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            **{"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0},
+            **{"original_max_position_embeddings": 16, "rope_theta": 150000, "rope_type": "yarn"},
+            "truncate": False,
+        },
+        **{"rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 9, "swiglu_limit": 7.0},
+        **{"tie_word_embeddings": False, "transformers_version": "4.55.0.dev0", "use_cache": True},
+        "vocab_size": 503,
     },
 }

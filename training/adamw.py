@@ -35,7 +35,9 @@ def make_adamw(
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             group = (groups or {}).get(name, usual)
-            decay = weight_decay if len(stated[name].shape) >= 2 else 0.0
+            # Biases of experts, which are stacked, are vectors too.
+            dims = len(stated[name].shape) - stated[name].experts
+            decay = weight_decay if dims >= 2 else 0.0
             decay = decay if group.weight_decay is None else group.weight_decay
             # A fused kernel takes tensors of one mesh at a time; what is not declared is on a smaller one.
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None

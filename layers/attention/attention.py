@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ...parallel_state import Initial, ParallelState, alone_or, shared_units
+from ...parallel_state import Initial, ParallelState, alone_or, local, shared_units
 from ..cost import Cost, Send, Tokens, cost_of
 from ..dropout import own_random
 from ..linear import ColumnParallelLinear, RowParallelLinear
@@ -18,6 +18,7 @@ from ..norm import HeadsRMSNorm
 from .blockwise import scores_bytes
 from .causal import causal_attention, merge_heads, split_heads
 from .inputs import AttentionInputs
+from .sinks import Sinks
 from .visible import exceeds
 
 
@@ -32,7 +33,8 @@ class Attention(nn.Module):
     which comes before the rotation (Qwen 3). ``rotary``: name of the rotation in ``AttentionInputs``;
     ``None``: no rotation (GPT-2). ``window``: number of tokens that a token
     sees, itself included; ``None``: all earlier ones. ``scale``: factor of the scores; the default is
-    ``head_dim ** -0.5``. ``soft_cap``: bound of the scores (Gemma 2). ``dropout``: dropout of the attention
+    ``head_dim ** -0.5``. ``soft_cap``: bound of the scores (Gemma 2). ``sinks``: each
+    head has one more score, which is learnt (GPT-OSS). ``dropout``: dropout of the attention
     weights. ``initial`` and ``out_initial``: initial weights of the input and of the output projection.
     Source: Ainslie et al. 2023 (grouped queries).
     """
@@ -51,6 +53,7 @@ class Attention(nn.Module):
         window: int | None = None,
         scale: float | None = None,
         soft_cap: float | None = None,
+        sinks: bool = False,
         dropout: float = 0.0,
         initial: Initial | None = None,
         out_initial: Initial | None = None,
@@ -67,6 +70,7 @@ class Attention(nn.Module):
         )
         self.q_norm, self.k_norm = (qk_norm(n) if qk_norm else nn.Identity() for n in (heads, kv_heads))
         self.shared = SharedHeads(heads, kv_heads, state=state)
+        self.sinks = Sinks(heads, initial=initial, state=state) if sinks else None
         self.out = RowParallelLinear(
             widths["q"], hidden_size, out_bias, unit=head_dim, initial=out_initial or initial, state=state
         )
@@ -83,7 +87,14 @@ class Attention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         with own_random(self.state, split=dropout > 0):
             heads_BHSE = causal_attention(
-                q_BHSE, k_BKSE, v_BKSE, scope, dropout=dropout, scale=self.scale, soft_cap=self.soft_cap
+                q_BHSE,
+                k_BKSE,
+                v_BKSE,
+                scope,
+                dropout=dropout,
+                scale=self.scale,
+                soft_cap=self.soft_cap,
+                sinks=None if self.sinks is None else local(self.sinks.weight),
             )
         out: Tensor = self.out(merge_heads(heads_BHSE))
         return out
@@ -100,7 +111,8 @@ class Attention(nn.Module):
         ranks, whole = self.state.context_size, tokens.length * self.state.context_size
         heads, count = query // self.head_dim, tokens.count
         narrow = exceeds(self.window, int(whole))
-        in_blocks = self.soft_cap is not None or ranks > 1  # see ``causal_attention``
+        special = self.soft_cap is not None or self.sinks is not None
+        in_blocks = special or ranks > 1  # see ``causal_attention``
         written_out = self.soft_cap is not None or (in_blocks and (self.dropout > 0 or narrow))
         one_operator = not in_blocks and (tokens.fused or not self.dropout)
         # Key/value heads as attention is given them: lined up, or one for each query head.
@@ -109,7 +121,7 @@ class Attention(nn.Module):
         kept = tokens.bytes(query + 2 * seen) + heads * count * tokens.inner  # and a logsumexp a head
         # Its output is the last product's input, unless that is a copy: of context ranks' output, and of one
         # that lies in memory as norms of single heads leave queries, heads before tokens.
-        as_product = isinstance(self.q_norm, nn.Identity | HeadsRMSNorm) or self.soft_cap is not None
+        as_product = isinstance(self.q_norm, nn.Identity | HeadsRMSNorm) or special
         copied = ranks > 1 or not as_product
         kept += tokens.bytes(query) if copied or not self.out.keeps_input else 0.0
         if not one_operator and not in_blocks:  # the scores, their softmax and what dropout leaves of it

@@ -21,6 +21,7 @@ from torch import Tensor
 from ...parallel_state import engine
 from ..autocast import without_autocast
 from ..cost import Tokens
+from .sinks import add_sinks, sinks_gradient
 
 #: Scores that are written out at once where no fused operator computes the block.
 _AT_ONCE = 2**26
@@ -125,34 +126,41 @@ def blockwise_attention(
     dropout: float = 0.0,
     scale: float | None = None,
     soft_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute attention whose scores exist only a few rows at a time, in forward and in backward.
 
-    Returns (B, H, S, E), like ``q``. For what torch's fused operators do not compute: scores with a
-    ``soft_cap``. ``mask``: (B or 1, 1, S, T), true where a query sees a key; without one, ``causal`` says
+    Returns (B, H, S, E), like ``q``. For what torch's public operators do not compute: scores with a
+    ``soft_cap``, and ``sinks`` (H,), one more score of each head (see ``sinks``). ``mask``: (B or 1, 1, S, T), true where a query sees a key; without one, ``causal`` says
     whether keys and queries are the same tokens in order. Dropout follows torch's generator.
     """
     scale = q_BHSE.shape[-1] ** -0.5 if scale is None else scale
     seed = int(torch.randint(2**62, (), device="cpu")) if dropout else 0
-    options = BlockAttentionOptions(scale, causal, mask, dropout, seed, soft_cap)
-    return _attention(q_BHSE, k_BKTE, v_BKTE, options)
+    fused = soft_cap is None and not q_BHSE.is_meta and fused_is_right(q_BHSE.device.type)
+    options = BlockAttentionOptions(scale, causal, mask, dropout, seed, soft_cap, fused)
+    return _attention(q_BHSE, k_BKTE, v_BKTE, sinks, options)
 
 
 class _BlockwiseAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: BlockAttentionOptions) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: BlockAttentionOptions
+    ) -> Tensor:
         out, log_sums = attend(q, k, v, options)
+        if sinks is not None:
+            out, log_sums = add_sinks(out, log_sums, sinks)
         # In the order of the output projection's input, which is then this tensor and no copy.
         out = out.to(q.dtype).transpose(1, 2).contiguous().transpose(1, 2)
-        ctx.save_for_backward(q, k, v, out, log_sums)
+        ctx.save_for_backward(q, k, v, sinks, out, log_sums)
         ctx.options = options
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, log_sums = ctx.saved_tensors
+        q, k, v, sinks, out, log_sums = ctx.saved_tensors
         dq, dk, dv = attend_backward(grads[0], q, k, v, out, log_sums, ctx.options)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
+        dsinks = None if sinks is None else sinks_gradient(grads[0], out, log_sums, sinks)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None
 
 
 # torch declares ``apply`` without types.

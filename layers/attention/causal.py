@@ -30,20 +30,29 @@ def causal_attention(
     dropout: float = 0.0,
     scale: float | None = None,
     soft_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute scaled dot-product attention in which a position sees itself and earlier ones in its ``scope``.
 
     Returns (B, H, S, E), like ``q``. There may be several query heads for each key/value head; consecutive
     query heads then share one. ``scale``: factor of the scores; the default is E ** -0.5. ``soft_cap``: bound
-    of the scores, ``soft_cap * tanh(scores / soft_cap)`` (Gemma 2, section 2); torch's fused operators lack
-    it, so the scores are computed in blocks. With several context ranks (``scope``) the call is collective.
+    of the scores, ``soft_cap * tanh(scores / soft_cap)`` (Gemma 2, section 2); ``sinks``:
+    one more score of each head, (H,), see ``sinks.py``. Torch's public operators have neither, so the scores
+    are computed in blocks. With several context ranks (``scope``) the call is collective.
     """
     if scope is not None and scope.context is not None:
         return context_attention(
-            q_BHSE, k_BKSE, v_BKSE, scope.context, dropout=dropout, scale=scale, soft_cap=soft_cap
+            q_BHSE,
+            k_BKSE,
+            v_BKSE,
+            scope.context,
+            dropout=dropout,
+            scale=scale,
+            soft_cap=soft_cap,
+            sinks=sinks,
         )
     scope = scope or AttentionScope()
-    if soft_cap is not None:
+    if soft_cap is not None or sinks is not None:
         return blockwise_attention(
             q_BHSE,
             k_BKSE,
@@ -53,6 +62,7 @@ def causal_attention(
             dropout=dropout,
             scale=scale,
             soft_cap=soft_cap,
+            sinks=sinks,
         )
     grouped = q_BHSE.shape[1] != k_BKSE.shape[1]
     if grouped and scope.mask is not None:

@@ -22,6 +22,7 @@ from torch import Tensor
 from ...parallel_state import ParallelState, engine
 from .blockwise import BlockAttentionOptions, attend, attend_backward
 from .context_mask import Block, ContextScope
+from .sinks import add_sinks, sinks_gradient
 
 
 def context_attention(
@@ -33,6 +34,7 @@ def context_attention(
     dropout: float = 0.0,
     scale: float | None = None,
     soft_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute attention over the whole sequence, (B, H, S, E): a token sees the tokens that the scope allows.
 
@@ -43,7 +45,7 @@ def context_attention(
     scale = q_BHSE.shape[-1] ** -0.5 if scale is None else scale
     seed = int(torch.randint(2**62, (), device="cpu")) if dropout else 0
     settings = BlockAttentionOptions(scale, False, None, dropout, seed, soft_cap, scope.fused)
-    return _attention(q_BHSE, k_BKSE, v_BKSE, scope, settings)
+    return _attention(q_BHSE, k_BKSE, v_BKSE, sinks, scope, settings)
 
 
 class _ContextAttention(torch.autograd.Function):
@@ -53,6 +55,7 @@ class _ContextAttention(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        sinks: Tensor | None,
         scope: ContextScope,
         settings: BlockAttentionOptions,
     ) -> Tensor:
@@ -66,14 +69,16 @@ class _ContextAttention(torch.autograd.Function):
                 options = _options(scope, source, block, chunk, settings)
                 part, log_sums = attend(q[:, :, mine], keys[:, :, theirs], values[:, :, theirs], options)
                 _merge(out[:, :, mine], sums[:, :, mine], part, log_sums)
+        if sinks is not None:  # after the last block, so that they count once
+            out, sums = add_sinks(out, sums, sinks)
         out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, sums)
+        ctx.save_for_backward(q, k, v, sinks, out, sums)
         ctx.scope, ctx.settings = scope, settings
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, sums = ctx.saved_tensors
+        q, k, v, sinks, out, sums = ctx.saved_tensors
         scope, chunk, (grad,) = ctx.scope, q.shape[2] // 2, grads
         dq = torch.zeros_like(q, dtype=sums.dtype)
         home = _Returning(scope.state)
@@ -91,7 +96,8 @@ class _ContextAttention(torch.autograd.Function):
                 dkv[1][:, :, theirs] += dv
             home.add(source, dkv)
         dk, dv = home.arrived().to(k.dtype).unbind(0)
-        return dq.to(q.dtype), dk, dv, None, None
+        dsinks = None if sinks is None else sinks_gradient(grad, out, sums, sinks)
+        return dq.to(q.dtype), dk, dv, dsinks, None, None
 
 
 # torch declares ``apply`` without types.

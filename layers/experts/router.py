@@ -6,6 +6,7 @@ B batch  S sequence  D hidden  E experts  K experts a token  G groups of experts
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from math import sqrt
 from typing import Any, Literal
 
@@ -38,7 +39,7 @@ class TopKRouter(DeclaredModule):
     ``groups_kept`` groups only; the score of a group is that of its best expert (softmax) or the sum of its
     best two (sigmoid). ``bias_corrected`` adds a bias to the scores, for the choice only, which ``Balancing``
     moves towards even loads. The bias is fp32 whatever the model's dtype, starts at zero, and is saved with
-    the weights.
+    the weights. ``biased``: the logits have a trained bias (GPT-OSS).
 
     Two losses act through their gradients only, once in a backward pass. ``balance`` multiplies, for each row
     by itself, E / S^2 times the sum over the experts of (number of tokens) times (sum of scores, divided by
@@ -53,6 +54,7 @@ class TopKRouter(DeclaredModule):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    logit_bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -66,6 +68,7 @@ class TopKRouter(DeclaredModule):
         groups: int = 1,
         groups_kept: int = 1,
         bias_corrected: bool = False,
+        biased: bool = False,
         balance: float = 0.0,
         z_loss: float = 0.0,
         initial: Initial | None = None,
@@ -89,6 +92,10 @@ class TopKRouter(DeclaredModule):
             declare_parameter(self, "bias", Declaration((num_experts,), buffer=True), self.state)
         else:
             self.register_parameter("bias", None)
+        if biased:
+            declare_parameter(self, "logit_bias", replace(stated, shape=(num_experts,)), self.state)
+        else:
+            self.register_parameter("logit_bias", None)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TopKRouter:
         """Move the router to another device or dtype; the bias stays in fp32 without rounding."""
@@ -103,6 +110,8 @@ class TopKRouter(DeclaredModule):
         """Return the weights and the numbers of the chosen experts, both (B, S, K)."""
         inner = torch.promote_types(x_BSD.dtype, torch.float32)
         logits_BSE = F.linear(x_BSD.to(inner), local(self.weight).to(inner))
+        if self.logit_bias is not None:
+            logits_BSE = logits_BSE + local(self.logit_bias).to(inner)
         scores_BSE = logits_BSE.softmax(-1) if self.score == "softmax" else logits_BSE.sigmoid()
         experts_BSK = self.choose(scores_BSE.detach())
         weights_BSK = scores_BSE.gather(-1, experts_BSK)

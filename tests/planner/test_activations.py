@@ -47,6 +47,10 @@ MISTRAL = LLAMA | {"model_type": "mistral", "sliding_window": 8}
 QWEN3 = LLAMA | {"model_type": "qwen3", "head_dim": 16}
 OLMO2 = LLAMA | {"model_type": "olmo2"}
 OLMO3 = LLAMA | {"model_type": "olmo3", "sliding_window": 8}
+GPT_OSS = LLAMA | {
+    **{"model_type": "gpt_oss", "head_dim": 16, "intermediate_size": 96, "num_local_experts": 4},
+    **{"num_experts_per_tok": 2, "num_key_value_heads": 2, "sliding_window": 8},
+}
 COHERE = LLAMA | {"model_type": "cohere", "use_qk_norm": True}
 COHERE2 = LLAMA | {"model_type": "cohere2", "sliding_window": 8}
 STABLELM = LLAMA | {"model_type": "stablelm", "partial_rotary_factor": 0.25}
@@ -117,6 +121,8 @@ def saved(config: dict[str, Any], lora: LoraConfig | None) -> tuple[float, float
         pytest.param(QWEN3, None, id="qwen3-head-norms"),
         pytest.param(OLMO2, None, id="olmo2"),
         pytest.param(OLMO3, None, id="olmo3-window"),
+        pytest.param(GPT_OSS, None, id="gpt_oss-window"),
+        pytest.param(GPT_OSS | {"sliding_window": None}, None, id="gpt_oss"),
         pytest.param(COHERE, None, id="cohere-head-norms"),
         pytest.param(COHERE2, None, id="cohere2"),
         pytest.param(STABLELM, None, id="stablelm"),

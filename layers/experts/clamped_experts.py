@@ -1,0 +1,99 @@
+"""Experts of GPT-OSS: biased, with a gate that is clamped and an upper product that counts from 1."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from ...parallel_state import (
+    Constant,
+    Cut,
+    Declaration,
+    DeclaredModule,
+    Initial,
+    ParallelState,
+    alone_or,
+    declarations,
+    declare_parameter,
+    local,
+)
+from ..cost import Cost, Tokens, matrix
+from .grouped_matmul import grouped_mm, kernel_takes
+
+
+class ClampedExperts(DeclaredModule):
+    """Compute ``down_e((up + 1) * gate * sigmoid(alpha * gate))`` for the rows of each expert e.
+
+    ``gate`` is at most ``limit``, ``up`` between ``-limit`` and ``limit``. Both come from one product, whose
+    even columns are the gate. The parameters lie as Hugging Face's do: ``gate_up`` (E, D, 2F), ``down``
+    (E, F, D), ``gate_up_bias`` (E, 2F) and ``down_bias`` (E, D), which one tensor rank adds. A rank holds the
+    experts of its place on the ``expert`` axis, and of each the part of its tensor rank. Input: (M, D),
+    sorted by expert, with ``counts`` rows for each expert on this rank. Output: (M, D), partial over the
+    tensor ranks. Source: GPT-OSS's model card (2025), section 2.3.
+    """
+
+    gate_up: nn.Parameter
+    gate_up_bias: nn.Parameter
+    down: nn.Parameter
+    down_bias: nn.Parameter
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        alpha: float = 1.702,
+        limit: float = 7.0,
+        initial: Initial,
+        state: ParallelState | None = None,
+    ) -> None:
+        super().__init__()
+        self.alpha, self.limit, self.state = alpha, limit, alone_or(state)
+        wide, zero = 2 * intermediate_size, Constant(0.0)
+        # A gate and its upper product are neighbours and stay on one rank.
+        partial = ("tensor",) if self.state.tensor_size > 1 else ()
+        stated = {
+            "gate_up": Declaration((num_experts, hidden_size, wide), Cut(2, unit=2), initial=initial),
+            "gate_up_bias": Declaration((num_experts, wide), Cut(1, unit=2), initial=zero),
+            "down": Declaration((num_experts, intermediate_size, hidden_size), Cut(1), initial=initial),
+            "down_bias": Declaration((num_experts, hidden_size), partial=partial, initial=zero),
+        }
+        for name, declaration in stated.items():
+            declare_parameter(self, name, replace(declaration, experts=True), self.state)
+
+    def forward(self, x_MD: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return the experts' outputs (M, D), partial over the tensor ranks."""
+        both_MF = grouped_mm(x_MD, local(self.gate_up).transpose(1, 2), counts)
+        both_MF = both_MF + _rows(local(self.gate_up_bias), counts)
+        gate_MF = both_MF[:, ::2].clamp(max=self.limit)
+        up_MF = both_MF[:, 1::2].clamp(-self.limit, self.limit)
+        made_MF = (up_MF + 1) * (gate_MF * torch.sigmoid(self.alpha * gate_MF))
+        out_MD = grouped_mm(made_MF, local(self.down).transpose(1, 2), counts)
+        return out_MD + _rows(local(self.down_bias), counts) * float(self.state.tensor_index == 0)
+
+    def cost(self, tokens: Tokens) -> Cost:
+        """Return the cost of the rows here: evenly used experts have as many as this rank's tokens make."""
+        _, hidden, both = local(self.gate_up).shape
+        width, trained = both // 2, self.gate_up.requires_grad
+        whole = 3 * declarations(self)["down"].shape[1] * hidden
+        by_kernel = tokens.fused and kernel_takes(tokens.compute, hidden, both)
+        made = both if hidden == tokens.hidden and not by_kernel else 0
+        # The product, the clamped gate, its sigmoid, their product, and the upper product from 1.
+        return matrix(tokens, whole, trained=trained) + Cost(
+            kept=tokens.bytes((hidden + width) * trained + both + 4 * width),
+            selective=tokens.bytes(made),
+            working=tokens.bytes(4 * width + 2 * hidden),
+            outputs=tokens.bytes(both + hidden),
+        )
+
+    def extra_repr(self) -> str:
+        return f"here={tuple(local(self.gate_up).shape)}, alpha={self.alpha}, limit={self.limit}"
+
+
+def _rows(bias_EF: Tensor, counts: Sequence[int]) -> Tensor:
+    """Return the bias of each row, (M, F)."""
+    return torch.cat([one.expand(count, -1) for one, count in zip(bias_EF.unbind(), counts, strict=True)])
