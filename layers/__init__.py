@@ -34,8 +34,8 @@ from .embedding import (
     gather_logits,
     padded_vocabulary,
 )
-from .experts.dispatch import Dispatch
 from .experts.clamped_experts import ClampedExperts
+from .experts.dispatch import Dispatch
 from .experts.experts import Experts
 from .experts.grouped_matmul import grouped_mm
 from .experts.load_balancing import Balance, Balancing, routers, set_auxiliary_losses, set_auxiliary_scale

@@ -17,6 +17,7 @@ from ...storage.safetensors_header import MAX_TENSORS, Entry
 from ...storage.safetensors_reader import TensorFile
 from ...storage.small_files import read_json
 from ...storage.strict_json import shown
+from .mxfp4 import unpacked
 
 _MAX_INDEX = 32 << 20
 
@@ -25,7 +26,8 @@ class HFFolder:
     """Hold the checked contents of the Hugging Face folder at ``path``; ``BadInput`` names the file and
     tensor at fault.
 
-    ``config``: ``config.json``, unchanged. ``tensors``: for each name the file that holds it and its entry
+    ``config``: ``config.json``, unchanged but for packed tensors (MXFP4), which are given as bf16.
+    ``tensors``: for each name the file that holds it and its entry
     there. ``companions``: the paths of the files to copy along. ``warnings``: lines for the user about odd
     but harmless facts. Links may lead only into the folder or the Hugging Face cache that it belongs to,
     unless ``allow_symlinks``.
@@ -44,6 +46,10 @@ class HFFolder:
             raise BadInput(self.path / CONFIG, expected="the model's configuration", found="no such file")
         self.config = read_json(self._at(CONFIG))
         self.tensors = self._weights(names)
+        packing = self.config.get("quantization_config")
+        if isinstance(packing, dict) and packing.get("quant_method") == "mxfp4":  # the config refuses others
+            self.tensors = unpacked(self.tensors, self.path)
+            self.config = {key: value for key, value in self.config.items() if key != "quantization_config"}
         self.companions = companions_in(self.path, allow_symlinks=allow_symlinks)
 
     def _at(self, name: str) -> Path:

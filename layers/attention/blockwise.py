@@ -131,8 +131,9 @@ def blockwise_attention(
     """Compute attention whose scores exist only a few rows at a time, in forward and in backward.
 
     Returns (B, H, S, E), like ``q``. For what torch's public operators do not compute: scores with a
-    ``soft_cap``, and ``sinks`` (H,), one more score of each head (see ``sinks``). ``mask``: (B or 1, 1, S, T), true where a query sees a key; without one, ``causal`` says
-    whether keys and queries are the same tokens in order. Dropout follows torch's generator.
+    ``soft_cap``, and ``sinks`` (H,), one more score of each head (see ``sinks.py``). ``mask``:
+    (B or 1, 1, S, T), true where a query sees a key; without one, ``causal`` says whether keys and queries
+    are the same tokens in order. Dropout follows torch's generator.
     """
     scale = q_BHSE.shape[-1] ** -0.5 if scale is None else scale
     seed = int(torch.randint(2**62, (), device="cpu")) if dropout else 0
