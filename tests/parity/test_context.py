@@ -25,6 +25,14 @@ RUNS = [
     pytest.param(
         "llama", Layout.of(context=2, pipeline=2, ring=True), {"documents": True}, id="ring-pipeline"
     ),
+    # Rotations by type of block, on each stage; sinks, with each kind of attention.
+    pytest.param(
+        "gemma3_text", Layout.of(context=2, pipeline=2), {"documents": True}, id="ropes-pipeline-documents"
+    ),
+    pytest.param(
+        "gpt_oss", Layout.of(context=2, tensor=2, ring=True), {"documents": True}, id="ring-sinks-documents"
+    ),
+    pytest.param("gpt_oss", Layout.of(context=2, data=2, expert=2, zero=3), {}, id="sinks-experts-zero3"),
     pytest.param("llama-tied", Layout.of(context=2, pipeline=2), {"schedule": "gpipe"}, id="pipeline"),
     pytest.param("llama-kv1", Layout.of(context=2, data=2), {"micro_batch": 2}, id="data"),
     pytest.param("qwen3", Layout.of(context=2, data=2, zero=3, ring=True), {}, id="ring-data-zero3"),
