@@ -20,7 +20,7 @@ from trilith.layers import gather_logits
 from trilith.parallel_state import BadInput, Box
 from trilith.storage.safetensors_reader import TensorFile
 from trilith.testing.families import transformers_model
-from trilith.testing.tiny_models import PUBLISHED
+from trilith.testing.published_configs import PUBLISHED
 
 SMALLER = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2}
 CONFIG = PUBLISHED["gpt-oss-20b"] | SMALLER | {"layer_types": ["sliding_attention", "full_attention"]}

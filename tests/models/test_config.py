@@ -19,7 +19,8 @@ from trilith.layers import RMSNorm, routers
 from trilith.models import FAMILIES, LLAMA, ModelConfig, family_of
 from trilith.parallel_state import BadInput
 from trilith.testing.families import TOKENS
-from trilith.testing.tiny_models import LLAMA3, MODELS, PUBLISHED
+from trilith.testing.published_configs import PUBLISHED
+from trilith.testing.tiny_models import LLAMA3, MODELS
 
 LLAMA_CONFIG: dict[str, Any] = {
     "model_type": "llama",

@@ -16,7 +16,8 @@ from trilith.models.base.blocks import ParallelBlock
 from trilith.models.base.config import DENIED, INERT
 from trilith.parallel_state import BadInput
 from trilith.testing.families import config_of, ours_from, transformers_model
-from trilith.testing.tiny_models import MODELS, PUBLISHED, VARIANTS
+from trilith.testing.published_configs import PUBLISHED
+from trilith.testing.tiny_models import MODELS, VARIANTS
 
 CASES = {**MODELS, **{name: MODELS[row] | changes for name, (row, changes) in VARIANTS.items()}}
 CASES |= PUBLISHED

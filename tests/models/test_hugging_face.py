@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from trilith.layers import IGNORE, gather_logits, valid_tokens, vocab_parallel_cross_entropy
 from trilith.models import family_of
 from trilith.testing.families import config_of, on_disk, ours_from, transformers_model
-from trilith.testing.tiny_models import MODELS, PUBLISHED, VARIANTS
+from trilith.testing.published_configs import PUBLISHED
+from trilith.testing.tiny_models import MODELS, VARIANTS
 
 VOCAB = 503
 CASES = {**MODELS, **{name: MODELS[row] | changes for name, (row, changes) in VARIANTS.items()}}
