@@ -59,7 +59,7 @@ def test_a_step_in_which_no_label_counts_may_have_gradients_of_zero_F14() -> Non
 
 
 class Two(nn.Module):
-    """Compute two layers, of which a step may use one; ``forward`` may return numbers without any weight."""
+    """Compute two layers, of which a step may use one; ``forward`` may return a constant."""
 
     def __init__(self, use: str) -> None:
         super().__init__()
