@@ -20,12 +20,13 @@ class Product:
     """Say what is added to one of the base's tensors: which rows and columns of which B, and of which A.
 
     ``adapted``: the name by which patterns give the rank. ``holder``: the module of A and B in PEFT's files.
-    The tensor is that of one ``expert`` of so many (a linear: of one), and has the rows of B from ``start``.
+    The tensor is that of one ``expert`` of so many (a linear: of one), and has the rows of B from ``start``;
+    without an ``expert`` it is the stack of all, (E, in, out).
     """
 
     adapted: str
     holder: str
-    expert: int = 0
+    expert: int | None = 0
     experts: int = 1
     start: int = 0
     stop: int | None = None
@@ -41,6 +42,8 @@ def products(family: AdaptedFamily, config: ModelConfig) -> dict[str, Product]:
     """Return the product for each tensor of the base that the adapters change, by Hugging Face's names."""
     found = {f"{site.name}.weight": Product(site.name, site.name) for site in family.sites(config)}
     for stack in family.stacks(config):
+        if not stack.files:
+            found[stack.name] = Product(stack.name, stack.holder, None, stack.experts)
         for expert, modules in enumerate(stack.files):
             for (_, start, stop), module in zip(stack.outputs, modules, strict=True):
                 one = Product(stack.name, stack.holder, expert, len(stack.files), start, stop)
@@ -89,7 +92,13 @@ class Merge:
     def _add(self, name: str, product: Product, numbers: Tensor, box: Box) -> Tensor:
         dtype = torch.promote_types(numbers.dtype, torch.float32)
         a, b = self._factors(product, dtype)
-        rank, alpha = self._lora.rank_of(product.adapted), self._lora.alpha_of(product.adapted)
+        rank = self._lora.rank_of(product.adapted)
+        if product.expert is None:
+            stack, columns, rows = box.slices
+            a_ERI = a.unflatten(0, (product.experts, rank))[stack, :, columns]
+            b_ORE = b.unflatten(1, (rank, product.experts))[rows, :, stack]
+            delta = torch.einsum("ore,eri->eio", b_ORE, a_ERI).contiguous()
+            return self._sum(name, product, delta, numbers)
         a = a[product.expert * rank : (product.expert + 1) * rank]
         b = b[product.start : product.stop, product.expert :: product.experts]
         rows, columns = box.slices
@@ -97,6 +106,11 @@ class Merge:
             delta = a[:, rows].T @ b[columns].T
         else:
             delta = b[rows] @ a[:, columns]
+        return self._sum(name, product, delta, numbers)
+
+    def _sum(self, name: str, product: Product, delta: Tensor, numbers: Tensor) -> Tensor:
+        """Return the base's numbers and what the adapter adds."""
+        rank, alpha = self._lora.rank_of(product.adapted), self._lora.alpha_of(product.adapted)
         merged = delta.mul_(lora_scale(rank, alpha, rslora=self._lora.use_rslora)).add_(numbers)
         if not bool(torch.isfinite(merged).all()):
             raise BadInput(self.adapter.path, name, expected="finite sums", found="a NaN or an infinity")

@@ -21,10 +21,11 @@ from ...parallel_state import (
     local,
 )
 from ..cost import Cost, Tokens, matrix
-from .grouped_matmul import grouped_mm, kernel_takes
+from .experts import ExpertAdapter, Experts
+from .grouped_matmul import kernel_takes
 
 
-class ClampedExperts(DeclaredModule):
+class ClampedExperts(Experts):
     """Compute ``down_e((up + 1) * gate * sigmoid(alpha * gate))`` for the rows of each expert e.
 
     ``gate`` is at most ``limit``, ``up`` between ``-limit`` and ``limit``. Both come from one product, whose
@@ -35,9 +36,9 @@ class ClampedExperts(DeclaredModule):
     tensor ranks. Source: GPT-OSS's model card (2025), section 2.3.
     """
 
+    transposed = True
     gate_up: nn.Parameter
     gate_up_bias: nn.Parameter
-    down: nn.Parameter
     down_bias: nn.Parameter
 
     def __init__(
@@ -51,7 +52,8 @@ class ClampedExperts(DeclaredModule):
         initial: Initial,
         state: ParallelState | None = None,
     ) -> None:
-        super().__init__()
+        DeclaredModule.__init__(self)
+        self.adapters: list[ExpertAdapter] = []
         self.alpha, self.limit, self.state = alpha, limit, alone_or(state)
         wide, zero = 2 * intermediate_size, Constant(0.0)
         # A gate and its upper product are neighbours and stay on one rank.
@@ -65,14 +67,19 @@ class ClampedExperts(DeclaredModule):
         for name, declaration in stated.items():
             declare_parameter(self, name, replace(declaration, experts=True), self.state)
 
+    @property
+    def products(self) -> tuple[tuple[str, ...], ...]:
+        """Return the names of the stacks."""
+        return ("gate_up",), ("down",)
+
     def forward(self, x_MD: Tensor, counts: Sequence[int]) -> Tensor:
         """Return the experts' outputs (M, D), partial over the tensor ranks."""
-        both_MF = grouped_mm(x_MD, local(self.gate_up).transpose(1, 2), counts)
+        both_MF = self._products(("gate_up",), x_MD, counts)["gate_up"]
         both_MF = both_MF + _rows(local(self.gate_up_bias), counts)
         gate_MF = both_MF[:, ::2].clamp(max=self.limit)
         up_MF = both_MF[:, 1::2].clamp(-self.limit, self.limit)
         made_MF = (up_MF + 1) * (gate_MF * torch.sigmoid(self.alpha * gate_MF))
-        out_MD = grouped_mm(made_MF, local(self.down).transpose(1, 2), counts)
+        out_MD = self._products(("down",), made_MF, counts)["down"]
         return out_MD + _rows(local(self.down_bias), counts) * float(self.state.tensor_index == 0)
 
     def cost(self, tokens: Tokens) -> Cost:
@@ -82,9 +89,12 @@ class ClampedExperts(DeclaredModule):
         whole = 3 * declarations(self)["down"].shape[1] * hidden
         by_kernel = tokens.fused and kernel_takes(tokens.compute, hidden, both)
         made = both if hidden == tokens.hidden and not by_kernel else 0
+        adapted = {output for adapter in self.adapters for output in adapter.outputs}
+        inputs = hidden * (trained or "gate_up" in adapted) + width * (trained or "down" in adapted)
+        found = sum((one.cost(tokens) for one in self.adapters), matrix(tokens, whole, trained=trained))
         # The product, the clamped gate, its sigmoid, their product, and the upper product from 1.
-        return matrix(tokens, whole, trained=trained) + Cost(
-            kept=tokens.bytes((hidden + width) * trained + both + 4 * width),
+        return found + Cost(
+            kept=tokens.bytes(inputs + both + 4 * width),
             selective=tokens.bytes(made),
             working=tokens.bytes(4 * width + 2 * hidden),
             outputs=tokens.bytes(both + hidden),

@@ -47,6 +47,8 @@ class Experts(DeclaredModule):
     tensor ranks. Raises ``BadInput`` if the layout does not cut it evenly.
     """
 
+    #: Whether the stacks are (E, in, out).
+    transposed = False
     gate: nn.Parameter
     up: nn.Parameter
     down: nn.Parameter
@@ -77,6 +79,11 @@ class Experts(DeclaredModule):
         start = out_initial or initial or Uniform(1 / sqrt(intermediate_size))
         declare_parameter(self, "down", Declaration(narrow, Cut(2), experts=True, initial=start), state)
 
+    @property
+    def products(self) -> tuple[tuple[str, ...], ...]:
+        """Return the names of the stacks, those together that multiply the same rows."""
+        return (("gate", "up") if self.gated else ("up",)), ("down",)
+
     def forward(self, x_MD: Tensor, counts: Sequence[int]) -> Tensor:
         """Return the experts' outputs (M, D), partial over the tensor ranks."""
         made = self._products(("up", "gate") if self.gated else ("up",), x_MD, counts)
@@ -84,7 +91,11 @@ class Experts(DeclaredModule):
         return self._products(("down",), y_MF, counts)["down"]
 
     def _products(self, names: tuple[str, ...], x: Tensor, counts: Sequence[int]) -> dict[str, Tensor]:
-        made = {name: grouped_mm(x, local(cast(Tensor, getattr(self, name))), counts) for name in names}
+        stacks = {name: local(cast(Tensor, getattr(self, name))) for name in names}
+        made = {
+            name: grouped_mm(x, stack.transpose(1, 2) if self.transposed else stack, counts)
+            for name, stack in stacks.items()
+        }
         for adapter in self.adapters:
             if adapter.outputs[0] in names:
                 for name, change in adapter(x, counts).items():

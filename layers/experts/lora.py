@@ -42,15 +42,17 @@ def attach_expert_lora(
     """
     if r < 1:
         raise BadInput("lora", "r", expected="at least 1", found=r)
-    legal = [("gate", "up"), ("gate",), ("up",), ("down",)] if experts.gated else [("up",), ("down",)]
+    legal = [*experts.products, *((one,) for some in experts.products if some[1:] for one in some)]
     if tuple(outputs) not in legal:
         expected = " or ".join(", ".join(one) for one in legal)
         raise BadInput("lora", "outputs", expected=expected, found=", ".join(outputs))
     if any(f"lora_B_{output}" in dict(experts.named_parameters()) for output in outputs):
         raise BadInput("lora", "outputs", expected="one adapter at each place", found="a second")
     stacks = declarations(experts)
-    count, _, width = stacks[outputs[0]].shape
-    columns = stacks[outputs[0]].cut == Cut(2)
+    inner, outer = (1, 2) if experts.transposed else (2, 1)
+    count, width, cut = stacks[outputs[0]].shape[0], stacks[outputs[0]].shape[inner], stacks[outputs[0]].cut
+    assert cut is not None
+    columns = cut.dim == inner
     a = replace(
         stacks[outputs[0]],
         shape=(count, r, width),
@@ -63,8 +65,8 @@ def attach_expert_lora(
     for output in outputs:
         b = replace(
             stacks[output],
-            shape=(count, stacks[output].shape[1], r),
-            cut=None if columns else Cut(1),
+            shape=(count, stacks[output].shape[outer], r),
+            cut=None if columns else replace(cut, dim=1),
             partial=("tensor",) if columns else (),
             initial=Constant(0.0),
         )

@@ -20,7 +20,6 @@ from ...parallel_state import (
 )
 from ..collectives import enter_sends, enter_tensor, leave_sends, leave_tensor
 from ..cost import Cost, Tokens, cost_of, matrix
-from .clamped_experts import ClampedExperts
 from .dispatch import Dispatch
 from .experts import Experts
 from .router import TopKRouter
@@ -39,7 +38,7 @@ class MoE(nn.Module):
     def __init__(
         self,
         router: TopKRouter,
-        experts: Experts | ClampedExperts,
+        experts: Experts,
         *,
         shared: nn.Module | None = None,
         state: ParallelState | None = None,

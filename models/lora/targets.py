@@ -49,10 +49,11 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class ExpertSite:
-    """Describe a stack of experts of transformers' model, one parameter (E, out, in).
+    """Describe a stack of experts of transformers' model, one parameter (E, out, in) or (E, in, out).
 
     ``layer``: name of trilith's ``Experts``. ``outputs``: its products that transformers holds as one, and
-    their rows. ``files``: of each expert and output, the module in Hugging Face's files.
+    their rows. ``files``: of each expert and output, the module in Hugging Face's files; none where the stack
+    is one tensor there as well, which is then (E, in, out).
     """
 
     name: str
@@ -60,6 +61,7 @@ class ExpertSite:
     outputs: tuple[tuple[str, int, int], ...]
     files: tuple[tuple[str, ...], ...]
     in_features: int
+    experts: int
     #: The module that holds A and B in PEFT's files.
     holder: str
 
@@ -70,7 +72,7 @@ class ExpertSite:
         take turns: of each rank the first column of every expert, then the second ones.
         """
         a, b = (f"{PEFT_PREFIX}{self.holder}.{factor}.weight" for factor in ("lora_A", "lora_B"))
-        width, experts = self.in_features, len(self.files)
+        width, experts = self.in_features, self.experts
         ours = f"{self.layer}.lora_A_{'_'.join(output for output, _, _ in self.outputs)}"
         found = []
         for e in range(experts):
@@ -86,7 +88,7 @@ class ExpertSite:
 
 @cache
 def expert_sites(family: Family, config: ModelConfig) -> tuple[ExpertSite, ...]:
-    """Return every stack of experts whose matrices Hugging Face's files hold one by one."""
+    """Return every stack of experts whose matrices Hugging Face's files hold one by one, or as one stack."""
     layers = {name: one for name, one in family.on_meta(config).named_modules() if isinstance(one, Experts)}
     files: dict[str, list[Link]] = {}
     for link in family.links(config)[0]:
@@ -95,18 +97,22 @@ def expert_sites(family: Family, config: ModelConfig) -> tuple[ExpertSite, ...]:
     found = []
     for layer, experts in layers.items():
         holder = family.experts_module.format(i=layer.split(".")[1])
-        first = {"gate_up_proj": ["gate", "up"]} if experts.gated else {"up_proj": ["up"]}
-        for leaf, names in {**first, "down_proj": ["down"]}.items():
+        for names in experts.products:
             links = [files.get(f"{layer}.{name}", []) for name in names]
-            if any(len(one.ours_box.start) == len(one.hf_box.start) for some in links for one in some):
+            stacked = any(len(one.ours_box.start) == len(one.hf_box.start) for some in links for one in some)
+            if stacked and not experts.transposed:
                 continue  # the files hold them in another form
-            ends = [0, *accumulate(some[0].hf_box.shape[0] for some in links)]
+            ends = [0, *accumulate(some[0].hf_box.shape[2 if stacked else 0] for some in links)]
             outputs = tuple(zip(names, ends, ends[1:], strict=False))
             modules = tuple(
                 tuple(one.hf.removesuffix(".weight") for one in each) for each in zip(*links, strict=True)
             )
-            width = links[0][0].hf_box.shape[1]
-            found.append(ExpertSite(f"{holder}.{leaf}", layer, outputs, modules, width, holder))
+            width, count = (
+                links[0][0].hf_box.shape[1],
+                links[0][0].hf_box.shape[0] if stacked else len(links[0]),
+            )
+            name = f"{holder}.{'_'.join(names)}_proj"
+            found.append(ExpertSite(name, layer, outputs, () if stacked else modules, width, count, holder))
     return tuple(found)
 
 

@@ -19,7 +19,7 @@ from trilith.parallel_state.engine import local_data
 from trilith.testing import run_parallel
 from trilith.testing.families import transformers_model
 from trilith.testing.short_runs import tiny_recipe, train, whole_tensors, write_tokens
-from trilith.testing.tiny_models import TINY_LLAMA, TINY_MIXTRAL
+from trilith.testing.tiny_models import MODELS, TINY_LLAMA, TINY_MIXTRAL
 
 BOTH = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 LORA = {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj"], "target_parameters": [*BOTH]}
@@ -64,6 +64,25 @@ def test_a_runs_adapters_are_pefts_and_merged_they_give_its_logits(trained: Path
     torch.testing.assert_close(merged(IDS).logits, expected, rtol=1e-5, atol=1e-5)
     with theirs.disable_adapter():
         assert float((theirs(IDS).logits - expected).abs().max()) > 1e-3
+
+
+@torch.no_grad()
+def test_stacks_that_lie_whole_in_the_files_are_merged_too(tmp_path: Path) -> None:
+    row = MODELS["gpt_oss"]
+    transformers_model(row).save_pretrained(tmp_path / "base")
+    lora = {**LORA, "target_modules": ["q_proj", "o_proj"]}
+    theirs: Any = peft.get_peft_model(transformers_model(row), peft.LoraConfig(task_type="CAUSAL_LM", **lora))
+    for name, parameter in theirs.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, 0.0, 0.2)
+    theirs.save_pretrained(tmp_path / "adapter")
+    names = ("base", "adapter", "merged")
+    assert run(["merge-lora", *(str(tmp_path / name) for name in names)]) == 0
+    merged: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    expected = theirs.eval()(IDS).logits
+    torch.testing.assert_close(merged(IDS).logits, expected, rtol=1e-5, atol=1e-5)
+    with theirs.disable_adapter():
+        assert float((theirs(IDS).logits - expected).abs().max()) > 1e-1
 
 
 def held(folder: Path, layout: Layout) -> dict[str, tuple[Box, torch.Tensor]]:

@@ -203,7 +203,7 @@ def test_on_experts_the_declarations_follow_the_stacks() -> None:
     ("outputs", "r", "words"),
     [
         (["gate"], 0, "r: expected at least 1"),
-        (["up", "gate"], 1, "outputs: expected gate, up or gate or up or down, found up, gate"),
+        (["up", "gate"], 1, "outputs: expected gate, up or down or gate or up, found up, gate"),
         (["down"], 1, "one adapter at each place"),
     ],
 )

@@ -29,6 +29,7 @@ EXPERTS = [
     ("qwen2_moe", STACKS, {"pipeline": 2, "tensor": 2}),
     ("mixtral", DOWN, {"data": 4, "expert": 2, "zero": 3}),
     ("mixtral", DOWN, {"tensor": 4}),
+    ("gpt_oss", STACKS, {"tensor": 2, "data": 2, "expert": 2, "zero": 2, "sequence": True}),
 ]
 LAYOUTS += [
     pytest.param(*one, marks=[pytest.mark.slow] if number else [], id=f"experts-{one[0]}-{number}")

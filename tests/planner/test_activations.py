@@ -123,6 +123,7 @@ def saved(config: dict[str, Any], lora: LoraConfig | None) -> tuple[float, float
         pytest.param(OLMO3, None, id="olmo3-window"),
         pytest.param(GPT_OSS, None, id="gpt_oss-window"),
         pytest.param(GPT_OSS | {"sliding_window": None}, None, id="gpt_oss"),
+        pytest.param(GPT_OSS, STACKS, id="gpt_oss-lora-of-experts"),
         pytest.param(COHERE, None, id="cohere-head-norms"),
         pytest.param(COHERE2, None, id="cohere2"),
         pytest.param(STABLELM, None, id="stablelm"),
