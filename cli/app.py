@@ -19,6 +19,7 @@ from .diff import diff
 from .generate import generate
 from .inspect import inspect
 from .merge_lora import merge_lora
+from .models import models
 from .parity import parity
 from .quickstart import quickstart
 from .recipe import recipe
@@ -34,6 +35,7 @@ from .verify import verify
 #: ``trilith --help`` answers at once.
 COMMANDS: tuple[Callable[..., None], ...] = (
     quickstart,
+    models,
     convert,
     reshard,
     inspect,

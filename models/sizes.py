@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -62,12 +62,15 @@ def published_sizes() -> Mapping[str, Size]:
     return sizes
 
 
-def published_size(name: str, where: str = "size") -> Size:
-    """Return the size of this name, such as ``llama-3.1-8b``. Raises ``BadInput`` with the nearest names."""
+def published_size(name: str, where: str = "size", *, also: Iterable[str] = ()) -> Size:
+    """Return the size of this name, such as ``llama-3.1-8b``.
+
+    Raises ``BadInput`` with the nearest names, among them those of ``also``.
+    """
     sizes = published_sizes()
     found = sizes.get(name.lower())
     if found is None:
-        near = get_close_matches(name.lower(), sizes, n=3, cutoff=0.4)
+        near = get_close_matches(name.lower(), [*sizes, *also], n=3, cutoff=0.4)
         todo = f"Nearest: {', '.join(near)}" if near else "`trilith models` lists them"
         raise BadInput(where, expected="the name of a published size", found=repr(name)[:80], todo=todo)
     return found

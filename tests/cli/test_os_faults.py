@@ -56,6 +56,7 @@ SUFFIXES = {"recipe": ".toml", "schedule": ".svg", "tokenize": ".bin"}
 #: this table does not have, is a new path.
 VALID: dict[str, dict[str, list[str]]] = {
     "quickstart": {},
+    "models": {"+": ["gpt2"]},
     "convert": {"src": ["{}/hf"]},
     "reshard": {"src": ["{}/sharded"]},
     "inspect": {"source": ["{}/hf"]},

@@ -32,6 +32,7 @@ from trilith.testing.tiny_models import TINY_LLAMA
 READ, FILE, FOLDER = "read", "a file", "a folder"
 PATHS = {
     "quickstart": {"out": FOLDER},
+    "models": {},
     "convert": {"src": READ, "dst": FOLDER},
     "reshard": {"src": READ, "dst": FOLDER},
     "inspect": {"source": READ},

@@ -1,0 +1,144 @@
+"""``trilith models [NAME]``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from ..models import Family
+    from ..testing.family_features import Features
+
+
+def models(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            help="published size, such as llama-3.1-8b, or family, such as llama; default: all families"
+        ),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="print one JSON object, for programs")] = False,
+) -> None:
+    """List the families of models and their published sizes.
+
+    A family reads the config.json of its model_type in Hugging Face's folders. Without NAME the command tells
+    what each family can do: the axes of a layout, LoRA, text generation, torch.compile. It finds out by
+    trying each on a tiny model. With the name of a family it lists the family's published sizes. With the
+    name of a size it prints the fields of the config, the number of parameters (and how many of them one
+    token meets, if there are experts), the memory of the weights, the FLOPs of a token, and a dry run to
+    start from. A recipe trains a size from scratch with `[model] size = "NAME"`.
+
+    Examples:
+
+        trilith models
+        trilith models qwen3
+        trilith models llama-3.1-405b
+        trilith models mixtral-8x7b --json
+    """
+    from ..models import FAMILIES, published_size, published_sizes
+
+    if name is None:
+        _print_families(list(FAMILIES.values()), json)
+    elif name in FAMILIES and name not in published_sizes():
+        _print_sizes(FAMILIES[name], json)
+    else:
+        published_size(name, "models", also=FAMILIES)
+        _print_size(name, json)
+
+
+def _print_families(families: list[Family], as_json: bool) -> None:
+    from dataclasses import asdict
+
+    from ..models import published_sizes
+    from ..runs.console import plain_console
+    from ..testing.family_features import AXES, features_of
+
+    sizes: dict[str, list[str]] = {family.model_type: [] for family in families}
+    for name, size in published_sizes().items():
+        sizes[size.family.model_type].append(name)
+    found = {family.model_type: features_of(family) for family in families}
+    if as_json:
+        _print_json({key: asdict(one) | {"sizes": sizes[key]} for key, one in found.items()})
+        return
+    console = plain_console(soft_wrap=True)
+    rows = [("family", *AXES, "LoRA on", "generation", "compile")]
+    rows += [(key, *_row(one)) for key, one in found.items()]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        console.print("  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip())
+    console.print("\npublished sizes")
+    for key, names in sizes.items():
+        if names:
+            console.print(f"  {key}: {', '.join(names)}")
+
+
+def _row(features: Features) -> tuple[str, ...]:
+    from ..testing.family_features import AXES
+
+    axes = [_word(axis in features.axes) for axis in AXES]
+    lora = ", ".join(features.lora) or _word(False)
+    return (*axes, lora, _word(features.generation), _word(features.compile))
+
+
+def _word(can: bool) -> str:
+    return "yes" if can else "-"
+
+
+def _print_sizes(family: Family, as_json: bool) -> None:
+    from ..models import published_sizes
+    from ..runs.console import plain_console
+
+    found = [size for size in published_sizes().values() if size.family is family]
+    if as_json:
+        _print_json({size.name: {"parameters": size.parameters} for size in found})
+        return
+    console = plain_console(soft_wrap=True)
+    console.print(f"published sizes of {family.model_type} ({family.architecture})")
+    width = max((len(size.name) for size in found), default=0)
+    for size in found:
+        console.print(f"  {size.name:<{width}}  {size.parameters:>15,} parameters")
+
+
+def _print_size(name: str, as_json: bool) -> None:
+    from ..models import published_size
+    from ..recipes.size_facts import size_facts
+    from ..runs.console import plain_console
+
+    facts = size_facts(published_size(name))
+    size = facts.size
+    if as_json:
+        _print_json(
+            {
+                "name": size.name,
+                "family": size.family.model_type,
+                "config": dict(size.fields),
+                "parameters": size.parameters,
+                "active_parameters": facts.active,
+                "weights_bytes": facts.weights,
+                "sequence_length": facts.sequence_length,
+                "flops_per_token": {"causal": facts.flops.causal, "full": facts.flops.full},
+                "dry_run": facts.dry_run,
+            }
+        )
+        return
+    console = plain_console(soft_wrap=True)
+    active = f", of which a token meets {facts.active:,}" if facts.active < size.parameters else ""
+    console.print(f"{size.name}: {size.family.model_type} ({size.family.architecture})")
+    for key, value in size.fields.items():
+        console.print(f"  {key} = {value}")
+    console.print(f"parameters     {size.parameters:,}{active}")
+    console.print(f"weights        {facts.weights / 1e9:,.2f} GB in bfloat16")
+    console.print(
+        f"model FLOPs    {facts.flops.full / 1e9:,.2f} G a token in a sequence of {facts.sequence_length:,}, "
+        f"forward and backward, {facts.flops.causal / 1e9:,.2f} G counting the causal half of attention"
+    )
+    console.print(f"dry run        {facts.dry_run}")
+
+
+def _print_json(value: object) -> None:
+    import json
+
+    from .say import say
+
+    say(json.dumps(value, indent=2))

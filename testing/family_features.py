@@ -1,0 +1,68 @@
+"""Ask each family what it can do: its tiny model is built, or refused, for every axis and feature."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..generation import generate
+from ..models import Family, ModelConfig
+from ..models.lora.targets import expert_sites, linear_sites
+from ..parallel_state import BadInput, Layout, ParallelState, initialize
+from ..recipes.checks import check_compiled_model
+from .tiny_models import MODELS
+
+#: A layout that has ranks along one axis.
+AXES: dict[str, Layout] = {
+    "tensor": Layout.of(tensor=2),
+    "sequence": Layout.of(tensor=2, sequence=True),
+    "pipeline": Layout.of(pipeline=2),
+    "context": Layout.of(context=2),
+    "expert": Layout.of(data=2, expert=2),
+}
+
+
+@dataclass(frozen=True)
+class Features:
+    """Hold what a family can do. ``lora``: what gets adapters, ``linears`` and ``experts``."""
+
+    axes: tuple[str, ...]
+    lora: tuple[str, ...]
+    generation: bool
+    compile: bool
+
+
+def tiny_model(family: Family) -> ModelConfig:
+    """Return the config of the family's first row among the test models."""
+    raw = next(raw for raw in MODELS.values() if raw["model_type"] == family.model_type)
+    return family.from_hf(raw)
+
+
+def features_of(family: Family) -> Features:
+    """Find the features of a family by trying them on its tiny model, in a fraction of a second."""
+    config = tiny_model(family)
+
+    def builds(layout: Layout) -> bool:
+        state = ParallelState.stand_in(layout, 0)
+        return _accepts(lambda: family.build(config, state=state))
+
+    def writes() -> object:
+        model = family.build(config, device="cpu")
+        initialize(model, 0)
+        return generate(model, [[1, 2, 3]], max_new_tokens=2)
+
+    sites = {"linears": linear_sites(family, config), "experts": expert_sites(family, config)}
+    return Features(
+        axes=tuple(axis for axis, layout in AXES.items() if builds(layout)),
+        lora=tuple(kind for kind, found in sites.items() if found),
+        generation=_accepts(writes),
+        compile=_accepts(lambda: check_compiled_model(family.on_meta(config), Layout(), 0.0)),
+    )
+
+
+def _accepts(attempt: Callable[[], object]) -> bool:
+    try:
+        attempt()
+    except BadInput:
+        return False
+    return True
