@@ -107,12 +107,10 @@ def expert_sites(family: Family, config: ModelConfig) -> tuple[ExpertSite, ...]:
             modules = tuple(
                 tuple(one.hf.removesuffix(".weight") for one in each) for each in zip(*links, strict=True)
             )
-            width, count = (
-                links[0][0].hf_box.shape[1],
-                links[0][0].hf_box.shape[0] if stacked else len(links[0]),
-            )
+            shape = links[0][0].hf_box.shape
+            places, count = ((), shape[0]) if stacked else (modules, len(links[0]))
             name = f"{holder}.{'_'.join(names)}_proj"
-            found.append(ExpertSite(name, layer, outputs, () if stacked else modules, width, count, holder))
+            found.append(ExpertSite(name, layer, outputs, places, shape[1], count, holder))
     return tuple(found)
 
 

@@ -63,3 +63,10 @@ def test_blocks_that_are_computed_again_route_and_count_as_before(
     """The experts are gathered by hooks of their own, again where a block is computed again."""
     memory = MemorySection(checkpointing=mode)
     assert_same("mixtral", Layout.of(data=2, expert=2, zero=3), memory=memory, micro_batch=2)
+
+
+@pytest.mark.slow
+def test_stacks_and_biases_of_fewer_experts_than_ranks_are_cut_along_their_width(
+    assert_same: Callable[..., None],
+) -> None:
+    assert_same("gpt_oss", Layout.of(data=3, zero=3), samples=6)

@@ -13,7 +13,7 @@ from trilith.parallel_state import BadInput
 from trilith.recipes.sections import ParameterGroup
 from trilith.testing import RankError
 from trilith.testing.short_runs import losses, tiny_recipe, train, whole_tensors, write_tokens
-from trilith.testing.tiny_models import TINY_GLM, TINY_GPT2, TINY_LLAMA
+from trilith.testing.tiny_models import MODELS, TINY_GLM, TINY_GPT2, TINY_LLAMA
 from trilith.training import make_adamw
 from trilith.training.adamw import set_learning_rate
 from trilith.training.parameter_groups import assign, freeze, names_of
@@ -103,6 +103,17 @@ def test_each_parameter_gets_its_rate_and_its_decay_and_the_update_is_adamws() -
         torch.testing.assert_close(
             parameter, before[name] * (1 - rate * decay) - rate * first, rtol=1e-12, atol=0
         )
+
+
+def test_biases_do_not_decay_those_of_a_stack_of_experts_included() -> None:
+    family = family_of(MODELS["gpt_oss"])
+    model = family.build(family.from_hf(MODELS["gpt_oss"]), device="cpu")
+    parts = make_adamw(model, lr=1.0, weight_decay=0.1).param_groups
+    still = {parameter for part in parts if not part["weight_decay"] for parameter in part["params"]}
+    found = {name.rpartition(".")[2] for name, parameter in model.named_parameters() if parameter in still}
+    assert found == {"weight", "bias", "logit_bias", "gate_up_bias", "down_bias"}
+    flat = [one for name, one in model.named_parameters() if one in still and "_bias" not in name]
+    assert all(one.ndim == 1 for one in flat)
 
 
 GROUPS: dict[str, Any] = {
