@@ -10,11 +10,12 @@ from ..parallel_state import BadCheckpoint, BadInput, from_validation
 from ..storage.file_names import MANIFEST
 from ..storage.strict_json import shown
 from .source import Source
+from .stated_progress import check_moments, check_progress
 
 
 def check_model(source: Source) -> None:
-    """Refuse a checkpoint whose stated model does not exist, does not fit its layout, or has other
-    tensors.
+    """Refuse a checkpoint whose stated model does not exist, does not fit its layout, or has other tensors,
+    and one whose progress cannot be.
     """
     manifest, where = source.manifest, source.path / MANIFEST
     assert manifest is not None, source.path
@@ -37,3 +38,6 @@ def check_model(source: Source) -> None:
                 "no such tensor" if one is None else list(one) for one in (wanted.get(name), found.get(name))
             )
             raise BadCheckpoint(where, shown(name), expected=expected, found=there)
+    trained = [name for name, one in stated.items() if not one.buffer and name not in manifest.frozen]
+    check_progress(manifest, where)
+    check_moments(manifest, trained, where)

@@ -14,7 +14,7 @@ from ..models import CausalLM, Family, ModelConfig
 from ..parallel_state import BadCheckpoint, BadInput, Layout, ParallelState
 from ..parallel_state.together import together
 from ..storage.dtypes import TORCH
-from ..storage.file_names import STEP_NAME
+from ..storage.file_names import MANIFEST, STEP_NAME
 from .find import latest_checkpoint
 from .load import check_same_model, fill, fill_from
 from .lora import check_same_base
@@ -22,6 +22,7 @@ from .manifest import Manifest, StoredAdapter
 from .moments import MOMENTS, begin_moments, moment_name, moment_of
 from .rank_storage import stored_parts
 from .source import Source, open_source
+from .stated_progress import check_progress
 from .verify_together import naming_an_older_one_together, verify_share
 
 
@@ -152,6 +153,7 @@ def restore_progress(
     """Fill the optimizer's moments, if there is one, and return where the run stood. The weights are filled
     before. ``BadCheckpoint`` for a parameter that is trained now and was frozen then.
     """
+    check_progress(manifest, source.path / MANIFEST)
     memory = manifest.state.get("memory")
     memory = {"updates": manifest.step or 0} | (dict(memory) if isinstance(memory, dict) else {})
     if optimizer is not None:

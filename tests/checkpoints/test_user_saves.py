@@ -132,7 +132,7 @@ def test_another_model_s_checkpoints_are_not_deleted_as_this_one_s(model: nn.Mod
     for number in (1, 2):
         save_module(tmp_path, nn.Linear(4, 4), step=number)
     with pytest.raises(
-        BadInput, match=r"step-00000002: expected a checkpoint of the model .* with no 'bias'"
+        BadInput, match=r"step-00000002: expected a checkpoint of the same model .* with no 'bias'"
     ):
         save_module(tmp_path, model, step=3, keep=1)
     zoo_model, _ = zoo(Layout())

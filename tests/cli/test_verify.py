@@ -90,6 +90,61 @@ def test_verify_refuses_what_a_manifest_cannot_mean(
     assert re.search(says, error), error
 
 
+def no_step(m: dict[str, Any]) -> None:
+    m["step"] = None
+
+
+def of_weights(m: dict[str, Any]) -> None:
+    m["kind"] = "weights"
+
+
+def frozen_with_moments(m: dict[str, Any]) -> None:
+    m["state"]["frozen"] = ["norm.weight"]
+
+
+def remembers(**what: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda m: m["state"]["memory"].update(what)
+
+
+PROGRESS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
+    "no step": (no_step, "step: expected the step of a training run, found none"),
+    "weights with moments": (of_weights, "expected no such tensor, .* is one of kind 'weights'"),
+    "a frozen weight with moments": (frozen_with_moments, "exp_avg.norm.weight': expected no such tensor"),
+    "updates below 0": (remembers(updates=-1), r"state\.memory\.updates: .* found -1"),
+    "updates beyond any": (remembers(updates=10**18, skipped=None), r"state\.memory\.updates: "),
+    "updates that are text": (remembers(updates="2"), r"state\.memory\.updates: .* found '2'"),
+    "more updates than steps": (
+        remembers(updates=3),
+        "expected as many updates and skipped steps as steps, 2",
+    ),
+    "a loss scale of 0": (remembers(loss_scale={"value": 0.0, "good": 1}), r"loss_scale\.value"),
+    "a loss that is text": (remembers(spikes={"losses": ["x"], "norms": []}), r"spikes\.losses\.0"),
+    "updates of no tensor": (remembers(updates_of={"nobody": 1}), "nobody"),
+    "a memory that is a list": (lambda m: m["state"].update(memory=[1]), r"state\.memory"),
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    train(tiny_recipe(folder / "run", write_tokens(folder / "tokens"), steps=2))
+    return folder / "run" / "checkpoints" / "step-00000002"
+
+
+@pytest.mark.parametrize("what", PROGRESS)
+def test_verify_refuses_progress_that_no_run_can_have_made(
+    trained: Path, tmp_path: Path, what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change, says = PROGRESS[what]
+    folder = _copy(trained, tmp_path)
+    assert run(["verify", str(folder)]) == 0
+    rewritten(folder, change)
+    capsys.readouterr()
+    assert run(["verify", str(folder)]) == 4
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and re.search(says, error), error
+
+
 def test_verify_says_that_a_manifest_of_the_release_before_has_no_seal(
     whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -108,7 +163,7 @@ def test_verify_refuses_a_step_beyond_those_of_the_run(
     written = tmp_path / "run" / "checkpoints" / "step-00000002"
     assert run(["verify", str(tmp_path / "run")]) == 0
     written.rename(written.with_name("step-00000003"))
-    rewritten(written.with_name("step-00000003"), lambda m: m.update(step=3))
+    rewritten(written.with_name("step-00000003"), lambda m: (m.update(step=3), remembers(updates=3)(m)))
     capsys.readouterr()
     assert run(["verify", str(tmp_path / "run")]) == 4
     assert "step: expected at most 2, the run's steps, found 3" in capsys.readouterr().err
