@@ -1,5 +1,5 @@
 # `make check` is exactly what CI runs.
-.PHONY: check lint typecheck test quick nightly docs mutants faults browser
+.PHONY: check lint typecheck test quick nightly docs models mutants faults browser
 
 export OMP_NUM_THREADS ?= 1
 # Lanes of tests side by side: each takes the next file, and has ranks and temporary folders of its own.
@@ -34,6 +34,13 @@ nightly:
 docs:
 	python -m trilith.recipes.reference
 	python -m trilith.cli.reference
+
+# docs/models.md: the largest difference that the tests of each family measure; FAMILY=gemma2 measures one of them anew.
+models:
+	mkdir -p build
+	$(PYTEST) -m "slow or not slow" --measured build/measured.json tests/models/test_families.py \
+		tests/parity/test_families.py $(if $(FAMILY),-k $(FAMILY))
+	python -m trilith.testing.models_page build/measured.json
 
 # Faults seeded one at a time: does the suite see each of them? Not part of `check`; PART=2/4 is the second of four.
 mutants:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -215,21 +215,29 @@ def outcome(ranks: Sequence[RankOutcome]) -> Outcome:
 def first_difference(a: Outcome, b: Outcome, *, tolerance: float) -> str | None:
     """Return the first thing that differs by more than ``tolerance``, relative to its largest element.
 
+    Initial parameters must be equal bit for bit.
+    """
+    for what, difference in relative_differences(a, b):
+        if not difference <= (0.0 if what.startswith("initial") else tolerance):
+            return f"{what} differs by {difference:.2e}"
+    return None
+
+
+def relative_differences(a: Outcome, b: Outcome) -> Iterator[tuple[str, float]]:
+    """Yield each loss, norm and tensor with its difference, relative to its largest element.
+
     A key bias is measured against a thousandth of the largest tensor of its kind: without rotation it shifts
-    all scores alike, so its gradient is zero but for rounding. Initial parameters must be equal bit for bit.
+    all scores alike, so its gradient is zero but for rounding.
     """
     for name in ("losses", "norms"):
         for step, (x, y) in enumerate(zip(getattr(a, name), getattr(b, name), strict=True)):
-            if not abs(x - y) <= tolerance * abs(x):
-                return f"{name}[{step}]: {x} and {y}"
+            yield f"{name}[{step}]: {x} and {y}", abs(x - y) / abs(x) if x != y else 0.0
     for kind in ("initial", "gradients", "parameters"):
         left, right = getattr(a, kind), getattr(b, kind)
         if left.keys() != right.keys():
-            return f"{kind}: names {sorted(left.keys() ^ right.keys())}"
+            yield f"{kind}: names {sorted(left.keys() ^ right.keys())}", float("inf")
+            return
         largest = {name: float(tensor.abs().max()) for name, tensor in left.items()}
         for name in left:
             scale = max(largest[name], 1e-3 * max(largest.values()) if name.endswith("k.bias") else 1e-300)
-            worst = float((left[name] - right[name]).abs().max()) / scale
-            if not worst <= (0.0 if kind == "initial" else tolerance):
-                return f"{kind}: {name} differs by {worst:.2e}"
-    return None
+            yield f"{kind}: {name}", float((left[name] - right[name]).abs().max()) / scale

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import pytest
 import torch
 from hypothesis import settings
 from trilith.system.process_info import children_of, environment_of, process_info
+from trilith.testing.models_page import MEASURED
 from trilith.testing.ranks import pool, processes
 
 torch.set_num_threads(1)
@@ -31,6 +33,7 @@ os.environ["TRILITH_TEST_SESSION"] = MARK
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="skip a test where it starts a process")
+    parser.addoption("--measured", help="JSON file for the differences that the tests of families measured")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -61,9 +64,21 @@ def no_processes_if_quick(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+#: What tests that passed have measured: family, axes, difference (see ``trilith.testing.models_page``).
+FOUND: list[Any] = []
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Collect what a test has measured, in this process or in a lane."""
+    if report.when == "call" and report.passed:
+        FOUND.extend(value for name, value in report.user_properties if name == MEASURED)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail the session if a process that a test started still runs once the pool's ranks have been ended."""
+    if (file := session.config.getoption("measured")) and not hasattr(session.config, "workeroutput"):
+        Path(file).write_text(json.dumps({MEASURED: FOUND}))
     pool._pool.close()
     processes.templates.close()
     # Python's own helpers of `multiprocessing`, which it would end only with this process.

@@ -7,6 +7,7 @@ device. Beside it ``test_family_fields`` shows that these comparisons see each t
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from trilith.models import FAMILIES, AdaptedFamily
 from trilith.models.lora.targets import expert_sites
 from trilith.parallel_state import Layout
 from trilith.testing.families import transformers_model
+from trilith.testing.models_page import MEASURED
 from trilith.testing.parity.case import Observation, Question, differences
 from trilith.testing.parity.ours import observe_ours
 from trilith.testing.parity.transformers import observe_hf
@@ -77,12 +79,13 @@ def reference(theirs: Any) -> Any:
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("row", FIRST.values())
 def test_every_output_and_gradient_in_a_layout_is_transformers(
-    row: str, layout: Layout, theirs: Any, reference: Any
+    row: str, layout: Layout, theirs: Any, reference: Any, record_property: Callable[..., None]
 ) -> None:
     found = [*differences(reference(row), observe_ours(Question(str(theirs(row)[1]), layout)))]
     assert {one.name for one in found} >= {"logits", "the step", "layers.0", "embed.weight"}
     worst = max(found, key=lambda one: one.relative)
     assert worst.relative <= 1e-4, worst
+    record_property(MEASURED, [MODELS[row]["model_type"], ["transformers"], worst.relative])
 
 
 @pytest.mark.parametrize("row", FIRST.values())
@@ -103,7 +106,9 @@ def test_there_and_through_a_layout_and_back_is_bitwise(row: str, theirs: Any, t
 
 
 @pytest.mark.parametrize("row", FIRST.values())
-def test_greedy_generation_is_transformers(row: str, tmp_path: Path) -> None:
+def test_greedy_generation_is_transformers(
+    row: str, tmp_path: Path, record_property: Callable[..., None]
+) -> None:
     # With tied embeddings, all as random as here, a token is mostly followed by itself.
     model = transformers_model({**MODELS[row], "tie_word_embeddings": False}, spread=0.5)
     model.save_pretrained(tmp_path)
@@ -115,11 +120,20 @@ def test_greedy_generation_is_transformers(row: str, tmp_path: Path) -> None:
         for prompt in PROMPTS
     ]
     assert len({token for row in expected for token in row}) > 8, "a test of few tokens over and over"
-    assert generate(ours, PROMPTS, max_new_tokens=new) == expected
+    found = generate(ours, PROMPTS, max_new_tokens=new)
+    assert found == expected
+    others = sum(
+        a != b
+        for ours, theirs in zip(found, expected, strict=True)
+        for a, b in zip(ours, theirs, strict=True)
+    )
+    record_property(MEASURED, [MODELS[row]["model_type"], ["generation"], others])
 
 
 @pytest.mark.parametrize("row", FIRST.values())
-def test_adapters_go_to_peft_and_back(row: str, theirs: Any, tmp_path: Path) -> None:
+def test_adapters_go_to_peft_and_back(
+    row: str, theirs: Any, tmp_path: Path, record_property: Callable[..., None]
+) -> None:
     """PEFT's adapter gives the same logits here; back in PEFT it is the same, on the same modules."""
     plain, folder = theirs(row)
     # In a model with experts peft takes modules that are named as an expert's matrices are for experts.
@@ -139,8 +153,9 @@ def test_adapters_go_to_peft_and_back(row: str, theirs: Any, tmp_path: Path) -> 
     ours = load_model(folder, adapter=tmp_path / "adapter")
     with torch.no_grad():
         expected, found = adapted.eval()(ids).logits, gather_logits(ours(ids), 503)
-    close = 1e-5 * max(1.0, float(expected.abs().max()))
-    assert float((found - expected).abs().max()) <= close
+    worst = float((found - expected).abs().max()) / max(1.0, float(expected.abs().max()))
+    assert worst <= 1e-5
+    record_property(MEASURED, [MODELS[row]["model_type"], ["LoRA"], worst])
     assert float((found - plain(ids).logits).detach().abs().max()) > 1e-2
 
     source = read_adapter(tmp_path / "adapter", read_source(folder))

@@ -10,7 +10,14 @@ import pytest
 from trilith.parallel_state import Layout
 from trilith.recipes.sections import MemorySection
 from trilith.testing import run_parallel
-from trilith.testing.short_training import Case, Outcome, first_difference, outcome, train_rank
+from trilith.testing.short_training import (
+    Case,
+    Outcome,
+    first_difference,
+    outcome,
+    relative_differences,
+    train_rank,
+)
 from trilith.testing.tiny_models import MODELS
 
 
@@ -46,14 +53,19 @@ def one_device() -> Callable[[Case], Outcome]:
 
 
 @pytest.fixture(scope="session")
-def assert_same(one_device: Callable[[Case], Outcome]) -> Callable[..., None]:
-    """``assert_same("gpt2", Layout.of(tensor=2))``: losses, gradients, norms, weights are one device's."""
+def assert_same(one_device: Callable[[Case], Outcome]) -> Callable[..., float]:
+    """``assert_same("gpt2", Layout.of(tensor=2))``: losses, gradients, norms, weights are one device's.
 
-    def check(model: str, layout: Layout, **changes: Any) -> None:
+    Returns the largest relative difference.
+    """
+
+    def check(model: str, layout: Layout, **changes: Any) -> float:
         case = Case(MODELS[model], layout, **changes)
         whole = one_device(case)
         # The clipping bites, or it would not be tested.
         assert min(whole.norms) > 2 * case.clip
-        assert first_difference(whole, run(case), tolerance=1e-10) is None
+        found = run(case)
+        assert first_difference(whole, found, tolerance=1e-10) is None
+        return max(difference for _, difference in relative_differences(whole, found))
 
     return check

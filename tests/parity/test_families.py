@@ -7,6 +7,8 @@ from collections.abc import Callable
 import pytest
 from trilith.models import FAMILIES
 from trilith.parallel_state import Layout
+from trilith.testing.family_features import features_of
+from trilith.testing.models_page import MEASURED, axes_of
 from trilith.testing.tiny_models import EXPERTS, MODELS
 
 ALL = [
@@ -35,5 +37,22 @@ def cases() -> list[object]:
 
 
 @pytest.mark.parametrize(("row", "layout"), cases())
-def test_it_equals_one_device(row: str, layout: Layout, assert_same: Callable[..., None]) -> None:
-    assert_same(row, layout)
+def test_it_equals_one_device(
+    row: str, layout: Layout, assert_same: Callable[..., float], record_property: Callable[..., None]
+) -> None:
+    record_property(MEASURED, [MODELS[row]["model_type"], axes_of(layout), assert_same(row, layout)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_compiled_blocks_equal_one_device(
+    family: str, assert_same: Callable[..., float], record_property: Callable[..., None]
+) -> None:
+    """Each family whose blocks compile; torch's compiler traces and differentiates them."""
+    row = next(row for row, raw in MODELS.items() if raw["model_type"] == family)
+    layout = Layout.of(tensor=2, sequence=True)
+    if features_of(FAMILIES[family]).compile:
+        worst = assert_same(row, layout, compiled="aot_eager", steps=2)
+        record_property(MEASURED, [family, ["compile"], worst])
+    else:
+        assert row in EXPERTS
