@@ -103,8 +103,12 @@ class Staging:
         if it is there, left by a run that was killed, it is taken up as it is.
         """
         output, inputs = Path(output), [*inputs]
-        check_output(output, inputs=inputs, need=need)
-        return cls._begin(output, identity, disk or Disk())
+
+        def check() -> None:
+            check_output(output, inputs=inputs, need=need)
+
+        check()
+        return cls._begin(output, identity, disk or Disk(), check)
 
     @classmethod
     def begin_files(
@@ -117,16 +121,16 @@ class Staging:
     ) -> Staging:
         """Begin, as ``begin`` does, files whose names begin with ``output``.
 
-        ``check`` refuses names that are taken. It is also called under the lock, because another process may
-        have finished between the first call and the lock.
+        ``check`` refuses names that are taken.
         """
         check()
         return cls._begin(output, identity, disk or Disk(), check)
 
     @classmethod
-    def _begin(
-        cls, output: Path, identity: str | None, disk: Disk, check: Callable[[], None] = lambda: None
-    ) -> Staging:
+    def _begin(cls, output: Path, identity: str | None, disk: Disk, check: Callable[[], None]) -> Staging:
+        """Begin under the lock. ``check`` is called there once more: another process may have finished since
+        its first call.
+        """
         identity = secrets.token_hex(8) if identity is None else identity
         assert _IDENTITY.fullmatch(identity), identity
         with writing(output.parent):

@@ -16,7 +16,7 @@ from ...storage.dtypes import TORCH
 from ...storage.output_file import check_place
 from ...storage.records import StoredFile
 from ...storage.safetensors_writer import TensorWriter
-from ...storage.staging import Staging, staged
+from ...storage.staging import Staging, check_output, staged
 from ..hugging_face.writer import HFFolderWriter
 from ..manifest import Manifest
 from ..readable import check_plain, read_back
@@ -86,6 +86,7 @@ def carry_out(
         _rehearse(plan, plan.layout, dst)
     identity = identify(plan, allow_nonfinite=allow_nonfinite)
     inputs = [plan.source.path, *([] if plan.merge is None else [plan.merge.adapter.path])]
+    check_output(dst, inputs=inputs)  # first: a checkpoint that is there is taken, and not a wrong place
     check_place(dst, inputs)
     with staged(dst, inputs=inputs, need=plan.nbytes, identity=identity) as staging:
         keep = {*plan.files, JOURNAL}

@@ -26,6 +26,7 @@ from trilith.models import family_of
 from trilith.parallel_state import BadCheckpoint, BadInput, Box, Layout, ParallelState
 from trilith.storage.safetensors_header import build_header
 from trilith.testing import run_parallel
+from trilith.testing.hf_folders import contents
 from trilith.testing.short_runs import run_recipe, tiny_recipe, write_tokens
 
 Tensors = dict[str, torch.Tensor]
@@ -162,6 +163,19 @@ def test_replicas_are_marked_and_equal_and_owners_cover_once(tmp_path: Path, hf:
     assert all(part.role == "owner" for part in manifest.tensors["layers.0.mlp.down.weight"].parts)
     verify(tmp_path / "out", manifest)
     assert manifest.kind == "weights"
+
+
+@pytest.mark.parametrize("to", ["sharded", "hf"])
+def test_a_place_that_is_taken_is_said_so_and_loses_the_lock_that_a_killed_run_left(
+    tmp_path: Path, hf: Path, to: str
+) -> None:
+    convert(hf, tmp_path / "first", tensor=2)
+    convert(tmp_path / "first", tmp_path / "out", to=to)
+    before = contents(tmp_path / "out")
+    (tmp_path / "out.tmp-lock").touch()
+    with pytest.raises(BadInput, match="out: expected a new or empty directory, found one with files in it"):
+        convert(tmp_path / "first", tmp_path / "out", to=to)
+    assert contents(tmp_path / "out") == before and not (tmp_path / "out.tmp-lock").exists()
 
 
 def test_companions_travel_byte_for_byte(tmp_path: Path, hf: Path) -> None:

@@ -17,9 +17,10 @@ import torch
 from trilith.checkpoints import Manifest, latest_checkpoint, verify
 from trilith.checkpoints.manifest import Part, StoredTensor
 from trilith.parallel_state import BadInput, Box, Layout
-from trilith.storage import TensorWriter
+from trilith.storage import TensorWriter, staging
 from trilith.storage.disk import Disk, DiskFailed
 from trilith.storage.file_names import MANIFEST
+from trilith.storage.lock import FileLock
 from trilith.storage.records import StoredFile
 from trilith.storage.staging import Staging, check_output, clear_unfinished, remove_checkpoint, staged
 
@@ -219,6 +220,21 @@ def test_G16_files_that_appear_meanwhile_are_not_touched(tmp_path: Path) -> None
         staging.publish()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
+
+
+def test_G25_an_output_that_another_job_finished_before_the_lock_was_had_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def late(output: Path) -> FileLock:
+        output.mkdir(exist_ok=True)
+        (output / "theirs").touch()
+        return take(output)
+
+    take = staging._lock
+    monkeypatch.setattr(staging, "_lock", late)
+    with pytest.raises(BadInput, match="found one with files in it"):
+        Staging.begin(tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["out", "theirs"]
 
 
 def test_G25_a_second_job_is_refused_and_harms_nothing(tmp_path: Path) -> None:
