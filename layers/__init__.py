@@ -9,6 +9,7 @@ from .attention.attention import Attention, SharedHeads
 from .attention.causal import causal_attention, merge_heads, split_heads
 from .attention.inputs import AttentionInputs
 from .attention.key_value_cache import KeyValueCache
+from .attention.latent import MultiHeadLatentAttention
 from .attention.mask import AttentionScope
 from .attention.visible import documents
 from .chunked_loss import chunked_cross_entropy, chunked_cross_entropy_cost
@@ -42,12 +43,13 @@ from .experts.load_balancing import Balance, Balancing, routers, set_auxiliary_l
 from .experts.lora import attach_expert_lora
 from .experts.moe import GatedShared, MoE
 from .experts.router import TopKRouter
-from .linear import ColumnParallelLinear, RowParallelLinear, linears
-from .lora import attach_lora, lora_scale
+from .linear import ColumnParallelLinear, RowParallelLinear
+from .lora import ParallelLinear, attach_lora, linears, lora_scale
 from .loss import IGNORE, bounded, cross_entropy_cost, valid_tokens, vocab_parallel_cross_entropy
 from .mlp import ACTIVATIONS, MLP, GatedMLP, activation
 from .norm import HeadsLayerNorm, HeadsRMSNorm, LayerNorm, RMSNorm
-from .rope_frequencies import inverse_frequencies
+from .replicated_linear import ReplicatedLinear
+from .rope_frequencies import inverse_frequencies, yarn_scale
 from .rotary import Rope, RotaryEmbedding
 from .stage import Stage, all_stages, find_blocks, split_blocks
 
@@ -74,8 +76,11 @@ __all__ = [
     "LayerNorm",
     "MLP",
     "MoE",
+    "MultiHeadLatentAttention",
+    "ParallelLinear",
     "PositionEmbedding",
     "RMSNorm",
+    "ReplicatedLinear",
     "Rope",
     "RotaryEmbedding",
     "RowParallelLinear",
@@ -132,4 +137,5 @@ __all__ = [
     "token_places",
     "valid_tokens",
     "vocab_parallel_cross_entropy",
+    "yarn_scale",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import sqrt
 from typing import Protocol, cast
 
@@ -293,10 +293,3 @@ class RowParallelLinear(DeclaredModule):
     def extra_repr(self) -> str:
         here = (self.out_features, self.in_features // self.state.tensor_size)
         return f"in_features={self.in_features}, out_features={self.out_features}, here={here}"
-
-
-def linears(model: nn.Module) -> Iterator[tuple[str, ColumnParallelLinear | RowParallelLinear]]:
-    """Yield every parallel linear layer of a model with its name."""
-    for name, module in model.named_modules():
-        if isinstance(module, ColumnParallelLinear | RowParallelLinear):
-            yield name, module

@@ -1,13 +1,15 @@
 """LoRA on a parallel linear: ``y = x W^T + scale * (x A^T) B^T`` with no collective of its own.
 
 A (r, in) and B (out, r) follow from how W (out, in) is cut. The factor that has W's cut dim is cut as W is;
-the other lies whole on every tensor rank, and each rank's gradient of it is a part, to be summed:
+the other lies whole on every tensor rank, and each rank's gradient of it is a part, to be summed. Both
+factors of a W that is not cut at all are replicated as W is:
 
 =============  ==================  ==================  ==============================================
 linear         A                   B                   where the products lie
 =============  ==================  ==================  ==============================================
 column         whole, partial      rows cut as W's     after the collective that brings the input
 row            columns cut as W's  whole, partial      before the collective that sums the output
+replicated     whole, as W         whole, as W         between the blocks
 =============  ==================  ==================  ==============================================
 
 Key and value heads that W shares among ranks are shared by B alike. Source: Hu et al. 2021; rsLoRA's scale
@@ -16,7 +18,7 @@ Key and value heads that W shares among ranks are shared by B alike. Source: Hu 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import prod, sqrt
 from typing import cast
@@ -37,6 +39,17 @@ from ..parallel_state import (
 from .cost import Cost, Tokens, dropout_cost, matrix
 from .dropout import own_random
 from .linear import ColumnParallelLinear, RowParallelLinear
+from .replicated_linear import ReplicatedLinear
+
+#: The layers that take an adapter.
+ParallelLinear = ColumnParallelLinear | RowParallelLinear | ReplicatedLinear
+
+
+def linears(model: nn.Module) -> Iterator[tuple[str, ParallelLinear]]:
+    """Yield every parallel linear layer of a model with its name."""
+    for name, module in model.named_modules():
+        if isinstance(module, ParallelLinear):
+            yield name, module
 
 
 def lora_scale(r: int, alpha: float, *, rslora: bool) -> float:
@@ -45,7 +58,7 @@ def lora_scale(r: int, alpha: float, *, rslora: bool) -> float:
 
 
 def attach_lora(
-    layer: ColumnParallelLinear | RowParallelLinear,
+    layer: ParallelLinear,
     *,
     r: int,
     alpha: float,
@@ -66,26 +79,28 @@ def attach_lora(
     if r < 1:
         raise BadInput("lora", "r", expected="at least 1", found=r)
     numbers = _numbers(layer, outputs)
-    row = isinstance(layer, RowParallelLinear)
-    parts = [None if isinstance(layer, RowParallelLinear) else layer.parts[number] for number in numbers]
+    parts = [layer.parts[number] if isinstance(layer, ColumnParallelLinear) else None for number in numbers]
     outer = [layer if part is None else part.holder for part in parts]
     inner = outer[0] if len(outer) == 1 else layer
     if "lora_A" in dict(inner.named_parameters(recurse=False)):
         raise BadInput("lora", "outputs", expected="one adapter at each place", found="a second")
     bases = [declarations(module)["weight"] for module in outer]
     first = bases[0]
+    whole = first.partial if isinstance(layer, ReplicatedLinear) else ("tensor",)
     cut = first.cut if first.cut is not None and first.cut.dim == 1 else None
     bound = Uniform(1 / sqrt(layer.in_features))
-    a = Declaration((r, first.shape[1]), cut, partial=() if cut else ("tensor",), initial=bound)
+    a = Declaration((r, first.shape[1]), cut, partial=() if cut else whole, initial=bound)
     declare_parameter(inner, "lora_A", a, layer.state)
     for module, base in zip(outer, bases, strict=True):
         cut = base.cut if base.cut is not None and base.cut.dim == 0 else None
-        b = replace(a, shape=(base.shape[0], r), cut=cut, partial=() if cut else ("tensor",))
+        b = replace(a, shape=(base.shape[0], r), cut=cut, partial=() if cut else whole)
         declare_parameter(module, "lora_B", replace(b, initial=Constant(0.0)), layer.state)
     rows = [None if part is None else part.slice for part in parts]
     scale = lora_scale(r, alpha, rslora=rslora)
+    # Each tensor rank has features, or tokens, of its own.
+    split = isinstance(layer, RowParallelLinear) or bool(isinstance(layer, ReplicatedLinear) and whole)
     layer.adapters.append(
-        _LowRank(inner, list(zip(numbers, outer, rows, strict=True)), scale, dropout, row, layer.state)
+        _LowRank(inner, list(zip(numbers, outer, rows, strict=True)), scale, dropout, split, layer.state)
     )
 
 
@@ -137,7 +152,7 @@ class _LowRank:
         return b if rows is None else b[rows]
 
 
-def _numbers(layer: ColumnParallelLinear | RowParallelLinear, outputs: Sequence[str] | None) -> Sequence[int]:
+def _numbers(layer: ParallelLinear, outputs: Sequence[str] | None) -> Sequence[int]:
     """Return the numbers of the layer's outputs that the adapter changes."""
     names = list(layer.out_features) if not isinstance(layer.out_features, int) else [""]
     if outputs is None:

@@ -81,13 +81,14 @@ def attention_factor(scaling: Scaling | None) -> float:
         original = _number(scaling, "original_max_position_embeddings")
         return 1.0 if factor <= 1 else sqrt(1 + log(factor) / log(original))
     if scaling.get("mscale") and scaling.get("mscale_all_dim"):
-        return _yarn_scale(factor, _number(scaling, "mscale")) / _yarn_scale(
+        return yarn_scale(factor, _number(scaling, "mscale")) / yarn_scale(
             factor, _number(scaling, "mscale_all_dim")
         )
-    return _yarn_scale(factor, 1.0)
+    return yarn_scale(factor, 1.0)
 
 
-def _yarn_scale(factor: float, scale: float) -> float:
+def yarn_scale(factor: float, scale: float) -> float:
+    """Return the factor by which yarn stretches queries and keys, for ``mscale`` or ``mscale_all_dim``."""
     return 1.0 if factor <= 1 else 0.1 * scale * log(factor) + 1.0
 
 

@@ -9,6 +9,7 @@ from ..parallel_state import BadInput
 from .base.family import Family
 from .cohere import COHERE
 from .cohere2 import COHERE2
+from .deepseek_v2 import DEEPSEEK_V2
 from .gemma import GEMMA
 from .gemma2 import GEMMA2
 from .gemma3 import GEMMA3
@@ -36,6 +37,7 @@ _EVERY = (
     GEMMA3,
     OLMO3,
     GPT_OSS,
+    DEEPSEEK_V2,
 )
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _EVERY}
 

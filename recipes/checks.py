@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ..layers import Attention, Dropout, routers
+from ..layers import Attention, Dropout, MultiHeadLatentAttention, routers
 from ..models import CausalLM, Family, ModelConfig, published_size
 from ..parallel_state import BadInput, Layout
 from ..pipeline import schedule_kind
@@ -176,7 +176,7 @@ def check_compiled_model(model: CausalLM, layout: Layout, lora_dropout: float) -
         raise BadInput("recipe", "compile", expected=expected, found=found)
     inside = [*model.layers.modules()]
     rates = [one.p for one in inside if isinstance(one, Dropout)]
-    rates += [one.dropout for one in inside if isinstance(one, Attention)]
+    rates += [one.dropout for one in inside if isinstance(one, Attention | MultiHeadLatentAttention)]
     if layout.tensor > 1 and any([*rates, lora_dropout]):
         raise BadInput(
             "recipe",

@@ -53,6 +53,10 @@ ROPES = {
     "full_attention": YARN | {"rope_theta": 5e3, "truncate": False},
     "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
 }
+DEEPSEEK_YARN = {
+    **{"type": "yarn", "factor": 40.0, "beta_fast": 32.0, "beta_slow": 1.0},
+    "original_max_position_embeddings": 4,
+}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "llama-tied": {**LLAMA, "tie_word_embeddings": True},
@@ -176,6 +180,17 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 0.4, "swiglu_alpha": 1.2},
         **{"output_router_logits": True, "router_aux_loss_coef": 0.1},
     },
+    # DeepSeek-V2-Lite's config with smaller numbers; the fields of a head have widths of their own.
+    "deepseek_v2": {
+        **{"model_type": "deepseek_v2", "vocab_size": 503, "hidden_size": 48, "intermediate_size": 88},
+        **{"num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 160},
+        **{"q_lora_rank": None, "kv_lora_rank": 20, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6},
+        **{"v_head_dim": 8, "first_k_dense_replace": 1, "moe_intermediate_size": 12},
+        **{"n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 2, "n_group": 1},
+        **{"topk_group": 1, "topk_method": "greedy", "routed_scaling_factor": 1.5, "rms_norm_eps": 1e-3},
+        "rope_scaling": DEEPSEEK_YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+        **{"rope_theta": 1e4, "tie_word_embeddings": False, "norm_topk_prob": False},
+    },
     "gpt2": {
         "model_type": "gpt2",
         "layer_norm_epsilon": 1e-3,
@@ -191,7 +206,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 #: Of these, the models with experts.
-EXPERTS = {name for name in MODELS if name in ("mixtral", "qwen3_moe", "glm4_moe", "qwen2_moe", "gpt_oss")}
+EXPERTS = {"mixtral", "qwen3_moe", "glm4_moe", "qwen2_moe", "gpt_oss", "deepseek_v2"}
 
 TINY_LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -350,6 +365,21 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"use_qk_norm": False, "norm_topk_prob": False, "n_group": 1, "topk_group": 1},
     ),
     "glm4_moe-all": ("glm4_moe", {"first_k_dense_replace": 0, "partial_rotary_factor": 1.0}),
+    "deepseek_v2-groups": (  # as the large one has them
+        "deepseek_v2",
+        {
+            **{"q_lora_rank": 14, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+            **{
+                "n_shared_experts": 1,
+                "attention_bias": True,
+                "rope_scaling": DEEPSEEK_YARN | {"mscale": 1.0, "mscale_all_dim": 0.4},
+            },
+        },
+    ),
+    "deepseek_v2-plain": (
+        "deepseek_v2",
+        {"rope_scaling": None, "v_head_dim": 16, "first_k_dense_replace": 0, "tie_word_embeddings": True},
+    ),
     "gemma2-no-caps": (
         "gemma2",
         {"attn_logit_softcapping": None, "final_logit_softcapping": None, "tie_word_embeddings": False},

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from ...parallel_state import Initial, ParallelState, alone_or, local, shared_units
-from ..cost import Cost, Send, Tokens, cost_of
+from ..cost import Cost, Tokens, cost_of
 from ..dropout import own_random
 from ..linear import ColumnParallelLinear, RowParallelLinear
 from ..norm import HeadsRMSNorm
 from .blockwise import scores_bytes
 from .causal import causal_attention, merge_heads, split_heads
+from .context import context_sends, context_working
 from .inputs import AttentionInputs
 from .sinks import Sinks
 from .visible import exceeds
@@ -133,7 +134,7 @@ class Attention(nn.Module):
         untouched = self.rotary is None and isinstance(self.q_norm, nn.Identity)
         both = (key_value + (query + key_value) * untouched) * as_made + query * one_operator
         sums = heads * count * tokens.inner * one_operator
-        working = self._fetched(tokens, query, key_value)
+        working = context_working(tokens, query, 2 * key_value, self.state)
         if written_out:  # beside them queries, keys and values in fp32, and their gradients
             working += scores_bytes(tokens, heads, tokens.length, dropout=self.dropout > 0)
             again = 2 if tokens.compute < tokens.inner else 1
@@ -143,45 +144,8 @@ class Attention(nn.Module):
             selective=tokens.bytes(products + query * one_operator) + sums,
             both=tokens.bytes(both) + sums,
             working=working,
-            sends=self._context_sends(tokens, key_value),
+            sends=context_sends(tokens, 2 * key_value, self.state),
             attention=4.0 * self.whole_width * whole * count,
-        )
-
-    def _fetched(self, tokens: Tokens, query: int, key_value: int) -> float:
-        """Return the bytes of the pieces that a backward over context ranks holds.
-
-        These are all ranks' keys and values (around a ring, those of one rank and of the next), their
-        gradients, and the gradients of the queries here.
-        """
-        ranks = self.state.context_size
-        if ranks == 1:
-            return 0.0
-        pieces, sums = (2, 3) if self.state.layout.ring else (1 + ranks, 1 + ranks)
-        numbers = 2 * key_value * (pieces * tokens.compute + sums * tokens.inner) + query * tokens.inner
-        return numbers * tokens.count
-
-    def _context_sends(self, tokens: Tokens, key_value: int) -> tuple[Send, ...]:
-        """Return the sends of keys and values, in forward and again in backward, and of their gradients.
-
-        See docs/context.md.
-        """
-        ranks = self.state.context_size
-        if ranks == 1:
-            return ()
-        numbers = 2 * key_value * tokens.count
-        here, gradients = numbers * tokens.compute, numbers * tokens.inner
-        what, back = "keys, values", "their gradients"
-        if self.state.layout.ring:
-            rounds = ranks - 1
-            return (
-                Send("context", "exchange", rounds * here, again="always", count=rounds, what=what),
-                Send("context", "exchange", rounds * here, forward=False, count=rounds, what=what),
-                Send("context", "exchange", rounds * gradients, forward=False, count=rounds, what=back),
-            )
-        return (
-            Send("context", "all_gather", here, again="always", what=what),
-            Send("context", "all_gather", here, forward=False, what=what),
-            Send("context", "reduce_scatter", ranks * gradients, forward=False, what=back),
         )
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ...parallel_state import engine
 from ..autocast import without_autocast
@@ -53,13 +54,16 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Return the block's output (B, H, Q, E) and log-sums (B, H, Q), both in at least fp32.
 
-    A query that sees none of the keys has the output 0 and the log-sum minus infinity.
+    Values may be narrower than queries and keys; the output is then as wide as the values. A query that sees
+    none of the keys has the output 0 and the log-sum minus infinity.
     """
     inner = torch.promote_types(q_BHQE.dtype, torch.float32)
     if _fused(q_BHQE, options):
         k, v = (_repeated(t, q_BHQE) for t in (k_BKTE, v_BKTE))
-        out, log_sums = engine.flash_attention(q_BHQE, k, v, causal=options.causal, scale=options.scale)
-        return out.to(inner), log_sums.to(inner)
+        out, log_sums = engine.flash_attention(
+            q_BHQE, k, widened(v, q_BHQE), causal=options.causal, scale=options.scale
+        )
+        return out[..., : v.shape[-1]].to(inner), log_sums.to(inner)
     k, v = k_BKTE.to(inner), v_BKTE.to(inner)
     outs, sums = [], []
     for rows, dropped in _slices(q_BHQE, k, options):
@@ -89,9 +93,11 @@ def attend_backward(
     inner = torch.promote_types(q_BHQE.dtype, torch.float32)
     if _fused(q_BHQE, options):
         k, v = (_repeated(t, q_BHQE) for t in (k_BKTE, v_BKTE))
+        grad, wide, out = (widened(t, q_BHQE) for t in (grad, v, out))
         dq, dk, dv = engine.flash_attention_backward(
-            grad, q_BHQE, k, v, out, log_sums, causal=options.causal, scale=options.scale
+            grad, q_BHQE, k, wide, out, log_sums, causal=options.causal, scale=options.scale
         )
+        dv = dv[..., : v.shape[-1]]
         groups = (k_BKTE.shape[1], -1)
         dk, dv = (t.unflatten(1, groups).sum(2, dtype=inner) for t in (dk, dv))
         return dq.to(inner), dk, dv
@@ -166,6 +172,12 @@ class _BlockwiseAttention(torch.autograd.Function):
 
 # torch declares ``apply`` without types.
 _attention: Callable[..., Tensor] = _BlockwiseAttention.apply
+
+
+def widened(v_BKTE: Tensor, q_BHQE: Tensor) -> Tensor:
+    """Return values as wide as the queries, with zeros at the end: flash attention takes one width."""
+    missing = q_BHQE.shape[-1] - v_BKTE.shape[-1]
+    return F.pad(v_BKTE, (0, missing)) if missing else v_BKTE
 
 
 def scores_bytes(tokens: Tokens, heads: int, keys: float, *, dropout: bool) -> float:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .blockwise import blockwise_attention
+from .blockwise import blockwise_attention, widened
 from .context import context_attention
 from .mask import AttentionScope
 
@@ -34,11 +34,12 @@ def causal_attention(
 ) -> Tensor:
     """Compute scaled dot-product attention in which a position sees itself and earlier ones in its ``scope``.
 
-    Returns (B, H, S, E), like ``q``. There may be several query heads for each key/value head; consecutive
-    query heads then share one. ``scale``: factor of the scores; the default is E ** -0.5. ``soft_cap``: bound
-    of the scores, ``soft_cap * tanh(scores / soft_cap)`` (Gemma 2, section 2); ``sinks``:
-    one more score of each head, (H,), see ``sinks.py``. Torch's public operators have neither, so the scores
-    are computed in blocks. With several context ranks (``scope``) the call is collective.
+    Returns (B, H, S, E), like ``q``, or as wide as ``v``, whose heads may be narrower. There may be several
+    query heads for each key/value head; consecutive query heads then share one. ``scale``: factor of the
+    scores; the default is E ** -0.5. ``soft_cap``: bound of the scores, ``soft_cap * tanh(scores /
+    soft_cap)`` (Gemma 2, section 2); ``sinks``: one more score of each head, (H,), see ``sinks.py``. Torch's
+    public operators have neither, so the scores are computed in blocks. With several context ranks
+    (``scope``) the call is collective.
     """
     if scope is not None and scope.context is not None:
         return context_attention(
@@ -70,13 +71,14 @@ def causal_attention(
         # scores would be written out.
         k_BKSE, v_BKSE = (t.repeat_interleave(q_BHSE.shape[1] // t.shape[1], dim=1) for t in (k_BKSE, v_BKSE))
         grouped = False
-    return F.scaled_dot_product_attention(
+    out_BHSE = F.scaled_dot_product_attention(
         q_BHSE,
         k_BKSE,
-        v_BKSE,
+        widened(v_BKSE, q_BHSE),
         attn_mask=scope.mask,
         is_causal=scope.causal,
         dropout_p=dropout,
         scale=scale,
         enable_gqa=grouped,
     )
+    return out_BHSE if v_BKSE.shape[-1] == q_BHSE.shape[-1] else out_BHSE[..., : v_BKSE.shape[-1]]

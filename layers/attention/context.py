@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ...parallel_state import ParallelState, engine
+from ..cost import Send, Tokens
 from .blockwise import BlockAttentionOptions, attend, attend_backward
 from .context_mask import Block, ContextScope
 from .sinks import add_sinks, sinks_gradient
@@ -37,6 +38,8 @@ def context_attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute attention over the whole sequence, (B, H, S, E): a token sees the tokens that the scope allows.
+
+    Values may be narrower than queries and keys; the output is then as wide as the values.
 
     Only key/value heads are sent, never the queries that share them. Dropout's masks follow torch's
     generator, which should differ between the context ranks. Collective over the context ranks, in backward
@@ -61,7 +64,7 @@ class _ContextAttention(torch.autograd.Function):
     ) -> Tensor:
         chunk = q.shape[2] // 2
         inner = torch.promote_types(q.dtype, torch.float32)
-        out = torch.zeros_like(q, dtype=inner)
+        out = torch.zeros_like(q[..., : v.shape[-1]], dtype=inner)
         sums = torch.full(q.shape[:-1], float("-inf"), dtype=inner, device=q.device)
         for source, keys, values in _arriving(k, v, scope.state):
             for block in scope.blocks(source, chunk):
@@ -83,7 +86,8 @@ class _ContextAttention(torch.autograd.Function):
         dq = torch.zeros_like(q, dtype=sums.dtype)
         home = _Returning(scope.state)
         for source, keys, values in _arriving(k, v, scope.state):
-            dkv = torch.zeros(2, *k.shape, dtype=sums.dtype, device=k.device)
+            dkv = torch.zeros(k.numel() + v.numel(), dtype=sums.dtype, device=k.device)
+            dks, dvs = _both(dkv, k, v)
             for block in scope.blocks(source, chunk):
                 mine, theirs = _rows(block.query, chunk), _rows(block.key, chunk)
                 options = _options(scope, source, block, chunk, ctx.settings)
@@ -92,10 +96,10 @@ class _ContextAttention(torch.autograd.Function):
                     grad[at], q[at], keys[:, :, theirs], values[:, :, theirs], out[at], sums[at], options
                 )
                 dq[at] += part
-                dkv[0][:, :, theirs] += dk
-                dkv[1][:, :, theirs] += dv
+                dks[:, :, theirs] += dk
+                dvs[:, :, theirs] += dv
             home.add(source, dkv)
-        dk, dv = home.arrived().to(k.dtype).unbind(0)
+        dk, dv = _both(home.arrived().to(k.dtype), k, v)
         dsinks = None if sinks is None else sinks_gradient(grad, out, sums, sinks)
         return dq.to(q.dtype), dk, dv, dsinks, None, None
 
@@ -104,21 +108,66 @@ class _ContextAttention(torch.autograd.Function):
 _attention: Callable[..., Tensor] = _ContextAttention.apply
 
 
+def context_working(tokens: Tokens, query: float, key_value: float, state: ParallelState) -> float:
+    """Return the bytes of the pieces that a backward over context ranks holds.
+
+    These are all ranks' keys and values (around a ring, those of one rank and of the next), their gradients,
+    and the gradients of the queries here. ``query`` and ``key_value``: numbers a token, keys and values
+    together.
+    """
+    ranks = state.context_size
+    if ranks == 1:
+        return 0.0
+    pieces, sums = (2, 3) if state.layout.ring else (1 + ranks, 1 + ranks)
+    numbers = key_value * (pieces * tokens.compute + sums * tokens.inner) + query * tokens.inner
+    return numbers * tokens.count
+
+
+def context_sends(tokens: Tokens, key_value: float, state: ParallelState) -> tuple[Send, ...]:
+    """Return the sends of keys and values, in forward and again in backward, and of their gradients.
+
+    ``key_value``: numbers a token of keys and values together. See docs/context.md.
+    """
+    ranks = state.context_size
+    if ranks == 1:
+        return ()
+    numbers = key_value * tokens.count
+    here, gradients = numbers * tokens.compute, numbers * tokens.inner
+    what, back = "keys, values", "their gradients"
+    if state.layout.ring:
+        rounds = ranks - 1
+        return (
+            Send("context", "exchange", rounds * here, again="always", count=rounds, what=what),
+            Send("context", "exchange", rounds * here, forward=False, count=rounds, what=what),
+            Send("context", "exchange", rounds * gradients, forward=False, count=rounds, what=back),
+        )
+    return (
+        Send("context", "all_gather", here, again="always", what=what),
+        Send("context", "all_gather", here, forward=False, what=what),
+        Send("context", "reduce_scatter", ranks * gradients, forward=False, what=back),
+    )
+
+
 def _arriving(k: Tensor, v: Tensor, state: ParallelState) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield each context rank's keys and values, this rank's first: there a token sees at least itself."""
     size, index, group = state.context_size, state.context_index, state.context_group
-    here = torch.stack((k, v))
+    here = torch.cat((k.flatten(), v.flatten()))
     if not state.layout.ring:
-        every = engine.all_gather(here, 0, group).unflatten(0, (size, 2))
+        every = engine.all_gather(here, 0, group).unflatten(0, (size, -1))
         for step in range(size):
             source = (index - step) % size
-            yield source, every[source, 0], every[source, 1]
+            yield source, *_both(every[source], k, v)
         return
     for step in range(size):
         last = step == size - 1
         coming = here if last else engine.ring_exchange_start(here, group)
-        yield (index - step) % size, here[0], here[1]
+        yield (index - step) % size, *_both(here, k, v)
         here = here if last else engine.ring_exchange_wait(coming, here)
+
+
+def _both(kv: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the keys and the values of one piece of memory; their heads may differ in width."""
+    return kv[: k.numel()].view(k.shape), kv[k.numel() :].view(v.shape)
 
 
 class _Returning:
@@ -131,7 +180,7 @@ class _Returning:
         self._every: Tensor | None = None
 
     def add(self, source: int, dkv: Tensor) -> None:
-        """Add this rank's part of the gradients of the keys and values of ``source``: (2, B, K, S, E)."""
+        """Add this rank's part of the gradients of the keys and values of ``source``, in one piece."""
         if not self.state.layout.ring:
             if self._every is None:
                 self._every = dkv.new_empty(self.state.context_size, *dkv.shape)
@@ -146,7 +195,7 @@ class _Returning:
     def arrived(self) -> Tensor:
         """Return the gradients of this rank's keys and values, summed over all ranks."""
         if self._every is not None:
-            return engine.reduce_scatter(self._every.flatten(0, 1), 0, self.state.context_group)
+            return engine.reduce_scatter(self._every.flatten(), 0, self.state.context_group)
         assert self._own is not None and self._coming is not None
         return self._own + engine.ring_exchange_wait(self._coming, self._own)
 

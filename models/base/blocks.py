@@ -18,7 +18,7 @@ class PreNormBlock(nn.Module):
 
     def __init__(
         self,
-        attention: Attention,
+        attention: nn.Module,
         mlp: nn.Module,
         *,
         norm: Callable[[], nn.Module],

@@ -15,6 +15,7 @@ from ...layers import (
     AttentionInputs,
     Cost,
     KeyValueCache,
+    MultiHeadLatentAttention,
     RotaryEmbedding,
     Stage,
     Tokens,
@@ -50,7 +51,8 @@ class Decoder(CausalLM):
             self.add_entry()
         self.rotary: dict[str, RotaryEmbedding] = {**self.make_rotary()}
         self.layers = nn.ModuleDict({str(number): self.block(number) for number in stage.blocks})
-        found = (each.window for each in self.layers.modules() if isinstance(each, Attention))
+        kinds = Attention | MultiHeadLatentAttention
+        found = (each.window for each in self.layers.modules() if isinstance(each, kinds))
         self.windows = tuple(dict.fromkeys(found))
         if stage.last:
             self.norm = self.make_norm()

@@ -8,14 +8,7 @@ from functools import cache
 
 import torch
 
-from ...layers import (
-    ColumnParallelLinear,
-    Experts,
-    RowParallelLinear,
-    attach_expert_lora,
-    attach_lora,
-    linears,
-)
+from ...layers import Experts, ParallelLinear, attach_expert_lora, attach_lora, linears
 from ...parallel_state import BadInput, Declaration, ParallelState, declarations
 from ..base.config import ModelConfig
 from ..base.family import CausalLM, Family, making
@@ -69,7 +62,7 @@ class AdaptedFamily(Family):
             rslora=self.lora.use_rslora,
         )
 
-    def _attach(self, layer: ColumnParallelLinear | RowParallelLinear, site: Site) -> None:
+    def _attach(self, layer: ParallelLinear, site: Site) -> None:
         attach_lora(
             layer,
             r=self.lora.rank_of(site.name),

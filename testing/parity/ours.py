@@ -14,6 +14,7 @@ from ...data.batch import Batch
 from ...layers import (
     ColumnParallelLinear,
     LayerNorm,
+    ReplicatedLinear,
     RMSNorm,
     RowParallelLinear,
     VocabParallelEmbedding,
@@ -30,7 +31,7 @@ from ..short_training import Pieces, assemble, pieces
 from .case import Observation, Question
 
 #: Their outputs are whole along the features; those of a column-parallel linear are not.
-_WHOLE = (RowParallelLinear, RMSNorm, LayerNorm, VocabParallelEmbedding)
+_WHOLE = (RowParallelLinear, ReplicatedLinear, RMSNorm, LayerNorm, VocabParallelEmbedding)
 _Outputs = dict[str, list[tuple[Box, Tensor]]]
 
 

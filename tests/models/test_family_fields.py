@@ -41,6 +41,7 @@ OTHER = {
     "rope_theta": 3e3,
     "rope_scaling": {"rope_type": "linear", "factor": 4.0},
     "head_dim": 16,
+    "num_key_value_heads": 1,
 }
 #: The biases of both branches of a block. Where the branches are parallel, no computation tells them apart.
 SUMMED = ("attention.out.bias", "mlp.down.bias")

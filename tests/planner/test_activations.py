@@ -69,6 +69,12 @@ QWEN2_MOE = LLAMA | {
 GPT_NEOX = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"} | {
     "model_type": "gpt_neox"
 }
+DEEPSEEK = {
+    **{key: value for key, value in LLAMA.items() if key != "num_key_value_heads"},
+    **{"model_type": "deepseek_v2", "q_lora_rank": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 16},
+    **{"qk_rope_head_dim": 8, "v_head_dim": 16, "moe_intermediate_size": 96, "n_routed_experts": 4},
+    "num_experts_per_tok": 2,
+}
 NO_CAPS = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
 EVERY = LoraConfig(r=4)
 STACKS = LoraConfig(r=4, target_parameters=("experts.gate_up_proj", "experts.down_proj"))
@@ -136,6 +142,11 @@ def saved(config: dict[str, Any], lora: LoraConfig | None) -> tuple[float, float
         pytest.param(GPT_NEOX, None, id="gpt_neox"),
         pytest.param(GPT_NEOX | {"use_parallel_residual": False}, None, id="gpt_neox-in-turn"),
         pytest.param(GPT_NEOX | {"hidden_dropout": 0.1}, None, id="gpt_neox-dropout"),
+        pytest.param(DEEPSEEK, None, id="deepseek_v2"),
+        pytest.param(DEEPSEEK | {"q_lora_rank": None}, None, id="deepseek_v2-lite"),
+        pytest.param(DEEPSEEK | {"v_head_dim": 24}, None, id="deepseek_v2-wide-values"),
+        pytest.param(DEEPSEEK | {"attention_dropout": 0.1}, None, id="deepseek_v2-attention"),
+        pytest.param(DEEPSEEK, EVERY, id="deepseek_v2-lora"),
         pytest.param(GPT2, None, id="gpt2"),
         pytest.param(GPT2 | {"resid_pdrop": 0.1}, None, id="gpt2-resid"),
         pytest.param(GPT2 | {"attn_pdrop": 0.1}, None, id="gpt2-attention"),

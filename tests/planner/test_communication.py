@@ -52,6 +52,15 @@ MODELS["glm4_moe"] = LLAMA | {
 }
 MODELS["olmo2"] = LLAMA | {"model_type": "olmo2", "head_dim": 8}
 MODELS["cohere"] = LLAMA | {"model_type": "cohere", "use_qk_norm": True}
+MODELS["deepseek_v2"] = {
+    **{
+        key: value
+        for key, value in MODELS["glm4_moe"].items()
+        if key not in ("head_dim", "num_key_value_heads")
+    },
+    **{"model_type": "deepseek_v2", "q_lora_rank": 10, "kv_lora_rank": 6, "qk_nope_head_dim": 4},
+    **{"qk_rope_head_dim": 2, "v_head_dim": 3},
+}
 LENGTH, SAMPLES = 12, 2
 
 
@@ -130,6 +139,8 @@ CASES = [
     Case("olmo2", SEQUENCE, MemorySection(checkpointing="selective")),
     Case("cohere", SEQUENCE, MemorySection(checkpointing="full")),
     Case("cohere", TENSOR, MemorySection(checkpointing="selective")),
+    Case("deepseek_v2", SEQUENCE, MemorySection(checkpointing="full")),
+    Case("deepseek_v2", TENSOR, MemorySection(checkpointing="selective")),
     Case("glm4_moe", Layout.of(data=2, zero=3)),
     Case("llama", Layout.of(tensor=4)),
     Case("gpt2", Layout.of(tensor=4, sequence=True), compute=torch.bfloat16),

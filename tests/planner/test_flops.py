@@ -14,7 +14,7 @@ from trilith.planner.flops import Mfu, flops_per_token, peak_flops, peak_named
 from trilith.runs.metrics import read_metrics
 from trilith.testing import run_parallel
 from trilith.testing.short_runs import run_recipe, tiny_recipe, write_tokens
-from trilith.testing.tiny_models import TINY_GLM, TINY_GPT2, TINY_LLAMA, TINY_MIXTRAL
+from trilith.testing.tiny_models import MODELS, TINY_GLM, TINY_GPT2, TINY_LLAMA, TINY_MIXTRAL
 
 LENGTH, SAMPLES = 16, 3
 CONFIGS = {
@@ -23,6 +23,8 @@ CONFIGS = {
     "gpt2": TINY_GPT2,
     "mixtral": TINY_MIXTRAL,
     "glm4_moe": TINY_GLM,
+    # Narrower values are brought to the width of queries with zeros, which torch would count.
+    "deepseek_v2": MODELS["deepseek_v2"] | {"v_head_dim": 16},
 }
 
 
@@ -42,6 +44,14 @@ def test_flops_are_those_that_torch_counts(name: str, backward: bool) -> None:
     flops = flops_per_token(model, LENGTH)
     expected = flops.full if backward else flops.matrices + flops.attention
     assert counter.get_total_flops() == SAMPLES * LENGTH * expected
+
+
+def test_zeros_behind_narrow_values_do_not_count() -> None:
+    found = []
+    for width in (16, 8):
+        family, raw = family_of(MODELS["deepseek_v2"]), MODELS["deepseek_v2"] | {"v_head_dim": width}
+        found.append(flops_per_token(family.on_meta(family.from_hf(raw)), LENGTH).attention)
+    assert found[0] - found[1] == 2 * LENGTH * 3 * 4 * 8  # of 3 blocks with 4 heads
 
 
 def test_the_conventions_differ_by_half_of_attention() -> None:

@@ -1,0 +1,174 @@
+"""Multi-head latent attention: keys and values are made from one narrow vector a token, the latent.
+
+B batch  S sequence  T tokens so far  D hidden  R latent  E head dim  H heads here
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ...parallel_state import BadInput, Initial, ParallelState, alone_or
+from ..collectives import enter_sends, enter_tensor
+from ..cost import Cost, Tokens, sum_costs
+from ..dropout import own_random
+from ..linear import ColumnParallelLinear, RowParallelLinear
+from ..norm import RMSNorm
+from ..replicated_linear import ReplicatedLinear
+from .causal import causal_attention, merge_heads, split_heads
+from .context import context_sends, context_working
+from .inputs import AttentionInputs
+
+
+class MultiHeadLatentAttention(nn.Module):
+    """Compute causal self-attention whose keys and values are products of a normalised latent (DeepSeek-V2).
+
+    Input and output: (B, S, D), or (B, S / tensor, D) with sequence parallelism. A head of queries and keys
+    is ``qk_nope_head_dim`` numbers without a position and ``qk_rope_head_dim`` numbers that are rotated; all
+    heads share the rotated part of the key. A head of values has ``v_head_dim`` numbers, at most as many.
+
+    Every tensor rank computes the latents, of its own tokens under sequence parallelism; the products of the
+    latents are cut by heads. Between them a rank receives latents, not hidden states. With a cache the latent
+    and the rotated key are kept, which are much smaller than keys and values; each forward makes the keys and
+    values of all tokens so far again.
+
+    ``q_lora_rank``: width of the queries' latent; ``None``: queries come from the hidden states.
+    ``kv_lora_rank``: width of the latent of keys and values. ``bias``: biases of the products that make
+    latents and of the output. ``norm_eps``: that of the norms of the latents. ``scale``: factor of the
+    scores; the default is that of the width of a query head to the power of -0.5. ``dropout``: dropout of the
+    attention weights. Source: DeepSeek-V2 (2024), section 2.1.
+    """
+
+    #: It sees all earlier tokens.
+    window: int | None = None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        heads: int,
+        q_lora_rank: int | None,
+        kv_lora_rank: int,
+        qk_nope_head_dim: int,
+        qk_rope_head_dim: int,
+        v_head_dim: int,
+        bias: bool = False,
+        norm_eps: float = 1e-6,
+        rotary: str = "all",
+        scale: float | None = None,
+        dropout: float = 0.0,
+        initial: Initial | None = None,
+        state: ParallelState | None = None,
+    ) -> None:
+        super().__init__()
+        if v_head_dim > qk_nope_head_dim + qk_rope_head_dim:
+            most = qk_nope_head_dim + qk_rope_head_dim
+            expected = f"at most {most}, the width of a query head"
+            raise BadInput("attention", "v_head_dim", expected=expected, found=v_head_dim)
+        self.state, self.rotary, self.scale, self.dropout = alone_or(state), rotary, scale, dropout
+        self.key_parts, self.value_parts = (
+            (qk_nope_head_dim, qk_rope_head_dim),
+            (qk_nope_head_dim, v_head_dim),
+        )
+        self.key_dim, self.heads = sum(self.key_parts), heads
+        self.latent_parts, self.direct = (kv_lora_rank, qk_rope_head_dim), q_lora_rank is None
+        width = heads * self.key_dim
+        if q_lora_rank is None:
+            self.q = ColumnParallelLinear(
+                hidden_size, width, False, unit=self.key_dim, initial=initial, state=state
+            )
+        else:
+            self.q_down = ReplicatedLinear(hidden_size, q_lora_rank, bias, initial=initial, state=state)
+            self.q_norm = RMSNorm(q_lora_rank, norm_eps, state=state)
+            self.q_up = ColumnParallelLinear(
+                q_lora_rank, width, False, unit=self.key_dim, initial=initial, state=state
+            )
+        self.kv_down = ReplicatedLinear(
+            hidden_size, sum(self.latent_parts), bias, initial=initial, state=state
+        )
+        self.kv_norm = RMSNorm(kv_lora_rank, norm_eps, state=state)
+        each = sum(self.value_parts)
+        self.kv_up = ColumnParallelLinear(
+            kv_lora_rank, heads * each, False, unit=each, initial=initial, state=state
+        )
+        self.out = RowParallelLinear(
+            heads * v_head_dim, hidden_size, bias, unit=v_head_dim, initial=initial, state=state
+        )
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        """Return the attention of ``x``, of the same shape."""
+        rope, scope = inputs.rope(self.rotary), inputs.scope(None)
+        still_BHSE, turned_BHSE = split_heads(self._queries(x_BSD), self.key_dim).split(
+            self.key_parts, dim=-1
+        )
+        q_BHSE = _joined(still_BHSE, rope(turned_BHSE))
+        latent_BSR, key_BSE = self.kv_down(x_BSD).split(self.latent_parts, dim=-1)
+        # One rotated key serves all heads, and so all ranks.
+        key_B1SE = rope(enter_tensor(key_BSE, self.state).unsqueeze(1))
+        latent_B1TR, key_B1TE = scope.extend(self, self.kv_norm(latent_BSR).unsqueeze(1), key_B1SE)
+        made_BHTE = split_heads(self.kv_up(latent_B1TR.squeeze(1)), sum(self.value_parts))
+        k_BHTE, v_BHTE = made_BHTE.split(self.value_parts, dim=-1)
+        k_BHTE = _joined(k_BHTE, key_B1TE.expand(-1, k_BHTE.shape[1], -1, -1))
+        dropout = self.dropout if self.training else 0.0
+        with own_random(self.state, split=dropout > 0):
+            heads_BHSE = causal_attention(q_BHSE, k_BHTE, v_BHTE, scope, dropout=dropout, scale=self.scale)
+        out: Tensor = self.out(merge_heads(heads_BHSE))
+        return out
+
+    def _queries(self, x_BSD: Tensor) -> Tensor:
+        """Return the queries of this rank's heads, (B, S, H E)."""
+        q_BSH: Tensor = self.q(x_BSD) if self.direct else self.q_up(self.q_norm(self.q_down(x_BSD)))
+        return q_BSH
+
+    def cost(self, tokens: Tokens) -> Cost:
+        """Add up products, norms, and attention's own: what it keeps and sends over context ranks."""
+        state, between = self.state, tokens.between_blocks(self.state)
+        first = self.q if self.direct else self.q_down
+        found = sum_costs(self.children(), tokens)
+        found += Cost(sends=enter_sends(tokens, self.latent_parts[1], state))
+        if first.keeps_input and self.kv_down.keeps_input and not (state.sequence and self.direct):
+            found += Cost(kept=-between.bytes(tokens.hidden))  # they keep the same one
+        # The norms keep what these products make, the whole of it, unless they bring it to fp32 first.
+        latents = sum(one.out_features for one in (first, self.kv_down) if isinstance(one, ReplicatedLinear))
+        as_made = tokens.fused or tokens.compute == tokens.inner
+        found += Cost(
+            kept=between.bytes(self.latent_parts[1] * as_made),
+            selective=between.bytes(latents),
+            both=between.bytes(latents * as_made),
+        )
+        return found + self._cost_of_scores(tokens)
+
+    def _cost_of_scores(self, tokens: Tokens) -> Cost:
+        ranks, whole = self.state.context_size, tokens.length * self.state.context_size
+        heads, count = self.heads // self.state.tensor_size, tokens.count
+        query, value, made = (
+            heads * width for width in (self.key_dim, self.value_parts[1], sum(self.value_parts))
+        )
+        narrow = self.value_parts[1] < self.key_dim
+        one_operator = ranks == 1 and (tokens.fused or not self.dropout)
+        sums = heads * count * tokens.inner  # a logsumexp a head
+        if ranks > 1:  # values are a part of what was made with them; the output projection takes a copy
+            kept = 2 * query + made + value
+        else:  # narrow values and the output that belongs to them are brought to the width of queries
+            kept = 2 * query + (query if narrow else made) + (query * one_operator if narrow else 0)
+            kept += 0 if narrow or self.out.keeps_input else query
+        written = 0.0 if one_operator or ranks > 1 else 3 * heads * whole * count * tokens.compute
+        products = sum(
+            one.parts[0].here
+            for one in self.children()
+            if isinstance(one, ColumnParallelLinear) and one.in_features == tokens.hidden
+        )
+        return Cost(
+            kept=tokens.bytes(kept) + sums + written,
+            selective=tokens.bytes(products + query * one_operator) + sums * one_operator,
+            both=tokens.bytes(query * one_operator) + sums * one_operator,
+            working=context_working(tokens, query, query + value, self.state),
+            sends=context_sends(tokens, query + value, self.state),
+            attention=2.0 * self.heads * (self.key_dim + self.value_parts[1]) * whole * count,
+        )
+
+
+def _joined(still_BHSE: Tensor, turned_BHSE: Tensor) -> Tensor:
+    """Put both parts of each head together, with tokens before heads in memory, as products leave them."""
+    both = (still_BHSE.transpose(1, 2), turned_BHSE.transpose(1, 2))
+    return torch.cat(both, dim=-1).transpose(1, 2)

@@ -1,0 +1,88 @@
+"""A linear layer that every tensor rank holds whole, for the tokens between the blocks."""
+
+from __future__ import annotations
+
+from math import sqrt
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..parallel_state import (
+    Constant,
+    Declaration,
+    DeclaredModule,
+    Initial,
+    ParallelState,
+    Uniform,
+    alone_or,
+    declare_parameter,
+    local,
+)
+from .argument_checks import check_no_state, check_width
+from .cost import Cost, Tokens, matrix
+from .linear import Adapter
+
+
+class ReplicatedLinear(DeclaredModule):
+    """Compute ``y = x W^T + b`` on every tensor rank, without any collective; ``W`` is not cut.
+
+    Input: (B, S, in), or (B, S / tensor, in) with sequence parallelism. Output: (B, S, out), or (B, S /
+    tensor, out). Under sequence parallelism each rank computes its own tokens, so that its gradients are
+    partial. For products that are narrower than the hidden states, such as DeepSeek's latents.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        initial: Initial | None = None,
+        state: ParallelState | None = None,
+    ) -> None:
+        super().__init__()
+        check_no_state(bias, "ReplicatedLinear", "bias")
+        self.state = alone_or(state)
+        self.in_features, self.out_features = in_features, out_features
+        self.adapters: list[Adapter] = []
+        initial = initial or Uniform(1 / sqrt(in_features))
+        partial = ("tensor",) if self.state.sequence else ()
+        weight = Declaration((out_features, in_features), partial=partial, initial=initial)
+        declare_parameter(self, "weight", weight, self.state)
+        if bias:
+            start = Constant(0.0) if not isinstance(initial, Uniform) else initial
+            stated = Declaration((out_features,), partial=partial, initial=start)
+            declare_parameter(self, "bias", stated, self.state)
+        else:
+            self.register_parameter("bias", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the product for the tokens that are given."""
+        check_width(x, self.in_features, "ReplicatedLinear", "It takes all of them on every rank")
+        y = F.linear(x, local(self.weight), None if self.bias is None else local(self.bias))
+        for adapter in self.adapters:
+            for _, change in adapter(x):
+                y = y + change
+        return y
+
+    @property
+    def keeps_input(self) -> bool:
+        """Return whether backward needs the input: a product whose weight is frozen does not."""
+        return self.weight.requires_grad or any(adapter.keeps_input for adapter in self.adapters)
+
+    def cost(self, tokens: Tokens) -> Cost:
+        here = tokens.between_blocks(self.state)
+        found = Cost(
+            kept=here.bytes(self.in_features) if self.keeps_input else 0.0,
+            outputs=here.bytes(self.out_features),
+        )
+        found += matrix(tokens, self.in_features * self.out_features, trained=self.weight.requires_grad)
+        for adapter in self.adapters:
+            found += adapter.cost(here)
+        return found
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}"

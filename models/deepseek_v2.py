@@ -1,0 +1,175 @@
+"""DeepSeek-V2: multi-head latent attention, and experts in groups beside shared ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+from torch import nn
+
+from ..layers import MultiHeadLatentAttention, RotaryEmbedding, TopKRouter, yarn_scale
+from ..parallel_state import BadInput
+from .base.blocks import Block, PreNormBlock
+from .base.family import Family
+from .base.names import Rule, in_blocks
+from .grouped_experts import GROUPED_EXPERT_NAMES, GroupedExpertsConfig, grouped_experts
+from .llama import EMBEDDING, ENDS, GATED_MLP, PRE_NORMS, Llama
+
+
+class LatentAttentionConfig(GroupedExpertsConfig):
+    """The fields of a DeepSeek config.json with multi-head latent attention; defaults are transformers'.
+
+    ``head_dim`` is what DeepSeek calls ``qk_rope_head_dim``: as many numbers of a head are rotated.
+    """
+
+    OWN_NAMES: ClassVar[Mapping[str, str]] = {
+        **GroupedExpertsConfig.OWN_NAMES,
+        "qk_rope_head_dim": "head_dim",
+    }
+    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        **GroupedExpertsConfig.HARMLESS,
+        "moe_layer_freq": (1,),
+    }
+
+    head_dim: int = Field(default=64, gt=0, le=2**16, multiple_of=2)
+    q_lora_rank: int | None = Field(default=1536, gt=0, le=2**20)
+    kv_lora_rank: int = Field(default=512, gt=0, le=2**20)
+    qk_nope_head_dim: int = Field(default=128, gt=0, le=2**16)
+    v_head_dim: int = Field(default=128, gt=0, le=2**16)
+
+    @classmethod
+    def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
+        fields = super().read({"qk_rope_head_dim": 64, **raw}, where)
+        if "q_lora_rank" in raw:  # null says: none
+            fields["q_lora_rank"] = raw["q_lora_rank"]
+        return fields
+
+    @classmethod
+    def read_keys(cls) -> set[str]:
+        return {*super().read_keys(), "qk_head_dim"}
+
+    def check_stated(self, raw: Mapping[str, Any], where: str) -> None:
+        super().check_stated(raw, where)
+        if raw.get("qk_head_dim", self.query_dim) != self.query_dim:
+            expected = f"{self.query_dim}, as qk_nope_head_dim and qk_rope_head_dim add up to"
+            raise BadInput(where, "qk_head_dim", expected=expected, found=repr(raw["qk_head_dim"]))
+
+    def check(self, where: str) -> None:
+        super().check(where)
+        if self.num_key_value_heads != self.num_attention_heads:
+            expected = (
+                f"num_attention_heads={self.num_attention_heads}: latent attention has keys for each head"
+            )
+            raise BadInput(where, "num_key_value_heads", expected=expected, found=self.num_key_value_heads)
+        if self.v_head_dim > self.query_dim:
+            expected = f"at most {self.query_dim}, the width of a query head"
+            raise BadInput(where, "v_head_dim", expected=expected, found=self.v_head_dim)
+
+    @property
+    def query_dim(self) -> int:
+        """Return the width of a head of queries and keys."""
+        return self.qk_nope_head_dim + self.head_dim
+
+    @property
+    def attention_scale(self) -> float:
+        """Return the factor of the scores, in which yarn's ``mscale_all_dim`` counts twice."""
+        scaling = self.rope_scaling
+        stretch = 1.0
+        if scaling is not None and scaling.mscale_all_dim:
+            stretch = yarn_scale(scaling.factor, scaling.mscale_all_dim)
+        return float(self.query_dim**-0.5 * stretch * stretch)
+
+    def to_hf(self) -> dict[str, Any]:
+        written = super().to_hf()
+        return {**written, "qk_rope_head_dim": written.pop("head_dim")}
+
+
+class DeepseekV2Config(LatentAttentionConfig):
+    """The fields of a DeepSeek-V2 config.json that the model computes with.
+
+    ``topk_method``: ``greedy``, or ``group_limited_greedy``, where a token's experts are in its best groups.
+    """
+
+    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        **LatentAttentionConfig.HARMLESS,
+        "norm_topk_prob": (False,),
+        "scoring_func": ("softmax",),
+    }
+
+    num_local_experts: int = Field(default=64, gt=0, le=2**12)
+    moe_intermediate_size: int = Field(default=1407, gt=0, le=2**22)
+    n_shared_experts: int = Field(default=2, gt=0, le=2**10)
+    first_k_dense_replace: int = Field(default=0, ge=0)
+    topk_method: Literal["greedy", "group_limited_greedy"] = "greedy"
+
+
+class DeepseekV2(Llama):
+    """DeepSeek-V2, or this pipeline rank's stage of it."""
+
+    config: LatentAttentionConfig
+
+    def block(self, number: int) -> Block:
+        return PreNormBlock(self.latent_attention(), self.feed_forward(number), norm=self.make_norm)
+
+    def latent_attention(self) -> MultiHeadLatentAttention:
+        cfg = self.config
+        return MultiHeadLatentAttention(
+            cfg.hidden_size,
+            heads=cfg.num_attention_heads,
+            q_lora_rank=cfg.q_lora_rank,
+            kv_lora_rank=cfg.kv_lora_rank,
+            qk_nope_head_dim=cfg.qk_nope_head_dim,
+            qk_rope_head_dim=cfg.head_dim,
+            v_head_dim=cfg.v_head_dim,
+            bias=cfg.attention_bias,
+            scale=cfg.attention_scale,
+            dropout=cfg.attention_dropout,
+            initial=self.initial,
+            state=self.state,
+        )
+
+    def feed_forward(self, number: int) -> nn.Module:
+        """One net in the first blocks; then experts, and beside them one more net for all tokens."""
+        if not self.config.has_experts(number):
+            return super().feed_forward(number)
+        return grouped_experts(self.config, self.router(), self.state)
+
+    def router(self) -> TopKRouter:
+        cfg = self.config
+        assert isinstance(cfg, DeepseekV2Config)
+        limited = cfg.topk_method == "group_limited_greedy"
+        return TopKRouter(
+            cfg.hidden_size,
+            cfg.num_local_experts,
+            cfg.num_experts_per_tok,
+            normalize=False,
+            scale=cfg.routed_scaling_factor,
+            groups=cfg.n_group if limited else 1,
+            groups_kept=cfg.topk_group if limited else 1,
+            initial=self.initial,
+            state=self.state,
+        )
+
+    def make_rotary(self) -> Mapping[str, RotaryEmbedding]:
+        cfg = self.config
+        scaling = cfg.rope_scaling.model_dump() if cfg.rope_scaling else None
+        return {"all": RotaryEmbedding(cfg.rotary_dim, cfg.rope_theta, scaling, interleaved=True)}
+
+
+LATENT_ATTENTION = in_blocks(
+    ("attention.q", "self_attn.q_proj"),
+    ("attention.q_down", "self_attn.q_a_proj"),
+    ("attention.q_norm", "self_attn.q_a_layernorm"),
+    ("attention.q_up", "self_attn.q_b_proj"),
+    ("attention.kv_down", "self_attn.kv_a_proj_with_mqa"),
+    ("attention.kv_norm", "self_attn.kv_a_layernorm"),
+    ("attention.kv_up", "self_attn.kv_b_proj"),
+    ("attention.out", "self_attn.o_proj"),
+    kinds=("weight", "bias"),
+)
+NAMES: tuple[Rule, ...] = (
+    *(*EMBEDDING, *LATENT_ATTENTION, *GATED_MLP, *GROUPED_EXPERT_NAMES, *PRE_NORMS, *ENDS),
+)
+
+DEEPSEEK_V2 = Family("deepseek_v2", "DeepseekV2ForCausalLM", DeepseekV2Config, DeepseekV2, NAMES)

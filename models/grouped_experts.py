@@ -1,0 +1,99 @@
+"""Experts as DeepSeek and GLM-4.5 have them: after a few blocks without, in groups, beside shared ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from ..layers import GatedMLP, MoE, TopKRouter
+from ..parallel_state import BadInput, Normal, ParallelState
+from .base.names import Rename, Rule, in_blocks
+from .expert_block import EXPERT_NAMES, NarrowExpertsConfig, mixture
+
+
+class GroupedExpertsConfig(NarrowExpertsConfig):
+    """The fields of such experts. The first ``first_k_dense_replace`` blocks have none.
+
+    transformers has no balance loss for these families, so there is none by default.
+    """
+
+    OWN_NAMES: ClassVar[Mapping[str, str]] = {"n_routed_experts": "num_local_experts"}
+
+    n_shared_experts: int = Field(default=1, gt=0, le=2**10)
+    n_group: int = Field(default=1, gt=0)
+    topk_group: int = Field(default=1, gt=0)
+    routed_scaling_factor: float = Field(default=1.0, gt=0, le=1e3)
+    first_k_dense_replace: int = Field(default=1, ge=0)
+
+    def check(self, where: str) -> None:
+        super().check(where)
+        if self.first_k_dense_replace >= self.num_hidden_layers:
+            expected = f"less than num_hidden_layers={self.num_hidden_layers}: a block with experts"
+            raise BadInput(
+                where, "first_k_dense_replace", expected=expected, found=self.first_k_dense_replace
+            )
+        experts = self.num_local_experts
+        if experts % self.n_group or experts < 2 * self.n_group:
+            expected = f"a divisor of n_routed_experts={experts}, with at least 2 experts a group"
+            raise BadInput(where, "n_group", expected=expected, found=self.n_group)
+        most, each = self.n_group, experts // self.n_group
+        if self.topk_group > most or self.num_experts_per_tok > each * self.topk_group:
+            expected = (
+                f"1 to {most} groups of {each} that hold num_experts_per_tok={self.num_experts_per_tok}"
+            )
+            raise BadInput(where, "topk_group", expected=expected, found=self.topk_group)
+
+    @property
+    def balance_factor(self) -> float:
+        return 0.0
+
+    def has_experts(self, number: int) -> bool:
+        return number >= self.first_k_dense_replace
+
+    def to_hf(self) -> dict[str, Any]:
+        written = super().to_hf()
+        del written["router_aux_loss_coef"]
+        return {**written, "n_routed_experts": written.pop("num_local_experts")}
+
+
+#: Ours -> Hugging Face's; of the biases, families that have them.
+GROUPED_EXPERT_NAMES: tuple[Rule, ...] = (
+    *EXPERT_NAMES,
+    Rename("layers.{i}.mlp.router.bias", "model.layers.{i}.mlp.gate.e_score_correction_bias"),
+    *in_blocks(
+        ("mlp.shared.gate_up.gate", "mlp.shared_experts.gate_proj"),
+        ("mlp.shared.gate_up.up", "mlp.shared_experts.up_proj"),
+        ("mlp.shared.down", "mlp.shared_experts.down_proj"),
+    ),
+)
+
+
+def grouped_experts(cfg: GroupedExpertsConfig, router: TopKRouter, state: ParallelState) -> MoE:
+    """Make the experts of a block behind ``router``, and beside them one net for all tokens."""
+    shared = GatedMLP(
+        cfg.hidden_size,
+        cfg.n_shared_experts * cfg.moe_intermediate_size,
+        act=cfg.hidden_act,
+        initial=Normal(cfg.initializer_range),
+        state=state,
+    )
+    return mixture(cfg, router, cfg.moe_intermediate_size, state, shared=shared)
+
+
+def corrected_router(cfg: GroupedExpertsConfig, state: ParallelState) -> TopKRouter:
+    """Make the router of DeepSeek-V3 and GLM-4.5: sigmoid scores, and biases for the choice (noaux_tc)."""
+    return TopKRouter(
+        cfg.hidden_size,
+        cfg.num_local_experts,
+        cfg.num_experts_per_tok,
+        score="sigmoid",
+        normalize=cfg.norm_topk_prob,
+        scale=cfg.routed_scaling_factor,
+        groups=cfg.n_group,
+        groups_kept=cfg.topk_group,
+        bias_corrected=True,
+        initial=Normal(cfg.initializer_range),
+        state=state,
+    )
