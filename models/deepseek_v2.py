@@ -101,7 +101,13 @@ class DeepseekV2Config(LatentAttentionConfig):
     moe_intermediate_size: int = Field(default=1407, gt=0, le=2**22)
     n_shared_experts: int = Field(default=2, gt=0, le=2**10)
     first_k_dense_replace: int = Field(default=0, ge=0)
+    n_group: int | None = Field(default=None, gt=0)
+    topk_group: int | None = Field(default=None, gt=0)
     topk_method: Literal["greedy", "group_limited_greedy"] = "greedy"
+
+    @property
+    def groups(self) -> tuple[int, int]:
+        return super().groups if self.topk_method == "group_limited_greedy" else (1, 1)
 
 
 class DeepseekV2(Llama):
@@ -138,15 +144,15 @@ class DeepseekV2(Llama):
     def router(self) -> TopKRouter:
         cfg = self.config
         assert isinstance(cfg, DeepseekV2Config)
-        limited = cfg.topk_method == "group_limited_greedy"
+        groups, kept = cfg.groups
         return TopKRouter(
             cfg.hidden_size,
             cfg.num_local_experts,
             cfg.num_experts_per_tok,
             normalize=False,
             scale=cfg.routed_scaling_factor,
-            groups=cfg.n_group if limited else 1,
-            groups_kept=cfg.topk_group if limited else 1,
+            groups=groups,
+            groups_kept=kept,
             initial=self.initial,
             state=self.state,
         )

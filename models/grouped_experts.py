@@ -22,8 +22,8 @@ class GroupedExpertsConfig(NarrowExpertsConfig):
     OWN_NAMES: ClassVar[Mapping[str, str]] = {"n_routed_experts": "num_local_experts"}
 
     n_shared_experts: int = Field(default=1, gt=0, le=2**10)
-    n_group: int = Field(default=1, gt=0)
-    topk_group: int = Field(default=1, gt=0)
+    n_group: int | None = Field(default=1, gt=0)
+    topk_group: int | None = Field(default=1, gt=0)
     routed_scaling_factor: float = Field(default=1.0, gt=0, le=1e3)
     first_k_dense_replace: int = Field(default=1, ge=0)
 
@@ -34,16 +34,21 @@ class GroupedExpertsConfig(NarrowExpertsConfig):
             raise BadInput(
                 where, "first_k_dense_replace", expected=expected, found=self.first_k_dense_replace
             )
-        experts = self.num_local_experts
-        if experts % self.n_group or experts < 2 * self.n_group:
+        experts, (groups, kept) = self.num_local_experts, self.groups
+        if experts % groups or experts < 2 * groups:
             expected = f"a divisor of n_routed_experts={experts}, with at least 2 experts a group"
-            raise BadInput(where, "n_group", expected=expected, found=self.n_group)
-        most, each = self.n_group, experts // self.n_group
-        if self.topk_group > most or self.num_experts_per_tok > each * self.topk_group:
+            raise BadInput(where, "n_group", expected=expected, found=groups)
+        each = experts // groups
+        if kept > groups or self.num_experts_per_tok > each * kept:
             expected = (
-                f"1 to {most} groups of {each} that hold num_experts_per_tok={self.num_experts_per_tok}"
+                f"1 to {groups} groups of {each} that hold num_experts_per_tok={self.num_experts_per_tok}"
             )
-            raise BadInput(where, "topk_group", expected=expected, found=self.topk_group)
+            raise BadInput(where, "topk_group", expected=expected, found=kept)
+
+    @property
+    def groups(self) -> tuple[int, int]:
+        """Return the number of groups of experts, and the number of them that a token's experts are in."""
+        return self.n_group or 1, self.topk_group or 1
 
     @property
     def balance_factor(self) -> float:
@@ -91,8 +96,8 @@ def corrected_router(cfg: GroupedExpertsConfig, state: ParallelState) -> TopKRou
         score="sigmoid",
         normalize=cfg.norm_topk_prob,
         scale=cfg.routed_scaling_factor,
-        groups=cfg.n_group,
-        groups_kept=cfg.topk_group,
+        groups=cfg.groups[0],
+        groups_kept=cfg.groups[1],
         bias_corrected=True,
         initial=Normal(cfg.initializer_range),
         state=state,
