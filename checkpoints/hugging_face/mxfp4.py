@@ -22,9 +22,13 @@ from ...storage.safetensors_reader import TensorFile
 Place = tuple[TensorFile, Entry]
 BLOCKS, SCALES = "_blocks", "_scales"
 _GROUP, _BYTES, _BIAS = 32, 16, 127
-#: Numbers that are unpacked at once: their fp32 forms are small beside a block of a conversion.
-_AT_ONCE = 1 << 17
-_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+#: Numbers that are unpacked at once, few beside a block of a conversion.
+_AT_ONCE = 1 << 19
+_NUMBERS = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device="cpu")
+#: The two bf16 numbers of each byte, as 32 bits; the factor of each scale.
+_BOTH = torch.cat((_NUMBERS, -_NUMBERS)).to(torch.bfloat16)
+_PAIRS = _BOTH[[(byte >> 4 * half) & 15 for byte in range(256) for half in (0, 1)]].view(torch.int32).numpy()
+_FACTORS = torch.tensor([2.0 ** (scale - _BIAS) for scale in range(256)], device="cpu").to(torch.bfloat16)
 
 
 class UnpackedFile(TensorFile):
@@ -66,11 +70,8 @@ class UnpackedFile(TensorFile):
 
 def unpack(blocks: Tensor, scales: Tensor) -> Tensor:
     """Return the numbers of packed bytes (..., G, 16) with their scales (..., G): bf16, (..., 32 G)."""
-    values = torch.tensor([*_NUMBERS, *(-one for one in _NUMBERS)])
-    byte = torch.arange(256)
-    pairs = torch.stack((values[byte & 15], values[byte >> 4]), dim=1)
-    numbers = pairs[blocks.int()].flatten(-2)
-    return torch.ldexp(numbers, scales.int().unsqueeze(-1) - _BIAS).to(torch.bfloat16).flatten(-2)
+    numbers = torch.from_numpy(_PAIRS.take(blocks.numpy())).view(torch.bfloat16)
+    return numbers.mul_(_FACTORS[scales.int()].unsqueeze(-1)).flatten(-2)
 
 
 def unpacked(tensors: Mapping[str, Place], path: Path) -> dict[str, Place]:
