@@ -111,7 +111,8 @@ class Cost:
 
     def without_last_sum(self) -> Cost:
         """Return the cost of a block whose last sum joins the residual stream: no backward needs it again."""
-        last = max((n for n, send in enumerate(self.sends) if send.again == "full"), default=None)
+        sums = (n for n, send in enumerate(self.sends) if (send.axis, send.again) == ("tensor", "full"))
+        last = max(sums, default=None)
         if last is None:
             return self
         sends = [replace(send, again="never") if n == last else send for n, send in enumerate(self.sends)]

@@ -136,7 +136,9 @@ class Attention(nn.Module):
         sums = heads * count * tokens.inner * one_operator
         working = context_working(tokens, query, 2 * key_value, self.state)
         if written_out:  # beside them queries, keys and values in fp32, and their gradients
-            working += scores_bytes(tokens, heads, tokens.length, dropout=self.dropout > 0)
+            working += scores_bytes(
+                tokens, heads, tokens.length, dropout=self.dropout > 0, bounded=self.soft_cap is not None
+            )
             again = 2 if tokens.compute < tokens.inner else 1
             working += again * count * (query + 2 * key_value) * tokens.inner
         return Cost(

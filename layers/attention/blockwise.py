@@ -27,7 +27,7 @@ from .sinks import add_sinks, sinks_gradient
 #: Scores that are written out at once where no fused operator computes the block.
 _AT_ONCE = 2**26
 #: How many tensors of the size of the scores ``attend_backward`` holds at its worst moment.
-_COPIES = 6
+_COPIES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,11 +180,11 @@ def widened(v_BKTE: Tensor, q_BHQE: Tensor) -> Tensor:
     return F.pad(v_BKTE, (0, missing)) if missing else v_BKTE
 
 
-def scores_bytes(tokens: Tokens, heads: int, keys: float, *, dropout: bool) -> float:
+def scores_bytes(tokens: Tokens, heads: int, keys: float, *, dropout: bool, bounded: bool) -> float:
     """Return the bytes of scores that are written out, and of what is made of them, in a backward."""
     row = tokens.rows * heads * keys
     at_once = min(tokens.length, max(1, _AT_ONCE // row))
-    copies = _COPIES + 3 * dropout + (at_once < tokens.length)  # one is left of the rows before
+    copies = _COPIES + bounded + 3 * dropout + (at_once < tokens.length)  # one is left of the rows before
     return copies * tokens.inner * row * at_once
 
 

@@ -28,7 +28,7 @@ from ...parallel_state import (
     local,
 )
 from ..autocast import without_autocast
-from ..cost import Cost, Tokens, matrix
+from ..cost import Cost, Send, Tokens, matrix
 
 
 class TopKRouter(DeclaredModule):
@@ -165,8 +165,12 @@ class TopKRouter(DeclaredModule):
         width, trained = self.weight.shape[1], self.weight.requires_grad
         numbers = width * trained + 2 * self.num_experts + self.top_k + 2
         product = self.num_experts * tokens.count * tokens.inner if width == tokens.hidden else 0.0
+        counts = tokens.rows * self.num_experts * tokens.inner  # of the rows that context ranks share
+        sends = (Send("context", "all_reduce", counts, again="full", what="counts"),)
         return matrix(tokens, self.num_experts * width, trained=trained) + Cost(
-            kept=numbers * tokens.count * tokens.inner, selective=product
+            kept=numbers * tokens.count * tokens.inner,
+            selective=product,
+            sends=sends if self.state.context_size > 1 else (),
         )
 
     def extra_repr(self) -> str:

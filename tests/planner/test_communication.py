@@ -61,6 +61,10 @@ MODELS["deepseek_v2"] = {
     **{"model_type": "deepseek_v2", "q_lora_rank": 10, "kv_lora_rank": 6, "qk_nope_head_dim": 4},
     **{"qk_rope_head_dim": 2, "v_head_dim": 3},
 }
+MODELS["gpt_oss"] = LLAMA | {
+    **{"model_type": "gpt_oss", "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "sliding_window": 5,
+}
 LENGTH, SAMPLES = 12, 2
 
 
@@ -137,6 +141,8 @@ CASES = [
     Case("gemma2", SEQUENCE, MemorySection(checkpointing="selective")),
     Case("olmo2", TENSOR, MemorySection(checkpointing="full")),
     Case("olmo2", SEQUENCE, MemorySection(checkpointing="selective")),
+    Case("gpt_oss", TENSOR, MemorySection(checkpointing="full")),
+    Case("gpt_oss", Layout.of(context=2), MemorySection(checkpointing="full")),
     Case("cohere", SEQUENCE, MemorySection(checkpointing="full")),
     Case("cohere", TENSOR, MemorySection(checkpointing="selective")),
     Case("deepseek_v2", SEQUENCE, MemorySection(checkpointing="full")),

@@ -50,7 +50,20 @@ GLM = LLAMA | {
 THREE = LLAMA | {"vocab_size": 503, "num_attention_heads": 6, "intermediate_size": 225, "head_dim": 10}
 #: Its scores, which are written out, are most of its memory.
 GEMMA2 = LLAMA | {"model_type": "gemma2", "head_dim": 8, "tie_word_embeddings": True, "sliding_window": 64}
-CONFIGS = {"llama": LLAMA, "three": THREE, "gpt2": GPT2, "glm4_moe": GLM, "gemma2": GEMMA2}
+#: Its first and its last block, whose backward meets the activations of all, write out scores of a window.
+GPT_OSS = LLAMA | {
+    **{"model_type": "gpt_oss", "head_dim": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
+    **{"sliding_window": 64, "intermediate_size": 64, "num_key_value_heads": 8},
+    "layer_types": ["sliding_attention", *["full_attention"] * 2, "sliding_attention"],
+}
+CONFIGS = {
+    "gpt_oss": GPT_OSS,
+    "llama": LLAMA,
+    "three": THREE,
+    "gpt2": GPT2,
+    "glm4_moe": GLM,
+    "gemma2": GEMMA2,
+}
 LENGTH = 128
 
 
@@ -176,6 +189,7 @@ CASES = [
     Case("llama", Layout.of(pipeline=2, **SHAPED), micro_batches=4, schedule="zbv"),
     Case("gemma2", Layout(), micro_batch=4),
     Case("gemma2", SEQUENCE, MemorySection(checkpointing="selective")),
+    Case("gpt_oss", Layout(), micro_batch=4),
     Case("llama", Layout.of(pipeline=2, data=2, zero=2), micro_batches=4),
     Case("llama", Layout.of(pipeline=2, data=2, zero=3), micro_batches=4),
     Case("llama", Layout.of(pipeline=2, data=2, zero=3, **SHAPED), micro_batches=4, schedule="zbv"),
