@@ -303,7 +303,7 @@ def same(found: object, whole: object) -> bool:
 @pytest.mark.parametrize(
     ("count", "resumes"),
     [
-        pytest.param(240, 1, id="short"),
+        pytest.param(120, 1, id="short"),
         pytest.param(2000, 20, id="long", marks=[pytest.mark.slow, pytest.mark.timeout(3000)]),
     ],
 )

@@ -27,13 +27,15 @@ FOUR_GPT2 = {**TINY_GPT2, "n_layer": 4}
 SAME = [
     pytest.param({}, {}, id="D1-one-process"),
     pytest.param({"tensor": 2}, {}, id="D1-tp2", marks=pytest.mark.slow),
-    pytest.param({"tensor": 2, "sequence": True}, {}, id="D1-sp"),
+    pytest.param({"tensor": 2, "sequence": True}, {}, id="D1-sp", marks=pytest.mark.slow),
     pytest.param({"data": 2}, {}, id="D1-dp2", marks=pytest.mark.slow),
     pytest.param({"data": 2, "zero": 1}, {}, id="D1-zero1", marks=pytest.mark.slow),
     pytest.param({"data": 2, "zero": 3}, {}, id="D1-zero3"),
     pytest.param({"tensor": 2, "pipeline": 2}, {}, id="D1-tp2-pp2", marks=pytest.mark.slow),
     pytest.param({"tensor": 2}, {"model": {"config": TINY_GPT2}}, id="D1-dropout-tp2"),
-    pytest.param({"pipeline": 2}, {"model": {"config": TINY_GPT2}}, id="D1-dropout-pp2"),
+    pytest.param(
+        {"pipeline": 2}, {"model": {"config": TINY_GPT2}}, id="D1-dropout-pp2", marks=pytest.mark.slow
+    ),
     pytest.param(
         {"context": 2, "ring": True},
         {"model": {"config": TINY_GPT2}},
@@ -50,8 +52,8 @@ SAME = [
 OTHER = [
     pytest.param({"tensor": 2}, {}, id="D4-tp2-to-one"),
     pytest.param({}, {"tensor": 4, "sequence": True}, id="D4-one-to-tp4-sp", marks=pytest.mark.slow),
-    pytest.param({"data": 2}, {"data": 4, "zero": 1}, id="D4-dp2-to-zero1"),
-    pytest.param({"pipeline": 2}, {"tensor": 2}, id="D4-pp2-to-tp2"),
+    pytest.param({"data": 2}, {"data": 4, "zero": 1}, id="D4-dp2-to-zero1", marks=pytest.mark.slow),
+    pytest.param({"pipeline": 2}, {"tensor": 2}, id="D4-pp2-to-tp2", marks=pytest.mark.slow),
     pytest.param({"tensor": 2, "pipeline": 2}, {"data": 2, "zero": 1}, id="D4-tp2-pp2-to-zero1"),
     pytest.param({"context": 2, "data": 2, "zero": 1}, {"tensor": 2}, id="D4-cp2-zero1-to-tp2"),
     pytest.param({"data": 2}, {"context": 2}, id="D4-dp2-to-cp2", marks=pytest.mark.slow),

@@ -99,7 +99,7 @@ def leave(recipe: str, how: str) -> None:
     "how",
     [
         pytest.param("return", marks=pytest.mark.slow),
-        "exit",
+        pytest.param("exit", marks=pytest.mark.slow),
         pytest.param("error", marks=pytest.mark.slow),
         "destroy",
     ],

@@ -136,8 +136,8 @@ def outcome(out: Path) -> tuple[list[tuple[Any, ...]], dict[str, Tensor]]:
     ("layout", "changes", "factor"),
     [
         pytest.param({"tensor": 2}, HALF, math.inf, id="fp16-tp2"),
-        pytest.param({"data": 2, "zero": 1}, HALF, math.inf, id="fp16-zero1"),
-        pytest.param({"pipeline": 2}, SPIKES, 1e9, id="spike-pp2"),
+        pytest.param({"data": 2, "zero": 1}, HALF, math.inf, id="fp16-zero1", marks=pytest.mark.slow),
+        pytest.param({"pipeline": 2}, SPIKES, 1e9, id="spike-pp2", marks=pytest.mark.slow),
         pytest.param({"data": 2, "zero": 3}, SPIKES, 1e9, id="spike-zero3"),
     ],
 )
