@@ -5,6 +5,7 @@ are given a state, and activation checkpointing, LoRA and compilation for blocks
 """
 
 from .activation_checkpointing import Checkpointing, checkpoint_blocks, checkpointed, keep_aside
+from .attention.alibi import Alibi, alibi_slopes
 from .attention.attention import Attention, SharedHeads
 from .attention.causal import causal_attention, merge_heads, split_heads
 from .attention.inputs import AttentionInputs
@@ -55,6 +56,7 @@ from .stage import Stage, all_stages, find_blocks, split_blocks
 
 __all__ = [
     "ACTIVATIONS",
+    "Alibi",
     "Attention",
     "AttentionInputs",
     "AttentionScope",
@@ -94,6 +96,7 @@ __all__ = [
     "VocabParallelEmbedding",
     "VocabParallelHead",
     "activation",
+    "alibi_slopes",
     "all_stages",
     "attach_expert_lora",
     "attach_lora",

@@ -37,12 +37,13 @@ class _Chunked(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
+        bias: Tensor | None,
         labels: Tensor,
         vocab_size: int,
         smoothing: float,
         ignore: int,
         chunk: int,
-        wanted: tuple[bool, bool],
+        wanted: tuple[bool, bool, bool],
         logit_cap: float | None,
         state: ParallelState,
     ) -> Tensor:
@@ -54,10 +55,13 @@ class _Chunked(torch.autograd.Function):
         dx_ND = torch.empty_like(x_ND) if wanted[0] else None
         # Summed over the chunks in the loss' dtype: in bf16 each chunk would round the sum.
         dw_VD = torch.zeros_like(w_VD, dtype=inner) if wanted[1] else None
+        db_V = w_VD.new_zeros(len(w_VD), dtype=inner) if wanted[2] else None
         one, loss = x_ND.new_ones((), dtype=inner), x_ND.new_zeros((), dtype=inner)
         for start in range(0, len(y_N), max(chunk, 1)):
             x_CD, y_C = x_ND[start : start + chunk], y_N[start : start + chunk]
             part = torch.mm(x_CD, w_VD.t(), out=logits_CV[: len(y_C)])
+            if bias is not None:
+                part += bias.detach()
             capped, slope = part.to(inner), None
             if logit_cap is not None:
                 share = (capped / logit_cap).tanh_()
@@ -69,13 +73,15 @@ class _Chunked(torch.autograd.Function):
             grad_CV = gradient.scaled(one, vocab_size, smoothing, state)
             if slope is not None:
                 grad_CV *= slope
+            if db_V is not None:
+                db_V += grad_CV.sum(0)
             if grad_CV.dtype != part.dtype:
                 grad_CV = part.copy_(grad_CV)
             if dx_ND is not None:
                 torch.mm(grad_CV, w_VD, out=dx_ND[start : start + chunk])
             if dw_VD is not None:
                 _add_product(dw_VD, grad_CV.t(), x_CD)
-        ctx.save_for_backward(dx_ND, dw_VD)
+        ctx.save_for_backward(dx_ND, dw_VD, db_V)
         ctx.shape, ctx.dtype = hidden.shape, weight.dtype
         return loss
 
@@ -83,13 +89,14 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         assert not getattr(ctx, "ran", False), "the weight's gradient was scaled in place: backward runs once"
         ctx.ran = True
-        dx_ND, dw_VD = ctx.saved_tensors
+        dx_ND, dw_VD, db_V = ctx.saved_tensors
         scale = grads[0]
         # The scale is one over the step's tokens: rounded to bf16 it would be wrong for all gradients alike.
         dx = None if dx_ND is None else (dx_ND.to(scale.dtype) * scale).to(dx_ND.dtype).view(ctx.shape)
         # In place: a second copy of the weight's gradient is what this function is there to spare.
         dw = None if dw_VD is None else dw_VD.mul_(scale).to(ctx.dtype)
-        return dx, dw, *[None] * 8
+        db = None if db_V is None else db_V.mul_(scale).to(ctx.dtype)
+        return dx, dw, db, *[None] * 8
 
 
 _chunked: Callable[..., Tensor] = _Chunked.apply  # torch declares it without types
@@ -103,6 +110,7 @@ def chunked_cross_entropy(
     vocab_size: int,
     *,
     chunk: int,
+    bias: Tensor | None = None,
     label_smoothing: float = 0.0,
     ignore_index: int = IGNORE,
     logit_cap: float | None = None,
@@ -112,10 +120,11 @@ def chunked_cross_entropy(
     scalar.
 
     ``hidden``: (B, S, D), or (B, S / tensor, D) with sequence parallelism. ``weight``: (padded / tensor, D),
-    this rank's rows. ``labels``: (B, S), shifted. ``chunk``: number of tokens whose logits exist at once. The
-    memory beyond inputs and gradients is ``chunk * rows * (bytes of hidden + 4)``, or without the 4 if hidden
-    is already fp32. Each chunk has two small all-reduces over the tensor axis. ``logit_cap``: bound of the
-    logits (see ``bounded``); memory then holds two more chunks. Backward may run once.
+    this rank's rows; ``bias``: (padded / tensor,). ``labels``: (B, S), shifted. ``chunk``: number of tokens
+    whose logits exist at once. The memory beyond inputs and gradients is ``chunk * rows * (bytes of hidden +
+    4)``, or without the 4 if hidden is already fp32. Each chunk has two small all-reduces over the tensor
+    axis. ``logit_cap``: bound of the logits (see ``bounded``); memory then holds two more chunks. Backward
+    may run once.
     """
     state = alone_or(state)
     if chunk < 1:
@@ -123,11 +132,11 @@ def chunked_cross_entropy(
     check_ids(labels, vocab_size, but=ignore_index)
     inner = torch.promote_types(hidden.dtype, weight.dtype)  # which autocast outside of it may have set apart
     hidden, weight = enter_tensor(hidden.to(inner), state), weight.to(inner)
+    bias = None if bias is None else bias.to(inner)
     on = torch.is_grad_enabled()
-    wanted = (on and hidden.requires_grad, on and weight.requires_grad)
-    return _chunked(
-        hidden, weight, labels, vocab_size, label_smoothing, ignore_index, chunk, wanted, logit_cap, state
-    )
+    wanted = tuple(on and one is not None and one.requires_grad for one in (hidden, weight, bias))
+    settings = (vocab_size, label_smoothing, ignore_index, chunk, wanted, logit_cap, state)
+    return _chunked(hidden, weight, bias, labels, *settings)
 
 
 def chunked_cross_entropy_cost(

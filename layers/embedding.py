@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..parallel_state import (
+    Constant,
     Cut,
     Declaration,
     DeclaredModule,
@@ -58,7 +59,7 @@ class VocabParallelEmbedding(DeclaredModule):
         super().__init__()
         self.state = alone_or(state)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
-        declaration = _vocabulary(num_embeddings, embedding_dim, ends, initial or Normal(1.0), state)
+        declaration = _vocabulary((num_embeddings, embedding_dim), ends, initial or Normal(1.0), state)
         self.rows = declaration.held_shape(self.state.layout)[0]
         declare_parameter(self, "weight", declaration, self.state)
 
@@ -99,29 +100,39 @@ class VocabParallelHead(DeclaredModule):
     """Compute logits (B, S, padded / tensor): this rank's part of the vocabulary, never gathered.
 
     Input: hidden states (B, S, D), or (B, S / tensor, D) with sequence parallelism. Columns after the
-    vocabulary are padding; ``vocab_parallel_cross_entropy`` and ``gather_logits`` leave them out.
+    vocabulary are padding; ``vocab_parallel_cross_entropy`` and ``gather_logits`` leave them out. The
+    ``bias`` (GPT-J, Phi) is cut like the vocabulary.
     """
 
     weight: nn.Parameter
+    bias: nn.Parameter | None
 
     def __init__(
         self,
         embedding_dim: int,
         num_embeddings: int,
         *,
+        bias: bool = False,
         initial: Initial | None = None,
         state: ParallelState | None = None,
     ) -> None:
         super().__init__()
         self.state = alone_or(state)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
-        declaration = _vocabulary(num_embeddings, embedding_dim, False, initial or Normal(0.02), state)
+        shape = (num_embeddings, embedding_dim)
+        declaration = _vocabulary(shape, False, initial or Normal(0.02), state)
         self.rows = declaration.held_shape(self.state.layout)[0]
         declare_parameter(self, "weight", declaration, self.state)
+        if bias:
+            declared = _vocabulary((num_embeddings,), False, Constant(0.0), state)
+            declare_parameter(self, "bias", declared, self.state)
+        else:
+            self.register_parameter("bias", None)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's logits."""
-        return F.linear(enter_tensor(x, self.state), local(self.weight))
+        bias = None if self.bias is None else local(self.bias)
+        return F.linear(enter_tensor(x, self.state), local(self.weight), bias)
 
     def cost(self, tokens: Tokens) -> Cost:
         return _logits_cost(self, tokens)
@@ -198,11 +209,11 @@ def check_ids(ids: Tensor, size: int, *, but: int | None = None) -> None:
 
 
 def _vocabulary(
-    rows: int, dim: int, ends: bool, initial: Initial, state: ParallelState | None
+    shape: tuple[int, ...], ends: bool, initial: Initial, state: ParallelState | None
 ) -> Declaration:
     """Declare the weight. Without a state it is not padded: the layer is plain and loads plain weights."""
     multiple = None if state is None else VOCABULARY_MULTIPLE
-    return Declaration((rows, dim), cut=Cut(0), multiple=multiple, ends=ends, initial=initial)
+    return Declaration(shape, cut=Cut(0), multiple=multiple, ends=ends, initial=initial)
 
 
 def _logits_cost(layer: VocabParallelEmbedding | VocabParallelHead, tokens: Tokens) -> Cost:

@@ -69,7 +69,7 @@ class GatedMLP(nn.Module):
         return (
             cost_of(self.gate_up, tokens)
             + cost_of(self.down, tokens)
-            + between_products(self.gate_up, tokens)
+            + between_products(self.gate_up, tokens, keeps_output=self.act is F.relu)
         )
 
 
@@ -103,21 +103,28 @@ class MLP(nn.Module):
         return down
 
     def cost(self, tokens: Tokens) -> Cost:
-        return cost_of(self.up, tokens) + cost_of(self.down, tokens) + between_products(self.up, tokens)
+        between = between_products(self.up, tokens, keeps_output=self.act is F.relu)
+        if self.act is F.relu and not self.down.keeps_input:
+            between += Cost(kept=tokens.bytes(self.up.parts[0].here))
+        return cost_of(self.up, tokens) + cost_of(self.down, tokens) + between
 
 
-def between_products(into: ColumnParallelLinear, tokens: Tokens) -> Cost:
+def between_products(into: ColumnParallelLinear, tokens: Tokens, *, keeps_output: bool = False) -> Cost:
     """Return the cost of the activation between the products, and of the gate if there are two of the first.
 
-    The backward holds at once the gradients of both sides of the activation, and of the hidden states.
+    ``keeps_output``: the activation's backward needs what it made, not what it was given (ReLU). The backward
+    holds at once the gradients of both sides of the activation, and of the hidden states.
     """
     here = [part.here for part in into.parts]
     gated = len(here) == 2
     made = tokens.bytes(sum(here))
     products = made if into.in_features == tokens.hidden else 0.0
+    given = tokens.bytes(here[0]) * keeps_output
     return Cost(
-        kept=made + tokens.bytes(here[0]) * gated,
+        kept=made + tokens.bytes(here[0]) * gated - given,
         selective=products,
-        both=0.0 if into.adapters else products,  # an adapter adds to the product: what is kept is the sum
+        both=0.0
+        if into.adapters
+        else max(products - given, 0.0),  # an adapter adds to the product: what is kept is the sum
         working=tokens.bytes(2 * here[0] + 2 * into.in_features),
     )

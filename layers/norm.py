@@ -71,22 +71,28 @@ class LayerNorm(DeclaredModule):
     """Apply ``nn.LayerNorm`` over the last dim; weight and bias are whole on every rank.
 
     Input and output: (B, S, D), or (B, S / tensor, D) with sequence parallelism. Some families have no
-    ``bias`` (Cohere).
+    ``bias`` (Cohere). ``heads``: each rank normalises its own heads (B, H, S, E), as with ``RMSNorm`` (Phi).
     """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
 
     def __init__(
-        self, dim: int, eps: float = 1e-5, *, bias: bool = True, state: ParallelState | None = None
+        self,
+        dim: int,
+        eps: float = 1e-5,
+        *,
+        bias: bool = True,
+        heads: bool = False,
+        state: ParallelState | None = None,
     ) -> None:
         super().__init__()
         check_no_state(eps, "LayerNorm", "eps")
         self.dim, self.eps = dim, eps
-        self.state = alone_or(state)
-        _declare_norm(self, "weight", dim, 1.0, self.state)
+        self.heads, self.state = heads, alone_or(state)
+        _declare_norm(self, "weight", dim, 1.0, self.state, heads=heads)
         if bias:
-            _declare_norm(self, "bias", dim, 0.0, self.state)
+            _declare_norm(self, "bias", dim, 0.0, self.state, heads=heads)
         else:
             self.register_parameter("bias", None)
 
@@ -96,7 +102,8 @@ class LayerNorm(DeclaredModule):
         return F.layer_norm(x, (self.dim,), local(self.weight), bias, self.eps)
 
     def cost(self, tokens: Tokens) -> Cost:
-        return norm_cost(tokens.between_blocks(self.state), self.dim, rms=False, trained=True)
+        here = tokens if self.heads else tokens.between_blocks(self.state)
+        return norm_cost(here, self.dim, rms=False, trained=True)
 
     def extra_repr(self) -> str:
         return f"{self.dim}, eps={self.eps}"

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 from torch import nn
 
-from ..layers import ACTIVATIONS, Attention, GatedMLP, RMSNorm, RotaryEmbedding
+from ..layers import ACTIVATIONS, Alibi, Attention, GatedMLP, RMSNorm, RotaryEmbedding
 from ..parallel_state import BadInput, Normal, ParallelState
 from .base.blocks import Block, PreNormBlock
 from .base.config import ModelConfig
@@ -141,6 +141,7 @@ def grouped_attention(
     scale: float | None = None,
     soft_cap: float | None = None,
     sinks: bool = False,
+    alibi: Alibi | None = None,
 ) -> Attention:
     """Make the attention of Llama and its relatives from the fields that their configs share.
 
@@ -159,10 +160,12 @@ def grouped_attention(
         out_bias=out_bias,
         qk_norm=head_norm if head_norms else qk_norm,
         rotary=rotary,
+        partial_rotary=cfg.rotary_dim < cfg.head_dim,
         window=window,
         scale=scale,
         soft_cap=soft_cap,
         sinks=sinks,
+        alibi=alibi,
         dropout=cfg.attention_dropout,
         initial=Normal(cfg.initializer_range),
         state=state,

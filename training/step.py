@@ -90,6 +90,7 @@ class TrainStep(Step):
                 labels,
                 size,
                 chunk=self.loss_chunk,
+                bias=self.model.head_bias,
                 label_smoothing=label_smoothing,
                 logit_cap=self.model.logit_cap,
                 state=state,

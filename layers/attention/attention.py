@@ -15,6 +15,7 @@ from ..cost import Cost, Tokens, cost_of
 from ..dropout import own_random
 from ..linear import ColumnParallelLinear, RowParallelLinear
 from ..norm import HeadsRMSNorm
+from .alibi import Alibi
 from .blockwise import scores_bytes
 from .causal import causal_attention, merge_heads, split_heads
 from .context import context_sends, context_working
@@ -29,14 +30,16 @@ class Attention(nn.Module):
     Input and output: (B, S, D), or (B, S / tensor, D) with sequence parallelism. Each tensor rank computes
     whole heads. Key/value heads that the ranks do not divide are shared (see ``ColumnParallelLinear``).
 
-    ``kv_heads``: number of key/value heads; the default is ``heads``. ``qk_norm``: makes, from
-    the number of heads, the norm of the queries and that of the keys, (B, heads here, S, E) in and out,
-    which comes before the rotation (Qwen 3). ``rotary``: name of the rotation in ``AttentionInputs``;
-    ``None``: no rotation (GPT-2). ``window``: number of tokens that a token
-    sees, itself included; ``None``: all earlier ones. ``scale``: factor of the scores; the default is
-    ``head_dim ** -0.5``. ``soft_cap``: bound of the scores (Gemma 2). ``sinks``: each
-    head has one more score, which is learnt (GPT-OSS). ``dropout``: dropout of the attention
-    weights. ``initial`` and ``out_initial``: initial weights of the input and of the output projection.
+    ``kv_heads``: number of key/value heads; the default is ``heads``. ``qk_norm``: makes, from the number
+    of heads, the norm of the queries and that of the keys, (B, heads here, S, E) in and out, which comes
+    before the rotation (Qwen 3). ``rotary``: name of the rotation in ``AttentionInputs``; ``None``: no
+    rotation (GPT-2). ``partial_rotary``: it leaves a part of each head as it is, and so lays heads in
+    memory as products do, which ``cost`` asks for. ``window``: number of tokens that a token sees, itself
+    included; ``None``: all earlier ones. ``scale``: factor of the scores; the default is ``head_dim **
+    -0.5``. ``soft_cap``: bound of the scores (Gemma 2). ``sinks``: each head has one more score, which is
+    learnt (GPT-OSS). ``alibi``: biases of all heads' scores by distance (Bloom, Falcon); a rank adds those
+    of its own heads. ``dropout``: dropout of the attention weights. ``initial`` and ``out_initial``:
+    initial weights of the input and of the output projection.
     Source: Ainslie et al. 2023 (grouped queries).
     """
 
@@ -51,10 +54,12 @@ class Attention(nn.Module):
         out_bias: bool = False,
         qk_norm: Callable[[int], nn.Module] | None = None,
         rotary: str | None = "all",
+        partial_rotary: bool = False,
         window: int | None = None,
         scale: float | None = None,
         soft_cap: float | None = None,
         sinks: bool = False,
+        alibi: Alibi | None = None,
         dropout: float = 0.0,
         initial: Initial | None = None,
         out_initial: Initial | None = None,
@@ -63,7 +68,11 @@ class Attention(nn.Module):
         super().__init__()
         kv_heads = heads if kv_heads is None else kv_heads
         self.head_dim, self.rotary, self.window = head_dim, rotary, window
+        self.partial_rotary = partial_rotary
         self.scale, self.soft_cap, self.dropout = scale, soft_cap, dropout
+        here = heads // alone_or(state).tensor_size
+        first = alone_or(state).tensor_index * here
+        self.alibi = None if alibi is None else alibi.of_heads(first, first + here)
         self.state, self.whole_width = alone_or(state), heads * head_dim
         widths = {"q": heads * head_dim, "k": kv_heads * head_dim, "v": kv_heads * head_dim}
         self.qkv = ColumnParallelLinear(
@@ -96,6 +105,7 @@ class Attention(nn.Module):
                 scale=self.scale,
                 soft_cap=self.soft_cap,
                 sinks=None if self.sinks is None else local(self.sinks.weight),
+                alibi=self.alibi,
             )
         out: Tensor = self.out(merge_heads(heads_BHSE))
         return out
@@ -112,9 +122,10 @@ class Attention(nn.Module):
         ranks, whole = self.state.context_size, tokens.length * self.state.context_size
         heads, count = query // self.head_dim, tokens.count
         narrow = exceeds(self.window, int(whole))
-        special = self.soft_cap is not None or self.sinks is not None
+        special = self.soft_cap is not None or self.sinks is not None or self.alibi is not None
         in_blocks = special or ranks > 1  # see ``causal_attention``
-        written_out = self.soft_cap is not None or (in_blocks and (self.dropout > 0 or narrow))
+        written_out = self.soft_cap is not None or self.alibi is not None
+        written_out = written_out or (in_blocks and (self.dropout > 0 or narrow))
         one_operator = not in_blocks and (tokens.fused or not self.dropout)
         # Key/value heads as attention is given them: lined up, or one for each query head.
         repeated = not in_blocks and (narrow or not one_operator)
@@ -122,7 +133,8 @@ class Attention(nn.Module):
         kept = tokens.bytes(query + 2 * seen) + heads * count * tokens.inner  # and a logsumexp a head
         # Its output is the last product's input, unless that is a copy: of context ranks' output, and of one
         # that lies in memory as norms of single heads leave queries, heads before tokens.
-        as_product = isinstance(self.q_norm, nn.Identity | HeadsRMSNorm) or special
+        laid = self.partial_rotary or isinstance(self.q_norm, nn.Identity | HeadsRMSNorm)
+        as_product = laid or special
         copied = ranks > 1 or not as_product
         kept += tokens.bytes(query) if copied or not self.out.keeps_input else 0.0
         if not one_operator and not in_blocks:  # the scores, their softmax and what dropout leaves of it

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from ...parallel_state import engine
 from ..autocast import without_autocast
 from ..cost import Tokens
+from .alibi import ScoreBias
 from .sinks import add_sinks, sinks_gradient
 
 #: Scores that are written out at once where no fused operator computes the block.
@@ -36,7 +37,8 @@ class BlockAttentionOptions:
 
     ``seed`` is the seed of the block's dropout, so that backward draws the same mask. ``mask``: (B or 1, 1,
     Q, T), true where a query sees a key; ``None`` where ``causal`` alone decides. ``soft_cap`` bounds the
-    scores, see ``causal_attention``. ``fused``: use torch's own operator where it can compute the block.
+    scores, see ``causal_attention``; ``bias`` is added to them. ``fused``: use torch's own operator where it
+    can compute the block.
     """
 
     scale: float
@@ -45,6 +47,7 @@ class BlockAttentionOptions:
     dropout: float = 0.0
     seed: int = 0
     soft_cap: float | None = None
+    bias: ScoreBias | None = None
     fused: bool = True
 
 
@@ -67,7 +70,7 @@ def attend(
     k, v = k_BKTE.to(inner), v_BKTE.to(inner)
     outs, sums = [], []
     for rows, dropped in _slices(q_BHQE, k, options):
-        scores = _hide(_scores(q_BHQE[:, :, rows].to(inner), k, options), options, rows)
+        scores = _seen(_scores(q_BHQE[:, :, rows].to(inner), k, options), options, rows)
         log_sums = scores.logsumexp(-1)
         weights = (scores - log_sums.masked_fill(log_sums.isneginf(), 0.0).unsqueeze(-1)).exp()
         outs.append(_fold(weights if dropped is None else weights * dropped, k) @ v)
@@ -108,7 +111,7 @@ def attend_backward(
         scores = _scores(q, k, options)
         # The derivative of the cap: 1 - tanh^2, before what is not seen becomes infinite.
         slope = None if options.soft_cap is None else 1 - (scores / options.soft_cap) ** 2
-        weights = (_hide(scores, options, rows) - log_sums[:, :, rows].unsqueeze(-1)).exp()
+        weights = (_seen(scores, options, rows) - log_sums[:, :, rows].unsqueeze(-1)).exp()
         dweights = (_fold(dout, k) @ v.transpose(-1, -2)).view_as(weights)
         kept = weights
         if dropped is not None:
@@ -133,18 +136,20 @@ def blockwise_attention(
     scale: float | None = None,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
+    bias: ScoreBias | None = None,
 ) -> Tensor:
     """Compute attention whose scores exist only a few rows at a time, in forward and in backward.
 
-    Returns (B, H, S, E), like ``q``. For what torch's public operators do not compute: scores with a
-    ``soft_cap``, and ``sinks`` (H,), one more score of each head (see ``sinks.py``). ``mask``:
-    (B or 1, 1, S, T), true where a query sees a key; without one, ``causal`` says whether keys and queries
-    are the same tokens in order. Dropout follows torch's generator.
+    Returns (B, H, S, E), like ``q``. For what torch's public operators do not compute, or not without all
+    scores at once: a ``soft_cap``, ``sinks`` (H,), one more score of each head (see ``sinks.py``), and a
+    ``bias``. ``mask``: (B or 1, 1, S, T), true where a query sees a key; without one, ``causal`` says whether
+    keys and queries are the same tokens in order. Dropout follows torch's generator.
     """
     scale = q_BHSE.shape[-1] ** -0.5 if scale is None else scale
     seed = int(torch.randint(2**62, (), device="cpu")) if dropout else 0
-    fused = soft_cap is None and not q_BHSE.is_meta and fused_is_right(q_BHSE.device.type)
-    options = BlockAttentionOptions(scale, causal, mask, dropout, seed, soft_cap, fused)
+    fused = soft_cap is None and bias is None and not q_BHSE.is_meta
+    fused = fused and fused_is_right(q_BHSE.device.type)
+    options = BlockAttentionOptions(scale, causal, mask, dropout, seed, soft_cap, bias, fused)
     return _attention(q_BHSE, k_BKTE, v_BKTE, sinks, options)
 
 
@@ -229,7 +234,9 @@ def _of_longer_sequence(
 
 
 def _fused(q: Tensor, options: BlockAttentionOptions) -> bool:
-    if not options.fused or options.mask is not None or options.dropout or options.soft_cap is not None:
+    if not options.fused or options.dropout:
+        return False
+    if options.mask is not None or options.soft_cap is not None or options.bias is not None:
         return False
     if q.device.type == "cuda":
         return q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
@@ -254,6 +261,13 @@ def _scores(q_BHQE: Tensor, k_BKTE: Tensor, options: BlockAttentionOptions) -> T
     scores = scores.view(*q_BHQE.shape[:3], -1)
     cap = options.soft_cap
     return scores if cap is None else scores.div_(cap).tanh_().mul_(cap)
+
+
+def _seen(scores: Tensor, options: BlockAttentionOptions, rows: slice) -> Tensor:
+    """Add the bias in place, then hide what is not seen."""
+    if options.bias is not None:
+        scores += options.bias(rows, scores.dtype)
+    return _hide(scores, options, rows)
 
 
 def _hide(scores: Tensor, options: BlockAttentionOptions, rows: slice) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .alibi import Alibi
 from .blockwise import blockwise_attention, widened
 from .context import context_attention
 from .mask import AttentionScope
@@ -31,14 +32,16 @@ def causal_attention(
     scale: float | None = None,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
+    alibi: Alibi | None = None,
 ) -> Tensor:
     """Compute scaled dot-product attention in which a position sees itself and earlier ones in its ``scope``.
 
     Returns (B, H, S, E), like ``q``, or as wide as ``v``, whose heads may be narrower. There may be several
     query heads for each key/value head; consecutive query heads then share one. ``scale``: factor of the
     scores; the default is E ** -0.5. ``soft_cap``: bound of the scores, ``soft_cap * tanh(scores /
-    soft_cap)`` (Gemma 2, section 2); ``sinks``: one more score of each head, (H,), see ``sinks.py``. Torch's
-    public operators have neither, so the scores are computed in blocks. With several context ranks
+    soft_cap)`` (Gemma 2, section 2); ``sinks``: one more score of each head, (H,), see ``sinks.py``;
+    ``alibi``: biases of the heads of ``q``. Torch's public operators lack these, or need all biases at once,
+    so the scores are computed in blocks. With several context ranks
     (``scope``) the call is collective.
     """
     if scope is not None and scope.context is not None:
@@ -51,9 +54,10 @@ def causal_attention(
             scale=scale,
             soft_cap=soft_cap,
             sinks=sinks,
+            alibi=alibi,
         )
     scope = scope or AttentionScope()
-    if soft_cap is not None or sinks is not None:
+    if soft_cap is not None or sinks is not None or alibi is not None:
         return blockwise_attention(
             q_BHSE,
             k_BKSE,
@@ -64,6 +68,7 @@ def causal_attention(
             scale=scale,
             soft_cap=soft_cap,
             sinks=sinks,
+            bias=None if alibi is None else alibi.bias(*scope.positions(q_BHSE)),
         )
     grouped = q_BHSE.shape[1] != k_BKSE.shape[1]
     if grouped and scope.mask is not None:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ...parallel_state import ParallelState, engine
 from ..cost import Send, Tokens
+from .alibi import Alibi
 from .blockwise import BlockAttentionOptions, attend, attend_backward
 from .context_mask import Block, ContextScope
 from .sinks import add_sinks, sinks_gradient
@@ -36,6 +37,7 @@ def context_attention(
     scale: float | None = None,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
+    alibi: Alibi | None = None,
 ) -> Tensor:
     """Compute attention over the whole sequence, (B, H, S, E): a token sees the tokens that the scope allows.
 
@@ -47,8 +49,8 @@ def context_attention(
     """
     scale = q_BHSE.shape[-1] ** -0.5 if scale is None else scale
     seed = int(torch.randint(2**62, (), device="cpu")) if dropout else 0
-    settings = BlockAttentionOptions(scale, False, None, dropout, seed, soft_cap, scope.fused)
-    return _attention(q_BHSE, k_BKSE, v_BKSE, sinks, scope, settings)
+    settings = BlockAttentionOptions(scale, False, None, dropout, seed, soft_cap, fused=scope.fused)
+    return _attention(q_BHSE, k_BKSE, v_BKSE, sinks, scope, settings, alibi)
 
 
 class _ContextAttention(torch.autograd.Function):
@@ -61,6 +63,7 @@ class _ContextAttention(torch.autograd.Function):
         sinks: Tensor | None,
         scope: ContextScope,
         settings: BlockAttentionOptions,
+        alibi: Alibi | None,
     ) -> Tensor:
         chunk = q.shape[2] // 2
         inner = torch.promote_types(q.dtype, torch.float32)
@@ -69,14 +72,14 @@ class _ContextAttention(torch.autograd.Function):
         for source, keys, values in _arriving(k, v, scope.state):
             for block in scope.blocks(source, chunk):
                 mine, theirs = _rows(block.query, chunk), _rows(block.key, chunk)
-                options = _options(scope, source, block, chunk, settings)
+                options = _options(scope, source, block, chunk, settings, alibi)
                 part, log_sums = attend(q[:, :, mine], keys[:, :, theirs], values[:, :, theirs], options)
                 _merge(out[:, :, mine], sums[:, :, mine], part, log_sums)
         if sinks is not None:  # after the last block, so that they count once
             out, sums = add_sinks(out, sums, sinks)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, sinks, out, sums)
-        ctx.scope, ctx.settings = scope, settings
+        ctx.scope, ctx.settings, ctx.alibi = scope, settings, alibi
         return out
 
     @staticmethod
@@ -90,7 +93,7 @@ class _ContextAttention(torch.autograd.Function):
             dks, dvs = _both(dkv, k, v)
             for block in scope.blocks(source, chunk):
                 mine, theirs = _rows(block.query, chunk), _rows(block.key, chunk)
-                options = _options(scope, source, block, chunk, ctx.settings)
+                options = _options(scope, source, block, chunk, ctx.settings, ctx.alibi)
                 at = (slice(None), slice(None), mine)
                 part, dk, dv = attend_backward(
                     grad[at], q[at], keys[:, :, theirs], values[:, :, theirs], out[at], sums[at], options
@@ -101,7 +104,7 @@ class _ContextAttention(torch.autograd.Function):
             home.add(source, dkv)
         dk, dv = _both(home.arrived().to(k.dtype), k, v)
         dsinks = None if sinks is None else sinks_gradient(grad, out, sums, sinks)
-        return dq.to(q.dtype), dk, dv, dsinks, None, None
+        return dq.to(q.dtype), dk, dv, dsinks, None, None, None
 
 
 # torch declares ``apply`` without types.
@@ -201,12 +204,18 @@ class _Returning:
 
 
 def _options(
-    scope: ContextScope, source: int, block: Block, chunk: int, settings: BlockAttentionOptions
+    scope: ContextScope,
+    source: int,
+    block: Block,
+    chunk: int,
+    settings: BlockAttentionOptions,
+    alibi: Alibi | None,
 ) -> BlockAttentionOptions:
     """Return the options of one block: the keys that it sees, and a dropout seed of its own."""
     number = 4 * source + 2 * block.query + block.key
     seed = (settings.seed + number) % 2**63
-    return replace(settings, causal=block.causal, mask=scope.mask(block, chunk), seed=seed)
+    bias = None if alibi is None else alibi.bias(*scope.positions(source, block, chunk))
+    return replace(settings, causal=block.causal, mask=scope.mask(block, chunk), seed=seed, bias=bias)
 
 
 def _rows(half: int, chunk: int) -> slice:

@@ -38,21 +38,25 @@ class ContextScope:
         self.state, self.fused = state, fused_is_right(state.device.type)
         #: (B or 1, S), the place of the first token that each token sees; ``None``: all see the row's first.
         self.first: Tensor | None = None
+        #: The place where each token's document starts, of the same shape.
+        self._starts: Tensor | None = None
         self._bounds: list[tuple[int, int]] = []
         if positions is None:
             return
         places = token_places(positions.shape[-1], state, positions.device)
-        first = (places - positions).reshape(-1, positions.shape[-1]).clamp(min=0)
+        starts = first = (places - positions).reshape(-1, positions.shape[-1]).clamp(min=0)
         if window is not None:
             first = torch.maximum(first, places - (window - 1))
         if torch.compiler.is_compiling() or positions.is_meta:  # the numbers cannot be read
-            self.first, self._bounds = first, [(0, len(places) * state.context_size)] * 2
+            self.first, self._starts = first, starts
+            self._bounds = [(0, len(places) * state.context_size)] * 2
             return
         halves = first.unflatten(-1, (2, -1))
         # Waits for an accelerator, once a forward.
         bounds = torch.stack((halves.amin((0, 2)), halves.amax((0, 2))), dim=1).tolist()
         if any(last > 0 for _, last in bounds):
-            self.first, self._bounds = first, [(low, last) for low, last in bounds]
+            self.first, self._starts = first, starts
+            self._bounds = [(low, last) for low, last in bounds]
 
     def blocks(self, source: int, chunk: int) -> Iterator[Block]:
         """Yield the blocks that this rank computes with the keys of context rank ``source``.
@@ -82,3 +86,15 @@ class ContextScope:
         keys = block.first + torch.arange(chunk, device=first.device)
         seen = keys >= first
         return seen.tril() if block.causal else seen
+
+    def positions(self, source: int, block: Block, chunk: int) -> tuple[Tensor, Tensor]:
+        """Return the positions of a block's queries, (B or 1, chunk), and of its keys, (B or 1, 1 or chunk,
+        chunk). Both count from the start of the query's document, so no other rank's positions are needed.
+        """
+        size, here = self.state.context_size, torch.arange(chunk, device=self.state.device)
+        queries = (own_chunks(self.state.context_index, size)[block.query] * chunk + here).unsqueeze(0)
+        keys = (own_chunks(source, size)[block.key] * chunk + here).view(1, 1, -1)
+        if self._starts is None:
+            return queries, keys
+        starts = self._starts[:, block.query * chunk : (block.query + 1) * chunk]
+        return queries - starts, keys - starts.unsqueeze(2)

@@ -21,6 +21,7 @@ class KeyValueCache:
     def __init__(self, batch: int, length: int) -> None:
         self.batch, self.length, self.used, self.start = batch, length, 0, 0
         self._documents: Tensor | None = None
+        self._positions: Tensor | None = None
         self._packed = False
         self._held: dict[nn.Module, tuple[Tensor, Tensor]] = {}
 
@@ -35,12 +36,20 @@ class KeyValueCache:
         assert start + new <= self.length, f"a cache of {self.length} cannot hold {start} tokens and {new}"
         self.start, self.used = start, start + new
         documents_BS = documents(positions_BS)
-        if self._documents is None:
+        if self._documents is None or self._positions is None:
+            self._positions = positions_BS.new_zeros(self.batch, self.length)
             self._packed = restarts(positions_BS)
             self._documents = documents_BS.new_zeros(self.batch, self.length)
         else:
             documents_BS = documents_BS + self._documents[:, start - 1 : start]
         self._documents[:, start : self.used] = documents_BS
+        self._positions[:, start : self.used] = positions_BS
+
+    @property
+    def positions(self) -> Tensor:
+        """Return the positions of all tokens so far, (B, T)."""
+        assert self._positions is not None, "advance comes first"
+        return self._positions[:, : self.used]
 
     def mask(self, window: int | None = None) -> Tensor | None:
         """Return the mask (B, 1, S, T) of the newest tokens, or ``None`` if they need none."""

@@ -5,6 +5,7 @@ B batch  S tokens of this forward  T tokens so far  K key/value heads here  E he
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from ...parallel_state import ParallelState
@@ -42,7 +43,7 @@ class AttentionScope:
         self.causal = True
         #: The scope over several context ranks; ``None``: the whole sequence is on this rank.
         self.context: ContextScope | None = None
-        self._cache = cache
+        self._cache, self._positions = cache, positions
         if state is not None and state.context_size > 1:
             assert cache is None, "a cache holds whole sequences, not a context rank's chunks"
             self.context = ContextScope(positions, window=window, state=state)
@@ -52,6 +53,14 @@ class AttentionScope:
         elif positions is not None and (exceeds(window, positions.shape[-1]) or restarts(positions)):
             documents_BS = documents(positions.reshape(-1, positions.shape[-1]))
             self.mask, self.causal = visible_tokens(documents_BS, documents_BS, window), False
+
+    def positions(self, q_BHSE: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the positions of the queries, (B or 1, S), and of the keys, (B or 1, T)."""
+        if self._positions is None:
+            here = torch.arange(q_BHSE.shape[2], device=q_BHSE.device).unsqueeze(0)
+        else:
+            here = self._positions.reshape(-1, self._positions.shape[-1])
+        return here, here if self._cache is None else self._cache.positions
 
     def extend(self, block: nn.Module, k_BKSE: Tensor, v_BKSE: Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys and values that this forward's queries meet in ``block``: the cached ones and

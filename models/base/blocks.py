@@ -46,6 +46,19 @@ class PreNormBlock(nn.Module):
         return x_BSD if self.scale == 1 else x_BSD * self.scale
 
 
+class AddNormBlock(PreNormBlock):
+    """Put a norm on the residual stream after each branch (Vaswani et al. 2017; OPT 350M)."""
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        x_BSD = self.attention_norm(x_BSD + self.dropout(self.attention(x_BSD, inputs)))
+        x_BSD = self.mlp_norm(x_BSD + self.dropout(self.mlp(x_BSD)))
+        return x_BSD
+
+    def cost(self, tokens: Tokens) -> Cost:
+        first, second = [self.attention, self.attention_norm], [self.mlp, self.mlp_norm]
+        return sum_costs([*first, self.dropout, *second, self.dropout], tokens)
+
+
 class PostNormBlock(nn.Module):
     """Put a norm after each branch and none before it (OLMo 2)."""
 

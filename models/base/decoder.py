@@ -55,10 +55,10 @@ class Decoder(CausalLM):
         found = (each.window for each in self.layers.modules() if isinstance(each, kinds))
         self.windows = tuple(dict.fromkeys(found))
         if stage.last:
-            self.norm = self.make_norm()
+            self.norm = self.make_last_norm()
             if not tied:
                 self.head = VocabParallelHead(
-                    cfg.hidden_size, cfg.vocab_size, initial=self.initial, state=state
+                    cfg.hidden_size, cfg.vocab_size, bias=self.biased_head, initial=self.initial, state=state
                 )
 
     @property
@@ -69,6 +69,9 @@ class Decoder(CausalLM):
     def initial(self) -> Normal:
         return Normal(self.config.initializer_range)
 
+    #: Whether the output layer has a bias (GPT-J, Phi).
+    biased_head = False
+
     def block(self, number: int) -> Block:
         """Make the block of this number, which counts from 0 over the whole model."""
         raise AssertionError("each family has its own")
@@ -76,6 +79,10 @@ class Decoder(CausalLM):
     def make_norm(self) -> nn.Module:
         """Make a norm over the hidden states."""
         raise AssertionError("each family has its own")
+
+    def make_last_norm(self) -> nn.Module:
+        """Make what comes between the last block and the output layer."""
+        return self.make_norm()
 
     def make_rotary(self) -> Mapping[str, RotaryEmbedding]:
         """Make the rotations, by the names that attention layers ask for."""

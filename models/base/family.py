@@ -125,6 +125,12 @@ class CausalLM(nn.Module):
         """
         return local(self.embed.weight if self.config.tie_word_embeddings else self.head.weight)
 
+    @property
+    def head_bias(self) -> Tensor | None:
+        """Return this rank's part of the output layer's bias, (padded / tensor,), if it has one."""
+        bias = None if self.config.tie_word_embeddings else self.head.bias
+        return None if bias is None else local(bias)
+
 
 @dataclass(frozen=True)
 class Family:

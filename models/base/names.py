@@ -1,8 +1,8 @@
 """The table of names, ours and Hugging Face's, as data read in both directions; the inverse is derived.
 
-A family lists rules with ``{i}`` for a block's number. ``expand`` turns them into links: element-for-element
-ties between a box of one of our tensors and a box of one of theirs, which together cover every element of
-both sides exactly once.
+A family lists rules with ``{i}`` for a block's number, and ``{config.NAME}`` where Hugging Face's name
+depends on the config. ``expand`` turns them into links: element-for-element ties between a box of one of our
+tensors and a box of one of theirs, which together cover every element of both sides exactly once.
 """
 
 from __future__ import annotations
@@ -94,6 +94,20 @@ def in_blocks(*pairs: tuple[str, str], kinds: Sequence[str] = ("weight",)) -> tu
     )
 
 
+def fused_qkv(hf: str, groups: str) -> tuple[Split, ...]:
+    """Rules for queries, keys and values that are stored as one, and for their biases; see ``Split``.
+
+    >>> fused_qkv("h.{i}.qkv", "num_attention_heads")[1].hf
+    'h.{i}.qkv.bias'
+    """
+    return tuple(
+        Split(
+            tuple(f"layers.{{i}}.attention.qkv.{one}.{kind}" for one in "qkv"), f"{hf}.{kind}", groups=groups
+        )
+        for kind in ("weight", "bias")
+    )
+
+
 def expand(
     rules: Iterable[Rule], shapes: Mapping[str, tuple[int, ...]], num_layers: int, config: object = None
 ) -> tuple[list[Link], dict[str, tuple[int, ...]]]:
@@ -124,7 +138,7 @@ def expand(
 
 def _links(rule: Rule, shapes: Mapping[str, tuple[int, ...]], i: int | None, config: object) -> list[Link]:
     def name(template: str) -> str:
-        return template if i is None else template.format(i=i)
+        return template if i is None else template.format(i=i, config=config)
 
     ours = rule.ours if isinstance(rule, Split) else (rule.ours,)
     transpose = isinstance(rule, Transpose) or (isinstance(rule, Split) and rule.transpose)

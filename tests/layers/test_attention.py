@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -11,8 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.models.bloom.modeling_bloom import _get_alibi_slopes
+from trilith import layers
 from trilith.layers import (
     MLP,
+    Alibi,
     AttentionScope,
     ColumnParallelLinear,
     GatedMLP,
@@ -20,6 +24,7 @@ from trilith.layers import (
     RowParallelLinear,
     SharedHeads,
     activation,
+    alibi_slopes,
     causal_attention,
     cut_sequence,
     merge_heads,
@@ -99,6 +104,43 @@ def test_over_context_ranks_a_sink_counts_once(window: int | None) -> None:
             torch.testing.assert_close(out, cut_sequence(whole, state, dim=2), rtol=1e-10, atol=1e-12)
             for one, other in zip(found, gradients, strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+def test_biases_by_distance_are_added_to_the_scores(rounded: bool) -> None:
+    """Each head has its own slope, and positions count in the document; two ranks have the heads of one."""
+    q, k, v = (torch.randn(2, 12, 9, 8, dtype=torch.float64) for _ in range(3))
+    positions = torch.stack((torch.arange(9), torch.cat((torch.arange(4), torch.arange(5)))))
+    alibi = Alibi(alibi_slopes(12), factor=0.3, rounded=rounded)
+    slopes = torch.tensor(alibi_slopes(12), dtype=torch.float64).view(1, 12, 1, 1)
+    keys = positions[:, None, None, :]
+    products = (slopes.bfloat16() * keys.bfloat16()).double() if rounded else slopes * keys
+    scores = (q @ k.transpose(2, 3) * 8**-0.5 + 0.3 * products).masked_fill(
+        ~seen_by_hand(positions).unsqueeze(1), -math.inf
+    )
+    scope, expected = AttentionScope(positions), scores.softmax(-1) @ v
+    torch.testing.assert_close(causal_attention(q, k, v, scope, alibi=alibi), expected)
+    parts = [
+        causal_attention(
+            *(one[:, heads] for one in (q, k, v)), scope, alibi=alibi.of_heads(heads.start, heads.stop)
+        )
+        for heads in (slice(0, 6), slice(6, 12))
+    ]
+    torch.testing.assert_close(torch.cat(parts, dim=1), expected)
+
+
+def test_each_tensor_rank_biases_its_own_heads() -> None:
+    alibi, held = Alibi(alibi_slopes(6), factor=0.5, rounded=True), []
+    for rank in range(3):
+        state = ParallelState.stand_in(Layout.of(tensor=3), rank)
+        held.append(layers.Attention(24, heads=6, head_dim=4, alibi=alibi, state=state).alibi)
+    assert held == [Alibi(alibi.slopes[i : i + 2], 0.5, True) for i in (0, 2, 4)]
+
+
+@pytest.mark.parametrize("heads", [1, 4, 6, 12, 71, 112])
+def test_slopes_are_those_of_transformers(heads: int) -> None:
+    wanted = _get_alibi_slopes(heads, torch.device("cpu"))
+    assert torch.equal(torch.tensor(alibi_slopes(heads)), wanted)
 
 
 def seen_by_hand(positions: Tensor) -> Tensor:

@@ -33,6 +33,17 @@ def test_it_equals_the_plain_loss(chunk: int, smoothing: float) -> None:
     assert not found[1][V:].any()
 
 
+def test_a_bias_has_the_plain_loss_s_gradient() -> None:
+    hidden, weight, labels = given()
+    bias = torch.randn(256, dtype=torch.float64, requires_grad=True)
+    plain = vocab_parallel_cross_entropy(F.linear(hidden, weight, bias), labels, V)
+    every = (hidden, weight, bias)
+    wanted = torch.autograd.grad(plain.sum() * 0.37, every)
+    loss = chunked_cross_entropy(hidden, weight, labels, V, chunk=4, bias=bias)
+    torch.testing.assert_close(loss, plain.sum(), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(torch.autograd.grad(loss * 0.37, every), wanted, rtol=1e-10, atol=1e-10)
+
+
 def test_in_bf16_its_gradients_are_as_good_as_the_plain_ones() -> None:
     """Many chunks on few rows: a sum kept in bf16 would be rounded at each."""
     torch.manual_seed(1)

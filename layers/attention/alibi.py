@@ -1,0 +1,69 @@
+"""Attention with linear biases: a score falls with the distance of its key, by a slope of each head's own.
+
+B batch  H query heads here  Q queries  T keys.  Source: Press et al. 2022.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import floor, log2
+
+import torch
+from torch import Tensor
+
+#: Makes, for some rows of queries, what is added to their scores, in the scores' dtype.
+ScoreBias = Callable[[slice, torch.dtype], Tensor]
+
+
+def alibi_slopes(heads: int) -> tuple[float, ...]:
+    """Return the slope of each head, in fp32: a geometric sequence that ends at 2 ** -8.
+
+    A number of heads that is no power of two takes the slopes of the next lower one, and between them every
+    other slope of twice as many.
+
+    >>> alibi_slopes(3)
+    (0.0625, 0.00390625, 0.25)
+    """
+    lower = 2 ** floor(log2(heads))
+    powers = torch.arange(1, lower + 1, dtype=torch.int32, device="cpu")
+    found = torch.tensor(2.0 ** -(8 / lower), device="cpu") ** powers
+    between = torch.tensor(2.0 ** -(4 / lower), device="cpu") ** (2 * powers[: heads - lower] - 1)
+    return tuple(torch.cat((found, between)).tolist())
+
+
+@dataclass(frozen=True, slots=True)
+class Alibi:
+    """Describe the biases of all heads: ``factor`` times slope times the key's position less the query's.
+
+    ``rounded``: slopes, positions and their products are rounded to bf16, whatever the model's dtype (Falcon,
+    which was trained so).
+    """
+
+    slopes: tuple[float, ...]
+    factor: float = 1.0
+    rounded: bool = False
+
+    def of_heads(self, start: int, stop: int) -> Alibi:
+        """Return the biases of the heads from ``start`` up to ``stop``."""
+        return Alibi(self.slopes[start:stop], self.factor, self.rounded)
+
+    def bias(self, queries_BQ: Tensor, keys: Tensor) -> ScoreBias:
+        """Return the bias of scores from positions in the document: those of the queries, and those of the
+        keys, (B, T), or (B, Q, T) if they depend on the query. B may be 1.
+        """
+        keys_BQT = keys.unsqueeze(1) if keys.ndim == 2 else keys
+
+        def bias(rows: slice, dtype: torch.dtype) -> Tensor:
+            seen = keys_BQT if keys_BQT.shape[1] == 1 else keys_BQT[:, rows]
+            # Less that of the query, which shifts all its scores alike: small numbers have more digits.
+            return self._products(seen, dtype) - self._products(queries_BQ[:, rows, None], dtype)
+
+        return bias
+
+    def _products(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
+        """(B, Q, T) -> (B, H, Q, T)"""
+        slopes = torch.tensor(self.slopes, dtype=dtype, device=positions.device).view(-1, 1, 1)
+        if self.rounded:
+            return (slopes.bfloat16() * positions.unsqueeze(1)).to(dtype) * self.factor
+        return slopes * positions.unsqueeze(1) * self.factor
