@@ -12,21 +12,14 @@ from ..layers import MLP, Attention, Dropout, LayerNorm
 from ..parallel_state import BadInput
 from .base.blocks import Block, ParallelBlock, PreNormBlock
 from .base.family import Family
-from .base.names import Rename, Rule, Split
+from .base.names import Rename, Rule, fused_qkv
 from .llama import Llama, grouped_attention
 from .partial_rotary import PartialRotaryConfig
 
 BOTH = ("weight", "bias")
 NAMES: tuple[Rule, ...] = (
     Rename("embed.weight", "gpt_neox.embed_in.weight"),
-    *(
-        Split(
-            tuple(f"layers.{{i}}.attention.qkv.{one}.{kind}" for one in ("q", "k", "v")),
-            f"gpt_neox.layers.{{i}}.attention.query_key_value.{kind}",
-            groups="num_attention_heads",
-        )
-        for kind in BOTH
-    ),
+    *fused_qkv("gpt_neox.layers.{i}.attention.query_key_value", "num_attention_heads"),
     *(
         Rename(f"{ours}.{kind}", f"gpt_neox.{hf}.{kind}")
         for ours, hf in (

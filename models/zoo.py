@@ -7,9 +7,11 @@ from typing import Any
 
 from ..parallel_state import BadInput
 from .base.family import Family
+from .bloom import BLOOM
 from .cohere import COHERE
 from .cohere2 import COHERE2
 from .deepseek_v2 import DEEPSEEK_V2
+from .falcon import FALCON
 from .gemma import GEMMA
 from .gemma2 import GEMMA2
 from .gemma3 import GEMMA3
@@ -17,12 +19,15 @@ from .glm_moe import GLM4_MOE
 from .gpt2 import GPT2_FAMILY
 from .gpt_neox import GPT_NEOX
 from .gpt_oss import GPT_OSS
+from .gptj import GPTJ_FAMILY
 from .granite import GRANITE
 from .llama import LLAMA
 from .mistral import MISTRAL
 from .mixtral import MIXTRAL
 from .olmo2 import OLMO2
 from .olmo3 import OLMO3
+from .opt import OPT_FAMILY
+from .phi import PHI
 from .phi3 import PHI3
 from .qwen import QWEN2, QWEN3
 from .qwen2_moe import QWEN2_MOE
@@ -33,7 +38,7 @@ from .starcoder2 import STARCODER2
 _EVERY = (
     *(LLAMA, GPT2_FAMILY, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, GLM4_MOE),
     *(GEMMA, GEMMA2, GRANITE, OLMO2, PHI3, STARCODER2, STABLELM, COHERE, COHERE2, QWEN2_MOE),
-    GPT_NEOX,
+    *(GPT_NEOX, GPTJ_FAMILY, PHI, FALCON, OPT_FAMILY, BLOOM),
     GEMMA3,
     OLMO3,
     GPT_OSS,

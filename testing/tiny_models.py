@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from .tiny_classics import CLASSIC_VARIANTS, CLASSICS
+
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -37,11 +39,6 @@ PLAIN = {key: value for key, value in LLAMA.items() if not key.endswith("_bias")
 #: Without a width of the heads: it is the hidden size by their number.
 WHOLE = {key: value for key, value in PLAIN.items() if key != "head_dim"} | {"num_hidden_layers": 3}
 LAYER_NORM = {key: value for key, value in WHOLE.items() if key != "rms_norm_eps"} | {"layer_norm_eps": 1e-3}
-#: The fields of the families before Llama.
-CLASSIC: dict[str, Any] = {
-    **{"vocab_size": 503, "hidden_size": 32, "intermediate_size": 88, "num_hidden_layers": 3},
-    **{"num_attention_heads": 4, "max_position_embeddings": 64},
-}
 LONGROPE = {
     "rope_type": "longrope",
     "short_factor": [1.0, 1.02, 1.05],
@@ -168,11 +165,6 @@ MODELS: dict[str, dict[str, Any]] = {
         **{**LAYER_NORM, "model_type": "cohere2", "logit_scale": 0.6, "num_hidden_layers": 5},
         **{"rope_scaling": None, "tie_word_embeddings": True, "sliding_window": 9},
     },
-    # Heads of eight numbers, of which four are rotated.
-    "gpt_neox": {
-        **{**CLASSIC, "model_type": "gpt_neox", "rotary_emb_base": 5e3, "rotary_pct": 0.5},
-        **{"layer_norm_eps": 1e-3},
-    },
     # The limit cuts many numbers off; sinks weigh as much as scores.
     "gpt_oss": {
         **{**PLAIN, "model_type": "gpt_oss", "num_hidden_layers": 4, "intermediate_size": 24},
@@ -204,6 +196,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "resid_pdrop": 0.0,
         "embd_pdrop": 0.0,
     },
+    **CLASSICS,
 }
 #: Of these, the models with experts.
 EXPERTS = {"mixtral", "qwen3_moe", "glm4_moe", "qwen2_moe", "gpt_oss", "deepseek_v2"}
@@ -271,16 +264,6 @@ TINIEST_LLAMA: dict[str, Any] = {
     "num_key_value_heads": 2,
     "tie_word_embeddings": True,
 }
-#: Published config.json files, shrunk.
-PYTHIA: dict[str, Any] = {
-    **{"architectures": ["GPTNeoXForCausalLM"], "attention_bias": True, "attention_dropout": 0.0},
-    **{"bos_token_id": 0, "classifier_dropout": 0.1, "eos_token_id": 0, "hidden_act": "gelu"},
-    **{"hidden_dropout": 0.0, "hidden_size": 64, "initializer_range": 0.02, "intermediate_size": 256},
-    **{"layer_norm_eps": 1e-05, "max_position_embeddings": 2048, "model_type": "gpt_neox"},
-    **{"num_attention_heads": 4, "num_hidden_layers": 2, "pad_token_id": 277, "partial_rotary_factor": 0.25},
-    **{"rope_scaling": None, "rope_theta": 10000, "rotary_emb_base": 10000, "rotary_pct": 0.25},
-    **{"tie_word_embeddings": False, "use_cache": True, "use_parallel_residual": True, "vocab_size": 503},
-}
 #: Rows with a few fields changed: what their families compute besides, compared with transformers alone.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-multi-head": ("llama", {"num_key_value_heads": 4, "mlp_bias": False}),
@@ -344,11 +327,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_bias": True,
         },
     ),
-    "gpt_neox-in-turn": (
-        "gpt_neox",
-        {"use_parallel_residual": False, "attention_bias": False, "tie_word_embeddings": True},
-    ),
-    "pythia-410m": ("gpt_neox", PYTHIA),
     "gpt2-untied": ("gpt2", {"tie_word_embeddings": False, "activation_function": "relu"}),
     "mistral-no-window": ("mistral", {"sliding_window": None}),
     "mistral-wide-window": ("mistral", {"sliding_window": 40, "tie_word_embeddings": True}),
@@ -397,4 +375,5 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma2",
         {"layer_types": ["full_attention"] * 2 + ["sliding_attention"] * 2, "attention_bias": True},
     ),
+    **CLASSIC_VARIANTS,
 }

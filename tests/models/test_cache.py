@@ -23,6 +23,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "mixtral": TINY_MIXTRAL,
     "glm4_moe": TINY_GLM,
     "gpt2": TINY_GPT2,
+    # Biases by distance: of positions in the document, not of places in the cache.
+    "bloom": {"model_type": "bloom", "vocab_size": 131, "hidden_size": 24, "n_layer": 2, "n_head": 6},
 }
 #: The pieces in which the 14 tokens arrive: a prompt, one token, several at once, one token.
 PIECES = (6, 1, 6, 1)

@@ -114,7 +114,7 @@ def test_a_family_is_found_by_its_model_type() -> None:
         "cohere": "cohere",
         "cohere2": "cohere2",
         "qwen2_moe": "qwen2_moe",
-        "gpt_neox": "gpt_neox",
+        **{name: name for name in ("gpt_neox", "gptj", "phi", "falcon", "opt", "bloom")},
     }
 
 

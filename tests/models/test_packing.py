@@ -43,6 +43,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "n_positions": 16,
         **dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0),
     },
+    "bloom": {"model_type": "bloom", "vocab_size": VOCAB, "hidden_size": 24, "n_layer": 2, "n_head": 4},
 }
 DROPPING = {**MODELS["gpt2"], "attn_pdrop": 0.5}
 #: Lengths of the documents in each row: rows differ, so that a micro-batch must get its own row's.

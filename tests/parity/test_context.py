@@ -17,6 +17,8 @@ RUNS = [
     # Documents of a few tokens: most blocks are masked in part, some are empty.
     pytest.param("llama", Layout.of(context=2, zero=1), {"documents": True}, id="documents"),
     pytest.param("gpt2", Layout.of(context=2, ring=True), {"documents": True}, id="ring-documents"),
+    # Biases by distance, from positions that other ranks' keys have in the queries' documents.
+    pytest.param("bloom", Layout.of(context=2, tensor=2, ring=True), {"documents": True}, id="alibi"),
     # The window ends within a chunk, and leaves blocks out.
     pytest.param("mistral", Layout.of(context=2, ring=True, zero=3), {}, id="ring-window-zero3"),
     # One key/value head, shared by the tensor ranks; S / context / tensor tokens between the blocks.

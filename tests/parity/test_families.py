@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 from trilith.models import FAMILIES
 from trilith.parallel_state import Layout
+from trilith.recipes.sections import MemorySection
 from trilith.testing.family_features import features_of
 from trilith.testing.models_page import MEASURED, axes_of
 from trilith.testing.tiny_models import EXPERTS, MODELS
@@ -61,3 +62,15 @@ def test_compiled_blocks_equal_one_device(
         record_property(MEASURED, [family, ["compile"], worst])
     else:
         assert row in EXPERTS
+
+
+def test_an_output_layer_s_bias_is_cut_with_the_vocabulary_in_the_chunked_loss_too(
+    assert_same: Callable[..., None],
+) -> None:
+    assert_same("gptj", Layout.of(tensor=2, sequence=True), memory=MemorySection(loss_chunk=5))
+
+
+def test_biases_by_distance_are_of_positions_in_documents_over_context_ranks(
+    assert_same: Callable[..., None],
+) -> None:
+    assert_same("falcon-rw", Layout.of(context=2, tensor=2, ring=True), documents=True)

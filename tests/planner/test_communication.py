@@ -65,6 +65,10 @@ MODELS["gpt_oss"] = LLAMA | {
     **{"model_type": "gpt_oss", "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
     "sliding_window": 5,
 }
+MODELS["phi"] = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"} | {
+    "model_type": "phi",
+    "num_attention_heads": 2,
+}
 LENGTH, SAMPLES = 12, 2
 
 
@@ -147,6 +151,7 @@ CASES = [
     Case("cohere", TENSOR, MemorySection(checkpointing="selective")),
     Case("deepseek_v2", SEQUENCE, MemorySection(checkpointing="full")),
     Case("deepseek_v2", TENSOR, MemorySection(checkpointing="selective")),
+    Case("phi", TENSOR, MemorySection(checkpointing="full")),
     Case("glm4_moe", Layout.of(data=2, zero=3)),
     Case("llama", Layout.of(tensor=4)),
     Case("gpt2", Layout.of(tensor=4, sequence=True), compute=torch.bfloat16),

@@ -1,0 +1,133 @@
+"""Bloom: scores biased by distance in place of positions, a norm after the embedding, qkv by heads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from pydantic import Field
+from torch import Tensor, nn
+
+from ..layers import MLP, Alibi, Attention, LayerNorm, alibi_slopes
+from ..parallel_state import BadInput
+from .base.blocks import Block, PreNormBlock
+from .base.config import ModelConfig
+from .base.decoder import Decoder
+from .base.family import Family
+from .base.names import Rename, Rule, fused_qkv
+
+BOTH = ("weight", "bias")
+NAMES: tuple[Rule, ...] = (
+    Rename("embed.weight", "transformer.word_embeddings.weight"),
+    *(Rename(f"embed_norm.{kind}", f"transformer.word_embeddings_layernorm.{kind}") for kind in BOTH),
+    *fused_qkv("transformer.h.{i}.self_attention.query_key_value", "num_attention_heads"),
+    *(
+        Rename(f"{ours}.{kind}", f"transformer.{hf}.{kind}")
+        for ours, hf in (
+            ("layers.{i}.attention.out", "h.{i}.self_attention.dense"),
+            ("layers.{i}.mlp.up", "h.{i}.mlp.dense_h_to_4h"),
+            ("layers.{i}.mlp.down", "h.{i}.mlp.dense_4h_to_h"),
+            ("layers.{i}.attention_norm", "h.{i}.input_layernorm"),
+            ("layers.{i}.mlp_norm", "h.{i}.post_attention_layernorm"),
+            ("norm", "ln_f"),
+        )
+        for kind in BOTH
+    ),
+    Rename("head.weight", "lm_head.weight"),
+)
+
+
+class BloomConfig(ModelConfig):
+    """List the fields of a Bloom config.json that the model computes with, under transformers' common names.
+
+    ``max_position_embeddings``: the length of its training, which Bloom's files call ``seq_length``; the
+    weights do not depend on it.
+    """
+
+    OWN_NAMES: ClassVar[Mapping[str, str]] = {
+        "n_layer": "num_hidden_layers",
+        "n_head": "num_attention_heads",
+        "layer_norm_epsilon": "layer_norm_eps",
+        "seq_length": "max_position_embeddings",
+    }
+    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "apply_residual_connection_post_layernorm": (False,),
+        "slow_but_exact": (False, True),  # the same numbers, summed in another order
+        "intermediate_size": (),  # 4 * hidden_size
+        "n_inner": (),
+        **dict.fromkeys(("skip_bias_add", "skip_bias_add_qkv", "bias_dropout_fusion"), (False, True)),
+        **dict.fromkeys(("masked_softmax_fusion", "attention_softmax_in_fp32"), (False, True)),
+    }
+
+    vocab_size: int = Field(gt=0, le=2**24)
+    hidden_size: int = Field(gt=0, le=2**20)
+    intermediate_size: int = Field(gt=0, le=2**22)
+    num_hidden_layers: int = Field(gt=0, le=2**12)
+    num_attention_heads: int = Field(gt=0, le=2**16)
+    max_position_embeddings: int = Field(default=2048, gt=0)
+    initializer_range: float = Field(default=0.02, ge=0, le=10)
+    layer_norm_eps: float = Field(default=1e-5, gt=0, lt=0.1)
+    tie_word_embeddings: bool = True
+    hidden_dropout: float = Field(default=0.0, ge=0, lt=1)
+    attention_dropout: float = Field(default=0.0, ge=0, lt=1)
+
+    @classmethod
+    def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
+        hidden, other = raw.get("hidden_size"), raw.get("n_embed")
+        if hidden is not None and other is not None and hidden != other:
+            raise BadInput(where, "n_embed", expected=f"{hidden!r}, as hidden_size", found=repr(other))
+        hidden = other if hidden is None else hidden
+        fields = super().read({**raw, "hidden_size": hidden}, where)
+        return {**fields, "intermediate_size": 4 * hidden} if isinstance(hidden, int) else fields
+
+    @classmethod
+    def read_keys(cls) -> set[str]:
+        return {"n_embed", "offset_alibi"}
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+    def check(self, where: str) -> None:
+        if self.hidden_size % self.num_attention_heads:
+            expected = f"a multiple of n_head={self.num_attention_heads}"
+            raise BadInput(where, "hidden_size", expected=expected, found=self.hidden_size)
+
+    def to_hf(self) -> dict[str, Any]:
+        return {self.spelled(key): value for key, value in super().to_hf().items()}
+
+
+class Bloom(Decoder):
+    """Compute Bloom, or this pipeline rank's stage of it. Source: Scao et al. 2022."""
+
+    config: BloomConfig
+
+    def block(self, number: int) -> Block:
+        cfg, state = self.config, self.state
+        attention = Attention(
+            cfg.hidden_size,
+            heads=cfg.num_attention_heads,
+            head_dim=cfg.head_dim,
+            qkv_bias=True,
+            out_bias=True,
+            rotary=None,
+            alibi=Alibi(alibi_slopes(cfg.num_attention_heads)),
+            dropout=cfg.attention_dropout,
+            initial=self.initial,
+            state=state,
+        )
+        mlp = MLP(cfg.hidden_size, cfg.intermediate_size, act="gelu_new", initial=self.initial, state=state)
+        return PreNormBlock(attention, mlp, norm=self.make_norm, dropout=cfg.hidden_dropout, state=state)
+
+    def make_norm(self) -> nn.Module:
+        return LayerNorm(self.config.hidden_size, self.config.layer_norm_eps, state=self.state)
+
+    def add_entry(self) -> None:
+        self.embed_norm = self.make_norm()
+
+    def enter(self, x_BSD: Tensor, positions: Tensor | None) -> Tensor:
+        normalised: Tensor = self.embed_norm(x_BSD)
+        return normalised
+
+
+BLOOM = Family("bloom", "BloomForCausalLM", BloomConfig, Bloom, NAMES, optional_prefix="transformer.")

@@ -1,0 +1,155 @@
+"""Falcon: parallel branches over few key/value heads, rotated; the first ones (RW) biased by distance."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from pydantic import Field
+from torch import nn
+
+from ..layers import MLP, Alibi, Attention, LayerNorm, RotaryEmbedding, alibi_slopes
+from ..parallel_state import BadInput
+from .base.blocks import Block, ParallelBlock, PreNormBlock
+from .base.family import Family
+from .base.names import Rename, Rule, fused_qkv
+from .llama import Llama, LlamaConfig, grouped_attention
+
+BOTH = ("weight", "bias")
+NAMES: tuple[Rule, ...] = (
+    Rename("embed.weight", "transformer.word_embeddings.weight"),
+    *fused_qkv("transformer.h.{i}.self_attention.query_key_value", "num_key_value_heads"),
+    *(
+        Rename(f"{ours}.{kind}", f"transformer.{hf}.{kind}")
+        for ours, hf in (
+            ("layers.{i}.attention.out", "h.{i}.self_attention.dense"),
+            ("layers.{i}.mlp.up", "h.{i}.mlp.dense_h_to_4h"),
+            ("layers.{i}.mlp.down", "h.{i}.mlp.dense_4h_to_h"),
+            ("layers.{i}.attention_norm", "h.{i}.{config.attention_norm}"),
+            ("layers.{i}.mlp_norm", "h.{i}.{config.mlp_norm}"),
+            ("norm", "ln_f"),
+        )
+        for kind in BOTH
+    ),
+    Rename("head.weight", "lm_head.weight"),
+)
+
+
+class FalconConfig(LlamaConfig):
+    """List the fields of a Falcon config.json that the model computes with.
+
+    ``num_key_value_heads``: the heads that there are, 1 with ``multi_query``, whatever a file says.
+    """
+
+    OWN_NAMES: ClassVar[Mapping[str, str]] = {
+        "num_kv_heads": "num_key_value_heads",
+        "ffn_hidden_size": "intermediate_size",
+        "activation": "hidden_act",
+        "layer_norm_epsilon": "layer_norm_eps",
+    }
+    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        **LlamaConfig.HARMLESS,
+        **dict.fromkeys(("attention_bias", "mlp_bias", "rms_norm_eps"), ()),  # bias, layer_norm_epsilon
+        **dict.fromkeys(("attention_dropout", "hidden_dropout"), (0, 0.0)),
+        "apply_residual_connection_post_layernorm": (False,),
+    }
+
+    hidden_act: str = "gelu"
+    layer_norm_eps: float = Field(default=1e-5, gt=0, lt=0.1)
+    tie_word_embeddings: bool = True
+    bias: bool = False
+    alibi: bool = False
+    multi_query: bool = True
+    parallel_attn: bool = True
+    new_decoder_architecture: bool = False
+    num_ln_in_parallel_attn: int | None = Field(default=None, ge=1, le=2)
+
+    @classmethod
+    def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
+        fields = super().read(raw, where)
+        if isinstance(fields.get("hidden_size"), int):
+            fields.setdefault("intermediate_size", 4 * fields["hidden_size"])
+        if not fields.get("new_decoder_architecture", False) and fields.get("multi_query", True):
+            fields["num_key_value_heads"] = 1
+        return fields
+
+    def check(self, where: str) -> None:
+        super().check(where)
+        self.check_heads_fill(where)
+        heads, few = self.num_attention_heads, self.num_key_value_heads
+        if not self.new_decoder_architecture and not self.multi_query and few != heads:
+            raise BadInput(where, "num_kv_heads", expected=f"num_attention_heads={heads}", found=few)
+        if self.new_decoder_architecture and not self.parallel_attn:
+            expected = "true: the new architecture has parallel branches only"
+            raise BadInput(where, "parallel_attn", expected=expected, found=False)
+        if not self.new_decoder_architecture and self.num_ln_in_parallel_attn == 2:
+            expected = "1 or null: two norms come with new_decoder_architecture"
+            raise BadInput(where, "num_ln_in_parallel_attn", expected=expected, found=2)
+
+    @property
+    def two_norms(self) -> bool:
+        """Return whether each of the parallel branches has a norm."""
+        return self.new_decoder_architecture and self.num_ln_in_parallel_attn != 1
+
+    @property
+    def attention_norm(self) -> str:
+        """Return Hugging Face's name of the norm before attention."""
+        return "ln_attn" if self.two_norms else "input_layernorm"
+
+    @property
+    def mlp_norm(self) -> str:
+        """Return Hugging Face's name of the norm before the feed-forward."""
+        return "ln_mlp" if self.two_norms else "post_attention_layernorm"
+
+    def to_hf(self) -> dict[str, Any]:
+        # Transformers computes head_dim, and takes none.
+        return {self.spelled(key): value for key, value in super().to_hf().items() if key != "head_dim"}
+
+
+class Falcon(Llama):
+    """Compute Falcon, or this pipeline rank's stage of it. Source: Almazrouei et al. 2023."""
+
+    config: FalconConfig
+
+    def block(self, number: int) -> Block:
+        parts = self.attention(number), self.feed_forward(number)
+        if self.config.parallel_attn:
+            return ParallelBlock(*parts, norm=self.make_norm, two_norms=self.config.two_norms)
+        return PreNormBlock(*parts, norm=self.make_norm)
+
+    def attention(self, number: int) -> Attention:
+        cfg, alibi = self.config, None
+        if cfg.alibi:  # its first models were trained with biases in bf16, scaled like the scores
+            slopes = alibi_slopes(cfg.num_attention_heads)
+            alibi = Alibi(slopes, factor=cfg.head_dim**-0.5, rounded=True)
+        rotary = None if cfg.alibi else "all"
+        return grouped_attention(
+            cfg, self.state, qkv_bias=cfg.bias, out_bias=cfg.bias, rotary=rotary, alibi=alibi
+        )
+
+    def feed_forward(self, number: int) -> nn.Module:
+        cfg = self.config
+        return MLP(
+            cfg.hidden_size,
+            cfg.intermediate_size,
+            act=cfg.hidden_act,
+            bias=cfg.bias,
+            initial=self.initial,
+            state=self.state,
+        )
+
+    def make_norm(self) -> nn.Module:
+        return LayerNorm(self.config.hidden_size, self.config.layer_norm_eps, state=self.state)
+
+    def make_rotary(self) -> Mapping[str, RotaryEmbedding]:
+        return {} if self.config.alibi else super().make_rotary()
+
+
+FALCON = Family(
+    "falcon",
+    "FalconForCausalLM",
+    FalconConfig,
+    Falcon,
+    NAMES,
+    ignorable=("transformer.h.{i}.self_attention.rotary_emb.inv_freq",),
+)

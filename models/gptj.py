@@ -1,0 +1,113 @@
+"""GPT-J: parallel branches with one norm, rotated pairs of neighbours, an output layer with a bias."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from pydantic import Field
+from torch import Tensor, nn
+
+from ..layers import MLP, Attention, Dropout, LayerNorm, RotaryEmbedding
+from ..parallel_state import BadInput
+from .base.blocks import Block, ParallelBlock
+from .base.decoder import Decoder
+from .base.family import Family
+from .base.names import Rename, Rule
+from .gpt2 import GPT2Config
+
+BOTH = ("weight", "bias")
+NAMES: tuple[Rule, ...] = (
+    Rename("embed.weight", "transformer.wte.weight"),
+    *(
+        Rename(f"layers.{{i}}.attention.{ours}.weight", f"transformer.h.{{i}}.attn.{hf}.weight")
+        for ours, hf in (("qkv.q", "q_proj"), ("qkv.k", "k_proj"), ("qkv.v", "v_proj"), ("out", "out_proj"))
+    ),
+    *(
+        Rename(f"{ours}.{kind}", f"transformer.{hf}.{kind}")
+        for ours, hf in (
+            ("layers.{i}.mlp.up", "h.{i}.mlp.fc_in"),
+            ("layers.{i}.mlp.down", "h.{i}.mlp.fc_out"),
+            ("layers.{i}.attention_norm", "h.{i}.ln_1"),
+            ("norm", "ln_f"),
+        )
+        for kind in BOTH
+    ),
+    *(Rename(f"head.{kind}", f"lm_head.{kind}") for kind in BOTH),
+)
+
+
+class GPTJConfig(GPT2Config):
+    """List the fields of a GPT-J config.json that the model computes with."""
+
+    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "scale_attn_weights": (True,),
+        "rotary": (True,),
+        "tie_word_embeddings": (False,),
+    }
+
+    max_position_embeddings: int = Field(default=2048, gt=0, le=2**24)
+    rotary_dim: int = Field(default=64, gt=0, multiple_of=2)
+    tie_word_embeddings: bool = False
+    resid_pdrop: float = Field(default=0.0, ge=0, lt=1)
+    embd_pdrop: float = Field(default=0.0, ge=0, lt=1)
+    attn_pdrop: float = Field(default=0.0, ge=0, lt=1)
+
+    def check(self, where: str) -> None:
+        super().check(where)
+        if self.rotary_dim > self.head_dim:
+            expected = f"at most the width of a head, {self.head_dim}"
+            raise BadInput(where, "rotary_dim", expected=expected, found=self.rotary_dim)
+
+    def check_stated(self, raw: Mapping[str, Any], where: str) -> None:
+        if raw.get("rotary_dim", self.rotary_dim) is None:
+            raise BadInput(where, "rotary_dim", expected="how many numbers of a head are rotated", found=None)
+
+    def to_hf(self) -> dict[str, Any]:
+        return {key: value for key, value in super().to_hf().items() if key not in self.HARMLESS}
+
+
+class GPTJ(Decoder):
+    """Compute GPT-J, or this pipeline rank's stage of it. Source: Wang and Komatsuzaki 2021."""
+
+    config: GPTJConfig
+    biased_head = True
+
+    def block(self, number: int) -> Block:
+        cfg, state = self.config, self.state
+        attention = Attention(
+            cfg.hidden_size,
+            heads=cfg.num_attention_heads,
+            head_dim=cfg.head_dim,
+            partial_rotary=cfg.rotary_dim < cfg.head_dim,
+            dropout=cfg.attn_pdrop,
+            initial=self.initial,
+            state=state,
+        )
+        mlp = MLP(
+            cfg.hidden_size, cfg.intermediate_size, act=cfg.hidden_act, initial=self.initial, state=state
+        )
+        return ParallelBlock(attention, mlp, norm=self.make_norm, dropout=cfg.resid_pdrop, state=state)
+
+    def make_norm(self) -> nn.Module:
+        return LayerNorm(self.config.hidden_size, self.config.layer_norm_eps, state=self.state)
+
+    def make_rotary(self) -> Mapping[str, RotaryEmbedding]:
+        return {"all": RotaryEmbedding(self.config.rotary_dim, 10000.0, interleaved=True)}
+
+    def add_entry(self) -> None:
+        self.dropout = Dropout(self.config.embd_pdrop, state=self.state)
+
+    def enter(self, x_BSD: Tensor, positions: Tensor | None) -> Tensor:
+        dropped: Tensor = self.dropout(x_BSD)
+        return dropped
+
+
+GPTJ_FAMILY = Family(
+    "gptj",
+    "GPTJForCausalLM",
+    GPTJConfig,
+    GPTJ,
+    NAMES,
+    ignorable=("transformer.h.{i}.attn.bias", "transformer.h.{i}.attn.masked_bias"),
+)

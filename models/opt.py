@@ -1,0 +1,157 @@
+"""OPT: GPT-2 with positions that begin at 2, ReLU, and in the 350M model norms after the branches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from pydantic import Field
+from torch import Tensor, nn
+
+from ..layers import (
+    ACTIVATIONS,
+    MLP,
+    Attention,
+    LayerNorm,
+    PositionEmbedding,
+    default_positions,
+)
+from ..parallel_state import BadInput
+from .base.blocks import AddNormBlock, Block, PreNormBlock
+from .base.config import ModelConfig
+from .base.decoder import Decoder
+from .base.family import Family
+from .base.names import Rename, Rule
+
+BOTH = ("weight", "bias")
+#: The first position's row; those before it are no token's.
+OFFSET = 2
+NAMES: tuple[Rule, ...] = (
+    Rename("embed.weight", "model.decoder.embed_tokens.weight"),
+    Rename("position.weight", "model.decoder.embed_positions.weight"),
+    *(
+        Rename(f"{ours}.{kind}", f"model.decoder.{hf}.{kind}")
+        for ours, hf in (
+            ("layers.{i}.attention.qkv.q", "layers.{i}.self_attn.q_proj"),
+            ("layers.{i}.attention.qkv.k", "layers.{i}.self_attn.k_proj"),
+            ("layers.{i}.attention.qkv.v", "layers.{i}.self_attn.v_proj"),
+            ("layers.{i}.attention.out", "layers.{i}.self_attn.out_proj"),
+            ("layers.{i}.mlp.up", "layers.{i}.fc1"),
+            ("layers.{i}.mlp.down", "layers.{i}.fc2"),
+            ("layers.{i}.attention_norm", "layers.{i}.self_attn_layer_norm"),
+            ("layers.{i}.mlp_norm", "layers.{i}.final_layer_norm"),
+            ("norm", "final_layer_norm"),
+        )
+        for kind in BOTH
+    ),
+    Rename("head.weight", "lm_head.weight"),
+)
+
+
+class OPTConfig(ModelConfig):
+    """List the fields of an OPT config.json that the model computes with, under transformers' common
+    names.
+    """
+
+    OWN_NAMES: ClassVar[Mapping[str, str]] = {
+        "ffn_dim": "intermediate_size",
+        "activation_function": "hidden_act",
+        "init_std": "initializer_range",
+    }
+    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "_remove_final_layer_norm": (False,),
+        "layer_norm_elementwise_affine": (True,),
+        "layerdrop": (0, 0.0),
+    }
+
+    vocab_size: int = Field(gt=0, le=2**24)
+    hidden_size: int = Field(gt=0, le=2**20)
+    intermediate_size: int = Field(gt=0, le=2**22)
+    num_hidden_layers: int = Field(gt=0, le=2**12)
+    num_attention_heads: int = Field(gt=0, le=2**16)
+    max_position_embeddings: int = Field(default=2048, gt=0, le=2**24)
+    hidden_act: str = "relu"
+    initializer_range: float = Field(default=0.02, ge=0, le=10)
+    tie_word_embeddings: bool = True
+    do_layer_norm_before: bool = True
+    enable_bias: bool = True
+    dropout: float = Field(default=0.1, ge=0, lt=1)
+    attention_dropout: float = Field(default=0.0, ge=0, lt=1)
+
+    @classmethod
+    def read_keys(cls) -> set[str]:
+        return {"word_embed_proj_dim"}
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+    def check(self, where: str) -> None:
+        if self.hidden_size % self.num_attention_heads:
+            expected = f"a multiple of num_attention_heads={self.num_attention_heads}"
+            raise BadInput(where, "hidden_size", expected=expected, found=self.hidden_size)
+        if self.hidden_act not in ACTIVATIONS:
+            expected, found = f"one of {', '.join(ACTIVATIONS)}", repr(self.hidden_act)
+            raise BadInput(where, "activation_function", expected=expected, found=found)
+
+    def check_stated(self, raw: Mapping[str, Any], where: str) -> None:
+        width = raw.get("word_embed_proj_dim")
+        if width is not None and width != self.hidden_size:
+            expected = f"hidden_size={self.hidden_size}: embeddings of another width are not supported"
+            raise BadInput(where, "word_embed_proj_dim", expected=expected, found=width)
+
+    def to_hf(self) -> dict[str, Any]:
+        # Transformers' default is a token whose embedding it does not train.
+        fields = {self.spelled(key): value for key, value in super().to_hf().items()}
+        return {**fields, "pad_token_id": None}
+
+
+class OPT(Decoder):
+    """Compute OPT, or this pipeline rank's stage of it. Source: Zhang et al. 2022."""
+
+    config: OPTConfig
+
+    def block(self, number: int) -> Block:
+        cfg, state = self.config, self.state
+        attention = Attention(
+            cfg.hidden_size,
+            heads=cfg.num_attention_heads,
+            head_dim=cfg.head_dim,
+            qkv_bias=cfg.enable_bias,
+            out_bias=cfg.enable_bias,
+            rotary=None,
+            dropout=cfg.attention_dropout,
+            initial=self.initial,
+            state=state,
+        )
+        mlp = MLP(
+            cfg.hidden_size,
+            cfg.intermediate_size,
+            act=cfg.hidden_act,
+            bias=cfg.enable_bias,
+            initial=self.initial,
+            state=state,
+        )
+        block = PreNormBlock if cfg.do_layer_norm_before else AddNormBlock
+        return block(attention, mlp, norm=self.make_norm, dropout=cfg.dropout, state=state)
+
+    def make_norm(self) -> nn.Module:
+        return LayerNorm(self.config.hidden_size, state=self.state)
+
+    def make_last_norm(self) -> nn.Module:
+        return self.make_norm() if self.config.do_layer_norm_before else nn.Identity()
+
+    def add_entry(self) -> None:
+        cfg = self.config
+        self.position = PositionEmbedding(
+            cfg.max_position_embeddings + OFFSET, cfg.hidden_size, initial=self.initial, state=self.state
+        )
+
+    def enter(self, x_BSD: Tensor, positions: Tensor | None) -> Tensor:
+        if positions is None:
+            positions = default_positions(x_BSD, self.state, embedded=True)
+        added: Tensor = self.position(x_BSD, positions + OFFSET)
+        return added
+
+
+OPT_FAMILY = Family("opt", "OPTForCausalLM", OPTConfig, OPT, NAMES, optional_prefix="model.")
