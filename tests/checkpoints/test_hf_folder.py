@@ -274,4 +274,4 @@ def test_B16_a_pickle_beside_the_weights_is_never_opened(sharded: Path, opened: 
     opened.clear()
     for file, entry in HFFolder(sharded).tensors.values():
         assert file.read(next(iter(file.tensors))).shape == entry.shape
-    assert {Path(path).name for path in opened} == {"config.json", INDEX, ONE, TWO}
+    assert {Path(path).name for path in opened} == {"config.json", "tokenizer.json", INDEX, ONE, TWO}

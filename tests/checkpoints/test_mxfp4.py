@@ -123,7 +123,7 @@ def test_a_conversion_never_reads_much_at_once(
     assert torch.equal(written["layers.1.mlp.experts.down"], wanted["model.layers.1.mlp.experts.down_proj"])
 
 
-@pytest.mark.parametrize("method", ["bitsandbytes", "fp8", None])
+@pytest.mark.parametrize("method", ["bitsandbytes", "gptq", None])
 def test_other_packings_are_refused_in_one_line(
     packed: Any, method: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

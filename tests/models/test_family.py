@@ -108,6 +108,7 @@ def test_a_family_is_found_by_its_model_type() -> None:
         "olmo2": "olmo2",
         "olmo3": "olmo3",
         "gpt_oss": "gpt_oss",
+        "deepseek_v2": "deepseek_v2",
         "phi3": "phi3",
         "starcoder2": "starcoder2",
         "stablelm": "stablelm",
