@@ -49,6 +49,7 @@ from .lora import ParallelLinear, attach_lora, linears, lora_scale
 from .loss import IGNORE, bounded, cross_entropy_cost, valid_tokens, vocab_parallel_cross_entropy
 from .mlp import ACTIVATIONS, MLP, GatedMLP, activation
 from .norm import HeadsLayerNorm, HeadsRMSNorm, LayerNorm, RMSNorm
+from .recurrent.gated_delta_net import GatedDeltaNet
 from .replicated_linear import ReplicatedLinear
 from .rope_frequencies import inverse_frequencies, yarn_scale
 from .rotary import Rope, RotaryEmbedding
@@ -69,6 +70,7 @@ __all__ = [
     "Dropout",
     "ClampedExperts",
     "Experts",
+    "GatedDeltaNet",
     "GatedMLP",
     "GatedShared",
     "HeadsLayerNorm",

@@ -66,8 +66,8 @@ class Send:
     """Count collectives of one ``kind`` over an ``axis``; ``bytes``: what a rank gives to all of them.
 
     ``again``: whether a block that is computed again in its backward launches them again: never, under full
-    checkpointing alone (sums, which selective checkpointing keeps), or always. ``what`` is sent, where it is
-    not hidden states.
+    checkpointing alone (sums, which selective checkpointing keeps), or always. ``needed``: a backward needs
+    what a sum makes, also where the sum ends a block. ``what`` is sent, where it is not hidden states.
     """
 
     axis: Literal["tensor", "context"]
@@ -77,6 +77,7 @@ class Send:
     again: Literal["never", "full", "always"] = "never"
     count: int = 1
     what: str = ""
+    needed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +114,14 @@ class Cost:
         """Return the cost of a block whose last sum joins the residual stream: no backward needs it again."""
         sums = (n for n, send in enumerate(self.sends) if (send.axis, send.again) == ("tensor", "full"))
         last = max(sums, default=None)
-        if last is None:
+        if last is None or self.sends[last].needed:
             return self
         sends = [replace(send, again="never") if n == last else send for n, send in enumerate(self.sends)]
+        return replace(self, sends=tuple(sends))
+
+    def with_sums_needed(self) -> Cost:
+        """Return the cost of a branch whose output another factor multiplies."""
+        sends = [replace(send, needed=send.again == "full") for send in self.sends]
         return replace(self, sends=tuple(sends))
 
 

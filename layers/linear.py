@@ -62,12 +62,13 @@ class ColumnParallelLinear(DeclaredModule):
     With a mapping, several products share the input and one collective: ``{"q": 64, "k": 16}`` has the
     parameters ``q.weight`` and ``k.weight`` and returns a tuple in the order of the mapping.
 
-    ``unit``: number of rows that stay together (a head). Outputs named in ``shared`` (key and value heads)
-    may have fewer units than there are ranks, or a number that the ranks do not divide. Then every rank
-    stores all of them and computes those that its part of the other outputs needs; their gradients are
-    summed.
+    ``unit``: number of rows that stay together (a head); a mapping has one for each output. Outputs named in
+    ``shared`` (key and value heads) may have fewer units than there are ranks, or a number that the ranks do
+    not divide. Then every rank stores all of them and computes those that its part of the other outputs
+    needs; their gradients are summed.
 
-    Input: (..., in), or (B, S / tensor, in) with sequence parallelism. Output: (..., out / tensor), or whole
+    Input: (..., in), or (B, S / tensor, in) with sequence parallelism. With ``entered`` the input is what
+    ``enter_tensor`` returned: several layers then share one collective. Output: (..., out / tensor), or whole
     with ``gather_output``. On one device it is ``nn.Linear``. Raises ``BadInput`` for a cut that is not even.
     Source: Shoeybi et al. 2019, section 3.
     """
@@ -78,9 +79,10 @@ class ColumnParallelLinear(DeclaredModule):
         out_features: int | Mapping[str, int],
         bias: bool = True,
         *,
-        unit: int = 1,
+        unit: int | Mapping[str, int] = 1,
         shared: Sequence[str] = (),
         gather_output: bool = False,
+        entered: bool = False,
         initial: Initial | None = None,
         state: ParallelState | None = None,
     ) -> None:
@@ -88,7 +90,7 @@ class ColumnParallelLinear(DeclaredModule):
         check_no_state(bias, "ColumnParallelLinear", "bias")
         self.state = alone_or(state)
         self.in_features, self.out_features = in_features, out_features
-        self.gather_output = gather_output
+        self.gather_output, self.entered = gather_output, entered
         initial = initial or Uniform(1 / sqrt(in_features))
         self.parts: list[_Rows] = []
         self.adapters: list[Adapter] = []
@@ -97,7 +99,8 @@ class ColumnParallelLinear(DeclaredModule):
             holder = self if not name else nn.Module()
             if name:
                 self.add_module(name, holder)
-            rows = _Rows(holder, in_features, features, bias, unit, name in shared, initial, self.state)
+            whole = unit if isinstance(unit, int) else unit[name]
+            rows = _Rows(holder, in_features, features, bias, whole, name in shared, initial, self.state)
             self.parts.append(rows)
         if gather_output and any(part.slice is not None for part in self.parts):
             raise BadInput(
@@ -113,7 +116,7 @@ class ColumnParallelLinear(DeclaredModule):
         check_width(x, self.in_features, "ColumnParallelLinear", "It takes all of them on every rank")
         if self._plain and not self.adapters:  # nn.Linear's own line, with nothing beside it
             return F.linear(x, cast(Tensor, self.weight), cast(Tensor | None, self.bias))
-        x = enter_tensor(x, self.state)
+        x = x if self.entered else enter_tensor(x, self.state)
         outputs = [part(x) for part in self.parts]
         for adapter in self.adapters:
             for number, change in adapter(x):
@@ -133,7 +136,7 @@ class ColumnParallelLinear(DeclaredModule):
         found = Cost(
             kept=tokens.bytes(self.in_features) if self.keeps_input else 0.0,
             outputs=tokens.bytes(here),
-            sends=enter_sends(tokens, self.in_features, self.state),
+            sends=() if self.entered else enter_sends(tokens, self.in_features, self.state),
         )
         for part in self.parts:
             trained = cast(Tensor, part.holder.weight).requires_grad

@@ -142,6 +142,7 @@ def grouped_attention(
     soft_cap: float | None = None,
     sinks: bool = False,
     alibi: Alibi | None = None,
+    gated: bool = False,
 ) -> Attention:
     """Make the attention of Llama and its relatives from the fields that their configs share.
 
@@ -166,6 +167,7 @@ def grouped_attention(
         soft_cap=soft_cap,
         sinks=sinks,
         alibi=alibi,
+        gated=gated,
         dropout=cfg.attention_dropout,
         initial=Normal(cfg.initializer_range),
         state=state,

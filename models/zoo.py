@@ -31,6 +31,7 @@ from .phi import PHI
 from .phi3 import PHI3
 from .qwen import QWEN2, QWEN3
 from .qwen2_moe import QWEN2_MOE
+from .qwen3_next import QWEN3_NEXT
 from .qwen_moe import QWEN3_MOE
 from .stablelm import STABLELM
 from .starcoder2 import STARCODER2
@@ -43,6 +44,7 @@ _EVERY = (
     OLMO3,
     GPT_OSS,
     DEEPSEEK_V2,
+    QWEN3_NEXT,
 )
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _EVERY}
 

@@ -23,7 +23,7 @@ from .fault_injection import fault
 from .foreign import check_state, mark_shared, refuse_foreign
 from .gradients import clip_gradients, divide_gradients, finalize_gradients, gradient_norm, last_not_finite
 from .holdings import Holding, holdings, parts
-from .initial_weights import Constant, Initial, Normal, Own, Uniform, seed_of
+from .initial_weights import Constant, Initial, LogUniform, Normal, Own, Uniform, seed_of
 from .layout import AXES, Coordinates, Layout
 from .local_work import check_local_ranks, check_workers
 from .parameters import DeclaredModule, declare_parameter, initialize, local, stored_box
@@ -51,6 +51,7 @@ __all__ = [
     "Initial",
     "Launched",
     "Layout",
+    "LogUniform",
     "MachineFailed",
     "Normal",
     "NotTrained",

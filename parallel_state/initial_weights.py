@@ -33,6 +33,14 @@ class Uniform:
 
 
 @dataclass(frozen=True, slots=True)
+class LogUniform:
+    """Fill a parameter with the logarithms of numbers drawn evenly between ``low`` and ``high``."""
+
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
 class Constant:
     """Fill a parameter with one number."""
 
@@ -44,7 +52,7 @@ class Own:
     """Fill a parameter by ``reset_parameters`` of its module, as ``torch.nn``'s layers do."""
 
 
-Initial = Normal | Uniform | Constant | Own
+Initial = Normal | Uniform | LogUniform | Constant | Own
 
 ZERO, OWN = Constant(0.0), Own()
 
@@ -82,9 +90,11 @@ def fill(local: Tensor, box: Box, shape: tuple[int, ...], initial: Initial, seed
             local[mine.within(box).slices] = values[mine.within(tile).slices].to(local.device, local.dtype)
 
 
-def _draw(shape: tuple[int, ...], initial: Normal | Uniform, seed: int) -> Tensor:
+def _draw(shape: tuple[int, ...], initial: Normal | Uniform | LogUniform, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     values = torch.empty(shape, dtype=torch.float32, device="cpu")
     if isinstance(initial, Normal):
         return values.normal_(0.0, initial.std, generator=generator)
+    if isinstance(initial, LogUniform):
+        return values.uniform_(initial.low, initial.high, generator=generator).log_()
     return values.uniform_(-initial.bound, initial.bound, generator=generator)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from .tiny_classics import CLASSIC_VARIANTS, CLASSICS
+from .tiny_hybrids import HYBRID_VARIANTS, HYBRIDS
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -127,6 +128,7 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"num_experts_per_tok": 3, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 20},
         **{"mlp_only_layers": [1], "norm_topk_prob": True},
     },
+    **HYBRIDS,
     "gemma": {**PLAIN, "model_type": "gemma", "rope_scaling": None, "num_hidden_layers": 3},
     "granite": {
         **{**WHOLE, "model_type": "granite", "mlp_bias": True, "num_key_value_heads": 1},
@@ -199,7 +201,7 @@ MODELS: dict[str, dict[str, Any]] = {
     **CLASSICS,
 }
 #: Of these, the models with experts.
-EXPERTS = {"mixtral", "qwen3_moe", "glm4_moe", "qwen2_moe", "gpt_oss", "deepseek_v2"}
+EXPERTS = {"mixtral", "qwen3_moe", "glm4_moe", "qwen2_moe", "gpt_oss", "deepseek_v2", "qwen3_next"}
 
 TINY_LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -279,6 +281,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": 24},
     ),
     "qwen2_moe-some": ("qwen2_moe", {"qkv_bias": False, "mlp_only_layers": [], "decoder_sparse_step": 2}),
+    **HYBRID_VARIANTS,
     "gemma2-gelu": ("gemma2", {"hidden_activation": "gelu"}),
     "gemma-untied": (
         "gemma",

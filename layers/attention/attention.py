@@ -38,8 +38,9 @@ class Attention(nn.Module):
     included; ``None``: all earlier ones. ``scale``: factor of the scores; the default is ``head_dim **
     -0.5``. ``soft_cap``: bound of the scores (Gemma 2). ``sinks``: each head has one more score, which is
     learnt (GPT-OSS). ``alibi``: biases of all heads' scores by distance (Bloom, Falcon); a rank adds those
-    of its own heads. ``dropout``: dropout of the attention weights. ``initial`` and ``out_initial``:
-    initial weights of the input and of the output projection.
+    of its own heads. ``gated``: the sigmoid of one more product of the input multiplies each number of the
+    heads (Qwen3-Next; Qiu et al. 2025). ``dropout``: dropout of the attention weights. ``initial`` and
+    ``out_initial``: initial weights of the input and of the output projection.
     Source: Ainslie et al. 2023 (grouped queries).
     """
 
@@ -60,6 +61,7 @@ class Attention(nn.Module):
         soft_cap: float | None = None,
         sinks: bool = False,
         alibi: Alibi | None = None,
+        gated: bool = False,
         dropout: float = 0.0,
         initial: Initial | None = None,
         out_initial: Initial | None = None,
@@ -69,12 +71,13 @@ class Attention(nn.Module):
         kv_heads = heads if kv_heads is None else kv_heads
         self.head_dim, self.rotary, self.window = head_dim, rotary, window
         self.partial_rotary = partial_rotary
-        self.scale, self.soft_cap, self.dropout = scale, soft_cap, dropout
+        self.scale, self.soft_cap, self.gated, self.dropout = scale, soft_cap, gated, dropout
         here = heads // alone_or(state).tensor_size
         first = alone_or(state).tensor_index * here
         self.alibi = None if alibi is None else alibi.of_heads(first, first + here)
         self.state, self.whole_width = alone_or(state), heads * head_dim
         widths = {"q": heads * head_dim, "k": kv_heads * head_dim, "v": kv_heads * head_dim}
+        widths |= {"gate": heads * head_dim} if gated else {}
         self.qkv = ColumnParallelLinear(
             hidden_size, widths, qkv_bias, unit=head_dim, shared=("k", "v"), initial=initial, state=state
         )
@@ -87,7 +90,8 @@ class Attention(nn.Module):
 
     def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
         """Return the attention of ``x``, of the same shape."""
-        q_BHSE, k_BKSE, v_BKSE = (split_heads(t, self.head_dim) for t in self.qkv(x_BSD))
+        q_BSF, k_BSF, v_BSF, *gate_BSF = self.qkv(x_BSD)
+        q_BHSE, k_BKSE, v_BKSE = (split_heads(t, self.head_dim) for t in (q_BSF, k_BSF, v_BSF))
         q_BHSE, k_BKSE = self.q_norm(q_BHSE), self.k_norm(k_BKSE)
         if self.rotary is not None:
             rope = inputs.rope(self.rotary)
@@ -107,7 +111,10 @@ class Attention(nn.Module):
                 sinks=None if self.sinks is None else local(self.sinks.weight),
                 alibi=self.alibi,
             )
-        out: Tensor = self.out(merge_heads(heads_BHSE))
+        merged_BSF = merge_heads(heads_BHSE)
+        for one in gate_BSF:
+            merged_BSF = merged_BSF * one.sigmoid()
+        out: Tensor = self.out(merged_BSF)
         return out
 
     def cost(self, tokens: Tokens) -> Cost:
@@ -136,12 +143,13 @@ class Attention(nn.Module):
         laid = self.partial_rotary or isinstance(self.q_norm, nn.Identity | HeadsRMSNorm)
         as_product = laid or special
         copied = ranks > 1 or not as_product
-        kept += tokens.bytes(query) if copied or not self.out.keeps_input else 0.0
+        kept += tokens.bytes(query) if copied or self.gated or not self.out.keeps_input else 0.0
+        kept += tokens.bytes(query * (1 + copied) * self.gated)  # the gate, and what it multiplies if copied
         if not one_operator and not in_blocks:  # the scores, their softmax and what dropout leaves of it
             kept += 3 * heads * whole * count * tokens.compute
         elif narrow and not in_blocks:  # the mask, in numbers; fused attention has one for each row
             kept += whole * tokens.compute * (count if tokens.fused else tokens.length)
-        products = query + 2 * key_value if self.qkv.in_features == tokens.hidden else 0
+        products = query * (1 + self.gated) + 2 * key_value if self.qkv.in_features == tokens.hidden else 0
         as_made = products > 0 and not self.qkv.adapters and not repeated and not self.shared.picks
         untouched = self.rotary is None and isinstance(self.q_norm, nn.Identity)
         both = (key_value + (query + key_value) * untouched) * as_made + query * one_operator

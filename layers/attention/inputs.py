@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -36,7 +37,8 @@ class AttentionInputs:
         rotary: Mapping[str, RotaryEmbedding] | None = None,
         state: ParallelState,
     ) -> None:
-        self._cache = cache
+        self.cache = cache
+        self._positions, self._state = positions, state
         if cache is not None:
             assert positions is not None, "tokens that follow a cache need positions"
             cache.advance(positions)
@@ -70,6 +72,20 @@ class AttentionInputs:
         """Return the scope: which keys each query sees with this window."""
         return self._scopes[window]
 
+    @cached_property
+    def documents(self) -> Tensor | None:
+        """Return each token's place in its document, (B, S), or ``None`` if no document starts after the
+        first token of a row; with a cache always the places.
+        """
+        positions = self._positions
+        if positions is None or self.cache is not None:
+            return positions
+        positions = positions.reshape(-1, positions.shape[-1])
+        if torch.compiler.is_compiling() or positions.is_meta:  # numbers that cannot be looked at
+            return positions
+        in_row = token_places(positions.shape[-1], self._state, positions.device)
+        return None if torch.equal(positions, in_row.expand_as(positions)) else positions
+
     def last_wanted(self, x_BSD: Tensor) -> Tensor:
         """Select the hidden states that need logits: all tokens, or with a cache only the last one."""
-        return x_BSD if self._cache is None else x_BSD[:, -1:]
+        return x_BSD if self.cache is None else x_BSD[:, -1:]

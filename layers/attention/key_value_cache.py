@@ -1,4 +1,5 @@
-"""Keep each block's keys and values of the tokens generated so far, and the documents of these tokens.
+"""Keep each block's keys and values, or its recurrent state, of the tokens generated so far, and their
+documents.
 
 B batch  S tokens of this forward  T tokens so far  K key/value heads here  E head dim
 """
@@ -15,7 +16,8 @@ class KeyValueCache:
 
     A block has two tensors (B, K, ``length``, E), with the head dim of its keys or values. They are allocated
     once, when the block first runs. K is the number of key/value heads that this rank computes, shared ones
-    included. ``length``: the most tokens that a row can have.
+    included. ``length``: the most tokens that a row can have. A recurrent layer has one tensor, whose size
+    does not depend on the number of tokens.
     """
 
     def __init__(self, batch: int, length: int) -> None:
@@ -24,6 +26,7 @@ class KeyValueCache:
         self._positions: Tensor | None = None
         self._packed = False
         self._held: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+        self._states: dict[nn.Module, Tensor] = {}
 
     def advance(self, positions_BS: Tensor) -> None:
         """Make room for the next S tokens of each row; call it once a forward, before any ``mask`` or
@@ -69,6 +72,17 @@ class KeyValueCache:
         start = self.used - k_BKSE.shape[2]
         keys[:, :, start : self.used], values[:, :, start : self.used] = k_BKSE, v_BKSE
         return keys[:, :, : self.used], values[:, :, : self.used]
+
+    def recall(self, layer: nn.Module) -> Tensor | None:
+        """Return what a recurrent layer stored of the tokens before these, or ``None`` at the first ones."""
+        return self._states.get(layer)
+
+    def remember(self, layer: nn.Module, x: Tensor) -> None:
+        """Store what a recurrent layer needs of the tokens so far, in the memory of what it stored before."""
+        if layer in self._states:
+            self._states[layer].copy_(x)
+        else:
+            self._states[layer] = x.clone()
 
     def _allocate(self, x_BKSE: Tensor) -> Tensor:
         return x_BKSE.new_empty(self.batch, x_BKSE.shape[1], self.length, x_BKSE.shape[3])

@@ -111,7 +111,7 @@ class GatedShared(DeclaredModule):
         if self.gate.requires_grad and self.state.sequence:  # otherwise the net keeps the same input
             kept += here.bytes(width)
         return (
-            cost_of(self.net, tokens)
+            cost_of(self.net, tokens).with_sums_needed()
             + matrix(tokens, width, trained=self.gate.requires_grad)
             + Cost(kept=kept)
         )

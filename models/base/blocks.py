@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from ...layers import Attention, AttentionInputs, Cost, Dropout, Tokens, linears, sum_costs
+from ...layers import Attention, AttentionInputs, Cost, Dropout, GatedDeltaNet, Tokens, linears, sum_costs
 from ...parallel_state import ParallelState
 
 
@@ -57,6 +57,25 @@ class AddNormBlock(PreNormBlock):
     def cost(self, tokens: Tokens) -> Cost:
         first, second = [self.attention, self.attention_norm], [self.mlp, self.mlp_norm]
         return sum_costs([*first, self.dropout, *second, self.dropout], tokens)
+
+
+class RecurrentBlock(nn.Module):
+    """Put a norm before each branch, of which the first is recurrent (Qwen3-Next).
+
+    Its names are not those of a block with attention, since in a hybrid files tell the two apart.
+    """
+
+    def __init__(self, mixer: GatedDeltaNet, mlp: nn.Module, *, norm: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.mixer_norm, self.mixer, self.mlp_norm, self.mlp = norm(), mixer, norm(), mlp
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        x_BSD = x_BSD + self.mixer(self.mixer_norm(x_BSD), inputs)
+        x_BSD = x_BSD + self.mlp(self.mlp_norm(x_BSD))
+        return x_BSD
+
+    def cost(self, tokens: Tokens) -> Cost:
+        return sum_costs(self.children(), tokens).without_last_sum()
 
 
 class PostNormBlock(nn.Module):
@@ -134,4 +153,4 @@ class SandwichBlock(nn.Module):
         return sum_costs(self.children(), tokens)
 
 
-Block = PreNormBlock | PostNormBlock | SandwichBlock | ParallelBlock
+Block = PreNormBlock | RecurrentBlock | PostNormBlock | SandwichBlock | ParallelBlock

@@ -12,6 +12,7 @@ from trilith.models import CausalLM, family_of
 from trilith.parallel_state import Layout, ParallelState, initialize
 from trilith.testing import run_parallel
 from trilith.testing.short_training import roughen
+from trilith.testing.tiny_models import MODELS as FAMILIES
 from trilith.testing.tiny_models import TINY_GLM, TINY_GPT2, TINY_LLAMA, TINY_MIXTRAL
 
 PLAIN = {key: value for key, value in TINY_LLAMA.items() if key != "attention_bias"}
@@ -25,6 +26,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt2": TINY_GPT2,
     # Biases by distance: of positions in the document, not of places in the cache.
     "bloom": {"model_type": "bloom", "vocab_size": 131, "hidden_size": 24, "n_layer": 2, "n_head": 6},
+    "qwen3_next": FAMILIES["qwen3_next"] | {"vocab_size": 131},
 }
 #: The pieces in which the 14 tokens arrive: a prompt, one token, several at once, one token.
 PIECES = (6, 1, 6, 1)

@@ -63,7 +63,7 @@ def test_a_width_that_tensor_does_not_divide_is_refused_with_the_nearest_that_ar
     heads, width = data.draw(st.integers(1, 4)) * tensor, data.draw(st.integers(1, 60))
     fields = {"num_attention_heads": heads, "num_key_value_heads": heads, "hidden_size": heads * 4}
     fields |= {"intermediate_size": width, "moe_intermediate_size": width, "head_dim": 4}
-    fields |= {"shared_expert_intermediate_size": width}
+    fields |= {"shared_expert_intermediate_size": width, "linear_num_key_heads": heads}
 
     def legal(tensor: int, width: int) -> BadInput | None:
         changed = fields | {key: width for key in fields if key.endswith("intermediate_size")}
@@ -116,6 +116,7 @@ def test_a_family_is_found_by_its_model_type() -> None:
         "cohere2": "cohere2",
         "qwen2_moe": "qwen2_moe",
         **{name: name for name in ("gpt_neox", "gptj", "phi", "falcon", "opt", "bloom")},
+        "qwen3_next": "qwen3_next",
     }
 
 

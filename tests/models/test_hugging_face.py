@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from trilith.layers import IGNORE, gather_logits, valid_tokens, vocab_parallel_cross_entropy
 from trilith.models import family_of
-from trilith.testing.families import config_of, on_disk, ours_from, transformers_model
+from trilith.testing.families import close, config_of, on_disk, ours_from, transformers_model
 from trilith.testing.published_configs import PUBLISHED
 from trilith.testing.tiny_models import MODELS, VARIANTS
 
@@ -38,7 +38,7 @@ def test_logits_and_gradients_are_transformers(raw: dict[str, Any]) -> None:  # 
     ids, labels = batch()
     logits, wanted = model(ids), theirs(ids).logits
     assert float(wanted.detach().abs().max()) > 0.5
-    assert float((gather_logits(logits, VOCAB) - wanted).detach().abs().max()) <= 1e-5
+    assert float((gather_logits(logits, VOCAB) - wanted).detach().abs().max()) <= close(raw)
 
     loss = vocab_parallel_cross_entropy(logits, labels, VOCAB, label_smoothing=0.1).sum() / valid_tokens(
         labels
@@ -59,7 +59,10 @@ def test_logits_and_gradients_are_transformers(raw: dict[str, Any]) -> None:  # 
         # A key bias shifts all scores alike (without rotation), so its gradient is zero but for rounding.
         scale = max(float(wanted_grad.abs().max()), 0.01 * largest)
         found = (found.T if link.transpose else found).view(wanted_grad.shape)
-        assert float((found - wanted_grad).abs().max()) <= 1e-5 * scale, link
+        # The decay of a recurrent head adds up parts of either sign, of all pairs of tokens: in fp32 ours and
+        # transformers' are both up to 1.4e-5 from the sum in fp64.
+        bound = 2e-5 if link.ours.endswith(("A_log", "dt_bias")) else 1e-5
+        assert float((found - wanted_grad).abs().max()) <= bound * scale, link
 
 
 @pytest.mark.parametrize("raw", CASES.values(), ids=CASES)

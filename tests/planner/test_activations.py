@@ -89,6 +89,15 @@ FALCON = {
 }
 OPT = FALCON | {"model_type": "opt", "ffn_dim": 224, "dropout": 0.0}
 BLOOM = {"model_type": "bloom", "vocab_size": 128, "hidden_size": 64, "n_layer": 1, "n_head": 4}
+QWEN3_NEXT = QWEN2_MOE | {
+    "model_type": "qwen3_next",
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 16,
+}
+FULL = {"layer_types": ["full_attention"]}
 NO_CAPS = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
 EVERY = LoraConfig(r=4)
 STACKS = LoraConfig(r=4, target_parameters=("experts.gate_up_proj", "experts.down_proj"))
@@ -170,6 +179,9 @@ def saved(config: dict[str, Any], lora: LoraConfig | None) -> tuple[float, float
         pytest.param(OPT, None, id="opt"),
         pytest.param(OPT | {"do_layer_norm_before": False}, None, id="opt-norms-after"),
         pytest.param(BLOOM, None, id="bloom"),
+        pytest.param(QWEN3_NEXT, None, id="qwen3_next-delta-net"),
+        pytest.param(QWEN3_NEXT | FULL, None, id="qwen3_next-attention"),
+        pytest.param(QWEN3_NEXT, EVERY, id="qwen3_next-lora"),
         pytest.param(GPT2, None, id="gpt2"),
         pytest.param(GPT2 | {"resid_pdrop": 0.1}, None, id="gpt2-resid"),
         pytest.param(GPT2 | {"attn_pdrop": 0.1}, None, id="gpt2-attention"),

@@ -69,6 +69,12 @@ MODELS["phi"] = {key: value for key, value in LLAMA.items() if key != "num_key_v
     "model_type": "phi",
     "num_attention_heads": 2,
 }
+MODELS["qwen3_next"] = LLAMA | {
+    **{"model_type": "qwen3_next", "head_dim": 8, "layer_types": ["linear_attention", "full_attention"] * 2},
+    **{"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 3},
+    **{"linear_value_head_dim": 2, "num_experts": 4, "num_experts_per_tok": 2},
+    **{"moe_intermediate_size": 8, "shared_expert_intermediate_size": 16},
+}
 LENGTH, SAMPLES = 12, 2
 
 
@@ -152,6 +158,11 @@ CASES = [
     Case("deepseek_v2", SEQUENCE, MemorySection(checkpointing="full")),
     Case("deepseek_v2", TENSOR, MemorySection(checkpointing="selective")),
     Case("phi", TENSOR, MemorySection(checkpointing="full")),
+    Case("qwen3_next", SEQUENCE, MemorySection(checkpointing="selective")),
+    Case("qwen3_next", TENSOR, MemorySection(checkpointing="full")),
+    Case("qwen3_next", Layout.of(context=2)),
+    Case("qwen3_next", Layout.of(context=2, ring=True), MemorySection(checkpointing="full")),
+    Case("qwen3_next", Layout.of(context=2), MemorySection(checkpointing="selective")),
     Case("glm4_moe", Layout.of(data=2, zero=3)),
     Case("llama", Layout.of(tensor=4)),
     Case("gpt2", Layout.of(tensor=4, sequence=True), compute=torch.bfloat16),

@@ -1,0 +1,152 @@
+"""The short causal convolution before a recurrence: each channel is a sum over its last few tokens.
+
+B batch  R runs  L tokens of a run  C channels here  K kernel size
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ...parallel_state import (
+    Constant,
+    Cut,
+    Declaration,
+    DeclaredModule,
+    Initial,
+    ParallelState,
+    Uniform,
+    alone_or,
+    declare_parameter,
+    local,
+    shared_units,
+)
+from ..cost import Cost, Send, Tokens
+from ..mlp import activation
+from .recompute import recomputed
+from .runs import Runs
+
+
+class CausalConvolution(DeclaredModule):
+    """Apply ``nn.Conv1d`` with one filter a channel to tokens of the same document, up to the token itself,
+    and then ``act``.
+
+    ``channels``: number of channels of each input, by name, as in ``ColumnParallelLinear``: ``unit`` and
+    ``shared`` mean the same here, so that it takes such a layer's outputs. The parameters are
+    ``<name>.weight`` (channels, 1, K) and, with ``bias``, ``<name>.bias`` (channels).
+
+    Input and output: the channels here, (B, S, channels / tensor) each. Collective over the context ranks,
+    which send each other the last K - 1 tokens of a run.
+    """
+
+    def __init__(
+        self,
+        channels: Mapping[str, int],
+        kernel_size: int,
+        *,
+        act: str = "silu",
+        bias: bool = False,
+        unit: Mapping[str, int],
+        shared: Sequence[str] = (),
+        initial: Initial | None = None,
+        state: ParallelState | None = None,
+    ) -> None:
+        super().__init__()
+        self.kernel_size, self.channels, self.state = kernel_size, dict(channels), alone_or(state)
+        self.act = activation(act)
+        initial = initial or Uniform(kernel_size**-0.5)
+        size, index = self.state.tensor_size, self.state.tensor_index
+        self.rows: dict[str, slice] = {}
+        self.here: list[int] = []
+        for name, count in channels.items():
+            cut: Cut | None = Cut(0, unit=unit[name])
+            partial: tuple[str, ...] = ()
+            units, here = count // unit[name], count // size
+            if name in shared and units % size:
+                needed = shared_units(units, size, index)
+                self.rows[name] = slice(needed.start * unit[name], needed.stop * unit[name])
+                cut, partial, here = None, ("tensor",), len(needed) * unit[name]
+            self.here.append(here)
+            holder = nn.Module()
+            self.add_module(name, holder)
+            stated = Declaration((count, 1, kernel_size), cut, partial=partial, initial=initial)
+            declare_parameter(holder, "weight", stated, self.state)
+            if bias:
+                stated = Declaration((count,), cut, partial=partial, initial=Constant(0.0))
+                declare_parameter(holder, "bias", stated, self.state)
+            else:
+                holder.register_parameter("bias", None)
+
+    def forward(self, inputs: Sequence[Tensor], runs: Runs) -> tuple[Tensor, ...]:
+        """Return the convolutions of the ``inputs``, of the same shapes."""
+        x_RLC = runs.cut(torch.cat([*inputs], dim=-1))
+        count = self.kernel_size - 1
+        before = runs.recall(self) if runs.cache is not None else runs.tokens_before(x_RLC, count)
+        weight_C1K = self._every("weight")
+        assert weight_C1K is not None
+        y_RLC = causal_convolution(x_RLC, weight_C1K, self._every("bias"), before, runs.places)
+        if runs.cache is not None:  # in the memory of ``before``, which is no longer needed
+            whole = x_RLC if before is None else torch.cat((before, x_RLC), dim=1)
+            runs.remember(self, F.pad(whole, (0, 0, count, 0))[:, -count:])
+        y_BSC = self.act(runs.join(y_RLC))
+        return torch.split(y_BSC, self.here, dim=-1)
+
+    def cost(self, tokens: Tokens) -> Cost:
+        """Return the cost where no document starts within a row: the inputs and the filters side by side, and
+        the sums, those of the padding included.
+        """
+        width, ranks = sum(self.here), self.state.context_size
+        more = (self.kernel_size - 1) * width * tokens.compute  # of the tokens before a run
+        kept = 2 * tokens.bytes(width) + tokens.rows * more + self.kernel_size * width * tokens.compute
+        ends = 2 * tokens.rows * more
+        sends = (
+            Send("context", "all_gather", ends, again="always", what="tokens before a run"),
+            Send("context", "reduce_scatter", ranks * ends, forward=False, what="their gradients"),
+        )
+        return Cost(
+            kept=kept,
+            sends=sends if ranks > 1 else (),
+            other=2.0 * tokens.count * self.kernel_size * sum(self.channels.values()),
+        )
+
+    def _every(self, leaf: str) -> Tensor | None:
+        found = []
+        for name in self.channels:
+            parameter = cast(Tensor | None, getattr(self.get_submodule(name), leaf))
+            if parameter is None:
+                return None
+            found.append(local(parameter)[self.rows[name]] if name in self.rows else local(parameter))
+        return torch.cat(found)
+
+
+def causal_convolution(
+    x_RLC: Tensor, weight_C1K: Tensor, bias_C: Tensor | None, before: Tensor | None, places_RL: Tensor | None
+) -> Tensor:
+    """Return, for each token, the sum of its channels and those of the K - 1 tokens before it, (R, L, C).
+
+    ``before``: (R, K - 1, C), the tokens before each run; the default: zeros. ``places_RL``: each token's
+    place in its document, whose tokens alone count; the default: all count.
+    """
+    count = weight_C1K.shape[-1] - 1
+    if places_RL is None:
+        padding = count if before is None else 0
+        x_RCL = (x_RLC if before is None else torch.cat((before, x_RLC), dim=1)).transpose(1, 2)
+        y_RCL = F.conv1d(x_RCL, weight_C1K, bias_C, padding=padding, groups=x_RCL.shape[1])
+        return y_RCL[..., : x_RLC.shape[1]].transpose(1, 2)
+    whole = F.pad(x_RLC, (0, 0, count, 0)) if before is None else torch.cat((before, x_RLC), dim=1)
+    seen = [(places_RL >= back).unsqueeze(-1) for back in range(count + 1)]
+
+    def taps(whole: Tensor, weight_C1K: Tensor) -> Tensor:
+        length = whole.shape[1] - count
+        found = whole.new_zeros(())
+        for back, here in enumerate(seen):
+            moved = whole[:, count - back : count - back + length]
+            found = found + moved.masked_fill(~here, 0.0) * weight_C1K[:, 0, count - back]
+        return found
+
+    y_RLC = recomputed(taps, whole, weight_C1K)
+    return y_RLC if bias_C is None else y_RLC + bias_C

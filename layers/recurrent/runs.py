@@ -1,0 +1,104 @@
+"""The runs of consecutive tokens that a rank holds, and what comes before each: from other ranks or a cache.
+
+On one context rank a row is one run. Over c context ranks a rank holds two chunks of each row, far apart (see
+``context_chunks``), and so two runs. A recurrence needs, before a run, the state after all tokens that come
+earlier in the row. It is linear in that state: each rank computes, with no state before them, what its runs
+make of any state, all ranks gather these maps, and each puts together those of the earlier runs. So the ranks
+compute at the same time, in the balanced order of attention, and send a state's size and not the tokens.
+
+B batch  R runs: B on one context rank, otherwise 2 B  L tokens of a run  C channels
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...parallel_state import ParallelState, engine
+from ..attention.inputs import AttentionInputs
+from ..context_chunks import own_chunks
+
+
+class Runs:
+    """Cut the tokens of a forward into runs, and hand states on from run to run."""
+
+    def __init__(self, inputs: AttentionInputs, state: ParallelState) -> None:
+        self.state, self.cache = state, inputs.cache
+        self.in_row = 2 if state.context_size > 1 else 1
+        places = inputs.documents
+        #: (R, L), each token's place in its document; ``None``: no document starts after a row's first token.
+        self.places: Tensor | None = None if places is None else self.cut(places)
+
+    def cut(self, x: Tensor) -> Tensor:
+        """Reshape (B, S, ...) to (R, L, ...)."""
+        return x if self.in_row == 1 else x.unflatten(1, (self.in_row, -1)).flatten(0, 1)
+
+    def join(self, x: Tensor) -> Tensor:
+        """Reshape (R, L, ...) to (B, S, ...)."""
+        return x if self.in_row == 1 else x.unflatten(0, (-1, self.in_row)).flatten(1, 2)
+
+    def tokens_before(self, x_RLC: Tensor, count: int) -> Tensor | None:
+        """Return the ``count`` tokens before each run, (R, count, C), zeros where there are none.
+
+        ``None``: there are none before any run. Collective over the context ranks, in backward too.
+        """
+        if self.in_row == 1:
+            return None
+        number = own_chunks(self.state.context_index, self.state.context_size)
+        # A run that is shorter is sent whole; then the tokens come from several runs.
+        ends = _in_order(x_RLC[:, -count:].unflatten(0, (-1, 2)), self.state)
+        none = x_RLC.new_zeros(len(ends[0]), count, x_RLC.shape[-1])
+        found = [torch.cat((none, *ends[:chunk]), dim=1)[:, -count:] for chunk in number]
+        return torch.stack(found, dim=1).flatten(0, 1)
+
+    def states_before(self, maps: Tensor, first: Tensor, after: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """Return the state before each run, (R, ...).
+
+        ``maps``: (R, ...), what each run makes of a state. ``first``: (B, ...), the state before a row.
+        ``after(map, state)``: the state after a run. Collective over the context ranks, in backward too.
+        """
+        if self.in_row == 1:
+            return first
+        early, late = own_chunks(self.state.context_index, self.state.context_size)
+        every = _in_order(maps.unflatten(0, (-1, 2)), self.state)
+        found = [first]
+        for one in every[:late]:
+            found.append(after(one, found[-1]))
+        return torch.stack((found[early], found[late]), dim=1).flatten(0, 1)
+
+    def recall(self, module: nn.Module) -> Tensor | None:
+        """Return what ``module`` remembered of the cached tokens, or ``None`` without any."""
+        return None if self.cache is None else self.cache.recall(module)
+
+    def remember(self, module: nn.Module, x: Tensor) -> None:
+        """Store what ``module`` needs of these tokens for those that follow; without a cache do nothing."""
+        if self.cache is not None:
+            self.cache.remember(module, x)
+
+
+class _GatherContext(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, state: ParallelState) -> Tensor:
+        ctx.state = state
+        return engine.all_gather(x, 0, state.context_group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return engine.reduce_scatter(grads[0], 0, ctx.state.context_group), None
+
+
+# torch declares ``apply`` without types.
+_gather: Callable[..., Tensor] = _GatherContext.apply
+
+
+def _in_order(x: Tensor, state: ParallelState) -> list[Tensor]:
+    """Gather (B, 2, ...) of every context rank; return the runs of the whole sequence in its order."""
+    every = _gather(x.transpose(0, 1), state)  # (2 c, B, ...), a rank's two runs together
+    size = state.context_size
+    place = {
+        chunk: 2 * rank + half for rank in range(size) for half, chunk in enumerate(own_chunks(rank, size))
+    }
+    return [every[place[chunk]] for chunk in range(2 * size)]

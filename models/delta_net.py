@@ -1,0 +1,152 @@
+"""The config fields and blocks of hybrids: gated delta nets, and gated attention in every n-th block."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from pydantic import Field
+from torch import nn
+
+from ..layers import Attention, GatedDeltaNet, RMSNorm
+from ..parallel_state import BadInput
+from .base.blocks import Block, PreNormBlock, RecurrentBlock
+from .base.config import MOST_BLOCKS
+from .base.names import Rename, Rule, Split, in_blocks
+from .llama import EMBEDDING, ENDS, Llama, grouped_attention
+from .partial_rotary import PartialRotaryConfig
+from .qwen import HEAD_NORMS, QK_NORM_NAMES, QWEN3, check_no_windows
+
+LINEAR, FULL = "linear_attention", "full_attention"
+#: Where a config does not list the types of its blocks: every so many blocks one has attention.
+_INTERVAL = "full_attention_interval"
+
+
+class DeltaNetConfig(PartialRotaryConfig):
+    """The fields that tell which blocks have a delta net, and its shape; the others have attention."""
+
+    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        **PartialRotaryConfig.HARMLESS,
+        **dict.fromkeys(HEAD_NORMS, (True,)),
+        "mlp_bias": (False,),
+    }
+
+    head_dim: int = Field(default=256, gt=0, le=2**16, multiple_of=2)
+    partial_rotary_factor: float = Field(default=0.25, gt=0, le=1)
+    max_position_embeddings: int = Field(default=32768, gt=0)
+    layer_types: tuple[str, ...] = ()
+    linear_conv_kernel_dim: int = Field(default=4, gt=0, le=2**8)
+    linear_key_head_dim: int = Field(default=128, gt=0, le=2**12)
+    linear_value_head_dim: int = Field(default=128, gt=0, le=2**12)
+    linear_num_key_heads: int = Field(default=16, gt=0, le=2**12)
+    linear_num_value_heads: int = Field(default=32, gt=0, le=2**12)
+
+    @classmethod
+    def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
+        check_no_windows(raw, where)
+        # Hugging Face's default is a number, not a share of the hidden size.
+        raw = raw if raw.get("head_dim") is not None else {**raw, "head_dim": 256}
+        fields = super().read(raw, where)
+        kinds, count, every = raw.get("layer_types"), raw.get("num_hidden_layers"), raw.get(_INTERVAL)
+        every = 4 if every is None else every
+        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+            raise BadInput(where, _INTERVAL, expected="a whole number from 1 up", found=repr(every)[:80])
+        if isinstance(kinds, list):
+            fields["layer_types"] = tuple(kinds)
+        elif kinds is None and isinstance(count, int):
+            made = (LINEAR if (number + 1) % every else FULL for number in range(min(count, MOST_BLOCKS)))
+            fields["layer_types"] = tuple(made)
+        return fields
+
+    @classmethod
+    def read_keys(cls) -> set[str]:
+        return {*super().read_keys(), *QWEN3.config.read_keys(), _INTERVAL}
+
+    def check_stated(self, raw: Mapping[str, Any], where: str) -> None:
+        kinds, count = self.layer_types, self.num_hidden_layers
+        if len(kinds) != count or set(kinds) - {LINEAR, FULL}:
+            expected = f"{LINEAR} or {FULL} for each of {count} blocks"
+            raise BadInput(where, "layer_types", expected=expected, found=repr(list(kinds))[:80])
+
+    def check(self, where: str) -> None:
+        super().check(where)
+        if self.linear_num_value_heads % self.linear_num_key_heads:
+            expected = f"a multiple of linear_num_key_heads={self.linear_num_key_heads}"
+            raise BadInput(
+                where, "linear_num_value_heads", expected=expected, found=self.linear_num_value_heads
+            )
+
+    @property
+    def tensor_units(self) -> dict[str, int]:
+        return {**super().tensor_units, "linear_num_key_heads": self.linear_num_key_heads}
+
+    def to_hf(self) -> dict[str, Any]:
+        return {**super().to_hf(), "layer_types": [*self.layer_types]}
+
+
+class DeltaNetHybrid(Llama):
+    """Build blocks with a gated delta net or with gated attention; a family adds its feed-forward."""
+
+    config: DeltaNetConfig
+
+    def block(self, number: int) -> Block:
+        mlp = self.feed_forward(number)
+        if self.config.layer_types[number] == FULL:
+            return PreNormBlock(self.attention(number), mlp, norm=self.make_norm)
+        return RecurrentBlock(self.delta_net(), mlp, norm=self.make_norm)
+
+    def attention(self, number: int) -> Attention:
+        cfg, bias = self.config, self.config.attention_bias
+
+        def head_norm(heads: int) -> nn.Module:
+            return RMSNorm(cfg.head_dim, cfg.rms_norm_eps, offset=1.0, heads=True, state=self.state)
+
+        return grouped_attention(cfg, self.state, qkv_bias=bias, out_bias=bias, qk_norm=head_norm, gated=True)
+
+    def delta_net(self) -> GatedDeltaNet:
+        cfg = self.config
+        return GatedDeltaNet(
+            cfg.hidden_size,
+            key_heads=cfg.linear_num_key_heads,
+            value_heads=cfg.linear_num_value_heads,
+            key_dim=cfg.linear_key_head_dim,
+            value_dim=cfg.linear_value_head_dim,
+            kernel_size=cfg.linear_conv_kernel_dim,
+            act=cfg.hidden_act,
+            eps=cfg.rms_norm_eps,
+            initial=self.initial,
+            state=self.state,
+        )
+
+    def make_norm(self) -> nn.Module:
+        return RMSNorm(self.config.hidden_size, self.config.rms_norm_eps, offset=1.0, state=self.state)
+
+
+def _in_attention(kind: str) -> Split:
+    """Queries and their gate, which take turns head by head."""
+    ours = tuple(f"layers.{{i}}.attention.qkv.{one}.{kind}" for one in ("q", "gate"))
+    return Split(ours, f"model.layers.{{i}}.self_attn.q_proj.{kind}", groups="num_attention_heads")
+
+
+#: Ours -> Hugging Face's, but for what brings a delta net's input in, and the feed-forward.
+DELTA_NAMES: tuple[Rule, ...] = (
+    *EMBEDDING,
+    Rename("layers.{i}.mixer.dt_bias", "model.layers.{i}.linear_attn.dt_bias"),
+    Rename("layers.{i}.mixer.A_log", "model.layers.{i}.linear_attn.A_log"),
+    Split(
+        tuple(f"layers.{{i}}.mixer.conv.{one}.weight" for one in ("q", "k", "v")),
+        "model.layers.{i}.linear_attn.conv1d.weight",
+    ),
+    *in_blocks(("mixer.norm", "linear_attn.norm"), ("mixer.out", "linear_attn.out_proj")),
+    *map(_in_attention, ("weight", "bias")),
+    *in_blocks(
+        ("attention.qkv.k", "self_attn.k_proj"),
+        ("attention.qkv.v", "self_attn.v_proj"),
+        ("attention.out", "self_attn.o_proj"),
+        kinds=("weight", "bias"),
+    ),
+    *QK_NORM_NAMES,
+    *in_blocks(("mixer_norm", "input_layernorm"), ("attention_norm", "input_layernorm")),
+    *in_blocks(("mlp_norm", "post_attention_layernorm")),
+    *ENDS,
+)
