@@ -17,7 +17,7 @@ from .llama import NAMES, Llama, LlamaConfig, grouped_attention
 HEAD_NORMS = ("use_qk_norm", "qk_norm", "qk_layernorm")
 
 #: Keys of windows over some of the blocks, which are off in every released model and refused if on.
-_WINDOWS = ("use_sliding_window", "sliding_window", "max_window_layers")
+WINDOWS = ("use_sliding_window", "sliding_window", "max_window_layers")
 
 
 class Qwen2Config(LlamaConfig):
@@ -38,7 +38,7 @@ class Qwen2Config(LlamaConfig):
 
     @classmethod
     def read_keys(cls) -> set[str]:
-        return {*super().read_keys(), *_WINDOWS}
+        return {*super().read_keys(), *WINDOWS}
 
 
 class Qwen2(Llama):
@@ -67,7 +67,7 @@ class Qwen3Config(LlamaConfig):
 
     @classmethod
     def read_keys(cls) -> set[str]:
-        return {*super().read_keys(), *_WINDOWS}
+        return {*super().read_keys(), *WINDOWS}
 
 
 class Qwen3(Llama):

@@ -201,7 +201,7 @@ MODELS: dict[str, dict[str, Any]] = {
     **CLASSICS,
 }
 #: Of these, the models with experts.
-EXPERTS = {"mixtral", "qwen3_moe", "glm4_moe", "qwen2_moe", "gpt_oss", "deepseek_v2", "qwen3_next"}
+EXPERTS = {name for name, raw in MODELS.items() if "num_experts_per_tok" in raw}
 
 TINY_LLAMA: dict[str, Any] = {
     "model_type": "llama",
