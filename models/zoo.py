@@ -33,6 +33,7 @@ from .qwen import QWEN2, QWEN3
 from .qwen2_moe import QWEN2_MOE
 from .qwen3_next import QWEN3_NEXT
 from .qwen_moe import QWEN3_MOE
+from .smollm3 import SMOLLM3
 from .stablelm import STABLELM
 from .starcoder2 import STARCODER2
 
@@ -45,6 +46,7 @@ _EVERY = (
     GPT_OSS,
     DEEPSEEK_V2,
     QWEN3_NEXT,
+    SMOLLM3,
 )
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _EVERY}
 

@@ -140,6 +140,7 @@ MODELS: dict[str, dict[str, Any]] = {
         **{**WHOLE, "model_type": "olmo3", "rope_scaling": None, "rope_parameters": ROPES},
         **{"num_hidden_layers": 4, "sliding_window": 5},
     },
+    "smollm3": {**WHOLE, "model_type": "smollm3", "no_rope_layers": [0, 1, 0]},
     # Half of each head is rotated; past 16 tokens with the long factors.
     "phi3": {
         **{**WHOLE, "model_type": "phi3", "partial_rotary_factor": 0.5, "rope_scaling": LONGROPE},
@@ -309,6 +310,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {
             **{"rope_scaling": None, "rope_theta": 150000.0, "num_local_experts": 6},
             "layer_types": ["full_attention"] * 2 + ["sliding_attention"] * 2,
+        },
+    ),
+    "smollm3-interval": (
+        "smollm3",
+        {
+            **{"no_rope_layers": None, "no_rope_layer_interval": 2, "tie_word_embeddings": True},
+            **{"attention_bias": True, "mlp_bias": True},
         },
     ),
     "phi3-short": ("phi3", {"original_max_position_embeddings": 64, "tie_word_embeddings": True}),
