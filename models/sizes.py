@@ -50,14 +50,14 @@ def published_sizes() -> Mapping[str, Size]:
     raw = read_toml(_TABLE)
 
     def fields_of(name: str) -> dict[str, Any]:
-        row: dict[str, Any] = raw[name]
-        return (fields_of(row["like"]) if "like" in row else {}) | row
+        row: dict[str, Any] = {**raw[name]}
+        fields = fields_of(row.pop("like")) if "like" in row else {}
+        return fields | dict.fromkeys(row.pop("null", ())) | row
 
     sizes = {}
     for name in raw:
         fields = fields_of(name)
         parameters = fields.pop("parameters")
-        fields.pop("like", None)
         sizes[name] = Size(name, fields, parameters)
     return sizes
 

@@ -119,3 +119,14 @@ def test_what_is_said_of_experts_runs(tmp_path: Path) -> None:
     family = adapted(planned.family, LoraConfig.model_validate(tomllib.loads(lora)["lora"]))
     family.check(planned.config, "lora")
     assert len(family.stacks(planned.config)) == 2 * planned.config.num_hidden_layers
+
+
+def test_the_page_on_new_families_shows_code_tests_and_files_that_exist() -> None:
+    text, root = (DOCS / "new_family.md").read_text(), DOCS.parent
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert code in (root / "models" / "smollm3.py").read_text()
+    files = re.findall(r"`((?:models|testing|tests|layers)/[a-z_0-9/]+\.(?:py|toml))`", text)
+    assert len(files) > 12 and [one for one in files if not (root / one).is_file()] == []
+    tests = "".join(path.read_text() for path in (root / "tests" / "models").glob("test_*.py"))
+    named = re.findall(r"^\| `([a-z_0-9]+)[.`]", text, re.MULTILINE)
+    assert len(named) >= 4 and [one for one in named if f"def test_{one.rstrip('_')}" not in tests] == []
