@@ -31,6 +31,7 @@ from .phi import PHI
 from .phi3 import PHI3
 from .qwen import QWEN2, QWEN3
 from .qwen2_moe import QWEN2_MOE
+from .qwen3_5 import QWEN3_5
 from .qwen3_next import QWEN3_NEXT
 from .qwen_moe import QWEN3_MOE
 from .smollm3 import SMOLLM3
@@ -47,6 +48,7 @@ _EVERY = (
     DEEPSEEK_V2,
     QWEN3_NEXT,
     SMOLLM3,
+    QWEN3_5,
 )
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _EVERY}
 

@@ -27,6 +27,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         **{"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 12},
         "shared_expert_intermediate_size": 20,
     },
+    "qwen3_5_text": {**_SMALL, **_DELTA_NET, "model_type": "qwen3_5_text"},
 }
 HYBRID_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next-types": (
@@ -36,4 +37,5 @@ HYBRID_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             **{"decoder_sparse_step": 2, "mlp_only_layers": []},
         },
     ),
+    "qwen3_5_text-types": ("qwen3_5_text", _OTHER_TYPES | {"num_key_value_heads": 1}),
 }

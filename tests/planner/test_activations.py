@@ -97,6 +97,8 @@ QWEN3_NEXT = QWEN2_MOE | {
     "linear_key_head_dim": 12,
     "linear_value_head_dim": 16,
 }
+QWEN3_5 = {key: QWEN3_NEXT[key] for key in QWEN3_NEXT if "expert" not in key and not key.startswith("moe")}
+QWEN3_5 |= {"model_type": "qwen3_5_text"}
 FULL = {"layer_types": ["full_attention"]}
 NO_CAPS = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
 EVERY = LoraConfig(r=4)
@@ -180,6 +182,7 @@ def saved(config: dict[str, Any], lora: LoraConfig | None) -> tuple[float, float
         pytest.param(OPT | {"do_layer_norm_before": False}, None, id="opt-norms-after"),
         pytest.param(BLOOM, None, id="bloom"),
         pytest.param(QWEN3_NEXT, None, id="qwen3_next-delta-net"),
+        pytest.param(QWEN3_5, None, id="qwen3_5-delta-net"),
         pytest.param(QWEN3_NEXT | FULL, None, id="qwen3_next-attention"),
         pytest.param(QWEN3_NEXT, EVERY, id="qwen3_next-lora"),
         pytest.param(GPT2, None, id="gpt2"),
