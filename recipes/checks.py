@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ..layers import Attention, Dropout, MultiHeadLatentAttention, routers
+from ..layers import Attention, Dropout, GatedDeltaNet, MultiHeadLatentAttention, routers
 from ..models import CausalLM, Family, ModelConfig, published_size
 from ..parallel_state import BadInput, Layout
 from ..pipeline import schedule_kind
@@ -175,6 +175,9 @@ def check_compiled_model(model: CausalLM, layout: Layout, lora_dropout: float) -
         expected, found = "false with experts: their numbers of tokens change at every step", "true"
         raise BadInput("recipe", "compile", expected=expected, found=found)
     inside = [*model.layers.modules()]
+    if any(isinstance(one, GatedDeltaNet) for one in inside):
+        expected = "false with delta nets: torch's compiler mistakes how the solver's output lies in memory"
+        raise BadInput("recipe", "compile", expected=expected, found="true")
     rates = [one.p for one in inside if isinstance(one, Dropout)]
     rates += [one.dropout for one in inside if isinstance(one, Attention | MultiHeadLatentAttention)]
     if layout.tensor > 1 and any([*rates, lora_dropout]):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -39,6 +38,7 @@ class AttentionInputs:
     ) -> None:
         self.cache = cache
         self._positions, self._state = positions, state
+        self._looked, self._documents = False, positions
         if cache is not None:
             assert positions is not None, "tokens that follow a cache need positions"
             cache.advance(positions)
@@ -72,11 +72,16 @@ class AttentionInputs:
         """Return the scope: which keys each query sees with this window."""
         return self._scopes[window]
 
-    @cached_property
+    @property
     def documents(self) -> Tensor | None:
         """Return each token's place in its document, (B, S), or ``None`` if no document starts after the
-        first token of a row; with a cache always the places.
+        first token of a row; with a cache always the places. Looked up once a forward.
         """
+        if not self._looked:
+            self._looked, self._documents = True, self._look()
+        return self._documents
+
+    def _look(self) -> Tensor | None:
         positions = self._positions
         if positions is None or self.cache is not None:
             return positions
