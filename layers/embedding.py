@@ -131,8 +131,9 @@ class VocabParallelHead(DeclaredModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's logits."""
-        bias = None if self.bias is None else local(self.bias)
-        return F.linear(enter_tensor(x, self.state), local(self.weight), bias)
+        logits = F.linear(enter_tensor(x, self.state), local(self.weight))
+        # Added in place: with its bias ``F.linear`` gives a view, which FSDP2 warns of.
+        return logits if self.bias is None else logits.add_(local(self.bias))
 
     def cost(self, tokens: Tokens) -> Cost:
         return _logits_cost(self, tokens)
