@@ -36,18 +36,45 @@ class Batch(NamedTuple):
         positions = None if self.positions is None else change(self.positions)
         return Batch(change(self.input_ids), change(self.labels), positions)
 
+    def check_form(self) -> Batch:
+        """Return the batch; raise ``BadInput`` unless it holds whole rows of integers, all of one shape."""
+        shape = self.input_ids.shape if isinstance(self.input_ids, Tensor) else ()
+        for name, one in self._asdict().items():
+            if one is None and name == "positions":
+                continue
+            found = type(one).__name__
+            if isinstance(one, Tensor):
+                found = f"{str(one.dtype).removeprefix('torch.')} of shape {[*one.shape]}"
+                integers = one.dtype in (torch.int32, torch.int64)
+                if integers and one.ndim == 2 and one.numel() and one.shape == shape:
+                    continue
+            expected = "int64 of shape (rows, length), at least 1 each, as input_ids"
+            raise BadInput("batch", name, expected=expected, found=found)
+        return self
+
     def check_ids(self, vocab_size: int) -> Batch:
         """Return the batch; raise ``BadInput`` for an id, or a label that counts, outside the vocabulary.
         Runs on the host.
         """
-        for name, ids in (("token id", self.input_ids), ("label", self.labels)):
-            wrong = ((ids < 0) | (ids >= vocab_size)) & ((ids != IGNORE) | (ids is self.input_ids))
+        for name, ids, wrong in self._wrong(vocab_size):
             if bool(wrong.any()):
                 raise BadInput(
                     "batch", name, expected=f"0 to {vocab_size - 1}, the model's vocabulary",
                     found=int(ids[wrong][0]), todo="Were the tokens made with another tokenizer?",
                 )  # fmt: skip
         return self
+
+    def any_outside(self, vocab_size: int) -> Tensor:
+        """Return whether ``check_ids`` would refuse the batch, on its device and without waiting for it."""
+        return torch.stack([wrong.any() for _, _, wrong in self._wrong(vocab_size)]).any()
+
+    def _wrong(self, vocab_size: int) -> list[tuple[str, Tensor, Tensor]]:
+        ids, labels = self.input_ids, self.labels
+        beyond = (labels < 0) | (labels >= vocab_size)
+        return [
+            ("token id", ids, (ids < 0) | (ids >= vocab_size)),
+            ("label", labels, beyond & (labels != IGNORE)),
+        ]
 
     def of_context(self, state: ParallelState) -> Batch:
         """Return this context rank's chunks of each row."""

@@ -156,8 +156,8 @@ def _once(work: Work, trained: Mapping[str, Declaration]) -> list[Traffic]:
             "tensor", "all_reduce", "partial gradients", bool(partial), numbers(partial) * size, layout.tensor
         ),
         Traffic("ends", "all_reduce", "tied embedding", bool(ends), numbers(ends) * size, 2),
-        # With the tokens goes whether a gradient of an earlier step is left.
-        Traffic("all", "all_reduce", "tokens", 1, 2 * 8, layout.world),
+        # With the tokens go four numbers that tell whether every rank can use its batch.
+        Traffic("all", "all_reduce", "tokens", 1, 5 * 8, layout.world),
         # With the loss go three numbers that tell whether every parameter has a gradient.
         Traffic("all", "all_reduce", "loss", 1, 4 * work.tokens.inner, layout.world),
         Traffic("all", "all_reduce", "gradient norm", 1, max(work.master, 4), layout.world),

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..data.batch import Batch
 from ..layers import chunked_cross_entropy, set_auxiliary_scale, valid_tokens, vocab_parallel_cross_entropy
 from ..models import CausalLM
-from ..parallel_state import has_gradients
+from ..parallel_state import BadInput, has_gradients
 from ..pipeline.runner import Pipeline, schedule_of_model
 from .base_step import Step, refuse_stale
 
@@ -51,14 +51,11 @@ class TrainStep(Step):
         takes its chunks. ``scale``, a power of two, multiplies the loss before the backward. A step with no
         valid label has loss 0 and zero gradients. Raises ``NotTrained``, on every rank, if a trained
         parameter has no gradient, or if all gradients are zero and the loss is not; and ``BadInput``, on
-        every rank, if an earlier step left gradients that are not zero.
+        every rank, for a batch that one rank cannot use, for data ranks with different numbers of rows, and
+        if an earlier step left gradients that are not zero.
         """
-        samples, length = batch.input_ids.shape
-        self.state.layout.check_length(length, "recipe", "sequence_length")
-        self.check_samples(samples)
-        batch = batch.of_context(self.state)
-        self._tokens, self._scale = self._global_tokens(batch.labels), scale
-        set_auxiliary_scale(self.model, scale / (samples * self.state.layout.data))
+        batch, self._scale = self._agree(batch), scale
+        set_auxiliary_scale(self.model, scale / (len(batch.input_ids) * self.state.layout.data))
         if self.state.layout.pipeline > 1:
             losses = self._pipelined(batch)
         else:
@@ -120,15 +117,37 @@ class TrainStep(Step):
         target = batch.labels if stage.last else None
         return self._schedule.step(*((ids,) if stage.first else ()), target=target, **keywords)[0]
 
-    def _global_tokens(self, labels: Tensor) -> Tensor:
-        """Valid labels of the whole step, at least 1; of the ranks that share a data piece one counts. With
-        them the ranks tell each other of gradients that an earlier step left.
+    def _agree(self, batch: Batch) -> Batch:
+        """Return this context rank's chunks of the batch, and count the labels of the whole step, at least 1;
+        of the ranks that share a data piece one counts. Raise ``BadInput`` as ``__call__`` says.
         """
-        state = self.state
-        count = valid_tokens(labels) * int(state.counts_here and state.at.pipeline == 0)
-        said = torch.stack([count, count.new_tensor(has_gradients(self.model))])
-        if state.layout.world > 1:
+        state, world, vocabulary = self.state, self.state.layout.world, self.model.config.vocab_size
+        said, refusal = torch.zeros(5, dtype=torch.int64, device=state.device), None
+        try:
+            if not isinstance(batch, Batch):
+                raise BadInput("batch", expected="a Batch", found=type(batch).__name__)
+            rows, length = batch.check_form().input_ids.shape
+            state.layout.check_length(length, "recipe", "sequence_length")
+            self.check_samples(rows)
+            chunks = batch.of_context(state)
+            count = valid_tokens(chunks.labels) * int(state.counts_here and state.at.pipeline == 0)
+            mine = said.new_tensor([has_gradients(self.model), rows, rows**2])
+            said = torch.stack([count, batch.any_outside(vocabulary), *mine])
+        except BadInput as error:
+            refusal, said[1] = error, 1
+        if world > 1:
             dist.all_reduce(said)
-        if said[1]:
+        _, unfit, stale, total, squares = said.tolist()
+        if refusal is not None:
+            raise refusal
+        if unfit:
+            batch.check_ids(vocabulary)
+            raise BadInput(
+                "batch", expected="one that each rank can use", found="one that another rank refused"
+            )
+        if total**2 != world * squares:  # the square of the mean is the mean of the squares of equal numbers
+            raise BadInput("batch", "rows", expected="as many on each data rank", found=f"{rows} here")
+        if stale:
             refuse_stale()
-        return said[0].clamp(min=1)
+        self._tokens = said[0].clamp(min=1)
+        return chunks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from typing import Any
 
@@ -110,6 +111,57 @@ def stale_on_the_last_rank(layout: Layout) -> tuple[str, bool]:
 def test_every_rank_refuses_the_gradients_of_an_earlier_step_and_zeros_are_none(layout: Layout) -> None:
     for said, alike in run_parallel(stale_on_the_last_rank, layout.world, layout):
         assert said.startswith("step: gradients: expected none, or zeros, before a step") and alike
+
+
+IDS = torch.arange(16).view(2, 8)
+BAD_BATCHES: dict[str, tuple[Any, str]] = {
+    "a tuple": ((IDS, IDS), "batch: expected a Batch, found tuple"),
+    "a list": (Batch(IDS.tolist(), IDS), "input_ids: expected int64 .* found list"),  # type: ignore[arg-type]
+    "one row without its dim": (Batch(IDS[0], IDS[0]), r"input_ids: .* found int64 of shape \[8\]"),
+    "no row": (Batch(IDS[:0], IDS[:0]), r"input_ids: .* at least 1 each, .* found int64 of shape \[0, 8\]"),
+    "no token": (Batch(IDS[:, :0], IDS[:, :0]), r"input_ids: .* found int64 of shape \[2, 0\]"),
+    "fewer labels": (Batch(IDS, IDS[:, :4]), r"labels: .* found int64 of shape \[2, 4\]"),
+    "positions of one row": (Batch(IDS, IDS, IDS[:1]), r"positions: .* found int64 of shape \[1, 8\]"),
+    "floats": (Batch(IDS.double(), IDS), "input_ids: .* found float64"),
+    "an id outside": (
+        Batch(IDS + 120, IDS),
+        "token id: expected 0 to 130, the model's vocabulary, found 131",
+    ),
+    "a label outside": (Batch(IDS, IDS - 1), "label: expected 0 to 130, the model's vocabulary, found -1"),
+}
+
+
+@pytest.mark.parametrize("what", BAD_BATCHES)
+def test_a_batch_that_no_step_can_use_is_refused_in_one_line(what: str) -> None:
+    batch, says = BAD_BATCHES[what]
+    with pytest.raises(BadInput, match=says):
+        TrainStep(model_alone(), micro_batch=1)(batch)
+
+
+def bad_on_one_rank(layout: Layout, what: str) -> str:
+    """Return what a step says on this rank if the last data rank's batch is a bad one."""
+    model = built(layout, FP64)
+    step, rows = TrainStep(model, micro_batch=1, dtype=torch.float64), Batch(IDS, IDS)
+    bad = Batch(IDS[:1], IDS[:1]) if what == "fewer rows" else BAD_BATCHES[what][0]
+    with pytest.raises(BadInput) as caught:
+        step(bad if model.state.data_index == layout.data - 1 else rows)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("what", ["a tuple", "an id outside", "fewer rows"])
+def test_a_bad_batch_of_one_data_rank_is_refused_by_all(what: str) -> None:
+    """Also by a pipeline's other stages, which would wait for its activations."""
+    first, second = run_parallel(bad_on_one_rank, 2, Layout.of(data=2, zero=3), what)
+    if what == "fewer rows":
+        assert "rows: expected as many on each data rank" in first and "found 1 here" in second
+    else:
+        assert "found one that another rank refused" in first and re.search(BAD_BATCHES[what][1], second)
+
+
+@pytest.mark.parametrize("layout", [Layout.of(pipeline=2), Layout(tensor=2)], ids=str)
+def test_an_id_outside_the_vocabulary_is_refused_on_every_stage(layout: Layout) -> None:
+    for said in run_parallel(bad_on_one_rank, 2, layout, "an id outside"):
+        assert re.search(BAD_BATCHES["an id outside"][1], said)
 
 
 def two_sizes(layout: Layout) -> list[float]:
