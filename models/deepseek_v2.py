@@ -157,10 +157,15 @@ class DeepseekV2(Llama):
             state=self.state,
         )
 
+    @property
+    def interleaved(self) -> bool:
+        """Return whether the numbers of a rotated pair are neighbours."""
+        return True
+
     def make_rotary(self) -> Mapping[str, RotaryEmbedding]:
         cfg = self.config
         scaling = cfg.rope_scaling.model_dump() if cfg.rope_scaling else None
-        return {"all": RotaryEmbedding(cfg.rotary_dim, cfg.rope_theta, scaling, interleaved=True)}
+        return {"all": RotaryEmbedding(cfg.rotary_dim, cfg.rope_theta, scaling, interleaved=self.interleaved)}
 
 
 LATENT_ATTENTION = in_blocks(

@@ -11,6 +11,7 @@ from .bloom import BLOOM
 from .cohere import COHERE
 from .cohere2 import COHERE2
 from .deepseek_v2 import DEEPSEEK_V2
+from .deepseek_v3 import DEEPSEEK_V3
 from .falcon import FALCON
 from .gemma import GEMMA
 from .gemma2 import GEMMA2
@@ -46,6 +47,7 @@ _EVERY = (
     OLMO3,
     GPT_OSS,
     DEEPSEEK_V2,
+    DEEPSEEK_V3,
     QWEN3_NEXT,
     SMOLLM3,
     QWEN3_5,

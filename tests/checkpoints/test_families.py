@@ -20,6 +20,13 @@ PLAIN = {key: value for key, value in TINY_LLAMA.items() if key not in ("attenti
 
 EXPERTS = {"mixtral": {"num_local_experts": 6}, "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 12}}
 EXPERTS |= {"glm4_moe": {"n_routed_experts": 8, "moe_intermediate_size": 12, "use_qk_norm": True}}
+#: As DeepSeek-V3 is, where it differs from GLM-4.5.
+EXPERTS["deepseek_v3"] = {
+    **{"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3},
+    **{"num_key_value_heads": 4, "moe_intermediate_size": 12, "first_k_dense_replace": 1},
+    **{"q_lora_rank": 14, "kv_lora_rank": 20, "qk_nope_head_dim": 10, "qk_rope_head_dim": 8},
+    "v_head_dim": 8,
+}
 
 
 def correction_biases(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -47,12 +54,13 @@ def test_there_and_through_a_layout_and_back_is_bitwise(kind: str, tmp_path: Pat
     assert torch.equal(again.eval()(ids).logits, theirs.eval()(ids).logits)
 
 
+@pytest.mark.parametrize("kind", ["glm4_moe", "deepseek_v3"])
 def test_correction_biases_stay_fp32_as_in_transformers_and_further_blocks_are_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One model is in bf16; another is cast to it, and its file has a block that predicts further tokens."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model("glm4_moe", **PLAIN, **EXPERTS["glm4_moe"])
+    config = AutoConfig.for_model(kind, **PLAIN | EXPERTS[kind])
     theirs: Any = AutoModelForCausalLM.from_config(config)
     for buffer in correction_biases(theirs).values():
         torch.nn.init.normal_(buffer)

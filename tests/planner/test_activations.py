@@ -168,6 +168,13 @@ def saved(config: dict[str, Any], lora: LoraConfig | None) -> tuple[float, float
         pytest.param(GPT_NEOX | {"use_parallel_residual": False}, None, id="gpt_neox-in-turn"),
         pytest.param(GPT_NEOX | {"hidden_dropout": 0.1}, None, id="gpt_neox-dropout"),
         pytest.param(DEEPSEEK, None, id="deepseek_v2"),
+        pytest.param(
+            DEEPSEEK
+            | {"model_type": "deepseek_v3", "num_key_value_heads": 4, "n_group": 1, "topk_group": 1}
+            | {"first_k_dense_replace": 0},
+            None,
+            id="deepseek_v3",
+        ),
         pytest.param(DEEPSEEK | {"q_lora_rank": None}, None, id="deepseek_v2-lite"),
         pytest.param(DEEPSEEK | {"v_head_dim": 24}, None, id="deepseek_v2-wide-values"),
         pytest.param(DEEPSEEK | {"attention_dropout": 0.1}, None, id="deepseek_v2-attention"),
