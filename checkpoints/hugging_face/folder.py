@@ -17,6 +17,7 @@ from ...storage.safetensors_header import MAX_TENSORS, Entry
 from ...storage.safetensors_reader import TensorFile
 from ...storage.small_files import read_json
 from ...storage.strict_json import shown
+from .fp8 import block_size, scaled
 from .mxfp4 import unpacked
 
 _MAX_INDEX = 32 << 20
@@ -26,7 +27,7 @@ class HFFolder:
     """Hold the checked contents of the Hugging Face folder at ``path``; ``BadInput`` names the file and
     tensor at fault.
 
-    ``config``: ``config.json``, unchanged but for packed tensors (MXFP4), which are given as bf16.
+    ``config``: ``config.json``, unchanged but for packed tensors (MXFP4, FP8), which are given as bf16.
     ``tensors``: for each name the file that holds it and its entry
     there. ``companions``: the paths of the files to copy along. ``warnings``: lines for the user about odd
     but harmless facts. Links may lead only into the folder or the Hugging Face cache that it belongs to,
@@ -47,8 +48,8 @@ class HFFolder:
         self.config = read_json(self._at(CONFIG))
         self.tensors = self._weights(names)
         packing = self.config.get("quantization_config")
-        if isinstance(packing, dict) and packing.get("quant_method") == "mxfp4":  # the config refuses others
-            self.tensors = unpacked(self.tensors, self.path)
+        if isinstance(packing, dict) and (plain := _plain(self.tensors, self.path, packing)) is not None:
+            self.tensors = plain
             self.config = {key: value for key, value in self.config.items() if key != "quantization_config"}
         self.companions = companions_in(self.path, allow_symlinks=allow_symlinks)
 
@@ -108,6 +109,16 @@ class HFFolder:
         stray = sorted(name for name in names if name.endswith(".safetensors") and name not in files)
         if stray:
             self.warnings.append(f"{self.path}: not named in {INDEX} and not read: {', '.join(stray[:3])}")
+
+
+def _plain(
+    tensors: dict[str, tuple[TensorFile, Entry]], path: Path, packing: dict[str, object]
+) -> dict[str, tuple[TensorFile, Entry]] | None:
+    """Return the tensors as bf16, or ``None`` for a packing that is not read; the config then refuses it."""
+    if packing.get("quant_method") == "mxfp4":
+        return unpacked(tensors, path)
+    block = block_size(packing)
+    return None if block is None else scaled(tensors, path, block)
 
 
 def _weight_map(value: object, where: Path) -> dict[str, str]:
