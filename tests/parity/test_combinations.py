@@ -24,7 +24,7 @@ from trilith.training.run_plan import plan
 # The array has one of several families with the same blocks and layers; test_families has every family.
 FAMILIES = [
     *("llama", "llama-tied", "llama-kv1", "gpt2", "mistral", "qwen2", "qwen3"),
-    *("mixtral", "qwen3_moe", "deepseek_v3", "gemma2"),
+    *("mixtral", "qwen3_moe", "glm4_moe", "gemma2"),
 ]
 
 
