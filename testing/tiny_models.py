@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from .tiny_classics import CLASSIC_VARIANTS, CLASSICS
+from .tiny_deepseek import DEEPSEEK, DEEPSEEK_VARIANTS
 from .tiny_hybrids import HYBRID_VARIANTS, HYBRIDS
 
 LLAMA3 = {
@@ -50,10 +51,6 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 ROPES = {
     "full_attention": YARN | {"rope_theta": 5e3, "truncate": False},
     "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
-}
-DEEPSEEK_YARN = {
-    **{"type": "yarn", "factor": 40.0, "beta_fast": 32.0, "beta_slow": 1.0},
-    "original_max_position_embeddings": 4,
 }
 MODELS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
@@ -175,27 +172,7 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 0.4, "swiglu_alpha": 1.2},
         **{"output_router_logits": True, "router_aux_loss_coef": 0.1},
     },
-    # DeepSeek-V2-Lite's config with smaller numbers; the fields of a head have widths of their own.
-    "deepseek_v2": {
-        **{"model_type": "deepseek_v2", "vocab_size": 503, "hidden_size": 48, "intermediate_size": 88},
-        **{"num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 160},
-        **{"q_lora_rank": None, "kv_lora_rank": 20, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6},
-        **{"v_head_dim": 8, "first_k_dense_replace": 1, "moe_intermediate_size": 12},
-        **{"n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 2, "n_group": 1},
-        **{"topk_group": 1, "topk_method": "greedy", "routed_scaling_factor": 1.5, "rms_norm_eps": 1e-3},
-        "rope_scaling": DEEPSEEK_YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
-        **{"rope_theta": 1e4, "tie_word_embeddings": False, "norm_topk_prob": False},
-    },
-    "deepseek_v3": {
-        **{"model_type": "deepseek_v3", "vocab_size": 503, "hidden_size": 48, "intermediate_size": 88},
-        **{"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4},
-        **{"q_lora_rank": 14, "kv_lora_rank": 20, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6},
-        **{"v_head_dim": 8, "first_k_dense_replace": 1, "moe_intermediate_size": 12},
-        **{"n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 2, "n_group": 4},
-        **{"topk_group": 2, "routed_scaling_factor": 1.5, "rms_norm_eps": 1e-3},
-        "rope_scaling": DEEPSEEK_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
-        **{"rope_theta": 1e4, "tie_word_embeddings": False, "max_position_embeddings": 160},
-    },
+    **DEEPSEEK,
     "gpt2": {
         "model_type": "gpt2",
         "layer_norm_epsilon": 1e-3,
@@ -279,6 +256,7 @@ TINIEST_LLAMA: dict[str, Any] = {
 }
 #: Rows with a few fields changed: what their families compute besides, compared with transformers alone.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    **DEEPSEEK_VARIANTS,
     "llama-multi-head": ("llama", {"num_key_value_heads": 4, "mlp_bias": False}),
     "llama-linear": ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
     "llama-theta": ("llama", {"rope_scaling": None, "rope_theta": 5e5, "hidden_act": "gelu_pytorch_tanh"}),
@@ -364,28 +342,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"use_qk_norm": False, "norm_topk_prob": False, "n_group": 1, "topk_group": 1},
     ),
     "glm4_moe-all": ("glm4_moe", {"first_k_dense_replace": 0, "partial_rotary_factor": 1.0}),
-    "deepseek_v2-groups": (  # as the large one has them
-        "deepseek_v2",
-        {
-            **{"q_lora_rank": 14, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
-            **{
-                "n_shared_experts": 1,
-                "attention_bias": True,
-                "rope_scaling": DEEPSEEK_YARN | {"mscale": 1.0, "mscale_all_dim": 0.4},
-            },
-        },
-    ),
-    "deepseek_v3-plain": (
-        "deepseek_v3",
-        {
-            **{"q_lora_rank": None, "rope_interleave": False, "rope_scaling": None, "norm_topk_prob": False},
-            **{"n_group": 1, "topk_group": 1, "attention_bias": True, "first_k_dense_replace": 0},
-        },
-    ),
-    "deepseek_v2-plain": (
-        "deepseek_v2",
-        {"rope_scaling": None, "v_head_dim": 16, "first_k_dense_replace": 0, "tie_word_embeddings": True},
-    ),
     "gemma2-no-caps": (
         "gemma2",
         {"attn_logit_softcapping": None, "final_logit_softcapping": None, "tie_word_embeddings": False},
