@@ -50,6 +50,7 @@ from .loss import IGNORE, bounded, cross_entropy_cost, valid_tokens, vocab_paral
 from .mlp import ACTIVATIONS, MLP, GatedMLP, activation
 from .norm import HeadsLayerNorm, HeadsRMSNorm, LayerNorm, RMSNorm
 from .recurrent.gated_delta_net import GatedDeltaNet
+from .recurrent.mamba2 import Mamba2
 from .replicated_linear import ReplicatedLinear
 from .rope_frequencies import inverse_frequencies, yarn_scale
 from .rotary import Rope, RotaryEmbedding
@@ -79,6 +80,7 @@ __all__ = [
     "KeyValueCache",
     "LayerNorm",
     "MLP",
+    "Mamba2",
     "MoE",
     "MultiHeadLatentAttention",
     "ParallelLinear",

@@ -22,6 +22,7 @@ from .gpt_neox import GPT_NEOX
 from .gpt_oss import GPT_OSS
 from .gptj import GPTJ_FAMILY
 from .granite import GRANITE
+from .granite_hybrid import GRANITE_HYBRID
 from .llama import LLAMA
 from .mistral import MISTRAL
 from .mixtral import MIXTRAL
@@ -51,6 +52,7 @@ _EVERY = (
     QWEN3_NEXT,
     SMOLLM3,
     QWEN3_5,
+    GRANITE_HYBRID,
 )
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _EVERY}
 

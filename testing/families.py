@@ -15,7 +15,7 @@ from ..models import CausalLM, Family, ModelConfig, family_of
 TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
 
 #: Families with recurrent blocks.
-RECURRENT = {"qwen3_next", "qwen3_5_text"}
+RECURRENT = {"qwen3_next", "qwen3_5_text", "granitemoehybrid"}
 
 
 def close(raw: Mapping[str, Any]) -> float:

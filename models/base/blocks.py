@@ -6,7 +6,17 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from ...layers import Attention, AttentionInputs, Cost, Dropout, GatedDeltaNet, Tokens, linears, sum_costs
+from ...layers import (
+    Attention,
+    AttentionInputs,
+    Cost,
+    Dropout,
+    GatedDeltaNet,
+    Mamba2,
+    Tokens,
+    linears,
+    sum_costs,
+)
 from ...parallel_state import ParallelState
 
 
@@ -62,17 +72,29 @@ class AddNormBlock(PreNormBlock):
 class RecurrentBlock(nn.Module):
     """Put a norm before each branch, of which the first is recurrent (Qwen3-Next).
 
-    Its names are not those of a block with attention, since in a hybrid files tell the two apart.
+    ``scale`` multiplies what each branch adds (Granite 4). Its names are not those of a block with attention,
+    since in a hybrid files tell the two apart.
     """
 
-    def __init__(self, mixer: GatedDeltaNet, mlp: nn.Module, *, norm: Callable[[], nn.Module]) -> None:
+    def __init__(
+        self,
+        mixer: GatedDeltaNet | Mamba2,
+        mlp: nn.Module,
+        *,
+        norm: Callable[[], nn.Module],
+        scale: float = 1.0,
+    ) -> None:
         super().__init__()
         self.mixer_norm, self.mixer, self.mlp_norm, self.mlp = norm(), mixer, norm(), mlp
+        self.scale = scale
 
     def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
-        x_BSD = x_BSD + self.mixer(self.mixer_norm(x_BSD), inputs)
-        x_BSD = x_BSD + self.mlp(self.mlp_norm(x_BSD))
+        x_BSD = x_BSD + self._scaled(self.mixer(self.mixer_norm(x_BSD), inputs))
+        x_BSD = x_BSD + self._scaled(self.mlp(self.mlp_norm(x_BSD)))
         return x_BSD
+
+    def _scaled(self, x_BSD: Tensor) -> Tensor:
+        return x_BSD if self.scale == 1 else x_BSD * self.scale
 
     def cost(self, tokens: Tokens) -> Cost:
         return sum_costs(self.children(), tokens).without_last_sum()

@@ -61,13 +61,15 @@ class Split:
 
     They lie along its first dim, or along its last dim if it is transposed. ``groups``: name of the config's
     attribute that counts the equal pieces of each tensor, which take turns: of three tensors in two groups
-    the first pieces of all three come first, then the second ones (GPT-NeoX: a piece is a head).
+    the first pieces of all three come first, then the second ones (GPT-NeoX: a piece is a head). ``dim``:
+    where they lie instead of along the first one (stacks of experts).
     """
 
     ours: tuple[str, ...]
     hf: str
     transpose: bool = False
     groups: str = ""
+    dim: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +162,8 @@ def _links(rule: Rule, shapes: Mapping[str, tuple[int, ...]], i: int | None, con
             piece = whole.narrow(0, group * size, (group + 1) * size) if groups > 1 else whole
             turned = transpose and len(whole.shape) == 2
             inner = Box.whole(piece.transposed().shape if turned else piece.shape)
-            along = len(inner.shape) - 1 if turned else 0
+            along = len(inner.shape) - 1 if turned else (rule.dim if isinstance(rule, Split) else 0)
             shift = tuple(offset if dim == along else 0 for dim in range(len(inner.shape)))
             links.append(Link(one, piece, name(rule.hf), inner.shift(shift), turned))
-            offset += size
+            offset += inner.shape[along] if inner.shape else 0
     return links

@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
-from trilith.layers import AttentionInputs, GatedDeltaNet, Tokens, cost_of, cut_sequence
+from trilith.layers import AttentionInputs, GatedDeltaNet, Mamba2, Tokens, cost_of, cut_sequence
 from trilith.layers.recurrent.convolution import causal_convolution
 from trilith.layers.recurrent.decay import CHUNK
 from trilith.layers.recurrent.delta_rule import gated_delta_rule
 from trilith.layers.recurrent.recompute import recomputed
 from trilith.layers.recurrent.runs import Runs
+from trilith.layers.recurrent.state_space import state_space
 from trilith.models import FAMILIES
 from trilith.parallel_state import (
     BadInput,
@@ -73,6 +74,28 @@ def test_the_delta_rule_in_chunks_is_the_rule_token_by_token(packed: bool) -> No
         assert float((one - other).abs().max()) <= 1e-12 * float(other.abs().max())
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["one-document", "documents"])
+def test_the_state_space_in_chunks_is_the_recurrence_token_by_token(packed: bool) -> None:
+    torch.manual_seed(0)
+    shapes = [(2, 150, 3, 4), (2, 150, 3), (2, 150, 5), (2, 150, 5)]
+    x, decay, b, c = (torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes)
+    given = (x, -F.softplus(decay), b, c)
+    row = places(DOCUMENTS) if packed else torch.arange(150).expand(2, -1)
+    y, last = state_space(*given, runs_of(row if packed else None, b))
+    state, found = x.new_zeros(2, 3, 5, 4), []
+    for t in range(150):
+        state = state * (row[:, t] > 0)[:, None, None, None] * given[1][:, t, :, None, None].exp()
+        state = state + torch.einsum("bs,bhp->bhsp", b[:, t], x[:, t])
+        found.append(torch.einsum("bhsp,bs->bhp", state, c[:, t]))
+    wanted = torch.stack(found, dim=1)
+    assert float((y - wanted).detach().abs().max()) <= 1e-12
+    assert float((last - state).detach().abs().max()) <= 1e-12
+    seed = torch.randn_like(y)
+    grads = torch.autograd.grad(y, (x, decay, b, c), seed, retain_graph=True)
+    for one, other in zip(grads, torch.autograd.grad(wanted, (x, decay, b, c), seed), strict=True):
+        assert float((one - other).abs().max()) <= 1e-12 * float(other.abs().max())
+
+
 def test_the_convolution_sees_the_tokens_before_in_its_document_alone() -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(2, 150, 3, dtype=torch.float64), torch.randn(3, 1, 4, dtype=torch.float64)
@@ -113,14 +136,25 @@ def delta_net(state: ParallelState | None) -> GatedDeltaNet:
     return made
 
 
-def over_context(layout: Layout, rows: tuple[tuple[int, ...], ...] | None, length: int) -> float:
+def mamba(state: ParallelState | None) -> Mamba2:
+    made = Mamba2(HIDDEN, heads=4, head_dim=3, state_dim=5, kernel_size=4, state=state).double()
+    initialize(made, 1, state=state)
+    return made
+
+
+MAKE = {"delta-net": delta_net, "mamba": mamba}
+
+
+def over_context(
+    layer_name: str, layout: Layout, rows: tuple[tuple[int, ...], ...] | None, length: int
+) -> float:
     """Return the largest difference to one device: outputs, the input's gradient, the parameters'."""
     state = ParallelState.start(layout)
     generator = torch.Generator().manual_seed(4)
     x, seed = (torch.randn(2, length, HIDDEN, dtype=torch.float64, generator=generator) for _ in range(2))
     positions = None if rows is None else places(rows)
 
-    def run(layer: GatedDeltaNet, here: ParallelState) -> tuple[Tensor, Tensor]:
+    def run(layer: GatedDeltaNet | Mamba2, here: ParallelState) -> tuple[Tensor, Tensor]:
         mine, grad = (cut_sequence(one, here).requires_grad_() for one in (x.clone(), seed))
         where = None if positions is None else cut_sequence(positions, here)
         y = layer(mine, AttentionInputs(where, like=mine, windows=(), state=here))
@@ -128,7 +162,7 @@ def over_context(layout: Layout, rows: tuple[tuple[int, ...], ...] | None, lengt
         assert mine.grad is not None
         return y.detach(), mine.grad
 
-    whole, layer = delta_net(None), delta_net(state)
+    whole, layer = MAKE[layer_name](None), MAKE[layer_name](state)
     wanted = [cut_sequence(one, state) for one in run(whole, ParallelState.alone())]
     found = [*run(layer, state)]
     finalize_gradients(layer, state=state)
@@ -142,6 +176,7 @@ def over_context(layout: Layout, rows: tuple[tuple[int, ...], ...] | None, lengt
     return max(float((one - other).abs().max() / one.abs().max()) for one, other in pairs)
 
 
+@pytest.mark.parametrize("layer", MAKE)
 @pytest.mark.parametrize(
     ("layout", "rows", "length"),
     [
@@ -156,9 +191,9 @@ def over_context(layout: Layout, rows: tuple[tuple[int, ...], ...] | None, lengt
     ids=str,
 )
 def test_over_context_ranks_it_is_the_layer_of_one_device(
-    layout: Layout, rows: tuple[tuple[int, ...], ...] | None, length: int
+    layer: str, layout: Layout, rows: tuple[tuple[int, ...], ...] | None, length: int
 ) -> None:
-    assert max(run_parallel(over_context, layout.world, layout, rows, length)) <= 1e-11
+    assert max(run_parallel(over_context, layout.world, layer, layout, rows, length)) <= 1e-11
 
 
 def test_blocks_with_a_delta_net_are_not_compiled() -> None:

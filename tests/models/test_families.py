@@ -141,7 +141,7 @@ def test_adapters_go_to_peft_and_back(
     """PEFT's adapter gives the same logits here; back in PEFT it is the same, on the same modules."""
     plain, folder = theirs(row)
     # In a model with experts peft takes modules that are named as an expert's matrices are for experts.
-    targets = r".*(self_attn|linear_attn)\.\w+_proj\w*" if row in EXPERTS else "all-linear"
+    targets = r".*(self_attn|linear_attn|mamba)\.\w+_proj\w*" if row in EXPERTS else "all-linear"
     family = FAMILIES[MODELS[row]["model_type"]]
     stacks = {site.name.partition(".mlp.")[2] for site in expert_sites(family, family.from_hf(MODELS[row]))}
     lora = peft.LoraConfig(

@@ -64,6 +64,7 @@ def test_a_width_that_tensor_does_not_divide_is_refused_with_the_nearest_that_ar
     fields = {"num_attention_heads": heads, "num_key_value_heads": heads, "hidden_size": heads * 4}
     fields |= {"intermediate_size": width, "moe_intermediate_size": width, "head_dim": 4}
     fields |= {"shared_expert_intermediate_size": width, "linear_num_key_heads": heads}
+    fields |= {"mamba_n_heads": heads, "shared_intermediate_size": width}
 
     def legal(tensor: int, width: int) -> BadInput | None:
         changed = fields | {key: width for key in fields if key.endswith("intermediate_size")}

@@ -99,6 +99,10 @@ QWEN3_NEXT = QWEN2_MOE | {
 }
 QWEN3_5 = {key: QWEN3_NEXT[key] for key in QWEN3_NEXT if "expert" not in key and not key.startswith("moe")}
 QWEN3_5 |= {"model_type": "qwen3_5_text"}
+GRANITE_4 = LLAMA | {
+    **{"model_type": "granitemoehybrid", "num_local_experts": 4, "intermediate_size": 96, "mamba_n_heads": 4},
+    **{"shared_intermediate_size": 128, "mamba_d_state": 16},
+}
 FULL = {"layer_types": ["full_attention"]}
 NO_CAPS = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
 EVERY = LoraConfig(r=4)
@@ -189,6 +193,8 @@ def saved(config: dict[str, Any], lora: LoraConfig | None) -> tuple[float, float
         pytest.param(OPT | {"do_layer_norm_before": False}, None, id="opt-norms-after"),
         pytest.param(BLOOM, None, id="bloom"),
         pytest.param(QWEN3_NEXT, None, id="qwen3_next-delta-net"),
+        pytest.param(GRANITE_4, None, id="granitemoehybrid-mamba"),
+        pytest.param(GRANITE_4 | {"num_local_experts": 0}, None, id="granitemoehybrid-dense"),
         pytest.param(QWEN3_5, None, id="qwen3_5-delta-net"),
         pytest.param(QWEN3_NEXT | FULL, None, id="qwen3_next-attention"),
         pytest.param(QWEN3_NEXT, EVERY, id="qwen3_next-lora"),

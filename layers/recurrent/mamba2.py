@@ -1,0 +1,179 @@
+"""A Mamba-2 layer: a selective state space between a short convolution and a gated norm.
+
+B batch  S sequence  D hidden  H heads here  P head dim  N state dim
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ...parallel_state import (
+    Constant,
+    Cut,
+    Declaration,
+    DeclaredModule,
+    Initial,
+    LogUniform,
+    ParallelState,
+    alone_or,
+    declare_parameter,
+    local,
+)
+from ..attention.inputs import AttentionInputs
+from ..cost import Cost, Send, Tokens, cost_of
+from ..linear import ColumnParallelLinear, RowParallelLinear
+from ..norm import HeadsRMSNorm
+from .convolution import CausalConvolution
+from .decay import CHUNK
+from .recompute import recomputed
+from .runs import Runs
+from .state_space import state_space
+
+
+class Mamba2(DeclaredModule):
+    """Compute Mamba-2's mixer with one group: all heads share what a token writes along and reads along.
+
+    Input and output: (B, S, D), or (B, S / tensor, D) with sequence parallelism. Each tensor rank computes
+    whole heads; B and C are computed on all of them, and the norm over all heads sums one number a token over
+    the ranks. The state starts anew with each document, is handed on from context rank to context rank (see
+    ``Runs``), and is kept in the cache.
+
+    Parameters: the products ``inner`` (gate z, x, B, C, dt), ``conv`` over x, B and C, ``A_log``, ``dt_bias``
+    and ``D`` a head, ``norm``, ``out``. The state space itself is plain torch in chunks of 64 tokens on every
+    device; backward computes it again. Source: Dao and Gu 2024.
+    """
+
+    A_log: nn.Parameter
+    dt_bias: nn.Parameter
+    D: nn.Parameter
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        heads: int,
+        head_dim: int,
+        state_dim: int,
+        kernel_size: int,
+        act: str = "silu",
+        bias: bool = False,
+        conv_bias: bool = True,
+        eps: float = 1e-6,
+        initial: Initial | None = None,
+        state: ParallelState | None = None,
+    ) -> None:
+        super().__init__()
+        self.state, self.head_dim, self.state_dim = alone_or(state), head_dim, state_dim
+        mixed = {"x": heads * head_dim, "B": state_dim, "C": state_dim}
+        units = {"x": head_dim, "B": state_dim, "C": state_dim}
+        self.inner = ColumnParallelLinear(
+            hidden_size,
+            {"z": mixed["x"], **mixed, "dt": heads},
+            bias,
+            unit={"z": head_dim, **units, "dt": 1},
+            shared=("B", "C"),
+            initial=initial,
+            state=state,
+        )
+        self.conv = CausalConvolution(
+            mixed,
+            kernel_size,
+            act=act,
+            bias=conv_bias,
+            unit=units,
+            shared=("B", "C"),
+            initial=initial,
+            state=state,
+        )
+        each = Declaration((heads,), Cut(0))
+        starts: dict[str, Initial] = {
+            "A_log": LogUniform(1.0, 16.0),
+            "dt_bias": Constant(1.0),
+            "D": Constant(1.0),
+        }
+        for name, start in starts.items():
+            declare_parameter(self, name, replace(each, initial=start), self.state)
+        self.norm = HeadsRMSNorm(heads, head_dim, eps, state=state)
+        self.out = RowParallelLinear(
+            mixed["x"], hidden_size, bias, unit=head_dim, initial=initial, state=state
+        )
+
+    def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
+        """Return the mixer's output for ``x``, of the same shape."""
+        runs = Runs(inputs, self.state)
+        z, x, b, c, dt = self.inner(x_BSD)
+        x, b, c = self.conv((x, b, c), runs)
+        inner = torch.promote_types(x_BSD.dtype, torch.float32)
+        dt = F.softplus(dt.to(inner) + local(self.dt_bias))
+        decay = -local(self.A_log).to(inner).exp() * dt
+        x_BSHP = x.unflatten(-1, (-1, self.head_dim))
+        y_BSHP = self._states(runs, x_BSHP * dt.unsqueeze(-1), decay, b, c)
+        y_BSHP = (y_BSHP + x_BSHP * local(self.D).unsqueeze(-1)).to(x_BSD.dtype)
+        y_BSHP = y_BSHP * F.silu(z).view_as(y_BSHP)
+        y_BSHP = self.norm(y_BSHP.transpose(1, 2)).transpose(1, 2)
+        out: Tensor = self.out(y_BSHP.flatten(-2))
+        return out
+
+    def cost(self, tokens: Tokens) -> Cost:
+        """Add up products, convolution, norm, and the state space, of which backward needs the inputs alone.
+
+        The FLOPs of the state space are ``other``: the conventions of MFU know matrices and scores.
+        """
+        (value, _, heads), made = (self.inner.parts[n].here for n in (0, 1, 4)), self.inner
+        found = cost_of(made, tokens) + cost_of(self.conv, tokens) + cost_of(self.out, tokens)
+        found += cost_of(self.norm, tokens.times(heads))
+        # B, C and x as the convolution made them; the gate, both sides of its silu and what it multiplies.
+        kept = tokens.bytes(value + 2 * self.state_dim + 3 * value)
+        # x times its step; the step, the sum in its softplus, the decay.
+        kept += tokens.count * tokens.inner * (value + 3 * heads) + 3 * heads * tokens.inner
+        products = tokens.bytes(sum(part.here for part in made.parts))
+        products = products if made.in_features == tokens.hidden else 0.0
+        return found + Cost(
+            kept=kept,
+            selective=products,
+            both=tokens.bytes(value) if products and not made.adapters else 0.0,  # the gate
+            sends=self._sends(tokens, heads),
+            working=self._working(tokens, heads),
+            other=self._flops(tokens),
+        )
+
+    def _working(self, tokens: Tokens, heads: int) -> float:
+        """Return the bytes of the states' intermediate results and their gradients, for a moment."""
+        length, width, states = min(CHUNK, tokens.length), self.head_dim, self.state_dim
+        each = 5 * length + 6 * width + states + 4 * states * width / length
+        return tokens.count * tokens.inner * (6 * states + 2 * length + heads * each)
+
+    def _flops(self, tokens: Tokens) -> float:
+        """Return the products: of all pairs in a chunk, into the state and out of it."""
+        length, states = min(CHUNK, tokens.length), self.state_dim
+        value = self.inner.parts[0].here * self.state.tensor_size
+        return tokens.count * (2 * states * length + value * (2 * length + 4 * states))
+
+    def _sends(self, tokens: Tokens, heads: int) -> tuple[Send, ...]:
+        """Return what context ranks tell each other of what their runs make of a state, see ``Runs``."""
+        ranks = self.state.context_size
+        if ranks == 1:
+            return ()
+        maps = tokens.rows * 2 * heads * (self.state_dim + 1) * self.head_dim * tokens.inner
+        return (
+            Send("context", "all_gather", maps, again="always", what="states"),
+            Send("context", "all_gather", maps, forward=False, what="states"),
+            Send("context", "reduce_scatter", ranks * maps, forward=False, what="their gradients"),
+        )
+
+    def _states(self, runs: Runs, x: Tensor, decay: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        """Return the outputs of the state space, (B, S, H, P)."""
+        x, decay, b, c = (runs.cut(one) for one in (x, decay, b, c))
+        if runs.cache is not None:
+            y, last = state_space(x, decay, b, c, runs, runs.recall(self))
+            runs.remember(self, last)
+            return y
+
+        def space(x: Tensor, decay: Tensor, b: Tensor, c: Tensor) -> Tensor:
+            return state_space(x, decay, b, c, runs)[0]
+
+        return runs.join(recomputed(space, x, decay, b, c))

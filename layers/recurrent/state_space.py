@@ -1,0 +1,70 @@
+"""The selective state space of Mamba-2 in chunks, in plain torch.
+
+A state S (state dim x head dim) starts at 0. Each token t decays it and adds to it: S <- a_t S + B_t x_t^T;
+its output is S^T C_t. Within a chunk all pairs of tokens are computed at once, as attention without softmax;
+between chunks the state is handed on. Source: Dao and Gu 2024 (section 6).
+
+R runs  L tokens of a run  H heads here  N chunks  T tokens of a chunk  P head dim  S state dim
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..autocast import without_autocast
+from .decay import Decay, in_chunks
+from .runs import Runs
+
+
+@without_autocast
+def state_space(
+    x_RLHP: Tensor,
+    log_decay_RLH: Tensor,
+    into_RLS: Tensor,
+    out_RLS: Tensor,
+    runs: Runs,
+    first: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the outputs (R, L, H, P) and the state after each run (R, H, S, P), in at least fp32.
+
+    ``into_RLS`` and ``out_RLS``: B and C, which all heads share. ``first``: the state before each row; the
+    default: 0. Collective over the context ranks, in backward too.
+    """
+    inner = torch.promote_types(x_RLHP.dtype, torch.float32)
+    length = x_RLHP.shape[1]
+    x = in_chunks(x_RLHP.to(inner).transpose(1, 2), 2)  # (R, H, N, T, P)
+    b, c = (in_chunks(one.to(inner), 1).unsqueeze(1) for one in (into_RLS, out_RLS))  # (R, 1, N, T, S)
+    starts = None
+    if runs.places is not None:
+        starts = in_chunks((runs.places == 0).long(), 1).unsqueeze(1)
+    left = Decay(in_chunks(log_decay_RLH.to(inner).transpose(1, 2), 2), starts)
+
+    written = b.mT @ (x * left.after.unsqueeze(-1))  # (R, H, N, S, P)
+    through = left.through[..., None, None]
+    if first is None:
+        first = x.new_zeros(len(x) // runs.in_row, x.shape[1], b.shape[-1], x.shape[-1])
+    if runs.in_row > 1:
+        nothing = torch.zeros_like(written[:, :, 0])
+        whole = torch.cat(
+            (_scan(through, written, nothing)[1], through.prod(2).expand_as(nothing[:, :, :1])), 2
+        )
+        first = runs.states_before(whole, first, _after)
+    before, last = _scan(through, written, first)
+    y = ((c @ b.mT) * left.between) @ x + (c @ before) * left.before.unsqueeze(-1)
+    return y.flatten(2, 3)[:, :, :length].transpose(1, 2), last
+
+
+def _scan(through: Tensor, written: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the state before each chunk, (R, H, N, S, P), and that after the last one."""
+    before = []
+    for one, more in zip(through.unbind(2), written.unbind(2), strict=True):
+        before.append(state)
+        state = one * state + more
+    return torch.stack(before, dim=2), state
+
+
+def _after(run: Tensor, state: Tensor) -> Tensor:
+    """Return the state after a run, which is what the run writes and, in a last row, what it leaves."""
+    after: Tensor = run[..., -1:, :] * state + run[..., :-1, :]
+    return after

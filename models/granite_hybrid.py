@@ -1,0 +1,193 @@
+"""Granite 4: Granite 3 with Mamba-2 in place of attention in most blocks, and with experts in some sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import inf
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+from torch import nn
+
+from ..layers import Attention, GatedMLP, Mamba2
+from ..parallel_state import BadInput
+from .base.blocks import Block, PreNormBlock, RecurrentBlock
+from .base.config import MOST_BLOCKS, without
+from .base.family import Family
+from .base.names import Rename, Rule, Split, in_blocks
+from .delta_net import FULL, LINEAR
+from .expert_block import ExpertsConfig, mixture, softmax_router
+from .granite import Granite, GraniteConfig
+from .llama import ATTENTION, EMBEDDING, ENDS, LlamaConfig, grouped_attention
+
+#: What transformers 4 called the types of blocks.
+_OLDER = {"mamba": LINEAR, "attention": FULL}
+#: How long a chunk is changes no number; where it is stated we choose our own.
+_CHUNK = "mamba_chunk_size"
+#: It follows from the others, or is "auto".
+_WIDTH = "mamba_d_head"
+
+
+class GraniteHybridConfig(GraniteConfig, ExpertsConfig):
+    """The fields of a Granite 4 config.json; ``num_local_experts`` 0: a block has its shared net alone."""
+
+    HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        **without(GraniteConfig.HARMLESS, "num_local_experts"),
+        "mlp_bias": (False,),
+        "mamba_n_groups": (1,),
+        "time_step_limit": ((0.0, inf), [0.0, inf], [0.0, {"__float__": "Infinity"}]),
+    }
+    OWN_NAMES: ClassVar[Mapping[str, str]] = {"layers_block_type": "layer_types"}
+
+    intermediate_size: int = Field(default=11008, gt=0, le=2**22)
+    num_local_experts: int = Field(default=8, ge=0, le=2**12)
+    num_experts_per_tok: int = Field(default=2, ge=0)
+    shared_intermediate_size: int = Field(default=1024, gt=0, le=2**22)
+    position_embedding_type: Literal["rope"] | None = None
+    layer_types: tuple[str, ...] = ()
+    mamba_n_heads: int = Field(default=128, gt=0, le=2**16)
+    mamba_d_state: int = Field(default=256, gt=0, le=2**16)
+    mamba_d_conv: int = Field(default=4, gt=0, le=2**8)
+    mamba_expand: int = Field(default=2, gt=0, le=2**10)
+    mamba_conv_bias: bool = True
+    mamba_proj_bias: bool = False
+
+    @classmethod
+    def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
+        fields = super().read(raw, where)
+        kinds = fields.get("layer_types")
+        if isinstance(kinds, list):
+            fields["layer_types"] = tuple(_OLDER.get(kind, kind) for kind in kinds)
+        elif kinds is None and isinstance(count := raw.get("num_hidden_layers"), int):
+            fields["layer_types"] = (LINEAR,) * min(count, MOST_BLOCKS)
+        return fields
+
+    @classmethod
+    def read_keys(cls) -> set[str]:
+        return {*super().read_keys(), _CHUNK, _WIDTH}
+
+    def check_stated(self, raw: Mapping[str, Any], where: str) -> None:
+        kinds, count = self.layer_types, self.num_hidden_layers
+        if len(kinds) != count or set(kinds) - {LINEAR, FULL}:
+            expected = f"{LINEAR} or {FULL} for each of {count} blocks"
+            raise BadInput(where, "layer_types", expected=expected, found=repr(list(kinds))[:80])
+        width = raw.get(_WIDTH, "auto")
+        if width not in (None, "auto", self.mamba_d_head):
+            expected = f"{self.mamba_d_head}, mamba_expand x hidden_size / mamba_n_heads"
+            raise BadInput(where, _WIDTH, expected=expected, found=repr(width)[:80])
+
+    @property
+    def mamba_d_head(self) -> int:
+        """Return the width of a mixer's head."""
+        return self.mamba_expand * self.hidden_size // self.mamba_n_heads
+
+    def check(self, where: str) -> None:
+        if self.num_local_experts:
+            super().check(where)
+        else:
+            LlamaConfig.check(self, where)
+        if self.mamba_expand * self.hidden_size % self.mamba_n_heads:
+            expected = f"a divisor of mamba_expand x hidden_size = {self.mamba_expand * self.hidden_size}"
+            raise BadInput(where, "mamba_n_heads", expected=expected, found=self.mamba_n_heads)
+
+    def has_experts(self, number: int) -> bool:
+        return self.num_local_experts > 0
+
+    @property
+    def tensor_units(self) -> dict[str, int]:
+        units = {**super().tensor_units, "shared_intermediate_size": self.shared_intermediate_size}
+        if not self.num_local_experts:
+            del units["intermediate_size"]
+        return {**units, "mamba_n_heads": self.mamba_n_heads}
+
+    def to_hf(self) -> dict[str, Any]:
+        return {**super().to_hf(), "layer_types": [*self.layer_types]}
+
+
+class GraniteHybrid(Granite):
+    """Granite 4, or this pipeline rank's stage of it."""
+
+    config: GraniteHybridConfig
+
+    def block(self, number: int) -> Block:
+        mlp, scale = self.feed_forward(number), self.config.residual_multiplier
+        if self.config.layer_types[number] == FULL:
+            return PreNormBlock(self.attention(number), mlp, norm=self.make_norm, scale=scale)
+        return RecurrentBlock(self.mamba(), mlp, norm=self.make_norm, scale=scale)
+
+    def attention(self, number: int) -> Attention:
+        cfg, bias = self.config, self.config.attention_bias
+        rotary = "all" if cfg.position_embedding_type == "rope" else None
+        scale = cfg.attention_multiplier
+        return grouped_attention(cfg, self.state, qkv_bias=bias, out_bias=bias, rotary=rotary, scale=scale)
+
+    def mamba(self) -> Mamba2:
+        cfg = self.config
+        return Mamba2(
+            cfg.hidden_size,
+            heads=cfg.mamba_n_heads,
+            head_dim=cfg.mamba_d_head,
+            state_dim=cfg.mamba_d_state,
+            kernel_size=cfg.mamba_d_conv,
+            act=cfg.hidden_act,
+            bias=cfg.mamba_proj_bias,
+            conv_bias=cfg.mamba_conv_bias,
+            eps=cfg.rms_norm_eps,
+            initial=self.initial,
+            state=self.state,
+        )
+
+    def feed_forward(self, number: int) -> nn.Module:
+        cfg, state = self.config, self.state
+        wide = cfg.shared_intermediate_size
+        shared = GatedMLP(cfg.hidden_size, wide, act=cfg.hidden_act, initial=self.initial, state=state)
+        if not cfg.num_local_experts:
+            return shared
+        router = softmax_router(cfg, state, normalize=True)
+        return mixture(cfg, router, cfg.intermediate_size, state, shared=shared)
+
+
+def _shared(ours: str) -> tuple[Rule, ...]:
+    """Return the names of the net that all tokens pass, which is ``ours`` here."""
+    theirs = "model.layers.{i}.shared_mlp"
+    both = tuple(f"layers.{{i}}.{ours}.gate_up.{one}.weight" for one in ("gate", "up"))
+    down = Rename(f"layers.{{i}}.{ours}.down.weight", f"{theirs}.output_linear.weight")
+    return Split(both, f"{theirs}.input_linear.weight"), down
+
+
+def _mamba(kind: str) -> tuple[Rule, ...]:
+    """Return the names of what brings a mixer's input in, and of its convolution."""
+    inner = tuple(f"layers.{{i}}.mixer.inner.{one}.{kind}" for one in ("z", "x", "B", "C", "dt"))
+    conv = tuple(f"layers.{{i}}.mixer.conv.{one}.{kind}" for one in ("x", "B", "C"))
+    theirs = "model.layers.{i}.mamba"
+    return Split(inner, f"{theirs}.in_proj.{kind}"), Split(conv, f"{theirs}.conv1d.{kind}")
+
+
+NAMES: tuple[Rule, ...] = (
+    *EMBEDDING,
+    *_mamba("weight"),
+    *_mamba("bias"),
+    *(
+        Rename(f"layers.{{i}}.mixer.{one}", f"model.layers.{{i}}.mamba.{one}")
+        for one in ("A_log", "D", "dt_bias")
+    ),
+    *in_blocks(("mixer.norm", "mamba.norm")),
+    *in_blocks(("mixer.out", "mamba.out_proj"), kinds=("weight", "bias")),
+    *ATTENTION,
+    *_shared("mlp"),
+    *_shared("mlp.shared"),
+    Rename("layers.{i}.mlp.router.weight", "model.layers.{i}.block_sparse_moe.router.layer.weight"),
+    Split(
+        tuple(f"layers.{{i}}.mlp.experts.{one}" for one in ("gate", "up")),
+        "model.layers.{i}.block_sparse_moe.input_linear.weight",
+        dim=1,
+    ),
+    Rename("layers.{i}.mlp.experts.down", "model.layers.{i}.block_sparse_moe.output_linear.weight"),
+    *in_blocks(("mixer_norm", "input_layernorm"), ("attention_norm", "input_layernorm")),
+    *in_blocks(("mlp_norm", "post_attention_layernorm")),
+    *ENDS,
+)
+
+GRANITE_HYBRID = Family(
+    "granitemoehybrid", "GraniteMoeHybridForCausalLM", GraniteHybridConfig, GraniteHybrid, NAMES
+)
