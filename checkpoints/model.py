@@ -65,11 +65,8 @@ def restore_model(
     The model may be cut, sharded by FSDP, a stage. Without an optimizer a Hugging Face folder will do, too.
     """
     state, family = model.state, _family_of(model)
-    found = newest_in(path, state)
-    if optimizer is not None:
-        return load_training(found, model, optimizer, family, model.config)
 
-    def load() -> Progress:
+    def load(found: Path) -> Progress:
         load_weights(found, model, family, model.config)
         manifest = read_source(found).manifest
         if manifest is None:
@@ -77,7 +74,11 @@ def restore_model(
         data = manifest.data_position if isinstance(manifest.data_position, dict) else {}
         return Progress(manifest.step or 0, manifest.layout, dict(data))
 
-    return together(load, world=state.layout.world, group=state.file_group)[state.rank]
+    with newest_in(path, state) as found:
+        if optimizer is not None:
+            return load_training(found, model, optimizer, family, model.config)
+        each = together(lambda: load(found), world=state.layout.world, group=state.file_group)
+        return each[state.rank]
 
 
 def _family_of(model: CausalLM) -> Family:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from ..parallel_state import BadCheckpoint, BadInput, Layout, ParallelState
 from ..parallel_state.together import together
 from ..storage.dtypes import TORCH
 from ..storage.file_names import MANIFEST, STEP_NAME
-from .find import latest_checkpoint
+from .find import Found, latest_checkpoint
 from .load import check_same_model, fill, fill_from
 from .lora import check_same_base
 from .manifest import Manifest, StoredAdapter
@@ -65,20 +66,25 @@ def newest_checkpoint(
     return None if path is None else Path(path)
 
 
-def newest_in(path: str | Path, state: ParallelState) -> Path:
-    """Return the newest complete checkpoint of a folder of several, alike on every rank, or else ``path``.
+@contextmanager
+def newest_in(path: str | Path, state: ParallelState) -> Iterator[Path]:
+    """Yield the newest complete checkpoint of a folder of several, alike on every rank, or else ``path``.
 
     Collective. Only rank 0 looks, because ranks that look by themselves might find different ones of a run
-    that saves.
+    that saves. It holds what it found during the block, so that the run does not delete it meanwhile; the
+    block must end with a collective.
     """
     path = Path(path)
+    held: list[Found] = []
 
     def look() -> str | None:
         if state.rank or not path.is_dir() or not any(path.glob("step-*")):
             return None
-        return str(latest_checkpoint(path).directory)
+        held.append(latest_checkpoint(path))
+        return str(held[0].directory)
 
-    return Path(together(look, world=state.layout.world, group=state.file_group)[0] or path)
+    yield Path(together(look, world=state.layout.world, group=state.file_group)[0] or path)
+    held.clear()
 
 
 def load_training(

@@ -144,9 +144,9 @@ def load_module(
     """
     state = alone_or(state)
     check_state(model, state, "load_module")
-    stages, path = gather_stages(model, state), newest_in(path, state)
+    stages = gather_stages(model, state)
 
-    def load() -> Progress:
+    def load(path: Path) -> Progress:
         family = module_family(StoredModule.of(stages, names), {})
         source = open_source(path, module=family)
         _check_same(source, stages, family)
@@ -164,7 +164,8 @@ def load_module(
             raise BadCheckpoint(source.path, expected="moments", found="weights alone", todo=todo)
         return restore_progress(source, manifest, model, optimizer, state)
 
-    return load_together(load, state)
+    with newest_in(path, state) as found:
+        return load_together(lambda: load(found), state)
 
 
 def _check_same(source: Source, stages: Sequence[Mapping[str, Declaration]], family: ModuleFamily) -> None:

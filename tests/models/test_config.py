@@ -494,7 +494,11 @@ def test_switches_change_the_parameters_exactly_as_in_transformers(kind: str) ->
     for key in (fields | table.keys()) - unread:
         for value in table.get(key, (False, True)):
             raw = {**BY_TYPE[kind], key: value}
-            links, _ = FAMILIES[kind].links(read(raw, {}))
+            try:
+                links, _ = FAMILIES[kind].links(read(raw, {}))
+            except BadInput:
+                assert (kind, key, value) == ("falcon", "parallel_attn", False)  # not in the new architecture
+                continue
             with torch.device("meta"):
                 theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**(TOKENS | deepcopy(raw))))
             assert asked(link.hf for link in links) == asked(theirs.state_dict()), (key, value)

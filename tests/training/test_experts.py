@@ -170,7 +170,7 @@ def test_a_rate_of_biases_is_refused_beside_adapters(tmp_path: Path, tokens: Pat
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY_GLM)).save_pretrained(tmp_path / "base")
     raw = recipe(tmp_path, tokens, {}, experts={"bias_rate": 0.1}, lora={"r": 2})
     raw["model"] = {"init_from": str(tmp_path / "base")}
-    with pytest.raises(BadInput, match=r"experts\.bias_rate: expected 0 beside \[lora\].*, found 0\.1"):
+    with pytest.raises(BadInput, match=r"experts\.bias_rate: expected 0 with \[lora\].*, found 0\.1"):
         plan(parse_recipe(raw))
     plan(parse_recipe({**raw, "experts": {"balance": 0.1}}))
 

@@ -20,7 +20,7 @@ from trilith.models import FAMILIES, LoraConfig
 from trilith.parallel_state import BadInput
 from trilith.recipes import Recipe, load_recipe
 from trilith.recipes.recipe import parse_recipe
-from trilith.testing.tiny_models import TINY_GLM, TINY_GPT2, TINY_LLAMA, TINY_MIXTRAL
+from trilith.testing.tiny_models import MODELS, TINY_GLM, TINY_GPT2, TINY_LLAMA, TINY_MIXTRAL
 
 #: A leaf: its name with dots, int or float, and how a value for it becomes the value of the whole field.
 Leaf = tuple[str, type, Callable[[Any], Any]]
@@ -133,7 +133,13 @@ def test_no_whole_number_of_a_recipe_may_be_of_any_size() -> None:
                 raise AssertionError(f"{name} = {value:.0e} was taken")
 
 
-CONFIGS = {"llama": TINY_LLAMA, "mixtral": TINY_MIXTRAL, "glm4_moe": TINY_GLM, "gpt2": TINY_GPT2}
+CONFIGS = {
+    "llama": TINY_LLAMA,
+    "mixtral": TINY_MIXTRAL,
+    "glm4_moe": TINY_GLM,
+    "gpt2": TINY_GPT2,
+    "opt": MODELS["opt"],
+}
 
 
 @pytest.mark.parametrize("kind", FAMILIES)

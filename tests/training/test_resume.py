@@ -257,7 +257,8 @@ def test_damaged_checkpoints_count_for_nothing_and_the_last_good_one_stays(
     (out / "checkpoints" / "step-00000004").rename(out / "checkpoints" / "step-00000003")
     manifest = out / "checkpoints" / "step-00000003" / "manifest.json"
     written = Manifest.parse(manifest.read_bytes(), manifest)
-    manifest.write_bytes(written.model_copy(update={"step": 3}).to_bytes())
+    state = written.state | {"memory": written.state["memory"] | {"updates": 3}}
+    manifest.write_bytes(written.model_copy(update={"step": 3, "state": state}).to_bytes())
     train(tiny_recipe(out, tokens, checkpoint={"keep": 1}, stop_after=4))
     left = sorted(path.name for path in (out / "checkpoints").iterdir())
     assert left == ["step-00000004", "step-00000005", "step-00000006"]
