@@ -32,12 +32,12 @@ from trilith.testing.tiny_models import EXPERTS, MODELS
 #: The first row of each family.
 FIRST = {family: next(row for row in MODELS if MODELS[row]["model_type"] == family) for family in FAMILIES}
 LAYOUTS = [
-    Layout.of(tensor=2, pipeline=2, sequence=True),
+    Layout.of(tensor=2, sequence=True),
     *(
         pytest.param(layout, marks=pytest.mark.slow)
         for layout in (
+            Layout.of(tensor=2, pipeline=2, sequence=True),
             Layout.of(tensor=2),
-            Layout.of(tensor=2, sequence=True),
             Layout.of(tensor=4),
             Layout.of(tensor=4, sequence=True),
             Layout.of(pipeline=2),

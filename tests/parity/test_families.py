@@ -14,6 +14,7 @@ from trilith.testing.models_page import MEASURED, axes_of
 from trilith.testing.tiny_models import EXPERTS, MODELS
 
 ALL = [
+    Layout.of(tensor=2, sequence=True),
     Layout.of(tensor=2, context=2, sequence=True),
     Layout.of(tensor=4, sequence=True),
     Layout.of(tensor=2, pipeline=2),
