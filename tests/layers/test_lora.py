@@ -166,16 +166,17 @@ def test_what_cannot_be_is_refused(arguments: dict[str, Any], words: str) -> Non
 
 
 def test_on_experts_it_adds_the_scaled_product_of_each_expert() -> None:
-    experts = Experts(3, 6, 8)
-    x, counts = torch.randn(7, 6), [2, 0, 5]
+    experts = Experts(3, 6, 8).double()
+    x, counts = torch.randn(7, 6, dtype=torch.float64), [2, 0, 5]
     plain = experts(x, counts)
     attach_expert_lora(experts, ["gate", "up"], r=2, alpha=8)
     attach_expert_lora(experts, ["down"], r=4, alpha=8, rslora=True)
+    experts.double()
     assert torch.equal(experts(x, counts), plain)
     for name, one in experts.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(one)
-    merged = Experts(3, 6, 8)
+    merged = Experts(3, 6, 8).double()
     with torch.no_grad():
         for output, a in (("gate", "gate_up"), ("up", "gate_up"), ("down", "down")):
             factors = getattr(experts, f"lora_B_{output}") @ getattr(experts, f"lora_A_{a}")
