@@ -132,6 +132,7 @@ def test_neighbours_hash_strings_differently_as_launched_ranks_do():
     assert hashes[0] != hashes[1] != hashes[2]
 
 
+@pytest.mark.slow  # seconds mean something on an idle machine only
 def test_a_call_costs_less_than_three_tenths_of_a_second():
     """The best of five: 0.09 s on two cores, even with TORCH_DISTRIBUTED_DEBUG=DETAIL."""
     run_parallel(describe_worker, 4)
