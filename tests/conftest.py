@@ -45,8 +45,8 @@ def no_processes_if_quick(request: pytest.FixtureRequest) -> Iterator[None]:
     """With ``--quick``, skip a test where it asks for ranks, forks, or starts Python."""
     start = subprocess.Popen.__init__
 
-    # Only `make quick` gives the option; `make check` runs every one of these tests.
     def skip(*given: Any, **named: Any) -> Any:
+        # Only `make quick` gives the option; `make check` runs every one of these tests.
         pytest.skip("--quick: starts a process")
 
     def init(self: Any, command: Any, *given: Any, **named: Any) -> None:

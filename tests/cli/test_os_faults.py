@@ -349,10 +349,11 @@ CASES = [
 
 @pytest.mark.parametrize(("place", "fault"), CASES)
 def test_a_fault_is_one_line_and_leaves_nothing(inputs: Path, place: Place, fault: str) -> None:
-    # A container may forbid mounts, and a user may not make devices; "full-disk" needs neither.
     if fault in MOUNTS and not may_mount():
+        # A container may forbid mounts; "full-disk" and "read-only" make such faults without them.
         pytest.skip("this system does not let the user mount")
     if fault == "device" and os.geteuid():
+        # The kernel lets only root make a device; "dev-zero" is one that every user has.
         pytest.skip("only root may make a device")
     with tempfile.TemporaryDirectory(prefix="trilith-case-") as folder:
         where = Path(folder)
