@@ -14,9 +14,8 @@ from .base.blocks import Block, PreNormBlock
 from .base.config import ModelConfig
 from .base.decoder import Decoder
 from .base.family import Family
-from .base.names import Rename, Rule, fused_qkv
+from .base.names import BOTH, Rename, Rule, fused_qkv
 
-BOTH = ("weight", "bias")
 NAMES: tuple[Rule, ...] = (
     Rename("embed.weight", "transformer.word_embeddings.weight"),
     *(Rename(f"embed_norm.{kind}", f"transformer.word_embeddings_layernorm.{kind}") for kind in BOTH),

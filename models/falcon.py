@@ -12,10 +12,9 @@ from ..layers import MLP, Alibi, Attention, LayerNorm, RotaryEmbedding, alibi_sl
 from ..parallel_state import BadInput
 from .base.blocks import Block, ParallelBlock, PreNormBlock
 from .base.family import Family
-from .base.names import Rename, Rule, fused_qkv
+from .base.names import BOTH, Rename, Rule, fused_qkv
 from .llama import Llama, LlamaConfig, grouped_attention
 
-BOTH = ("weight", "bias")
 NAMES: tuple[Rule, ...] = (
     Rename("embed.weight", "transformer.word_embeddings.weight"),
     *fused_qkv("transformer.h.{i}.self_attention.query_key_value", "num_key_value_heads"),

@@ -12,11 +12,10 @@ from ..layers import MLP, Attention, Dropout, LayerNorm
 from ..parallel_state import BadInput
 from .base.blocks import Block, ParallelBlock, PreNormBlock
 from .base.family import Family
-from .base.names import Rename, Rule, fused_qkv
+from .base.names import BOTH, Rename, Rule, fused_qkv
 from .llama import Llama, grouped_attention
 from .partial_rotary import PartialRotaryConfig
 
-BOTH = ("weight", "bias")
 NAMES: tuple[Rule, ...] = (
     Rename("embed.weight", "gpt_neox.embed_in.weight"),
     *fused_qkv("gpt_neox.layers.{i}.attention.query_key_value", "num_attention_heads"),

@@ -13,10 +13,9 @@ from ..parallel_state import BadInput
 from .base.blocks import Block, ParallelBlock
 from .base.decoder import Decoder
 from .base.family import Family
-from .base.names import Rename, Rule
+from .base.names import BOTH, Rename, Rule
 from .gpt2 import GPT2Config
 
-BOTH = ("weight", "bias")
 NAMES: tuple[Rule, ...] = (
     Rename("embed.weight", "transformer.wte.weight"),
     *(

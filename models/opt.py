@@ -21,9 +21,8 @@ from .base.blocks import AddNormBlock, Block, PreNormBlock
 from .base.config import ModelConfig
 from .base.decoder import Decoder
 from .base.family import Family
-from .base.names import Rename, Rule
+from .base.names import BOTH, Rename, Rule
 
-BOTH = ("weight", "bias")
 #: The first position's row; those before it are no token's.
 OFFSET = 2
 NAMES: tuple[Rule, ...] = (

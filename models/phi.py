@@ -12,11 +12,10 @@ from ..layers import Attention, Dropout, LayerNorm
 from .base.blocks import Block, ParallelBlock
 from .base.config import without
 from .base.family import Family
-from .base.names import Rename, Rule, in_blocks
+from .base.names import BOTH, Rename, Rule, in_blocks
 from .gpt_neox import GPTNeoX, GPTNeoXConfig
 from .llama import EMBEDDING, grouped_attention
 
-BOTH = ("weight", "bias")
 NAMES: tuple[Rule, ...] = (
     *EMBEDDING,
     *in_blocks(

@@ -12,11 +12,10 @@ from ..layers import Attention, HeadsLayerNorm, LayerNorm
 from .base.blocks import Block, ParallelBlock, PreNormBlock
 from .base.config import without
 from .base.family import Family
-from .base.names import Rename, Rule, Stack, in_blocks
+from .base.names import BOTH, Rename, Rule, Stack, in_blocks
 from .llama import ATTENTION, EMBEDDING, GATED_MLP, Llama, grouped_attention
 from .partial_rotary import PartialRotaryConfig
 
-BOTH = ("weight", "bias")
 NAMES: tuple[Rule, ...] = (
     *EMBEDDING,
     *ATTENTION,

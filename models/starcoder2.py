@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from ..layers import MLP, Attention, Dropout, LayerNorm
 from .base.blocks import Block, PreNormBlock
 from .base.family import Family
-from .base.names import Rename, in_blocks
+from .base.names import BOTH, Rename, in_blocks
 from .llama import ATTENTION, EMBEDDING, Llama, LlamaConfig, grouped_attention
 
-BOTH = ("weight", "bias")
 NAMES = (
     *EMBEDDING,
     *ATTENTION,

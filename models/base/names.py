@@ -12,6 +12,9 @@ from dataclasses import dataclass
 
 from ...parallel_state import Box
 
+#: The tensors of a layer with a bias.
+BOTH = ("weight", "bias")
+
 
 @dataclass(frozen=True, slots=True)
 class Link:
