@@ -55,6 +55,11 @@ class Adapter(Protocol):
 _PIECE = "A rank takes its piece, as a ColumnParallelLinear leaves it; scatter_input=True cuts a whole one"
 
 
+def initial_of_bias(initial: Initial) -> Initial:
+    """Return the first values of a linear's bias: uniform beside uniform weights, as in torch, else zeros."""
+    return initial if isinstance(initial, Uniform) else Constant(0.0)
+
+
 class ColumnParallelLinear(DeclaredModule):
     """Compute ``y = x W^T + b`` with the rows of ``W`` (the columns of ``y``) cut over the tensor axis.
 
@@ -189,7 +194,7 @@ class _Rows:
             state,
         )
         if bias:
-            start = Constant(0.0) if not isinstance(initial, Uniform) else initial
+            start = initial_of_bias(initial)
             declare_parameter(
                 holder, "bias", Declaration((features,), cut=cut, partial=partial, initial=start), state
             )
@@ -243,7 +248,7 @@ class RowParallelLinear(DeclaredModule):
         if bias:
             # Under sequence parallelism each rank adds it to its own tokens, so its gradient is a part.
             partial = ("tensor",) if self.state.sequence else ()
-            start = Constant(0.0) if not isinstance(initial, Uniform) else initial
+            start = initial_of_bias(initial)
             declare_parameter(
                 self, "bias", Declaration((out_features,), partial=partial, initial=start), self.state
             )

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..parallel_state import (
-    Constant,
     Declaration,
     DeclaredModule,
     Initial,
@@ -20,7 +19,7 @@ from ..parallel_state import (
 )
 from .argument_checks import check_no_state, check_width
 from .cost import Cost, Tokens, matrix
-from .linear import Adapter
+from .linear import Adapter, initial_of_bias
 
 
 class ReplicatedLinear(DeclaredModule):
@@ -53,7 +52,7 @@ class ReplicatedLinear(DeclaredModule):
         weight = Declaration((out_features, in_features), partial=partial, initial=initial)
         declare_parameter(self, "weight", weight, self.state)
         if bias:
-            start = Constant(0.0) if not isinstance(initial, Uniform) else initial
+            start = initial_of_bias(initial)
             stated = Declaration((out_features,), partial=partial, initial=start)
             declare_parameter(self, "bias", stated, self.state)
         else:
