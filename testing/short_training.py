@@ -29,7 +29,7 @@ from ..parallel_state.initial_weights import fill
 from ..recipes.sections import MemorySection, ParameterGroup
 from ..training.adamw import make_adamw
 from ..training.build import spare_memory
-from ..training.data_parallel import shard_over_data
+from ..training.data_parallel import resting_device, shard_over_data
 from ..training.parameter_groups import assign, freeze, names_of
 from ..training.precision import Precision
 from ..training.step import TrainStep
@@ -58,6 +58,7 @@ class Case:
     compiled: str = ""  # torch.compile's backend
     lora: dict[str, Any] | None = None
     frozen: str | None = None  # a pattern over names: what is not trained
+    device: str = "cpu"  # ranks may share a GPU, if their process group is gloo's
 
 
 @dataclass
@@ -87,7 +88,7 @@ class RankOutcome:
 
 def train_rank(case: Case) -> RankOutcome:
     """Train inside a process group of ``case.layout.world`` ranks; return what this rank holds in the end."""
-    state = ParallelState.start(case.layout)
+    state = ParallelState.start(case.layout, device=case.device)
     family = family_of(case.config)
     config = family.from_hf(case.config)
     if case.lora is not None:
@@ -100,7 +101,7 @@ def train_rank(case: Case) -> RankOutcome:
         compile_blocks(model.layers.values(), backend=case.compiled)
     spare_memory(model, case.memory)
     shard_over_data(model, state, precision, offload=case.memory.offload)
-    model.to_empty(device="cpu")
+    model.to_empty(device=resting_device(state, offload=case.memory.offload))
     initialize(model, case.seed, state=state)
     roughen(model, case.seed, state)
     initial = pieces(model, state)
@@ -116,7 +117,7 @@ def train_rank(case: Case) -> RankOutcome:
     losses, norms, gradients = [], [], {}
     for number in range(case.steps):
         each = case.samples // case.layout.data
-        mine = batch(case, number, config.vocab_size).split(each)[state.data_index]
+        mine = batch(case, number, config.vocab_size).split(each)[state.data_index].to(state.device)
         losses.append(float(step(mine)))
         if number == 0:
             gradients = pieces(model, state, gradients=True)
@@ -175,7 +176,7 @@ def pieces(model: CausalLM, state: ParallelState, *, gradients: bool = False) ->
         if declaration.multiple is not None:
             assert not bool(held[box.shape[0] :].any()), f"{name}: padding is not zero"
             held = held[: box.shape[0]]
-        found[name] = (box, owner, held.clone())
+        found[name] = (box, owner, held.clone().cpu())
     return found
 
 
