@@ -21,7 +21,14 @@ from .errors import (
 )
 from .fault_injection import fault
 from .foreign import check_state, mark_shared, refuse_foreign
-from .gradients import clip_gradients, divide_gradients, finalize_gradients, gradient_norm, last_not_finite
+from .gradients import (
+    Gradients,
+    clip_gradients,
+    divide_gradients,
+    finalize_gradients,
+    gradient_norm,
+    last_not_finite,
+)
 from .holdings import Holding, holdings, parts
 from .initial_weights import Constant, Initial, LogUniform, Normal, Own, Uniform, seed_of
 from .layout import AXES, Coordinates, Layout
@@ -30,7 +37,7 @@ from .parameters import DeclaredModule, declare_parameter, initialize, local, st
 from .state import BACKENDS, FILES_TIMEOUT, TIMEOUT, ParallelState, alone_or
 from .together import rank_at_fault, together
 from .torchrun import Launched, launched
-from .trained import NotTrained, has_gradients, refuse_untrained, signs_of_training
+from .trained import NotTrained, has_gradients, refuse_untrained
 from .user_parameters import declare
 
 __all__ = [
@@ -47,6 +54,7 @@ __all__ = [
     "Declaration",
     "DeclaredModule",
     "FILES_TIMEOUT",
+    "Gradients",
     "Holding",
     "Initial",
     "Launched",
@@ -93,7 +101,6 @@ __all__ = [
     "refuse_untrained",
     "seed_of",
     "shared_units",
-    "signs_of_training",
     "stored_box",
     "together",
 ]

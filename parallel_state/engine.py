@@ -20,6 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 #: The private names of torch that we use: (module, attribute) pairs that ``self_check`` looks for.
 PRIVATE = (
     ("torch", "_assert_async"),
+    ("torch", "_foreach_copy_"),
+    ("torch", "_foreach_mul_"),
+    ("torch", "_foreach_norm"),
     ("torch.ops._c10d_functional", "all_reduce"),
     ("torch.ops._c10d_functional", "all_gather_into_tensor"),
     ("torch.ops._c10d_functional", "reduce_scatter_tensor"),
@@ -160,7 +163,23 @@ def flash_attention_backward(
 
 def local_data(x: Tensor) -> Tensor:
     """Return what this rank stores of ``x``, sharing memory and outside autograd."""
-    return x._local_tensor.detach() if isinstance(x, DTensor) else x.detach()
+    here = x._local_tensor if isinstance(x, DTensor) else x
+    return here.detach() if here.requires_grad else here
+
+
+def foreach_norm(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Return the 2-norm of each tensor, in ``dtype``; few kernels for all of them."""
+    return list(torch._foreach_norm(list(tensors), 2, dtype=dtype))
+
+
+def foreach_mul_(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply all tensors, which have one dtype, by one number of that dtype, in place."""
+    torch._foreach_mul_(list(tensors), factor)
+
+
+def foreach_copy_(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Copy each value into the tensor at its place."""
+    torch._foreach_copy_(list(tensors), list(values))
 
 
 def fsdp_modules(module: nn.Module) -> list[FSDPModule]:

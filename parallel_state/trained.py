@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -21,46 +21,28 @@ class NotTrained(PeerFailed):
     """
 
 
-def signs_of_training(model: nn.Module, *, unused: str | None = None) -> Tensor:
-    """Return three numbers of this rank, to be summed over all ranks, in fp64 on the device of the gradients.
-
-    They are the number of trained parameters, the number of those without a gradient, and the largest element
-    of the gradients. ``unused``: a pattern over names of parameters that a step may leave without a gradient.
-    An expert that got no token has a gradient of zeros, and a rank's piece of a parameter may be empty:
-    neither counts as missing.
-    """
-    trained = _trained(model, unused)
-    missing = sum(one.grad is None for one in trained.values())
-    grads = [local_data(one.grad) for one in trained.values() if one.grad is not None]
-    grads = [grad for grad in grads if grad.numel()]
-    counts = torch.tensor([len(trained), missing], dtype=torch.float64)
-    if not grads:
-        return torch.cat([counts, torch.zeros_like(counts[:1])])
-    largest = torch.nn.utils.get_total_norm(grads, norm_type=float("inf")).double().view(1)
-    return torch.cat([counts.to(largest.device), largest])
-
-
 def has_gradients(model: nn.Module) -> bool:
     """Tell whether any parameter of this rank has a gradient that is not zero."""
-    found = [one.grad for one in model.parameters() if one.grad is not None]
-    return any(bool(local_data(grad).any()) for grad in found)
+    return bool(_largest(model.parameters()))
 
 
 def refuse_untrained(
     model: nn.Module,
     loss: float,
-    signs: Sequence[float],
+    counts: Sequence[float],
     *,
     unused: str | None = None,
     state: ParallelState | None = None,
 ) -> None:
     """Raise ``NotTrained``, naming parameters, if one parameter or all of them would not be trained.
 
-    ``signs``: the numbers of ``signs_of_training``, summed over all ranks; all ranks must call this with the
-    same numbers, and all raise alike. A loss of exactly zero, such as that of a step in which no label
+    ``counts``: the numbers of ``Gradients.count``, summed over all ranks. All ranks must call this with the
+    same numbers; then all raise alike. ``unused``: a pattern over names of parameters that a step may leave
+    without a gradient. An expert that got no token has a gradient of zeros, and a rank's piece of a parameter
+    may be empty: neither counts as missing. A loss of exactly zero, such as that of a step in which no label
     counts, may have zero gradients.
     """
-    trained, missing, largest = signs
+    trained, missing = counts
     if missing:
         names = [name for name, one in _trained(model, unused).items() if one.grad is None]
         rank, found = _first(names, state)
@@ -69,12 +51,28 @@ def refuse_untrained(
             f"rank {rank}: {found}{more}: trained, and without a gradient; nothing was updated. "
             "Freeze what the step does not use (requires_grad_(False))"
         )
-    if trained and largest == 0 and loss != 0 and math.isfinite(loss):
-        rank, found = _first([*_trained(model, unused)], state)
+    if not trained or loss == 0 or not math.isfinite(loss):
+        return
+    mine = _trained(model, unused)
+    largest = _largest(mine.values())
+    if state is not None and state.layout.world > 1:
+        largest = largest.to(next((one.device for one in model.parameters()), state.device))
+        dist.all_reduce(largest)
+    if not largest:
+        rank, found = _first([*mine], state)
         raise NotTrained(
             f"the loss is {loss:.6g} and every gradient is exactly zero, rank {rank}'s {found} among them; "
             "nothing was updated"
         )
+
+
+def _largest(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """Return the largest element of the gradients on this rank in fp64, 0 without any."""
+    grads = [local_data(one.grad) for one in parameters if one.grad is not None]
+    grads = [grad for grad in grads if grad.numel()]
+    if not grads:
+        return torch.zeros((), dtype=torch.float64)
+    return torch.nn.utils.get_total_norm(grads, norm_type=float("inf")).double()
 
 
 def _trained(model: nn.Module, unused: str | None) -> dict[str, nn.Parameter]:

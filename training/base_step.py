@@ -13,12 +13,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from ..parallel_state import (
     BadInput,
+    Gradients,
     ParallelState,
     check_state,
-    finalize_gradients,
     refuse_foreign,
     refuse_untrained,
-    signs_of_training,
 )
 from .data_parallel import before_backward
 
@@ -53,6 +52,7 @@ class Step:
             raise BadInput("step", "unused", expected=expected, found=found) from None
         self._whole, self.state, self.micro_batch = model, state, micro_batch
         self.unused, self.reduce = unused, reduce
+        self._gradients: Gradients | None = None
         check_state(model, state, "step")
         if dist.is_initialized() and dist.get_world_size() > state.layout.world:
             refuse_foreign(model, "step")  # a state of one rank, and a wrapper that averages over several
@@ -81,23 +81,32 @@ class Step:
             losses.append(loss.detach())
         return losses
 
-    def sum_over_ranks(self, numbers: Tensor) -> tuple[Tensor, list[float]]:
-        """Add up ``numbers``, which the ranks of a tensor group hold alike, over all ranks; after a backward
-        pass. Returns the sums and, gathered with them, the signs of training for ``finish``.
+    @property
+    def gradients(self) -> Gradients:
+        """Return the gradients of the model, looked up at the first call."""
+        if self._gradients is None:
+            self._gradients = Gradients(self._whole, self.state, where="step")
+        return self._gradients
+
+    def sum_over_ranks(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """Add up ``numbers``, which the ranks of a tensor group hold alike, over all ranks; after the last
+        backward pass. Does not wait for the device.
+
+        Returns the sums and, summed with them, the two counts for ``refuse``.
         """
-        signs = signs_of_training(self._whole, unused=self.unused)
-        sums = torch.cat([numbers * int(self.state.counts_here), signs.to(numbers)])
+        unused = re.compile(self.unused or "(?!)")  # by default a pattern that nothing matches
+        counts = torch.tensor(self.gradients.count(unused=unused.search), dtype=numbers.dtype)
+        counts = counts.to(numbers.device, non_blocking=True)
+        sums = torch.cat([numbers * int(self.state.counts_here), counts])
         if self.state.layout.world > 1:
             dist.all_reduce(sums)
-        return sums[: len(numbers)], sums[len(numbers) :].tolist()
+        return sums[:-2], sums[-2:]
 
-    def finish(self, mean: Tensor, signs: Sequence[float]) -> None:
-        """Refuse a step that leaves a parameter untrained, on every rank alike; make the gradients whole.
-
-        ``mean``: the loss of the whole step.
+    def refuse(self, mean: Tensor, counts: Tensor) -> None:
+        """Refuse a step that leaves a parameter untrained, on every rank alike, before the update. Waits for
+        the device. ``mean``: the loss of the whole step.
         """
-        refuse_untrained(self._whole, float(mean), signs, unused=self.unused, state=self.state)
-        finalize_gradients(self._whole, reduce=self.reduce, state=self.state)
+        refuse_untrained(self._whole, float(mean), counts.tolist(), unused=self.unused, state=self.state)
 
 
 def refuse_stale() -> None:

@@ -48,11 +48,22 @@ class TrainStep(Step):
         """Run forward and backward of ``batch``; return the loss, the same scalar on every rank.
 
         ``batch``: the samples of this data rank, whole rows; each context rank is given the same rows and
-        takes its chunks. ``scale``, a power of two, multiplies the loss before the backward. A step with no
-        valid label has loss 0 and zero gradients. Raises ``NotTrained``, on every rank, if a trained
+        takes its chunks. Leave it on the host, where it is checked before it is copied: checking a batch on
+        the device waits for it. ``scale``, a power of two, multiplies the loss before the backward. A step
+        with no valid label has loss 0 and zero gradients. Raises ``NotTrained``, on every rank, if a trained
         parameter has no gradient, or if all gradients are zero and the loss is not; and ``BadInput``, on
         every rank, for a batch that one rank cannot use, for data ranks with different numbers of rows, and
         if an earlier step left gradients that are not zero.
+        """
+        loss, counts = self.launch(batch, scale=scale)
+        self.refuse(loss, counts)
+        return loss
+
+    def launch(self, batch: Batch, *, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+        """Do what a call does, without waiting for the device and without raising ``NotTrained``.
+
+        Returns the loss and the counts with which ``Update`` finds out afterwards that a parameter was not
+        trained; it then updates none.
         """
         batch, self._scale = self._agree(batch), scale
         set_auxiliary_scale(self.model, scale / (len(batch.input_ids) * self.state.layout.data))
@@ -62,10 +73,9 @@ class TrainStep(Step):
             losses = self.accumulate(batch.split(self.micro_batch), self._loss_of)
         inner = torch.promote_types(self.dtype, torch.float32)
         total = torch.stack(losses).sum() if losses else torch.zeros((), device=self.state.device)
-        sums, signs = self.sum_over_ranks(total.to(inner).view(1))
-        loss = sums[0] / scale
-        self.finish(loss, signs)
-        return loss
+        sums, counts = self.sum_over_ranks(total.to(inner).view(1))
+        self.gradients.finalize(reduce=self.reduce)
+        return sums[0] / scale, counts
 
     def loss(self, output: Tensor, labels: Tensor) -> Tensor:
         """Return a micro-batch's share of the step's mean loss, times the loss scale, from the model's
@@ -118,21 +128,22 @@ class TrainStep(Step):
         return self._schedule.step(*((ids,) if stage.first else ()), target=target, **keywords)[0]
 
     def _agree(self, batch: Batch) -> Batch:
-        """Return this context rank's chunks of the batch, and count the labels of the whole step, at least 1;
-        of the ranks that share a data piece one counts. Raise ``BadInput`` as ``__call__`` says.
+        """Return this context rank's chunks of the batch on the device, and count the labels of the whole
+        step, at least 1; of the ranks that share a data piece one counts. Raise ``BadInput`` as ``__call__``
+        says. The ranks agree on the host.
         """
         state, world, vocabulary = self.state, self.state.layout.world, self.model.config.vocab_size
-        said, refusal = torch.zeros(5, dtype=torch.int64, device=state.device), None
+        said, refusal = torch.zeros(5, dtype=torch.int64), None
         try:
             if not isinstance(batch, Batch):
                 raise BadInput("batch", expected="a Batch", found=type(batch).__name__)
             rows, length = batch.check_form().input_ids.shape
             state.layout.check_length(length, "recipe", "sequence_length")
             self.check_samples(rows)
-            chunks = batch.of_context(state)
-            count = valid_tokens(chunks.labels) * int(state.counts_here and state.at.pipeline == 0)
-            mine = said.new_tensor([has_gradients(self.model), rows, rows**2])
-            said = torch.stack([count, batch.any_outside(vocabulary), *mine])
+            count = int(valid_tokens(batch.of_context(state).labels))
+            counted = count * (state.counts_here and state.at.pipeline == 0)
+            outside, stale = bool(batch.any_outside(vocabulary)), has_gradients(self.model)
+            said = torch.tensor([counted, outside, stale, rows, rows**2])
         except BadInput as error:
             refusal, said[1] = error, 1
         if world > 1:
@@ -149,5 +160,5 @@ class TrainStep(Step):
             raise BadInput("batch", "rows", expected="as many on each data rank", found=f"{rows} here")
         if stale:
             refuse_stale()
-        self._tokens = said[0].clamp(min=1)
-        return chunks
+        self._tokens = said[0].clamp(min=1).to(state.device, non_blocking=True)
+        return batch.to(state.device).of_context(state)

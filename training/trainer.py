@@ -234,11 +234,11 @@ class Trainer:
         fault("step.forward", rank=state.rank, step=number + 1)
         scale = self.update.scale
         try:
-            loss = self.step(batch.to(state.device), scale=scale)
+            loss, counts = self.step.launch(batch, scale=scale)
+            self.watchers.gradients(number, scale)
+            updated = self.update(loss, counts)
         except NotTrained as error:
             raise NotTrained(f"step {number + 1}: {error}") from error
-        self.watchers.gradients(number, scale)
-        updated = self.update(loss)
         if updated.fatal:
             torch.manual_seed(random_seed(recipe.seed, number, state))
             name_the_culprit(self.model, number + 1, self.watchers.forward, batch.to(state.device))
@@ -246,7 +246,7 @@ class Trainer:
         tokens, even = recipe.data.global_batch * recipe.data.sequence_length, updated.balance
         return StepMetrics(
             number,
-            float(loss),
+            updated.loss,
             updated.grad_norm,
             lr,
             tokens,

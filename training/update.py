@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,19 +13,20 @@ from torch import Tensor
 
 from ..layers import Balance, Balancing
 from ..models import CausalLM
-from ..parallel_state import clip_gradients
+from ..parallel_state import Gradients, refuse_untrained
 from .loss_scale import LossScale
 from .spikes import Spikes
 
 
 @dataclass(frozen=True, slots=True)
 class Updated:
-    """Report on a step: the gradient norm before clipping and, if nothing was updated, the reason.
+    """Report on a step: loss, gradient norm before clipping and, if nothing was updated, the reason.
 
     ``fatal``: nothing was updated, and another step would not help; gradients are kept, to find the cause.
     ``balance``: the balance of the experts, if the model has some.
     """
 
+    loss: float
     grad_norm: float
     skipped: str | None = None
     fatal: bool = False
@@ -37,6 +39,9 @@ class Update:
     Without ``loss_scale`` a loss or gradient that is not finite on any rank is fatal; with it the step is
     skipped and the scale halves, down to its minimum. With ``spikes`` a step that leaps is skipped too. A
     skipped step moves no parameter and no moment; the schedule goes on by the number of the step.
+
+    The host waits for the device once, after the update: a fused optimizer is given the decision as a tensor.
+    It waits before the update for ``spikes``, and for an optimizer that is not fused.
     """
 
     def __init__(
@@ -51,6 +56,7 @@ class Update:
     ) -> None:
         self.model, self.optimizer, self.clip = model, optimizer, clip
         self.loss_scale, self.spikes, self.balancing = loss_scale, spikes, balancing
+        self._gradients: Gradients | None = None
         #: Steps that updated; those that did not, by reason.
         self.made, self.skips = 0, {"overflow": 0, "spike": 0}
 
@@ -63,27 +69,52 @@ class Update:
     def skipped(self) -> int:
         return sum(self.skips.values())
 
-    def __call__(self, loss: Tensor) -> Updated:
-        """Clip, decide and update. ``loss``: unscaled; ``.grad``: gradients of ``scale`` times the loss."""
-        norm = clip_gradients(self.model, self.clip, loss_scale=self.scale, state=self.model.state)
-        finite = bool(torch.isfinite(loss) & torch.isfinite(norm))
+    def __call__(self, loss: Tensor, counts: Tensor | None = None) -> Updated:
+        """Clip, decide and update. ``loss``: unscaled; ``.grad``: gradients of ``scale`` times the loss.
+
+        ``counts``, with ``loss``: from ``TrainStep.launch``. Raises ``NotTrained`` where they say so.
+        """
+        if self._gradients is None:
+            self._gradients = Gradients(self.model, self.model.state, where="update")
+        norm = self._gradients.clip(self.clip, loss_scale=self.scale)
+        counts = norm.new_zeros(2) if counts is None else counts
+        measured = [one.to(norm.device).double() for one in (loss.view(1), norm.view(1), counts)]
+        unfit = _unfit(*torch.cat(measured).unbind())
+        waits = self.spikes is not None or not all(one.get("fused") for one in self.optimizer.param_groups)
+        if not waits:
+            self._step(unless=unfit)
+        mean, size, trained, missing, held = torch.cat([*measured, unfit.double().view(1)]).tolist()
+        finite = math.isfinite(mean) and math.isfinite(size)
+        if missing or (held and finite):
+            refuse_untrained(self.model, mean, (trained, missing), state=self.model.state)
+            waits = True  # some gradient is not zero, but all are too small to be squared
         reason = None
         if not finite:
             if self.loss_scale is None or not self.loss_scale.overflowed():
-                return Updated(float(norm), fatal=True)
+                return Updated(mean, size, fatal=True)
             reason = "overflow"
         else:
             if self.loss_scale is not None:
                 self.loss_scale.went_well()
-            reason = "spike" if self._is_spike(float(loss), float(norm)) else None
+            reason = "spike" if self._is_spike(mean, size) else None
         if reason is None:
-            self.optimizer.step()
+            if waits:
+                self._step()
             self.made += 1
         else:
             self.skips[reason] += 1
         self.optimizer.zero_grad(set_to_none=True)
         balance = None if self.balancing is None else self.balancing.after_step(updated=reason is None)
-        return Updated(float(norm), reason, balance=balance)
+        return Updated(mean, size, reason, balance=balance)
+
+    def _step(self, *, unless: Tensor | None = None) -> None:
+        """Step the optimizer; where ``unless`` is true the device leaves everything as it is."""
+        if unless is not None:
+            self.optimizer.found_inf = unless.float()  # type: ignore[attr-defined]  # as GradScaler does
+        try:
+            self.optimizer.step()
+        finally:
+            self.optimizer.__dict__.pop("found_inf", None)
 
     def _is_spike(self, loss: float, norm: float) -> bool:
         """Return whether the step is a spike; ranks agree on it, because their sums may round differently."""
@@ -112,3 +143,11 @@ class Update:
             self.loss_scale.restore(memory["loss_scale"])
         if self.spikes is not None and "spikes" in memory:
             self.spikes.restore(memory["spikes"])
+
+
+def _unfit(loss: Tensor, norm: Tensor, trained: Tensor, missing: Tensor) -> Tensor:
+    """Tell, on the device, whether the step may not update: a number is not finite, or a parameter is not
+    trained. Gradients may be zero only if the loss is.
+    """
+    vanished = (norm == 0) & (loss != 0) & (trained > 0)
+    return ~(loss.isfinite() & norm.isfinite()) | (missing > 0) | vanished

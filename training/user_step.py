@@ -105,8 +105,9 @@ class ModuleStep(Step):
             self._pipelined(samples, parts)
         else:
             self.accumulate(parts, self._loss_of)
-        total, count, signs = self._totals()
-        self.finish(total / count, signs)
+        total, count, counts = self._totals()
+        self.refuse(total / count, counts)
+        self.gradients.finalize(reduce=self.reduce)
         divide_gradients(self.model, count)
         return total / count
 
@@ -203,21 +204,21 @@ class ModuleStep(Step):
         self._sums.append((total.detach(), count))
         return total
 
-    def _totals(self) -> tuple[Tensor, Tensor, list[float]]:
-        """Return the sum of all ranks' losses and their count, in fp64, where a count is exact, and the signs
-        for ``finish``. Refuses a loss that any rank found to be a mean.
+    def _totals(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the sum of all ranks' losses and their count, in fp64, where a count is exact, and the
+        counts for ``refuse``. Refuses a loss that any rank found to be a mean.
         """
         each = [[float(total), float(count)] for total, count in self._sums] or [[0.0, 0.0]]
         numbers = [*torch.tensor(each, dtype=torch.float64).sum(0).tolist(), float(self._mean is True)]
         device = self.state.device
-        sums, signs = self.sum_over_ranks(torch.tensor(numbers, dtype=torch.float64, device=device))
+        sums, counts = self.sum_over_ranks(torch.tensor(numbers, dtype=torch.float64, device=device))
         total, count, means = sums
         if bool(means):
             refuse_mean()
         if not math.isfinite(counted := float(count)) or counted < 0:
             found = f"{counted:g} in all"
             raise BadInput("step", "loss", expected="counts that are finite and not below 0", found=found)
-        return total, torch.where(count == 0, 1.0, count), signs
+        return total, torch.where(count == 0, 1.0, count), counts
 
 
 def own_samples(samples: Samples, state: ParallelState | None = None) -> Samples:

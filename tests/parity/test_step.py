@@ -211,7 +211,7 @@ def second_step(layout: Layout) -> Counter[str]:
     step, batch = TrainStep(model, micro_batch=1, dtype=torch.float64), whole_batch()
     step(Batch(*batch))
     model.zero_grad()
-    return collectives_of(lambda: step(Batch(*batch)))
+    return collectives_of(lambda: step.launch(Batch(*batch)))
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def second_step(layout: Layout) -> Counter[str]:
 def test_a_stage_of_zero_pays_these_collectives_a_step(
     layout: Layout, gathered: int, scattered: int, reduced: int
 ) -> None:
-    """The groups of parameters are two blocks and the rest. Two small all-reduces are the step's own."""
+    """The groups of parameters are two blocks and the rest. The step's own are two small all-reduces."""
     for counts in run_parallel(second_step, layout.world, layout):
         assert counts["all_gather"] == 3 * gathered
         assert counts["reduce_scatter"] == 3 * scattered

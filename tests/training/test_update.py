@@ -62,9 +62,9 @@ def run_with_a_leap(raw: dict[str, Any], step: int, factor: float) -> tuple[list
             local_data(last.grad).mul_(factor)
         gradients(self, number, scale)
 
-    def noting(self: Update, loss: Tensor) -> Updated:
+    def noting(self: Update, loss: Tensor, counts: Tensor) -> Updated:
         before = stored()
-        done = update(self, loss)
+        done = update(self, loss, counts)
         moved.append(any(not torch.equal(a, b) for a, b in zip(before, stored(), strict=True)))
         return done
 

@@ -1,0 +1,136 @@
+"""Hold what a step costs beside forward and backward: operators, and waits of the host for the device."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from trilith.data import Batch
+from trilith.models import CausalLM, family_of
+from trilith.parallel_state import NotTrained, clip_gradients, initialize
+from trilith.parallel_state.engine import TorchDispatchMode
+from trilith.testing.tiny_models import TINIEST_LLAMA
+from trilith.training import TrainStep, make_adamw
+from trilith.training.update import Update
+
+BATCH = Batch(torch.arange(32).view(4, 8), torch.arange(1, 33).view(4, 8))
+
+
+class Operators(TorchDispatchMode):
+    """Count the operators by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def parts(blocks: int = 1, *, fused: bool = True) -> tuple[CausalLM, TrainStep, Update]:
+    config = TINIEST_LLAMA | {"num_hidden_layers": blocks}
+    family = family_of(config)
+    model = family.build(family.from_hf(config), device="cpu")
+    initialize(model, 0)
+    step = TrainStep(model, micro_batch=2)
+    return model, step, Update(model, make_adamw(model, lr=1e-2, fused=fused), clip=0.5)
+
+
+def test_the_end_of_a_step_takes_as_many_operators_whatever_the_number_of_parameters() -> None:
+    found = []
+    for blocks in (1, 5):
+        _, step, update = parts(blocks)
+        for _ in range(2):  # the first makes the moments
+            loss, counts = step.launch(BATCH)
+            with Operators() as end:
+                update(loss, counts)
+        found.append(end.counts)
+    assert found[0] == found[1]
+    assert found[0].total() < 60 and found[0]["aten._fused_adamw_.default"] == 2  # with decay and without
+
+
+def test_the_host_reads_once_and_after_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the last backward and the optimizer's launch nothing is read from the device."""
+    seen: list[str] = []
+    model, step, update = parts()
+    step(BATCH)
+    model.zero_grad()
+
+    def noted(name: str) -> None:
+        inner = getattr(Tensor, name)
+        monkeypatch.setattr(Tensor, name, lambda self: (seen.append(name), inner(self))[1])
+
+    for name in ("backward", "tolist", "item", "__bool__", "__float__", "__int__"):
+        noted(name)
+    update.optimizer.register_step_post_hook(lambda *_: seen.append("update"))
+    loss, counts = step.launch(BATCH)
+    done = update(loss, counts)
+    assert done.skipped is None
+    after = seen[len(seen) - seen[::-1].index("backward") :]
+    assert after == ["update", "tolist"]
+
+
+def stored(model: CausalLM, update: Update) -> list[Tensor]:
+    moments = [one for state in update.optimizer.state.values() for one in state.values()]
+    return [one.detach().clone() for one in (*model.parameters(), *moments)]
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("fault", ["nan", "infinite loss", "untrained", "zeros"])
+def test_an_unfit_step_moves_no_bit_of_weights_or_moments_and_keeps_the_gradients(
+    fault: str, fused: bool
+) -> None:
+    model, step, update = parts(fused=fused)
+    update(*step.launch(BATCH))
+    before = stored(model, update)
+    loss, counts = step.launch(BATCH)
+    grads = [one.grad for one in model.parameters() if one.grad is not None]
+    if fault == "nan":
+        grads[0].view(-1)[0] = float("nan")
+    if fault == "infinite loss":
+        loss = loss + float("inf")
+    if fault == "zeros":
+        model.zero_grad(set_to_none=False)
+    if fault == "untrained":
+        model.norm.weight.grad, counts = None, counts + torch.tensor([0.0, 1.0])
+    if fault in ("nan", "infinite loss"):
+        assert update(loss, counts).fatal
+    else:
+        with pytest.raises(NotTrained, match="norm.weight" if fault == "untrained" else "exactly zero"):
+            update(loss, counts)
+    assert all(torch.equal(one, two) for one, two in zip(before, stored(model, update), strict=True))
+    assert sum(one.grad is not None for one in model.parameters()) == len(grads) - (fault == "untrained")
+    assert update.made == 1
+
+
+def test_gradients_too_small_to_be_squared_still_train() -> None:
+    model, step, update = parts()
+    update.clip = 0.0
+    loss, counts = step.launch(BATCH)
+    for one in model.parameters():
+        assert one.grad is not None
+        one.grad.fill_(1e-30)
+    before = stored(model, update)
+    done = update(loss, counts)
+    assert done.grad_norm == 0 and done.skipped is None and update.made == 1
+    assert not all(torch.equal(one, two) for one, two in zip(before, stored(model, update), strict=False))
+
+
+def test_the_update_has_the_bits_of_a_loop_of_ones_own() -> None:
+    made = []
+    for own in (False, True):
+        model, step, update = parts()
+        for _ in range(3):
+            if own:
+                step(BATCH)
+                clip_gradients(model, 0.5)
+                update.optimizer.step()
+                model.zero_grad()
+            else:
+                update(*step.launch(BATCH))
+        made.append(stored(model, update))
+    assert all(torch.equal(one, two) for one, two in zip(*made, strict=True))
