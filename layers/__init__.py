@@ -44,6 +44,7 @@ from .experts.load_balancing import Balance, Balancing, routers, set_auxiliary_l
 from .experts.lora import attach_expert_lora
 from .experts.moe import GatedShared, MoE
 from .experts.router import TopKRouter
+from .float8 import Scaling, use_float8
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .lora import ParallelLinear, attach_lora, linears, lora_scale
 from .loss import IGNORE, bounded, cross_entropy_cost, valid_tokens, vocab_parallel_cross_entropy
@@ -140,6 +141,7 @@ __all__ = [
     "split_blocks",
     "split_heads",
     "split_to_tensor",
+    "use_float8",
     "sum_costs",
     "token_places",
     "valid_tokens",

@@ -215,8 +215,8 @@ def _policy(
     it again.
     """
     name = _name(op)
-    if name in ("aten::mm", "aten::addmm"):
-        inner: int = arguments[-2].shape[-1]
+    if name in ("aten::mm", "aten::addmm", "aten::_scaled_mm"):
+        inner: int = arguments[1 if name == "aten::addmm" else 0].shape[-1]
         return _KEEP if inner == hidden_size else _AGAIN
     return _KEEP if name in _SUMS or (keep_attention and _is_attention(name)) else _AGAIN
 

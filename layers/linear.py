@@ -52,6 +52,16 @@ class Adapter(Protocol):
         """Return the cost without the input, if it is kept as it is."""
 
 
+class Products(Protocol):
+    """Define another arithmetic for the products of a linear layer (float8)."""
+
+    def __call__(self, x: Tensor, held: Sequence[tuple[Tensor, Tensor | None]]) -> list[Tensor]:
+        """Return ``x W^T + b`` for each weight and bias that this rank computes with."""
+
+    def cost(self, tokens: Tokens, in_features: int, rows: Sequence[int]) -> Cost:
+        """Return the cost beside that of the products, for weights of so many rows and columns."""
+
+
 _PIECE = "A rank takes its piece, as a ColumnParallelLinear leaves it; scatter_input=True cuts a whole one"
 
 
@@ -99,6 +109,7 @@ class ColumnParallelLinear(DeclaredModule):
         initial = initial or Uniform(1 / sqrt(in_features))
         self.parts: list[_Rows] = []
         self.adapters: list[Adapter] = []
+        self.float8: Products | None = None
         outputs = {"": out_features} if isinstance(out_features, int) else dict(out_features)
         for name, features in outputs.items():
             holder = self if not name else nn.Module()
@@ -119,10 +130,13 @@ class ColumnParallelLinear(DeclaredModule):
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Return the product, or a tuple of products if ``out_features`` was a mapping."""
         check_width(x, self.in_features, "ColumnParallelLinear", "It takes all of them on every rank")
-        if self._plain and not self.adapters:  # nn.Linear's own line, with nothing beside it
+        if self._plain and not self.adapters and self.float8 is None:  # nn.Linear's own line
             return F.linear(x, cast(Tensor, self.weight), cast(Tensor | None, self.bias))
         x = x if self.entered else enter_tensor(x, self.state)
-        outputs = [part(x) for part in self.parts]
+        if self.float8 is None:
+            outputs = [part(x) for part in self.parts]
+        else:
+            outputs = self.float8(x, [part.used() for part in self.parts])
         for adapter in self.adapters:
             for number, change in adapter(x):
                 outputs[number] = outputs[number] + change
@@ -146,6 +160,8 @@ class ColumnParallelLinear(DeclaredModule):
         for part in self.parts:
             trained = cast(Tensor, part.holder.weight).requires_grad
             found += matrix(tokens, self.in_features * part.features, trained=trained)
+        if self.float8 is not None:
+            found += self.float8.cost(tokens, self.in_features, [part.here for part in self.parts])
         for adapter in self.adapters:
             found += adapter.cost(tokens)
         if self.gather_output and self.state.tensor_size > 1:
@@ -202,11 +218,15 @@ class _Rows:
             holder.register_parameter("bias", None)
 
     def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, *self.used())
+
+    def used(self) -> tuple[Tensor, Tensor | None]:
+        """Return the rows of the weight and of the bias that this rank computes with."""
         weight = local(cast(Tensor, self.holder.weight))
         bias = None if self.holder.bias is None else local(cast(Tensor, self.holder.bias))
         if self.slice is not None:
             weight, bias = weight[self.slice], None if bias is None else bias[self.slice]
-        return F.linear(x, weight, bias)
+        return weight, bias
 
 
 class RowParallelLinear(DeclaredModule):
@@ -238,6 +258,7 @@ class RowParallelLinear(DeclaredModule):
         self.in_features, self.out_features = in_features, out_features
         self.scatter_input = scatter_input
         self.adapters: list[Adapter] = []
+        self.float8: Products | None = None
         initial = initial or Uniform(1 / sqrt(in_features))
         declare_parameter(
             self,
@@ -262,10 +283,11 @@ class RowParallelLinear(DeclaredModule):
             x = split_to_tensor(x, self.state)
         check_width(x, self._width, "RowParallelLinear", _PIECE)
         alone = self._alone
-        if alone and not self.adapters:  # nn.Linear's own line, with nothing beside it
+        if alone and not self.adapters and self.float8 is None:  # nn.Linear's own line
             return F.linear(x, self.weight, self.bias)
         weight, bias = local(self.weight), None if self.bias is None else local(self.bias)
-        y = F.linear(x, weight, bias if alone else None)
+        added = bias if alone else None
+        y = F.linear(x, weight, added) if self.float8 is None else self.float8(x, [(weight, added)])[0]
         for adapter in self.adapters:  # before the sum over the ranks: its products are parts too
             for _, change in adapter(x):
                 y = y + change
@@ -285,7 +307,8 @@ class RowParallelLinear(DeclaredModule):
         again = made if width == tokens.hidden else 0.0
         if state.tensor_size > 1:
             again += tokens.between_blocks(state).bytes(self.out_features)
-        found = Cost(
+        found = Cost() if self.float8 is None else self.float8.cost(tokens, width, [self.out_features])
+        found += Cost(
             kept=tokens.bytes(width) if self.keeps_input else 0.0,
             selective=again,
             outputs=made,

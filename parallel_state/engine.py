@@ -32,6 +32,7 @@ PRIVATE = (
     ("torch.ops.aten", "_scaled_dot_product_flash_attention_for_cpu_backward"),
     ("torch.ops.aten", "_scaled_dot_product_flash_attention"),
     ("torch.ops.aten", "_scaled_dot_product_flash_attention_backward"),
+    ("torch", "_scaled_mm"),
     ("torch.distributed.tensor.DTensor", "_local_tensor"),
     ("torch.utils._python_dispatch", "TorchDispatchMode"),
     ("torch.distributed.ProcessGroup", "unbox"),
@@ -159,6 +160,17 @@ def flash_attention_backward(
             grad, q, k, v, out, log_sums, 0.0, causal, scale=scale
         )
     return cast(tuple[Tensor, Tensor, Tensor], tuple(parts))
+
+
+def scaled_mm(
+    left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, dtype: torch.dtype, *, fast: bool
+) -> Tensor:
+    """Multiply float8 matrices, (M, K) in rows and (K, N) in columns, times their scales, in fp32 or better.
+
+    Scales: fp32, of one element each, or (M, 1) and (1, N). ``dtype``: of the product. ``fast``: whether GPUs
+    may keep fewer digits of the sums.
+    """
+    return torch._scaled_mm(left, right, left_scale, right_scale, out_dtype=dtype, use_fast_accum=fast)
 
 
 def local_data(x: Tensor) -> Tensor:

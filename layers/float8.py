@@ -1,0 +1,201 @@
+"""Multiply in float8, with scales that follow from the numbers of each product (dynamic scaling).
+
+==========  =======================================  =======================  ==========================
+scaling     one scale for                            forward                  gradients of the outputs
+==========  =======================================  =======================  ==========================
+tensorwise  a tensor                                 e4m3                     e5m2
+rowwise     a row of a product's left matrix, and a  e4m3                     e4m3
+            column of its right one
+==========  =======================================  =======================  ==========================
+
+A scale brings the largest magnitude near the largest float8 number. It is a power of two and changes no
+digit: a number rounds to the same float8 number under every scale, unless it is some 2^14 times smaller than
+the largest one. Tensor ranks that hold pieces of what has one scale agree on the largest magnitude.
+Micro-batches, data ranks and context ranks have scales of their own. Sources: Micikevicius et al. 2022;
+torchao's float8 training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..parallel_state import ParallelState, engine, local
+from .cost import Cost, Send, Tokens
+from .linear import ColumnParallelLinear, RowParallelLinear
+
+Scaling = Literal["tensorwise", "rowwise"]
+
+#: The GPU's kernels take matrices whose sides are multiples of this.
+MULTIPLE = 16
+SCALES = "scales of float8"
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+_SMALLEST = 2.0**-100  # stands for the largest magnitude of zeros, whose scale would be infinite
+_EXPONENT = 0x7F800000  # the bits of a float32 that are left in a power of two
+
+
+def use_float8(model: nn.Module, scaling: Scaling) -> list[str]:
+    """Let the column- and row-parallel linears of a model multiply in float8, in place.
+
+    Weights, gradients and activations between the products keep their dtype. Output layers, embeddings,
+    routers, stacks of experts, replicated linears and LoRA's matrices multiply as before. Call it before the
+    model is compiled. Returns the names of the weights that stay as well: on this rank they have a side that
+    is no multiple of 16.
+    """
+    left = []
+    for name, module in model.named_modules():
+        if isinstance(module, ColumnParallelLinear):
+            module.float8 = Float8(scaling, "rows", module.state)
+            names = [""] if isinstance(module.out_features, int) else module.out_features
+            left += [
+                f"{name}.{output}".rstrip(".")
+                for output, part in zip(names, module.parts, strict=True)
+                if not fits(part.here, module.in_features)
+            ]
+        elif isinstance(module, RowParallelLinear):
+            module.float8 = Float8(scaling, "columns", module.state)
+            left += [name] if not fits(*local(module.weight).shape) else []
+    return left
+
+
+@dataclass(frozen=True)
+class Float8:
+    """Compute the products of a parallel linear in float8. ``cut``: what the ranks share of its weights."""
+
+    scaling: Scaling
+    cut: Literal["rows", "columns"]
+    state: ParallelState
+
+    def __call__(self, x: Tensor, held: Sequence[tuple[Tensor, Tensor | None]]) -> list[Tensor]:
+        """Return ``x W^T + b`` for each weight and bias, in the dtype of ``x`` (..., in).
+
+        A weight with a side that is no multiple of 16 is multiplied as it is.
+        """
+        fitting = [weight for weight, _ in held if fits(*weight.shape)]
+        made = iter(_products(x, self, *fitting) if fitting else ())
+        found = []
+        for weight, bias in held:
+            y = next(made) if fits(*weight.shape) else F.linear(x, weight)
+            found.append(y if bias is None else y + bias)
+        return found
+
+    def cost(self, tokens: Tokens, in_features: int, rows: Sequence[int]) -> Cost:
+        """Return the cost beside that of the products: what the ranks agree on.
+
+        ``in_features`` and ``rows`` are those of this rank's weights.
+        """
+        fitting = [one for one in rows if fits(one, in_features)]
+        if self.state.tensor_size == 1 or not fitting:
+            return Cost()
+        forward, backward = len(fitting) + 1.0, float(len(fitting))
+        if self.scaling == "rowwise":
+            forward = tokens.count + sum(fitting)
+            backward = len(fitting) * (tokens.count + in_features)
+        sends = []
+        if self.scaling == "tensorwise" or self.cut == "columns":
+            sends.append(Send("tensor", "all_reduce", 4 * forward, again="full", what=SCALES))
+        if self.cut == "rows":
+            sends.append(Send("tensor", "all_reduce", 4 * backward, forward=False, what=SCALES))
+        return Cost(sends=tuple(sends))
+
+    def tops(self, *matrices: tuple[Tensor, int], cut: bool) -> list[Tensor]:
+        """Return the largest magnitudes: of a whole matrix, (1, 1), or rowwise along a dim, which stays.
+
+        ``matrices``: each with this dim. ``cut``: whether the ranks hold pieces of what has one scale; they
+        agree in one collective for all matrices.
+        """
+        rowwise = self.scaling == "rowwise"
+        found = [x.abs().amax(dim if rowwise else (0, 1), keepdim=True).float() for x, dim in matrices]
+        if not cut or self.state.tensor_size == 1:
+            return found
+        here = torch.cat([top.flatten() for top in found])
+        parts = engine.all_reduce(here, self.state.tensor_group, "max").split([top.numel() for top in found])
+        return [part.view(top.shape) for part, top in zip(parts, found, strict=True)]
+
+
+def fits(rows: int, columns: int) -> bool:
+    """Tell whether a weight of this shape, as one rank computes with it, can be multiplied in float8."""
+    return rows % MULTIPLE == 0 and columns % MULTIPLE == 0
+
+
+class _Products(torch.autograd.Function):
+    """Multiply one input by the transposes of several weights; backward's products are in float8, too.
+
+    The ranks share the rows of the weights (and the columns of the gradients), or the columns of the weights
+    (and of the input). Rowwise, only a product that sums over what they share has scales to agree on.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, how: Float8, *weights: Tensor) -> tuple[Tensor, ...]:
+        rows, tensorwise = x.reshape(-1, x.shape[-1]), how.scaling == "tensorwise"
+        cut = tensorwise or how.cut == "columns"
+        tops = how.tops((rows, 1), *((weight, 1) for weight in weights), cut=cut)
+        found = []
+        for weight, top in zip(weights, tops[1:], strict=True):
+            y = _multiply(rows, weight.t(), tops[0], top.t(), E4M3, fast=True)
+            found.append(y.view(*x.shape[:-1], -1))
+        kept = [rows] if any(ctx.needs_input_grad[2:]) else []
+        ctx.save_for_backward(*weights, *(tops if tensorwise else ()), *kept)
+        ctx.how, ctx.shape = how, x.shape
+        return tuple(found)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        how, count, saved = ctx.how, len(gradients), ctx.saved_tensors
+        tensorwise, cut = how.scaling == "tensorwise", how.cut == "rows"
+        weights, kept = saved[:count], saved[2 * count + 1 if tensorwise else count :]
+        gs = [gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]
+        pairs = [(g, 1) for g in gs]
+        if tensorwise:
+            dtype, (x_top, *weight_tops) = E5M2, saved[count : 2 * count + 1]
+            turned_tops = g_tops = how.tops(*pairs, cut=cut)
+        else:
+            dtype, tops = E4M3, how.tops(*pairs, *((weight, 0) for weight in weights), cut=cut)
+            g_tops, weight_tops = tops[:count], tops[count:]
+            *turned_tops, x_top = how.tops(*((one, 0) for one in (*gs, *(kept or gs[:1]))), cut=False)
+        of_x: Tensor | None = None
+        of_weights: list[Tensor | None] = [None] * count
+        for n, (g, weight) in enumerate(zip(gs, weights, strict=True)):
+            if ctx.needs_input_grad[0]:
+                more = _multiply(g, weight, g_tops[n], weight_tops[n], dtype, fast=not tensorwise)
+                of_x = more if of_x is None else of_x + more
+            if ctx.needs_input_grad[2 + n]:
+                turned, top = g.t(), turned_tops[n].t()
+                of_weights[n] = _multiply(turned, kept[0], top, x_top, dtype, fast=not tensorwise)
+        return None if of_x is None else of_x.view(ctx.shape), None, *of_weights
+
+
+def _multiply(
+    left: Tensor, right: Tensor, left_top: Tensor, right_top: Tensor, dtype: torch.dtype, *, fast: bool
+) -> Tensor:
+    """Return the product of (M, K), cast to ``dtype``, and (K, N), cast to e4m3, in the dtype of ``right``.
+
+    ``fast``: sums may be less exact, where that makes the GPU faster.
+    """
+    short = -left.shape[1] % MULTIPLE
+    if short:  # zeros change no sum
+        left, right = F.pad(left, (0, short)), F.pad(right, (0, 0, 0, short))
+    left_scale, right_scale = _scale(left_top, dtype), _scale(right_top, E4M3)
+    return engine.scaled_mm(
+        (left * left_scale.to(left.dtype)).to(dtype).contiguous(),
+        (right * right_scale.to(right.dtype)).to(E4M3).t().contiguous().t(),
+        left_scale.reciprocal(),
+        right_scale.reciprocal().contiguous(),
+        right.dtype,
+        fast=fast,
+    )
+
+
+def _scale(top: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the power of two, at most, that brings the largest magnitude to the dtype's."""
+    scale = torch.finfo(dtype).max / top.clamp(min=_SMALLEST)
+    return (scale.view(torch.int32) & _EXPONENT).view(torch.float32)
+
+
+_products: Callable[..., tuple[Tensor, ...]] = _Products.apply

@@ -1,0 +1,194 @@
+"""Linears that multiply in float8: against fp64, in every layout, and what they leave as it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from trilith.layers import ColumnParallelLinear, RowParallelLinear, Scaling, checkpoint_blocks, use_float8
+from trilith.parallel_state import Layout, ParallelState, alone_or, local
+from trilith.testing import Operators, run_parallel
+from trilith.testing.compare_layers import compare_with_one_device
+
+SCALINGS: tuple[Scaling, ...] = ("tensorwise", "rowwise")
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def in_float8(module: nn.Module, scaling: Scaling) -> nn.Module:
+    assert use_float8(module, scaling) == []
+    return module
+
+
+def rounded(x: Tensor, dtype: torch.dtype = E4M3, dim: int | None = None) -> Tensor:
+    """Return ``x`` rounded to ``dtype`` under the largest power of two that all of it (of a row) bears."""
+    top = x.abs().amax(() if dim is None else dim, keepdim=True)
+    scale = torch.exp2(torch.floor(torch.log2(torch.finfo(dtype).max / top)))
+    return (x * scale).to(dtype).to(x.dtype) / scale
+
+
+def case(features: int = 32, rows: int = 48, tokens: int = 9) -> tuple[Tensor, Tensor, Tensor]:
+    """Return an input, a weight and a gradient in fp64, each spread over many powers of two."""
+    generator = torch.Generator().manual_seed(0)
+
+    def wide(*shape: int) -> Tensor:
+        powers = torch.randint(-12, 1, shape, generator=generator)
+        return torch.randn(shape, dtype=torch.float64, generator=generator) * torch.exp2(powers.double())
+
+    return wide(tokens, features), wide(rows, features), wide(tokens, rows)
+
+
+def products(operators: Operators) -> int:
+    return sum("_scaled_mm" in name for name in operators.names)
+
+
+def run(layer: nn.Module, x: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a linear's output and the gradients of its input and its weight."""
+    x = x.clone().requires_grad_()
+    y = layer(x)
+    y.backward(gradient)
+    assert x.grad is not None and layer.weight.grad is not None
+    return y.detach(), x.grad, layer.weight.grad
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
+def test_a_product_is_that_of_the_rounded_factors(kind: Any, scaling: Scaling) -> None:
+    x, w, g = case()
+    layer = in_float8(kind(32, 48, bias=False).double(), scaling)
+    with torch.no_grad():
+        layer.weight.copy_(w)
+    y, dx, dw = run(layer, x, g)
+    if scaling == "tensorwise":
+        assert torch.allclose(y, rounded(x) @ rounded(w).T, rtol=1e-6, atol=1e-6)
+        assert torch.allclose(dx, rounded(g, E5M2) @ rounded(w), rtol=1e-6, atol=1e-6)
+        assert torch.allclose(dw, rounded(g, E5M2).T @ rounded(x), rtol=1e-6, atol=1e-6)
+    else:
+        assert torch.allclose(y, rounded(x, dim=1) @ rounded(w, dim=1).T, rtol=1e-6, atol=1e-6)
+        assert torch.allclose(dx, rounded(g, dim=1) @ rounded(w, dim=0), rtol=1e-6, atol=1e-6)
+        assert torch.allclose(dw, rounded(g, dim=0).T @ rounded(x, dim=0), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_it_differs_from_fp64_by_the_rounding_of_two_factors_at_most(scaling: Scaling) -> None:
+    x, w, g = case()
+    plain = ColumnParallelLinear(32, 48, bias=False).double()
+    with torch.no_grad():
+        plain.weight.copy_(w)
+    wanted = run(plain, x, g)
+    plain.weight.grad = None
+    found = run(in_float8(plain, scaling), x, g)
+    e4m3, e5m2 = 2.0**-4, 2.0**-3  # half the distance to the next number, of the number
+    backward = (1 + e4m3) * (1 + (e5m2 if scaling == "tensorwise" else e4m3)) - 1
+    largest = (x.abs() @ w.abs().T, g.abs() @ w.abs(), g.abs().T @ x.abs())
+    for a, b, sizes, bound in zip(
+        wanted, found, largest, ((1 + e4m3) ** 2 - 1, backward, backward), strict=True
+    ):
+        share = (a - b).abs() / sizes
+        # Numbers 2^-14 times as large as the largest have fewer digits.
+        assert 0.01 < float(share.max()) <= bound + 2.0**-9
+
+
+def test_the_dtype_of_the_input_is_that_of_the_output_and_of_the_gradients() -> None:
+    x, w, g = case()
+    layer = in_float8(ColumnParallelLinear(32, 48).bfloat16(), "tensorwise")
+    for found in run(layer, x.bfloat16(), g.bfloat16()):
+        assert found.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_zeros_stay_zeros_and_what_is_not_finite_shows(scaling: Scaling) -> None:
+    x, _, g = case()
+    layer = in_float8(ColumnParallelLinear(32, 48, bias=False).double(), scaling)
+    assert not any(bool(found.any()) for found in run(layer, 0 * x, 0 * g))
+    for bad in (float("nan"), float("inf")):
+        broken = x.clone()
+        broken[3, 5] = bad
+        assert not layer(broken)[3].isfinite().any()
+    assert layer(x * 1e-25).isfinite().all() and bool(layer(x * 1e-25).any())
+
+
+def test_a_weight_with_a_side_that_is_no_multiple_of_16_stays_and_is_named() -> None:
+    model = nn.ModuleDict(
+        {
+            "a": ColumnParallelLinear(32, {"q": 48, "k": 8}),
+            "b": RowParallelLinear(40, 32),
+            "c": nn.Linear(8, 8),
+        }
+    )
+    assert use_float8(model, "tensorwise") == ["a.k", "b"]
+    x = torch.randn(5, 32)
+    q, k = model["a"](x)
+    assert torch.equal(k, F.linear(x, model["a"].k.weight, model["a"].k.bias))
+    assert not torch.allclose(q, F.linear(x, model["a"].q.weight, model["a"].q.bias), rtol=1e-3)
+    y = torch.randn(5, 40)
+    assert torch.equal(model["b"](y), F.linear(y, model["b"].weight, model["b"].bias))
+
+
+def test_a_frozen_weight_has_no_gradient_and_no_product_for_it() -> None:
+    x, _, g = case(tokens=16)
+    layer = in_float8(ColumnParallelLinear(32, 48, bias=False), "tensorwise")
+    layer.weight.requires_grad_(False)
+    held: list[Tensor] = []
+    x = x.float().requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: held.append(one) or one, lambda one: one):
+        y = layer(x)
+    assert all(one.shape != x.shape for one in held)
+    with Operators() as operators:
+        y.backward(g.float())
+    assert layer.weight.grad is None and products(operators) == 1
+
+
+class Uneven(nn.Module):
+    """Make a linear's weight larger from one cut feature to the next, and what it is multiplied by smaller.
+
+    Then all features matter alike, but those that round to zero under the scale of all ranks.
+    """
+
+    def __init__(self, layer: ColumnParallelLinear | RowParallelLinear, state: ParallelState | None) -> None:
+        super().__init__()
+        self.layer, self.state = layer, alone_or(state)
+        column = isinstance(layer, ColumnParallelLinear)
+        with torch.no_grad():
+            for weight in (one for name, one in layer.named_parameters() if name.endswith("weight")):
+                here = local(weight)
+                here.div_(self.factors(here.shape[0])[:, None] if column else self.factors(here.shape[1]))
+
+    def factors(self, here: int) -> Tensor:
+        """Return a power of two for each of this rank's features; all ranks' go from 1 to about 2^-32."""
+        first, whole = self.state.tensor_index * here, self.state.tensor_size * here
+        return torch.exp2(-32 / whole * torch.arange(first, first + here, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.layer(x)
+        return tuple(one * self.factors(one.shape[-1]) for one in y) if isinstance(y, tuple) else y
+
+
+def layouts(scaling: Scaling, sequence: bool) -> list[float]:
+    """Compare each kind of linear on this rank with one device; return the largest differences."""
+    state = ParallelState.start(Layout.of(tensor=torch.distributed.get_world_size(), sequence=sequence))
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    x = torch.randn(2, 8, 64) * torch.exp2(-0.5 * torch.arange(64.0))
+    between = 1 if sequence else None
+
+    def column(s: ParallelState | None) -> nn.Module:
+        layer = ColumnParallelLinear(64, {"gate": 64, "up": 128}, bias=False, state=s)
+        return Uneven(in_float8(layer, scaling), s)
+
+    def row(s: ParallelState | None) -> nn.Module:
+        return Uneven(in_float8(RowParallelLinear(64, 32, state=s), scaling), s)
+
+    return [
+        compare_with_one_device(column, x, state, input_dim=between, output_dim=-1, tolerance=1e-6),
+        compare_with_one_device(row, x, state, input_dim=-1, output_dim=between, tolerance=1e-6),
+    ]
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_tensor_ranks_share_a_scale_so_parts_equal_one_device(scaling: Scaling, sequence: bool) -> None:
+    for worst in run_parallel(layouts, 2, scaling, sequence):
+        assert len(worst) == 2 and max(worst) < 1e-6
