@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from trilith.layers import ColumnParallelLinear, RowParallelLinear, Scaling, checkpoint_blocks, use_float8
+from trilith.layers import ColumnParallelLinear, RowParallelLinear, Scaling, use_float8
 from trilith.parallel_state import Layout, ParallelState, alone_or, local
 from trilith.testing import Operators, run_parallel
 from trilith.testing.compare_layers import compare_with_one_device
@@ -92,7 +92,7 @@ def test_it_differs_from_fp64_by_the_rounding_of_two_factors_at_most(scaling: Sc
 
 
 def test_the_dtype_of_the_input_is_that_of_the_output_and_of_the_gradients() -> None:
-    x, w, g = case()
+    x, _, g = case()
     layer = in_float8(ColumnParallelLinear(32, 48).bfloat16(), "tensorwise")
     for found in run(layer, x.bfloat16(), g.bfloat16()):
         assert found.dtype == torch.bfloat16
