@@ -36,6 +36,7 @@ PRIVATE = (
     ("torch.distributed.tensor.DTensor", "_local_tensor"),
     ("torch.utils._python_dispatch", "TorchDispatchMode"),
     ("torch.distributed.ProcessGroup", "unbox"),
+    ("torch._C._distributed_c10d", "_create_work_from_future"),
     ("torch.distributed.distributed_c10d", "_get_default_store"),
     ("torch.distributed.distributed_c10d", "_resolve_process_group"),
     ("torch.distributed.fsdp.FSDPModule", "_get_fsdp_state"),
@@ -268,6 +269,12 @@ def assert_on_device(condition: Tensor, message: str) -> None:
 def default_store() -> dist.Store:
     """Return the key-value store at which the ranks of the default process group met."""
     return dist.distributed_c10d._get_default_store()
+
+
+def work_of(done: torch.futures.Future[Any]) -> Any:
+    """Return a collective's handle, as its operator returns it, that ends with ``done``."""
+    made: Any = torch._C._distributed_c10d
+    return made._create_work_from_future(done).boxed()
 
 
 def group_of_call(args: Iterable[Any]) -> dist.ProcessGroup:

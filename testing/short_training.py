@@ -33,6 +33,7 @@ from ..training.data_parallel import resting_device, shard_over_data
 from ..training.parameter_groups import assign, freeze, names_of
 from ..training.precision import Precision
 from ..training.step import TrainStep
+from .shared_gpu import share_gpu
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Case:
     compiled: str = ""  # torch.compile's backend
     lora: dict[str, Any] | None = None
     frozen: str | None = None  # a pattern over names: what is not trained
-    device: str = "cpu"  # ranks may share a GPU, if their process group is gloo's
+    device: str = "cpu"  # or "cuda": all ranks then share the first GPU
 
 
 @dataclass
@@ -88,6 +89,8 @@ class RankOutcome:
 
 def train_rank(case: Case) -> RankOutcome:
     """Train inside a process group of ``case.layout.world`` ranks; return what this rank holds in the end."""
+    if case.device == "cuda":
+        share_gpu()
     state = ParallelState.start(case.layout, device=case.device)
     family = family_of(case.config)
     config = family.from_hf(case.config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,9 @@ from trilith.testing.short_training import (
     train_rank,
 )
 from trilith.testing.tiny_models import MODELS
+
+#: ``cuda``: the layouts' ranks share this machine's first GPU, and are compared with one process on the CPU.
+DEVICE = os.environ.get("TRILITH_TEST_DEVICE", "cpu")
 
 
 @pytest.fixture(scope="session")
@@ -64,7 +68,7 @@ def assert_same(one_device: Callable[[Case], Outcome]) -> Callable[..., float]:
         whole = one_device(case)
         # The clipping bites, or it would not be tested.
         assert min(whole.norms) > 2 * case.clip
-        found = run(case)
+        found = run(replace(case, device=DEVICE))
         assert first_difference(whole, found, tolerance=1e-10) is None
         return max(difference for _, difference in relative_differences(whole, found))
 
