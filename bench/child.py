@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..storage.small_files import read_json
+from ..system import quiet_libraries
 from ..system.machine import usable_cores
 from ..testing import RankError, run_fresh
 
@@ -40,9 +41,10 @@ def in_ranks(
     threads = max(1, usable_cores() // world)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            codes = run_fresh(
-                _work, world, work, dict(options), folder, threads, timeout=seconds, process_group=False
-            )
+            with quiet_libraries():  # torch's own account of a failure; the ranks' output is kept apart
+                codes = run_fresh(
+                    _work, world, work, dict(options), folder, threads, timeout=seconds, process_group=False
+                )
         except RankError as error:
             return Ran(error=str(error).splitlines()[0], output=str(error))
         # What was killed comes first: the others often fail because of it.

@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from ..system import refusal_of
 from .check_devices import check_devices
 from .check_files import check_files
 from .check_limits import check_limits, check_variables
@@ -39,6 +40,10 @@ def diagnose(
         try:
             found += check([*folders])
         except Exception as error:
+            refusal = refusal_of(error)
+            if refusal is not None:
+                found.append(Finding(group, "the check itself", "fault", refusal.reason, refusal.todo))
+                continue
             where = traceback.extract_tb(error.__traceback__)[-1]
             text = f"{type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
             todo = "Please send this line to the developers"

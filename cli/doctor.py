@@ -22,7 +22,7 @@ def doctor(
     The doctor looks at versions, GPUs and their links, memory, cores, limits, file systems and environment
     variables, compiles a small C++ program, and has two ranks add numbers. Each line is ok, a warning
     (something works, but slowly or not everywhere) or a fault (something will fail), and says what to do. It
-    checks this machine only, and leaves nothing behind. The exit code is 1 if there is a fault.
+    checks this machine only, and leaves nothing behind. The exit code is 3 if there is a fault.
 
     Examples:
 
@@ -33,9 +33,13 @@ def doctor(
     from dataclasses import asdict
 
     from ..bench import diagnose
+    from ..parallel_state import BadInput
     from ..runs.console import plain_console
     from .say import say
 
+    for folder in (Path.cwd(), *(folders or ())):  # the first one may have been deleted
+        if not folder.is_dir():
+            raise BadInput(folder, expected="a folder that exists", found="none")
     console = plain_console()
     with plain_console(stderr=True).status("checking") as status:
         found = diagnose(folders or (), say=lambda group: status.update(f"checking {group}"))
@@ -55,4 +59,4 @@ def doctor(
         counts = {level: sum(one.level == level for one in found) for level in colours}
         console.print(", ".join(f"{count} {level}" for level, count in counts.items()))
     if any(one.level == "fault" for one in found):
-        raise typer.Exit(1)
+        raise typer.Exit(3)
