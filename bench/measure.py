@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ..parallel_state import BadInput
+from ..storage.disk import Disk
 from ..system.machine import memory_available, processor_name, usable_cores
 from ..testing.short_runs import write_tokens
 from .cases import PARTS, Bench, cases
@@ -57,13 +58,13 @@ def measure(
     """
     check_parts(only)
     deadline = time.monotonic() + 60 * minutes
-    machine = machine_facts(device)
-    report = Report(machine, diagnose([out]))
-    with tempfile.TemporaryDirectory(dir=out, prefix="work-") as folder:
+    with tempfile.TemporaryDirectory(dir=out, prefix="work-") as name:
+        folder = Path(name).absolute()
+        Disk().write_file(folder / "first", bytes(1 << 20))  # a full disk is told before anything is measured
+        machine = machine_facts(device)
+        report = Report(machine, diagnose([out]))
         room = shutil.disk_usage(folder).free
-        bench = Bench(
-            machine["device"], machine["gpus"], machine["memory"], room, Path(folder).absolute(), quick
-        )
+        bench = Bench(machine["device"], machine["gpus"], machine["memory"], room, folder, quick)
         (bench.folder / "conversion").mkdir()
         write_tokens(
             bench.tokens, count=20_000 if bench.device == "cpu" else _TOKENS, vocab_size=bench.vocabulary
