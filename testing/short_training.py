@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..data.batch import Batch
-from ..layers import IGNORE, Scaling, compile_blocks, use_float8
+from ..layers import IGNORE, compile_blocks
 from ..models import CausalLM, LoraConfig, adapted, family_of
 from ..parallel_state import (
     Box,
@@ -45,6 +45,7 @@ class Case:
     split: tuple[int, ...] | None = None
     schedule: str = "1f1b"
     label_smoothing: float = 0.0
+    z_loss: float = 0.0
     samples: int = 4
     length: int = 16
     micro_batch: int = 1
@@ -57,7 +58,6 @@ class Case:
     documents: bool = False  # several a row: positions start again where one starts
     memory: MemorySection = field(default_factory=MemorySection)
     compiled: str = ""  # torch.compile's backend
-    float8: Scaling | None = None
     lora: dict[str, Any] | None = None
     frozen: str | None = None  # a pattern over names: what is not trained
     device: str = "cpu"  # or "cuda": all ranks then share the first GPU
@@ -101,11 +101,9 @@ def train_rank(case: Case) -> RankOutcome:
     if case.frozen is not None:
         freeze(model, assign([ParameterGroup(match=case.frozen, freeze=True)], names_of(family, config)))
     precision = Precision(case.dtype, case.compute or case.dtype, case.dtype)
-    if case.float8 is not None:
-        assert use_float8(model, case.float8) == []
     if case.compiled:
         compile_blocks(model.layers.values(), backend=case.compiled)
-    spare_memory(model, case.memory)
+    spare_memory(model, case.memory, case.memory.stated_chunk)
     shard_over_data(model, state, precision, offload=case.memory.offload)
     model.to_empty(device=resting_device(state, offload=case.memory.offload))
     initialize(model, case.seed, state=state)
@@ -116,8 +114,9 @@ def train_rank(case: Case) -> RankOutcome:
         micro_batch=case.micro_batch,
         schedule=case.schedule,
         label_smoothing=case.label_smoothing,
+        z_loss=case.z_loss,
         dtype=case.compute or case.dtype,
-        loss_chunk=case.memory.loss_chunk,
+        loss_chunk=case.memory.stated_chunk,
     )
     optimizer = make_adamw(model, lr=case.lr)
     losses, norms, gradients = [], [], {}

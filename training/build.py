@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from ..layers import (
-    Balancing,
-    checkpoint_blocks,
-    compile_blocks,
-    routers,
-    set_auxiliary_losses,
-    use_float8,
-)
+from ..layers import Balancing, checkpoint_blocks, compile_blocks, routers, set_auxiliary_losses
 from ..models import AdaptedFamily, CausalLM
-from ..parallel_state import BadInput, ParallelState, dtype_named
+from ..parallel_state import ParallelState, dtype_named
 from ..recipes.checks import decay_steps
 from ..recipes.recipe import Recipe
 from ..recipes.sections import ExpertsSection, MemorySection
@@ -44,22 +36,19 @@ class Parts:
     step: TrainStep
     update: Update
     schedule: Schedule
-    #: With float8, names of the weights that stay in bfloat16.
-    as_before: Sequence[str] = ()
 
 
 def build(recipe: Recipe, plan: Plan, state: ParallelState) -> Parts:
     """Build this rank's parts; collective. A load or ``initialize`` fills the weights afterwards."""
-    master, compute = dtype_named(recipe.dtype), dtype_named(recipe.compute_dtype)
+    master, compute = dtype_named(recipe.dtype), dtype_named(recipe.compute or recipe.dtype)
     precision = Precision(master, compute, dtype_named(recipe.reduce or recipe.dtype))
     model = model_on_meta(recipe, plan, state)
-    as_before = multiply_in_float8(model, recipe) if recipe.compute == "float8" else []
     count = len([*routers(plan.family.on_meta(plan.config))])  # of all stages
     if recipe.experts is not None:
         _keep_even(model, recipe.experts, count)
     if recipe.compile:
         compile_blocks(model.layers.values())
-    spare_memory(model, recipe.memory)
+    spare_memory(model, recipe.memory, plan.loss_chunk)
     shard_over_data(model, state, precision, offload=recipe.memory.offload)
     model.to_empty(device=resting_device(state, offload=recipe.memory.offload))
     wanted = recipe.optimizer
@@ -76,8 +65,10 @@ def build(recipe: Recipe, plan: Plan, state: ParallelState) -> Parts:
         micro_batch=recipe.data.micro_batch,
         schedule=recipe.pipeline_schedule,
         label_smoothing=wanted.label_smoothing,
+        z_loss=wanted.z_loss,
         dtype=precision.compute,
-        loss_chunk=recipe.memory.loss_chunk,
+        loss_chunk=plan.loss_chunk,
+        loss_sums=dtype_named(recipe.reduce) if recipe.reduce else None,
         reduce=torch.promote_types(master, precision.reduce),
     )
     bias_rate = recipe.experts.bias_rate if recipe.experts is not None else 0.0
@@ -89,7 +80,7 @@ def build(recipe: Recipe, plan: Plan, state: ParallelState) -> Parts:
         spikes=Spikes(wanted.skip_spikes) if wanted.skip_spikes else None,
         balancing=Balancing(model, rate=bias_rate, state=state) if count else None,
     )
-    return Parts(model, optimizer, step, update, schedule_of(recipe)[0], as_before)
+    return Parts(model, optimizer, step, update, schedule_of(recipe)[0])
 
 
 def _keep_even(model: CausalLM, wanted: ExpertsSection, count: int) -> None:
@@ -123,7 +114,7 @@ def model_on_meta(recipe: Recipe, plan: Plan, state: ParallelState) -> CausalLM:
     """
     family, split, master = plan.family, plan.split, dtype_named(recipe.dtype)
     if isinstance(family, AdaptedFamily):
-        frozen = dtype_named(recipe.compute_dtype)
+        frozen = dtype_named(recipe.compute or recipe.dtype)
         model = family.build(plan.config, split=split, state=state, dtype=master, base_dtype=frozen)
     else:
         model = family.build(plan.config, split=split, state=state, dtype=master)
@@ -131,23 +122,12 @@ def model_on_meta(recipe: Recipe, plan: Plan, state: ParallelState) -> CausalLM:
     return model
 
 
-def multiply_in_float8(model: CausalLM, recipe: Recipe) -> list[str]:
-    """Let the blocks' linears multiply in float8, in place; return the names of the weights that do not fit.
+def spare_memory(model: CausalLM, memory: MemorySection, loss_chunk: int) -> None:
+    """Set activation checkpointing and where the logits are made, in place; call it before FSDP.
 
-    Raises ``BadInput`` for a GPU that has no float8.
+    ``loss_chunk``: number of tokens, 0 for the whole logits.
     """
-    scaling, device = recipe.float8_scaling or "tensorwise", model.state.device
-    if device.type == "cuda":
-        needed, found = (9, 0) if scaling == "rowwise" else (8, 9), torch.cuda.get_device_capability(device)
-        if found < needed:
-            expected = "a GPU of compute capability {}.{} or later with float8".format(*needed)
-            raise BadInput("recipe", "compute", expected=expected, found="{}.{}".format(*found))
-    return use_float8(model, scaling)
-
-
-def spare_memory(model: CausalLM, memory: MemorySection) -> None:
-    """Set activation checkpointing and where the logits are made, in place; call it before FSDP."""
     blocks = ((int(number), block) for number, block in model.layers.items())
     whole = model.state.context_size == 1
     checkpoint_blocks(blocks, memory.checkpointing, every=memory.every, keep_attention=whole)
-    model.head_in_loss = memory.loss_chunk > 0
+    model.head_in_loss = loss_chunk > 0
