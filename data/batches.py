@@ -97,6 +97,11 @@ class GlobalBatches:
         )
 
     @property
+    def packed(self) -> bool:
+        """Return whether rows may hold several documents, which do not see each other."""
+        return any(rows.separate for rows in self._rows)
+
+    @property
     def samples(self) -> int:
         """Return the number of different rows over all files."""
         return sum(len(rows) for rows in self._rows)
@@ -129,5 +134,5 @@ class GlobalBatches:
         for row, (source, number) in enumerate(zip(sources.tolist(), numbers.tolist(), strict=True)):
             self._rows[source].fill(number, ids[row], labels[row], positions[row])
         # By the files and not by what this batch drew: all ranks and steps compute alike.
-        told = torch.from_numpy(positions) if any(rows.separate for rows in self._rows) else None
+        told = torch.from_numpy(positions) if self.packed else None
         return Batch(torch.from_numpy(ids), torch.from_numpy(labels), told)

@@ -7,13 +7,15 @@ are given a state, and activation checkpointing, LoRA and compilation for blocks
 from .activation_checkpointing import Checkpointing, checkpoint_blocks, checkpointed, keep_aside
 from .attention.alibi import Alibi, alibi_slopes
 from .attention.attention import Attention, SharedHeads
+from .attention.backends import PinnedBackend
 from .attention.causal import causal_attention, merge_heads, split_heads
 from .attention.inputs import AttentionInputs
 from .attention.key_value_cache import KeyValueCache
 from .attention.latent import MultiHeadLatentAttention
 from .attention.mask import AttentionScope
+from .attention.selection import attention_backends, attention_kinds, masks_cost, set_attention_backend
 from .attention.visible import documents
-from .chunked_loss import automatic_chunk, chunked_cross_entropy, chunked_cross_entropy_cost
+from .chunked_loss import chunked_cross_entropy, chunked_cross_entropy_cost
 from .collectives import (
     copy_to_tensor,
     enter_tensor,
@@ -47,7 +49,7 @@ from .experts.router import TopKRouter
 from .float8 import Scaling, use_float8
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .lora import ParallelLinear, attach_lora, linears, lora_scale
-from .loss import bounded, cross_entropy_cost, valid_tokens, vocab_parallel_cross_entropy
+from .loss import IGNORE, bounded, cross_entropy_cost, valid_tokens, vocab_parallel_cross_entropy
 from .mlp import ACTIVATIONS, MLP, GatedMLP, activation
 from .norm import HeadsLayerNorm, HeadsRMSNorm, LayerNorm, RMSNorm
 from .recurrent.gated_delta_net import GatedDeltaNet
@@ -56,7 +58,6 @@ from .replicated_linear import ReplicatedLinear
 from .rope_frequencies import inverse_frequencies, yarn_scale
 from .rotary import Rope, RotaryEmbedding
 from .stage import Stage, all_stages, find_blocks, split_blocks
-from .token_losses import IGNORE
 
 __all__ = [
     "ACTIVATIONS",
@@ -83,6 +84,7 @@ __all__ = [
     "LayerNorm",
     "MLP",
     "Mamba2",
+    "PinnedBackend",
     "MoE",
     "MultiHeadLatentAttention",
     "ParallelLinear",
@@ -107,8 +109,9 @@ __all__ = [
     "all_stages",
     "attach_expert_lora",
     "attach_lora",
-    "automatic_chunk",
     "bounded",
+    "attention_backends",
+    "attention_kinds",
     "causal_attention",
     "checkpoint_blocks",
     "checkpointed",
@@ -132,6 +135,7 @@ __all__ = [
     "leave_tensor",
     "linears",
     "lora_scale",
+    "masks_cost",
     "merge_heads",
     "name_module",
     "own_random",
@@ -139,6 +143,7 @@ __all__ = [
     "reduce_from_tensor",
     "routers",
     "scatter_sequence",
+    "set_attention_backend",
     "set_auxiliary_losses",
     "set_auxiliary_scale",
     "split_blocks",

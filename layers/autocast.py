@@ -30,6 +30,8 @@ def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
 
 def _off(x: Tensor) -> AbstractContextManager[Any]:
     kind = x.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+    # torch 2.11's compiler cannot trace the first question; what it compiles for has autocast.
+    available = torch.compiler.is_compiling() or torch.amp.is_autocast_available(kind)
+    if available and torch.is_autocast_enabled(kind):
         return torch.autocast(kind, enabled=False)
     return nullcontext()

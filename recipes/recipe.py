@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
+from ..layers import PinnedBackend
 from ..models import published_size
 from ..models.base.config import check_keys
 from ..parallel_state import TIMEOUT, BadInput, Layout, from_validation, nearest_multiples
@@ -62,6 +63,11 @@ class Recipe(Section):
     compile: bool = Field(
         default=False,
         description="compile each block with torch.compile, as one graph; a CPU needs a C++ compiler",
+    )
+    attention_backend: PinnedBackend = Field(
+        default="auto",
+        description="what computes attention; auto: for each layer the first in the table of "
+        "docs/attention.md that can; the run prints it",
     )
     grace: Wait = Field(
         default=GRACE,
@@ -157,6 +163,9 @@ class Recipe(Section):
         micro_batches = self.data.global_batch // (layout.data * self.data.micro_batch)
         check_schedule(self.pipeline_schedule, layout, micro_batches, where)
         check_memory_of_pipeline(self.memory, layout, self.pipeline_schedule, where)
+        if self.attention_backend != "auto" and layout.context > 1:
+            expected = "auto with several context ranks, which compute blocks of attention"
+            raise BadInput(where, "attention_backend", expected=expected, found=self.attention_backend)
         if self.compile:
             check_compile(self.memory, layout, self.pipeline_schedule, self.debug, where)
         absent = [rank for rank in self.watch.trace_ranks if not 0 <= rank < layout.world]

@@ -33,8 +33,7 @@ FLOORS = {
     "generation": 6,
     "training": 7,
     "testing": 8,
-    "bench": 9,
-    "cli": 10,
+    "cli": 9,
 }
 #: The most files in one folder: more is a flat drawer. The zoo has one for each family.
 MOST_FILES, MOST_FAMILIES = 30, 60
@@ -53,7 +52,6 @@ READERS = {
     "storage/small_files.py": "the one reader",
     "storage/journal.py": "bytes of our own, cut off where a kill cut them",
     "system/process_info.py": "/proc",
-    "system/machine.py": "/proc and /sys",
     "testing/forked.py": "/proc",
     "parallel_state/collective_order.py": "a store between ranks, no file",
     "runs/rendezvous.py": "a store between ranks, no file",

@@ -6,7 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
-from ..layers import Balancing, checkpoint_blocks, compile_blocks, routers, set_auxiliary_losses
+from ..layers import (
+    Balancing,
+    checkpoint_blocks,
+    compile_blocks,
+    routers,
+    set_attention_backend,
+    set_auxiliary_losses,
+)
 from ..models import AdaptedFamily, CausalLM
 from ..parallel_state import ParallelState, dtype_named
 from ..recipes.checks import decay_steps
@@ -48,7 +55,7 @@ def build(recipe: Recipe, plan: Plan, state: ParallelState) -> Parts:
         _keep_even(model, recipe.experts, count)
     if recipe.compile:
         compile_blocks(model.layers.values())
-    spare_memory(model, recipe.memory, plan.loss_chunk)
+    spare_memory(model, recipe.memory)
     shard_over_data(model, state, precision, offload=recipe.memory.offload)
     model.to_empty(device=resting_device(state, offload=recipe.memory.offload))
     wanted = recipe.optimizer
@@ -65,10 +72,8 @@ def build(recipe: Recipe, plan: Plan, state: ParallelState) -> Parts:
         micro_batch=recipe.data.micro_batch,
         schedule=recipe.pipeline_schedule,
         label_smoothing=wanted.label_smoothing,
-        z_loss=wanted.z_loss,
         dtype=precision.compute,
-        loss_chunk=plan.loss_chunk,
-        loss_sums=dtype_named(recipe.reduce) if recipe.reduce else None,
+        loss_chunk=recipe.memory.loss_chunk,
         reduce=torch.promote_types(master, precision.reduce),
     )
     bias_rate = recipe.experts.bias_rate if recipe.experts is not None else 0.0
@@ -119,15 +124,13 @@ def model_on_meta(recipe: Recipe, plan: Plan, state: ParallelState) -> CausalLM:
     else:
         model = family.build(plan.config, split=split, state=state, dtype=master)
     freeze(model, plan.groups)
+    set_attention_backend(model, recipe.attention_backend)
     return model
 
 
-def spare_memory(model: CausalLM, memory: MemorySection, loss_chunk: int) -> None:
-    """Set activation checkpointing and where the logits are made, in place; call it before FSDP.
-
-    ``loss_chunk``: number of tokens, 0 for the whole logits.
-    """
+def spare_memory(model: CausalLM, memory: MemorySection) -> None:
+    """Set activation checkpointing and where the logits are made, in place; call it before FSDP."""
     blocks = ((int(number), block) for number, block in model.layers.items())
     whole = model.state.context_size == 1
     checkpoint_blocks(blocks, memory.checkpointing, every=memory.every, keep_attention=whole)
-    model.head_in_loss = loss_chunk > 0
+    model.head_in_loss = memory.loss_chunk > 0

@@ -165,6 +165,9 @@ class Trainer:
             self.terminal.say(said)
         if self.plan.split is not None:
             self.terminal.say(f"stages: {self.plan.cut}")
+        if self.plan.attention:
+            chosen = "; ".join(f"{kind}: {backend}" for kind, backend in self.plan.attention.items())
+            self.terminal.say(f"attention over {chosen}")
         newest = newest_checkpoint(self.checkpoints, self.state, say=self.terminal.say)
         plan, lora = self.plan, self.recipe.lora
         if lora is not None and plan.base is not None:

@@ -16,10 +16,12 @@ from ..dropout import own_random
 from ..linear import ColumnParallelLinear, RowParallelLinear
 from ..norm import HeadsRMSNorm
 from .alibi import Alibi
+from .backends import AttentionCall, Backend, PinnedBackend, choose_backend
 from .blockwise import scores_bytes
-from .causal import causal_attention, merge_heads, split_heads
+from .causal import call_in_plan, call_of, causal_attention, merge_heads, score_name, split_heads
 from .context import context_sends, context_working
 from .inputs import AttentionInputs
+from .mask import AttentionScope
 from .sinks import Sinks
 from .visible import exceeds
 
@@ -43,6 +45,9 @@ class Attention(nn.Module):
     ``out_initial``: initial weights of the input and of the output projection.
     Source: Ainslie et al. 2023 (grouped queries).
     """
+
+    #: What computes it, see ``backends.py``; ``set_attention_backend`` pins it.
+    backend: PinnedBackend = "auto"
 
     def __init__(
         self,
@@ -110,12 +115,23 @@ class Attention(nn.Module):
                 soft_cap=self.soft_cap,
                 sinks=None if self.sinks is None else local(self.sinks.weight),
                 alibi=self.alibi,
+                backend=self.backend,
             )
         merged_BSF = merge_heads(heads_BHSE)
         for one in gate_BSF:
             merged_BSF = merged_BSF * one.sigmoid()
         out: Tensor = self.out(merged_BSF)
         return out
+
+    def prepare(self, q_BHSE: Tensor, scope: AttentionScope) -> None:
+        """Make what this layer needs of the scope, for queries of this shape, dtype and device."""
+        scope.prepare(choose_backend(self.call(q_BHSE, scope), self.backend), q_BHSE)
+
+    def call(self, q_BHSE: Tensor, scope: AttentionScope) -> AttentionCall:
+        """Describe this layer's call of attention, for the choice of its backend."""
+        dropout = self.dropout if self.training else 0.0
+        score = score_name(soft_cap=self.soft_cap is not None, sinks=self.sinks is not None, alibi=self.alibi)
+        return call_of(q_BHSE, self.head_dim, scope, dropout=dropout, score=score, width=self.head_dim)
 
     def cost(self, tokens: Tokens) -> Cost:
         """Add up projections, norms, and attention's own: what it keeps and sends over context ranks."""
@@ -125,30 +141,33 @@ class Attention(nn.Module):
         found += cost_of(self.q_norm, tokens.times(heads)) + cost_of(self.k_norm, tokens.times(key_heads))
         return found + self._cost_of_scores(tokens, query, key_value) + cost_of(self.out, tokens)
 
+    def planned_backend(self, tokens: Tokens) -> Backend:
+        """Return the backend on one context rank, for rows of one document."""
+        call = self.call(torch.empty((1, 1, 1, 0), device="meta"), AttentionScope())
+        return choose_backend(call_in_plan(call, tokens, self.window), self.backend)
+
     def _cost_of_scores(self, tokens: Tokens, query: int, key_value: int) -> Cost:
         ranks, whole = self.state.context_size, tokens.length * self.state.context_size
         heads, count = query // self.head_dim, tokens.count
         narrow = exceeds(self.window, int(whole))
-        special = self.soft_cap is not None or self.sinks is not None or self.alibi is not None
-        in_blocks = special or ranks > 1  # see ``causal_attention``
-        written_out = self.soft_cap is not None or self.alibi is not None
-        written_out = written_out or (in_blocks and (self.dropout > 0 or narrow))
-        one_operator = not in_blocks and (tokens.fused or not self.dropout)
+        backend = "blockwise" if ranks > 1 else self.planned_backend(tokens)
+        in_blocks, by_sdpa = backend == "blockwise", backend not in ("blockwise", "varlen", "flex")
+        bounded = self.soft_cap is not None or self.alibi is not None
+        written_out = in_blocks and (bounded or self.dropout > 0 or narrow)
+        one_operator = not in_blocks and backend != "math" and (tokens.fused or not self.dropout)
         # Key/value heads as attention is given them: lined up, or one for each query head.
-        repeated = not in_blocks and (narrow or not one_operator)
+        repeated = by_sdpa and (narrow or not one_operator or (tokens.fused and tokens.compute > 2))
         seen = query if repeated else self.shared.heads * self.head_dim if self.shared.picks else key_value
         kept = tokens.bytes(query + 2 * seen) + heads * count * tokens.inner  # and a logsumexp a head
         # Its output is the last product's input, unless that is a copy: of context ranks' output, and of one
         # that lies in memory as norms of single heads leave queries, heads before tokens.
         laid = self.partial_rotary or isinstance(self.q_norm, nn.Identity | HeadsRMSNorm)
-        as_product = laid or special
+        as_product = laid or in_blocks
         copied = ranks > 1 or not as_product
         kept += tokens.bytes(query) if copied or self.gated or not self.out.keeps_input else 0.0
         kept += tokens.bytes(query * (1 + copied) * self.gated)  # the gate, and what it multiplies if copied
         if not one_operator and not in_blocks:  # the scores, their softmax and what dropout leaves of it
             kept += 3 * heads * whole * count * tokens.compute
-        elif narrow and not in_blocks:  # the mask, in numbers; fused attention has one for each row
-            kept += whole * tokens.compute * (count if tokens.fused else tokens.length)
         products = query * (1 + self.gated) + 2 * key_value if self.qkv.in_features == tokens.hidden else 0
         as_made = products > 0 and not self.qkv.adapters and not repeated and not self.shared.picks
         untouched = self.rotary is None and isinstance(self.q_norm, nn.Identity)

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ..cost import Tokens
 from .alibi import Alibi
+from .backends import HALF, AttentionCall, Backend, PinnedBackend, Score, choose_backend
 from .blockwise import blockwise_attention, widened
 from .context import context_attention
+from .flex import flex_attention
 from .mask import AttentionScope
+from .varlen import varlen_attention
+from .visible import exceeds
+
+_KERNELS: dict[Backend, SDPBackend] = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
 
 
 def split_heads(x: Tensor, head_dim: int) -> Tensor:
@@ -33,6 +49,7 @@ def causal_attention(
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
     alibi: Alibi | None = None,
+    backend: PinnedBackend = "auto",
 ) -> Tensor:
     """Compute scaled dot-product attention in which a position sees itself and earlier ones in its ``scope``.
 
@@ -40,9 +57,9 @@ def causal_attention(
     query heads for each key/value head; consecutive query heads then share one. ``scale``: factor of the
     scores; the default is E ** -0.5. ``soft_cap``: bound of the scores, ``soft_cap * tanh(scores /
     soft_cap)`` (Gemma 2, section 2); ``sinks``: one more score of each head, (H,), see ``sinks.py``;
-    ``alibi``: biases of the heads of ``q``. Torch's public operators lack these, or need all biases at once,
-    so the scores are computed in blocks. With several context ranks
-    (``scope``) the call is collective.
+    ``alibi``: biases of the heads of ``q``. ``backend``: what computes it; ``auto`` takes the first of the
+    table in ``backends.py`` that can. With several context ranks (``scope``) the call is collective, and
+    computed in blocks.
     """
     if scope is not None and scope.context is not None:
         return context_attention(
@@ -57,7 +74,16 @@ def causal_attention(
             alibi=alibi,
         )
     scope = scope or AttentionScope()
-    if soft_cap is not None or sinks is not None or alibi is not None:
+    score = score_name(soft_cap=soft_cap is not None, sinks=sinks is not None, alibi=alibi)
+    chosen = choose_backend(call_of(q_BHSE, v_BKSE.shape[-1], scope, dropout=dropout, score=score), backend)
+    if chosen == "varlen":
+        return varlen_attention(q_BHSE, k_BKSE, v_BKSE, scope.sequences(q_BHSE), scale=scale)
+    if chosen == "flex":
+        mask = scope.block_mask(q_BHSE)
+        return flex_attention(
+            q_BHSE, k_BKSE, v_BKSE, mask, scale=scale, soft_cap=soft_cap, sinks=sinks, alibi=alibi
+        )
+    if chosen == "blockwise":
         return blockwise_attention(
             q_BHSE,
             k_BKSE,
@@ -71,19 +97,51 @@ def causal_attention(
             bias=None if alibi is None else alibi.bias(*scope.positions(q_BHSE)),
         )
     grouped = q_BHSE.shape[1] != k_BKSE.shape[1]
-    if grouped and scope.mask is not None:
-        # A GPU's flash attention takes no mask and its memory-efficient one no groups: between them all
-        # scores would be written out.
+    if grouped and (scope.masked or (q_BHSE.device.type != "cpu" and q_BHSE.dtype not in HALF)):
+        # A GPU's flash attention takes no mask and no fp32, and its memory-efficient one no groups: between
+        # them all scores would be written out.
         k_BKSE, v_BKSE = (t.repeat_interleave(q_BHSE.shape[1] // t.shape[1], dim=1) for t in (k_BKSE, v_BKSE))
         grouped = False
-    out_BHSE = F.scaled_dot_product_attention(
-        q_BHSE,
-        k_BKSE,
-        widened(v_BKSE, q_BHSE),
-        attn_mask=scope.mask,
-        is_causal=scope.causal,
-        dropout_p=dropout,
-        scale=scale,
-        enable_gqa=grouped,
-    )
+    kernel = _KERNELS.get(chosen)
+    with nullcontext() if kernel is None else sdpa_kernel(kernel):
+        out_BHSE = F.scaled_dot_product_attention(
+            q_BHSE,
+            k_BKSE,
+            widened(v_BKSE, q_BHSE),
+            attn_mask=scope.bias(q_BHSE.dtype),
+            is_causal=scope.causal,
+            dropout_p=dropout,
+            scale=scale,
+            enable_gqa=grouped,
+        )
     return out_BHSE if v_BKSE.shape[-1] == q_BHSE.shape[-1] else out_BHSE[..., : v_BKSE.shape[-1]]
+
+
+def call_of(
+    q_BHSE: Tensor, value_width: int, scope: AttentionScope, *, dropout: float, score: Score, width: int = 0
+) -> AttentionCall:
+    """Describe a call for the choice of its backend; ``width``: that of the heads, if ``q`` is a stand-in."""
+    return AttentionCall(
+        q_BHSE.device.type,
+        q_BHSE.dtype,
+        width or q_BHSE.shape[-1],
+        value_width,
+        masked=scope.masked,
+        cached=scope.cached,
+        dropout=dropout > 0,
+        score=score,
+    )
+
+
+def call_in_plan(call: AttentionCall, tokens: Tokens, window: int | None) -> AttentionCall:
+    """Return the call for the tokens of a plan: rows of one document each."""
+    dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[tokens.compute]
+    device = "cuda" if tokens.fused else "cpu"
+    return replace(call, device=device, dtype=dtype, masked=exceeds(window, int(tokens.length)))
+
+
+def score_name(*, soft_cap: bool, sinks: bool, alibi: Alibi | None) -> Score:
+    """Return what is done to scores besides, in a word."""
+    if alibi is not None:
+        return "rounded ALiBi" if alibi.rounded else "ALiBi"
+    return "soft cap" if soft_cap else "sinks" if sinks else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,15 +16,24 @@ from .mask import AttentionScope
 from .visible import document_lengths, exceeds
 
 
+class AttentionLayer(Protocol):
+    """Describe what a forward must know of an attention layer."""
+
+    window: int | None
+
+    def prepare(self, q_BHSE: Tensor, scope: AttentionScope) -> None:
+        """Make what this layer needs of the scope, for queries of this shape, dtype and device."""
+
+
 class AttentionInputs:
     """Hold the rotations and the masks of one forward pass; made before the blocks and given to each of them.
 
     ``positions``: (B, S), of the whole sequence; ``None``: each row is one document, 0 to S - 1. With a
     ``cache`` positions are required, and the cache's tokens come before them. ``like``: the hidden states
     that enter the first block, (B, S, D), or (B, S / tensor, D) with sequence parallelism; rotations get
-    their dtype and device. ``windows``: the windows of all attention layers, with ``None`` for a layer
-    without a window. ``rotary``: modules that make a ``Rope`` from positions, by the names that attention
-    layers use.
+    their dtype and device. ``layers``: attention layers, one of each kind that the blocks have; what their
+    backends take is made here, so that no block makes it again. ``rotary``: modules that make a ``Rope`` from
+    positions, by the names that attention layers use.
     """
 
     def __init__(
@@ -32,7 +42,7 @@ class AttentionInputs:
         cache: KeyValueCache | None = None,
         *,
         like: Tensor,
-        windows: Iterable[int | None] = (None,),
+        layers: Iterable[AttentionLayer] = (),
         rotary: Mapping[str, RotaryEmbedding] | None = None,
         state: ParallelState,
     ) -> None:
@@ -45,12 +55,9 @@ class AttentionInputs:
         places = default_positions(like, state, embedded=True) if positions is None else positions
         tokens = places.shape[-1] * state.context_size if cache is None else cache.used
         self._scopes: dict[int | None, AttentionScope] = {}
-        for window in windows:  # a window that no row exceeds is none: its scope is shared
-            narrow = window if exceeds(window, tokens) else None
-            if narrow not in self._scopes:
-                given = positions if narrow is None else places
-                self._scopes[narrow] = AttentionScope(given, cache, window=narrow, state=state)
-            self._scopes[window] = self._scopes[narrow]
+        self._places, self._tokens = places, tokens
+        for layer in layers:
+            layer.prepare(like.new_empty((len(like), 1, places.shape[-1], 0)), self.scope(layer.window))
         lengths = None
         if any(make.by_length is not None for make in (rotary or {}).values()):
             lengths = torch.full_like(places, tokens)
@@ -70,6 +77,13 @@ class AttentionInputs:
 
     def scope(self, window: int | None) -> AttentionScope:
         """Return the scope: which keys each query sees with this window."""
+        if window not in self._scopes:
+            if window is not None and not exceeds(window, self._tokens):  # it hides nothing
+                self._scopes[window] = self.scope(None)
+            else:
+                given = self._positions if window is None else self._places
+                scope = AttentionScope(given, self.cache, window=window, state=self._state)
+                self._scopes[window] = scope
         return self._scopes[window]
 
     @property
@@ -86,7 +100,7 @@ class AttentionInputs:
         if positions is None or self.cache is not None:
             return positions
         positions = positions.reshape(-1, positions.shape[-1])
-        if torch.compiler.is_compiling() or positions.is_meta:  # numbers that cannot be looked at
+        if torch.compiler.is_compiling() or positions.device.type != "cpu":  # the host lacks the numbers
             return positions
         in_row = token_places(positions.shape[-1], self._state, positions.device)
         return None if torch.equal(positions, in_row.expand_as(positions)) else positions

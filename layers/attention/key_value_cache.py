@@ -41,7 +41,7 @@ class KeyValueCache:
         documents_BS = documents(positions_BS)
         if self._documents is None or self._positions is None:
             self._positions = positions_BS.new_zeros(self.batch, self.length)
-            self._packed = restarts(positions_BS)
+            self._packed = restarts(positions_BS, wait=True)
             self._documents = documents_BS.new_zeros(self.batch, self.length)
         else:
             documents_BS = documents_BS + self._documents[:, start - 1 : start]

@@ -15,9 +15,11 @@ from ..dropout import own_random
 from ..linear import ColumnParallelLinear, RowParallelLinear
 from ..norm import RMSNorm
 from ..replicated_linear import ReplicatedLinear
-from .causal import causal_attention, merge_heads, split_heads
+from .backends import AttentionCall, PinnedBackend, choose_backend
+from .causal import call_of, causal_attention, merge_heads, split_heads
 from .context import context_sends, context_working
 from .inputs import AttentionInputs
+from .mask import AttentionScope
 
 
 class MultiHeadLatentAttention(nn.Module):
@@ -41,6 +43,8 @@ class MultiHeadLatentAttention(nn.Module):
 
     #: It sees all earlier tokens.
     window: int | None = None
+    #: What computes it, see ``backends.py``; ``set_attention_backend`` pins it.
+    backend: PinnedBackend = "auto"
 
     def __init__(
         self,
@@ -111,9 +115,20 @@ class MultiHeadLatentAttention(nn.Module):
         k_BHTE = _joined(k_BHTE, key_B1TE.expand(-1, k_BHTE.shape[1], -1, -1))
         dropout = self.dropout if self.training else 0.0
         with own_random(self.state, split=dropout > 0):
-            heads_BHSE = causal_attention(q_BHSE, k_BHTE, v_BHTE, scope, dropout=dropout, scale=self.scale)
+            heads_BHSE = causal_attention(
+                q_BHSE, k_BHTE, v_BHTE, scope, dropout=dropout, scale=self.scale, backend=self.backend
+            )
         out: Tensor = self.out(merge_heads(heads_BHSE))
         return out
+
+    def prepare(self, q_BHSE: Tensor, scope: AttentionScope) -> None:
+        """Make what this layer needs of the scope, for queries of this shape, dtype and device."""
+        scope.prepare(choose_backend(self.call(q_BHSE, scope), self.backend), q_BHSE)
+
+    def call(self, q_BHSE: Tensor, scope: AttentionScope) -> AttentionCall:
+        """Describe this layer's call of attention, for the choice of its backend."""
+        dropout = self.dropout if self.training else 0.0
+        return call_of(q_BHSE, self.value_parts[1], scope, dropout=dropout, score="", width=self.key_dim)
 
     def _queries(self, x_BSD: Tensor) -> Tensor:
         """Return the queries of this rank's heads, (B, S, H E)."""

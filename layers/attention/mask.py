@@ -5,12 +5,19 @@ B batch  S tokens of this forward  T tokens so far  K key/value heads here  E he
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, cast
+
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 
 from ...parallel_state import ParallelState
+from .backends import Backend
 from .context_mask import ContextScope
+from .flex import block_mask
 from .key_value_cache import KeyValueCache
+from .varlen import Sequences, sequences_of
 from .visible import documents, exceeds, restarts, visible_tokens
 
 
@@ -23,6 +30,9 @@ class AttentionScope:
     ``None``), no mask is needed and attention is plainly causal. With a ``cache``, ``positions`` (B, S)
     belong to the tokens that follow the cached ones. With a ``window`` a token sees that many tokens, itself
     included, and positions are required (Beltagy et al. 2020).
+
+    A mask has one form for each backend: ``mask``, ``bias``, ``sequences``, ``block_mask``. Each is made when
+    it is first asked for, and kept; ``prepare`` makes it before the blocks.
 
     If ``state`` has several context ranks, tokens and positions are this rank's chunks of the sequence (see
     ``cut_sequence``), keys and values are fetched from the other ranks, and a cache is not possible.
@@ -37,29 +47,70 @@ class AttentionScope:
         state: ParallelState | None = None,
     ) -> None:
         assert window is None or positions is not None, "a window needs positions"
-        #: (B, 1, S, T), true where a query (second to last) sees a key; ``None``: it sees all before it.
-        self.mask: Tensor | None = None
+        #: Whether documents or a window hide keys that causality alone would show.
+        self.masked = False
         #: True if keys and queries are the same tokens, and causality alone decides.
         self.causal = True
         #: The scope over several context ranks; ``None``: the whole sequence is on this rank.
         self.context: ContextScope | None = None
-        self._cache, self._positions = cache, positions
+        self._cache, self._window, self._packed = cache, window, False
+        self._positions = None if positions is None else positions.reshape(-1, positions.shape[-1])
+        self._made: dict[object, Any] = {}
         if state is not None and state.context_size > 1:
             assert cache is None, "a cache holds whole sequences, not a context rank's chunks"
             self.context = ContextScope(positions, window=window, state=state)
         elif cache is not None:
-            self.mask = cache.mask(window)
-            self.causal = cache.start == 0 and self.mask is None
-        elif positions is not None and (exceeds(window, positions.shape[-1]) or restarts(positions)):
-            documents_BS = documents(positions.reshape(-1, positions.shape[-1]))
-            self.mask, self.causal = visible_tokens(documents_BS, documents_BS, window), False
+            self._made["mask"] = cache.mask(window)
+            self.masked = self._made["mask"] is not None
+            self.causal = cache.start == 0 and not self.masked
+        elif self._positions is not None:
+            self._packed = restarts(self._positions)
+            self.masked = self._packed or exceeds(window, self._positions.shape[1])
+            self.causal = not self.masked
+
+    @property
+    def cached(self) -> bool:
+        """Return whether the queries follow the keys of a cache."""
+        return self._cache is not None
+
+    def prepare(self, backend: Backend, q_BHSE: Tensor) -> None:
+        """Make what ``backend`` takes for queries like ``q``, of which only shape, dtype and device count."""
+        if self.context is not None:
+            return
+        if backend == "varlen":
+            self.sequences(q_BHSE)
+        elif backend == "flex":
+            self.block_mask(q_BHSE)
+        elif backend == "blockwise":
+            _ = self.mask
+        else:
+            self.bias(q_BHSE.dtype)
+
+    @property
+    def mask(self) -> Tensor | None:
+        """Return (B, 1, S, T), true where a query sees a key, or ``None``: it sees all before it."""
+        return self._once("mask", self._dense) if self.masked else None
+
+    def bias(self, dtype: torch.dtype) -> Tensor | None:
+        """Return the mask as what is added to scores: 0, or minus infinity."""
+        return cast(Tensor, self._once(dtype, lambda: self._numbers(dtype))) if self.masked else None
+
+    def sequences(self, q_BHSE: Tensor) -> Sequences:
+        """Return the documents of all rows as sequences that follow each other."""
+        batch, _, length, _ = q_BHSE.shape
+        given, device = self._positions if self._packed else None, q_BHSE.device
+        made = self._once("sequences", lambda: sequences_of(given, batch, length, device, self._window))
+        return cast(Sequences, made)
+
+    def block_mask(self, q_BHSE: Tensor) -> BlockMask:
+        """Return the blocks of keys that each block of queries needs."""
+        return cast(BlockMask, self._once("blocks", lambda: block_mask(self._first(q_BHSE))))
 
     def positions(self, q_BHSE: Tensor) -> tuple[Tensor, Tensor]:
         """Return the positions of the queries, (B or 1, S), and of the keys, (B or 1, T)."""
-        if self._positions is None:
+        here = self._positions
+        if here is None:
             here = torch.arange(q_BHSE.shape[2], device=q_BHSE.device).unsqueeze(0)
-        else:
-            here = self._positions.reshape(-1, self._positions.shape[-1])
         return here, here if self._cache is None else self._cache.positions
 
     def extend(self, block: nn.Module, k_BKSE: Tensor, v_BKSE: Tensor) -> tuple[Tensor, Tensor]:
@@ -67,3 +118,28 @@ class AttentionScope:
         these.
         """
         return (k_BKSE, v_BKSE) if self._cache is None else self._cache.extend(block, k_BKSE, v_BKSE)
+
+    def _once(self, form: object, make: Callable[[], Any]) -> Any:
+        if form not in self._made:
+            self._made[form] = make()
+        return self._made[form]
+
+    def _numbers(self, dtype: torch.dtype) -> Tensor:
+        mask = self._made.get("mask")
+        mask = self._dense() if mask is None else mask
+        return torch.zeros((), dtype=dtype, device=mask.device).masked_fill(~mask, float("-inf"))
+
+    def _dense(self) -> Tensor:
+        assert self._positions is not None, "without positions nothing is hidden"
+        documents_BS = documents(self._positions)
+        return visible_tokens(documents_BS, documents_BS, self._window)
+
+    def _first(self, q_BHSE: Tensor) -> Tensor:
+        """Return the place of the first token that each token sees: (B, S), or (1, S) for all rows alike."""
+        places = torch.arange(q_BHSE.shape[2], device=q_BHSE.device)
+        first = torch.zeros_like(places).unsqueeze(0)
+        if self._packed and self._positions is not None:
+            first = torch.where(self._positions == 0, places, 0).cummax(1).values
+        if self._window is not None:
+            first = torch.maximum(first, places - (self._window - 1))
+        return first

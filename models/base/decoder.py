@@ -11,17 +11,17 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...layers import (
-    Attention,
     AttentionInputs,
     Cost,
     KeyValueCache,
-    MultiHeadLatentAttention,
     RotaryEmbedding,
     Stage,
     Tokens,
     VocabParallelEmbedding,
     VocabParallelHead,
+    attention_kinds,
     cost_of,
+    masks_cost,
     sum_costs,
 )
 from ...parallel_state import Normal, ParallelState, alone_or
@@ -51,9 +51,8 @@ class Decoder(CausalLM):
             self.add_entry()
         self.rotary: dict[str, RotaryEmbedding] = {**self.make_rotary()}
         self.layers = nn.ModuleDict({str(number): self.block(number) for number in stage.blocks})
-        kinds = Attention | MultiHeadLatentAttention
-        found = (each.window for each in self.layers.modules() if isinstance(each, kinds))
-        self.windows = tuple(dict.fromkeys(found))
+        #: One attention layer of each kind, for what is made once a forward.
+        self.attentions = attention_kinds(self.layers)
         if stage.last:
             self.norm = self.make_last_norm()
             if not tied:
@@ -103,7 +102,7 @@ class Decoder(CausalLM):
 
     def cost_beside_blocks(self, tokens: Tokens, stage: Stage) -> Cost:
         """Return the cost of a stage without its blocks: rotations, and the ends where it has them."""
-        found = sum_costs(self.rotary.values(), tokens)
+        found = sum_costs(self.rotary.values(), tokens) + masks_cost(self.layers, tokens)
         if stage.first:
             found += sum_costs(self.entry, tokens)
         if stage.last:
@@ -126,7 +125,7 @@ class Decoder(CausalLM):
             positions,
             cache,
             like=x_BSD,
-            windows=self.windows,
+            layers=self.attentions,
             rotary=self.rotary,
             state=self.state,
         )

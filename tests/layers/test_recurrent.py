@@ -40,7 +40,7 @@ def places(rows: tuple[tuple[int, ...], ...]) -> Tensor:
 
 def runs_of(positions: Tensor | None, x: Tensor) -> Runs:
     state = ParallelState.alone()
-    return Runs(AttentionInputs(positions, like=x, windows=(), state=state), state)
+    return Runs(AttentionInputs(positions, like=x, state=state), state)
 
 
 def one_by_one(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, places: Tensor) -> list[Tensor]:
@@ -157,7 +157,7 @@ def over_context(
     def run(layer: GatedDeltaNet | Mamba2, here: ParallelState) -> tuple[Tensor, Tensor]:
         mine, grad = (cut_sequence(one, here).requires_grad_() for one in (x.clone(), seed))
         where = None if positions is None else cut_sequence(positions, here)
-        y = layer(mine, AttentionInputs(where, like=mine, windows=(), state=here))
+        y = layer(mine, AttentionInputs(where, like=mine, state=here))
         y.backward(grad.detach())
         assert mine.grad is not None
         return y.detach(), mine.grad
@@ -208,7 +208,7 @@ def test_its_flops_are_those_that_torch_counts() -> None:
     layer, tokens = delta_net(None), Tokens(2, 128, HIDDEN)
     x = torch.randn(2, 128, HIDDEN, dtype=torch.float64)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        layer(x, AttentionInputs(None, like=x, windows=(), state=ParallelState.alone()))
+        layer(x, AttentionInputs(None, like=x, state=ParallelState.alone()))
     cost = cost_of(layer, tokens)
     systems, padding = tokens.count * CHUNK * 4 * (3 + 5), tokens.rows * 3 * 2 * 4 * (6 + 6 + 20)
     assert counter.get_total_flops() + systems - padding == cost.matrices + cost.other

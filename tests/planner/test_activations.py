@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from trilith.layers import cost_of
+from trilith.layers import Attention, attention_kinds, cost_of, masks_cost
 from trilith.models import LoraConfig, adapted, family_of
 from trilith.parallel_state import ParallelState, initialize
 from trilith.planner import Work
@@ -110,7 +110,7 @@ STACKS = LoraConfig(r=4, target_parameters=("experts.gate_up_proj", "experts.dow
 
 
 def saved(config: dict[str, Any], lora: LoraConfig | None) -> tuple[float, float]:
-    """Return the bytes that one block saves, without parameters and shared rotations, and the plan's."""
+    """Return the bytes that one block saves, without parameters, rotations and masks, and the plan's."""
     family = family_of(config)
     if lora is not None:
         family = adapted(family, lora)
@@ -138,8 +138,12 @@ def saved(config: dict[str, Any], lora: LoraConfig | None) -> tuple[float, float
     block.forward = watched
     out = model(torch.zeros(2, LENGTH, dtype=torch.long))
     assert out.requires_grad
-    rotations = sum(cost_of(one, tokens).kept for one in model.rotary.values())
-    return sum(found.values()) - rotations, cost_of(block, tokens).kept
+    shared = sum(cost_of(one, tokens).kept for one in model.rotary.values())
+    for layer in attention_kinds(block):
+        # Blocks of scores keep their mask where autograd does not see it.
+        if isinstance(layer, Attention) and layer.planned_backend(tokens) == "sdpa":
+            shared += masks_cost(layer, tokens).kept
+    return sum(found.values()) - shared, cost_of(block, tokens).kept
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,105 @@
+"""Choose what computes attention: one table, from the device, the numbers, and what a layer asks for.
+
+=========  ==============================================================================================
+backend    what it is
+=========  ==============================================================================================
+sdpa       torch's ``scaled_dot_product_attention``, which itself takes cuDNN's, flash or memory-efficient
+           attention; documents and windows become a dense bias
+cudnn      sdpa with this kernel alone; so are ``flash``, ``efficient``, and ``math``, which keeps all scores
+varlen     flash attention over the documents of all rows, one after the other, and windows; without a mask
+flex       FlexAttention, compiled for what is asked: documents, windows, soft caps, sinks, ALiBi
+blockwise  written out, some rows of scores at a time, in forward and backward; everything, on any device
+=========  ==============================================================================================
+
+A row of one document without more goes to ``sdpa``. For anything else the first in this order that takes it:
+``varlen``, ``flex``, ``sdpa``, ``blockwise``. On a CPU the first two take nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Literal, get_args
+
+import torch
+
+from ...parallel_state import BadInput
+
+Backend = Literal["sdpa", "cudnn", "flash", "efficient", "math", "varlen", "flex", "blockwise"]
+PinnedBackend = Literal["auto", "sdpa", "cudnn", "flash", "efficient", "math", "varlen", "flex", "blockwise"]
+Score = Literal["", "soft cap", "sinks", "ALiBi", "rounded ALiBi"]
+BACKENDS: tuple[Backend, ...] = get_args(Backend)
+_ORDER: tuple[Backend, ...] = ("varlen", "flex", "sdpa", "blockwise")
+HALF = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """Describe one call of attention, as far as the choice of a backend depends on it.
+
+    ``width``: that of queries and keys; ``value_width``: that of values. ``masked``: documents or a window
+    hide keys that causality alone would show. ``cached``: the queries follow keys of a cache. ``score``: what
+    is done to the scores besides.
+    """
+
+    device: str
+    dtype: torch.dtype
+    width: int
+    value_width: int
+    masked: bool = False
+    cached: bool = False
+    dropout: bool = False
+    score: Score = ""
+
+    def __str__(self) -> str:
+        more = [("documents or a window", self.masked), ("a cache", self.cached), ("dropout", self.dropout)]
+        said = [f"heads of {self.width} in {str(self.dtype).removeprefix('torch.')} on {self.device}"]
+        return ", ".join([*said, *(word for word, yes in [*more, (self.score, self.score)] if yes)])
+
+
+def choose_backend(call: AttentionCall, pinned: PinnedBackend = "auto") -> Backend:
+    """Return the backend for a call: the pinned one, or that of the table.
+
+    Raises ``BadInput`` if the pinned one does not take the call.
+    """
+    if pinned == "auto":
+        order = _ORDER if call.masked or call.score else ("sdpa", *_ORDER)
+        return next(one for one in order if not [*_lacks(one, call)])
+    lacking = next(_lacks(pinned, call), None)
+    if lacking is not None:
+        others = ", ".join(one for one in BACKENDS if not [*_lacks(one, call)])
+        raise BadInput(
+            "recipe",
+            "attention_backend",
+            expected=f"auto or one of {others}, for {call}",
+            found=f"{pinned}, which needs {lacking}",
+        )
+    return pinned
+
+
+def _lacks(backend: Backend, call: AttentionCall) -> Iterator[str]:
+    """Yield what a backend would need to take the call."""
+    if backend == "blockwise":
+        return
+    gpu, half = call.device == "cuda", call.dtype in HALF
+    if backend in ("varlen", "flex"):
+        needs = {"a GPU": gpu, "no cache": not call.cached, "no dropout": not call.dropout}
+        if backend == "varlen":
+            needs["bfloat16 or float16"] = half
+            needs["heads of a multiple of 8, up to 256"] = call.width % 8 == 0 and call.width <= 256
+            needs[f"no {call.score}"] = not call.score
+        else:
+            narrow, wide = sorted((call.width, call.value_width))
+            needs["at most float32"] = call.dtype != torch.float64
+            needs["heads of 16 to 256"] = narrow >= 16 and wide <= 256
+            needs["no rounded ALiBi"] = call.score != "rounded ALiBi"
+            needs["triton"] = find_spec("triton") is not None
+    else:
+        needs = {
+            f"no {call.score}": not call.score,
+            "a GPU": gpu or backend in ("sdpa", "math") or (backend == "flash" and call.device == "cpu"),
+            "bfloat16 or float16": half or backend not in ("cudnn", "flash") or not gpu,
+            "rows of one document and no window": backend != "flash" or not gpu or not call.masked,
+        }
+    yield from (need for need, met in needs.items() if not met)

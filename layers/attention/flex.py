@@ -1,0 +1,115 @@
+"""Attention by FlexAttention, which compiles a kernel for the scores and the mask that a model has.
+
+A mask is a function of two tokens, and a list of the blocks of keys that each block of queries needs, so no
+score that is not seen is computed. Source: Dong et al. 2024 (FlexAttention).
+
+B batch  S sequence  H query heads here  K key/value heads here  E head dim
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask
+from torch.nn.attention.flex_attention import flex_attention as torch_flex_attention
+
+from .alibi import Alibi
+
+#: Tokens of a block of queries or keys.
+BLOCK = 128
+
+_ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def block_mask(first_BS: Tensor) -> BlockMask:
+    """Return the mask in which a token sees the tokens from its first one, (B, S), up to itself."""
+    length = first_BS.shape[1]
+    blocks = -(-length // BLOCK)
+    # Tokens after the end see what the last one sees, so that they add no blocks of keys.
+    missing = blocks * BLOCK - length
+    firsts = torch.cat((first_BS, first_BS[:, -1:].expand(-1, missing)), dim=1).unflatten(1, (blocks, BLOCK))
+    lowest, highest = firsts.amin(2), firsts.amax(2)  # (B, blocks of queries)
+    keys = torch.arange(blocks, device=first_BS.device) * BLOCK
+    some = (keys + BLOCK > lowest.unsqueeze(2)) & (keys <= keys.unsqueeze(1))
+    every = (keys >= highest.unsqueeze(2)) & (keys < keys.unsqueeze(1))
+    if missing:  # a block that is not whole is never free of a mask
+        every[:, -1] = False
+    parts = some & ~every
+
+    def seen(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (k <= q) & (k >= first_BS[b, q])
+
+    return BlockMask.from_kv_blocks(
+        *_listed(parts), *_listed(every), BLOCK_SIZE=BLOCK, mask_mod=seen, seq_lengths=(length, length)
+    )
+
+
+def _listed(blocks_BQK: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how many blocks of keys each block of queries has, (B, 1, Q), and which, these first."""
+    which = torch.argsort(blocks_BQK.int(), dim=-1, descending=True, stable=True)
+    return blocks_BQK.sum(-1, dtype=torch.int32).unsqueeze(1), which.int().unsqueeze(1)
+
+
+def flex_attention(
+    q_BHSE: Tensor,
+    k_BKSE: Tensor,
+    v_BKSE: Tensor,
+    mask: BlockMask,
+    *,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+    alibi: Alibi | None = None,
+) -> Tensor:
+    """Compute attention like ``causal_attention``: (B, H, S, E), or as wide as ``v``."""
+    compute: Any = torch_flex_attention if torch.compiler.is_compiling() else _compiled()
+    slopes = None if alibi is None else _slopes(alibi, q_BHSE.device)
+    found = compute(
+        q_BHSE,
+        k_BKSE,
+        v_BKSE,
+        score_mod=_changed(soft_cap, slopes),
+        block_mask=mask,
+        scale=scale,
+        enable_gqa=q_BHSE.shape[1] != k_BKSE.shape[1],
+        return_aux=None if sinks is None else AuxRequest(lse=True),
+    )
+    if sinks is None:
+        out: Tensor = found
+        return out
+    out, aux = found
+    # A sink takes its share of each softmax: the rest is the sum without it, over the sum with it.
+    left = torch.sigmoid(aux.lse - sinks.to(aux.lse.dtype).view(-1, 1))
+    return out * left.to(out.dtype).unsqueeze(-1)
+
+
+def _changed(soft_cap: float | None, slopes: Tensor | None) -> _ScoreMod | None:
+    """Return what is done to a score, or ``None``."""
+    if slopes is not None:
+
+        def biased(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return score + slopes[h] * (k - q)
+
+        return biased
+    if soft_cap is None:
+        return None
+
+    def capped(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return soft_cap * torch.tanh(score / soft_cap)
+
+    return capped
+
+
+def _slopes(alibi: Alibi, device: torch.device) -> Tensor:
+    return torch.tensor(alibi.slopes, dtype=torch.float32, device=device) * alibi.factor
+
+
+@cache
+def _compiled() -> Callable[..., Tensor]:
+    """Return FlexAttention for calls outside of compiled blocks; as it is, it would write out all scores."""
+    compiled: Callable[..., Tensor] = torch.compile(torch_flex_attention, dynamic=False)
+    return compiled

@@ -1,0 +1,72 @@
+"""Say which backend the attention layers of a model get, and pin it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from ..cost import Cost, Tokens
+from .attention import Attention
+from .backends import PinnedBackend, choose_backend
+from .latent import MultiHeadLatentAttention
+from .mask import AttentionScope
+from .visible import exceeds
+
+AttentionModule = Attention | MultiHeadLatentAttention
+
+
+def attention_kinds(model: nn.Module) -> tuple[AttentionModule, ...]:
+    """Return one attention layer of each kind: those that have the same window and make equal calls."""
+    stand_in, scope = torch.empty((1, 1, 1, 0), device="meta"), AttentionScope()
+    found: dict[object, AttentionModule] = {}
+    for one in model.modules():
+        if isinstance(one, AttentionModule):
+            found.setdefault((one.window, one.call(stand_in, scope)), one)
+    return tuple(found.values())
+
+
+def masks_cost(model: nn.Module, tokens: Tokens) -> Cost:
+    """Count the dense masks of windows that rows exceed, which all blocks and rows share."""
+    kept = {}
+    for one in attention_kinds(model):
+        if isinstance(one, MultiHeadLatentAttention) or one.state.context_size > 1:
+            continue
+        if exceeds(one.window, int(tokens.length)):
+            each = {"varlen": 0, "flex": 0, "blockwise": 1}.get(one.planned_backend(tokens), tokens.compute)
+            kept[one.window, each] = tokens.length**2 * each
+    return Cost(kept=sum(kept.values()))
+
+
+def set_attention_backend(model: nn.Module, backend: PinnedBackend) -> None:
+    """Let all attention layers of ``model`` be computed by ``backend``."""
+    for one in model.modules():
+        if isinstance(one, AttentionModule):
+            one.backend = backend
+
+
+def attention_backends(
+    model: nn.Module,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    *,
+    length: int,
+    packed: bool,
+    backend: PinnedBackend = "auto",
+) -> dict[str, str]:
+    """Return what computes each kind of attention in rows of ``length`` tokens, in words.
+
+    ``packed``: rows hold several documents. Raises ``BadInput`` if the pinned ``backend`` cannot compute one
+    of them.
+    """
+    stand_in, scope = torch.empty((1, 1, 1, 0), device="meta"), AttentionScope()
+    found: dict[str, str] = {}
+    for one in attention_kinds(model):
+        narrow = exceeds(one.window, length)
+        call = replace(
+            one.call(stand_in, scope), device=torch.device(device).type, dtype=dtype, masked=packed or narrow
+        )
+        said = [f"window {one.window}"] * narrow + ["several documents a row"] * packed + [call.score]
+        found[", ".join(filter(None, said)) or "one document a row"] = choose_backend(call, backend)
+    return found

@@ -1,0 +1,77 @@
+"""Attention over documents of different lengths, one after the other, by torch's flash attention for these.
+
+B batch  S sequence  H query heads here  K key/value heads here  E head dim
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .blockwise import widened
+
+#: Torch's function. Its import takes half a second, and comes before the blocks, which may be compiled.
+_kernel: Callable[..., Any] | None = None
+
+
+def _load_kernel() -> None:
+    global _kernel
+    if _kernel is None:
+        from torch.nn.attention.varlen import varlen_attn
+
+        # torch 2.11 takes groups of heads without being told.
+        told = "enable_gqa" in signature(varlen_attn).parameters
+        _kernel = partial(varlen_attn, enable_gqa=True) if told else varlen_attn
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """State where the documents of a batch start, its rows one after the other.
+
+    ``starts``: (documents + 1,), int32, the first token of each, and the number of all tokens. ``longest``:
+    tokens of the longest one, or of a row. ``window``: number of tokens that a token sees, itself included.
+    """
+
+    starts: Tensor
+    longest: int
+    window: int | None = None
+
+
+def sequences_of(
+    positions_BS: Tensor | None, batch: int, length: int, device: torch.device, window: int | None = None
+) -> Sequences:
+    """Return the sequences of ``batch`` rows of ``length`` tokens; a document starts where its position is 0.
+
+    ``positions_BS``: B may be 1 for rows that are alike; ``None``: each row is one document. If they are on
+    an accelerator this waits for it, once: the kernel is started for so many documents, and so long ones.
+    """
+    _load_kernel()
+    starts = torch.zeros(batch, length, dtype=torch.bool)
+    if positions_BS is not None:
+        starts |= (positions_BS == 0).cpu()
+    starts[:, 0] = True
+    places = torch.cat((starts.flatten().nonzero().squeeze(1), torch.tensor([starts.numel()])))
+    longest = int(places.diff().max())
+    return Sequences(places.to(device, torch.int32, non_blocking=True), longest, window)
+
+
+def varlen_attention(
+    q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, sequences: Sequences, *, scale: float | None = None
+) -> Tensor:
+    """Compute causal attention inside each of the sequences: (B, H, S, E), or as wide as ``v``."""
+    batch, width = q_BHSE.shape[0], v_BKSE.shape[-1]
+    # Tokens before heads, as products leave them: these are views.
+    q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (q_BHSE, k_BKSE, widened(v_BKSE, q_BHSE)))
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    before = -1 if sequences.window is None else sequences.window - 1
+    starts, longest = sequences.starts, sequences.longest
+    assert _kernel is not None, "sequences come first"
+    out = _kernel(q, k, v, starts, starts, longest, longest, scale=scale, window_size=(before, 0))
+    heads_BHSE: Tensor = out[..., :width].unflatten(0, (batch, -1)).transpose(1, 2)
+    return heads_BHSE

@@ -1,0 +1,201 @@
+"""The table that chooses what computes attention, and the backends that need no dense mask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import flex_attention as uncompiled
+from trilith.layers import Alibi, AttentionInputs, AttentionScope, alibi_slopes, causal_attention
+from trilith.layers.attention import causal, flex, mask, varlen
+from trilith.layers.attention.backends import BACKENDS, AttentionCall, choose_backend
+from trilith.layers.attention.visible import visible_tokens
+from trilith.models import family_of
+from trilith.parallel_state import BadInput, ParallelState, initialize
+from trilith.testing.tiny_models import MODELS
+
+HALF, SINGLE, DOUBLE = torch.bfloat16, torch.float32, torch.float64
+#: Three documents and two, of uneven lengths.
+POSITIONS = torch.cat([torch.arange(n) for n in (150, 1, 149, 40, 260)]).view(2, 300)
+
+
+@pytest.fixture
+def triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trilith.layers.attention.backends.find_spec", lambda name: object())
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "more", "backend"),
+    [
+        ("cuda", HALF, {}, "sdpa"),
+        ("cuda", SINGLE, {}, "sdpa"),
+        ("cuda", HALF, {"masked": True}, "varlen"),
+        ("cuda", SINGLE, {"masked": True}, "flex"),
+        ("cuda", DOUBLE, {"masked": True}, "sdpa"),
+        ("cuda", HALF, {"masked": True, "dropout": True}, "sdpa"),
+        ("cuda", HALF, {"masked": True, "cached": True}, "sdpa"),
+        ("cuda", HALF, {"score": "soft cap"}, "flex"),
+        ("cuda", HALF, {"score": "sinks", "masked": True}, "flex"),
+        ("cuda", HALF, {"score": "ALiBi"}, "flex"),
+        ("cuda", HALF, {"score": "rounded ALiBi"}, "blockwise"),
+        ("cuda", HALF, {"score": "soft cap", "cached": True}, "blockwise"),
+        ("cuda", HALF, {"score": "sinks", "width": 8, "value_width": 8}, "blockwise"),
+        ("cpu", HALF, {}, "sdpa"),
+        ("cpu", SINGLE, {"masked": True}, "sdpa"),
+        ("cpu", SINGLE, {"score": "sinks"}, "blockwise"),
+    ],
+    ids=str,
+)
+def test_the_table_takes_the_first_backend_that_can(
+    device: str, dtype: torch.dtype, more: dict[str, Any], backend: str, triton: None
+) -> None:
+    call = AttentionCall(device, dtype, **({"width": 64, "value_width": 64} | more))
+    assert choose_backend(call) == backend
+    assert choose_backend(call, choose_backend(call)) == backend
+
+
+@pytest.mark.parametrize(
+    ("pinned", "call", "need"),
+    [
+        ("varlen", AttentionCall("cpu", HALF, 64, 64), "a GPU"),
+        ("varlen", AttentionCall("cuda", SINGLE, 64, 64), "bfloat16"),
+        ("flex", AttentionCall("cuda", HALF, 64, 64, dropout=True), "no dropout"),
+        ("sdpa", AttentionCall("cpu", SINGLE, 64, 64, score="soft cap"), "no soft cap"),
+        ("flash", AttentionCall("cuda", HALF, 64, 64, masked=True), "rows of one document"),
+        ("cudnn", AttentionCall("cuda", SINGLE, 64, 64), "bfloat16"),
+        ("efficient", AttentionCall("cpu", SINGLE, 64, 64), "a GPU"),
+    ],
+    ids=str,
+)
+def test_a_pinned_backend_that_cannot_is_refused_in_one_line(
+    pinned: Any, call: AttentionCall, need: str, triton: None
+) -> None:
+    with pytest.raises(BadInput, match=need) as error:
+        choose_backend(call, pinned)
+    assert error.value.key == "attention_backend" and "\n" not in str(error.value)
+    assert "blockwise" in str(error.value) and pinned in BACKENDS
+
+
+def heads(*, width: int, value_width: int, dtype: torch.dtype = DOUBLE) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = (2, 4, 300, width), (2, 2, 300, width), (2, 2, 300, value_width)
+    q, k, v = (torch.randn(shape, generator=generator, dtype=dtype, requires_grad=True) for shape in shapes)
+    return q, k, v
+
+
+def by_sequence(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, *more: Any, scale: float, window_size: tuple[int, int]
+) -> Tensor:
+    """Compute what torch's kernel for documents promises, in plain torch; there is none for a CPU."""
+    assert starts.dtype == torch.int32 and more[0] is starts and set(more[1:]) == {int(starts.diff().max())}
+    outs = []
+    for start, stop in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
+        here = [one[start:stop].transpose(0, 1).unsqueeze(0) for one in (q, k, v)]
+        seen = torch.ones(stop - start, stop - start, dtype=torch.bool).tril(window_size[1])
+        if window_size[0] >= 0:
+            seen = seen.triu(-window_size[0])
+        out = torch.nn.functional.scaled_dot_product_attention(
+            here[0], here[1], here[2], seen, scale=scale, enable_gqa=True
+        )
+        outs.append(out.squeeze(0).transpose(0, 1))
+    return torch.cat(outs)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
+@pytest.mark.parametrize("window", [None, 40])
+def test_documents_one_after_the_other_equal_the_dense_mask(
+    window: int | None, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outputs and gradients, with shared keys and values that are narrower than keys."""
+    monkeypatch.setattr(varlen, "_kernel", by_sequence)
+    given = heads(width=16, value_width=8)
+    positions = POSITIONS if packed else torch.arange(300)
+    found = []
+    for backend in ("sdpa", "varlen"):
+        monkeypatch.setattr(causal, "choose_backend", lambda call, pinned, now=backend: now)
+        out = causal_attention(*given, AttentionScope(positions, window=window))
+        found.append([out, *torch.autograd.grad(out.square().sum(), given)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("window", "more"),
+    [
+        (None, {}),
+        (40, {"soft_cap": 2.0}),
+        (None, {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])}),
+        (40, {"alibi": Alibi(alibi_slopes(4), 0.5)}),
+    ],
+    ids=str,
+)
+def test_flex_attention_equals_scores_written_out(
+    window: int | None, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward, as torch computes it without its compiler; on a CPU there is no backward."""
+    monkeypatch.setattr(flex, "_compiled", lambda: uncompiled)
+    given = [one.detach() for one in heads(width=16, value_width=16, dtype=SINGLE)]
+    found = []
+    for backend in ("blockwise", "flex"):
+        monkeypatch.setattr(causal, "choose_backend", lambda call, pinned, now=backend: now)
+        found.append(causal_attention(*given, AttentionScope(POSITIONS, window=window), **more))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 40, 200])
+@pytest.mark.parametrize("length", [300, 256])
+def test_the_blocks_of_a_mask_are_those_that_torch_finds_token_by_token(
+    window: int | None, length: int
+) -> None:
+    positions = torch.cat([torch.arange(n) for n in (150, 1, length - 151, 40, length - 40)]).view(2, length)
+    made = AttentionScope(positions, window=window).block_mask(torch.empty(2, 4, length, 16))
+    wanted = create_block_mask(made.mask_mod, 2, None, length, length, device="cpu")
+    assert torch.equal(made.to_dense(), wanted.to_dense())
+    # Blocks that need no mask: fewer than torch finds would be right, more would not.
+    assert made.full_kv_num_blocks is not None and wanted.full_kv_num_blocks is not None
+    assert bool((made.full_kv_num_blocks <= wanted.full_kv_num_blocks + (length % 128 > 0)).all())
+    dense = AttentionScope(positions, window=window).mask
+    index = torch.arange(length)
+    rows, head = torch.arange(2).view(2, 1, 1), torch.zeros((), dtype=torch.long)
+    seen = made.mask_mod(rows, head, index.view(1, -1, 1), index.view(1, 1, -1))
+    assert dense is not None and torch.equal(dense.squeeze(1), seen)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text", "gpt_oss", "deepseek_v2"])
+def test_a_mask_is_made_once_a_forward_whatever_the_number_of_blocks(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And before the blocks: what they ask for is what their layers had made."""
+    made: list[str] = []
+    before = AttentionInputs.__init__
+    ready: list[int] = []
+
+    def watched(self: AttentionInputs, *given: Any, **named: Any) -> None:
+        before(self, *given, **named)
+        ready.append(len(made))
+
+    def noted(*given: Any) -> Tensor:
+        made.append("mask")
+        return visible_tokens(*given)
+
+    monkeypatch.setattr(AttentionInputs, "__init__", watched)
+    monkeypatch.setattr(mask, "visible_tokens", noted)
+    family = family_of(MODELS[name])
+    model = family.build(family.from_hf(MODELS[name]), device="cpu")
+    initialize(model, 0, state=ParallelState.alone())
+    positions = torch.arange(16).remainder(9).expand(2, -1)
+    model(torch.zeros(2, 16, dtype=torch.long), positions)
+    kinds = {"mistral": 1, "gemma3_text": 2, "gpt_oss": 2}.get(name, 1)
+    assert ready == [kinds] and len(made) == kinds
+
+
+def test_numbers_on_a_device_are_not_waited_for() -> None:
+    """The host cannot read the numbers of a meta tensor: reading them would raise."""
+    positions = torch.empty(2, 8, dtype=torch.long, device="meta")
+    scope = AttentionScope(positions)
+    assert scope.masked and not scope.causal
+    inputs = AttentionInputs(positions, like=torch.empty(2, 8, 4, device="meta"), state=ParallelState.alone())
+    assert inputs.documents is not None
