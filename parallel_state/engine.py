@@ -7,7 +7,7 @@ Collectives here are torch's functional ones: they return new tensors, wait for 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -192,7 +192,27 @@ def foreach_mul_(tensors: Sequence[Tensor], factor: Tensor) -> None:
 
 def foreach_copy_(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """Copy each value into the tensor at its place."""
-    torch._foreach_copy_(list(tensors), list(values))
+    if tensors:
+        torch._foreach_copy_(list(tensors), list(values))
+
+
+def like(parameter: Tensor, here: Tensor) -> Tensor:
+    """Return this rank's piece ``here`` of a tensor that is cut as ``parameter`` is; its gradient, say."""
+    if not isinstance(parameter, DTensor):
+        return here
+    mesh, shape, stride = parameter.device_mesh, parameter.shape, parameter.stride()
+    return DTensor.from_local(here, mesh, parameter.placements, run_check=False, shape=shape, stride=stride)
+
+
+def after_backward(call: Callable[[], None]) -> None:
+    """Call this at the end of the backward pass that is running."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def tensors_in(nest: Any) -> list[Tensor]:
+    """Return the tensors in a nest of tuples, lists and dicts."""
+    leaves: list[Any] = importlib.import_module("torch.utils._pytree").tree_leaves(nest)
+    return [one for one in leaves if isinstance(one, Tensor)]
 
 
 def fsdp_modules(module: nn.Module) -> list[FSDPModule]:

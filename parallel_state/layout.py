@@ -186,6 +186,11 @@ class Layout:
         rest = self.expert_pool // expert
         return (self.data_replicate, rest, expert) if self.zero else (rest, 1, expert)
 
+    @property
+    def holds_alone(self) -> bool:
+        """Tell whether no other rank of the data axes holds, or shares, a rank's parameters."""
+        return self.data * self.context == 1
+
     def data_place(self, at: Coordinates, experts: bool = False) -> tuple[int, int, int]:
         """Return a rank's position in each of ``data_sizes``."""
         _, shards, expert = self.data_sizes(experts)

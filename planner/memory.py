@@ -74,15 +74,27 @@ def plan_memory(work: Work, model: nn.Module, *, loss: Cost | None = None) -> Me
     )
 
 
+def _alone(work: Work) -> bool:
+    """Tell whether the weights are shared with no rank, and not by FSDP (``compute_weights``)."""
+    return work.layout.holds_alone and not work.offload
+
+
 def _gathered(work: Work, held: RankParameters) -> int:
-    """Return the bytes of the weights that a rank computes with. FSDP keeps them beside the stored ones, even
-    on one data rank.
+    """Return the bytes of the weights that a rank computes with, where they are not the stored ones. FSDP
+    keeps them beside the stored ones, even on one data rank.
     """
+    if _alone(work):
+        return held.stage * work.compute if work.compute != work.master else 0
     return (held.stage if work.layout.zero < 3 else held.root) * work.compute
 
 
 def _communicated(work: Work, held: RankParameters) -> int:
     """Return the bytes that FSDP sends for this block and the next: gathered weights, reduced gradients."""
+    if _alone(work):
+        # The gradients of a micro-batch before they are added to the others', and of what stages exchange:
+        # one is made while the last one is sent.
+        sent = 2 * work.between_stages if work.layout.pipeline > 1 else 0
+        return max(held.trained_root, held.largest_trained_block) * work.reduce + sent
     coming = 2 * held.largest_block * work.compute if work.layout.zero == 3 else 0
     whole = 0
     if work.layout.zero >= 2 and work.layout.pipeline > 1 and schedule_kind(work.schedule).two_backwards:
@@ -96,6 +108,8 @@ def _gradients(work: Work, held: RankParameters) -> tuple[int, int]:
     sharded = held.trained_stored * work.master
     if work.micro_batches == 1:
         return sharded, 0
+    if _alone(work):
+        return 0, held.trained * work.reduce
     if work.layout.zero >= 2:  # FSDP keeps the last group's input of the sum until the next backward
         return sharded, held.trained_root * work.reduce
     # Sums over the micro-batches; each is freed when its sharded sum is made.

@@ -9,7 +9,8 @@ stage  parameters between steps                 gradients                       
 3      sharded; a block whole while it computes reduce-scattered every micro-batch      forward and backward
 =====  =======================================  ======================================  ====================
 
-The same under a pipeline (``stage_driver``). Source: Rajbhandari et al. 2020; FSDP2 is torch's.
+The same under a pipeline (``pipeline/driver.py``). Without data and context ranks there is nothing to share
+and no FSDP; ``compute_weights`` casts the weights then. Source: Rajbhandari et al. 2020; FSDP2 is torch's.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch.distributed.tensor import Shard
 from ..layers import find_blocks, keep_aside
 from ..models import CausalLM
 from ..parallel_state import Layout, ParallelState, buffer_names, declarations, mark_shared, refuse_foreign
+from .compute_weights import ComputeWeights
 from .precision import Precision
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -40,17 +42,22 @@ def shard_over_data(
 ) -> Model:
     """Shard the parameters of any model over the data axes with FSDP2 (ZeRO 1 to 3, or DDP), in place.
 
-    FSDP handles one block at a time. The model may be on the meta device; ``model.to_empty`` and
-    ``initialize`` or a load come after this call, on the host if ``offload`` keeps weights, gradients and
-    moments there (``resting_device``). ``blocks``: the modules that ZeRO 3 gathers at a time, each with a
-    ``forward``; the default is ``find_blocks``.
+    FSDP handles one block at a time. A rank that shares its weights with no other needs it only to
+    ``offload``; its weights are cast by ``ComputeWeights``, or used as they are. The model may be on the meta
+    device; ``model.to_empty`` and ``initialize`` or a load come after this call, on the host if ``offload``
+    keeps weights, gradients and moments there (``resting_device``). ``blocks``: the modules that ZeRO 3
+    gathers at a time, each with a ``forward``; the default is ``find_blocks``.
     """
     refuse_foreign(model, "shard_over_data")
+    fixed = buffer_names(declarations(model))
+    if state.layout.holds_alone and not offload:
+        if not precision.master == precision.compute == precision.reduce:
+            model.__dict__["compute_weights"] = ComputeWeights(model, precision, fixed=fixed)
+        return model
     regather, mesh, policy = state.layout.zero == 3, state.data_mesh, precision.policy
     # Pages of a host without accelerator need no pinning, and cannot be.
     resting = CPUOffloadPolicy(pin_memory=state.device.type != "cpu") if offload else OffloadPolicy()
     cut, stacks = shard_dims(model, state.layout), stacks_of_experts(model) if state.layout.expert > 1 else []
-    fixed = buffer_names(declarations(model))
     ignored = {parameter for name, parameter in model.named_parameters() if name in fixed}
     for stack in stacks:
         fully_shard(

@@ -12,6 +12,7 @@ from ..data.batch import Batch
 from ..layers import Stage
 from ..models import CausalLM
 from ..pipeline import through_stages
+from .compute_weights import computing
 
 
 class ForwardOnly:
@@ -35,8 +36,9 @@ class ForwardOnly:
         On the last stage ``each(given, labels)`` is called for each micro-batch, with the output of
         ``CausalLM``.
         """
-        for part in batch.of_context(self.model.state).split(self.micro_batch):
-            self._micro_batch(part, each)
+        with computing(self.model):
+            for part in batch.of_context(self.model.state).split(self.micro_batch):
+                self._micro_batch(part, each)
         for module in self.model.modules():
             if isinstance(module, FSDPModule):  # no backward comes that would drop the gathered weights
                 module.reshard()

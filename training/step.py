@@ -14,6 +14,7 @@ from ..models import CausalLM
 from ..parallel_state import BadInput, has_gradients
 from ..pipeline.runner import Pipeline, schedule_of_model
 from .base_step import Step, refuse_stale
+from .compute_weights import computing
 
 
 class TrainStep(Step):
@@ -67,10 +68,11 @@ class TrainStep(Step):
         """
         batch, self._scale = self._agree(batch), scale
         set_auxiliary_scale(self.model, scale / (len(batch.input_ids) * self.state.layout.data))
-        if self.state.layout.pipeline > 1:
-            losses = self._pipelined(batch)
-        else:
-            losses = self.accumulate(batch.split(self.micro_batch), self._loss_of)
+        with computing(self.model):
+            if self.state.layout.pipeline > 1:
+                losses = self._pipelined(batch)
+            else:
+                losses = self.accumulate(batch.split(self.micro_batch), self._loss_of)
         inner = torch.promote_types(self.dtype, torch.float32)
         total = torch.stack(losses).sum() if losses else torch.zeros((), device=self.state.device)
         sums, counts = self.sum_over_ranks(total.to(inner).view(1))

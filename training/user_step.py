@@ -25,6 +25,7 @@ from ..pipeline import check_schedule, schedule_kind
 from ..pipeline.runner import Pipeline
 from ..pipeline.user_stages import ModuleStages, parts_of
 from .base_step import Step, refuse_stale
+from .compute_weights import computing
 from .evaluation import evaluating
 from .loss_contract import is_mean, refuse_mean, sum_and_count
 
@@ -101,10 +102,11 @@ class ModuleStep(Step):
         """
         self._agree(samples)
         parts, self._sums = self._cut(samples), []
-        if self.state.layout.pipeline > 1:
-            self._pipelined(samples, parts)
-        else:
-            self.accumulate(parts, self._loss_of)
+        with computing(self.model):
+            if self.state.layout.pipeline > 1:
+                self._pipelined(samples, parts)
+            else:
+                self.accumulate(parts, self._loss_of)
         total, count, counts = self._totals()
         self.refuse(total / count, counts)
         self.gradients.finalize(reduce=self.reduce)
@@ -144,7 +146,7 @@ class ModuleStep(Step):
         Collective over all ranks, which must have the same number of samples of the same shapes.
         """
         parts, self._sums = self._cut(samples), []
-        with evaluating(self.model):
+        with evaluating(self.model), computing(self.model):
             # The stages are tried anew: what travelled in training may have had another shape.
             stages = self._stages(parts[0]) if self.state.layout.pipeline > 1 else None
             for part in parts:

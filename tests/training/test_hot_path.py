@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 from trilith.data import Batch
 from trilith.models import CausalLM, family_of
 from trilith.parallel_state import NotTrained, clip_gradients, initialize
-from trilith.parallel_state.engine import TorchDispatchMode
+from trilith.testing.short_runs import Operators
 from trilith.testing.tiny_models import TINIEST_LLAMA
 from trilith.training import TrainStep, make_adamw
 from trilith.training.update import Update
 
 BATCH = Batch(torch.arange(32).view(4, 8), torch.arange(1, 33).view(4, 8))
-
-
-class Operators(TorchDispatchMode):
-    """Count the operators by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[str(func)] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def parts(blocks: int = 1, *, fused: bool = True) -> tuple[CausalLM, TrainStep, Update]:

@@ -1,0 +1,117 @@
+"""A rank that shares its weights with no other casts them itself, with the bits of FSDP on one rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from trilith.data import Batch
+from trilith.models import CausalLM, family_of
+from trilith.parallel_state import Layout, ParallelState, clip_gradients, initialize
+from trilith.parallel_state.engine import local_data
+from trilith.testing import run_parallel
+from trilith.testing.short_runs import Operators
+from trilith.testing.tiny_models import TINIEST_LLAMA
+from trilith.training import Precision, TrainStep, make_adamw, shard_over_data
+
+FP32, BF16 = torch.float32, torch.bfloat16
+CASES = {
+    "bf16, sums in fp32": Precision(FP32, BF16, FP32),
+    "bf16, sums in bf16": Precision(FP32, BF16, BF16),
+    "bf16 weights, sums in fp32": Precision(BF16, BF16, FP32),
+    "fp32": Precision(FP32, FP32, FP32),
+}
+
+
+def batch() -> Batch:
+    ids = torch.arange(64).view(8, 8) * 7 % 131
+    return Batch(ids, ids.roll(-1, 1))
+
+
+def made(state: ParallelState, precision: Precision, *, tied: bool = True) -> CausalLM:
+    config = TINIEST_LLAMA | {"tie_word_embeddings": tied}
+    family = family_of(config)
+    model = family.build(family.from_hf(config), state=state, dtype=precision.master)
+    shard_over_data(model, state, precision)
+    model.to_empty(device="cpu")
+    initialize(model, 1, state=state)
+    return model
+
+
+def trained(layout: Layout, precision: Precision, fsdp: bool, own_loop: bool = False) -> list[Tensor]:
+    """Return losses, gradients and weights of two steps of four micro-batches."""
+    state = ParallelState.start(layout)
+    with pytest.MonkeyPatch.context() as patch:
+        if fsdp:
+            patch.setattr(Layout, "holds_alone", property(lambda self: False))
+        model = made(state, precision)
+    assert isinstance(model, FSDPModule) == fsdp
+    optimizer = make_adamw(model, lr=1e-2)
+    step = TrainStep(model, micro_batch=2, dtype=precision.compute, reduce=precision.reduce)
+    found: list[Tensor] = []
+    for _ in range(2):
+        if own_loop:
+            step._tokens = torch.tensor(64)  # the mean's divisor, which a step counts
+            for part in batch().split(2):
+                loss = step.loss(model(part.input_ids), part.labels)
+                loss.backward()
+                assert {one.dtype for one in model.parameters()} == {precision.master}
+        else:
+            found.append(step(batch()))
+        found += [local_data(one.grad).clone() for one in model.parameters() if one.grad is not None]
+        clip_gradients(model, 0.5, state=state)
+        optimizer.step()
+        optimizer.zero_grad()
+    return found + [local_data(one).clone() for one in model.parameters()]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_rank_has_the_bits_of_fsdp(name: str) -> None:
+    ((ours,), (theirs,)) = (run_parallel(trained, 1, Layout(), CASES[name], fsdp) for fsdp in (False, True))
+    assert len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.parametrize("layout", [Layout.of(tensor=2, sequence=True), Layout.of(pipeline=2)], ids=str)
+def test_so_have_ranks_of_other_axes(layout: Layout) -> None:
+    for ours, theirs in zip(
+        *(run_parallel(trained, 2, layout, CASES["bf16, sums in fp32"], fsdp) for fsdp in (False, True)),
+        strict=True,
+    ):
+        assert len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
+
+
+def test_a_loop_of_ones_own_casts_at_each_forward_and_finds_its_parameters_after_backward() -> None:
+    precision = CASES["bf16, sums in fp32"]
+    (own,), (ours,) = (run_parallel(trained, 1, Layout(), precision, False, own) for own in (True, False))
+    # The step's losses are not in a loop of one's own.
+    ours = [one for one in ours if one.ndim]
+    assert len(own) == len(ours) and all(map(torch.equal, own, ours))
+
+
+def test_each_weight_is_copied_once_a_step_and_no_gradient_is_sent() -> None:
+    model = made(ParallelState.alone(), CASES["bf16, sums in fp32"])
+    step = TrainStep(model, micro_batch=2, dtype=BF16, reduce=FP32)
+    for _ in range(2):
+        model.zero_grad()
+        with Operators() as seen:
+            step.launch(batch())
+    assert seen.counts["aten._foreach_copy_.default"] == 1
+    assert not [name for name in seen.counts if "c10d" in name or "fsdp" in name]
+    plain = made(ParallelState.alone(), CASES["fp32"])
+    with Operators() as seen:
+        TrainStep(plain, micro_batch=2).launch(batch())
+    assert not [name for name in seen.counts if "_foreach_copy" in name or "c10d" in name or "fsdp" in name]
+
+
+def test_an_error_in_a_forward_leaves_the_model_with_its_parameters() -> None:
+    model = made(ParallelState.alone(), CASES["bf16, sums in fp32"])
+    mine = [*model.parameters()]
+    model.norm.register_forward_hook(lambda *_: 1 / 0)
+    for run in (
+        lambda: model(batch().input_ids),
+        lambda: TrainStep(model, micro_batch=2, dtype=BF16).launch(batch()),
+    ):
+        with pytest.raises(ZeroDivisionError):
+            run()
+        assert all(one is other for one, other in zip(model.parameters(), mine, strict=True))

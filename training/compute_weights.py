@@ -1,0 +1,125 @@
+"""Compute with weights of another data type than the optimizer's, on a rank that shares them with no other.
+
+FSDP2 casts too, but on one rank it also copies each weight into a buffer and out of it, and each gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..parallel_state import engine
+from ..parallel_state.engine import local_data
+from .precision import Precision
+
+
+@dataclass(slots=True)
+class _Pair:
+    """Hold a parameter (the master), its copy, the modules that hold it, and the sum of its gradients."""
+
+    master: nn.Parameter
+    copy: nn.Parameter
+    holders: list[tuple[nn.Module, str]] = field(default_factory=list)
+    total: Tensor | None = None
+
+
+class ComputeWeights(AbstractContextManager["ComputeWeights"]):
+    """Hold the weights that forward and backward compute with, in ``precision.compute``.
+
+    In the ``with`` block the model's modules hold copies of its parameters, made at its beginning. At its end
+    they hold the parameters again, whose ``.grad`` has grown by the gradients of the copies. Those are added
+    up over the backward passes of the block in ``precision.reduce``. A forward outside such a block makes one
+    that ends with its backward. ``fixed``: names of parameters that stay as they are.
+    """
+
+    def __init__(self, model: nn.Module, precision: Precision, *, fixed: Iterable[str] = ()) -> None:
+        self.model, self.precision, self.fixed = model, precision, frozenset(fixed)
+        self._pairs: list[_Pair] = []
+        self._depth, self._of_forward = 0, False
+        model.register_forward_pre_hook(self._before_forward, prepend=True)
+        model.register_forward_hook(self._after_forward, always_call=True)
+
+    def __enter__(self) -> ComputeWeights:
+        self._depth += 1
+        if self._depth == 1:
+            self._pairs = self._pairs or self._made()
+            cast = [one for one in self._pairs if one.copy.dtype != one.master.dtype]
+            with torch.no_grad():
+                engine.foreach_copy_([one.copy for one in cast], [local_data(one.master) for one in cast])
+            for one in self._pairs:
+                one.copy.requires_grad_(one.master.requires_grad)
+                for module, leaf in one.holders:
+                    setattr(module, leaf, one.copy)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._depth -= 1
+        if self._depth:
+            return
+        for one in self._pairs:
+            for module, leaf in one.holders:
+                setattr(module, leaf, one.master)
+            self._take(one)
+            total, one.total = one.total, None
+            if kind is None and total is not None:
+                _add(one.master, total.to(one.master.dtype))
+
+    def _made(self) -> list[_Pair]:
+        modules = dict(self.model.named_modules())
+        found: dict[nn.Parameter, _Pair] = {}
+        for name, master in self.model.named_parameters(remove_duplicate=False):
+            if name in self.fixed:
+                continue
+            if master not in found:
+                copy = nn.Parameter(local_data(master).to(self.precision.compute), master.requires_grad)
+                found[master] = pair = _Pair(master, copy)
+                if self.precision.reduce != self.precision.compute:
+                    if not copy.requires_grad:
+                        copy.requires_grad_(True)  # torch takes hooks of no other
+                    copy.register_post_accumulate_grad_hook(lambda _, pair=pair: self._take(pair))
+            path, _, leaf = name.rpartition(".")
+            found[master].holders.append((modules[path], leaf))
+        return [*found.values()]
+
+    def _take(self, one: _Pair) -> None:
+        """Add the gradient of a copy to its sum."""
+        grad, one.copy.grad = one.copy.grad, None
+        if grad is not None:
+            one.total = grad.to(self.precision.reduce) if one.total is None else one.total.add_(grad)
+
+    def _before_forward(self, module: nn.Module, inputs: Any) -> None:
+        if not self._depth:
+            self._of_forward = True
+            self.__enter__()
+
+    def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if not self._of_forward:
+            return
+        waits = [one for one in engine.tensors_in(output) if one.requires_grad]
+        if waits:
+            waits[0].register_hook(lambda grad: engine.after_backward(self._leave))
+        else:
+            self._leave()
+
+    def _leave(self) -> None:
+        if self._of_forward:
+            self._of_forward = False
+            self.__exit__(None)
+
+
+def computing(model: nn.Module) -> AbstractContextManager[Any]:
+    """Return a context in which several forwards and backwards of ``model`` share one copy of its weights."""
+    found = model.__dict__.get("compute_weights")
+    return found if isinstance(found, ComputeWeights) else nullcontext()
+
+
+def _add(master: nn.Parameter, grad: Tensor) -> None:
+    if master.grad is None:
+        master.grad = engine.like(master, grad)
+    else:
+        local_data(master.grad).add_(grad)
