@@ -14,8 +14,10 @@ from typing import Annotated, Any
 import typer
 
 from ..system import check_enough, refusal_of, visible
+from .bench import bench
 from .convert import convert
 from .diff import diff
+from .doctor import doctor
 from .generate import generate
 from .inspect import inspect
 from .merge_lora import merge_lora
@@ -35,6 +37,8 @@ from .verify import verify
 #: ``trilith --help`` answers at once.
 COMMANDS: tuple[Callable[..., None], ...] = (
     quickstart,
+    doctor,
+    bench,
     models,
     convert,
     reshard,

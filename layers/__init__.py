@@ -15,7 +15,7 @@ from .attention.latent import MultiHeadLatentAttention
 from .attention.mask import AttentionScope
 from .attention.selection import attention_backends, attention_kinds, masks_cost, set_attention_backend
 from .attention.visible import documents
-from .chunked_loss import chunked_cross_entropy, chunked_cross_entropy_cost
+from .chunked_loss import automatic_chunk, chunked_cross_entropy, chunked_cross_entropy_cost
 from .collectives import (
     copy_to_tensor,
     enter_tensor,
@@ -49,7 +49,7 @@ from .experts.router import TopKRouter
 from .float8 import Scaling, use_float8
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .lora import ParallelLinear, attach_lora, linears, lora_scale
-from .loss import IGNORE, bounded, cross_entropy_cost, valid_tokens, vocab_parallel_cross_entropy
+from .loss import bounded, cross_entropy_cost, valid_tokens, vocab_parallel_cross_entropy
 from .mlp import ACTIVATIONS, MLP, GatedMLP, activation
 from .norm import HeadsLayerNorm, HeadsRMSNorm, LayerNorm, RMSNorm
 from .recurrent.gated_delta_net import GatedDeltaNet
@@ -58,6 +58,7 @@ from .replicated_linear import ReplicatedLinear
 from .rope_frequencies import inverse_frequencies, yarn_scale
 from .rotary import Rope, RotaryEmbedding
 from .stage import Stage, all_stages, find_blocks, split_blocks
+from .token_losses import IGNORE
 
 __all__ = [
     "ACTIVATIONS",
@@ -109,6 +110,7 @@ __all__ = [
     "all_stages",
     "attach_expert_lora",
     "attach_lora",
+    "automatic_chunk",
     "bounded",
     "attention_backends",
     "attention_kinds",

@@ -12,6 +12,7 @@ is refused. GPipe, 1F1B and interleaved 1F1B do not separate them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from math import ceil
 from typing import Any
 
@@ -23,14 +24,17 @@ from .autocast import without_autocast
 from .collectives import enter_tensor
 from .cost import Cost, Tokens
 from .embedding import check_ids, padded_vocabulary
-from .loss import IGNORE, loss_sends, losses_in_place
+from .loss import loss_sends
+from .token_losses import IGNORE, LossTerms, block_bytes, logits_gradient, token_losses
 
+#: Bytes of logits, of a device, up to which memory is not worth a thought.
+LOGITS = 64 * 2**20
 #: Rows of a product that is held before it is added to a sum of another dtype.
 _ROWS = 8192
 
 
 class _Chunked(torch.autograd.Function):
-    """Sum of the losses; its two gradients are made in forward, in ``chunk`` tokens' logits."""
+    """Sum of the losses times ``scale``; its gradients are made in forward, from ``chunk`` tokens' logits."""
 
     @staticmethod
     def forward(
@@ -39,64 +43,57 @@ class _Chunked(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         labels: Tensor,
-        vocab_size: int,
-        smoothing: float,
-        ignore: int,
+        scale: Tensor,
+        terms: LossTerms,
         chunk: int,
         wanted: tuple[bool, bool, bool],
-        logit_cap: float | None,
+        sums: torch.dtype,
         state: ParallelState,
     ) -> Tensor:
         x_ND, y_N = hidden.detach().reshape(-1, hidden.shape[-1]), labels.reshape(-1)
         w_VD = weight.detach()
-        inner = torch.promote_types(hidden.dtype, torch.float32)
-        chunk = min(chunk, len(y_N))
+        chunk = max(min(chunk, len(y_N)), 1)
+        if chunk >= len(y_N):
+            sums = w_VD.dtype  # one product: nothing is summed
         logits_CV = x_ND.new_empty(chunk, len(w_VD))
         dx_ND = torch.empty_like(x_ND) if wanted[0] else None
-        # Summed over the chunks in the loss' dtype: in bf16 each chunk would round the sum.
-        dw_VD = torch.zeros_like(w_VD, dtype=inner) if wanted[1] else None
-        db_V = w_VD.new_zeros(len(w_VD), dtype=inner) if wanted[2] else None
-        one, loss = x_ND.new_ones((), dtype=inner), x_ND.new_zeros((), dtype=inner)
-        for start in range(0, len(y_N), max(chunk, 1)):
+        dw_VD = torch.zeros_like(w_VD, dtype=sums) if wanted[1] else None
+        db_V = w_VD.new_zeros(len(w_VD), dtype=scale.dtype) if wanted[2] else None
+        loss = torch.zeros_like(scale)
+        for start in range(0, len(y_N), chunk):
             x_CD, y_C = x_ND[start : start + chunk], y_N[start : start + chunk]
             part = torch.mm(x_CD, w_VD.t(), out=logits_CV[: len(y_C)])
             if bias is not None:
                 part += bias.detach()
-            capped, slope = part.to(inner), None
-            if logit_cap is not None:
-                share = (capped / logit_cap).tanh_()
-                capped, slope = share * logit_cap, 1 - share**2
-            losses, gradient = losses_in_place(capped, y_C, vocab_size, smoothing, ignore, state)
+            losses, rows = token_losses(part, y_C, terms, state)
             loss += losses.sum()
             if not any(wanted):
                 continue
-            grad_CV = gradient.scaled(one, vocab_size, smoothing, state)
-            if slope is not None:
-                grad_CV *= slope
+            grad_CV = logits_gradient(part, rows, scale, terms, state, in_place=True)
             if db_V is not None:
-                db_V += grad_CV.sum(0)
-            if grad_CV.dtype != part.dtype:
-                grad_CV = part.copy_(grad_CV)
+                db_V += grad_CV.sum(0, dtype=scale.dtype)
             if dx_ND is not None:
                 torch.mm(grad_CV, w_VD, out=dx_ND[start : start + chunk])
             if dw_VD is not None:
                 _add_product(dw_VD, grad_CV.t(), x_CD)
         ctx.save_for_backward(dx_ND, dw_VD, db_V)
-        ctx.shape, ctx.dtype = hidden.shape, weight.dtype
-        return loss
+        ctx.shape, ctx.dtype, ctx.ran = hidden.shape, weight.dtype, False
+        return loss * scale
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        assert not getattr(ctx, "ran", False), "the weight's gradient was scaled in place: backward runs once"
+        if ctx.ran:
+            raise RuntimeError(
+                "chunked_cross_entropy: backward runs once, since it scales the gradients in place; "
+                "call vocab_parallel_cross_entropy where it must run again (retain_graph=True)"
+            )
         ctx.ran = True
         dx_ND, dw_VD, db_V = ctx.saved_tensors
-        scale = grads[0]
-        # The scale is one over the step's tokens: rounded to bf16 it would be wrong for all gradients alike.
-        dx = None if dx_ND is None else (dx_ND.to(scale.dtype) * scale).to(dx_ND.dtype).view(ctx.shape)
-        # In place: a second copy of the weight's gradient is what this function is there to spare.
-        dw = None if dw_VD is None else dw_VD.mul_(scale).to(ctx.dtype)
-        db = None if db_V is None else db_V.mul_(scale).to(ctx.dtype)
-        return dx, dw, db, *[None] * 8
+        # Exact in any dtype if the whole scale was in forward: then this one is 1.
+        dx = None if dx_ND is None else _scaled(dx_ND, grads[0], dx_ND.dtype).view(ctx.shape)
+        dw = None if dw_VD is None else _scaled(dw_VD, grads[0], ctx.dtype)
+        db = None if db_V is None else _scaled(db_V, grads[0], ctx.dtype)
+        return dx, dw, db, *[None] * 7
 
 
 _chunked: Callable[..., Tensor] = _Chunked.apply  # torch declares it without types
@@ -112,31 +109,71 @@ def chunked_cross_entropy(
     chunk: int,
     bias: Tensor | None = None,
     label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
     ignore_index: int = IGNORE,
     logit_cap: float | None = None,
+    scale: Tensor | None = None,
+    sums: torch.dtype | None = None,
     state: ParallelState | None = None,
 ) -> Tensor:
-    """Return the sum over tokens of ``vocab_parallel_cross_entropy(F.linear(hidden, weight), labels)``: a
-    scalar.
+    """Return the sum over tokens of ``vocab_parallel_cross_entropy(F.linear(hidden, weight), labels)`` times
+    ``scale``: a scalar.
 
     ``hidden``: (B, S, D), or (B, S / tensor, D) with sequence parallelism. ``weight``: (padded / tensor, D),
     this rank's rows; ``bias``: (padded / tensor,). ``labels``: (B, S), shifted. ``chunk``: number of tokens
-    whose logits exist at once. The memory beyond inputs and gradients is ``chunk * rows * (bytes of hidden +
-    4)``, or without the 4 if hidden is already fp32. Each chunk has two small all-reduces over the tensor
-    axis. ``logit_cap``: bound of the logits (see ``bounded``); memory then holds two more chunks. Backward
-    may run once.
+    whose logits exist at once (``automatic_chunk`` chooses one). ``logit_cap``: bound of the logits (see
+    ``bounded``). ``scale``: a tensor of one number; a factor that is applied afterwards rounds the gradients
+    once more. ``sums``: dtype in which the weight's gradient is summed over the chunks;
+    default: at least fp32.
+
+    The memory beyond inputs and gradients is the logits of a chunk, in the dtype of the hidden states, and
+    the sum, which the gradient then lies in. Each chunk has two small all-reduces over the tensor axis.
+    Backward may run once, and raises ``RuntimeError`` if it runs again.
     """
     state = alone_or(state)
     if chunk < 1:
         raise BadInput("memory", "loss_chunk", expected="at least 1 token", found=chunk)
     check_ids(labels, vocab_size, but=ignore_index)
-    inner = torch.promote_types(hidden.dtype, weight.dtype)  # which autocast outside of it may have set apart
-    hidden, weight = enter_tensor(hidden.to(inner), state), weight.to(inner)
-    bias = None if bias is None else bias.to(inner)
+    compute = torch.promote_types(
+        hidden.dtype, weight.dtype
+    )  # which autocast outside of it may have set apart
+    inner = torch.promote_types(compute, torch.float32)
+    hidden, weight = enter_tensor(hidden.to(compute), state), weight.to(compute)
+    bias = None if bias is None else bias.to(compute)
     on = torch.is_grad_enabled()
     wanted = tuple(on and one is not None and one.requires_grad for one in (hidden, weight, bias))
-    settings = (vocab_size, label_smoothing, ignore_index, chunk, wanted, logit_cap, state)
-    return _chunked(hidden, weight, bias, labels, *settings)
+    terms = LossTerms(vocab_size, label_smoothing, z_loss, ignore_index, logit_cap)
+    factor = hidden.new_ones((), dtype=inner) if scale is None else scale.to(hidden.device, inner)
+    kept = torch.promote_types(compute, sums or inner)
+    return _chunked(hidden, weight, bias, labels, factor, terms, chunk, wanted, kept, state)
+
+
+def automatic_chunk(
+    tokens: Tokens,
+    vocab_size: int,
+    *,
+    sums: int = 4,
+    trained: bool = True,
+    state: ParallelState | None = None,
+) -> int:
+    """Return the number of tokens whose logits ``chunked_cross_entropy`` should make at once, or 0 for the
+    plain loss.
+
+    The plain loss where all logits take at most ``LOGITS`` bytes. Else all tokens, unless a chunk and the sum
+    of the weight's gradient need less: then so many tokens that their logits take ``LOGITS`` or a quarter of
+    the sum, if that is more. ``sums``: bytes of a number of the sum. ``trained``: whether there is one.
+    """
+    state = alone_or(state)
+    columns = padded_vocabulary(vocab_size, state.tensor_size) // state.tensor_size
+    whole = tokens.bytes(columns)
+    if whole <= LOGITS:
+        return 0
+    total = columns * tokens.hidden * max(sums, tokens.compute)
+    most = max(LOGITS, total // 4)
+    if whole <= most + total * trained:
+        return int(tokens.count)
+    chunk = most // (columns * tokens.compute)
+    return int(max(chunk // 128 * 128, min(chunk, 128), 1))
 
 
 def chunked_cross_entropy_cost(
@@ -144,30 +181,45 @@ def chunked_cross_entropy_cost(
     vocab_size: int,
     chunk: int,
     *,
+    sums: int = 4,
     trained: bool = True,
-    logit_cap: float | None = None,
     state: ParallelState | None = None,
 ) -> Cost:
-    """Return the cost of ``chunked_cross_entropy``; ``trained``: whether the weight gets a gradient."""
+    """Return the cost of ``chunked_cross_entropy``; ``trained``: whether the weight gets a gradient, which is
+    summed in numbers of ``sums`` bytes.
+    """
     state = alone_or(state)
-    compute, inner = tokens.compute, tokens.inner
-    cast = compute if compute < inner else 0
-    bounds = 0 if logit_cap is None else 2 * inner  # the bounded logits, and the derivative of the bound
     columns = padded_vocabulary(vocab_size, state.tensor_size) // state.tensor_size
-    weight = columns * tokens.hidden * trained
+    sums = tokens.compute if chunk >= tokens.count else max(sums, tokens.compute)
     # A trained output layer has counted the hidden states.
     hidden = tokens.bytes(tokens.hidden) * (1 if trained else 2)
+    chunk = min(chunk, int(tokens.count))
+    # Where a product cannot be added to a sum of another dtype, a part of its factor is brought to that.
+    cast = sums * chunk * min(_ROWS, columns) if sums > tokens.compute and not tokens.fused else 0
+    block = block_bytes(replace(tokens, rows=chunk, length=1), columns)
     return Cost(
-        kept=weight * inner + hidden,
-        working=min(chunk, tokens.count) * columns * (inner + cast + bounds) + weight * cast,
+        kept=columns * tokens.hidden * sums * trained + hidden,
+        working=chunk * columns * tokens.compute + max(block, cast * trained),
         sends=loss_sends(tokens, ceil(tokens.count / chunk), state),
     )
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add ``a @ b`` to ``total``, in blocks of rows if the product has another dtype than the sum."""
+    """Add ``a @ b`` to ``total``; it is not rounded on the way to a sum of more digits."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
-        return
-    for rows, part in zip(a.split(_ROWS), total.split(_ROWS), strict=True):
-        part += rows @ b
+    elif a.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        for rows, part in zip(a.split(_ROWS), total.split(_ROWS), strict=True):
+            part.addmm_(rows.to(total.dtype), b.to(total.dtype))
+
+
+def _scaled(total: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``total * scale`` in ``dtype``, within the memory of ``total``, a few rows at a time."""
+    if total.dtype == dtype:
+        return total.mul_(scale)
+    out = total.view(-1).view(dtype)[: total.numel()].view(total.shape)
+    for rows, part in zip(out.split(_ROWS), total.split(_ROWS), strict=True):
+        rows.copy_(part * scale)
+    return out

@@ -81,7 +81,7 @@ def _of_stage(work: Work, model: CausalLM, stage: Stage) -> StageCost:
             weight = model.embed.weight if model.config.tie_word_embeddings else model.head.weight
             trained, chunk = weight.requires_grad, work.loss_chunk
             loss = chunked_cross_entropy_cost(
-                tokens, vocabulary, chunk, trained=trained, logit_cap=cap, state=model.state
+                tokens, vocabulary, chunk, sums=work.loss_sums, trained=trained, state=model.state
             )
         else:
             loss = cross_entropy_cost(tokens, vocabulary, logit_cap=cap, state=model.state)

@@ -27,7 +27,9 @@ class Work:
     reduce: int = 4
     checkpointing: Checkpointing = "none"
     checkpoint_every: int = 2
+    #: Tokens whose logits exist at once, 0 for all, kept; bytes in which their weight gradients are summed.
     loss_chunk: int = 0
+    loss_sums: int = 4
     offload: bool = False
     #: Whether RMSNorm, dropout and attention that drops are one kernel each (CUDA), or several (a CPU).
     fused: bool = True

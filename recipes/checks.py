@@ -135,11 +135,11 @@ def check_memory_of_pipeline(memory: MemorySection, layout: Layout, name: str, w
     if layout.pipeline == 1:
         return
     kind = schedule_kind(name)
-    if memory.loss_chunk and (name == "gpipe" or kind.two_backwards):
+    if memory.stated_chunk and (name == "gpipe" or kind.two_backwards):
         raise BadInput(
             where,
             "memory.loss_chunk",
-            expected=f"0 with layout.schedule={name}, or 1f1b or interleaved",
+            expected=f"auto or 0 with layout.schedule={name}, or 1f1b or interleaved",
             found=memory.loss_chunk,
             todo="Several micro-batches wait for their backward after their losses, and each would hold a "
             "gradient of the output layer",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -244,6 +244,12 @@ class OptimizerSection(Section):
         lt=1,
         description="label smoothing: share of the target that is spread over the vocabulary",
     )
+    z_loss: float = Field(
+        default=0.0,
+        ge=0,
+        description="factor of the squared log-sum-exp of a token's logits, which is added to its loss and "
+        "keeps the logits small; PaLM: 1e-4",
+    )
     groups: tuple[ParameterGroup, ...] = Field(
         default=(),
         strict=False,
@@ -270,10 +276,10 @@ class MemorySection(Section):
     checkpoint_every: int | None = Field(
         default=None, ge=1, description="n of checkpointing = every; default: 2"
     )
-    loss_chunk: int = Field(
-        default=0,
-        ge=0,
-        description="number of tokens whose logits exist at once; 0: those of a whole micro-batch",
+    loss_chunk: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
+        default="auto",
+        description="number of tokens whose logits exist at once; 0: those of a whole micro-batch, kept for "
+        "backward; auto: 0 if these take at most 64 MiB, else the number that needs least memory",
     )
     offload: bool = Field(
         default=False,
@@ -284,6 +290,11 @@ class MemorySection(Section):
         gt=0,
         description="memory of a device in 10^9 bytes, for a dry run; default: that of the GPU here",
     )
+
+    @property
+    def stated_chunk(self) -> int:
+        """Return ``loss_chunk`` if it is a number, and 0 if it is "auto"."""
+        return 0 if self.loss_chunk == "auto" else self.loss_chunk
 
     @property
     def every(self) -> int:

@@ -45,6 +45,7 @@ class Case:
     split: tuple[int, ...] | None = None
     schedule: str = "1f1b"
     label_smoothing: float = 0.0
+    z_loss: float = 0.0
     samples: int = 4
     length: int = 16
     micro_batch: int = 1
@@ -102,7 +103,7 @@ def train_rank(case: Case) -> RankOutcome:
     precision = Precision(case.dtype, case.compute or case.dtype, case.dtype)
     if case.compiled:
         compile_blocks(model.layers.values(), backend=case.compiled)
-    spare_memory(model, case.memory)
+    spare_memory(model, case.memory, case.memory.stated_chunk)
     shard_over_data(model, state, precision, offload=case.memory.offload)
     model.to_empty(device=resting_device(state, offload=case.memory.offload))
     initialize(model, case.seed, state=state)
@@ -113,8 +114,9 @@ def train_rank(case: Case) -> RankOutcome:
         micro_batch=case.micro_batch,
         schedule=case.schedule,
         label_smoothing=case.label_smoothing,
+        z_loss=case.z_loss,
         dtype=case.compute or case.dtype,
-        loss_chunk=case.memory.loss_chunk,
+        loss_chunk=case.memory.stated_chunk,
     )
     optimizer = make_adamw(model, lr=case.lr)
     losses, norms, gradients = [], [], {}

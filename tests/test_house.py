@@ -33,7 +33,8 @@ FLOORS = {
     "generation": 6,
     "training": 7,
     "testing": 8,
-    "cli": 9,
+    "bench": 9,
+    "cli": 10,
 }
 #: The most files in one folder: more is a flat drawer. The zoo has one for each family.
 MOST_FILES, MOST_FAMILIES = 30, 60
@@ -52,6 +53,7 @@ READERS = {
     "storage/small_files.py": "the one reader",
     "storage/journal.py": "bytes of our own, cut off where a kill cut them",
     "system/process_info.py": "/proc",
+    "system/machine.py": "/proc and /sys",
     "testing/forked.py": "/proc",
     "parallel_state/collective_order.py": "a store between ranks, no file",
     "runs/rendezvous.py": "a store between ranks, no file",

@@ -55,7 +55,7 @@ def build(recipe: Recipe, plan: Plan, state: ParallelState) -> Parts:
         _keep_even(model, recipe.experts, count)
     if recipe.compile:
         compile_blocks(model.layers.values())
-    spare_memory(model, recipe.memory)
+    spare_memory(model, recipe.memory, plan.loss_chunk)
     shard_over_data(model, state, precision, offload=recipe.memory.offload)
     model.to_empty(device=resting_device(state, offload=recipe.memory.offload))
     wanted = recipe.optimizer
@@ -72,8 +72,10 @@ def build(recipe: Recipe, plan: Plan, state: ParallelState) -> Parts:
         micro_batch=recipe.data.micro_batch,
         schedule=recipe.pipeline_schedule,
         label_smoothing=wanted.label_smoothing,
+        z_loss=wanted.z_loss,
         dtype=precision.compute,
-        loss_chunk=recipe.memory.loss_chunk,
+        loss_chunk=plan.loss_chunk,
+        loss_sums=dtype_named(recipe.reduce) if recipe.reduce else None,
         reduce=torch.promote_types(master, precision.reduce),
     )
     bias_rate = recipe.experts.bias_rate if recipe.experts is not None else 0.0
@@ -128,9 +130,12 @@ def model_on_meta(recipe: Recipe, plan: Plan, state: ParallelState) -> CausalLM:
     return model
 
 
-def spare_memory(model: CausalLM, memory: MemorySection) -> None:
-    """Set activation checkpointing and where the logits are made, in place; call it before FSDP."""
+def spare_memory(model: CausalLM, memory: MemorySection, loss_chunk: int) -> None:
+    """Set activation checkpointing and where the logits are made, in place; call it before FSDP.
+
+    ``loss_chunk``: number of tokens, 0 for the whole logits.
+    """
     blocks = ((int(number), block) for number, block in model.layers.items())
     whole = model.state.context_size == 1
     checkpoint_blocks(blocks, memory.checkpointing, every=memory.every, keep_attention=whole)
-    model.head_in_loss = memory.loss_chunk > 0
+    model.head_in_loss = loss_chunk > 0

@@ -160,7 +160,8 @@ def rank_plan(recipe: Recipe, planned: Plan, rank: int) -> RankPlan:
         reduce=dtype_named(recipe.reduce or recipe.dtype).itemsize,
         checkpointing=recipe.memory.checkpointing,
         checkpoint_every=recipe.memory.every,
-        loss_chunk=recipe.memory.loss_chunk,
+        loss_chunk=planned.loss_chunk,
+        loss_sums=dtype_named(recipe.reduce).itemsize if recipe.reduce else 4,
         offload=recipe.memory.offload,
         fused=recipe.device == "cuda",
     )
@@ -241,7 +242,7 @@ def _fits(recipe: Recipe, room: int) -> list[Fit]:
 def _changes(recipe: Recipe) -> list[Change]:
     """Return what saves memory, by what it costs in time."""
     layout, memory, found = recipe.layout, recipe.memory, []
-    if not memory.loss_chunk:
+    if memory.loss_chunk in ("auto", 0):
         found.append(Change(("memory.loss_chunk=1024",)))
     if memory.checkpointing == "none":
         found.append(Change(("memory.checkpointing=selective",)))

@@ -10,9 +10,10 @@ from typing import Any
 from ..checkpoints import Source, StoredAdapter, check_plain, read_source
 from ..data.batches import GlobalBatches
 from ..data.vocabulary import check_vocabulary
-from ..layers import attention_backends
+from ..layers import Tokens, attention_backends, automatic_chunk
 from ..models import Family, ModelConfig, family_of
-from ..parallel_state import BadInput, dtype_named
+from ..parallel_state import BadInput, ParallelState, dtype_named
+from ..pipeline import schedule_kind
 from ..planner.flops import TokenFlops, flops_per_token
 from ..planner.stage_cut import StageCut, cut_stages
 from ..recipes.checks import check_compiled_model, check_experts
@@ -41,6 +42,8 @@ class Plan:
     groups: Mapping[str, ParameterGroup] = field(default_factory=dict)
     #: Which blocks each stage has.
     cut: StageCut = field(kw_only=True)
+    #: Number of tokens whose logits exist at once; 0: those of a micro-batch.
+    loss_chunk: int = field(kw_only=True)
 
     @property
     def split(self) -> tuple[int, ...] | None:
@@ -99,7 +102,32 @@ def plan(recipe: Recipe) -> Plan:
     hf_config = raw if recipe.model.init_from is not None else family.to_hf(config) | dict(raw)
     groups = assign(recipe.optimizer.groups, names_of(family, config))
     base = source if adapter else None
-    return Plan(family, config, hf_config, companions, base, adapter, groups, cut=cut)
+    return Plan(
+        family, config, hf_config, companions, base, adapter, groups,
+        cut=cut, loss_chunk=_loss_chunk(recipe, config),
+    )  # fmt: skip
+
+
+def _loss_chunk(recipe: Recipe, config: ModelConfig) -> int:
+    """Return the number of tokens whose logits exist at once: the recipe's, or what suits the run's sizes."""
+    memory, layout, name = recipe.memory, recipe.layout, recipe.pipeline_schedule
+    if memory.loss_chunk != "auto":
+        return memory.loss_chunk
+    if layout.pipeline > 1 and (name == "gpipe" or schedule_kind(name).two_backwards):
+        return 0  # micro-batches wait for their backward, and each would hold a gradient of the output layer
+    tokens = Tokens(
+        recipe.data.micro_batch,
+        recipe.data.sequence_length // layout.context,
+        config.hidden_size,
+        dtype_named(recipe.compute or recipe.dtype).itemsize,
+    )
+    return automatic_chunk(
+        tokens,
+        config.vocab_size,
+        sums=dtype_named(recipe.reduce).itemsize if recipe.reduce else 4,
+        trained=recipe.lora is None,
+        state=ParallelState.stand_in(layout, 0),
+    )
 
 
 @dataclass(frozen=True)

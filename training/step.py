@@ -33,14 +33,16 @@ class TrainStep(Step):
         micro_batch: int,
         schedule: str = "1f1b",
         label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
         dtype: torch.dtype = torch.float32,
         loss_chunk: int = 0,
+        loss_sums: torch.dtype | None = None,
         reduce: torch.dtype | None = None,
     ) -> None:
         super().__init__(model, model.state, micro_batch=micro_batch, reduce=reduce)
         self.model, self.schedule_name = model, schedule
-        self.label_smoothing, self.dtype = label_smoothing, dtype
-        self.loss_chunk, self._scale = loss_chunk, 1.0
+        self.label_smoothing, self.z_loss, self.dtype = label_smoothing, z_loss, dtype
+        self.loss_chunk, self.loss_sums, self._scale = loss_chunk, loss_sums, 1.0
         self._schedule: Pipeline | None = None
         self._shape: torch.Size | None = None
         self._tokens = torch.ones(())
@@ -83,13 +85,25 @@ class TrainStep(Step):
         """Return a micro-batch's share of the step's mean loss, times the loss scale, from the model's
         output.
         """
-        total = self.total_loss(output, labels, label_smoothing=self.label_smoothing)
-        return total / self._tokens * self._scale
+        scale = self._scale / self._tokens.double()
+        return self.total_loss(
+            output, labels, label_smoothing=self.label_smoothing, z_loss=self.z_loss, scale=scale
+        )
 
-    def total_loss(self, output: Tensor, labels: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
-        """Return the sum of the loss over a micro-batch's valid tokens, equal on the ranks of a tensor group.
+    def total_loss(
+        self,
+        output: Tensor,
+        labels: Tensor,
+        *,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        scale: Tensor | None = None,
+    ) -> Tensor:
+        """Return the sum of the loss over a micro-batch's valid tokens times ``scale``, equal on the ranks of
+        a tensor group.
 
-        ``output``: logits, or with ``head_in_loss`` the hidden states of the last stage.
+        ``output``: logits, or with ``head_in_loss`` the hidden states of the last stage. ``scale``: one
+        number; default: 1.
         """
         size, state = self.model.config.vocab_size, self.state
         if self.model.head_in_loss:
@@ -101,12 +115,16 @@ class TrainStep(Step):
                 chunk=self.loss_chunk,
                 bias=self.model.head_bias,
                 label_smoothing=label_smoothing,
+                z_loss=z_loss,
                 logit_cap=self.model.logit_cap,
+                scale=scale,
+                sums=self.loss_sums,
                 state=state,
             )
-        return vocab_parallel_cross_entropy(
-            output, labels, size, label_smoothing=label_smoothing, state=state
-        ).sum()
+        losses = vocab_parallel_cross_entropy(
+            output, labels, size, label_smoothing=label_smoothing, z_loss=z_loss, state=state
+        )
+        return losses.sum() if scale is None else losses.sum() * scale.to(losses.dtype)
 
     def _loss_of(self, part: Batch) -> Tensor:
         return self.loss(self.model(part.input_ids, part.positions), part.labels)

@@ -11,8 +11,8 @@ from typing import Any
 from ...storage.output_file import check_output_file, output_file
 from ..recipe_changes import flat_recipe
 from .chart import Chart, Series, shown
+from .html import folded, table, whole_page
 from .record import RunRecord, read_run, told
-from .style import STYLE
 
 #: Key of a metrics line, title, unit, factor from the file's unit to the chart's.
 CHARTS = (
@@ -31,16 +31,6 @@ COLUMNS = (
 UNITS = {"memory": "memory (GiB)"}
 #: By which a report is known as one.
 _MARK = '<meta name="generator" content="trilith report">'
-#: Even if something were not escaped, the policy lets nothing run and nothing be fetched.
-_FRAME = """<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8">{mark}
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<meta http-equiv="Content-Security-Policy"
-  content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
-<link rel="icon" href="data:,"><title>{title}</title><style>{style}</style></head>
-<body><main>{body}</main></body></html>
-"""
 #: Rows of a run's table of steps; of a longer run every n-th.
 _MOST_ROWS = 1000
 
@@ -76,7 +66,7 @@ def make_report(runs: Sequence[RunRecord]) -> str:
         body.append(
             f'<section id="run-{number}">{heading}{_events(run)}{_recipe(run)}{_steps(run)}</section>'
         )
-    return _FRAME.format(mark=_MARK, title=escape(title), style=STYLE, body="".join(body))
+    return whole_page(title, "".join(body), mark=_MARK)
 
 
 def _charts(runs: Sequence[RunRecord]) -> Iterable[str]:
@@ -103,7 +93,7 @@ def _scaled(points: list[tuple[int, float | None]], factor: float) -> list[tuple
 def _summary(runs: Sequence[RunRecord]) -> str:
     facts = [_facts(run) for run in runs]
     head = ["run", *(run.name for run in runs)] if len(runs) > 1 else ()
-    return _table(([key, *(one[key] for one in facts)] for key in facts[0]), caption="In short", head=head)
+    return table(([key, *(one[key] for one in facts)] for key in facts[0]), caption="In short", head=head)
 
 
 def _facts(run: RunRecord) -> dict[str, str]:
@@ -147,7 +137,7 @@ def _events(run: RunRecord) -> str:
         )
         for one in told(run.events)
     ]
-    return _table(rows, caption="What happened", head=("time (UTC)", "event", "after step", "what"))
+    return table(rows, caption="What happened", head=("time (UTC)", "event", "after step", "what"))
 
 
 def _detail(one: dict[str, Any]) -> str:
@@ -171,7 +161,7 @@ def _where(one: dict[str, Any]) -> str:
 
 def _recipe(run: RunRecord) -> str:
     rows = [one for one in flat_recipe(run.recipe).items() if one[1] != "null"] if run.recipe else []
-    return _folded("Recipe of the last attempt", _table(rows)) if rows else ""
+    return folded("Recipe of the last attempt", table(rows)) if rows else ""
 
 
 def _differences(runs: Sequence[RunRecord]) -> str:
@@ -180,7 +170,7 @@ def _differences(runs: Sequence[RunRecord]) -> str:
     keys = dict.fromkeys(key for flat in flats for key in flat)
     rows = [[key, *(flat.get(key, "null") for flat in flats)] for key in keys]
     odd = [row for row in rows if len(set(row[1:])) > 1]
-    return _table(odd, caption="Where the recipes differ", head=["key", *(run.name for run in runs)])
+    return table(odd, caption="Where the recipes differ", head=["key", *(run.name for run in runs)])
 
 
 def _steps(run: RunRecord) -> str:
@@ -189,7 +179,7 @@ def _steps(run: RunRecord) -> str:
     rows = [[str(line["step"] + 1), *(_cell(line, key) for key in columns)] for line in run.steps[::every]]
     head = ["step", *(UNITS.get(key, key.replace("_", " ")) for key in columns)]
     which = "every step" if every == 1 else f"one step in {every}; all of them are in metrics.jsonl"
-    return _folded(f"Numbers ({which})", _table(rows, head=head, numbers=True))
+    return folded(f"Numbers ({which})", table(rows, head=head, numbers=True))
 
 
 def _cell(line: dict[str, Any], key: str) -> str:
@@ -200,26 +190,3 @@ def _cell(line: dict[str, Any], key: str) -> str:
     if key == "memory":
         return f"{line[key] / 2**30:.2f}"
     return f"{line[key]:.1%}" if key.startswith("mfu") else repr(line[key])
-
-
-def _table(
-    rows: Iterable[Sequence[str]], *, caption: str = "", head: Sequence[str] = (), numbers: bool = False
-) -> str:
-    """Write an HTML table, every cell escaped, that scrolls by itself where it is wider than the page.
-
-    A row's first cell names the row.
-    """
-    body = "".join(
-        f'<tr><th scope="row">{escape(first)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in rest)}</tr>'
-        for first, *rest in rows
-    )
-    cells = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in head)
-    top = f"<thead><tr>{cells}</tr></thead>" if head else ""
-    title = f"<caption>{escape(caption)}</caption>" if caption else ""
-    kind = ' class="numbers"' if numbers else ""
-    return f'<div class="wide" tabindex="0"><table{kind}>{title}{top}<tbody>{body}</tbody></table></div>'
-
-
-def _folded(summary: str, content: str) -> str:
-    """Write ``content`` (HTML) behind a line that opens it."""
-    return f"<details><summary>{escape(summary)}</summary>{content}</details>"

@@ -57,6 +57,8 @@ SUFFIXES = {"recipe": ".toml", "schedule": ".svg", "tokenize": ".bin"}
 VALID: dict[str, dict[str, list[str]]] = {
     "quickstart": {},
     "models": {"+": ["gpt2"]},
+    "doctor": {"folders": ["{}"]},
+    "bench": {"+": ["--device=cpu", "--quick", "--only=speed"]},
     "convert": {"src": ["{}/hf"]},
     "reshard": {"src": ["{}/sharded"]},
     "inspect": {"source": ["{}/hf"]},
@@ -522,7 +524,7 @@ def test_each_command_is_in_the_table() -> None:
 
 
 #: Not tried here: they take a minute, and have tests of their own.
-LONG = {"quickstart", "parity"}
+LONG = {"quickstart", "parity", "doctor", "bench"}
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,8 @@ READ, FILE, FOLDER = "read", "a file", "a folder"
 PATHS = {
     "quickstart": {"out": FOLDER},
     "models": {},
+    "doctor": {"folders": READ},
+    "bench": {"out": FOLDER},
     "convert": {"src": READ, "dst": FOLDER},
     "reshard": {"src": READ, "dst": FOLDER},
     "inspect": {"source": READ},
@@ -55,6 +57,7 @@ TEXT = "texts/a.txt"
 #: Below a folder that ``world`` made: the words of each command that writes, and the folder that it reads.
 WORDS: dict[str, tuple[Callable[[str], list[str]], str]] = {
     "quickstart": (lambda out: ["quickstart", "--out", out], ""),
+    "bench": (lambda out: ["bench", "--quick", "--device", "cpu", "--out", out], ""),
     "convert": (lambda out: ["convert", "hf", out, "--tensor", "2"], "hf"),
     "reshard": (lambda out: ["reshard", "sharded", out, "--tensor", "2"], "sharded"),
     "train_tokenizer": (lambda out: ["train-tokenizer", TEXT, "--vocab-size", "260", "--out", out], ""),

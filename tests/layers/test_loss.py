@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
-from trilith.layers import IGNORE, padded_vocabulary, valid_tokens, vocab_parallel_cross_entropy
+from trilith.layers import IGNORE, padded_vocabulary, token_losses, valid_tokens, vocab_parallel_cross_entropy
 from trilith.parallel_state import Layout, ParallelState
-from trilith.testing import run_parallel
+from trilith.testing import LiveBytes, run_parallel
 
 
 def problem(vocab: int, dtype: torch.dtype, *, scale: float = 4.0) -> tuple[Tensor, Tensor]:
@@ -38,9 +38,11 @@ def test_a_label_outside_the_vocabulary_is_refused_and_another_may_be_ignored() 
     assert int(valid_tokens(labels, ignore_index=-1)) == labels.numel() - 1
 
 
-def with_gradient(logits: Tensor, labels: Tensor, vocab: int, smoothing: float) -> tuple[Tensor, Tensor]:
+def with_gradient(
+    logits: Tensor, labels: Tensor, vocab: int, smoothing: float, z_loss: float = 0.0
+) -> tuple[Tensor, Tensor]:
     x = logits.clone().requires_grad_()
-    loss = vocab_parallel_cross_entropy(x, labels, vocab, label_smoothing=smoothing)
+    loss = vocab_parallel_cross_entropy(x, labels, vocab, label_smoothing=smoothing, z_loss=z_loss)
     (loss.sum() / valid_tokens(labels)).backward()
     assert x.grad is not None
     return loss.detach(), x.grad
@@ -87,6 +89,42 @@ def test_with_every_label_ignored_loss_and_gradient_are_zero_F14(smoothing: floa
     assert int(valid_tokens(labels)) == 0
 
 
+def of_definition(x: Tensor, labels: Tensor, vocab: int, z_loss: float) -> Tensor:
+    """Compute cross entropy and z-loss of each token with torch's own operators."""
+    y = x[..., :vocab].to(torch.promote_types(x.dtype, torch.float32)).flatten(0, 1)
+    losses = F.cross_entropy(y, labels.flatten(), reduction="none") + z_loss * y.logsumexp(-1) ** 2
+    return losses.view(labels.shape) * (labels != IGNORE)
+
+
+@pytest.mark.parametrize("vocab", [128, 503])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_z_loss_is_a_factor_of_the_squared_log_sum_exp(dtype: torch.dtype, vocab: int) -> None:
+    logits, labels = problem(vocab, dtype)
+    x, y = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    found = vocab_parallel_cross_entropy(x, labels, vocab, z_loss=0.01)
+    wanted = of_definition(y, labels, vocab, 0.01)
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+    found.sum().backward()
+    wanted.sum().backward()
+    tolerance = 1e-12 if dtype == torch.float64 else 2**-7
+    torch.testing.assert_close(x.grad, y.grad, rtol=tolerance, atol=tolerance)
+
+
+def test_backward_may_run_again_and_copies_no_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_losses, "BLOCK_ON_CPU", 2**12)
+    logits, labels = problem(503, torch.bfloat16)
+    x = logits.repeat(1, 100, 1).requires_grad_()
+    with LiveBytes() as memory:
+        loss = vocab_parallel_cross_entropy(x, labels.repeat(1, 100), 503).sum()
+        assert memory.now < 0.1 * x.nbytes  # beside the logits a few numbers a token wait for backward
+        first = torch.autograd.grad(loss, x, retain_graph=True)
+        assert torch.equal(first[0], torch.autograd.grad(loss, x)[0])
+    with LiveBytes() as memory:
+        vocab_parallel_cross_entropy(x, labels.repeat(1, 100), 503).sum().backward()
+    assert memory.peak < 1.1 * x.nbytes, "more than the gradient of the logits, in their dtype"
+
+
 def test_huge_logits_do_not_overflow() -> None:
     logits, labels = problem(503, torch.float32, scale=1e30)
     loss, grad = with_gradient(logits, labels, 503, 0.0)
@@ -100,26 +138,28 @@ def test_the_logits_are_left_as_they_were() -> None:
     assert torch.equal(logits, before)
 
 
-def in_parts(vocab: int, smoothing: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def in_parts(vocab: int, smoothing: float, z_loss: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     state = ParallelState.start(Layout.of(tensor=dist.get_world_size()))
     logits, labels = problem(vocab, dtype)
     x = logits.chunk(state.tensor_size, -1)[state.tensor_index].clone().requires_grad_()
-    loss = vocab_parallel_cross_entropy(x, labels, vocab, label_smoothing=smoothing, state=state)
+    loss = vocab_parallel_cross_entropy(
+        x, labels, vocab, label_smoothing=smoothing, z_loss=z_loss, state=state
+    )
     (loss.sum() / valid_tokens(labels)).backward()
     assert x.grad is not None
     return loss.detach(), x.grad
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize(("smoothing", "z_loss"), [(0.0, 0.0), (0.1, 0.01)])
 @pytest.mark.parametrize("vocab", [7, 130, 503])  # at 7 and 130 some ranks hold nothing but padding
 @pytest.mark.parametrize("tensor", [2, 4])
 def test_over_a_cut_vocabulary_it_equals_one_device(
-    tensor: int, vocab: int, smoothing: float, dtype: torch.dtype
+    tensor: int, vocab: int, smoothing: float, z_loss: float, dtype: torch.dtype
 ) -> None:
     logits, labels = problem(vocab, dtype)
-    loss, grad = with_gradient(logits, labels, vocab, smoothing)
-    ranks = run_parallel(in_parts, tensor, vocab, smoothing, dtype)
+    loss, grad = with_gradient(logits, labels, vocab, smoothing, z_loss)
+    ranks = run_parallel(in_parts, tensor, vocab, smoothing, z_loss, dtype)
     exact = dtype == torch.float64
     for found, _ in ranks:
         assert torch.equal(found, ranks[0][0]), "ranks disagree"

@@ -248,6 +248,7 @@ def test_every_pair_of_choices_equals_one_device(choice: Choice, assert_same: Ca
         micro_batch=choice.micro_batch,
         samples=choice.samples,
         label_smoothing=choice.smoothing,
+        z_loss=choice.smoothing / 10,
         documents=choice.documents,
         clip=0.05 if choice.trains == "all" else 1e-3,
         frozen=r"^(?!.*(layers|h)\.2\.)" if choice.trains == "frozen" else None,

@@ -69,7 +69,7 @@ def test_compiled_blocks_equal_one_device(
 def test_an_output_layer_s_bias_is_cut_with_the_vocabulary_in_the_chunked_loss_too(
     assert_same: Callable[..., None],
 ) -> None:
-    assert_same("gptj", Layout.of(tensor=2, sequence=True), memory=MemorySection(loss_chunk=5))
+    assert_same("gptj", Layout.of(tensor=2, sequence=True), memory=MemorySection(loss_chunk=5), z_loss=0.01)
 
 
 def test_biases_by_distance_are_of_positions_in_documents_over_context_ranks(

@@ -111,10 +111,10 @@ def measured_and_planned(case: Case) -> tuple[Totals, Totals]:
         compute=case.compute.itemsize,
         checkpointing=case.memory.checkpointing,
         checkpoint_every=case.memory.every,
-        loss_chunk=case.memory.loss_chunk,
+        loss_chunk=case.memory.stated_chunk,
     )
     plan = totals(step_traffic(work, model))
-    spare_memory(model, case.memory)
+    spare_memory(model, case.memory, case.memory.stated_chunk)
     shard_over_data(model, state, Precision(torch.float32, case.compute, torch.float32))
     model.to_empty(device="cpu")
     initialize(model, 0, state=state)
@@ -123,7 +123,7 @@ def measured_and_planned(case: Case) -> tuple[Totals, Totals]:
         micro_batch=SAMPLES,
         schedule=case.schedule,
         dtype=case.compute,
-        loss_chunk=case.memory.loss_chunk,
+        loss_chunk=case.memory.stated_chunk,
         reduce=torch.float32,
     )
     ids = torch.randint(500, (SAMPLES * case.micro_batches, LENGTH))

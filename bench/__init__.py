@@ -1,0 +1,12 @@
+"""Floor 9: measurements of the user's machine.
+
+Offers ``diagnose``, a check of the machine before a run, and ``measure``, which times training, links, saves
+and conversion here and compares each layout with one process.
+"""
+
+from .diagnose import diagnose
+from .finding import Finding
+from .measure import Report, measure
+from .row import Row
+
+__all__ = ["Finding", "Report", "Row", "diagnose", "measure"]

@@ -1,0 +1,171 @@
+"""Measure a whole training step of a small Llama beside transformers, DDP, FSDP2 and DTensor, on two cores.
+
+All contenders of a group live at once and take steps in turn, one at a time; each has both cores: one process
+with two threads, or two processes with one. Their losses must be equal.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from measure import Row, ratio
+from trainers import save_model
+
+HERE = Path(__file__).resolve().parent
+CORES = 2
+#: How far losses of contenders may be apart, relative, over all steps.
+NEAR = {"float32": 1e-4, "bfloat16": 2e-2}
+
+
+class Contender:
+    """The processes of one contender; ``step`` takes one training step on all of them."""
+
+    def __init__(self, world: int = 1, **wanted: Any) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.losses: list[float] = []
+        self.memory = 0.0
+        self.ranks = []
+        for rank in range(world):
+            place = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "MASTER_PORT": port}
+            place |= {"OMP_NUM_THREADS": max(1, CORES // world)}
+            environment = {name: str(value) for name, value in place.items()}
+            environment |= {"MASTER_ADDR": "127.0.0.1", "OMP_WAIT_POLICY": "PASSIVE"}
+            command = [sys.executable, str(HERE / "trainers.py"), json.dumps(wanted)]
+            self.ranks.append(
+                subprocess.Popen(
+                    command,
+                    env=os.environ | environment,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+            )
+        for rank in self.ranks:
+            self._answer(rank, "ready")
+
+    def step(self) -> float:
+        """Take a step; return its seconds."""
+        began = time.perf_counter()
+        for rank in self.ranks:
+            assert rank.stdin is not None
+            rank.stdin.write("step\n")
+            rank.stdin.flush()
+        found = [json.loads(self._answer(rank, "{")) for rank in self.ranks]
+        seconds = time.perf_counter() - began
+        self.losses.append(found[0]["loss"])
+        self.memory = max(one["memory"] for one in found)
+        return seconds
+
+    @staticmethod
+    def _answer(rank: subprocess.Popen[str], begins: str) -> str:
+        """Return the next line that begins so; libraries print lines of their own."""
+        assert rank.stdout is not None
+        for line in rank.stdout:
+            if line.startswith(begins):
+                return line
+        raise SystemExit(f"a contender ended with code {rank.wait()}")
+
+    def end(self) -> None:
+        for rank in self.ranks:
+            assert rank.stdin is not None
+            rank.stdin.close()
+        for rank in self.ranks:
+            rank.wait(60)
+
+
+def main(folder: Path, rounds: int) -> list[Row]:
+    save_model(folder / "model")
+    given = {"folder": str(folder / "model"), "rows": 4, "compiled": False, "dtype": "float32"}
+    hf = {"side": "alone", **given}
+    two = {"side": "ours", "world": 2, **given}
+    rows: list[Row] = []
+
+    def compare(title: str, goals: dict[str, float | None], base: str, **contenders: dict[str, Any]) -> None:
+        """Add a row for each contender with a goal: its speed relative to ``base``."""
+        taken = steps(contenders, rounds)
+        for name, goal in goals.items():
+            ours, theirs = taken[name], taken[base]
+            check_losses(f"{title}, {name}", ours[0].losses, theirs[0].losses, contenders[base]["dtype"])
+            row = ratio(f"{title}: {name} against {base}", ours[1], theirs[1], goal=goal)
+            row.details |= {"ours, MB a rank": ours[0].memory, "theirs, MB a rank": theirs[0].memory}
+            rows.append(row)
+            print(f"{row.name}: {row.figure:.2f} ({row.low:.2f} to {row.high:.2f})", flush=True)
+
+    one = {"side": "ours", "layout": {}, **given}
+    compare("one process, fp32", {"trilith": 1.05}, "transformers", transformers=hf, trilith=one)
+    half = {"dtype": "bfloat16"}
+    compare(
+        "one process, bf16", {"trilith": 1.05}, "transformers", transformers=hf | half, trilith=one | half
+    )
+    compiled = {"compiled": True}
+    compare(
+        "one process, fp32, compiled",
+        {"trilith": 1.0},
+        "transformers",
+        transformers=hf | compiled,
+        trilith=one | compiled,
+    )
+    tensor = two | {"layout": {"tensor": 2}}
+    compare(
+        "tensor 2",
+        {"trilith": 1.10, "sequence": None, "dtensor": None},
+        "transformers",
+        transformers=hf,
+        trilith=tensor,
+        sequence=two | {"layout": {"tensor": 2, "sequence": True}},
+        dtensor={"side": "dtensor", "world": 2, **given},
+    )
+    for micro, goal in ((4, 0.80), (16, 0.95 * 16 / 17)):
+        many = {"rows": 2 * micro}
+        compare(
+            f"pipeline 2, {micro} micro-batches",
+            {"trilith": round(goal, 3)},
+            "transformers",
+            transformers=hf | many,
+            trilith=two | {"layout": {"pipeline": 2}} | many,
+        )
+    compare(
+        "data 2",
+        {"trilith": 1.0},
+        "ddp",
+        ddp={"side": "ddp", "world": 2, **given},
+        trilith=two | {"layout": {"data": 2}},
+    )
+    compare(
+        "data 2, ZeRO 3",
+        {"trilith": 1.0},
+        "fsdp2",
+        fsdp2={"side": "fsdp", "world": 2, **given},
+        trilith=two | {"layout": {"data": 2, "zero": 3}},
+    )
+    return rows
+
+
+def steps(contenders: dict[str, dict[str, Any]], rounds: int) -> dict[str, tuple[Contender, list[float]]]:
+    """Return each contender, ended, and its seconds; two rounds of warming up do not count."""
+    alive = {name: Contender(**wanted) for name, wanted in contenders.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in alive}
+    for number in range(rounds + 2):
+        for name, one in alive.items():
+            taken = one.step()
+            if number > 1:
+                seconds[name].append(taken)
+    for one in alive.values():
+        one.end()
+    return {name: (one, seconds[name]) for name, one in alive.items()}
+
+
+def check_losses(what: str, ours: list[float], theirs: list[float], dtype: str) -> None:
+    """Refuse figures of contenders that do not train alike: a fast wrong step does not count."""
+    for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        if abs(a - b) > NEAR[dtype] * abs(b):
+            raise SystemExit(f"{what}: the loss of step {number} is {a}, and theirs {b}")

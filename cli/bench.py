@@ -1,0 +1,100 @@
+"""``trilith bench``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def bench(
+    out: Annotated[
+        Path, typer.Option(help="folder for bench.json and bench.html; needs room for checkpoints meanwhile")
+    ] = Path("trilith-bench"),
+    only: Annotated[
+        str | None,
+        typer.Option(
+            help="comma-separated parts to run: speed, parity, links, layers, mfu, memory, saving, conversion"
+        ),
+    ] = None,
+    minutes: Annotated[
+        float, typer.Option(min=0.1, max=600, help="time after which nothing more is begun")
+    ] = 10.0,
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda; default: the GPUs if there are any", show_default=False)
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="measure tiny shapes and few steps, to see that everything runs")
+    ] = False,
+) -> None:
+    """Measure training on this machine, and write one JSON and one HTML page.
+
+    The bench compares each layout that the node can hold with one process in fp64, and measures the device's
+    own speed, the links, what parallel layers add to torch.nn's, training steps of the shapes of Llama 3.2 1B
+    and Llama 3.1 8B (on a CPU: of small ones), eager and compiled, peak memory against the planner's figure,
+    how much longer a step takes because of a checkpoint, and conversion. Each measurement runs in processes
+    of its own; one that fails is a row of the report, and the others still run. The exit code is 1 if a
+    measurement failed or a comparison found a difference.
+
+    Examples:
+
+        trilith bench
+        trilith bench --only parity,mfu --minutes 4 --out first-look
+        trilith bench --device cpu --quick
+    """
+    from collections.abc import Sequence
+    from contextlib import suppress
+
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from ..bench import measure
+    from ..bench.cases import PARTS
+    from ..bench.measure import check_parts, report_json
+    from ..bench.page import make_page, shown_figure
+    from ..bench.row import Case, Row
+    from ..runs.console import plain_console
+    from ..storage.output_file import check_output_file, output_file
+
+    parts = PARTS if only is None else tuple(word.strip() for word in only.split(","))
+    check_parts(parts)
+    files = out / "bench.json", out / "bench.html"
+    for file in files:
+        check_output_file(file, parents=True)
+    is_new = not out.exists()
+    out.mkdir(parents=True, exist_ok=True)
+    console = plain_console(soft_wrap=True)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(),
+               TimeElapsedColumn())  # fmt: skip
+    error_console = plain_console(stderr=True)
+    try:
+        with Progress(*columns, console=error_console, disable=not error_console.is_terminal) as progress:
+            task = progress.add_task("looking at the machine", total=None)
+            names: list[str] = []
+
+            def begin(cases: Sequence[Case]) -> None:
+                names.extend(f"{case.part}: {case.what}" for case in cases)
+                progress.update(task, total=len(cases), description=names[0])
+
+            def done(row: Row) -> None:
+                figures = ", ".join(f"{key} {shown_figure(value)}" for key, value in row.figures.items())
+                words = "; ".join(text for text in (figures, row.note) if text)
+                console.print(f"{row.part}: {row.what}: {row.status}; {words} ({row.seconds:.1f} s)")
+                progress.advance(task)
+                if len(names) > (at := int(progress.tasks[0].completed)):
+                    progress.update(task, description=names[at])
+
+            report = measure(
+                out, device=device, only=parts, minutes=minutes, quick=quick, begin=begin, done=done
+            )
+    except BaseException:
+        if is_new:
+            with suppress(OSError):
+                out.rmdir()
+        raise
+    for file, text in zip(files, (report_json(report), make_page(report)), strict=True):
+        with output_file(file, parents=True) as path:
+            path.write_text(text, encoding="utf-8")
+    console.print(f"wrote {files[0]} and {files[1]}: please send both")
+    if any(row.status in ("failed", "differs") for row in report.rows):
+        raise typer.Exit(1)

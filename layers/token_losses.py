@@ -1,0 +1,195 @@
+"""Compute each token's loss from this rank's columns of the logits, and the gradient of the logits.
+
+Logits are read twice, in the dtype that they have; arithmetic is in at least fp32. On a GPU each reading is
+one kernel that torch's compiler makes, so nothing else of the logits' size exists. Elsewhere a few rows are
+computed at a time, which stay in the processor's cache.
+
+N tokens  V columns of this rank
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from ..parallel_state import ParallelState, engine
+from .cost import Tokens
+
+IGNORE = -100
+#: Numbers that are computed at once where nothing is compiled. On a CPU they fit a cache; else 1 GB in fp32.
+BLOCK_ON_CPU, _BLOCK = 2**20, 2**28
+
+
+@dataclass(frozen=True)
+class LossTerms:
+    """Describe the loss of a token whose logits l have the log-sum-exp Z and the label y.
+
+    It is ``Z - l[y]``; label smoothing spreads a share of the label over the vocabulary, as in
+    ``F.cross_entropy``; ``z_loss * Z**2`` is added (Chowdhery et al. 2022, section 5: 1e-4). ``logit_cap``:
+    the logits are ``bounded`` first. A token whose label is ``ignore`` has no loss.
+    """
+
+    vocab_size: int
+    smoothing: float = 0.0
+    z_loss: float = 0.0
+    ignore: int = IGNORE
+    logit_cap: float | None = None
+
+    def true_columns(self, columns: int, state: ParallelState) -> int:
+        """Return how many of this rank's columns are not padding."""
+        return min(max(self.vocab_size - state.tensor_index * columns, 0), columns)
+
+
+class Rows(NamedTuple):
+    """Hold what the gradient needs of each token, (N,) each.
+
+    ``top``: the largest logit. ``total``: sum of ``exp(logit - top)``. ``target``: the label's column here,
+    0 if it is ``elsewhere``. ``valid``: whether the token counts.
+    """
+
+    top: Tensor
+    total: Tensor
+    target: Tensor
+    elsewhere: Tensor
+    valid: Tensor
+
+
+def token_losses(
+    x_NV: Tensor, labels_N: Tensor, terms: LossTerms, state: ParallelState
+) -> tuple[Tensor, Rows]:
+    """Return the tokens' losses, (N,), and what their gradient needs; two small all-reduces."""
+    columns = terms.true_columns(x_NV.shape[-1], state)
+    target = labels_N - state.tensor_index * x_NV.shape[-1]
+    elsewhere = (target < 0) | (target >= columns)
+    target = target.masked_fill(elsewhere, 0)
+    top, total, spread = _sums(x_NV[:, :columns], terms)
+    picked = _bounded(x_NV.gather(-1, target.unsqueeze(-1)), terms.logit_cap)[0].squeeze(-1)
+    picked = picked.masked_fill(elsewhere, 0.0)
+    if state.tensor_size > 1:
+        here, top = top, engine.all_reduce(top, state.tensor_group, "max")
+        sums = torch.stack([total * (here - top).exp(), picked, spread])
+        total, picked, spread = engine.all_reduce(sums, state.tensor_group).unbind(0)
+    log_total = total.log()
+    # The differences come first: logits may be so large that a sum with them would lose the logarithm.
+    loss = log_total + (1 - terms.smoothing) * (top - picked)
+    if terms.smoothing:
+        loss = loss + terms.smoothing * (top - spread / terms.vocab_size)
+    if terms.z_loss:
+        loss = loss + terms.z_loss * (top + log_total) ** 2
+    valid = labels_N != terms.ignore
+    return loss.masked_fill(~valid, 0.0), Rows(top, total, target, elsewhere, valid)
+
+
+def logits_gradient(
+    x_NV: Tensor, rows: Rows, grad: Tensor, terms: LossTerms, state: ParallelState, *, in_place: bool
+) -> Tensor:
+    """Return the gradient of the logits, in their dtype; ``grad``: that of the losses, (N,) or a scalar.
+
+    ``in_place``: it overwrites the logits.
+    """
+    columns = terms.true_columns(x_NV.shape[-1], state)
+    weight = (grad * rows.valid).to(rows.top.dtype)
+    factor = weight / rows.total
+    if terms.z_loss:
+        factor = factor * (1 + 2 * terms.z_loss * (rows.top + rows.total.log()))
+    target = rows.target.unsqueeze(-1)
+    every = weight * (terms.smoothing / terms.vocab_size) if terms.smoothing else None
+    # The label's own entry, rounded once; it is read before the logits are overwritten.
+    hit = weight * (1 - terms.smoothing) + (0.0 if every is None else every)
+    of_label = _gradient(x_NV.gather(-1, target), rows.top, factor, hit, terms.logit_cap)
+
+    out = x_NV if in_place else torch.empty_like(x_NV)
+    _write(
+        out[:, :columns], None if in_place else x_NV[:, :columns], rows.top, factor, every, terms.logit_cap
+    )
+    out[:, columns:] = 0.0
+    if columns:
+        kept = torch.where(rows.elsewhere.unsqueeze(-1), out.gather(-1, target), of_label.to(out.dtype))
+        out.scatter_(-1, target, kept)
+    return out
+
+
+def block_bytes(tokens: Tokens, columns: float) -> float:
+    """Return the bytes of what the arithmetic needs beside logits and gradient, where nothing is compiled."""
+    return 0.0 if tokens.fused else 2 * tokens.inner * min(tokens.count * columns, BLOCK_ON_CPU)
+
+
+def _sums(x: Tensor, terms: LossTerms) -> tuple[Tensor, Tensor, Tensor]:
+    """Return of each row the largest logit, the sum of ``exp(logit - top)``, and the sum of the logits if
+    smoothing needs it.
+    """
+    settings = (terms.logit_cap, terms.smoothing > 0)
+    if not x.shape[-1]:  # a rank that holds nothing but padding
+        zeros = x.new_zeros(len(x), dtype=_inner(x))
+        return torch.full_like(zeros, torch.finfo(zeros.dtype).min), zeros, zeros
+    if _compiles(x):
+        return cast(tuple[Tensor, Tensor, Tensor], _compiled(_row_sums)(x, *settings))
+    top, total, spread = zip(*(_row_sums(x[rows], *settings) for rows in _blocks(x)), strict=True)
+    return torch.cat(top), torch.cat(total), torch.cat(spread)
+
+
+def _write(
+    out: Tensor, x: Tensor | None, top: Tensor, factor: Tensor, every: Tensor | None, cap: float | None
+) -> None:
+    """Write the gradient of the logits ``x`` as if no token had a label; ``None``: they stand in ``out``."""
+    if _compiles(out):
+        _compiled(_write_rows)(out, x, top, factor, every, cap)
+        return
+    for rows in _blocks(out):
+        here = (None if one is None else one[rows] for one in (x, top, factor, every))
+        _write_rows(out[rows], *here, cap)
+
+
+def _row_sums(x: Tensor, cap: float | None, spread: bool) -> tuple[Tensor, Tensor, Tensor]:
+    y, _ = _bounded(x, cap)
+    top = y.amax(-1)
+    return top, (y - top.unsqueeze(-1)).exp_().sum(-1), y.sum(-1) if spread else torch.zeros_like(top)
+
+
+def _write_rows(out: Tensor, x: Tensor | None, *rest: Any) -> None:
+    out.copy_(_gradient(out if x is None else x, *rest))
+
+
+def _gradient(x: Tensor, top: Tensor, factor: Tensor, every: Tensor | None, cap: float | None) -> Tensor:
+    """Return ``factor * exp(logit - top) - every`` of each logit, times the slope of its bound."""
+    y, share = _bounded(x, cap)
+    found = (y - top.unsqueeze(-1)).exp_().mul_(factor.unsqueeze(-1))
+    if every is not None:
+        found -= every.unsqueeze(-1)
+    return found if share is None else found.mul_(1 - share**2)
+
+
+def _bounded(x: Tensor, cap: float | None) -> tuple[Tensor, Tensor | None]:
+    """Return the logits in at least fp32, within the bound if there is one, and their share of it."""
+    y = x.to(_inner(x))
+    if cap is None:
+        return y, None
+    share = (y / cap).tanh_()
+    return share * cap, share
+
+
+def _inner(x: Tensor) -> torch.dtype:
+    """Return "fp32 inside", so that fp64 stays fp64."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _blocks(x: Tensor) -> Iterator[slice]:
+    """Cut the rows into blocks of so many numbers as are computed at once."""
+    count = max((BLOCK_ON_CPU if x.device.type == "cpu" else _BLOCK) // max(x.shape[-1], 1), 1)
+    return (slice(start, start + count) for start in range(0, max(len(x), 1), count))
+
+
+def _compiles(x: Tensor) -> bool:
+    """Tell whether the arithmetic of these logits is compiled: on GPUs that torch's compiler knows."""
+    return x.is_cuda and not torch.compiler.is_compiling() and importlib.util.find_spec("triton") is not None
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, fullgraph=True)

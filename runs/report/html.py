@@ -1,0 +1,47 @@
+"""Write parts of a report as HTML: the page around them, tables, parts that open; every text is escaped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+from .style import STYLE
+
+#: Even if something were not escaped, the policy lets nothing run and nothing be fetched.
+_FRAME = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8">{mark}
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<meta http-equiv="Content-Security-Policy"
+  content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
+<link rel="icon" href="data:,"><title>{title}</title><style>{style}</style></head>
+<body><main>{body}</main></body></html>
+"""
+
+
+def whole_page(title: str, body: str, *, mark: str) -> str:
+    """Return the page around ``body`` (HTML). ``mark``: a line of its head by which such a page is known."""
+    return _FRAME.format(mark=mark, title=escape(title), style=STYLE, body=body)
+
+
+def table(
+    rows: Iterable[Sequence[str]], *, caption: str = "", head: Sequence[str] = (), numbers: bool = False
+) -> str:
+    """Write an HTML table, every cell escaped, that scrolls by itself where it is wider than the page.
+
+    A row's first cell names the row.
+    """
+    body = "".join(
+        f'<tr><th scope="row">{escape(first)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in rest)}</tr>'
+        for first, *rest in rows
+    )
+    cells = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in head)
+    top = f"<thead><tr>{cells}</tr></thead>" if head else ""
+    title = f"<caption>{escape(caption)}</caption>" if caption else ""
+    kind = ' class="numbers"' if numbers else ""
+    return f'<div class="wide" tabindex="0"><table{kind}>{title}{top}<tbody>{body}</tbody></table></div>'
+
+
+def folded(summary: str, content: str) -> str:
+    """Write ``content`` (HTML) behind a line that opens it."""
+    return f"<details><summary>{escape(summary)}</summary>{content}</details>"

@@ -1,0 +1,79 @@
+"""Read what Linux knows about this machine: memory that is free, cores, file systems, the processor's name.
+
+A container may have less than the machine: its limits count.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+_PROC, _CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, slots=True)
+class FileSystem:
+    """A file system: its kind (ext4, nfs4, tmpfs) and where it is mounted."""
+
+    kind: str
+    mounted_at: str
+
+
+def memory_available() -> int | None:
+    """Return the bytes that new processes can use; ``None`` where the system does not say."""
+    found = [
+        int(line.split()[1]) * 1024
+        for line in _lines(_PROC / "meminfo")
+        if line.startswith("MemAvailable:") and line.split()[1].isdigit()
+    ]
+    limit, used = _number(_CGROUP / "memory.max"), _number(_CGROUP / "memory.current")
+    if limit is not None:
+        cache = [int(line.split()[1]) for line in _lines(_CGROUP / "memory.stat") if line.startswith("file ")]
+        found.append(limit - (used or 0) + sum(cache))
+    return min(found, default=None)
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may use, at least 1."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    words = " ".join(_lines(_CGROUP / "cpu.max")).split()
+    if len(words) == 2 and words[0].isdigit() and words[1].isdigit():
+        cores = min(cores, round(int(words[0]) / int(words[1])))
+    return max(1, cores)
+
+
+def processor_name() -> str:
+    """Return the processor's name; empty where the system does not say."""
+    names = [line.partition(":")[2] for line in _lines(_PROC / "cpuinfo") if line.startswith("model name")]
+    return names[0].strip() if names else ""
+
+
+def file_system_of(path: Path) -> FileSystem | None:
+    """Return the file system in which an existing path lies; ``None`` where the system does not say."""
+    real = os.path.realpath(path)
+    found: FileSystem | None = None
+    for line in _lines(_PROC / "self" / "mountinfo"):
+        before, _, after = line.partition(" - ")
+        fields, kind = before.split(), after.split()
+        if len(fields) < 5 or not kind:
+            continue
+        place = fields[4].replace("\\040", " ")
+        inside = real == place or real.startswith(place.rstrip("/") + "/")
+        # Of two mounts at one place, the later one hides the earlier one.
+        if inside and (found is None or len(place) >= len(found.mounted_at)):
+            found = FileSystem(kind[0], place)
+    return found
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+def _number(path: Path) -> int | None:
+    """Return the only number of a file; ``None`` without the file, and for the word max."""
+    text = "".join(_lines(path)).strip()
+    return int(text) if text.isdigit() else None
