@@ -133,10 +133,8 @@ class ColumnParallelLinear(DeclaredModule):
         if self._plain and not self.adapters and self.float8 is None:  # nn.Linear's own line
             return F.linear(x, cast(Tensor, self.weight), cast(Tensor | None, self.bias))
         x = x if self.entered else enter_tensor(x, self.state)
-        if self.float8 is None:
-            outputs = [part(x) for part in self.parts]
-        else:
-            outputs = self.float8(x, [part.used() for part in self.parts])
+        held = [part.used() for part in self.parts]
+        outputs = [F.linear(x, *one) for one in held] if self.float8 is None else self.float8(x, held)
         for adapter in self.adapters:
             for number, change in adapter(x):
                 outputs[number] = outputs[number] + change
@@ -216,9 +214,6 @@ class _Rows:
             )
         else:
             holder.register_parameter("bias", None)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, *self.used())
 
     def used(self) -> tuple[Tensor, Tensor | None]:
         """Return the rows of the weight and of the bias that this rank computes with."""

@@ -106,6 +106,27 @@ def check_precision(dtype: str, compute: str | None, scale: LossScaleSection, wh
         )
 
 
+def check_float8(
+    compute: str | None, dtype: str, scaling: str | None, layout: Layout, schedule: str, where: str
+) -> None:
+    """Refuse what float8 cannot be combined with, and a scaling without float8."""
+    if compute != "float8":
+        if scaling is not None:
+            expected, found = 'compute = "float8" beside it', f"compute = {compute}"
+            raise BadInput(where, "float8_scaling", expected=expected, found=found)
+        return
+    if dtype == "float64":
+        raise BadInput(where, "dtype", expected="float32 or bfloat16 with compute = float8", found=dtype)
+    if layout.pipeline > 1 and schedule_kind(schedule).two_backwards:
+        raise BadInput(
+            where,
+            "layout.schedule",
+            expected="gpipe, 1f1b or interleaved with compute = float8",
+            found=schedule,
+            todo="Its backward comes in two parts, and each would compute all products of both",
+        )
+
+
 def check_idle(memory: MemorySection, watch: WatchSection, debug: DebugSection, where: str) -> None:
     """Refuse a key that does nothing because another is not set."""
     if memory.checkpoint_every is not None and memory.checkpointing != "every":

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
-from ..layers import PinnedBackend
+from ..layers import PinnedBackend, Scaling
 from ..models import published_size
 from ..models.base.config import check_keys
 from ..parallel_state import TIMEOUT, BadInput, Layout, from_validation, nearest_multiples
@@ -19,6 +19,7 @@ from ..storage.small_files import parse_toml, read_json, read_toml
 from ..storage.strict_json import DEEPEST
 from .checks import (
     check_compile,
+    check_float8,
     check_idle,
     check_memory_of_pipeline,
     check_model,
@@ -80,10 +81,15 @@ class Recipe(Section):
     dtype: Literal["float32", "float64", "bfloat16"] = Field(
         default="float32", description="data type of the weights and of the optimizer's moments"
     )
-    compute: Literal["float32", "float64", "bfloat16", "float16"] | None = Field(
+    compute: Literal["float32", "float64", "bfloat16", "float16", "float8"] | None = Field(
         default=None,
         description="data type of forward and backward; bfloat16 or float16 with float32 weights is mixed "
-        "precision; default: dtype",
+        "precision; float8: bfloat16, and the blocks' linear layers multiply in float8; default: dtype",
+    )
+    float8_scaling: Scaling | None = Field(
+        default=None,
+        description="for compute = float8: what has one scale, a tensor (faster) or each row and column of a "
+        "product's factors (finer); default: tensorwise",
     )
     reduce: Literal["float32", "float64", "bfloat16", "float16"] | None = Field(
         default=None,
@@ -129,6 +135,11 @@ class Recipe(Section):
         return self.layout_section.layout
 
     @property
+    def compute_dtype(self) -> str:
+        """Return the data type of activations and gathered weights; that of float8's linears is bfloat16."""
+        return "bfloat16" if self.compute == "float8" else self.compute or self.dtype
+
+    @property
     def pipeline_schedule(self) -> ScheduleName:
         """Return the name of the pipeline schedule."""
         return self.layout_section.schedule
@@ -148,6 +159,9 @@ class Recipe(Section):
         check_model(self.model, where)
         check_optimizer(self.optimizer, self.steps, where)
         check_precision(self.dtype, self.compute, self.loss_scale, where)
+        check_float8(
+            self.compute, self.dtype, self.float8_scaling, self.layout, self.pipeline_schedule, where
+        )
         check_idle(self.memory, self.watch, self.debug, where)
         layout = self.layout
         if self.data.global_batch % (layout.data * self.data.micro_batch):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..data.batch import Batch
-from ..layers import IGNORE, compile_blocks
+from ..layers import IGNORE, Scaling, compile_blocks, use_float8
 from ..models import CausalLM, LoraConfig, adapted, family_of
 from ..parallel_state import (
     Box,
@@ -58,6 +58,7 @@ class Case:
     documents: bool = False  # several a row: positions start again where one starts
     memory: MemorySection = field(default_factory=MemorySection)
     compiled: str = ""  # torch.compile's backend
+    float8: Scaling | None = None
     lora: dict[str, Any] | None = None
     frozen: str | None = None  # a pattern over names: what is not trained
     device: str = "cpu"  # or "cuda": all ranks then share the first GPU
@@ -101,6 +102,8 @@ def train_rank(case: Case) -> RankOutcome:
     if case.frozen is not None:
         freeze(model, assign([ParameterGroup(match=case.frozen, freeze=True)], names_of(family, config)))
     precision = Precision(case.dtype, case.compute or case.dtype, case.dtype)
+    if case.float8 is not None:
+        assert use_float8(model, case.float8) == []
     if case.compiled:
         compile_blocks(model.layers.values(), backend=case.compiled)
     spare_memory(model, case.memory, case.memory.stated_chunk)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,9 +14,10 @@ from ..layers import (
     routers,
     set_attention_backend,
     set_auxiliary_losses,
+    use_float8,
 )
 from ..models import AdaptedFamily, CausalLM
-from ..parallel_state import ParallelState, dtype_named
+from ..parallel_state import BadInput, ParallelState, dtype_named
 from ..recipes.checks import decay_steps
 from ..recipes.recipe import Recipe
 from ..recipes.sections import ExpertsSection, MemorySection
@@ -43,13 +45,16 @@ class Parts:
     step: TrainStep
     update: Update
     schedule: Schedule
+    #: With float8, names of the weights that stay in bfloat16.
+    as_before: Sequence[str] = ()
 
 
 def build(recipe: Recipe, plan: Plan, state: ParallelState) -> Parts:
     """Build this rank's parts; collective. A load or ``initialize`` fills the weights afterwards."""
-    master, compute = dtype_named(recipe.dtype), dtype_named(recipe.compute or recipe.dtype)
+    master, compute = dtype_named(recipe.dtype), dtype_named(recipe.compute_dtype)
     precision = Precision(master, compute, dtype_named(recipe.reduce or recipe.dtype))
     model = model_on_meta(recipe, plan, state)
+    as_before = multiply_in_float8(model, recipe) if recipe.compute == "float8" else []
     count = len([*routers(plan.family.on_meta(plan.config))])  # of all stages
     if recipe.experts is not None:
         _keep_even(model, recipe.experts, count)
@@ -87,7 +92,7 @@ def build(recipe: Recipe, plan: Plan, state: ParallelState) -> Parts:
         spikes=Spikes(wanted.skip_spikes) if wanted.skip_spikes else None,
         balancing=Balancing(model, rate=bias_rate, state=state) if count else None,
     )
-    return Parts(model, optimizer, step, update, schedule_of(recipe)[0])
+    return Parts(model, optimizer, step, update, schedule_of(recipe)[0], as_before)
 
 
 def _keep_even(model: CausalLM, wanted: ExpertsSection, count: int) -> None:
@@ -121,13 +126,27 @@ def model_on_meta(recipe: Recipe, plan: Plan, state: ParallelState) -> CausalLM:
     """
     family, split, master = plan.family, plan.split, dtype_named(recipe.dtype)
     if isinstance(family, AdaptedFamily):
-        frozen = dtype_named(recipe.compute or recipe.dtype)
+        frozen = dtype_named(recipe.compute_dtype)
         model = family.build(plan.config, split=split, state=state, dtype=master, base_dtype=frozen)
     else:
         model = family.build(plan.config, split=split, state=state, dtype=master)
     freeze(model, plan.groups)
     set_attention_backend(model, recipe.attention_backend)
     return model
+
+
+def multiply_in_float8(model: CausalLM, recipe: Recipe) -> list[str]:
+    """Let the blocks' linears multiply in float8, in place; return the names of the weights that do not fit.
+
+    Raises ``BadInput`` for a GPU that has no float8.
+    """
+    scaling, device = recipe.float8_scaling or "tensorwise", model.state.device
+    if device.type == "cuda":
+        needed, found = (9, 0) if scaling == "rowwise" else (8, 9), torch.cuda.get_device_capability(device)
+        if found < needed:
+            expected = "a GPU of compute capability {}.{} or later with float8".format(*needed)
+            raise BadInput("recipe", "compute", expected=expected, found="{}.{}".format(*found))
+    return use_float8(model, scaling)
 
 
 def spare_memory(model: CausalLM, memory: MemorySection, loss_chunk: int) -> None:

@@ -29,7 +29,7 @@ from ..planner import (
 from ..planner.flops import TokenFlops, active_parameters
 from ..planner.stage_cut import StageCut
 from ..recipes.recipe import Recipe, with_overrides
-from .build import model_on_meta
+from .build import model_on_meta, multiply_in_float8
 from .lora import recipe_shape
 from .run_data import open_data
 from .run_plan import Plan, flops_of, plan
@@ -147,7 +147,7 @@ def rank_plan(recipe: Recipe, planned: Plan, rank: int) -> RankPlan:
     """Plan the memory of one rank of the recipe's layout."""
     state = ParallelState.stand_in(recipe.layout, rank)
     model = _stage_of(recipe, planned, state)
-    master, compute = (dtype_named(name).itemsize for name in (recipe.dtype, recipe.compute or recipe.dtype))
+    master, compute = (dtype_named(name).itemsize for name in (recipe.dtype, recipe.compute_dtype))
     work = Work(
         state,
         planned.config.hidden_size,
@@ -173,6 +173,10 @@ def rank_plan(recipe: Recipe, planned: Plan, rank: int) -> RankPlan:
 
 def _stage_of(recipe: Recipe, planned: Plan, state: ParallelState) -> CausalLM:
     """Return this rank's stage. One build of a plain model serves the first ranks of all stages."""
+    if recipe.compute == "float8":
+        model = model_on_meta(recipe, planned, state)
+        multiply_in_float8(model, recipe)
+        return model
     layout, at = state.layout, state.at.pipeline
     first = state.rank == layout.first_rank(at)
     if first and not isinstance(planned.family, AdaptedFamily) and not planned.groups:

@@ -66,6 +66,11 @@ class Trainer:
         parts = build(recipe, self.plan, state)
         self.model, self.optimizer, self.step = parts.model, parts.optimizer, parts.step
         self.update, self.schedule = parts.update, parts.schedule
+        if as_before := parts.as_before:
+            some = ", ".join(as_before[:3]) + (", ..." if len(as_before) > 3 else "")
+            self.terminal.say(
+                f"float8: {len(as_before)} weights stay in bfloat16 (a side is no multiple of 16): {some}"
+            )
         self.watchers = Watchers(recipe, self.plan, parts, state, self.terminal, self._at)
 
     def run(self, after_step: Callable[[StepMetrics], None] | None = None) -> list[StepMetrics]:

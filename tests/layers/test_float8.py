@@ -8,7 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from trilith.layers import ColumnParallelLinear, RowParallelLinear, Scaling, use_float8
+from trilith.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    Scaling,
+    checkpoint_blocks,
+    use_float8,
+)
 from trilith.parallel_state import Layout, ParallelState, alone_or, local
 from trilith.testing import Operators, run_parallel
 from trilith.testing.compare_layers import compare_with_one_device
@@ -127,6 +133,16 @@ def test_a_weight_with_a_side_that_is_no_multiple_of_16_stays_and_is_named() -> 
     assert torch.equal(model["b"](y), F.linear(y, model["b"].weight, model["b"].bias))
 
 
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_one_graph_holds_forward_and_backward(scaling: Scaling) -> None:
+    x, _, g = case()
+    layer = in_float8(ColumnParallelLinear(32, 48, bias=False).double(), scaling)
+    plain = run(layer, x, g)
+    layer.weight.grad = None
+    found = run(torch.compile(layer, fullgraph=True, backend="aot_eager"), x, g)
+    assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
+
+
 def test_a_frozen_weight_has_no_gradient_and_no_product_for_it() -> None:
     x, _, g = case(tokens=16)
     layer = in_float8(ColumnParallelLinear(32, 48, bias=False), "tensorwise")
@@ -139,6 +155,27 @@ def test_a_frozen_weight_has_no_gradient_and_no_product_for_it() -> None:
     with Operators() as operators:
         y.backward(g.float())
     assert layer.weight.grad is None and products(operators) == 1
+
+
+class Block(nn.Module):
+    """Two linears, as a feed-forward has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = ColumnParallelLinear(32, 64), RowParallelLinear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(self.up(x).relu())
+        return y.sin()
+
+
+def test_selective_checkpointing_keeps_products_from_the_hidden_width() -> None:
+    block = in_float8(Block(), "tensorwise")
+    checkpoint_blocks([(0, block)], "selective")
+    y = block(torch.randn(2, 8, 32, requires_grad=True))
+    with Operators() as operators:
+        y.sum().backward()
+    assert products(operators) == 4 + 1  # of backward, and that of ``down`` again, whose sine needs it
 
 
 class Uneven(nn.Module):

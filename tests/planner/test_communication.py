@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from trilith.data import Batch
-from trilith.layers import cost_of
+from trilith.layers import Scaling, cost_of, use_float8
 from trilith.models import family_of
 from trilith.parallel_state import Layout, ParallelState, clip_gradients, initialize
 from trilith.planner import Traffic, Work, block_traffic, step_traffic
@@ -87,6 +87,7 @@ class Case:
     compute: torch.dtype = torch.float32
     micro_batches: int = 2
     schedule: str = "1f1b"
+    float8: Scaling | None = None
 
 
 Totals = dict[str, tuple[int, int]]
@@ -102,6 +103,8 @@ def measured_and_planned(case: Case) -> tuple[Totals, Totals]:
     family = family_of(MODELS[case.model])
     config = family.from_hf(MODELS[case.model])
     model = family.build(config, state=state)
+    if case.float8 is not None:
+        assert use_float8(model, case.float8) == []
     work = Work(
         state,
         config.hidden_size,
@@ -143,9 +146,14 @@ def totals(every: list[Traffic]) -> Totals:
     return found
 
 
+MODELS["sixteens"] = LLAMA | {"hidden_size": 64, "intermediate_size": 96, "num_key_value_heads": 2}
 SEQUENCE, TENSOR = Layout.of(tensor=2, sequence=True), Layout.of(tensor=2)
 CASES = [
-    *(Case(model, layout) for model in MODELS for layout in (TENSOR, SEQUENCE)),
+    *(Case(model, layout) for model in MODELS if model != "sixteens" for layout in (TENSOR, SEQUENCE)),
+    Case("sixteens", TENSOR, MemorySection(checkpointing="full"), float8="tensorwise"),
+    Case("sixteens", SEQUENCE, MemorySection(checkpointing="selective"), float8="rowwise"),
+    Case("sixteens", SEQUENCE, float8="tensorwise"),
+    Case("sixteens", TENSOR, MemorySection(checkpointing="full"), float8="rowwise"),
     Case("glm4_moe", SEQUENCE, MemorySection(checkpointing="selective")),
     Case("glm4_moe", TENSOR, MemorySection(checkpointing="full")),
     Case("gemma2", TENSOR, MemorySection(checkpointing="full")),
@@ -186,7 +194,8 @@ CASES = [
 
 
 def name_of(case: Case) -> str:
-    return f"{case.model}-{case.layout}-{case.memory.checkpointing}-{case.memory.loss_chunk}"
+    name = f"{case.model}-{case.layout}-{case.memory.checkpointing}-{case.memory.loss_chunk}"
+    return name if case.float8 is None else f"{name}-{case.float8}"
 
 
 @pytest.fixture(scope="module")
