@@ -119,7 +119,7 @@ def _loss_chunk(recipe: Recipe, config: ModelConfig) -> int:
         recipe.data.micro_batch,
         recipe.data.sequence_length // layout.context,
         config.hidden_size,
-        dtype_named(recipe.compute or recipe.dtype).itemsize,
+        dtype_named(recipe.compute_dtype).itemsize,
     )
     return automatic_chunk(
         tokens,
@@ -152,7 +152,7 @@ def check_run(recipe: Recipe) -> RunPlan:
     attention = attention_backends(
         planned.family.on_meta(planned.config),
         recipe.device,
-        dtype_named(recipe.compute or recipe.dtype),
+        dtype_named(recipe.compute_dtype),
         length=recipe.data.sequence_length,
         packed=batches.packed,
         backend=recipe.attention_backend,
