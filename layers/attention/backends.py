@@ -11,8 +11,9 @@ flex       FlexAttention, compiled for what is asked: documents, windows, soft c
 blockwise  written out, some rows of scores at a time, in forward and backward; everything, on any device
 =========  ==============================================================================================
 
-A row of one document without more goes to ``sdpa``. For anything else the first in this order that takes it:
-``varlen``, ``flex``, ``sdpa``, ``blockwise``. On a CPU the first two take nothing.
+``auto`` takes ``sdpa`` for rows of one document without more, and for anything else the first of ``varlen``,
+``sdpa`` and ``blockwise`` that can. It never takes ``flex``, which a recipe can pin: nobody has
+measured it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ Backend = Literal["sdpa", "cudnn", "flash", "efficient", "math", "varlen", "flex
 PinnedBackend = Literal["auto", "sdpa", "cudnn", "flash", "efficient", "math", "varlen", "flex", "blockwise"]
 Score = Literal["", "soft cap", "sinks", "ALiBi", "rounded ALiBi"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
-_ORDER: tuple[Backend, ...] = ("varlen", "flex", "sdpa", "blockwise")
+_ORDER: tuple[Backend, ...] = ("varlen", "sdpa", "blockwise")
+#: Backends that gave wrong numbers, or none, when ``kernel_checks`` tried them on this machine.
+FAILED: set[Backend] = set()
 HALF = (torch.bfloat16, torch.float16)
 
 
@@ -89,6 +92,7 @@ def _lacks(backend: Backend, call: AttentionCall) -> Iterator[str]:
             needs["bfloat16 or float16"] = half
             needs["heads of a multiple of 8, up to 256"] = call.width % 8 == 0 and call.width <= 256
             needs[f"no {call.score}"] = not call.score
+            needs["a kernel that is right on this machine"] = backend not in FAILED
         else:
             narrow, wide = sorted((call.width, call.value_width))
             needs["at most float32"] = call.dtype != torch.float64

@@ -137,18 +137,18 @@ def blockwise_attention(
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
     bias: ScoreBias | None = None,
+    fused: bool = False,
 ) -> Tensor:
     """Compute attention whose scores exist only a few rows at a time, in forward and in backward.
 
     Returns (B, H, S, E), like ``q``. For what torch's public operators do not compute, or not without all
     scores at once: a ``soft_cap``, ``sinks`` (H,), one more score of each head (see ``sinks.py``), and a
     ``bias``. ``mask``: (B or 1, 1, S, T), true where a query sees a key; without one, ``causal`` says whether
-    keys and queries are the same tokens in order. Dropout follows torch's generator.
+    keys and queries are the same tokens in order. Dropout follows torch's generator. ``fused``: whether
+    torch's fused operators may compute a block that they can (see ``fused_is_right``).
     """
     scale = q_BHSE.shape[-1] ** -0.5 if scale is None else scale
     seed = int(torch.randint(2**62, (), device="cpu")) if dropout else 0
-    fused = soft_cap is None and bias is None and not q_BHSE.is_meta
-    fused = fused and fused_is_right(q_BHSE.device.type)
     options = BlockAttentionOptions(scale, causal, mask, dropout, seed, soft_cap, bias, fused)
     return _attention(q_BHSE, k_BKTE, v_BKTE, sinks, options)
 

@@ -95,6 +95,7 @@ def causal_attention(
             soft_cap=soft_cap,
             sinks=sinks,
             bias=None if alibi is None else alibi.bias(*scope.positions(q_BHSE)),
+            fused=scope.fused(q_BHSE),
         )
     grouped = q_BHSE.shape[1] != k_BKSE.shape[1]
     if grouped and (scope.masked or (q_BHSE.device.type != "cpu" and q_BHSE.dtype not in HALF)):

@@ -11,6 +11,7 @@ from torch import Tensor
 from ...parallel_state import ParallelState
 from ..context_chunks import default_positions, token_places
 from ..rotary import Rope, RotaryEmbedding
+from .kernel_checks import check_varlen
 from .key_value_cache import KeyValueCache
 from .mask import AttentionScope
 from .visible import document_lengths, exceeds
@@ -56,6 +57,8 @@ class AttentionInputs:
         tokens = places.shape[-1] * state.context_size if cache is None else cache.used
         self._scopes: dict[int | None, AttentionScope] = {}
         self._places, self._tokens = places, tokens
+        if like.device.type == "cuda":
+            check_varlen(like.device.type)
         for layer in layers:
             layer.prepare(like.new_empty((len(like), 1, places.shape[-1], 0)), self.scope(layer.window))
         lengths = None

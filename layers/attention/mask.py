@@ -14,6 +14,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from ...parallel_state import ParallelState
 from .backends import Backend
+from .blockwise import fused_is_right
 from .context_mask import ContextScope
 from .flex import block_mask
 from .key_value_cache import KeyValueCache
@@ -77,6 +78,8 @@ class AttentionScope:
         """Make what ``backend`` takes for queries like ``q``, of which only shape, dtype and device count."""
         if self.context is not None:
             return
+        if backend == "blockwise":
+            self.fused(q_BHSE)
         if backend == "varlen":
             self.sequences(q_BHSE)
         elif backend == "flex":
@@ -101,6 +104,11 @@ class AttentionScope:
         given, device = self._positions if self._packed else None, q_BHSE.device
         made = self._once("sequences", lambda: sequences_of(given, batch, length, device, self._window))
         return cast(Sequences, made)
+
+    def fused(self, q_BHSE: Tensor) -> bool:
+        """Return whether torch's fused operators may compute blocks of attention, see ``blockwise``."""
+        kind = q_BHSE.device.type
+        return bool(self._once("fused", lambda: kind != "meta" and fused_is_right(kind)))
 
     def block_mask(self, q_BHSE: Tensor) -> BlockMask:
         """Return the blocks of keys that each block of queries needs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.attention.flex_attention import flex_attention as uncompiled
 from trilith.layers import Alibi, AttentionInputs, AttentionScope, alibi_slopes, causal_attention
-from trilith.layers.attention import causal, flex, mask, varlen
+from trilith.layers.attention import backends, causal, flex, kernel_checks, mask, varlen
 from trilith.layers.attention.backends import BACKENDS, AttentionCall, choose_backend
 from trilith.layers.attention.visible import visible_tokens
 from trilith.models import family_of
@@ -33,16 +34,12 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> None:
         ("cuda", HALF, {}, "sdpa"),
         ("cuda", SINGLE, {}, "sdpa"),
         ("cuda", HALF, {"masked": True}, "varlen"),
-        ("cuda", SINGLE, {"masked": True}, "flex"),
+        ("cuda", SINGLE, {"masked": True}, "sdpa"),
         ("cuda", DOUBLE, {"masked": True}, "sdpa"),
         ("cuda", HALF, {"masked": True, "dropout": True}, "sdpa"),
         ("cuda", HALF, {"masked": True, "cached": True}, "sdpa"),
-        ("cuda", HALF, {"score": "soft cap"}, "flex"),
-        ("cuda", HALF, {"score": "sinks", "masked": True}, "flex"),
-        ("cuda", HALF, {"score": "ALiBi"}, "flex"),
-        ("cuda", HALF, {"score": "rounded ALiBi"}, "blockwise"),
-        ("cuda", HALF, {"score": "soft cap", "cached": True}, "blockwise"),
-        ("cuda", HALF, {"score": "sinks", "width": 8, "value_width": 8}, "blockwise"),
+        ("cuda", HALF, {"score": "soft cap"}, "blockwise"),
+        ("cuda", HALF, {"score": "sinks", "masked": True}, "blockwise"),
         ("cpu", HALF, {}, "sdpa"),
         ("cpu", SINGLE, {"masked": True}, "sdpa"),
         ("cpu", SINGLE, {"score": "sinks"}, "blockwise"),
@@ -57,12 +54,19 @@ def test_the_table_takes_the_first_backend_that_can(
     assert choose_backend(call, choose_backend(call)) == backend
 
 
+@pytest.mark.parametrize("score", ["", "soft cap", "sinks", "ALiBi"])
+def test_flex_attention_is_taken_where_it_is_pinned(score: Any, triton: None) -> None:
+    assert choose_backend(AttentionCall("cuda", HALF, 64, 64, masked=True, score=score), "flex") == "flex"
+
+
 @pytest.mark.parametrize(
     ("pinned", "call", "need"),
     [
         ("varlen", AttentionCall("cpu", HALF, 64, 64), "a GPU"),
         ("varlen", AttentionCall("cuda", SINGLE, 64, 64), "bfloat16"),
         ("flex", AttentionCall("cuda", HALF, 64, 64, dropout=True), "no dropout"),
+        ("flex", AttentionCall("cuda", HALF, 64, 64, score="rounded ALiBi"), "no rounded ALiBi"),
+        ("flex", AttentionCall("cuda", HALF, 8, 8), "heads of 16"),
         ("sdpa", AttentionCall("cpu", SINGLE, 64, 64, score="soft cap"), "no soft cap"),
         ("flash", AttentionCall("cuda", HALF, 64, 64, masked=True), "rows of one document"),
         ("cudnn", AttentionCall("cuda", SINGLE, 64, 64), "bfloat16"),
@@ -120,6 +124,25 @@ def test_documents_one_after_the_other_equal_the_dense_mask(
         found.append([out, *torch.autograd.grad(out.square().sum(), given)])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+
+
+def test_a_kernel_that_is_wrong_on_this_machine_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tried on the CPU with stand-ins: one that is right, one whose windows are too wide, one that raises."""
+    call = AttentionCall("cuda", HALF, 64, 64, masked=True)
+
+    def wide(*given: Any, window_size: tuple[int, int], **more: Any) -> Tensor:
+        return by_sequence(*given, window_size=(-1, 0), **more)
+
+    def absent(*given: Any, **more: Any) -> Tensor:
+        raise NotImplementedError("no kernel")
+
+    for kernel, taken in ((by_sequence, True), (wide, False), (absent, False)):
+        monkeypatch.setattr(varlen, "_kernel", kernel)
+        monkeypatch.setattr(backends, "FAILED", failed := set[Any]())
+        monkeypatch.setattr(kernel_checks, "FAILED", failed)
+        with nullcontext() if taken else pytest.warns(UserWarning, match="attention over documents on cpu"):
+            kernel_checks.check_varlen.__wrapped__("cpu")
+        assert choose_backend(call) == ("varlen" if taken else "sdpa")
 
 
 @pytest.mark.parametrize(
