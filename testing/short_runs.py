@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from ..checkpoints import read_source
 from ..data.token_writer import TokenWriter
 from ..models import CausalLM, family_of
 from ..parallel_state import Box, Layout, ParallelState, initialize
-from ..parallel_state.engine import TorchDispatchMode
 from ..recipes.recipe import parse_recipe
 from ..runs.metrics import StepMetrics, read_metrics
 from ..training.data_parallel import shard_over_data
@@ -82,15 +80,3 @@ def built(layout: Layout, precision: Precision, config: dict[str, Any] = TINIEST
     model.to_empty(device="cpu")
     initialize(model, 3, state=state)
     return model
-
-
-class Operators(TorchDispatchMode):
-    """Count the operators by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[str(func)] += 1
-        return func(*args, **(kwargs or {}))

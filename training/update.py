@@ -83,7 +83,9 @@ class Update:
         waits = self.spikes is not None or not all(one.get("fused") for one in self.optimizer.param_groups)
         if not waits:
             self._step(unless=unfit)
-        mean, size, trained, missing, held = torch.cat([*measured, unfit.double().view(1)]).tolist()
+        tallies = norm.new_zeros(0) if self.balancing is None else self.balancing.summed().to(norm.device)
+        read = torch.cat([*measured, unfit.double().view(1), tallies.double()])
+        mean, size, trained, missing, held, *tallied = read.tolist()
         finite = math.isfinite(mean) and math.isfinite(size)
         if missing or (held and finite):
             refuse_untrained(self.model, mean, (trained, missing), state=self.model.state)
@@ -104,7 +106,10 @@ class Update:
         else:
             self.skips[reason] += 1
         self.optimizer.zero_grad(set_to_none=True)
-        balance = None if self.balancing is None else self.balancing.after_step(updated=reason is None)
+        balance = None
+        if self.balancing is not None:
+            sums = torch.tensor(tallied, dtype=torch.float64)
+            balance = self.balancing.after_step(updated=reason is None, sums=sums)
         return Updated(mean, size, reason, balance=balance)
 
     def _step(self, *, unless: Tensor | None = None) -> None:

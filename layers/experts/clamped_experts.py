@@ -22,7 +22,7 @@ from ...parallel_state import (
 )
 from ..cost import Cost, Tokens, matrix
 from .experts import ExpertAdapter, Experts
-from .grouped_matmul import kernel_takes
+from .grouped_matmul import GroupSizes, has_kernel, kernel_takes
 
 
 class ClampedExperts(Experts):
@@ -75,12 +75,12 @@ class ClampedExperts(Experts):
     def forward(self, x_MD: Tensor, counts: Sequence[int]) -> Tensor:
         """Return the experts' outputs (M, D), partial over the tensor ranks."""
         both_MF = self._products(("gate_up",), x_MD, counts)["gate_up"]
-        both_MF = both_MF + _rows(local(self.gate_up_bias), counts)
+        both_MF = both_MF + _rows(local(self.gate_up_bias), counts, both_MF)
         gate_MF = both_MF[:, ::2].clamp(max=self.limit)
         up_MF = both_MF[:, 1::2].clamp(-self.limit, self.limit)
         made_MF = (up_MF + 1) * (gate_MF * torch.sigmoid(self.alpha * gate_MF))
         out_MD = self._products(("down",), made_MF, counts)["down"]
-        return out_MD + _rows(local(self.down_bias), counts) * float(self.state.tensor_index == 0)
+        return out_MD + _rows(local(self.down_bias), counts, out_MD) * float(self.state.tensor_index == 0)
 
     def cost(self, tokens: Tokens) -> Cost:
         """Return the cost of the rows here: evenly used experts have as many as this rank's tokens make."""
@@ -104,6 +104,9 @@ class ClampedExperts(Experts):
         return f"here={tuple(local(self.gate_up).shape)}, alpha={self.alpha}, limit={self.limit}"
 
 
-def _rows(bias_EF: Tensor, counts: Sequence[int]) -> Tensor:
-    """Return the bias of each row, (M, F)."""
+def _rows(bias_EF: Tensor, counts: Sequence[int], made_MF: Tensor) -> Tensor:
+    """Return the bias of each row of a product, (M, F)."""
+    if isinstance(counts, GroupSizes) and has_kernel(made_MF, bias_EF):  # without waiting for the numbers
+        sizes_E = counts.ends_E.diff(prepend=counts.ends_E.new_zeros(1))
+        return bias_EF.repeat_interleave(sizes_E, 0, output_size=len(made_MF))
     return torch.cat([one.expand(count, -1) for one, count in zip(bias_EF.unbind(), counts, strict=True)])

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...parallel_state import ParallelState, engine
+from .grouped_matmul import GroupSizes
 
 
 class _Exchange(torch.autograd.Function):
@@ -36,9 +37,9 @@ class Dispatch:
 
     Made from the experts that each token chose, (N, K) int64. ``to_experts`` brings rows to this rank's
     experts; ``counts`` is the number of rows for each of them, in order. ``back`` returns the experts'
-    outputs. All ranks of the expert group make a dispatch at the same time, also those without tokens. The
-    host waits once for the numbers of rows. Source: Gale et al. 2022 (no token is dropped), Lepikhin et al.
-    2020 (the exchange).
+    outputs. All ranks of the expert group make a dispatch at the same time, also those without tokens. With
+    several ranks of experts the host waits once for the numbers of rows, else not at all. Source: Gale et al.
+    2022 (no token is dropped), Lepikhin et al. 2020 (the exchange).
     """
 
     def __init__(self, experts_NK: Tensor, num_experts: int, *, state: ParallelState) -> None:
@@ -46,22 +47,28 @@ class Dispatch:
         self.tokens, self.top_k = experts_NK.shape
         flat = experts_NK.reshape(-1)
         # Stable: tokens of an expert stay in order, so sums are the same each time.
-        self._order = flat.argsort(stable=True)
+        by_expert, self._order = flat.sort(stable=True)
         self._inverse = inverse_of(self._order)
-        chosen_E = torch.bincount(flat, minlength=num_experts)
+        # Unlike bincount, which asks the device for the largest number, a search does not wait.
+        experts = torch.arange(num_experts, device=flat.device)
+        ends_E = torch.searchsorted(by_expert, experts, right=True, out_int32=True)
         if self.ranks == 1:
-            self.counts: list[int] = chosen_E.tolist()
+            self.counts = GroupSizes(ends_E)
             return
+        chosen_E = ends_E.long().diff(prepend=ends_E.new_zeros(1))
         here = num_experts // self.ranks
         each = [here] * self.ranks
         received_E = engine.all_to_all(chosen_E, each, each, state.expert_group)
         table = torch.stack([chosen_E, received_E]).view(2, self.ranks, here)
         sent, received = table.tolist()
         self._sent, self._received = [sum(one) for one in sent], [sum(one) for one in received]
-        self.counts = [sum(one) for one in zip(*received, strict=True)]
+        ends_here = received_E.view(self.ranks, here).sum(0).cumsum(0).to(torch.int32)
+        self.counts = GroupSizes(ends_here, [sum(one) for one in zip(*received, strict=True)])
         # Rows come by rank and then by expert; the experts want them by expert.
         labels = torch.arange(here, device=flat.device).repeat(self.ranks)
-        self._by_expert = labels.repeat_interleave(received_E).argsort(stable=True)
+        self._by_expert = labels.repeat_interleave(received_E, output_size=sum(self._received)).argsort(
+            stable=True
+        )
         self._by_rank = inverse_of(self._by_expert)
 
     def to_experts(self, x_ND: Tensor) -> Tensor:

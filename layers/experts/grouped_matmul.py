@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -12,20 +13,51 @@ from torch.nn import functional as F
 _ALIGNED_BYTES = 16
 
 
+class GroupSizes(Sequence[int]):
+    """Hold the number of rows of each group, by ``ends_E``: int32, the row after the last of each group.
+
+    The host waits for the device when the numbers are first asked for, unless it knows them (``sizes``).
+    Torch's kernel needs the ends only.
+    """
+
+    def __init__(self, ends_E: Tensor, sizes: Sequence[int] | None = None) -> None:
+        self.ends_E, self._sizes = ends_E, sizes
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """Return the numbers of rows, on the host."""
+        if self._sizes is None:
+            ends = self.ends_E.tolist()
+            self._sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+        return self._sizes
+
+    def __len__(self) -> int:
+        return len(self.ends_E)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[int]: ...
+    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
+        return self.sizes[index]
+
+
 def grouped_mm(x_MD: Tensor, w_EFD: Tensor, counts: Sequence[int]) -> Tensor:
     """Compute ``x W_e^T`` for the rows of each group: (M, D) and (E, F, D) give (M, F).
 
     ``counts``: the number of rows of each of the E groups, in order; they add up to M and may be 0. In bf16
-    on a GPU from Ampere on, with D and F multiples of 8, this is torch's single kernel (``F.grouped_mm``);
-    elsewhere it is one product for each group, with the same numbers.
+    on a GPU from Ampere on, with D and F multiples of 8, this is torch's single kernel (``F.grouped_mm``),
+    which takes ``GroupSizes`` from the device without the host waiting; elsewhere it is one product for each
+    group, with the same numbers.
     """
-    if _has_kernel(x_MD, w_EFD):
+    if has_kernel(x_MD, w_EFD):
         return by_kernel(x_MD, w_EFD, counts)
     groups = zip(x_MD.split([*counts]), w_EFD.unbind(), strict=True)
     return torch.cat([F.linear(rows, weight) for rows, weight in groups])
 
 
-def _has_kernel(x: Tensor, w: Tensor) -> bool:
+def has_kernel(x: Tensor, w: Tensor) -> bool:
+    """Return whether ``grouped_mm`` is one kernel for these matrices."""
     return (
         x.device.type == "cuda"
         and x.dtype == w.dtype == torch.bfloat16
@@ -41,7 +73,10 @@ def kernel_takes(size: int, *widths: int) -> bool:
 
 def by_kernel(x_MD: Tensor, w_EFD: Tensor, counts: Sequence[int]) -> Tensor:
     """Compute ``grouped_mm`` in torch's one kernel; a CPU has one as well, for fp32 and 16 bits."""
-    ends = torch.tensor(counts, device=x_MD.device).cumsum(0).to(torch.int32)
+    if isinstance(counts, GroupSizes):
+        ends = counts.ends_E
+    else:
+        ends = torch.tensor(counts, device=x_MD.device).cumsum(0).to(torch.int32)
     y_MF = F.grouped_mm(x_MD, w_EFD.transpose(1, 2), offs=ends)
     if y_MF.requires_grad:  # of a sum it comes broadcast, which the kernel's backward refuses
         y_MF.register_hook(torch.Tensor.contiguous)

@@ -46,17 +46,22 @@ class Balancing:
         found = {name: size for one in everywhere for name, size in one.items()}
         self._experts = {name: found[name] for name in sorted(found)}
 
-    def after_step(self, *, updated: bool = True) -> Balance | None:
+    def after_step(self, *, updated: bool = True, sums: Tensor | None = None) -> Balance | None:
         """Return the balance of the step and move the biases. Collective over all ranks.
 
         Returns ``None`` without routers, or if no token went through a backward pass. Pass ``updated=False``
-        for a skipped step: the biases then stay.
+        for a skipped step: the biases then stay. ``sums``: what ``summed`` returned, where it was read back
+        to the host with other numbers; without it the host waits for the device here.
         """
         if not self._experts:
             return None
-        sums = self._summed()
+        flat = self.summed().cpu() if sums is None else sums
+        sizes = [size + 3 for size in self._experts.values()]
+        by_name = dict(zip(self._experts, flat.split(sizes), strict=True))
+        for router in self._here.values():
+            router.tally.clear()
         loads, balance, z_loss, rows = [], 0.0, 0.0, 0.0
-        for name, one in sums.items():
+        for name, one in by_name.items():
             counts = one[:-3]
             balance, z_loss, rows = balance + float(one[-3]), z_loss + float(one[-2]), rows + float(one[-1])
             if float(counts.sum()):
@@ -65,8 +70,12 @@ class Balancing:
                     _move(self._here[name], self.rate * (counts.mean() - counts).sign())
         return Balance(balance / rows, z_loss / rows, max(loads)) if loads else None
 
-    def _summed(self) -> dict[str, Tensor]:
-        """Sum every router's tally over all ranks, (E + 3,) float64 on the host, and clear the tallies."""
+    def summed(self) -> Tensor:
+        """Return every router's tally of the step summed over all ranks, one after the other, E + 3 numbers
+        each, in float64. Collective over all ranks; does not wait for the device.
+        """
+        if not self._experts:
+            return torch.zeros(0, dtype=torch.float64)
         sizes = [size + 3 for size in self._experts.values()]
         parts = []
         for name, size in zip(self._experts, sizes, strict=True):
@@ -75,12 +84,10 @@ class Balancing:
             counted = tally is not None and tally.sums is not None and self.state.counts_here
             part = torch.zeros(size, dtype=torch.float64, device=self.state.device)
             parts.append(part if not counted or tally is None or tally.sums is None else tally.sums)
-            if tally is not None:
-                tally.clear()
         flat = torch.cat([part.to(self.state.device) for part in parts])
         if self.state.layout.world > 1:
             dist.all_reduce(flat)
-        return dict(zip(self._experts, flat.cpu().split(sizes), strict=True))
+        return flat
 
 
 def routers(model: nn.Module) -> Iterator[tuple[str, TopKRouter]]:
@@ -112,4 +119,4 @@ def set_auxiliary_losses(
 
 def _move(router: TopKRouter, by: Tensor) -> None:
     if router.bias is not None:
-        router.bias.data.add_(by.to(router.bias.device, router.bias.dtype))
+        router.bias.data.add_(by.to(router.bias.device, router.bias.dtype, non_blocking=True))

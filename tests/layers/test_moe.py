@@ -7,12 +7,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
-from trilith.layers import Experts, GatedMLP, GatedShared, MoE, TopKRouter, grouped_mm
+from trilith.layers import ClampedExperts, Experts, GatedMLP, GatedShared, MoE, TopKRouter, grouped_mm
+from trilith.layers.experts import clamped_experts, grouped_matmul
 from trilith.layers.experts.grouped_matmul import by_kernel
-from trilith.parallel_state import BadInput, Layout, ParallelState, declarations
+from trilith.parallel_state import BadInput, Layout, Normal, ParallelState, declarations
 from trilith.parallel_state.engine import local_data
 from trilith.testing import run_parallel
 from trilith.testing.compare_layers import compare_with_one_device, made_alike
+from trilith.testing.operators import Operators
 
 E, K, D, F_ = 8, 2, 12, 16
 
@@ -179,3 +181,24 @@ def test_the_kernel_has_the_numbers_of_the_loop(device: str, dtype: torch.dtype,
 def test_a_model_may_hold_experts_anywhere() -> None:
     model = nn.Sequential(nn.Linear(D, D), make(None).float())
     assert model(torch.randn(1, 3, D)).shape == (1, 3, D)
+
+
+@pytest.mark.parametrize("clamped", [False, True])
+def test_a_mixture_on_one_rank_of_experts_reads_nothing_from_a_device_with_the_kernel(
+    clamped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward and backward ask no number of the device where torch's kernel multiplies the groups."""
+    read: list[str] = []
+    for module in (grouped_matmul, clamped_experts):
+        monkeypatch.setattr(module, "has_kernel", lambda *_: True)
+    monkeypatch.setattr(grouped_matmul.GroupSizes, "sizes", property(lambda self: read.append("sizes")))
+    monkeypatch.setattr(Tensor, "tolist", lambda self: read.append("tolist"))
+    monkeypatch.setattr(Tensor, "item", lambda self: read.append("item"))
+    made = ClampedExperts(4, 8, 16, initial=Normal(0.1)) if clamped else Experts(4, 8, 16)
+    mixture = MoE(TopKRouter(8, 4, 2), made)
+    x = torch.randn(2, 8, 8, requires_grad=True)
+    with Operators() as seen:
+        mixture(x).sum().backward()
+    assert not read
+    assert not {"aten::_local_scalar_dense", "aten::bincount", "aten::nonzero"} & {*seen.names}
+    assert "aten::_grouped_mm" in seen.names
