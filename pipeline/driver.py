@@ -9,7 +9,7 @@ backward pass or in two.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -70,6 +70,20 @@ class DrivenStage(PipelineStage):
         self._sync(self.sums_each and full_backward)
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         self._sync(False)
+
+    # Two private methods of torch; the first is called before torch 2.13 only.
+
+    def _validate_fwd_outputs(self, outputs: tuple[Tensor, ...]) -> None:
+        """Compare outputs with the stated shapes, but for the last stage's, which nobody receives: they are
+        the loss's input, of any shape.
+        """
+        if not self.is_last:
+            cast(Any, super())._validate_fwd_outputs(outputs)
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """Greet the neighbours, but not this rank itself, which holds both stages where a V turns."""
+        greetings: list[dist.P2POp] = cast(Any, super())._get_init_p2p_neighbors_ops()
+        return [one for one in greetings if one.group_peer != self.group_rank]
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """Run the second of two backward passes: the gradients of weights, for which FSDP has no hook.
