@@ -86,13 +86,17 @@ class Float8:
         return found
 
     def cost(self, tokens: Tokens, in_features: int, rows: Sequence[int]) -> Cost:
-        """Return the cost beside that of the products: what the ranks agree on.
+        """Return the cost beside that of the products: casts, and what the ranks agree on.
 
         ``in_features`` and ``rows`` are those of this rank's weights.
         """
         fitting = [one for one in rows if fits(one, in_features)]
-        if self.state.tensor_size == 1 or not fitting:
+        if not fitting:
             return Cost()
+        largest = max(fitting)
+        cast = tokens.count * (in_features + largest) + in_features * largest
+        if self.state.tensor_size == 1:
+            return Cost(working=cast)
         forward, backward = len(fitting) + 1.0, float(len(fitting))
         if self.scaling == "rowwise":
             forward = tokens.count + sum(fitting)
@@ -102,7 +106,7 @@ class Float8:
             sends.append(Send("tensor", "all_reduce", 4 * forward, again="full", what=SCALES))
         if self.cut == "rows":
             sends.append(Send("tensor", "all_reduce", 4 * backward, forward=False, what=SCALES))
-        return Cost(sends=tuple(sends))
+        return Cost(working=cast, sends=tuple(sends))
 
     def tops(self, *matrices: tuple[Tensor, int], cut: bool) -> list[Tensor]:
         """Return the largest magnitudes: of a whole matrix, (1, 1), or rowwise along a dim, which stays.
@@ -182,11 +186,12 @@ def _multiply(
     if short:  # zeros change no sum
         left, right = F.pad(left, (0, short)), F.pad(right, (0, 0, 0, short))
     left_scale, right_scale = _scale(left_top, dtype), _scale(right_top, E4M3)
+    scaled = left * left_scale.to(left.dtype), (right * right_scale.to(right.dtype)).t()
     return engine.scaled_mm(
-        (left * left_scale.to(left.dtype)).to(dtype).contiguous(),
-        (right * right_scale.to(right.dtype)).to(E4M3).t().contiguous().t(),
+        scaled[0].to(dtype, memory_format=torch.contiguous_format),
+        scaled[1].to(E4M3, memory_format=torch.contiguous_format).t(),
         left_scale.reciprocal(),
-        right_scale.reciprocal().contiguous(),
+        right_scale.reciprocal(),
         right.dtype,
         fast=fast,
     )

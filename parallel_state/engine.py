@@ -171,6 +171,10 @@ def scaled_mm(
     Scales: fp32, of one element each, or (M, 1) and (1, N). ``dtype``: of the product. ``fast``: whether GPUs
     may keep fewer digits of the sums.
     """
+    if left.device.type == "cpu" and left_scale.numel() > 1:  # before torch 2.12 only one scale a tensor
+        one = left_scale.new_ones(())
+        product = torch._scaled_mm(left, right, one, one, out_dtype=dtype)
+        return product * left_scale.to(dtype) * right_scale.to(dtype)
     return torch._scaled_mm(left, right, left_scale, right_scale, out_dtype=dtype, use_fast_accum=fast)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from trilith.layers import (
     ColumnParallelLinear,
@@ -15,6 +16,7 @@ from trilith.layers import (
     checkpoint_blocks,
     use_float8,
 )
+from trilith.layers.float8 import Float8, _Products
 from trilith.parallel_state import Layout, ParallelState, alone_or, local
 from trilith.testing import Operators, run_parallel
 from trilith.testing.compare_layers import compare_with_one_device
@@ -229,3 +231,28 @@ def layouts(scaling: Scaling, sequence: bool) -> list[float]:
 def test_tensor_ranks_share_a_scale_so_parts_equal_one_device(scaling: Scaling, sequence: bool) -> None:
     for worst in run_parallel(layouts, 2, scaling, sequence):
         assert len(worst) == 2 and max(worst) < 1e-6
+
+
+class Context:
+    """Stand for autograd's context, whose engine needs a real GPU."""
+
+    needs_input_grad = (True, False, True, True)
+    saved_tensors: tuple[Tensor, ...] = ()
+
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        self.saved_tensors = tensors
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_torch_s_rules_for_a_gpu_s_kernels_are_kept(scaling: Scaling) -> None:
+    """Shapes, strides and scales, as torch checks them for tensors that say that they are on a GPU."""
+    with FakeTensorMode():
+        x, g = (torch.empty(2, 9, width, dtype=torch.bfloat16, device="cuda") for width in (32, 48))
+        weight = torch.empty(48, 32, dtype=torch.bfloat16, device="cuda")
+        context, how = Context(), Float8(scaling, "rows", alone_or(None))
+        ys = _Products.forward(context, x, how, weight, weight)
+        dx, _, *dws = _Products.backward(context, g, g)
+        assert [y.shape for y in ys] == [g.shape] * 2 and dx is not None and dx.shape == x.shape
+        assert [dw.shape for dw in dws if dw is not None] == [weight.shape] * 2
+        with pytest.raises(RuntimeError, match="divisible by 16"):  # the rules are those of a GPU
+            _Products.forward(context, x, how, torch.empty(8, 32, dtype=torch.bfloat16, device="cuda"))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from trilith.data import Batch
+from trilith.layers import Scaling, use_float8
 from trilith.models import LoraConfig, adapted, family_of
 from trilith.parallel_state import Layout, ParallelState, initialize
 from trilith.parallel_state.engine import local_data
@@ -79,6 +80,7 @@ class Case:
     lora: LoraConfig | None = None
     frozen: tuple[str, ...] = ()
     schedule: str = "1f1b"
+    float8: Scaling | None = None
 
 
 @dataclass
@@ -105,6 +107,8 @@ def measure(case: Case) -> Measured:
                 parameter.requires_grad_(False)
     else:
         model = adapted(family, case.lora).build(config, state=state, base_dtype=case.compute)
+    if case.float8 is not None:
+        assert use_float8(model, case.float8) == []
     work = Work(
         state,
         config.hidden_size,
@@ -185,6 +189,14 @@ CASES = [
 ]
 #: Further cases, of which each differs from one above in one choice.
 SLOW = [
+    Case(
+        "llama",
+        Layout(),
+        MemorySection(checkpointing="full", loss_chunk=64),
+        torch.bfloat16,
+        micro_batch=16,
+        float8="tensorwise",
+    ),
     Case("gpt2", Layout.of(data=2, zero=2)),
     Case("gpt2", SEQUENCE),
     Case("gpt2", Layout(), MemorySection(checkpointing="every")),

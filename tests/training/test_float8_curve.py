@@ -19,22 +19,24 @@ LLAMA: dict[str, Any] = {
     "vocab_size": 256,
     "hidden_size": 128,
     "intermediate_size": 352,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "one": {},
-    "tensor": {"tensor": 2, "sequence": True},
-    "data": {"data": 2, "zero": 3},
+    "one process": {},
+    "tensor and sequence": {"tensor": 2, "sequence": True},
+    "data, ZeRO 3": {"data": 2, "zero": 3},
 }
 WINDOW = 20
 
 
-def write_text(name: Path, text: bytes) -> Path:
-    """Write a token file with a token for each byte."""
+def write_text(name: Path) -> Path:
+    """Write the pages of the documentation as a token file with a token for each byte."""
+    pages = sorted((ROOT / "docs").glob("*.md"))
     with TokenWriter(name, vocab_size=256) as writer:
-        writer.add(np.frombuffer(text, dtype=np.uint8).astype(np.int64))
+        for page in pages:
+            writer.add(np.frombuffer(page.read_bytes(), dtype=np.uint8).astype(np.int64))
         writer.commit()
     return name
 
@@ -48,8 +50,8 @@ def curve(folder: Path, tokens: Path, layout: dict[str, Any], **changes: Any) ->
         dtype="float32",
         model={"config": LLAMA},
         layout=layout,
-        data={"sequence_length": 128, "global_batch": 16, "micro_batch": 4},
-        optimizer={"lr": 2e-3, "warmup": 20, "clip": 1.0},
+        data={"sequence_length": 64, "global_batch": 8, "micro_batch": 8 // layout.get("data", 1)},
+        optimizer={"lr": 3e-3, "warmup": 20, "clip": 1.0},
         checkpoint={"keep": 1},
         **changes,
     )
@@ -58,13 +60,20 @@ def curve(folder: Path, tokens: Path, layout: dict[str, Any], **changes: Any) ->
     return [fmean(losses[start : start + WINDOW]) for start in range(0, len(losses), WINDOW)]
 
 
+@pytest.fixture(scope="module")
+def bf16(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    folder = tmp_path_factory.mktemp("bf16")
+    return curve(folder / "run", write_text(folder / "tokens"), {}, compute="bfloat16")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
-def test_the_loss_in_float8_stays_beside_that_in_bf16(scaling: str, layout: str, tmp_path: Path) -> None:
-    pages = sorted((ROOT / "docs").glob("*.md"))
-    tokens = write_text(tmp_path / "tokens", b"".join(page.read_bytes() for page in pages))
-    wanted = curve(tmp_path / "bf16", tokens, LAYOUTS[layout], compute="bfloat16")
-    found = curve(tmp_path / "fp8", tokens, LAYOUTS[layout], compute="float8", float8_scaling=scaling)
-    assert wanted[-1] < 0.6 * wanted[0]  # it learns
-    assert found == pytest.approx(wanted, rel=0.02)
+def test_the_loss_in_float8_stays_beside_that_in_bf16(
+    scaling: str, layout: str, bf16: list[float], tmp_path: Path
+) -> None:
+    tokens = write_text(tmp_path / "tokens")
+    found = curve(tmp_path / "run", tokens, LAYOUTS[layout], compute="float8", float8_scaling=scaling)
+    print(layout, scaling, *(f"{one / other - 1:+.2%}" for one, other in zip(found, bf16, strict=True)))
+    assert bf16[-1] < 0.7 * bf16[0]  # it learns
+    assert found == pytest.approx(bf16, rel=0.02)
