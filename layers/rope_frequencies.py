@@ -1,7 +1,8 @@
 """The angles of rotary position embedding, for each type of scaling that config files know.
 
 Sources: Su et al. 2021; Chen et al. 2023 (linear); Peng et al. 2023 (yarn; dynamic in its section 3.3); Ding
-et al. 2024 (longrope); Llama 3.1's release (llama3). The formulas are those of transformers.
+et al. 2024 (longrope); Llama 3.1's release (llama3); transformers 5 (proportional). The formulas are those of
+transformers.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from ..parallel_state import BadInput
 
-SCALINGS = ("default", "linear", "llama3", "yarn", "longrope", "dynamic")
+SCALINGS = ("default", "linear", "llama3", "yarn", "longrope", "dynamic", "proportional")
 Scaling = Mapping[str, object]
 
 
@@ -43,6 +44,10 @@ def inverse_frequencies(
         return inverse
     factor = _number(scaling, "factor")
     if kind == "linear":
+        return inverse / factor
+    if kind == "proportional":  # pairs beyond the share do not turn
+        turning = int(_number(scaling, "partial_rotary_factor") * head_dim // 2)
+        inverse[turning:] = 0.0
         return inverse / factor
     original = _number(scaling, "original_max_position_embeddings")
     if kind == "yarn":

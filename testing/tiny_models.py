@@ -269,6 +269,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "llama",
         {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": 24},
     ),
+    "llama-proportional": (
+        "llama",
+        {"rope_scaling": {"rope_type": "proportional", "partial_rotary_factor": 0.5}},
+    ),
     "qwen2_moe-some": ("qwen2_moe", {"qkv_bias": False, "mlp_only_layers": [], "decoder_sparse_step": 2}),
     **HYBRID_VARIANTS,
     "gemma2-gelu": ("gemma2", {"hidden_activation": "gelu"}),

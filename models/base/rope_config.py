@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ...parallel_state import BadInput, from_validation
 
 ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
-Kind = Literal["linear", "llama3", "yarn", "longrope", "dynamic"]
+Kind = Literal["linear", "llama3", "yarn", "longrope", "dynamic", "proportional"]
 
 _STRETCHED = ("factor", "original_max_position_embeddings")
 #: The fields that a type needs, and those that it may have.
@@ -20,6 +20,7 @@ _NEEDED: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": _STRETCHED,
     "longrope": (*_STRETCHED, "short_factor", "long_factor"),
+    "proportional": ("factor", "partial_rotary_factor"),
 }
 _OPTIONAL: dict[str, tuple[str, ...]] = {
     "yarn": ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate"),
@@ -47,6 +48,7 @@ class RopeScaling(BaseModel):
     truncate: bool | None = None
     short_factor: tuple[float, ...] | None = None
     long_factor: tuple[float, ...] | None = None
+    partial_rotary_factor: float | None = Field(default=None, gt=0, le=1)
 
 
 def read_rope(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -92,6 +94,12 @@ def take_share(raw: Mapping[str, Any], where: str) -> tuple[dict[str, Any], obje
     share = raw.get("partial_rotary_factor")
     for key in ("rope_scaling", "rope_parameters"):
         inner = raw.get(key)
+        if isinstance(inner, dict) and inner.get("rope_type") == "proportional":
+            # Its share is of the pairs that turn, in an encoding of the whole head.
+            if share is not None:
+                expected, name = "absent beside a proportional rope", "partial_rotary_factor"
+                raise BadInput(where, name, expected=expected, found=repr(share))
+            continue
         if isinstance(inner, dict) and "partial_rotary_factor" in inner:
             found = inner["partial_rotary_factor"]
             if share is not None and found != share:
@@ -159,6 +167,8 @@ def read_scaling(
 def _with_lengths(fields: dict[str, Any], raw: Mapping[str, Any], kind: str) -> dict[str, Any]:
     """Fill in the length of pretraining and the factor where the config around them says them."""
     most = raw.get("max_position_embeddings")
+    if kind == "proportional":
+        fields = {"factor": 1.0, "partial_rotary_factor": 1.0} | fields
     if kind == "dynamic":  # as transformers has it, whatever is stated
         fields["original_max_position_embeddings"] = most
     elif kind in ("yarn", "longrope"):

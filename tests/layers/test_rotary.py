@@ -21,6 +21,7 @@ LLAMA3 = {
 SCALINGS: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default"},
     "linear": {"rope_type": "linear", "factor": 2.5},
+    "proportional": {"rope_type": "proportional", "factor": 2.0, "partial_rotary_factor": 0.3},
     "llama3": LLAMA3,
     "llama3.1-405b": {**LLAMA3, "original_max_position_embeddings": 8192},
     "llama3.2-1b": {**LLAMA3, "factor": 32.0, "original_max_position_embeddings": 8192},
@@ -90,7 +91,7 @@ def test_a_rotary_embedding_has_no_state_and_survives_the_meta_device() -> None:
 @pytest.mark.parametrize(
     ("scaling", "key"),
     [
-        pytest.param({"rope_type": "proportional", "factor": 2.0}, "rope_type", id="D14"),
+        pytest.param({"rope_type": "axial", "factor": 2.0}, "rope_type", id="D14"),
         pytest.param({"rope_type": "linear"}, "factor", id="D15-no-factor"),
         pytest.param({**LLAMA3, "low_freq_factor": "1"}, "low_freq_factor", id="D15-text"),
         pytest.param({**LLAMA3, "high_freq_factor": True}, "high_freq_factor", id="D15-bool"),

@@ -251,6 +251,11 @@ REFUSED = [
         "rope_scaling.beta_fast",
         {"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_fast": "32"}},
     ),
+    llama(
+        "D15-proportional",
+        "rope_scaling.partial_rotary_factor",
+        {"rope_scaling": {"rope_type": "proportional", "partial_rotary_factor": 2.0}},
+    ),
     llama("D15-no-factor", "rope_scaling.factor", {"rope_scaling": {"rope_type": "linear"}}),
     llama("D15-bad-factor", "rope_scaling.factor", {"rope_scaling": {"rope_type": "linear", "factor": 0}}),
     llama("D15-llama3", "rope_scaling.low_freq_factor", {"rope_scaling": {"type": "llama3", "factor": 8.0}}),
