@@ -30,7 +30,7 @@ from .token_losses import IGNORE, LossTerms, block_bytes, logits_gradient, token
 #: Bytes of logits, of a device, up to which memory is not worth a thought.
 LOGITS = 64 * 2**20
 #: Rows of a product that is held before it is added to a sum of another dtype.
-_ROWS = 8192
+_ROWS = 4096
 
 
 class _Chunked(torch.autograd.Function):
@@ -114,6 +114,7 @@ def chunked_cross_entropy(
     logit_cap: float | None = None,
     scale: Tensor | None = None,
     sums: torch.dtype | None = None,
+    compiled: bool = False,
     state: ParallelState | None = None,
 ) -> Tensor:
     """Return the sum over tokens of ``vocab_parallel_cross_entropy(F.linear(hidden, weight), labels)`` times
@@ -124,7 +125,7 @@ def chunked_cross_entropy(
     whose logits exist at once (``automatic_chunk`` chooses one). ``logit_cap``: bound of the logits (see
     ``bounded``). ``scale``: a tensor of one number; a factor that is applied afterwards rounds the gradients
     once more. ``sums``: dtype in which the weight's gradient is summed over the chunks;
-    default: at least fp32.
+    default: at least fp32. ``compiled``: as for ``vocab_parallel_cross_entropy``.
 
     The memory beyond inputs and gradients is the logits of a chunk, in the dtype of the hidden states, and
     the sum, which the gradient then lies in. Each chunk has two small all-reduces over the tensor axis.
@@ -142,7 +143,7 @@ def chunked_cross_entropy(
     bias = None if bias is None else bias.to(compute)
     on = torch.is_grad_enabled()
     wanted = tuple(on and one is not None and one.requires_grad for one in (hidden, weight, bias))
-    terms = LossTerms(vocab_size, label_smoothing, z_loss, ignore_index, logit_cap)
+    terms = LossTerms(vocab_size, label_smoothing, z_loss, ignore_index, logit_cap, compiled)
     factor = hidden.new_ones((), dtype=inner) if scale is None else scale.to(hidden.device, inner)
     kept = torch.promote_types(compute, sums or inner)
     return _chunked(hidden, weight, bias, labels, factor, terms, chunk, wanted, kept, state)
@@ -160,8 +161,9 @@ def automatic_chunk(
     plain loss.
 
     The plain loss where all logits take at most ``LOGITS`` bytes. Else all tokens, unless a chunk and the sum
-    of the weight's gradient need less: then so many tokens that their logits take ``LOGITS`` or a quarter of
-    the sum, if that is more. ``sums``: bytes of a number of the sum. ``trained``: whether there is one.
+    of the weight's gradient need less: then so many tokens that their logits take a quarter of the sum; on a
+    GPU, where reading and writing the sum takes as long as the product of a thousand tokens, all of it; and
+    at least ``LOGITS``. ``sums``: bytes of a number of the sum. ``trained``: whether there is one.
     """
     state = alone_or(state)
     columns = padded_vocabulary(vocab_size, state.tensor_size) // state.tensor_size
@@ -169,7 +171,7 @@ def automatic_chunk(
     if whole <= LOGITS:
         return 0
     total = columns * tokens.hidden * max(sums, tokens.compute)
-    most = max(LOGITS, total // 4)
+    most = max(LOGITS, total if trained and tokens.fused else total // 4)
     if whole <= most + total * trained:
         return int(tokens.count)
     chunk = most // (columns * tokens.compute)
@@ -194,8 +196,9 @@ def chunked_cross_entropy_cost(
     # A trained output layer has counted the hidden states.
     hidden = tokens.bytes(tokens.hidden) * (1 if trained else 2)
     chunk = min(chunk, int(tokens.count))
-    # Where a product cannot be added to a sum of another dtype, a part of its factor is brought to that.
-    cast = sums * chunk * min(_ROWS, columns) if sums > tokens.compute and not tokens.fused else 0
+    # Some rows of the product on a GPU, or of its factor, in the dtype of the sum.
+    width = tokens.hidden if tokens.fused else chunk
+    cast = sums * width * min(_ROWS, columns) if sums > tokens.compute else 0
     block = block_bytes(replace(tokens, rows=chunk, length=1), columns)
     return Cost(
         kept=columns * tokens.hidden * sums * trained + hidden,
@@ -208,10 +211,12 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add ``a @ b`` to ``total``; it is not rounded on the way to a sum of more digits."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
-    elif a.is_cuda:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    else:
-        for rows, part in zip(a.split(_ROWS), total.split(_ROWS), strict=True):
+        return
+    exact = a.is_cuda and total.dtype == torch.float32  # a product of 16 bits that is not rounded to them
+    for rows, part in zip(a.split(_ROWS), total.split(_ROWS), strict=True):
+        if exact:
+            part += torch.mm(rows, b, out_dtype=total.dtype)
+        else:
             part.addmm_(rows.to(total.dtype), b.to(total.dtype))
 
 

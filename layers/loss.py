@@ -45,6 +45,7 @@ def vocab_parallel_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     ignore_index: int = IGNORE,
+    compiled: bool = False,
     state: ParallelState | None = None,
 ) -> Tensor:
     """Return the loss of each token, (B, S), in at least fp32; it is zero where the label is
@@ -56,6 +57,7 @@ def vocab_parallel_cross_entropy(
     1e-4). There are two small all-reduces: the maximum, and three sums. Sum the result and divide it by the
     number of valid tokens *of the whole step* (see ``valid_tokens``). The logits must stay as they are until
     backward. A label outside the vocabulary raises ``IndexError`` on a CPU; a GPU stops with an assertion.
+    ``compiled``: let torch's compiler make a kernel of each reading of the logits.
     """
     state = alone_or(state)
     check_ids(labels, vocab_size, but=ignore_index)
@@ -67,7 +69,8 @@ def vocab_parallel_cross_entropy(
             expected=f"{padded // size} columns: a part of {vocab_size}", found=logits.shape[-1],
             todo="Do not gather the logits before it",
         )  # fmt: skip
-    return _cross_entropy(logits, labels, LossTerms(vocab_size, label_smoothing, z_loss, ignore_index), state)
+    terms = LossTerms(vocab_size, label_smoothing, z_loss, ignore_index, compiled=compiled)
+    return _cross_entropy(logits, labels, terms, state)
 
 
 def cross_entropy_cost(

@@ -1,15 +1,13 @@
 """Compute each token's loss from this rank's columns of the logits, and the gradient of the logits.
 
-Logits are read twice, in the dtype that they have; arithmetic is in at least fp32. On a GPU each reading is
-one kernel that torch's compiler makes, so nothing else of the logits' size exists. Elsewhere a few rows are
-computed at a time, which stay in the processor's cache.
+Logits are read twice, in their own dtype; arithmetic is in at least fp32, a few rows at a time, which stay
+in the cache: nothing else of the logits' size exists. Compiled, each reading is one kernel.
 
 N tokens  V columns of this rank
 """
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -22,8 +20,8 @@ from ..parallel_state import ParallelState, engine
 from .cost import Tokens
 
 IGNORE = -100
-#: Numbers that are computed at once where nothing is compiled. On a CPU they fit a cache; else 1 GB in fp32.
-BLOCK_ON_CPU, _BLOCK = 2**20, 2**28
+#: Numbers that are computed at once: 4 MB in fp32 on a CPU, 32 MB on another device.
+BLOCK_ON_CPU, _BLOCK = 2**20, 2**23
 
 
 @dataclass(frozen=True)
@@ -32,7 +30,8 @@ class LossTerms:
 
     It is ``Z - l[y]``; label smoothing spreads a share of the label over the vocabulary, as in
     ``F.cross_entropy``; ``z_loss * Z**2`` is added (Chowdhery et al. 2022, section 5: 1e-4). ``logit_cap``:
-    the logits are ``bounded`` first. A token whose label is ``ignore`` has no loss.
+    the logits are ``bounded`` first. A token whose label is ``ignore`` has no loss. ``compiled``: whether
+    torch's compiler makes the kernels.
     """
 
     vocab_size: int
@@ -40,6 +39,7 @@ class LossTerms:
     z_loss: float = 0.0
     ignore: int = IGNORE
     logit_cap: float | None = None
+    compiled: bool = False
 
     def true_columns(self, columns: int, state: ParallelState) -> int:
         """Return how many of this rank's columns are not padding."""
@@ -105,9 +105,7 @@ def logits_gradient(
     of_label = _gradient(x_NV.gather(-1, target), rows.top, factor, hit, terms.logit_cap)
 
     out = x_NV if in_place else torch.empty_like(x_NV)
-    _write(
-        out[:, :columns], None if in_place else x_NV[:, :columns], rows.top, factor, every, terms.logit_cap
-    )
+    _write(out[:, :columns], None if in_place else x_NV[:, :columns], rows.top, factor, every, terms)
     out[:, columns:] = 0.0
     if columns:
         kept = torch.where(rows.elsewhere.unsqueeze(-1), out.gather(-1, target), of_label.to(out.dtype))
@@ -116,8 +114,8 @@ def logits_gradient(
 
 
 def block_bytes(tokens: Tokens, columns: float) -> float:
-    """Return the bytes of what the arithmetic needs beside logits and gradient, where nothing is compiled."""
-    return 0.0 if tokens.fused else 2 * tokens.inner * min(tokens.count * columns, BLOCK_ON_CPU)
+    """Return the bytes of what the arithmetic needs beside logits and gradient, if it is not compiled."""
+    return 2 * tokens.inner * min(tokens.count * columns, _BLOCK if tokens.fused else BLOCK_ON_CPU)
 
 
 def _sums(x: Tensor, terms: LossTerms) -> tuple[Tensor, Tensor, Tensor]:
@@ -128,22 +126,22 @@ def _sums(x: Tensor, terms: LossTerms) -> tuple[Tensor, Tensor, Tensor]:
     if not x.shape[-1]:  # a rank that holds nothing but padding
         zeros = x.new_zeros(len(x), dtype=_inner(x))
         return torch.full_like(zeros, torch.finfo(zeros.dtype).min), zeros, zeros
-    if _compiles(x):
+    if terms.compiled and not torch.compiler.is_compiling():
         return cast(tuple[Tensor, Tensor, Tensor], _compiled(_row_sums)(x, *settings))
     top, total, spread = zip(*(_row_sums(x[rows], *settings) for rows in _blocks(x)), strict=True)
     return torch.cat(top), torch.cat(total), torch.cat(spread)
 
 
 def _write(
-    out: Tensor, x: Tensor | None, top: Tensor, factor: Tensor, every: Tensor | None, cap: float | None
+    out: Tensor, x: Tensor | None, top: Tensor, factor: Tensor, every: Tensor | None, terms: LossTerms
 ) -> None:
     """Write the gradient of the logits ``x`` as if no token had a label; ``None``: they stand in ``out``."""
-    if _compiles(out):
-        _compiled(_write_rows)(out, x, top, factor, every, cap)
+    if terms.compiled and not torch.compiler.is_compiling():
+        _compiled(_write_rows)(out, x, top, factor, every, terms.logit_cap)
         return
     for rows in _blocks(out):
         here = (None if one is None else one[rows] for one in (x, top, factor, every))
-        _write_rows(out[rows], *here, cap)
+        _write_rows(out[rows], *here, terms.logit_cap)
 
 
 def _row_sums(x: Tensor, cap: float | None, spread: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -183,11 +181,6 @@ def _blocks(x: Tensor) -> Iterator[slice]:
     """Cut the rows into blocks of so many numbers as are computed at once."""
     count = max((BLOCK_ON_CPU if x.device.type == "cpu" else _BLOCK) // max(x.shape[-1], 1), 1)
     return (slice(start, start + count) for start in range(0, max(len(x), 1), count))
-
-
-def _compiles(x: Tensor) -> bool:
-    """Tell whether the arithmetic of these logits is compiled: on GPUs that torch's compiler knows."""
-    return x.is_cuda and not torch.compiler.is_compiling() and importlib.util.find_spec("triton") is not None
 
 
 @cache

@@ -120,6 +120,7 @@ def _loss_chunk(recipe: Recipe, config: ModelConfig) -> int:
         recipe.data.sequence_length // layout.context,
         config.hidden_size,
         dtype_named(recipe.compute_dtype).itemsize,
+        fused=recipe.device == "cuda",
     )
     return automatic_chunk(
         tokens,

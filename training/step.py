@@ -37,12 +37,14 @@ class TrainStep(Step):
         dtype: torch.dtype = torch.float32,
         loss_chunk: int = 0,
         loss_sums: torch.dtype | None = None,
+        compiled_loss: bool = False,
         reduce: torch.dtype | None = None,
     ) -> None:
         super().__init__(model, model.state, micro_batch=micro_batch, reduce=reduce)
         self.model, self.schedule_name = model, schedule
         self.label_smoothing, self.z_loss, self.dtype = label_smoothing, z_loss, dtype
         self.loss_chunk, self.loss_sums, self._scale = loss_chunk, loss_sums, 1.0
+        self.compiled_loss = compiled_loss
         self._schedule: Pipeline | None = None
         self._shape: torch.Size | None = None
         self._tokens = torch.ones(())
@@ -119,10 +121,17 @@ class TrainStep(Step):
                 logit_cap=self.model.logit_cap,
                 scale=scale,
                 sums=self.loss_sums,
+                compiled=self.compiled_loss,
                 state=state,
             )
         losses = vocab_parallel_cross_entropy(
-            output, labels, size, label_smoothing=label_smoothing, z_loss=z_loss, state=state
+            output,
+            labels,
+            size,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            compiled=self.compiled_loss,
+            state=state,
         )
         return losses.sum() if scale is None else losses.sum() * scale.to(losses.dtype)
 

@@ -51,10 +51,18 @@ def test_it_equals_the_plain_loss(
     wanted = torch.autograd.grad(plain.sum() * 0.37 * 0.5, every)
     if compiled:  # as on a GPU, where torch's compiler makes a kernel of each reading of the logits
         graph = torch.compile(fullgraph=True, backend="aot_eager")
-        monkeypatch.setattr(token_losses, "_compiles", lambda x: True)
         monkeypatch.setattr(token_losses, "_compiled", graph)
     loss = chunked_cross_entropy(
-        hidden, weight, labels, V, chunk=chunk, bias=bias, logit_cap=cap, scale=torch.tensor(0.5), **terms
+        hidden,
+        weight,
+        labels,
+        V,
+        chunk=chunk,
+        bias=bias,
+        logit_cap=cap,
+        scale=torch.tensor(0.5),
+        compiled=compiled,
+        **terms,
     )
     torch.testing.assert_close(loss, plain.sum() * 0.5, rtol=1e-10, atol=1e-10)
     found = torch.autograd.grad(loss * 0.37, every)
@@ -147,8 +155,8 @@ def test_its_memory_is_a_chunk_of_logits_beside_the_sums(
     assert logits < memory.peak - gradients < 1.4 * logits
 
 
-def tokens_of(count: int, hidden: int, compute: int) -> Tokens:
-    return Tokens(1, count, hidden, compute)
+def tokens_of(count: int, hidden: int, compute: int, fused: bool = False) -> Tokens:
+    return Tokens(1, count, hidden, compute, fused)
 
 
 def test_the_number_of_tokens_is_chosen_by_what_needs_least_memory() -> None:
@@ -159,6 +167,7 @@ def test_the_number_of_tokens_is_chosen_by_what_needs_least_memory() -> None:
     assert automatic_chunk(tokens_of(8192, 4096, 2), vocabulary, sums=2) == 1024
     assert automatic_chunk(tokens_of(8192, 4096, 2), vocabulary, trained=False) == 2048
     assert automatic_chunk(tokens_of(16384, 2048, 2), vocabulary) == 1024
+    assert automatic_chunk(tokens_of(16384, 2048, 2, fused=True), vocabulary) == 4096, "on a GPU"
     tensor = ParallelState.stand_in(Layout.of(tensor=4), 0)
     assert automatic_chunk(tokens_of(16384, 2048, 2), vocabulary, state=tensor) == 1024
 
