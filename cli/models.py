@@ -23,7 +23,7 @@ def models(
     """List the families of models and their published sizes.
 
     A family reads the config.json of its model_type in Hugging Face's folders. Without NAME the command tells
-    what each family can do: the axes of a layout, LoRA, text generation, torch.compile. It finds out by
+    what each family can do: the axes of a layout, LoRA, text generation. It finds out by
     trying each on a tiny model. With the name of a family it lists the family's published sizes. With the
     name of a size it prints the fields of the config, the number of parameters (and how many of them one
     token meets, if there are experts), the memory of the weights, the FLOPs of a token, and a dry run to
@@ -62,7 +62,7 @@ def _print_families(families: list[Family], as_json: bool) -> None:
         _print_json({key: asdict(one) | {"sizes": sizes[key]} for key, one in found.items()})
         return
     console = plain_console(soft_wrap=True)
-    rows = [("family", *AXES, "LoRA on", "generation", "compile")]
+    rows = [("family", *AXES, "LoRA on", "generation")]
     rows += [(key, *_row(one)) for key, one in found.items()]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
@@ -78,7 +78,7 @@ def _row(features: Features) -> tuple[str, ...]:
 
     axes = [_word(axis in features.axes) for axis in AXES]
     lora = ", ".join(features.lora) or _word(False)
-    return (*axes, lora, _word(features.generation), _word(features.compile))
+    return (*axes, lora, _word(features.generation))
 
 
 def _word(can: bool) -> str:

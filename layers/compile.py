@@ -1,24 +1,92 @@
-"""A model's blocks through ``torch.compile``, each in one graph, collectives and all."""
+"""A model's blocks through ``torch.compile``, in as few graphs as they allow, each without a break."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
 
-import torch
+from torch import compile as torch_compile
 from torch import nn
 
 from ..parallel_state import engine
+from .dropout import Dropout
+from .linear import ColumnParallelLinear, RowParallelLinear
+from .replicated_linear import ReplicatedLinear
+
+_Linear = ColumnParallelLinear | RowParallelLinear | ReplicatedLinear
 
 
-def compile_blocks(blocks: Iterable[nn.Module], *, backend: str = "inductor") -> None:
+def compile_blocks(
+    blocks: Iterable[nn.Module], *, backend: str | Callable[..., Any] = "inductor", or_without: bool = False
+) -> None:
     """Compile each block's forward with ``fullgraph=True``, in place; this happens when a block first runs.
 
+    A block that cannot be one graph is compiled in its largest parts that can (see ``parts_in_one_graph``).
     No module is added, so no parameter changes its name. FSDP's hooks and activation checkpointing, which
-    must come after this call, stay outside the graph. On a CPU torch's inductor needs a C++ compiler.
+    must come after this call, stay outside the graphs. On a CPU torch's inductor needs a C++ compiler.
+    ``or_without``: a part whose forward torch fails to compile goes on without, after a warning.
     """
-    blocks = [*blocks]
-    # Blocks of one class share their code, and each may be a graph of its own: LoRA's ranks differ, say; and
+    parts = [part for block in blocks for part in parts_in_one_graph(block)]
+    if backend == "inductor":
+        keep_compiled_code()
+    # Parts of one class share their code, and each may be a graph of its own: LoRA's ranks differ, say; and
     # with gradients, without, in training and in evaluation.
-    engine.allow_graphs(4 * len(blocks))
-    for block in blocks:
-        block.forward = torch.compile(block.forward, fullgraph=True, backend=backend)
+    engine.allow_graphs(4 * len(parts))
+    for part in parts:
+        made = torch_compile(part.forward, fullgraph=True, backend=backend)
+        part.forward = _or_without(part, made) if or_without else made
+
+
+def parts_in_one_graph(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield ``module`` if it can be one graph, else the largest modules in it that can.
+
+    A layer that cannot be in a graph says so (``one_graph``), and what it computes itself is not compiled:
+    routers, experts, delta nets, mixing over context ranks, and dropout for which tensor ranks draw masks of
+    their own.
+    """
+    if isinstance(module, nn.Identity):
+        return
+    if all(_one_graph(one) for one in module.modules()):
+        yield module
+        return
+    for child in module.children():
+        yield from parts_in_one_graph(child)
+
+
+def _one_graph(module: nn.Module) -> bool:
+    if isinstance(module, Dropout):
+        return not (module.p and module.state.sequence)
+    if isinstance(module, _Linear) and module.state.tensor_size > 1:
+        return not any(getattr(one, "dropout", 0) for one in module.adapters)
+    return bool(getattr(module, "one_graph", True))
+
+
+def keep_compiled_code() -> None:
+    """Let torch keep compiled code where it outlives a restart, unless the user said where.
+
+    Torch's own place is the folder for temporary files.
+    """
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(home / "trilith" / "inductor"))
+
+
+def _or_without(part: nn.Module, compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward that is compiled or, if torch fails to, as it was."""
+    plain, errors = part.forward, engine.compiler_errors()
+    failed = False
+
+    def forward(*given: Any, **named: Any) -> Any:
+        nonlocal failed
+        if not failed:
+            try:
+                return compiled(*given, **named)
+            except errors as error:
+                failed, reason = True, str(error).strip().split("\n")[0]
+                said = f"torch does not compile {type(part).__name__}, which runs without: {reason}"
+                warnings.warn(said, stacklevel=2)
+        return plain(*given, **named)
+
+    return forward

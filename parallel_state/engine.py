@@ -285,6 +285,12 @@ def allow_graphs(count: int) -> None:
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, count)
 
 
+def compiler_errors() -> type[Exception]:
+    """Return the class of what ``torch.compile`` raises when it cannot compile."""
+    errors: type[Exception] = importlib.import_module("torch._dynamo.exc").TorchDynamoException
+    return errors
+
+
 def assert_on_device(condition: Tensor, message: str) -> None:
     """Stop the device, and with it this rank, once it finds that ``condition`` is false; the host goes on."""
     torch._assert_async(condition, message)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from ..layers import Attention, Dropout, GatedDeltaNet, MultiHeadLatentAttention, routers
-from ..models import CausalLM, Family, ModelConfig, published_size
+from ..layers import routers
+from ..models import Family, ModelConfig, published_size
 from ..parallel_state import BadInput, Layout
 from ..pipeline import schedule_kind
 from .sections import (
@@ -178,34 +178,12 @@ def check_memory_of_pipeline(memory: MemorySection, layout: Layout, name: str, w
 def check_compile(
     memory: MemorySection, layout: Layout, schedule: str, debug: DebugSection, where: str
 ) -> None:
-    """Refuse what cannot be in one graph, or looks at operators that a graph hides."""
+    """Refuse what needs a block's operators one by one, which a graph hides."""
     twice = layout.pipeline > 1 and schedule_kind(schedule).two_backwards
     for wrong, key, expected, found in (
         (memory.checkpointing == "selective", "memory.checkpointing", "none, every or full", "selective"),
-        (layout.context > 1, "layout.context", 1, layout.context),
         (twice, "layout.schedule", "gpipe, 1f1b or interleaved", schedule),
         (debug.collectives, "debug.collectives", "false", "true"),
     ):
         if wrong:
             raise BadInput(where, key, expected=f"{expected} with compile = true", found=found)
-
-
-def check_compiled_model(model: CausalLM, layout: Layout, lora_dropout: float) -> None:
-    """Refuse to compile blocks whose shapes follow from the data, or whose tensor ranks draw apart."""
-    if any(routers(model)):
-        expected, found = "false with experts: their numbers of tokens change at every step", "true"
-        raise BadInput("recipe", "compile", expected=expected, found=found)
-    inside = [*model.layers.modules()]
-    if any(isinstance(one, GatedDeltaNet) for one in inside):
-        expected = "false with delta nets: torch's compiler mistakes how the solver's output lies in memory"
-        raise BadInput("recipe", "compile", expected=expected, found="true")
-    rates = [one.p for one in inside if isinstance(one, Dropout)]
-    rates += [one.dropout for one in inside if isinstance(one, Attention | MultiHeadLatentAttention)]
-    if layout.tensor > 1 and any([*rates, lora_dropout]):
-        raise BadInput(
-            "recipe",
-            "compile",
-            expected=f"false with dropout over tensor={layout.tensor}, where ranks draw masks of their own",
-            found="true",
-            todo="Set the dropout rates to 0, or tensor to 1",
-        )

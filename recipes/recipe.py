@@ -61,9 +61,10 @@ class Recipe(Section):
         default=False,
         description="use only algorithms that give the same bits on every run, on CUDA too; slower",
     )
-    compile: bool = Field(
-        default=False,
-        description="compile each block with torch.compile, as one graph; a CPU needs a C++ compiler",
+    compile: bool | Literal["auto"] = Field(
+        default="auto",
+        description="compile the blocks with torch.compile; auto: on a GPU, where nothing in the recipe "
+        "forbids it; a CPU needs a C++ compiler",
     )
     attention_backend: PinnedBackend = Field(
         default="auto",
@@ -150,6 +151,22 @@ class Recipe(Section):
         return self.layout_section.split
 
     @property
+    def compiles(self) -> bool:
+        """Return whether the blocks are compiled."""
+        return self.compile is True or (self.compile == "auto" and self.not_compiled is None)
+
+    @property
+    def not_compiled(self) -> str | None:
+        """Return why ``compile = "auto"`` does not compile, or ``None`` if it does."""
+        if self.device == "cpu":
+            return 'device = "cpu"'
+        try:
+            check_compile(self.memory, self.layout, self.pipeline_schedule, self.debug, "recipe")
+        except BadInput as error:
+            return f"{error.key} = {error.found}"
+        return None
+
+    @property
     def digest(self) -> str:
         """Return 16 hexadecimal digits that differ between recipes that say different things."""
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:16]
@@ -180,7 +197,7 @@ class Recipe(Section):
         if self.attention_backend != "auto" and layout.context > 1:
             expected = "auto with several context ranks, which compute blocks of attention"
             raise BadInput(where, "attention_backend", expected=expected, found=self.attention_backend)
-        if self.compile:
+        if self.compile is True:
             check_compile(self.memory, layout, self.pipeline_schedule, self.debug, where)
         absent = [rank for rank in self.watch.trace_ranks if not 0 <= rank < layout.world]
         if absent:

@@ -9,7 +9,6 @@ from ..generation import generate
 from ..models import Family, ModelConfig
 from ..models.lora.targets import expert_sites, linear_sites
 from ..parallel_state import BadInput, Layout, ParallelState, initialize
-from ..recipes.checks import check_compiled_model
 from .tiny_models import MODELS
 
 #: A layout that has ranks along one axis.
@@ -29,7 +28,6 @@ class Features:
     axes: tuple[str, ...]
     lora: tuple[str, ...]
     generation: bool
-    compile: bool
 
 
 def tiny_model(family: Family) -> ModelConfig:
@@ -56,7 +54,6 @@ def features_of(family: Family) -> Features:
         axes=tuple(axis for axis, layout in AXES.items() if builds(layout)),
         lora=tuple(kind for kind, found in sites.items() if found),
         generation=_accepts(writes),
-        compile=_accepts(lambda: check_compiled_model(family.on_meta(config), Layout(), 0.0)),
     )
 
 

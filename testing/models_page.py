@@ -57,7 +57,6 @@ def refused(family: str) -> set[str]:
     for column, can in (
         ("LoRA", features.lora),
         ("generation", features.generation),
-        ("compile", features.compile),
     ):
         found |= set() if can else {column}
     return found

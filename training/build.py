@@ -58,8 +58,8 @@ def build(recipe: Recipe, plan: Plan, state: ParallelState) -> Parts:
     count = len([*routers(plan.family.on_meta(plan.config))])  # of all stages
     if recipe.experts is not None:
         _keep_even(model, recipe.experts, count)
-    if recipe.compile:
-        compile_blocks(model.layers.values())
+    if recipe.compiles:
+        compile_blocks(model.layers.values(), or_without=recipe.compile == "auto")
     spare_memory(model, recipe.memory, plan.loss_chunk)
     shard_over_data(model, state, precision, offload=recipe.memory.offload)
     model.to_empty(device=resting_device(state, offload=recipe.memory.offload))

@@ -16,7 +16,7 @@ from ..parallel_state import BadInput, ParallelState, dtype_named
 from ..pipeline import schedule_kind
 from ..planner.flops import TokenFlops, flops_per_token
 from ..planner.stage_cut import StageCut, cut_stages
-from ..recipes.checks import check_compiled_model, check_experts
+from ..recipes.checks import check_experts
 from ..recipes.recipe import Recipe, read_config
 from ..recipes.sections import ParameterGroup
 from ..runs.tensorboard import check_tensorboard
@@ -93,9 +93,6 @@ def plan(recipe: Recipe) -> Plan:
             raise BadInput("recipe", "model.init_from", expected=expected, found="a model from scratch")
         family, adapter = plan_adapters(recipe.lora, source)
     layout = recipe.layout
-    if recipe.compile:
-        dropout = recipe.lora.lora_dropout if recipe.lora else 0.0
-        check_compiled_model(family.on_meta(config), layout, dropout)
     cut = cut_stages(family, config, layout, recipe.data.sequence_length, split=recipe.split)
     # Building every stage on the meta device refuses each cut that is not even.
     family.stages_on_meta(config, layout, split=cut.counts if layout.pipeline > 1 else None)

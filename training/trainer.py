@@ -56,7 +56,7 @@ class Trainer:
         quiet: bool = False,
     ) -> None:
         self.recipe, self.state, self.plan = recipe, state, plan or check_run(recipe)
-        self.out = Path(recipe.out)
+        self.out, self._made = Path(recipe.out), time.monotonic()
         self.beat, self.signals = beat, signals or StopSignals()
         self.first = state.rank == 0
         self.terminal = Terminal(
@@ -99,6 +99,10 @@ class Trainer:
             for number in range(start, stop):
                 with self.watchers.around(number):
                     metrics = self._one_step(number, batch_of)
+                if number == start:
+                    self.terminal.say(
+                        f"first step done {time.monotonic() - self._made:.1f} s after the start"
+                    )
                 stop_requested, failed, memory = self._most_of_any_rank(
                     self.signals.stop_requested, saver.failed, self.watchers.memory
                 )
@@ -173,6 +177,11 @@ class Trainer:
         if self.plan.attention:
             chosen = "; ".join(f"{kind}: {backend}" for kind, backend in self.plan.attention.items())
             self.terminal.say(f"attention over {chosen}")
+        if self.recipe.compile == "auto" and self.recipe.device == "cuda":
+            reason = self.recipe.not_compiled
+            self.terminal.say(
+                "blocks are compiled" if reason is None else f"blocks are not compiled: {reason}"
+            )
         newest = newest_checkpoint(self.checkpoints, self.state, say=self.terminal.say)
         plan, lora = self.plan, self.recipe.lora
         if lora is not None and plan.base is not None:

@@ -93,6 +93,14 @@ class Attention(nn.Module):
             widths["q"], hidden_size, out_bias, unit=head_dim, initial=out_initial or initial, state=state
         )
 
+    @property
+    def one_graph(self) -> bool:
+        """Return whether ``torch.compile`` can make one graph of it.
+
+        It cannot over context ranks, and where tensor ranks draw dropout's masks of their own.
+        """
+        return self.state.context_size == 1 and not (self.dropout and self.state.tensor_size > 1)
+
     def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
         """Return the attention of ``x``, of the same shape."""
         q_BSF, k_BSF, v_BSF, *gate_BSF = self.qkv(x_BSD)

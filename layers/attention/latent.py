@@ -99,6 +99,14 @@ class MultiHeadLatentAttention(nn.Module):
             heads * v_head_dim, hidden_size, bias, unit=v_head_dim, initial=initial, state=state
         )
 
+    @property
+    def one_graph(self) -> bool:
+        """Return whether ``torch.compile`` can make one graph of it.
+
+        It cannot over context ranks, and where tensor ranks draw dropout's masks of their own.
+        """
+        return self.state.context_size == 1 and not (self.dropout and self.state.tensor_size > 1)
+
     def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
         """Return the attention of ``x``, of the same shape."""
         rope, scope = inputs.rope(self.rotary), inputs.scope(None)

@@ -47,6 +47,9 @@ class Experts(DeclaredModule):
     tensor ranks. Raises ``BadInput`` if the layout does not cut it evenly.
     """
 
+    #: The numbers of rows change at every step: nothing for ``torch.compile``.
+    one_graph = False
+
     #: Whether the stacks are (E, in, out).
     transposed = False
     gate: nn.Parameter

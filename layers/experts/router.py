@@ -52,6 +52,9 @@ class TopKRouter(DeclaredModule):
     Zoph et al. 2022 (z-loss); DeepSeek-V2 and V3 (2024: groups, bias, losses in each sequence).
     """
 
+    #: Its backward counts into a tally, which no graph of ``torch.compile`` can.
+    one_graph = False
+
     weight: nn.Parameter
     bias: nn.Parameter | None
     logit_bias: nn.Parameter | None

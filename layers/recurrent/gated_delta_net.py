@@ -48,6 +48,9 @@ class GatedDeltaNet(DeclaredModule):
     Yang et al. 2024.
     """
 
+    #: ``torch.compile`` mistakes how the output of the triangular solver lies in memory.
+    one_graph = False
+
     A_log: nn.Parameter
     dt_bias: nn.Parameter
 

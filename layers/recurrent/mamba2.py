@@ -102,6 +102,11 @@ class Mamba2(DeclaredModule):
             mixed["x"], hidden_size, bias, unit=head_dim, initial=initial, state=state
         )
 
+    @property
+    def one_graph(self) -> bool:
+        """Return whether ``torch.compile`` can make one graph of it: on one context rank."""
+        return self.state.context_size == 1
+
     def forward(self, x_BSD: Tensor, inputs: AttentionInputs) -> Tensor:
         """Return the mixer's output for ``x``, of the same shape."""
         runs = Runs(inputs, self.state)

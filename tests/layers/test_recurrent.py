@@ -14,9 +14,7 @@ from trilith.layers.recurrent.delta_rule import gated_delta_rule
 from trilith.layers.recurrent.recompute import recomputed
 from trilith.layers.recurrent.runs import Runs
 from trilith.layers.recurrent.state_space import state_space
-from trilith.models import FAMILIES
 from trilith.parallel_state import (
-    BadInput,
     Layout,
     ParallelState,
     declarations,
@@ -25,9 +23,7 @@ from trilith.parallel_state import (
     initialize,
 )
 from trilith.parallel_state.engine import local_data
-from trilith.recipes.checks import check_compiled_model
 from trilith.testing import LiveBytes, run_parallel
-from trilith.testing.tiny_models import MODELS
 
 HIDDEN = 24
 #: Lengths of the documents of two rows of 150 tokens: three chunks, of which one holds several documents.
@@ -194,13 +190,6 @@ def test_over_context_ranks_it_is_the_layer_of_one_device(
     layer: str, layout: Layout, rows: tuple[tuple[int, ...], ...] | None, length: int
 ) -> None:
     assert max(run_parallel(over_context, layout.world, layer, layout, rows, length)) <= 1e-11
-
-
-def test_blocks_with_a_delta_net_are_not_compiled() -> None:
-    family = FAMILIES["qwen3_5_text"]
-    model = family.on_meta(family.from_hf(MODELS["qwen3_5_text"]))
-    with pytest.raises(BadInput, match="false with delta nets"):
-        check_compiled_model(model, Layout(), 0.0)
 
 
 def test_its_flops_are_those_that_torch_counts() -> None:

@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from trilith.parallel_state import BadInput, Layout
+import torch
+from torch import nn
+from trilith.layers import (
+    Attention,
+    Experts,
+    GatedDeltaNet,
+    MoE,
+    MultiHeadLatentAttention,
+    TopKRouter,
+    compile_blocks,
+)
+from trilith.layers.attention.sinks import Sinks
+from trilith.layers.compile import keep_compiled_code, parts_in_one_graph
+from trilith.layers.experts.moe import GatedShared
+from trilith.models import family_of
+from trilith.parallel_state import BadInput, Layout, ParallelState
 from trilith.recipes.recipe import parse_recipe
 from trilith.recipes.sections import MemorySection
 from trilith.testing import run_parallel
 from trilith.testing.short_runs import run_recipe, tiny_recipe, write_tokens
 from trilith.testing.short_training import Case, first_difference, outcome, train_rank
-from trilith.testing.tiny_models import TINY_GPT2, TINY_LLAMA
-from trilith.training.run_plan import plan
+from trilith.testing.tiny_models import MODELS, TINY_LLAMA
 
 
 @pytest.mark.parametrize(
@@ -24,6 +39,9 @@ from trilith.training.run_plan import plan
         ("llama", Layout.of(tensor=2, sequence=True), MemorySection(checkpointing="full")),
         ("gpt2", Layout.of(data=2, zero=3), MemorySection(loss_chunk=5)),
         ("llama-tied", Layout.of(tensor=2, pipeline=2), MemorySection(checkpointing="every")),
+        ("mixtral", Layout.of(data=2, expert=2), MemorySection()),
+        pytest.param("qwen3_next", Layout.of(data=2, expert=2), MemorySection(), marks=pytest.mark.slow),
+        pytest.param("gemma2", Layout.of(context=2), MemorySection(), marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -65,15 +83,83 @@ def test_a_compiled_run_is_resumed_by_one_that_is_not_and_the_other_way_round(tm
     ("changes", "key"),
     [
         ({"memory": {"checkpointing": "selective"}}, "memory.checkpointing"),
-        ({"layout": {"context": 2}}, "layout.context"),
         ({"layout": {"pipeline": 2, "schedule": "zbv"}}, "layout.schedule"),
         ({"debug": {"collectives": True}}, "debug.collectives"),
-        ({"model": {"config": TINY_GPT2}, "layout": {"tensor": 2}}, "compile"),
     ],
     ids=lambda one: str(one)[:40],
 )
-def test_what_cannot_be_in_one_graph_is_refused(changes: dict[str, Any], key: str, tmp_path: Path) -> None:
-    raw = tiny_recipe(tmp_path / "run", tmp_path / "tokens", compile=True, **changes)
+def test_what_needs_operators_one_by_one_is_refused(
+    changes: dict[str, Any], key: str, tmp_path: Path
+) -> None:
+    """Or, where the user did not ask for it, not compiled, for a reason that the run gives."""
+    raw = tiny_recipe(tmp_path / "run", tmp_path / "tokens", **changes)
     with pytest.raises(BadInput) as error:
-        plan(parse_recipe(raw))
+        parse_recipe(raw | {"compile": True})
     assert error.value.key == key and "\n" not in str(error.value)
+    found = parse_recipe(raw | {"device": "cuda"})
+    assert not found.compiles and (found.not_compiled or "").startswith(key)
+
+
+def test_blocks_are_compiled_by_default_on_a_gpu_and_nowhere_else(tmp_path: Path) -> None:
+    raw = tiny_recipe(tmp_path / "run", tmp_path / "tokens")
+    assert parse_recipe(raw | {"device": "cuda"}).compiles
+    assert not parse_recipe(raw | {"device": "cuda", "compile": False}).compiles
+    assert not parse_recipe(raw).compiles and parse_recipe(raw | {"compile": True}).compiles
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "whole", "outside"),
+    [
+        ("llama", Layout.of(tensor=2, sequence=True), True, ()),
+        ("mixtral", Layout(), False, (MoE, TopKRouter, Experts)),
+        ("deepseek_v2", Layout(), False, (MoE, TopKRouter, Experts)),
+        ("qwen3_5_text", Layout(), False, (GatedDeltaNet,)),
+        ("llama", Layout.of(context=2), False, (Attention,)),
+        ("deepseek_v2", Layout.of(context=2), False, (MultiHeadLatentAttention, MoE, TopKRouter, Experts)),
+    ],
+    ids=str,
+)
+def test_a_block_is_compiled_whole_or_in_its_largest_parts_that_are_one_graph(
+    model: str, layout: Layout, whole: bool, outside: tuple[type[nn.Module], ...]
+) -> None:
+    family = family_of(MODELS[model])
+    state = ParallelState.stand_in(layout, 0)
+    blocks = [*family.build(family.from_hf(MODELS[model]), state=state).layers.values()]
+    parts = {block: [*parts_in_one_graph(block)] for block in blocks}
+    assert all(found == [block] for block, found in parts.items()) == whole
+    inside = [one for found in parts.values() for part in found for one in part.modules()]
+    assert not any(isinstance(one, outside) for one in inside) and len(inside) == len({*inside})
+    # All other modules that compute something are in one of the parts.
+    held = {id(one) for one in inside}
+    for block in blocks:
+        for one in block.modules():
+            left = id(one) not in held and one is not block and not isinstance(one, outside)
+            assert not left or isinstance(one, nn.Identity | Sinks | GatedShared) or not [*one.parameters()]
+
+
+def test_what_torch_fails_to_compile_runs_without_if_nobody_asked_for_it() -> None:
+    def refuses(graph: Any, inputs: Any) -> Any:
+        raise ValueError("no such kernel")
+
+    layer = nn.Linear(3, 2)
+    x = torch.randn(4, 3)
+    expected = layer(x)
+    torch.compiler.reset()
+    compile_blocks([layer], backend=refuses, or_without=True)
+    with pytest.warns(UserWarning, match="does not compile Linear, which runs without: .*refuses"):
+        assert torch.equal(layer(x), expected)
+    assert torch.equal(layer(x), expected)  # and says so once
+    other = nn.Linear(3, 2)
+    compile_blocks([other], backend=refuses)
+    with pytest.raises(RuntimeError):
+        other(x)
+
+
+def test_compiled_code_is_kept_in_the_user_s_cache_unless_told_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    keep_compiled_code()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/somewhere/trilith/inductor"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/mine")
+    keep_compiled_code()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/mine"
