@@ -19,6 +19,7 @@ from ..parallel_state import (
 from .argument_checks import check_no_state
 from .collectives import copy_to_tensor, reduce_from_tensor
 from .cost import Cost, Send, Tokens, norm_cost
+from .host_numbers import HostNumbers
 
 
 class RMSNorm(DeclaredModule):
@@ -132,7 +133,7 @@ class _HeadsNorm(DeclaredModule):
             cut, partial = None, ("tensor",)
             self.rows = slice(held[index].start, held[index].stop)
         #: On how many ranks each head here is.
-        self.copies = [sum(head in one for one in held) for head in held[index]]
+        self.copies = HostNumbers([sum(head in one for one in held) for head in held[index]])
         stated = Declaration(shape, cut=cut, partial=partial, initial=Constant(1.0))
         declare_parameter(self, "weight", stated, self.state)
 
@@ -164,7 +165,7 @@ class HeadsRMSNorm(_HeadsNorm):
         x = x_BHSE.to(inner)
         squares_BHS1 = x.square().sum(-1, keepdim=True)
         if self.rows is not None:  # a head on two ranks counts half on each
-            squares_BHS1 = squares_BHS1 / torch.tensor(self.copies, device=x.device).view(-1, 1, 1)
+            squares_BHS1 = squares_BHS1 / self.copies.on(x.device, inner).view(-1, 1, 1)
         sums_B1S1 = squares_BHS1.sum(1, keepdim=True)
         sums_B1S1 = copy_to_tensor(reduce_from_tensor(sums_B1S1, self.state), self.state)
         scale_B1S1 = (sums_B1S1 / (self.heads * self.head_dim) + self.eps).rsqrt()
@@ -174,7 +175,7 @@ class HeadsRMSNorm(_HeadsNorm):
     def cost(self, tokens: Tokens) -> Cost:
         """Return the cost for the tokens of all heads here: single operators in at least fp32."""
         state, width = self.state, self.head_dim * (1 + self.weight.requires_grad)
-        sums = tokens.count / len(self.copies) * tokens.inner  # one number a token
+        sums = tokens.count / len(self.copies.values) * tokens.inner  # one number a token
         sends = (
             Send("tensor", "all_reduce", sums, again="full", what="sums"),
             Send("tensor", "all_reduce", sums, forward=False, what="sums"),

@@ -84,7 +84,7 @@ class Gemma2(Llama):
         return RMSNorm(self.config.hidden_size, self.config.rms_norm_eps, offset=1.0, state=self.state)
 
     def enter(self, x_BSD: Tensor, positions: Tensor | None) -> Tensor:
-        return x_BSD * x_BSD.new_tensor(sqrt(self.config.hidden_size))
+        return x_BSD * x_BSD.new_full((), sqrt(self.config.hidden_size))  # rounded to its dtype
 
     @property
     def logit_cap(self) -> float | None:

@@ -17,7 +17,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
-#: The private names of torch that we use: (module, attribute) pairs that ``self_check`` looks for.
+_FSDP = "torch.distributed.fsdp._fully_shard._fsdp"
+
+#: The private names of torch that we use, and names that it neither documents nor promises: (module or class,
+#: attribute) pairs that ``self_check`` looks for.
 PRIVATE = (
     ("torch", "_assert_async"),
     ("torch", "_foreach_copy_"),
@@ -40,33 +43,53 @@ PRIVATE = (
     ("torch.distributed.distributed_c10d", "_get_default_store"),
     ("torch.distributed.distributed_c10d", "_resolve_process_group"),
     ("torch.distributed.fsdp.FSDPModule", "_get_fsdp_state"),
-    ("torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState", "_root_post_backward_final_callback"),
-    ("torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup", "post_backward"),
+    (f"{_FSDP}_state.FSDPState", "_root_post_backward_final_callback"),
+    (f"{_FSDP}_param_group.FSDPParamGroup", "fsdp_params"),
+    (f"{_FSDP}_param_group.FSDPParamGroup", "post_backward"),
+    (f"{_FSDP}_param_group.FSDPParamGroup", "unshard"),
+    (f"{_FSDP}_param_group.FSDPParamGroup", "wait_for_unshard"),
+    (f"{_FSDP}_param.FSDPParam", "_unsharded_param"),
+    ("torch._dynamo.config", "accumulated_recompile_limit"),
+    ("torch._dynamo.config", "recompile_limit"),
+)
+
+#: The same for pipelines, checked when they are first used: importing torch's takes half a second.
+PIPELINING = (
+    ("torch.distributed.pipelining.PipelineStage", "backward_one_chunk"),
+    ("torch.distributed.pipelining.PipelineStage", "backward_weight_one_chunk"),
+    ("torch.distributed.pipelining.schedules._PipelineScheduleRuntime", "pipeline_order"),
 )
 
 
-def self_check() -> list[str]:
-    """Return the private names that this torch lacks; none in the supported versions (2.11 to 2.13)."""
+def self_check(names: Iterable[tuple[str, str]] = PRIVATE) -> list[str]:
+    """Return which of the names this torch lacks; none in the supported versions (2.11 to 2.13).
+
+    An attribute that only objects of a class have is looked for in the code of the class's methods.
+    """
     importlib.import_module("torch.distributed._functional_collectives")  # registers the operators
-    missing = []
-    for path, name in PRIVATE:
-        owner: Any = torch
-        for part in path.split(".")[1:]:
-            owner = getattr(owner, part, None)
-        if name == "_local_tensor":
-            found = name in getattr(owner, "__slots__", ()) or name in getattr(owner, "__annotations__", {})
-        else:
-            found = hasattr(owner, name)
-        if not found:
-            missing.append(f"{path}.{name}")
-    return missing
+    return [f"{path}.{name}" for path, name in names if not _has(path, name)]
 
 
-_missing = self_check()
-if _missing:
-    raise ImportError(
-        f"torch {torch.__version__} lacks {', '.join(_missing)}: trilith needs torch 2.11 to 2.13"
-    )
+def _has(path: str, name: str) -> bool:
+    owner: Any = torch
+    for part in path.split(".")[1:]:
+        owner = getattr(owner, part, None)
+    if hasattr(owner, name) or name in getattr(owner, "__annotations__", {}):
+        return True
+    classes = owner.__mro__ if isinstance(owner, type) else ()
+    codes = [getattr(method, "__code__", None) for one in classes for method in vars(one).values()]
+    return any(name in code.co_names for code in codes if code is not None)
+
+
+def require(names: Iterable[tuple[str, str]]) -> None:
+    """Raise ``ImportError`` unless this torch has the names; for a module that cannot do without them."""
+    if missing := self_check(names):
+        raise ImportError(
+            f"torch {torch.__version__} lacks {', '.join(missing)}: trilith needs torch 2.11 to 2.13"
+        )
+
+
+require(PRIVATE)
 
 _ops = torch.ops._c10d_functional
 

@@ -17,8 +17,10 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from ..parallel_state import BadInput, Layout
+from ..parallel_state import BadInput, Layout, engine
 from .schedules import check_schedule, schedule_kind
+
+engine.require(engine.PIPELINING)
 
 #: Torch's class of each schedule.
 CLASSES: dict[str, Any] = {

@@ -6,11 +6,13 @@ B batch  H query heads here  Q queries  T keys.  Source: Press et al. 2022.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import floor, log2
 
 import torch
 from torch import Tensor
+
+from ..host_numbers import HostNumbers
 
 #: Makes, for some rows of queries, what is added to their scores, in the scores' dtype.
 ScoreBias = Callable[[slice, torch.dtype], Tensor]
@@ -43,6 +45,10 @@ class Alibi:
     slopes: tuple[float, ...]
     factor: float = 1.0
     rounded: bool = False
+    _slopes: HostNumbers = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_slopes", HostNumbers(self.slopes))
 
     def of_heads(self, start: int, stop: int) -> Alibi:
         """Return the biases of the heads from ``start`` up to ``stop``."""
@@ -63,7 +69,7 @@ class Alibi:
 
     def _products(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
         """(B, Q, T) -> (B, H, Q, T)"""
-        slopes = torch.tensor(self.slopes, dtype=dtype, device=positions.device).view(-1, 1, 1)
+        slopes = self._slopes.on(positions.device, dtype).view(-1, 1, 1)
         if self.rounded:
             return (slopes.bfloat16() * positions.unsqueeze(1)).to(dtype) * self.factor
         return slopes * positions.unsqueeze(1) * self.factor

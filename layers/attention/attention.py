@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ...parallel_state import Initial, ParallelState, alone_or, local, shared_units
 from ..cost import Cost, Tokens, cost_of
 from ..dropout import own_random
+from ..host_numbers import HostNumbers
 from ..linear import ColumnParallelLinear, RowParallelLinear
 from ..norm import HeadsRMSNorm
 from .alibi import Alibi
@@ -214,11 +215,11 @@ class SharedHeads:
         needed = [q // group - shared.start for q in range(index * here, (index + 1) * here)]
         held = len(shared)
         even = here % held == 0 and needed == [j // (here // held) for j in range(here)]
-        self._pick = None if even else needed
+        self._pick = None if even else HostNumbers(needed)
         #: ``picks``: heads are picked one by one. ``heads``: their number afterwards.
         self.picks, self.heads = not even, held if even else len(needed)
 
     def __call__(self, x_BKSE: Tensor) -> Tensor:
         if self._pick is None:
             return x_BKSE
-        return x_BKSE.index_select(1, torch.tensor(self._pick, device=x_BKSE.device))
+        return x_BKSE.index_select(1, self._pick.on(x_BKSE.device, torch.int64))

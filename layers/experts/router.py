@@ -129,7 +129,7 @@ class TopKRouter(DeclaredModule):
         """Return the ``top_k`` experts of each token by score, bias and groups."""
         if self.bias is not None:
             # With offloaded weights the bias stays on the host; FSDP does not move it.
-            scores_BSE = scores_BSE + self.bias.detach().to(scores_BSE.device)
+            scores_BSE = scores_BSE + self.bias.detach().to(scores_BSE.device, non_blocking=True)
         if self.groups > 1:
             grouped = scores_BSE.unflatten(-1, (self.groups, -1))
             counted = 1 if self.score == "softmax" else min(2, grouped.shape[-1])

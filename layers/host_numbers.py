@@ -1,0 +1,25 @@
+"""Keep numbers of the host on each device that computes with them: a copy at each call would wait for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class HostNumbers:
+    """Hold a few numbers that never change; copy them once to each device and dtype that asks for them."""
+
+    def __init__(self, values: Sequence[float]) -> None:
+        self.values = tuple(values)
+        self._copies: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+
+    def on(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Return the numbers, (N,), on ``device``. In a traced graph they are constants of the graph."""
+        if torch.compiler.is_compiling():
+            return torch.tensor(self.values, dtype=dtype, device=device)
+        if (device, dtype) not in self._copies:
+            with torch.inference_mode(False):  # a backward may need them later
+                self._copies[device, dtype] = torch.tensor(self.values, dtype=dtype, device=device)
+        return self._copies[device, dtype]
