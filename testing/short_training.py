@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..data.batch import Batch
 from ..layers import IGNORE, Scaling, compile_blocks, use_float8
-from ..models import CausalLM, LoraConfig, adapted, family_of
+from ..models import CausalLM, Family, LoraConfig, ModelConfig, adapted, family_of
 from ..parallel_state import (
     Box,
     Layout,
@@ -89,11 +89,19 @@ class RankOutcome:
     parameters: Pieces
 
 
-def train_rank(case: Case) -> RankOutcome:
-    """Train inside a process group of ``case.layout.world`` ranks; return what this rank holds in the end."""
-    if case.device == "cuda":
-        share_gpu()
-    state = ParallelState.start(case.layout, device=case.device)
+@dataclass(frozen=True)
+class Parts:
+    """Hold what a rank trains with; the weights are not filled yet."""
+
+    model: CausalLM
+    step: TrainStep
+    optimizer: torch.optim.AdamW
+    family: Family
+    config: ModelConfig
+
+
+def build_rank(case: Case, state: ParallelState) -> Parts:
+    """Build a rank's part of the model in its layout, its step and its optimizer."""
     family = family_of(case.config)
     config = family.from_hf(case.config)
     if case.lora is not None:
@@ -109,9 +117,6 @@ def train_rank(case: Case) -> RankOutcome:
     spare_memory(model, case.memory, case.memory.stated_chunk)
     shard_over_data(model, state, precision, offload=case.memory.offload)
     model.to_empty(device=resting_device(state, offload=case.memory.offload))
-    initialize(model, case.seed, state=state)
-    roughen(model, case.seed, state)
-    initial = pieces(model, state)
     step = TrainStep(
         model,
         micro_batch=case.micro_batch,
@@ -121,12 +126,22 @@ def train_rank(case: Case) -> RankOutcome:
         dtype=case.compute or case.dtype,
         loss_chunk=case.memory.stated_chunk,
     )
-    optimizer = make_adamw(model, lr=case.lr)
+    return Parts(model, step, make_adamw(model, lr=case.lr), family, config)
+
+
+def train_rank(case: Case) -> RankOutcome:
+    """Train inside a process group of ``case.layout.world`` ranks; return what this rank holds in the end."""
+    if case.device == "cuda":
+        share_gpu()
+    state = ParallelState.start(case.layout, device=case.device)
+    parts = build_rank(case, state)
+    model, optimizer = parts.model, parts.optimizer
+    initialize(model, case.seed, state=state)
+    roughen(model, case.seed, state)
+    initial = pieces(model, state)
     losses, norms, gradients = [], [], {}
     for number in range(case.steps):
-        each = case.samples // case.layout.data
-        mine = batch(case, number, config.vocab_size).split(each)[state.data_index].to(state.device)
-        losses.append(float(step(mine)))
+        losses.append(float(parts.step(rank_batch(case, number, state))))
         if number == 0:
             gradients = pieces(model, state, gradients=True)
         norms.append(float(clip_gradients(model, case.clip, state=state)))
@@ -134,6 +149,12 @@ def train_rank(case: Case) -> RankOutcome:
         optimizer.zero_grad()
     dist.barrier()
     return RankOutcome(losses, norms, gradients, initial, pieces(model, state))
+
+
+def rank_batch(case: Case, step: int, state: ParallelState) -> Batch:
+    """Return this data rank's rows of a step, on the host."""
+    vocab_size = int(case.config["vocab_size"])
+    return batch(case, step, vocab_size).split(case.samples // case.layout.data)[state.data_index]
 
 
 def batch(case: Case, step: int, vocab_size: int) -> Batch:

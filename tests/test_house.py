@@ -43,6 +43,7 @@ MOST_FILES, MOST_FAMILIES = 30, 60
 PRIVATE_TORCH = {
     "parallel_state/engine.py": "the one place for it",
     "testing/ranks/reset.py": "empties a cache of torch's between calls, which a library never needs",
+    "testing/simulated_device/backend.py": "makes a device of Python, for which torch has no public door",
     "testing/live_bytes.py": "counts what every operator leaves behind: torch has no public hook for that",
 }
 

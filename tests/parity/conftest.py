@@ -60,11 +60,11 @@ def one_device() -> Callable[[Case], Outcome]:
 def assert_same(one_device: Callable[[Case], Outcome]) -> Callable[..., float]:
     """``assert_same("gpt2", Layout.of(tensor=2))``: losses, gradients, norms, weights are one device's.
 
-    Returns the largest relative difference.
+    The first argument may be a whole ``Case``. Returns the largest relative difference.
     """
 
-    def check(model: str, layout: Layout, **changes: Any) -> float:
-        case = Case(MODELS[model], layout, **changes)
+    def check(model: str | Case, layout: Layout | None = None, **changes: Any) -> float:
+        case = model if isinstance(model, Case) else Case(MODELS[model], layout or Layout(), **changes)
         whole = one_device(case)
         # The clipping bites, or it would not be tested.
         assert min(whole.norms) > 2 * case.clip

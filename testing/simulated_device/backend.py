@@ -1,0 +1,147 @@
+"""Tell torch of a device that exists in Python only, and of a process group that sends nothing.
+
+It cannot be taken back, so do it in a process of its own.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore, _create_fake_pg
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+#: The device's name, as in ``torch.device("simulated:0")``.
+NAME = "simulated"
+
+#: The process group's backend, for tensors on the host and on the device.
+GROUP = "simulated_group"
+
+#: The private names of torch that are used here: (module, attribute) pairs, as in ``engine.PRIVATE``.
+PRIVATE = (
+    ("torch._subclasses.fake_tensor", "FakeTensor"),
+    ("torch._subclasses.fake_tensor", "FakeTensorMode"),
+    ("torch.testing._internal.distributed.fake_pg", "FakeStore"),
+    ("torch.testing._internal.distributed.fake_pg", "_create_fake_pg"),
+    ("torch.utils.backend_registration", "_setup_privateuseone_for_python_backend"),
+    ("torch._C", "_set_only_lift_cpu_tensors"),
+)
+
+
+#: Called where the host waits for all of a stream or an event; the device that is entered notes it.
+WAITING: list[Callable[[], object]] = []
+
+
+def _wait() -> None:
+    for note in WAITING:
+        note()
+
+
+class Event:
+    """Mark a point of a stream that is always reached already."""
+
+    def __init__(self, *given: Any, **named: Any) -> None: ...
+
+    def record(self, stream: object = None) -> None: ...
+
+    def wait(self, stream: object = None) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        _wait()
+
+
+class Stream:
+    """Stand for a queue of work on the device; operators here take no time, so it holds none."""
+
+    def __init__(self, device: object = None, priority: int = 0) -> None:
+        self.device, self.device_index, self.stream_id = torch.device(NAME, 0), 0, 0
+
+    def wait_stream(self, other: object) -> None: ...
+
+    def wait_event(self, event: object) -> None: ...
+
+    def record_event(self, event: Event | None = None) -> Event:
+        return event or Event()
+
+    def synchronize(self) -> None:
+        _wait()
+
+
+class Module:
+    """Be the module that torch would keep as ``torch.simulated``."""
+
+    Stream: type = Stream
+    Event: type = Event
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def is_available(self) -> bool:
+        return True
+
+    def device_count(self) -> int:
+        return 1
+
+    def current_device(self) -> int:
+        return 0
+
+    def set_device(self, device: object) -> None: ...
+
+    def device(self, device: object) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def current_stream(self, device: object = None) -> Any:
+        return Stream()
+
+    def stream(self, stream: object) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def synchronize(self, device: object = None) -> None:
+        _wait()
+
+    def manual_seed_all(self, seed: int) -> None: ...
+
+    def get_rng_state(self, device: object = None) -> Tensor:
+        return torch.zeros(16, dtype=torch.uint8)
+
+    def set_rng_state(self, state: Tensor, device: object = None) -> None: ...
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+
+@cache
+def register() -> None:
+    """Make torch know the device and the process group's backend, once in this process."""
+    warnings.filterwarnings("ignore", message=".*privateuse.*")
+    _setup_privateuseone_for_python_backend(NAME, backend_module=Module())
+    # The base class reads number by number.
+    setattr(FakeTensor, "tolist", lambda self: self.cpu().tolist())  # noqa: B010  # mypy knows it as a method
+    dist.Backend.register_backend(GROUP, _create_fake_pg, extended_api=True, devices=["cpu", NAME])
+
+
+def start_group(rank: int, world: int) -> None:
+    """Start a process group in which every other rank is imagined: collectives give what they were given."""
+    register()
+    dist.init_process_group(GROUP, store=FakeStore(), rank=rank, world_size=world)
+
+
+def copy_from_host_in_sight() -> None:
+    """Let ``torch.tensor(..., device=...)`` in this thread make a tensor on the host and then copy it, with
+    an operator for each, so that the copy is seen.
+    """
+    torch._C._set_only_lift_cpu_tensors(True)

@@ -1,0 +1,84 @@
+"""List every place at which the host waits for the device, with its reason; a new one is an error."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+from torch import Tensor
+
+from .device import Locals, Wait
+
+_FSDP = "torch/distributed/fsdp/_fully_shard/_fsdp"
+
+
+def _spread(total: int, over: int) -> list[int]:
+    return [total // over + (index < total % over) for index in range(over)]
+
+
+def _ends(tensor: Tensor, inside: Locals) -> list[int]:
+    """Let each expert have as many tokens as the next."""
+    return [*accumulate(_spread(len(inside["x_MD"]), len(tensor)))]
+
+
+def _table(tensor: Tensor, inside: Locals) -> list[list[list[int]]]:
+    """Let each expert have as many tokens as the next, and this rank receive what it sends."""
+    each, here = _spread(inside["flat"].numel(), inside["num_experts"]), inside["here"]
+    sent = [each[at : at + here] for at in range(0, len(each), here)]
+    return [sent, sent]
+
+
+def _bounds(tensor: Tensor, inside: Locals) -> list[list[int]]:
+    """Let tokens see only a part of the sequence, so that masks are needed."""
+    return [[0, len(inside["places"])]] * 2
+
+
+def _static(tensor: Tensor, inside: Locals) -> int:
+    """Let all stages vote that their shapes are known."""
+    return 1
+
+
+WAITS = (
+    # In every step.
+    Wait(
+        *("training/update.py: Update.__call__", "read", 3, "step"),
+        reason="loss, norm and the counts of what was trained, once the update is launched; with offload the "
+        "host updates, and needs the loss and the counts before",
+    ),
+    Wait(
+        *("layers/experts/load_balancing.py: Balancing._summed", "read", 1, "step"),
+        reason="the loads of all experts, for the metrics, after the update was launched",
+    ),
+    # In the layers of some models and layouts.
+    Wait(
+        *("layers/experts/dispatch.py: Dispatch.__init__", "read", 1, "block"),
+        reason="over several ranks of experts the host sends rows, and must know how many",
+        gives=_table,
+    ),
+    Wait(
+        *("layers/experts/grouped_matmul.py: GroupSizes.sizes", "read", 1, "block"),
+        reason="where torch has no kernel for all groups at once, the host cuts the rows",
+        gives=_ends,
+    ),
+    Wait(
+        *("layers/attention/visible.py: restarts", "read", 1, "micro-batch"),
+        reason="whether a row holds several documents, which decides how attention is computed",
+    ),
+    Wait(
+        *("layers/attention/context_mask.py: ContextScope.__init__", "read", 1, "micro-batch"),
+        reason="which blocks of the ring's attention are empty, and need not be computed",
+        gives=_bounds,
+    ),
+    # With offload FSDP copies each gradient to the host, waits for the copy, and adds it to the one before.
+    Wait("parallel_state/engine.py: end_backward", "inside", 1, "parameter", "offload: the gradient's copy"),
+    Wait(f"{_FSDP}_param_group.py: FSDPParamGroup.finalize_backward", "inside", 1, "parameter", "the same"),
+    Wait(f"{_FSDP}_collectives.py: foreach_reduce", "read", 1, "parameter", "the same"),
+    Wait("parallel_state/engine.py: sum_gradients", "read", 1, "parameter", "the same"),
+    # At the start of a run.
+    Wait("checkpoints/moments.py: begin_moments", "upload", 0, "start", "each moment's number of steps"),
+    Wait("layers/rotary.py: RotaryEmbedding._inverses", "upload", 0, "start", "the table of frequencies"),
+    Wait("layers/host_numbers.py: HostNumbers.on", "upload", 0, "start", "slopes of ALiBi, shared heads"),
+    Wait("layers/attention/blockwise.py: fused_is_right", "upload", 0, "start", "a check of torch's kernels"),
+    Wait("layers/attention/blockwise.py: fused_is_right", "read", 0, "start", "a check of torch's kernels"),
+    Wait("pipeline/runner.py: Pipeline.step", "upload", 0, "start", "torch's vote on known shapes"),
+    Wait("pipeline/runner.py: Pipeline.step", "read", 0, "start", "torch's vote on known shapes", _static),
+)

@@ -1,0 +1,91 @@
+"""The simulated device refuses what a real one refuses, and notices each wait of the host."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from trilith.parallel_state import Layout, engine
+from trilith.testing.simulated_device import Mixed, SimulatedDevice, simulated_rank
+from trilith.testing.simulated_device.backend import PRIVATE
+from trilith.testing.simulated_device.device import NewWait
+
+
+@contextmanager
+def device() -> Iterator[tuple[Tensor, SimulatedDevice]]:
+    with simulated_rank(Layout(), 0, ()) as (state, seen):
+        yield torch.ones(4, device=state.device), seen
+
+
+def mixes() -> None:
+    with device() as (x, seen):
+        with pytest.raises(Mixed, match=r"aten::add of \[4\] on simulated:0, \[4\] on cpu"):
+            x + torch.ones(4)
+        with pytest.raises(Mixed, match="a generator of cpu"):
+            torch.rand(4, device=x.device, generator=torch.Generator())
+        assert (x + torch.tensor(2.0)).device == x.device  # a number of the host is no mixing
+        assert not seen.waited
+
+
+def reads() -> None:
+    with device() as (x, _):
+        for read in (
+            lambda: x.sum().item(),
+            lambda: x.tolist(),
+            lambda: bool(x.any()),
+            lambda: float(x[0]),
+            lambda: x.cpu(),
+            lambda: x.to("cpu", torch.float64),
+            lambda: torch.empty(4).copy_(x),
+            lambda: torch.equal(x, x),
+            lambda: torch.bincount(x.long(), minlength=3),
+            lambda: torch.get_device_module(x.device).synchronize(),
+        ):
+            with pytest.raises(NewWait, match="not on the list"):
+                read()
+        for read in (lambda: x.nonzero(), lambda: x[x > 0], lambda: x.repeat_interleave(x.long())):
+            with pytest.raises(Exception, match="aten"):  # torch's own refusal of shapes that depend on data
+                read()
+
+
+def copies() -> None:
+    with device() as (x, seen):
+        with pytest.raises(NewWait, match="upload"):
+            torch.tensor([1.0, 2.0], device=x.device)
+        with pytest.raises(NewWait, match="upload"):
+            torch.ones(4).to(x.device)
+        seen.clear()
+        torch.ones(4).to(x.device, non_blocking=True)
+        assert not seen.waited
+
+
+def counts() -> None:
+    with device() as (x, seen):
+        seen.clear()
+        y = x.view(2, 2) @ x.view(2, 2)
+        assert dict(seen.kernels) == {"aten::mm": 1} and seen.moved == 3 * 16
+        assert y.shape == (2, 2) and y.device == x.device
+
+
+def collectives() -> None:
+    with simulated_rank(Layout.of(data=4), 2, ()) as (state, _):
+        assert state.rank == 2 and dist.get_world_size() == 4
+        here, there = torch.ones(2), torch.ones(2, device=state.device)
+        dist.all_reduce(here)
+        dist.all_reduce(there)
+        assert here.tolist() == [4.0, 4.0]  # as if all ranks had the same
+
+
+@pytest.mark.parametrize("function", [mixes, reads, copies, counts, collectives])
+def test_the_device_notices(function: Callable[[], None], alone: Callable[..., None]) -> None:
+    alone(function)
+
+
+def test_this_torch_has_the_private_names_that_the_device_needs() -> None:
+    assert engine.self_check(PRIVATE) == []
+    assert "trilith.testing.simulated_device.backend" in sys.modules

@@ -1,0 +1,105 @@
+"""A rank's whole step on a device that is not there: nothing is mixed, and no wait is new.
+
+Forward, backward, clip, update, in bf16. A few layouts and families run always, the whole covering array and
+every family in the nightly tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from trilith.parallel_state import Layout
+from trilith.pipeline import SCHEDULE_NAMES
+from trilith.testing.combinations import LONG, Choice, covering_array
+from trilith.testing.short_training import Case
+from trilith.testing.simulated_device.step import step_counts
+from trilith.testing.tiny_models import MODELS
+
+BF16 = {"dtype": torch.float32, "compute": torch.bfloat16}
+
+#: Between them every schedule, axis and stage of ZeRO.
+SOME = [
+    Choice("llama-kv1", tensor=2, data=2, zero=3, sequence=True, documents=True, checkpointing="selective"),
+    Choice("mixtral", data=2, zero=2, expert=2, trains="lora", offload=True),
+    Choice("gpt2", pipeline=2, data=2, zero=1, schedule="gpipe", trains="frozen", checkpointing="full"),
+    Choice("llama-tied", pipeline=2, smoothing=0.1, loss_chunk=5),
+    Choice("mistral", pipeline=2, schedule="interleaved"),
+    Choice("gpt2", tensor=2, pipeline=2, schedule="interleaved-zero-bubble"),
+    Choice("gpt2", pipeline=2, data=2, zero=3, schedule="zbv"),
+    Choice("gpt2", pipeline=2, schedule="dualpipev", offload=True),
+    Choice("phi3", context=2, micro_batch=2, ring=True),
+]
+
+
+def step(case: Case, rank: int) -> None:
+    step_counts(replace(case, **BF16), rank)
+
+
+@pytest.mark.parametrize("choice", SOME, ids=str)
+def test_a_step_mixes_no_devices_and_waits_where_the_list_says(
+    choice: Choice, alone: Callable[..., None]
+) -> None:
+    alone(step, choice.case, choice.case.layout.world - 1)
+
+
+def test_some_layouts_hold_every_schedule_axis_and_stage_of_zero() -> None:
+    for key, values in {
+        "schedule": SCHEDULE_NAMES,
+        "zero": range(4),
+        "trains": ("all", "frozen", "lora"),
+        "checkpointing": ("none", "selective", "full"),
+        **{axis: (1, 2) for axis in ("tensor", "pipeline", "data", "context", "expert")},
+    }.items():
+        assert {getattr(choice, key) for choice in SOME} >= set(values)
+
+
+@pytest.mark.slow  # five minutes
+@pytest.mark.parametrize("choice", [*covering_array(), *LONG], ids=str)
+def test_every_layout_of_the_covering_array_runs_there(choice: Choice, alone: Callable[..., None]) -> None:
+    for rank in {0, choice.case.layout.world - 1}:
+        alone(step, choice.case, rank)
+
+
+@pytest.mark.slow  # a minute
+@pytest.mark.parametrize("model", MODELS)
+def test_every_family_runs_there(model: str, alone: Callable[..., None]) -> None:
+    alone(step, Case(MODELS[model], samples=2), 0)
+
+
+def test_float16_with_a_loss_scale_runs_there(alone: Callable[..., None]) -> None:
+    alone(step_counts, Case(MODELS["gpt2"], samples=2, dtype=torch.float32, compute=torch.float16))
+
+
+#: Of a step of two micro-batches and two blocks on the first rank: the most kernels, the most thousands of
+#: bytes that these read and write, and how often the host waits. Write smaller numbers when they fall.
+COUNTS = {
+    ("llama", Layout()): (976, 9053, 1),
+    ("llama", Layout.of(data=2, zero=3)): (1038, 17854, 1),
+    ("llama", Layout.of(tensor=2, sequence=True)): (1131, 5710, 1),
+    ("llama", Layout.of(pipeline=2)): (447, 3622, 1),
+    ("mixtral", Layout.of(data=2, expert=2)): (1588, 13179, 5),
+}
+
+
+def counted() -> dict[tuple[str, Layout], tuple[int, int, int]]:
+    """Count these steps. All in one process, which has the device already after the first."""
+    found = {}
+    for model, layout in COUNTS:
+        config = MODELS[model] | {"num_hidden_layers": 2}
+        counts = step_counts(Case(config, layout, samples=2 * layout.data, **BF16))
+        found[model, layout] = counts.kernels, counts.moved // 1000, counts.waits
+    return found
+
+
+def compare() -> None:
+    for key, (kernels, moved, waits) in counted().items():
+        most_kernels, most_moved, expected = COUNTS[key]
+        assert kernels <= most_kernels and moved <= most_moved, (*key, kernels, moved)
+        assert waits == expected, (*key, waits)
+
+
+def test_a_step_starts_no_more_kernels_and_moves_no_more_bytes(alone: Callable[..., None]) -> None:
+    alone(compare)
