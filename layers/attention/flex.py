@@ -26,7 +26,10 @@ _ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 def block_mask(first_BS: Tensor) -> BlockMask:
-    """Return the mask in which a token sees the tokens from its first one, (B, S), up to itself."""
+    """Return the mask in which a token sees the tokens from its first one, (B, S), up to itself.
+
+    B may be 1 for rows that are alike.
+    """
     length = first_BS.shape[1]
     blocks = -(-length // BLOCK)
     # Tokens after the end see what the last one sees, so that they add no blocks of keys.
@@ -40,8 +43,10 @@ def block_mask(first_BS: Tensor) -> BlockMask:
         every[:, -1] = False
     parts = some & ~every
 
+    alike = first_BS.shape[0] == 1
+
     def seen(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (k <= q) & (k >= first_BS[b, q])
+        return (k <= q) & (k >= first_BS[torch.zeros_like(b) if alike else b, q])
 
     return BlockMask.from_kv_blocks(
         *_listed(parts), *_listed(every), BLOCK_SIZE=BLOCK, mask_mod=seen, seq_lengths=(length, length)

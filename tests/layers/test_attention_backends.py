@@ -10,8 +10,16 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.attention.flex_attention import flex_attention as uncompiled
-from trilith.layers import Alibi, AttentionInputs, AttentionScope, alibi_slopes, causal_attention
-from trilith.layers.attention import backends, causal, flex, kernel_checks, mask, varlen
+from trilith.layers import (
+    Alibi,
+    Attention,
+    AttentionInputs,
+    AttentionScope,
+    alibi_slopes,
+    causal_attention,
+    compile_blocks,
+)
+from trilith.layers.attention import attention, backends, causal, flex, kernel_checks, mask, varlen
 from trilith.layers.attention.backends import BACKENDS, AttentionCall, choose_backend
 from trilith.layers.attention.visible import visible_tokens
 from trilith.models import family_of
@@ -146,17 +154,19 @@ def test_a_kernel_that_is_wrong_on_this_machine_is_not_taken(monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    ("window", "more"),
+    ("positions", "window", "more"),
     [
-        (None, {}),
-        (40, {"soft_cap": 2.0}),
-        (None, {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])}),
-        (40, {"alibi": Alibi(alibi_slopes(4), 0.5)}),
+        (POSITIONS, None, {}),
+        (POSITIONS, 40, {"soft_cap": 2.0}),
+        (POSITIONS, None, {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])}),
+        (POSITIONS, 40, {"alibi": Alibi(alibi_slopes(4), 0.5)}),
+        (torch.arange(300), 40, {}),
+        (torch.arange(300), None, {"soft_cap": 2.0}),
     ],
-    ids=str,
+    ids=["documents", "cap", "sinks", "alibi", "rows alike, window", "rows alike, cap"],
 )
 def test_flex_attention_equals_scores_written_out(
-    window: int | None, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    positions: Tensor, window: int | None, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Forward, as torch computes it without its compiler; on a CPU there is no backward."""
     monkeypatch.setattr(flex, "_compiled", lambda: uncompiled)
@@ -164,7 +174,7 @@ def test_flex_attention_equals_scores_written_out(
     found = []
     for backend in ("blockwise", "flex"):
         monkeypatch.setattr(causal, "choose_backend", lambda call, pinned, now=backend: now)
-        found.append(causal_attention(*given, AttentionScope(POSITIONS, window=window), **more))
+        found.append(causal_attention(*given, AttentionScope(positions, window=window), **more))
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
@@ -213,6 +223,37 @@ def test_a_mask_is_made_once_a_forward_whatever_the_number_of_blocks(
     model(torch.zeros(2, 16, dtype=torch.long), positions)
     kinds = {"mistral": 1, "gemma3_text": 2, "gpt_oss": 2}.get(name, 1)
     assert ready == [kinds] and len(made) == kinds
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "varlen"])
+def test_documents_of_other_lengths_make_no_new_graph(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's compiler takes sizes as given at first, and as unknown once they have changed."""
+
+    def in_one_graph(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, *more: Any, **named: Any) -> Tensor:
+        number = torch.bucketize(torch.arange(len(q)), starts, right=True)
+        seen = (number[:, None] == number) & torch.ones(len(q), len(q), dtype=torch.bool).tril()
+        q, k, v = (one.transpose(0, 1).unsqueeze(0) for one in (q, k, v))
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, seen, enable_gqa=True)
+        return out.squeeze(0).transpose(0, 1)
+
+    def counted(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    graphs: list[Any] = []
+    monkeypatch.setattr(varlen, "_kernel", in_one_graph)
+    for one in (causal, attention):
+        monkeypatch.setattr(one, "choose_backend", lambda call, pinned="auto": backend)
+    torch.compiler.reset()
+    layer = Attention(32, heads=4, head_dim=16, kv_heads=2, rotary=None)
+    initialize(layer, 0, state=ParallelState.alone())
+    plain = layer.forward
+    compile_blocks([layer], backend=counted)
+    for length in (5, 7, 9, 3, 11, 20):
+        x, positions = torch.randn(2, 40, 32), torch.arange(40).remainder(length).expand(2, -1)
+        inputs = AttentionInputs(positions, like=x, layers=[layer], state=ParallelState.alone())
+        torch.testing.assert_close(layer(x, inputs), plain(x, inputs))
+    assert len(graphs) <= 2
 
 
 def test_numbers_on_a_device_are_not_waited_for() -> None:
