@@ -159,7 +159,7 @@ def _once(work: Work, trained: Mapping[str, Declaration]) -> list[Traffic]:
         # With the tokens go four numbers that tell whether every rank can use its batch.
         Traffic("all", "all_reduce", "tokens", 1, 5 * 8, layout.world),
         # With the loss go three numbers that tell whether every parameter has a gradient.
-        Traffic("all", "all_reduce", "loss", 1, 4 * work.tokens.inner, layout.world),
+        Traffic("all", "all_reduce", "loss", 1, 3 * work.tokens.inner, layout.world),
         Traffic("all", "all_reduce", "gradient norm", 1, max(work.master, 4), layout.world),
     ]
 

@@ -133,7 +133,7 @@ def measured_and_planned(case: Case) -> tuple[Totals, Totals]:
     for _ in range(2):
         model.zero_grad()
         with Operators() as operators:
-            step(Batch(ids, ids))
+            step.launch(Batch(ids, ids))
             clip_gradients(model, 1.0, state=state)
     return {kind: (count, operators.sent[kind]) for kind, count in operators.collectives.items()}, plan
 
