@@ -22,7 +22,8 @@ from ..parallel_state import (
     local,
     padded_rows,
 )
-from .collectives import enter_sends, enter_tensor, gather_from_tensor, leave_sends, leave_tensor
+from .collectives import enter_sends, gather_from_tensor, leave_sends, leave_tensor
+from .column_products import column_products
 from .cost import Cost, Tokens, matrix
 
 #: In memory, vocabularies are padded to a multiple of this that the layout can cut; checkpoints are not.
@@ -80,7 +81,7 @@ class VocabParallelEmbedding(DeclaredModule):
         """Return the logits (B, S, padded / tensor) of hidden states, computed with the embedding's
         weight.
         """
-        return F.linear(enter_tensor(x, self.state), local(self.weight))
+        return column_products(x, [(local(self.weight), None)], self.state)[0]
 
     def cost(self, tokens: Tokens) -> Cost:
         """Return the cost of looking tokens up; numbers are read and, backwards, added."""
@@ -131,7 +132,7 @@ class VocabParallelHead(DeclaredModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's logits."""
-        logits = F.linear(enter_tensor(x, self.state), local(self.weight))
+        logits = column_products(x, [(local(self.weight), None)], self.state)[0]
         # Added in place: with its bias ``F.linear`` gives a view, which FSDP2 warns of.
         return logits if self.bias is None else logits.add_(local(self.bias))
 

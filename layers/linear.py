@@ -32,6 +32,7 @@ from .collectives import (
     leave_tensor,
     split_to_tensor,
 )
+from .column_products import column_products
 from .cost import Cost, Send, Tokens, matrix
 
 
@@ -132,9 +133,12 @@ class ColumnParallelLinear(DeclaredModule):
         check_width(x, self.in_features, "ColumnParallelLinear", "It takes all of them on every rank")
         if self._plain and not self.adapters and self.float8 is None:  # nn.Linear's own line
             return F.linear(x, cast(Tensor, self.weight), cast(Tensor | None, self.bias))
-        x = x if self.entered else enter_tensor(x, self.state)
         held = [part.used() for part in self.parts]
-        outputs = [F.linear(x, *one) for one in held] if self.float8 is None else self.float8(x, held)
+        if self.float8 is None and not self.adapters and not self.entered:
+            outputs = column_products(x, held, self.state)
+        else:
+            x = x if self.entered else enter_tensor(x, self.state)
+            outputs = [F.linear(x, *one) for one in held] if self.float8 is None else self.float8(x, held)
         for adapter in self.adapters:
             for number, change in adapter(x):
                 outputs[number] = outputs[number] + change

@@ -106,16 +106,39 @@ def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     out = _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), size, group.group_name))
     if dim == 0 or x.ndim == 0:
         return cast(Tensor, out)
+    if _first_of_all(x, dim):  # one row, say: the pieces lie as they should
+        return cast(Tensor, out.view(*x.shape[:dim], size * x.shape[dim], *x.shape[dim + 1 :]))
     return torch.cat(out.chunk(size, dim=0), dim=dim)
 
 
 def reduce_scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Sum over the ranks; each rank keeps its equal piece of ``dim``."""
+    return reduce_scatter_start(x, dim, group)()
+
+
+def reduce_scatter_start(x: Tensor, dim: int, group: dist.ProcessGroup) -> Callable[[], Tensor]:
+    """Begin a ``reduce_scatter``; the function that is returned waits for it and gives the piece."""
     size = group.size()
-    if dim != 0:
+    shape = (*x.shape[:dim], x.shape[dim] // size, *x.shape[dim + 1 :])
+    if _first_of_all(x, dim):
+        x = x.flatten(0, dim)
+    elif dim != 0:
         x = torch.cat(x.chunk(size, dim=dim), dim=0)
     out = _ops.reduce_scatter_tensor(x.contiguous(), "sum", size, group.group_name)
-    return cast(Tensor, _ops.wait_tensor(out))
+    return lambda: cast(Tensor, _ops.wait_tensor(out)).view(shape)
+
+
+def all_reduce_start(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
+    """Begin to sum ``x``, which nobody needs any more, over the ranks; the function that is returned waits
+    for the sum and gives it.
+    """
+    out = _ops.all_reduce(x.contiguous(), "sum", group.group_name)
+    return lambda: cast(Tensor, _ops.wait_tensor(out))
+
+
+def _first_of_all(x: Tensor, dim: int) -> bool:
+    """Tell whether pieces of ``dim`` lie one after the other in memory: no dim before it has several."""
+    return dim > 0 and all(length == 1 for length in x.shape[:dim])
 
 
 def all_to_all(x: Tensor, received: Sequence[int], sent: Sequence[int], group: dist.ProcessGroup) -> Tensor:

@@ -1,0 +1,63 @@
+"""Multiply by weights cut along their rows; in backward, send one gradient while others are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..parallel_state import ParallelState, engine
+from .collectives import enter_tensor
+
+
+class _Products(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, state: ParallelState, *held: Tensor | None) -> tuple[Tensor, ...]:
+        whole = engine.all_gather(x, 1, state.tensor_group) if state.sequence else x
+        pairs = [*zip(held[::2], held[1::2], strict=True)]
+        ctx.state = state
+        ctx.save_for_backward(whole, *held[::2])
+        return tuple(F.linear(whole, weight, bias) for weight, bias in pairs if weight is not None)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        state, (x, *weights) = ctx.state, ctx.saved_tensors
+        needed, coming, dx = ctx.needs_input_grad, None, None
+        if needed[0]:
+            for grad, weight in zip(reversed(grads), reversed(weights), strict=True):  # autograd's order
+                dx = grad @ weight if dx is None else dx.add_(grad @ weight)
+            assert dx is not None
+            if state.sequence:
+                coming = engine.reduce_scatter_start(dx, 1, state.tensor_group)
+            else:
+                coming = engine.all_reduce_start(dx, state.tensor_group)
+        found: list[Tensor | None] = []
+        flat = x.flatten(0, -2)
+        for number, grad in enumerate(grads):
+            rows = grad.flatten(0, -2)
+            found.append(rows.t() @ flat if needed[2 + 2 * number] else None)
+            found.append(rows.sum(0) if needed[3 + 2 * number] else None)
+        return None if coming is None else coming(), None, *found
+
+
+# torch declares ``apply`` without types.
+_products: Callable[..., tuple[Tensor, ...]] = _Products.apply
+
+
+def column_products(
+    x: Tensor, held: Sequence[tuple[Tensor, Tensor | None]], state: ParallelState
+) -> list[Tensor]:
+    """Return ``x W^T + b`` for each weight and bias, after ``enter_tensor``.
+
+    In backward the gradient of ``x`` is summed over the tensor ranks while those of the weights are computed.
+    Inside an autocast region autograd does the same one after the other, since it follows autocast's casts.
+    """
+    kind = x.device.type
+    cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    if state.tensor_size == 1 or cast:
+        entered = enter_tensor(x, state)
+        return [F.linear(entered, *one) for one in held]
+    return [*_products(x, state, *(part for one in held for part in one))]

@@ -1,0 +1,54 @@
+"""In backward the input's gradient travels while the weights' gradients are computed; nothing is copied."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from trilith.layers import ColumnParallelLinear, VocabParallelHead, gather_sequence, scatter_sequence
+from trilith.parallel_state import Layout, ParallelState
+from trilith.testing import run_parallel
+from trilith.testing.operators import Operators
+
+LAYOUTS = [Layout.of(tensor=2), Layout.of(tensor=2, sequence=True)]
+
+
+def backward_of(layout: Layout, kind: str) -> list[str]:
+    state = ParallelState.start(layout)
+    if kind == "linear":
+        layer = ColumnParallelLinear(8, {"a": 6, "b": 4}, state=state)
+    else:
+        layer = VocabParallelHead(8, 128, state=state)
+    y = layer(torch.randn(2, 4, 8, requires_grad=True))
+    total = sum(one.square().sum() for one in y) if isinstance(y, tuple) else y.square().sum()
+    with Operators() as seen:
+        total.backward()
+    return seen.names
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("kind", ["linear", "head"])
+def test_the_gradients_of_the_weights_are_computed_while_the_input_s_is_summed(
+    layout: Layout, kind: str
+) -> None:
+    products = 2 if kind == "linear" else 1
+    for names in run_parallel(backward_of, 2, layout, kind):
+        kinds = ("_c10d_functional::all_reduce", "_c10d_functional::reduce_scatter_tensor")
+        (start,) = (number for number, name in enumerate(names) if name in kinds)
+        wait = names.index("_c10d_functional::wait_tensor")
+        multiplied = [number for number, name in enumerate(names) if name in ("aten::mm", "aten::bmm")]
+        assert len(multiplied) == 2 * products
+        assert sum(number < start for number in multiplied) == products, "the input's gradients come first"
+        assert all(number < wait for number in multiplied), "and the wait comes last"
+
+
+def copies_of(rows: int) -> int:
+    state = ParallelState.start(Layout.of(tensor=2, sequence=True))
+    with Operators() as seen:
+        x = torch.randn(rows, 4, 8, requires_grad=True)
+        scatter_sequence(gather_sequence(x, state), state).sum().backward()
+    return sum(name in ("aten::cat", "aten::copy_", "aten::clone") for name in seen.names)
+
+
+def test_of_one_row_the_pieces_of_a_sequence_are_not_copied() -> None:
+    assert run_parallel(copies_of, 2, 1) == [1, 1]  # the gradient of a sum is broadcast
+    assert all(count > 4 for count in run_parallel(copies_of, 2, 2))
