@@ -47,7 +47,7 @@ def train_each(cases: Sequence[Case]) -> list[RankOutcome]:
 
 
 def outcomes(cases: Sequence[Case]) -> list[Outcome]:
-    ranks = run_parallel(train_each, cases[0].layout.world, cases)
+    ranks = run_parallel(train_each, cases[0].layout.world, cases, timeout=240)
     return [outcome(each) for each in zip(*ranks, strict=True)]
 
 
@@ -80,10 +80,9 @@ def test_recomputed_activations_change_no_bit(scaling: Scaling) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
 def test_in_one_graph_a_layout_is_the_same(scaling: Scaling) -> None:
-    one = replace(ONE, float8=scaling, layout=Layout.of(tensor=2, sequence=True), dtype=torch.float32)
-    plain, compiled = outcomes([one, replace(one, compiled="inductor")])
-    assert first_difference(plain, compiled, tolerance=0.05) is None
-    assert compiled.losses == pytest.approx(plain.losses, rel=1e-3)
+    one = replace(ONE, float8=scaling, layout=Layout.of(tensor=2, sequence=True))
+    plain, compiled = outcomes([one, replace(one, compiled="aot_eager")])
+    assert first_difference(plain, compiled, tolerance=1e-6) is None
 
 
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
