@@ -37,7 +37,7 @@ def compile_blocks(
     engine.allow_graphs(4 * len(parts))
     for part in parts:
         made = torch_compile(part.forward, fullgraph=True, backend=backend)
-        part.forward = _or_without(part, made) if or_without else made
+        part.forward = or_plain(part.forward, made, type(part).__name__) if or_without else made
 
 
 def parts_in_one_graph(module: nn.Module) -> Iterator[nn.Module]:
@@ -73,20 +73,18 @@ def keep_compiled_code() -> None:
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(home / "trilith" / "inductor"))
 
 
-def _or_without(part: nn.Module, compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a forward that is compiled or, if torch fails to, as it was."""
-    plain, errors = part.forward, engine.compiler_errors()
-    failed = False
+def or_plain(plain: Callable[..., Any], compiled: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Return a function that calls ``compiled`` or, after a warning, ``plain`` if torch fails to compile."""
+    errors, failed = engine.compiler_errors(), False
 
-    def forward(*given: Any, **named: Any) -> Any:
+    def call(*given: Any, **named: Any) -> Any:
         nonlocal failed
         if not failed:
             try:
                 return compiled(*given, **named)
             except errors as error:
-                failed, reason = True, str(error).strip().split("\n")[0]
-                said = f"torch does not compile {type(part).__name__}, which runs without: {reason}"
-                warnings.warn(said, stacklevel=2)
+                failed, reason = True, " ".join(str(error).split("\n")[:2])
+                warnings.warn(f"torch does not compile {name}, which runs without: {reason}", stacklevel=2)
         return plain(*given, **named)
 
-    return forward
+    return call

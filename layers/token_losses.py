@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..parallel_state import ParallelState, engine
+from .compile import or_plain
 from .cost import Tokens
 
 IGNORE = -100
@@ -185,4 +186,4 @@ def _blocks(x: Tensor) -> Iterator[slice]:
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, fullgraph=True)
+    return or_plain(function, torch.compile(function, fullgraph=True), "the loss")

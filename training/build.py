@@ -81,7 +81,7 @@ def build(recipe: Recipe, plan: Plan, state: ParallelState) -> Parts:
         dtype=precision.compute,
         loss_chunk=plan.loss_chunk,
         loss_sums=dtype_named(recipe.reduce) if recipe.reduce else None,
-        compiled_loss=recipe.compile and recipe.device == "cuda",
+        compiled_loss=recipe.compiles and recipe.device == "cuda",
         reduce=torch.promote_types(master, precision.reduce),
     )
     bias_rate = recipe.experts.bias_rate if recipe.experts is not None else 0.0

@@ -78,6 +78,22 @@ def test_a_backward_that_runs_again_is_refused() -> None:
         loss.backward()
 
 
+def test_a_compiler_that_fails_leaves_the_loss_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(graph: object, inputs: object) -> object:
+        raise RuntimeError("no compiler here")
+
+    compile_with = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda one, fullgraph: compile_with(one, fullgraph=fullgraph, backend=refuses)
+    )
+    token_losses._compiled.cache_clear()
+    hidden, weight, labels = given()
+    with pytest.warns(UserWarning, match="does not compile the loss, which runs without: .*no compiler here"):
+        found = chunked_cross_entropy(hidden, weight, labels, V, chunk=4, compiled=True)
+    token_losses._compiled.cache_clear()
+    assert torch.equal(found, chunked_cross_entropy(hidden, weight, labels, V, chunk=4))
+
+
 @pytest.mark.parametrize("chunk", [8, 600])
 def test_in_bf16_its_gradients_are_as_close_to_fp64_as_the_plain_ones(chunk: int) -> None:
     """The scale is one over a number of tokens: no number of bf16. A sum in bf16 is rounded at each chunk."""
