@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from trilith.layers import (
 )
 from trilith.layers.attention import attention, backends, causal, flex, kernel_checks, mask, varlen
 from trilith.layers.attention.backends import BACKENDS, AttentionCall, choose_backend
-from trilith.layers.attention.visible import visible_tokens
+from trilith.layers.attention.visible import restarts, visible_tokens
 from trilith.models import family_of
 from trilith.parallel_state import BadInput, ParallelState, initialize
 from trilith.testing.tiny_models import MODELS
@@ -257,7 +258,11 @@ def test_documents_of_other_lengths_make_no_new_graph(backend: str, monkeypatch:
 
 
 def test_numbers_on_a_device_are_not_waited_for() -> None:
-    """The host cannot read the numbers of a meta tensor: reading them would raise."""
+    """Neither those of a meta tensor nor those on a GPU; a stand-in here has no numbers."""
+    on_gpu: Any = SimpleNamespace(is_meta=False, device=torch.device("cuda"))
+    assert restarts(on_gpu)
+    with pytest.raises(TypeError):
+        restarts(on_gpu, wait=True)
     positions = torch.empty(2, 8, dtype=torch.long, device="meta")
     scope = AttentionScope(positions)
     assert scope.masked and not scope.causal
