@@ -4,9 +4,9 @@ Offers ``diagnose``, a check of the machine before a run, and ``measure``, which
 and conversion here and compares each layout with one process.
 """
 
-from .diagnose import diagnose
+from .doctor import diagnose
 from .finding import Finding
-from .measure import Report, measure
 from .row import Row
+from .run import Report, measure
 
 __all__ = ["Finding", "Report", "Row", "diagnose", "measure"]

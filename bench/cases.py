@@ -102,8 +102,8 @@ def _speed(bench: Bench) -> Iterator[Case]:
 
 
 def _parity(bench: Bench) -> Iterator[Case]:
-    most = max(bench.gpus, 2 if bench.quick else 4)
-    for name, world, layout in _LAYOUTS:
+    most = max(bench.gpus, 4)
+    for name, world, layout in _LAYOUTS[:3] if bench.quick else _LAYOUTS:
         if world > most:
             continue
         device = bench.device if world <= max(1, bench.gpus) else "cpu"
@@ -156,7 +156,7 @@ def _mfu(bench: Bench) -> Iterator[Case]:
 
 
 def _memory(bench: Bench) -> Iterator[Case]:
-    for mode in ("none", "full"):
+    for mode in ("none",) if bench.quick else ("none", "full"):
         if bench.device == "cpu":
             config = QUICK if bench.quick else SMALL
             recipe = _recipe(bench, config, steps=2, memory={"checkpointing": mode})

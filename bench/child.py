@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import tempfile
@@ -17,6 +18,7 @@ from ..storage.small_files import read_json
 from ..system import quiet_libraries
 from ..system.machine import usable_cores
 from ..testing import RankError, run_fresh
+from ..testing.ranks.pickling import FunctionName
 
 
 @dataclass(frozen=True)
@@ -31,19 +33,28 @@ class Ran:
 def in_ranks(
     work: Callable[..., dict[str, Any]], world: int, options: Mapping[str, Any], *, seconds: float
 ) -> Ran:
-    """Call ``work(**options)`` on ``world`` new processes, with torchrun's environment and the machine's
-    cores shared among them, and return rank 0's result, which JSON must be able to hold.
+    """Call ``work(**options)`` on ``world`` new processes, with torchrun's environment, and return rank 0's
+    result, which JSON must be able to hold; a number that is not finite becomes ``None``.
 
-    An exception, a signal, and ``seconds`` that have passed all become ``error``.
+    Each has ``OMP_NUM_THREADS`` threads, or if that is not set its share of the machine's cores. An
+    exception, a signal, and ``seconds`` that have passed all become ``error``.
     """
     # Ranks are forks, and a fork of a process that has asked the CUDA driver can use no GPU: torch asks NVML.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    threads = max(1, usable_cores() // world)
+    said = os.environ.get("OMP_NUM_THREADS", "")
+    threads = max(1, int(said) if said.isdigit() else usable_cores() // world)
     with tempfile.TemporaryDirectory() as folder:
         try:
             with quiet_libraries():  # torch's own account of a failure; the ranks' output is kept apart
                 codes = run_fresh(
-                    _work, world, work, dict(options), folder, threads, timeout=seconds, process_group=False
+                    _work,
+                    world,
+                    FunctionName.of(work),
+                    dict(options),
+                    folder,
+                    threads,
+                    timeout=seconds,
+                    process_group=False,
                 )
         except RankError as error:
             return Ran(error=str(error).splitlines()[0], output=str(error))
@@ -65,8 +76,17 @@ def _reason(code: int, output: str) -> str:
     return (errors or lines or [f"ended with exit code {code}"])[-1].strip()
 
 
-def _work(work: Callable[..., dict[str, Any]], options: dict[str, Any], folder: str, threads: int) -> None:
+def _work(work: FunctionName, options: dict[str, Any], folder: str, threads: int) -> None:
     torch.set_num_threads(threads)
-    result = work(**options)
+    result = work.load()(**options)
     if os.environ["RANK"] == "0":
-        Path(folder, "result.json").write_text(json.dumps(result), encoding="utf-8")
+        Path(folder, "result.json").write_text(json.dumps(finite(result), allow_nan=False), encoding="utf-8")
+
+
+def finite(value: Any) -> Any:
+    """Return plain data with ``None`` for each number that is not finite, which JSON cannot express."""
+    if isinstance(value, dict):
+        return {key: finite(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -43,7 +43,7 @@ def collective_speed(device: str, megabytes: int) -> dict[str, Any]:
     link = link_rate(smi("nvlink", "-s", "-i", "0")) if device == "cuda" else 0.0
     if link:
         figures["NVLink, one direction: GB/s"] = link
-        figures["all-reduce, of the link"] = float(figures["all-reduce: GB/s"]) / link
+        figures["all-reduce, of the link"] = float(figures["all-reduce: GB/s"] or 0.0) / link
     return {"figures": figures, "note": f"{world} ranks, {megabytes} MiB in fp32; bus bandwidth"}
 
 

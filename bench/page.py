@@ -9,8 +9,8 @@ from typing import Any
 
 from ..runs.report.html import folded, table, whole_page
 from .cases import PARTS
-from .measure import Report
 from .row import Row
+from .run import Report
 
 MARK = '<meta name="generator" content="trilith bench">'
 TITLES = {
@@ -47,7 +47,7 @@ def _part(rows: Sequence[Row]) -> str:
     """Write the table of a part, a measurement a column if there are few, and what failed ones printed."""
     keys = list(dict.fromkeys(key for row in rows for key in row.figures))
     lines = [["result", *(row.status for row in rows)]]
-    lines += [[key, *(shown_figure(row.figures.get(key)) for row in rows)] for key in keys]
+    lines += [[key, *(shown_figure(row.figures.get(key, "")) for row in rows)] for key in keys]
     lines += [["seconds to measure", *(f"{row.seconds:.1f}" for row in rows)]]
     lines += [["note", *(row.note for row in rows)]]
     printed = "".join(
@@ -61,7 +61,7 @@ def _part(rows: Sequence[Row]) -> str:
 def shown_figure(value: float | str | None) -> str:
     """Return a figure as people read it: 4 digits, thousands set apart."""
     if value is None or isinstance(value, str):
-        return value or ""
+        return "not finite" if value is None else value
     if value and abs(value) < 1e-3:
         return f"{value:.1e}"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
@@ -103,7 +103,7 @@ def _bars(charts: Sequence[tuple[list[Row], Sequence[tuple[str, float, str]], st
         for (rows, columns, unit), ax in zip(charts, axes[:, 0], strict=True):
             for number, (key, factor, colour) in enumerate(columns):
                 places = [row * len(columns) + number for row in range(len(rows))]
-                values = [factor * float(row.figures.get(key, 0.0)) for row in rows]
+                values = [factor * float(row.figures.get(key) or 0.0) for row in rows]
                 ax.barh(places, values, height=0.8, color=colour, label=key)
                 for place, value in zip(places, values, strict=True):
                     ax.annotate(f" {value:.3g}", (value, place), va="center")

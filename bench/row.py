@@ -9,8 +9,8 @@ from typing import Any, Literal
 #: done: measured. passed, differs: compared with a bound. failed: no result. left out: not tried.
 Status = Literal["done", "passed", "differs", "failed", "left out"]
 
-#: A figure is a number with its unit in its name ("tokens/s"), or a word.
-Figures = dict[str, float | str]
+#: A figure is a number with its unit in its name ("tokens/s"), or a word; ``None`` if it is not finite.
+Figures = dict[str, float | str | None]
 
 
 @dataclass(frozen=True)

@@ -44,25 +44,24 @@ def bench(
         trilith bench --device cpu --quick
     """
     from collections.abc import Sequence
-    from contextlib import suppress
 
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from ..bench import measure
     from ..bench.cases import PARTS
-    from ..bench.measure import check_parts, report_json
     from ..bench.page import make_page, shown_figure
     from ..bench.row import Case, Row
+    from ..bench.run import check_parts, report_json
     from ..runs.console import plain_console
     from ..storage.output_file import check_output_file, output_file
+    from ..storage.parents import make_parents, remove_empty
 
     parts = PARTS if only is None else tuple(word.strip() for word in only.split(","))
     check_parts(parts)
     files = out / "bench.json", out / "bench.html"
     for file in files:
         check_output_file(file, parents=True)
-    is_new = not out.exists()
-    out.mkdir(parents=True, exist_ok=True)
+    made = make_parents(out)
     console = plain_console(soft_wrap=True)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(),
                TimeElapsedColumn())  # fmt: skip
@@ -88,9 +87,7 @@ def bench(
                 out, device=device, only=parts, minutes=minutes, quick=quick, begin=begin, done=done
             )
     except BaseException:
-        if is_new:
-            with suppress(OSError):
-                out.rmdir()
+        remove_empty(made)
         raise
     for file, text in zip(files, (report_json(report), make_page(report)), strict=True):
         with output_file(file, parents=True) as path:

@@ -20,8 +20,8 @@ from ..storage.disk import Disk
 from ..system.machine import memory_available, processor_name, usable_cores
 from ..testing.short_runs import write_tokens
 from .cases import PARTS, Bench, cases
-from .child import in_ranks
-from .diagnose import diagnose
+from .child import finite, in_ranks
+from .doctor import diagnose
 from .finding import Finding
 from .row import Case, Row
 
@@ -140,13 +140,5 @@ def _measured(case: Case, left: float, minutes: float) -> Row:
 
 
 def report_json(report: Report) -> str:
-    """Return the report as JSON; numbers that are not finite become null."""
-    return json.dumps(_finite(asdict(report)), indent=2, allow_nan=False) + "\n"
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_finite(one) for one in value]
-    return None if isinstance(value, float) and value - value != 0 else value
+    """Return the report as JSON; a number that is not finite is null."""
+    return json.dumps(finite(asdict(report)), indent=2, allow_nan=False) + "\n"
