@@ -1,4 +1,4 @@
-"""Measure what `[memory]` saves and costs (loss in chunks, checkpointing), and how long a plan takes.
+"""Measure what `[memory]` saves and costs (activation checkpointing), and how long a plan takes.
 
 Bytes are counted exactly (`trilith.testing.LiveBytes`). Seconds are the process's own on the processor, on
 one thread, so that other work on the machine disturbs them less.
@@ -12,12 +12,9 @@ from pathlib import Path
 
 import torch
 from measure import Row, in_turn, ratio
-from torch import Tensor
-from torch.nn import functional as F
 from trilith.layers import (
     Checkpointing,
     checkpoint_blocks,
-    chunked_cross_entropy,
     vocab_parallel_cross_entropy,
 )
 from trilith.models import family_of
@@ -47,56 +44,7 @@ def processor_seconds(work: Callable[[], object]) -> float:
 
 def main(folder: Path, rounds: int) -> list[Row]:
     torch.set_num_threads(1)
-    return [*planning(), *checkpointing(rounds), *loss(rounds)]
-
-
-def loss(rounds: int) -> list[Row]:
-    """Measure forward and backward of the loss: 2,048 tokens, 512 wide, a vocabulary of 128,256, fp32."""
-    vocab, tokens, dim = 128256, 2048, 512
-    torch.manual_seed(0)
-    hidden = torch.randn(1, tokens, dim, requires_grad=True)
-    weight = (torch.randn(vocab, dim) / dim**0.5).requires_grad_()
-    labels = torch.randint(vocab, (1, tokens))
-
-    def chunked() -> Tensor:
-        return chunked_cross_entropy(hidden, weight, labels, vocab, chunk=128)
-
-    def plain() -> Tensor:
-        return vocab_parallel_cross_entropy(F.linear(hidden, weight), labels, vocab).sum()
-
-    def torchs() -> Tensor:
-        """Since torch 2.13; its value is right in fp32, not in bf16."""
-        return F.linear_cross_entropy(hidden[0], weight, labels[0], reduction="sum")
-
-    ways = {"chunked": chunked, "plain": plain}
-    if hasattr(F, "linear_cross_entropy"):
-        ways["torch"] = torchs
-    peaks: dict[str, int] = {}
-    values: dict[str, float] = {}
-
-    def run(name: str) -> Callable[[], float]:
-        def once() -> float:
-            hidden.grad = weight.grad = None
-            with LiveBytes() as memory:
-                seconds = processor_seconds(lambda: values.__setitem__(name, _back(ways[name]())))
-            peaks[name] = memory.peak
-            return seconds
-
-        return once
-
-    taken = in_turn({name: run(name) for name in ways}, rounds)
-    assert all(abs(value / values["plain"] - 1) < 1e-5 for value in values.values())
-    gradient = weight.nbytes / MIB
-    rows = [
-        _bytes("chunked loss, peak beyond inputs, with the weight's gradient", peaks["chunked"], 350),
-        Row("of this the weight's gradient", gradient, gradient, gradient, unit="MiB"),
-        _bytes("plain vocabulary-parallel loss", peaks["plain"]),
-        ratio("chunked loss, as fast as the plain one", taken["chunked"], taken["plain"], goal=0.91),
-    ]
-    if "torch" in ways:
-        rows.append(_bytes("F.linear_cross_entropy", peaks["torch"]))
-        rows.append(ratio("chunked loss, as fast as it", taken["chunked"], taken["torch"], goal=0.91))
-    return rows
+    return [*planning(), *checkpointing(rounds)]
 
 
 def checkpointing(rounds: int) -> list[Row]:
@@ -146,12 +94,5 @@ def planning() -> list[Row]:
     return rows
 
 
-def _back(loss: Tensor) -> float:
-    loss.backward()
-    return float(loss.detach())
-
-
-def _bytes(name: str, size: int, goal: float | None = None) -> Row:
-    mib = size / MIB
-    reach = "" if goal is None else f"<= {goal}"
-    return Row(name, mib, mib, mib, unit="MiB", goal=reach, good=None if goal is None else mib <= goal)
+def _bytes(name: str, size: int) -> Row:
+    return Row(name, *[size / MIB] * 3, unit="MiB")

@@ -13,6 +13,7 @@ HERE = Path(__file__).resolve().parent
 TITLES = {
     "conversion": "Conversion against cp and transformers",
     "resharding": "Resharding against cp and torch.distributed.checkpoint",
+    "loss": "Output layer and loss against torch's",
     "memory": "What sparing memory saves and costs",
     "pipeline": "Waiting in a pipeline, under each schedule, against the formula",
     "dispatch": "Parallel layers on one tensor rank against torch.nn",
