@@ -22,6 +22,7 @@ _FSDP = "torch.distributed.fsdp._fully_shard._fsdp"
 #: The private names of torch that we use, and names that it neither documents nor promises: (module or class,
 #: attribute) pairs that ``self_check`` looks for.
 PRIVATE = (
+    ("torch.autograd.Variable", "_execution_engine"),
     ("torch", "_assert_async"),
     ("torch", "_foreach_copy_"),
     ("torch", "_foreach_mul_"),
@@ -55,6 +56,7 @@ PRIVATE = (
 
 #: The same for pipelines, checked when they are first used: importing torch's takes half a second.
 PIPELINING = (
+    ("torch.distributed.pipelining.PipelineStage", "_get_init_p2p_neighbors_ops"),
     ("torch.distributed.pipelining.PipelineStage", "backward_one_chunk"),
     ("torch.distributed.pipelining.PipelineStage", "backward_weight_one_chunk"),
     ("torch.distributed.pipelining.schedules._PipelineScheduleRuntime", "pipeline_order"),

@@ -555,3 +555,35 @@ def test_the_house_is_imported_once():
     assert names
     assert not [name for name in names if not name.startswith("trilith.") and name != "__main__"]
     assert trilith.__file__ == str(ROOT / "__init__.py")
+
+
+def replaced_in_torch(cls: type) -> set[str]:
+    """The methods of a class that replace one of torch's pipelining, which documents none of them."""
+    theirs = [base for base in cls.__mro__ if base.__module__.startswith("torch.distributed.pipelining")]
+    own = {name for name, value in vars(cls).items() if callable(value) and not name.startswith("__")}
+    return {name for name in own for base in theirs if name in vars(base)}
+
+
+def test_what_torch_does_not_promise_is_looked_for_at_the_start() -> None:
+    """Private names in engine.py, those of FSDP's groups, and methods that a pipeline's stage replaces."""
+    listed = {name for _, name in (*engine.PRIVATE, *engine.PIPELINING)}
+    tree = ast.parse((ROOT / "parallel_state/engine.py").read_text())
+    own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    found = {
+        node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and is_private(node.attr)
+    }
+    of_groups = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and dotted_name(node.value) == "group" and node.attr in GROUP
+    }
+    from trilith.pipeline.driver import DrivenStage
+
+    parts = {part for path, _ in engine.PRIVATE for part in path.split(".")}
+    assert found - own - listed - parts == set()
+    assert of_groups == GROUP and listed >= GROUP
+    assert {"backward_one_chunk"} < replaced_in_torch(DrivenStage) <= listed
+
+
+#: What FSDP's own group of parameters is asked for.
+GROUP = {"fsdp_params", "post_backward", "unshard", "wait_for_unshard"}

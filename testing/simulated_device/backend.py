@@ -131,6 +131,8 @@ def register() -> None:
     _setup_privateuseone_for_python_backend(NAME, backend_module=Module())
     # The base class reads number by number.
     setattr(FakeTensor, "tolist", lambda self: self.cpu().tolist())  # noqa: B010  # mypy knows it as a method
+    # torch would ask a driver.
+    setattr(torch.accelerator, "current_stream", lambda device=None: Stream())  # noqa: B010
     dist.Backend.register_backend(GROUP, _create_fake_pg, extended_api=True, devices=["cpu", NAME])
 
 

@@ -29,8 +29,8 @@ _TORCH = Path(torch.__file__).resolve().parent
 Kind = Literal["read", "upload", "inside"]
 
 #: How often a wait may happen: in each step; there for each micro-batch of each stage of a rank, for each
-#: block that this computes (again in its backward, too), or for each parameter; or at the start, never again.
-Per = Literal["step", "micro-batch", "block", "parameter", "start"]
+#: block that this computes (again in its backward, too), or for each parameter; or never in a later step.
+Per = Literal["step", "micro-batch", "block", "parameter", "outside"]
 
 
 class Locals:
@@ -180,7 +180,11 @@ class SimulatedDevice(TorchDispatchMode):
         if wait.gives is None:
             fill = torch.ones if tensor.dtype == torch.bool else torch.zeros
             return fill(tensor.shape, dtype=tensor.dtype)
-        return torch.as_tensor(wait.gives(tensor, Locals(frame)), dtype=tensor.dtype).expand(tensor.shape)
+        given = torch.as_tensor(wait.gives(tensor, Locals(frame)), dtype=tensor.dtype)
+        if given.shape != tensor.shape:
+            found, expected = [*tensor.shape], [*given.shape]
+            raise NewWait(f"{wait.place}: reads numbers of shape {found}, expected {expected} as on the list")
+        return given
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:

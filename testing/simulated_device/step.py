@@ -66,5 +66,5 @@ def times(case: Case, model: CausalLM) -> dict[Per, int]:
         "micro-batch": micro_batches * len(model.stage.parts),
         "block": micro_batches * len(model.layers) * again,
         "parameter": micro_batches * len([*model.parameters()]),
-        "start": 0,
+        "outside": 0,
     }

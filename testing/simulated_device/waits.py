@@ -73,12 +73,24 @@ WAITS = (
     Wait(f"{_FSDP}_param_group.py: FSDPParamGroup.finalize_backward", "inside", 1, "parameter", "the same"),
     Wait(f"{_FSDP}_collectives.py: foreach_reduce", "read", 1, "parameter", "the same"),
     Wait("parallel_state/engine.py: sum_gradients", "read", 1, "parameter", "the same"),
-    # At the start of a run.
-    Wait("checkpoints/moments.py: begin_moments", "upload", 0, "start", "each moment's number of steps"),
-    Wait("layers/rotary.py: RotaryEmbedding._inverses", "upload", 0, "start", "the table of frequencies"),
-    Wait("layers/host_numbers.py: HostNumbers.on", "upload", 0, "start", "slopes of ALiBi, shared heads"),
-    Wait("layers/attention/blockwise.py: fused_is_right", "upload", 0, "start", "a check of torch's kernels"),
-    Wait("layers/attention/blockwise.py: fused_is_right", "read", 0, "start", "a check of torch's kernels"),
-    Wait("pipeline/runner.py: Pipeline.step", "upload", 0, "start", "torch's vote on known shapes"),
-    Wait("pipeline/runner.py: Pipeline.step", "read", 0, "start", "torch's vote on known shapes", _static),
+    # At the start of a run, where it saves and evaluates, and in generation.
+    Wait("checkpoints/moments.py: begin_moments", "upload", 0, "outside", "each moment's number of steps"),
+    Wait("layers/rotary.py: RotaryEmbedding._inverses", "upload", 0, "outside", "the table of frequencies"),
+    Wait("layers/host_numbers.py: HostNumbers.on", "upload", 0, "outside", "slopes of ALiBi, shared heads"),
+    Wait(
+        "layers/attention/blockwise.py: fused_is_right", "upload", 0, "outside", "a check of torch's kernels"
+    ),
+    Wait("layers/attention/blockwise.py: fused_is_right", "read", 0, "outside", "a check of torch's kernels"),
+    Wait("parallel_state/initial_weights.py: fill", "upload", 0, "outside", "weights are drawn on the host"),
+    Wait("checkpoints/load.py: fill", "upload", 0, "outside", "weights and moments of a checkpoint"),
+    Wait(
+        "checkpoints/rank_files.py: write_file", "read", 0, "outside", "weights and moments of a checkpoint"
+    ),
+    Wait("training/evaluation.py: Evaluator.__call__", "read", 0, "outside", "the loss on held-out tokens"),
+    Wait("training/norms.py: Norms._measure", "read", 0, "outside", "the norms, in steps that ask for them"),
+    Wait("generation/generate.py: left_padded", "upload", 0, "outside", "the prompts"),
+    Wait("generation/generate.py: generate", "upload", 0, "outside", "each token's random numbers"),
+    Wait("generation/generate.py: generate", "read", 0, "outside", "each token, which may end the text"),
+    Wait("pipeline/runner.py: Pipeline.step", "upload", 0, "outside", "torch's vote on known shapes"),
+    Wait("pipeline/runner.py: Pipeline.step", "read", 0, "outside", "torch's vote on known shapes", _static),
 )
