@@ -32,9 +32,9 @@ def _bounds(tensor: Tensor, inside: Locals) -> list[list[int]]:
     return [[0, len(inside["places"])]] * 2
 
 
-def _static(tensor: Tensor, inside: Locals) -> int:
+def _static(tensor: Tensor, inside: Locals) -> list[int]:
     """Let all stages vote that their shapes are known."""
-    return 1
+    return [1]
 
 
 WAITS = (
@@ -64,8 +64,8 @@ WAITS = (
         reason="whether a row holds several documents, which decides how attention is computed",
     ),
     Wait(
-        *("layers/attention/context_mask.py: ContextScope.__init__", "read", 1, "micro-batch"),
-        reason="which blocks of the ring's attention are empty, and need not be computed",
+        *("layers/attention/context_mask.py: ContextScope.__init__", "read", 2, "micro-batch"),
+        reason="which blocks of the ring's attention are empty, with a window and without, and not computed",
         gives=_bounds,
     ),
     # With offload FSDP copies each gradient to the host, waits for the copy, and adds it to the one before.
