@@ -34,7 +34,7 @@ def recipe(tmp_path: Path) -> Path:
         ("optimizer.schedule=foo", "optimizer.schedule"),
         ("layout.schedule=foo", "layout.schedule"),
         ("dtype=float33", "dtype"),
-        ("compute=float8", "compute"),
+        ("compute=float4", "compute"),
         ("loss_scale.initial=1000", "loss_scale.initial: expected a power of two"),
         ("optimizer.groups=[{match='norm_weight'}]", "Near names: model.norm.weight"),
         ("optimizer.decay=1", "optimizer.decay"),

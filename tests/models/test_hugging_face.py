@@ -60,8 +60,8 @@ def test_logits_and_gradients_are_transformers(raw: dict[str, Any]) -> None:  # 
         scale = max(float(wanted_grad.abs().max()), 0.01 * largest)
         found = (found.T if link.transpose else found).view(wanted_grad.shape)
         # The decay of a recurrent head adds up parts of either sign, of all pairs of tokens: in fp32 ours and
-        # transformers' are both up to 1.4e-5 from the sum in fp64.
-        bound = 2e-5 if link.ours.endswith(("A_log", "dt_bias")) else 1e-5
+        # transformers' are both up to 1.8e-5 from the sum in fp64.
+        bound = 4e-5 if link.ours.endswith(("A_log", "dt_bias")) else 1e-5
         assert float((found - wanted_grad).abs().max()) <= bound * scale, link
 
 
