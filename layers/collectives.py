@@ -134,7 +134,7 @@ def gather_sequence(x: Tensor, state: ParallelState, *, dim: int = 1) -> Tensor:
     """
     if state.tensor_size == 1:
         return x
-    _check_sequence(x, dim)
+    check_sequence(x, dim)
     return _gather_sequence(x, _positive(x, dim), state)
 
 
@@ -142,7 +142,7 @@ def scatter_sequence(x: Tensor, state: ParallelState, *, dim: int = 1) -> Tensor
     """Sum a partial activation over the tensor ranks, and return this rank's piece of the sequence."""
     if state.tensor_size == 1:
         return x
-    _check_sequence(x, dim)
+    check_sequence(x, dim)
     _check_divides(x, dim, state)
     return _scatter_sequence(x, _positive(x, dim), state)
 
@@ -192,7 +192,7 @@ def own_piece(x: Tensor, dim: int, state: ParallelState) -> Tensor:
     return x.narrow(dim, state.tensor_index * length, length).contiguous()
 
 
-def _check_sequence(x: Tensor, dim: int) -> None:
+def check_sequence(x: Tensor, dim: int) -> None:
     """Refuse an input without a sequence: its last dim would be taken for one."""
     if x.ndim <= dim + 1:
         raise BadInput(

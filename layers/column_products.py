@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..parallel_state import ParallelState, engine
-from .collectives import enter_tensor
+from .collectives import check_sequence, enter_tensor
 
 
 class _Products(torch.autograd.Function):
@@ -53,6 +53,7 @@ def column_products(
     """Return ``x W^T + b`` for each weight and bias, after ``enter_tensor``.
 
     In backward the gradient of ``x`` is summed over the tensor ranks while those of the weights are computed.
+    Raises ``BadInput`` for an input without a sequence under sequence parallelism.
     Inside an autocast region autograd does the same one after the other, since it follows autocast's casts.
     """
     kind = x.device.type
@@ -60,4 +61,6 @@ def column_products(
     if state.tensor_size == 1 or cast:
         entered = enter_tensor(x, state)
         return [F.linear(entered, *one) for one in held]
+    if state.sequence:
+        check_sequence(x, 1)
     return [*_products(x, state, *(part for one in held for part in one))]
