@@ -38,11 +38,18 @@ def step(case: Case, rank: int) -> None:
     step_counts(replace(case, **BF16), rank)
 
 
-@pytest.mark.parametrize("choice", SOME, ids=str)
-def test_a_step_mixes_no_devices_and_waits_where_the_list_says(
-    choice: Choice, alone: Callable[..., None]
-) -> None:
-    alone(step, choice.case, choice.case.layout.world - 1)
+def some_steps() -> None:
+    """Run them all in one process: a new one would import for seconds."""
+    for choice in SOME:
+        try:
+            step(choice.case, choice.case.layout.world - 1)
+        except Exception as error:
+            error.add_note(f"in {choice}")
+            raise
+
+
+def test_a_step_mixes_no_devices_and_waits_where_the_list_says(alone: Callable[..., None]) -> None:
+    alone(some_steps)
 
 
 def test_some_layouts_hold_every_schedule_axis_and_stage_of_zero() -> None:
