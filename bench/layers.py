@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ def layer_overhead(device: str, width: int, tokens: int, rounds: int) -> dict[st
         order = (0, 1) if number % 2 else (1, 0)
         for which in order:
             module = (ours, theirs)[which]
-            taken = seconds_of(lambda module=module: _once(module, x), here)  # type: ignore[misc]
+            taken = seconds_of(partial(_once, module, x), here)
             if number >= 3:
                 seconds[which].append(taken)
     added = statistics.median(a - b for a, b in zip(*seconds, strict=True))

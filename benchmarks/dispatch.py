@@ -18,6 +18,7 @@ from measure import Row
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from trilith.bench.layers import Mlp
 from trilith.layers import (
     ColumnParallelLinear,
     Dropout,
@@ -30,20 +31,8 @@ from trilith.layers import (
 WIDTH, CALLS, ROUNDS = 16, 50, 60
 
 
-class Two(nn.Module):
-    """Compute two linears with an activation between."""
-
-    def __init__(self, up: nn.Module, down: nn.Module) -> None:
-        super().__init__()
-        self.up, self.down = up, down
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(self.up(x).relu())
-        return y
-
-
-def plain() -> Two:
-    return Two(nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH))
+def plain() -> Mlp:
+    return Mlp(nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH))
 
 
 def main(folder: Path, rounds: int) -> list[Row]:
@@ -56,7 +45,7 @@ def main(folder: Path, rounds: int) -> list[Row]:
 
 
 def measured(rounds: int) -> list[Row]:
-    ours = Two(ColumnParallelLinear(WIDTH, 4 * WIDTH), RowParallelLinear(4 * WIDTH, WIDTH))
+    ours = Mlp(ColumnParallelLinear(WIDTH, 4 * WIDTH), RowParallelLinear(4 * WIDTH, WIDTH))
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     dtensor = parallelize_module(plain(), init_device_mesh("cpu", (1,)), plan)
     x, ids = torch.randn(2, 4, WIDTH, requires_grad=True), torch.randint(100, (2, 4))

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from measure import Row, in_turn, ratio
+from trilith.bench.cases import SMALL
 from trilith.layers import (
     Checkpointing,
     checkpoint_blocks,
@@ -24,16 +25,7 @@ from trilith.training.dry_run import dry_run
 
 MIB = 2**20
 MODES: tuple[Checkpointing, ...] = ("none", "selective", "every", "full")
-MODEL = {
-    "model_type": "llama",
-    "vocab_size": 4096,
-    "hidden_size": 512,
-    "intermediate_size": 1408,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 512,
-}
+MODEL = SMALL | {"vocab_size": 4096}
 
 
 def processor_seconds(work: Callable[[], object]) -> float:

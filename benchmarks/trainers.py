@@ -22,19 +22,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from trilith.bench.cases import SMALL
 
 LENGTH, MICRO, RATE, DECAY, BETAS = 512, 2, 1e-3, 0.1, (0.9, 0.95)
-CONFIG = {
-    "model_type": "llama",
-    "vocab_size": 32000,
-    "hidden_size": 512,
-    "intermediate_size": 1408,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": False,
-}
+CONFIG = SMALL | {"tie_word_embeddings": False}
 Step = Callable[[Tensor], float]
 
 

@@ -49,9 +49,9 @@ class Operators(TorchDispatchMode):
             kind = _KINDS.get(short, short)
             given = args[1] if short.endswith("base_") else args[0]
             self.collectives[kind] += 1
-            self.sent[kind] += sum(tensor.nbytes for tensor in _tensors(given))
+            self.sent[kind] += sum(tensor.nbytes for tensor in tensors_in(given))
         result = func(*args, **(kwargs or {}))
-        here = (made.numel() for made in _tensors(result) if not isinstance(made, DTensor))
+        here = (made.numel() for made in tensors_in(result) if not isinstance(made, DTensor))
         self.largest = max(self.largest, *here, 0)
         return result
 
@@ -64,10 +64,12 @@ def collectives_of(function: Callable[[], object]) -> Counter[str]:
     return operators.collectives
 
 
-def _tensors(value: object) -> Iterator[Tensor]:
-    """Yield the tensors in nested lists and tuples."""
+def tensors_in(value: object) -> Iterator[Tensor]:
+    """Yield the tensors in nested lists, tuples and dicts."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
         for one in value:
-            yield from _tensors(one)
+            yield from tensors_in(one)
+    elif isinstance(value, dict):
+        yield from tensors_in([*value.values()])

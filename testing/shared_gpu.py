@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from ..parallel_state import engine
+from .operators import tensors_in
 
 _library: torch.library.Library | None = None
 
@@ -39,7 +40,7 @@ def _staged(name: str, written: int) -> Callable[..., Any]:
         found = operator(*here, **options)
         work = found[-1] if isinstance(found, tuple) else found
         work.wait()
-        for ours, theirs in zip(_flat(args[written]), _flat(here[written]), strict=True):
+        for ours, theirs in zip(tensors_in(args[written]), tensors_in(here[written]), strict=True):
             ours.copy_(theirs)
         return (args[written], work) if isinstance(found, tuple) else work
 
@@ -64,7 +65,7 @@ def _receive(tensors: Sequence[Tensor], *args: Any) -> Any:
                     torch.cuda.synchronize(ours.device)
             done.set_result([*tensors])
         except BaseException as error:
-            done.set_exception(error)  # type: ignore[arg-type]  # any error belongs to the one who waits
+            cast(Any, done).set_exception(error)  # whatever it is, it belongs to the one who waits
 
     threading.Thread(target=finish, daemon=True).start()
     return engine.work_of(done)
@@ -73,18 +74,9 @@ def _receive(tensors: Sequence[Tensor], *args: Any) -> Any:
 def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
         return change(value)
-    if isinstance(value, (list, tuple)) and _flat(value):
+    if isinstance(value, (list, tuple)) and [*tensors_in(value)]:
         return [_map(one, change) for one in value]
     return value
-
-
-def _flat(value: Any) -> list[Tensor]:
-    """Return the tensors of an argument, in order."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, (list, tuple)):
-        return [tensor for one in value for tensor in _flat(one)]
-    return []
 
 
 #: Operators of torch by name, as they are done for CUDA tensors.

@@ -115,7 +115,7 @@ class Update:
     def _step(self, *, unless: Tensor | None = None) -> None:
         """Step the optimizer; where ``unless`` is true the device leaves everything as it is."""
         if unless is not None:
-            self.optimizer.found_inf = unless.float()  # type: ignore[attr-defined]  # as GradScaler does
+            self.optimizer.__dict__["found_inf"] = unless.float()  # where torch's GradScaler leaves it
         try:
             self.optimizer.step()
         finally:

@@ -129,10 +129,12 @@ def register() -> None:
     """Make torch know the device and the process group's backend, once in this process."""
     warnings.filterwarnings("ignore", message=".*privateuse.*")
     _setup_privateuseone_for_python_backend(NAME, backend_module=Module())
-    # The base class reads number by number.
-    setattr(FakeTensor, "tolist", lambda self: self.cpu().tolist())  # noqa: B010  # mypy knows it as a method
-    # torch would ask a driver.
-    setattr(torch.accelerator, "current_stream", lambda device=None: Stream())  # noqa: B010
+    instead: list[tuple[object, str, Callable[..., object]]] = [
+        (FakeTensor, "tolist", lambda self: self.cpu().tolist()),  # the base class reads number by number
+        (torch.accelerator, "current_stream", lambda device=None: Stream()),  # torch would ask a driver
+    ]
+    for owner, name, replacement in instead:
+        setattr(owner, name, replacement)
     dist.Backend.register_backend(GROUP, _create_fake_pg, extended_api=True, devices=["cpu", NAME])
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ...parallel_state.engine import TorchDispatchMode
+from ..operators import tensors_in
 from .backend import NAME, WAITING, FakeTensorMode, copy_from_host_in_sight
 
 _HOUSE, _HERE = Path(__file__).resolve().parents[2], Path(__file__).resolve().parent
@@ -185,17 +186,6 @@ class SimulatedDevice(TorchDispatchMode):
             found, expected = [*tensor.shape], [*given.shape]
             raise NewWait(f"{wait.place}: reads numbers of shape {found}, expected {expected} as on the list")
         return given
-
-
-def tensors_in(value: object) -> Iterator[Tensor]:
-    """Yield the tensors in nested lists, tuples and dicts."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for one in value:
-            yield from tensors_in(one)
-    elif isinstance(value, dict):
-        yield from tensors_in([*value.values()])
 
 
 def _place() -> tuple[str, FrameType | None]:
