@@ -5,7 +5,16 @@ Offers the schedules by name (``schedule_kind``, ``check_schedule``), their ``bu
 """
 
 from .relay import through_stages
-from .schedules import SCHEDULE_NAMES, ScheduleKind, ScheduleName, bubble, check_schedule, schedule_kind
+from .schedules import (
+    SCHEDULE_NAMES,
+    ScheduleKind,
+    ScheduleName,
+    bubble,
+    bubble_share,
+    check_schedule,
+    micro_batches_for,
+    schedule_kind,
+)
 from .timetable import Action, Held, Timed, Timetable, held_at_once, layout_of, timetable
 
 __all__ = [
@@ -17,9 +26,11 @@ __all__ = [
     "Timed",
     "Timetable",
     "bubble",
+    "bubble_share",
     "check_schedule",
     "held_at_once",
     "layout_of",
+    "micro_batches_for",
     "schedule_kind",
     "through_stages",
     "timetable",

@@ -32,6 +32,7 @@ from torch import nn
 
 from ..layers import Cost, checkpointed
 from ..parallel_state import Declaration, declarations
+from .formulas.ring_and_tree import ring_wire_bytes
 from .rank_parameters import gathered_groups
 from .stage_costs import stage_costs
 from .step_shape import Work
@@ -55,10 +56,7 @@ class Traffic:
     @property
     def wire(self) -> int:
         """Return the bytes that a rank puts on the wire with ring collectives."""
-        others, whole = self.ranks - 1, self.bytes
-        rings = {"all_reduce": 2 * others * whole / self.ranks, "all_gather": others * whole}
-        rings |= {"reduce_scatter": others * whole / self.ranks, "send": whole, "exchange": whole}
-        return int(rings[self.kind])
+        return int(ring_wire_bytes(self.kind, self.bytes, self.ranks))
 
 
 def block_traffic(work: Work, cost: Cost, *, again: bool = False) -> list[Traffic]:

@@ -12,6 +12,7 @@ from torch import nn
 from ..layers import MoE, Tokens
 from ..models import CausalLM
 from ..parallel_state import declarations
+from .formulas.training_time import utilization
 from .stage_costs import model_cost
 
 #: Dense bf16 FLOP/s by words of the device's name, the first that fits. Source: the makers' data sheets.
@@ -98,13 +99,16 @@ class Mfu:
     """Compute ``mfu(tokens_per_second)`` of all ranks together; ``None`` if a device's peak is not known."""
 
     def __init__(self, flops: TokenFlops, world: int, peak: float | None) -> None:
-        self.flops, self.peak = flops, None if peak is None else peak * world
+        self.flops, self.world, self.peak = flops, world, peak
 
     def __call__(self, tokens_per_second: float) -> Utilization | None:
         if self.peak is None:
             return None
-        share = tokens_per_second / self.peak
-        return Utilization(share * self.flops.causal, share * self.flops.full)
+        causal, full = (
+            utilization(tokens_per_second, flops, devices=self.world, peak_flops_per_second=self.peak)
+            for flops in (self.flops.causal, self.flops.full)
+        )
+        return Utilization(causal, full)
 
 
 def peak_flops(device: torch.device, compute: torch.dtype) -> float | None:

@@ -1,0 +1,113 @@
+"""The formulas give what the plan of a real model gives: they are one arithmetic, not two."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from trilith.layers import cost_of
+from trilith.models import family_of, published_size
+from trilith.parallel_state import Layout, ParallelState
+from trilith.pipeline import bubble_share, micro_batches_for
+from trilith.planner import Work, block_traffic, plan_memory, rank_parameters, step_traffic
+from trilith.planner.flops import flops_per_token
+from trilith.planner.formulas.axis_bytes import (
+    context_block_bytes,
+    data_step_bytes,
+    pipeline_border_bytes,
+    tensor_block_bytes,
+)
+from trilith.planner.formulas.bytes_per_parameter import state_bytes
+from trilith.planner.formulas.ring_and_tree import ring_messages, ring_seconds, ring_wire_bytes
+from trilith.planner.formulas.training_time import flops_of_token
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+LENGTH, ROWS, ROUNDS = 32, 2, 4
+
+
+def planned(layout: Layout) -> tuple[Work, Any]:
+    state = ParallelState.stand_in(layout)
+    family = family_of(LLAMA)
+    return Work(state, 64, LENGTH, ROWS, ROUNDS, compute=2), family.build(family.from_hf(LLAMA), state=state)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("tensor", [2, 4])
+def test_tensor_bytes_of_a_block_are_the_plan_s(tensor: int, sequence: bool) -> None:
+    work, model = planned(Layout.of(tensor=tensor, sequence=sequence))
+    sent = block_traffic(work, cost_of(model.layers["0"], work.tokens))
+    assert sum(one.wire for one in sent) == tensor_block_bytes(ROWS * LENGTH, 64, tensor)
+
+
+@pytest.mark.parametrize("ring", [False, True])
+def test_context_bytes_of_a_block_are_the_plan_s(ring: bool) -> None:
+    work, model = planned(Layout.of(context=4, ring=ring))
+    sent = block_traffic(work, cost_of(model.layers["0"], work.tokens))
+    assert sum(one.wire for one in sent) == context_block_bytes(ROWS * LENGTH // 4, 2 * 32, 4, ring=ring)
+
+
+def test_bytes_between_two_stages_are_the_plan_s() -> None:
+    work, model = planned(Layout.of(pipeline=2))
+    (sent,) = (one for one in step_traffic(work, model) if one.axis == "pipeline")
+    assert sent.wire * 2 == ROUNDS * pipeline_border_bytes(ROWS * LENGTH, 64)  # each side sends one half
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_bytes_of_a_step_over_the_data_ranks_are_the_plan_s(zero: int) -> None:
+    work, model = planned(Layout.of(data=4, zero=zero))
+    sent = [one for one in step_traffic(work, model) if one.axis in ("data", "replicas")]
+    numbers = rank_parameters(model, work.state).stage
+    # The plan sums gradients in fp32.
+    expected = data_step_bytes(numbers, 4, zero=zero, micro_batches=ROUNDS, gradient_bytes=4)
+    assert sum(one.wire for one in sent) == expected
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_bytes_of_weights_gradients_and_optimizer_are_the_plan_s(zero: int) -> None:
+    """Our own sizes: weights in bf16 beside fp32 ones, which the optimizer keeps; gradients in fp32.
+
+    At ZeRO 3 nothing in bf16 is kept; at ZeRO 2 and 3 FSDP keeps the last group's gradients whole too.
+    """
+    work, model = planned(Layout.of(data=4, zero=zero))
+    plan, held = plan_memory(work, model), rank_parameters(model, work.state)
+    expected = state_bytes(held.stage, zero=zero, data_ranks=4, gradient_bytes=4, optimizer_bytes=12)
+    last = held.trained_root * 4 if zero >= 2 else 0
+    gathered = held.root * 2 - expected.weights if zero == 3 else 0
+    found = plan.weights + plan.gathered + plan.gradients + plan.moments
+    assert found == expected.total + last + gathered
+
+
+def test_flops_of_a_token_are_the_plan_s() -> None:
+    size = published_size("llama-3.1-405b")
+    config = size.family.from_hf(size.fields)
+    flops = flops_per_token(size.family.on_meta(config), 8192)
+    matrices = size.parameters - 128256 * 16384 - (2 * 126 + 1) * 16384  # no embedding table, no norms
+    assert flops_of_token(matrices, 126, 16384, 8192) == flops.causal
+    assert flops_of_token(matrices, 126, 16384, 8192, causal=False) == flops.full
+
+
+@pytest.mark.parametrize("bubble", [0.05, 0.1, 0.25, 0.5])
+@pytest.mark.parametrize(("pipeline", "virtual"), [(4, 1), (8, 2), (32, 1), (16, 3), (1, 1)])
+def test_the_number_of_micro_batches_for_a_bubble_is_the_smallest(
+    bubble: float, pipeline: int, virtual: int
+) -> None:
+    found = micro_batches_for(bubble, pipeline, virtual)
+    assert bubble_share(pipeline, found, virtual) <= bubble + 1e-15
+    assert found == 1 or bubble_share(pipeline, found - 1, virtual) > bubble
+
+
+def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather() -> None:
+    parts = ring_wire_bytes("reduce_scatter", 4096, 8) + ring_wire_bytes("all_gather", 4096 / 8, 8)
+    assert ring_wire_bytes("all_reduce", 4096, 8) == parts == 7168
+    assert ring_messages("all_reduce", 8) == 14
+    assert ring_seconds("all_reduce", 4096, 8, bytes_per_second=7168, latency_seconds=1) == 15
+    with pytest.raises(ValueError, match="gossip"):
+        ring_wire_bytes("gossip", 1, 2)
