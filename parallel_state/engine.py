@@ -60,6 +60,7 @@ PIPELINING = (
     ("torch.distributed.pipelining.PipelineStage", "backward_one_chunk"),
     ("torch.distributed.pipelining.PipelineStage", "backward_weight_one_chunk"),
     ("torch.distributed.pipelining.schedules._PipelineScheduleRuntime", "pipeline_order"),
+    ("torch.distributed.pipelining.schedules._PipelineScheduleRuntime", "_prepare_schedule_with_comms"),
 )
 
 
@@ -92,6 +93,15 @@ def require(names: Iterable[tuple[str, str]]) -> None:
 
 
 require(PRIVATE)
+
+
+def order_only(schedule: type[Any]) -> type[Any]:
+    """Return torch's class of a pipeline schedule without its plan of messages, which takes most of the time
+    and which only a run needs; what each rank computes in which order stays.
+    """
+    messages = {"_prepare_schedule_with_comms": lambda *_, **__: None}
+    return type(schedule.__name__, (schedule,), messages)
+
 
 _ops = torch.ops._c10d_functional
 

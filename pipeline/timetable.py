@@ -32,7 +32,7 @@ CLASSES: dict[str, Any] = {
     "dualpipev": ScheduleDualPipeV,
 }
 
-#: Forwards of a step that are planned at most, over all stages. Torch plans so many in some ten seconds.
+#: Forwards of a step that are planned at most, over all stages. Torch plans so many in some seconds.
 MOST_FORWARDS = 2**15
 
 #: Forward; backward as a whole; its two parts, for the stage's input and for its weights.
@@ -205,7 +205,7 @@ def actions(
     if layout.virtual_stages == 1:
         return tuple(tuple(_one_stage(name, layout, rank, micro_batches)) for rank in range(pipeline))
     seats = [_seat(number, layout) for number in layout.stages_of(0)]
-    order = CLASSES[name](seats, micro_batches).pipeline_order
+    order = engine.order_only(CLASSES[name])(seats, micro_batches).pipeline_order
     return tuple(
         tuple(found for action in order[rank] if action is not None for found in _read(action))
         for rank in range(pipeline)
