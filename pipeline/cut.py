@@ -21,13 +21,10 @@ def cut_by_cost(blocks: Sequence[float], stages: int, *, first: float = 0.0, las
     def cost(stage: int, start: int, stop: int) -> float:
         return sums[stop] - sums[start] + first * (stage == 0) + last * (stage == stages - 1)
 
-    least = _best(len(blocks), stages, lambda s, a, b, rest: max(cost(s, a, b), rest))[0]
-    room = least * (1 + 1e-12)
-    return _best(
-        len(blocks),
-        stages,
-        lambda s, a, b, rest: cost(s, a, b) ** 2 + rest if cost(s, a, b) <= room else float("inf"),
-    )[1]
+    even = [len(blocks) * (stage + 1) // stages - len(blocks) * stage // stages for stage in range(stages)]
+    room = max(stage_costs(even, blocks, first=first, last=last))
+    least = _best(len(blocks), stages, cost, max, room * (1 + 1e-12))[0]
+    return _best(len(blocks), stages, cost, lambda one, rest: one**2 + rest, least * (1 + 1e-12))[1]
 
 
 def stage_costs(
@@ -44,18 +41,26 @@ def stage_costs(
 
 
 def _best(
-    blocks: int, stages: int, value: Callable[[int, int, int, float], float]
+    blocks: int,
+    stages: int,
+    cost: Callable[[int, int, int], float],
+    value: Callable[[float, float], float],
+    room: float,
 ) -> tuple[float, list[int]]:
-    """Return the least value of any cut, and that cut, computed from the last stage back to the first."""
+    """Return the least value of any cut whose stages cost at most ``room``, and that cut, computed from the
+    last stage back to the first.
+    """
     after: dict[int, tuple[float, list[int]]] = {blocks: (0.0, [])}
     for stage in reversed(range(stages)):
         now: dict[int, tuple[float, list[int]]] = {}
         for start in range(stage, blocks) if stage else (0,):
-            choices = [
-                (value(stage, start, stop, rest), [stop - start, *counts])
-                for stop, (rest, counts) in after.items()
-                if stop > start
-            ]
+            choices = []
+            for stop in range(start + 1, blocks + 1):
+                if (one := cost(stage, start, stop)) > room:
+                    break
+                if stop in after:
+                    rest, counts = after[stop]
+                    choices.append((value(one, rest), [stop - start, *counts]))
             if choices:
                 now[start] = min(choices)
         after = now

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from ..layers import Cost, Stage, Tokens, all_stages, cost_of, split_blocks
 from ..models import AdaptedFamily, Family, ModelConfig
@@ -54,16 +55,25 @@ def cut_stages(
     """Cut a model into the stages of a layout; ``BadInput`` for more stages than blocks or a bad split."""
     family = family.base if isinstance(family, AdaptedFamily) else family
     counts = split_blocks(config.num_hidden_layers, layout.stages, split)  # refuses what cannot be
+    blocks, embedding, head = _forward_flops(family, config, sequence_length)
+    if split is None:
+        counts = cut_by_cost(blocks, layout.stages, first=embedding, last=head)
+    costs = stage_costs(counts, blocks, first=embedding, last=head)
+    return StageCut(tuple(counts), tuple(costs), layout)
+
+
+@cache
+def _forward_flops(
+    family: Family, config: ModelConfig, sequence_length: int
+) -> tuple[list[float], float, float]:
+    """Return the FLOPs of a token's forward: of each block, of the embedding, and of the output layer."""
     model, tokens = family.on_meta(config), Tokens(1, sequence_length, config.hidden_size)
     blocks = [_flops(cost_of(block, tokens), tokens) for block in model.layers.values()]
     embedding, head = (
         _flops(model.cost_beside_blocks(tokens, Stage((), first=first, last=not first)), tokens)
         for first in (True, False)
     )
-    if split is None:
-        counts = cut_by_cost(blocks, layout.stages, first=embedding, last=head)
-    costs = stage_costs(counts, blocks, first=embedding, last=head)
-    return StageCut(tuple(counts), tuple(costs), layout)
+    return blocks, embedding, head
 
 
 def _flops(cost: Cost, tokens: Tokens) -> float:
