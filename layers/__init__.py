@@ -26,6 +26,7 @@ from .collectives import (
     scatter_sequence,
     split_to_tensor,
 )
+from .column_parallel_linear import ColumnParallelLinear
 from .compile import compile_blocks
 from .context_chunks import cut_sequence, default_positions, token_places
 from .cost import Cost, Send, Tokens, UnknownCost, cost_of, name_module, sum_costs
@@ -47,7 +48,6 @@ from .experts.lora import attach_expert_lora
 from .experts.moe import GatedShared, MoE
 from .experts.router import TopKRouter
 from .float8 import Scaling, use_float8
-from .linear import ColumnParallelLinear, RowParallelLinear
 from .lora import ParallelLinear, attach_lora, linears, lora_scale
 from .loss import bounded, cross_entropy_cost, valid_tokens, vocab_parallel_cross_entropy
 from .mlp import ACTIVATIONS, MLP, GatedMLP, activation
@@ -57,6 +57,7 @@ from .recurrent.mamba2 import Mamba2
 from .replicated_linear import ReplicatedLinear
 from .rope_frequencies import inverse_frequencies, yarn_scale
 from .rotary import Rope, RotaryEmbedding
+from .row_parallel_linear import RowParallelLinear
 from .stage import Stage, all_stages, find_blocks, split_blocks
 from .token_losses import IGNORE
 

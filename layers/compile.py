@@ -12,9 +12,10 @@ from torch import compile as torch_compile
 from torch import nn
 
 from ..parallel_state import engine
+from .column_parallel_linear import ColumnParallelLinear
 from .dropout import Dropout
-from .linear import ColumnParallelLinear, RowParallelLinear
 from .replicated_linear import ReplicatedLinear
+from .row_parallel_linear import RowParallelLinear
 
 _Linear = ColumnParallelLinear | RowParallelLinear | ReplicatedLinear
 

@@ -26,8 +26,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..parallel_state import ParallelState, engine, local
+from .column_parallel_linear import ColumnParallelLinear
 from .cost import Cost, Send, Tokens
-from .linear import ColumnParallelLinear, RowParallelLinear
+from .row_parallel_linear import RowParallelLinear
 
 Scaling = Literal["tensorwise", "rowwise"]
 

@@ -36,10 +36,11 @@ from ..parallel_state import (
     declare_parameter,
     local,
 )
+from .column_parallel_linear import ColumnParallelLinear
 from .cost import Cost, Tokens, dropout_cost, matrix
 from .dropout import own_random
-from .linear import ColumnParallelLinear, RowParallelLinear
 from .replicated_linear import ReplicatedLinear
+from .row_parallel_linear import RowParallelLinear
 
 #: The layers that take an adapter.
 ParallelLinear = ColumnParallelLinear | RowParallelLinear | ReplicatedLinear

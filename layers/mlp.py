@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..parallel_state import BadInput, Initial, ParallelState
+from .column_parallel_linear import ColumnParallelLinear
 from .cost import Cost, Tokens, cost_of
-from .linear import ColumnParallelLinear, RowParallelLinear
+from .row_parallel_linear import RowParallelLinear
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from ..parallel_state import (
 )
 from .argument_checks import check_no_state, check_width
 from .cost import Cost, Tokens, matrix
-from .linear import Adapter, initial_of_bias
+from .linear_extensions import Adapter, initial_of_bias
 
 
 class ReplicatedLinear(DeclaredModule):

@@ -27,7 +27,7 @@ from .errors import PeerFailed
 from .state import TIMEOUT, ParallelState
 
 _HERE, _TORCH = str(Path(__file__).parents[1]) + os.sep, os.path.dirname(torch.__file__) + os.sep
-_OWN = tuple(_HERE + os.path.join("parallel_state", name) for name in ("order.py", "engine.py"))
+_OWN = (__file__, _HERE + os.path.join("parallel_state", "engine") + os.sep)
 #: Not compared: what two ranks alone do, and waiting.
 _LEFT_OUT = ("send", "recv", "wait", "monitored")
 #: Here ranks give different sizes, or none at all.

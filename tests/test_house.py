@@ -41,7 +41,11 @@ MOST_FILES, MOST_FAMILIES = 30, 60
 
 #: Files that may name what torch keeps private, and why.
 PRIVATE_TORCH = {
-    "parallel_state/engine.py": "the one place for it",
+    "parallel_state/engine/autograd_and_compiler.py": "of the one room for it",
+    "parallel_state/engine/collectives.py": "the same",
+    "parallel_state/engine/fully_sharded.py": "the same",
+    "parallel_state/engine/kernels.py": "the same",
+    "parallel_state/engine/local_tensors.py": "the same",
     "testing/ranks/reset.py": "empties a cache of torch's between calls, which a library never needs",
     "testing/simulated_device/backend.py": "makes a device of Python, for which torch has no public door",
     "testing/live_bytes.py": "counts what every operator leaves behind: torch has no public hook for that",
@@ -163,7 +167,7 @@ def absolute_imports(files: dict[str, str]) -> list[str]:
 
 
 def private_torch(files: dict[str, str]) -> list[str]:
-    """Private names imported from torch, private attributes of its modules, and what engine.py lists."""
+    """Private names imported from torch, private attributes of its modules, and what the engine lists."""
     listed = {name for owner, name in engine.PRIVATE if name.startswith("_")}
     found = []
     for path, text in files.items():
@@ -565,9 +569,10 @@ def replaced_in_torch(cls: type) -> set[str]:
 
 
 def test_what_torch_does_not_promise_is_looked_for_at_the_start() -> None:
-    """Private names in engine.py, those of FSDP's groups, and methods that a pipeline's stage replaces."""
+    """Private names in the engine, those of FSDP's groups, and methods that a pipeline's stage replaces."""
     listed = {name for _, name in (*engine.PRIVATE, *engine.PIPELINING)}
-    tree = ast.parse((ROOT / "parallel_state/engine.py").read_text())
+    files = sorted((ROOT / "parallel_state/engine").glob("*.py"))
+    tree = ast.Module([node for file in files for node in ast.parse(file.read_text()).body], [])
     own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     found = {
         node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and is_private(node.attr)

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from ...parallel_state import Initial, ParallelState, alone_or, local, shared_units
+from ..column_parallel_linear import ColumnParallelLinear
 from ..cost import Cost, Tokens, cost_of
 from ..dropout import own_random
 from ..host_numbers import HostNumbers
-from ..linear import ColumnParallelLinear, RowParallelLinear
 from ..norm import HeadsRMSNorm
+from ..row_parallel_linear import RowParallelLinear
 from .alibi import Alibi
 from .backends import AttentionCall, Backend, PinnedBackend, choose_backend
 from .blockwise import scores_bytes

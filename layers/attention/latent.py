@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 from ...parallel_state import BadInput, Initial, ParallelState, alone_or
 from ..collectives import enter_sends, enter_tensor
+from ..column_parallel_linear import ColumnParallelLinear
 from ..cost import Cost, Tokens, sum_costs
 from ..dropout import own_random
-from ..linear import ColumnParallelLinear, RowParallelLinear
 from ..norm import RMSNorm
 from ..replicated_linear import ReplicatedLinear
+from ..row_parallel_linear import RowParallelLinear
 from .backends import AttentionCall, PinnedBackend, choose_backend
 from .causal import call_of, causal_attention, merge_heads, split_heads
 from .context import context_sends, context_working

@@ -25,9 +25,10 @@ from ...parallel_state import (
 )
 from ..attention.inputs import AttentionInputs
 from ..collectives import enter_sends, enter_tensor
+from ..column_parallel_linear import ColumnParallelLinear
 from ..cost import Cost, Send, Tokens, cost_of
-from ..linear import ColumnParallelLinear, RowParallelLinear
 from ..norm import RMSNorm
+from ..row_parallel_linear import RowParallelLinear
 from .convolution import CausalConvolution
 from .decay import CHUNK
 from .delta_rule import gated_delta_rule

@@ -24,9 +24,10 @@ from ...parallel_state import (
     local,
 )
 from ..attention.inputs import AttentionInputs
+from ..column_parallel_linear import ColumnParallelLinear
 from ..cost import Cost, Send, Tokens, cost_of
-from ..linear import ColumnParallelLinear, RowParallelLinear
 from ..norm import HeadsRMSNorm
+from ..row_parallel_linear import RowParallelLinear
 from .convolution import CausalConvolution
 from .decay import CHUNK
 from .recompute import recomputed

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .device import Locals, Wait
 
+_OURS = "parallel_state/engine/fully_sharded.py"
 _FSDP = "torch/distributed/fsdp/_fully_shard/_fsdp"
 
 
@@ -69,10 +70,10 @@ WAITS = (
         gives=_bounds,
     ),
     # With offload FSDP copies each gradient to the host, waits for the copy, and adds it to the one before.
-    Wait("parallel_state/engine.py: end_backward", "inside", 1, "parameter", "offload: the gradient's copy"),
+    Wait(f"{_OURS}: end_backward", "inside", 1, "parameter", "offload: the gradient's copy"),
     Wait(f"{_FSDP}_param_group.py: FSDPParamGroup.finalize_backward", "inside", 1, "parameter", "the same"),
     Wait(f"{_FSDP}_collectives.py: foreach_reduce", "read", 1, "parameter", "the same"),
-    Wait("parallel_state/engine.py: sum_gradients", "read", 1, "parameter", "the same"),
+    Wait(f"{_OURS}: sum_gradients", "read", 1, "parameter", "the same"),
     # At the start of a run, where it saves and evaluates, and in generation.
     Wait("checkpoints/moments.py: begin_moments", "upload", 0, "outside", "each moment's number of steps"),
     Wait("layers/rotary.py: RotaryEmbedding._inverses", "upload", 0, "outside", "the table of frequencies"),

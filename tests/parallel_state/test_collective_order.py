@@ -170,7 +170,9 @@ def test_in_a_run_the_lines_of_the_model_are_named_K18(tmp_path: Path) -> None:
     with pytest.raises(RankError) as error:
         run_parallel(swapped, 2, raw)
     text = str(error.value.failures[0].cause)
-    assert re.search(r"rank 0 calls all_reduce.* layers/linear\.py.* models/base/blocks\.py", text), text
+    assert re.search(
+        r"rank 0 calls all_reduce.* layers/row_parallel_linear\.py.* models/base/blocks\.py", text
+    ), text
     assert re.search(
         r"rank 1 calls all_reduce.* layers/mlp\.py.*[ /]parallel_state/test_collective_order", text
     ), text

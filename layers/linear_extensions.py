@@ -1,0 +1,43 @@
+"""Define the adapters that a linear layer may carry, and other arithmetics of its products (float8)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from ..parallel_state import Constant, Initial, Uniform
+from .cost import Cost, Tokens
+
+
+class Adapter(Protocol):
+    """Define an adapter of a linear layer (LoRA): it changes the layer's outputs."""
+
+    @property
+    def keeps_input(self) -> bool:
+        """Return whether its backward needs the linear's input as it is."""
+
+    def __call__(self, x: Tensor) -> list[tuple[int, Tensor]]:
+        """Return the terms to add to the outputs, each with the output's number.
+
+        ``x`` is the linear's input, after its first collective; the terms are added before its last one.
+        """
+
+    def cost(self, tokens: Tokens) -> Cost:
+        """Return the cost without the input, if it is kept as it is."""
+
+
+class Products(Protocol):
+    """Define another arithmetic for the products of a linear layer (float8)."""
+
+    def __call__(self, x: Tensor, held: Sequence[tuple[Tensor, Tensor | None]]) -> list[Tensor]:
+        """Return ``x W^T + b`` for each weight and bias that this rank computes with."""
+
+    def cost(self, tokens: Tokens, in_features: int, rows: Sequence[int]) -> Cost:
+        """Return the cost beside that of the products, for weights of so many rows and columns."""
+
+
+def initial_of_bias(initial: Initial) -> Initial:
+    """Return the first values of a linear's bias: uniform beside uniform weights, as in torch, else zeros."""
+    return initial if isinstance(initial, Uniform) else Constant(0.0)

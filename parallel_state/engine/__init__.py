@@ -1,0 +1,62 @@
+"""Use torch's private names, in this room only, and check that this version of torch still has them.
+
+Offers collectives that ``torch.compile`` traces, kernels, what FSDP hides, and ``self_check``.
+"""
+
+from .autograd_and_compiler import TorchDispatchMode, after_backward, allow_graphs, compiler_errors
+from .collectives import (
+    all_gather,
+    all_reduce,
+    all_reduce_start,
+    all_to_all,
+    default_store,
+    group_of_call,
+    reduce_scatter,
+    reduce_scatter_start,
+    ring_exchange_start,
+    ring_exchange_wait,
+    work_of,
+)
+from .fully_sharded import computed_with, end_backward, fsdp_modules, gather_weights, sum_gradients
+from .kernels import assert_on_device, flash_attention, flash_attention_backward, scaled_mm
+from .local_tensors import foreach_copy_, foreach_mul_, foreach_norm, like, local_data, tensors_in
+from .pipelining import order_only
+from .private_names import PIPELINING, PRIVATE, require, self_check
+
+__all__ = [
+    "PIPELINING",
+    "PRIVATE",
+    "TorchDispatchMode",
+    "after_backward",
+    "all_gather",
+    "all_reduce",
+    "all_reduce_start",
+    "all_to_all",
+    "allow_graphs",
+    "assert_on_device",
+    "compiler_errors",
+    "computed_with",
+    "default_store",
+    "end_backward",
+    "flash_attention",
+    "flash_attention_backward",
+    "foreach_copy_",
+    "foreach_mul_",
+    "foreach_norm",
+    "fsdp_modules",
+    "gather_weights",
+    "group_of_call",
+    "like",
+    "local_data",
+    "order_only",
+    "reduce_scatter",
+    "reduce_scatter_start",
+    "require",
+    "ring_exchange_start",
+    "ring_exchange_wait",
+    "scaled_mm",
+    "self_check",
+    "sum_gradients",
+    "tensors_in",
+    "work_of",
+]

@@ -1,0 +1,86 @@
+"""List the names that torch keeps private and we use, and check that this version of torch has them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+_FSDP = "torch.distributed.fsdp._fully_shard._fsdp"
+
+#: The private names of torch that we use, and names that it neither documents nor promises: (module or class,
+#: attribute) pairs that ``self_check`` looks for.
+PRIVATE = (
+    ("torch.autograd.Variable", "_execution_engine"),
+    ("torch", "_assert_async"),
+    ("torch", "_foreach_copy_"),
+    ("torch", "_foreach_mul_"),
+    ("torch", "_foreach_norm"),
+    ("torch.ops._c10d_functional", "all_reduce"),
+    ("torch.ops._c10d_functional", "all_gather_into_tensor"),
+    ("torch.ops._c10d_functional", "reduce_scatter_tensor"),
+    ("torch.ops._c10d_functional", "all_to_all_single"),
+    ("torch.ops._c10d_functional", "wait_tensor"),
+    ("torch.ops.aten", "_scaled_dot_product_flash_attention_for_cpu"),
+    ("torch.ops.aten", "_scaled_dot_product_flash_attention_for_cpu_backward"),
+    ("torch.ops.aten", "_scaled_dot_product_flash_attention"),
+    ("torch.ops.aten", "_scaled_dot_product_flash_attention_backward"),
+    ("torch", "_scaled_mm"),
+    ("torch.distributed.tensor.DTensor", "_local_tensor"),
+    ("torch.utils._python_dispatch", "TorchDispatchMode"),
+    ("torch.distributed.ProcessGroup", "unbox"),
+    ("torch._C._distributed_c10d", "_create_work_from_future"),
+    ("torch.distributed.distributed_c10d", "_get_default_store"),
+    ("torch.distributed.distributed_c10d", "_resolve_process_group"),
+    ("torch.distributed.fsdp.FSDPModule", "_get_fsdp_state"),
+    (f"{_FSDP}_state.FSDPState", "_root_post_backward_final_callback"),
+    (f"{_FSDP}_param_group.FSDPParamGroup", "fsdp_params"),
+    (f"{_FSDP}_param_group.FSDPParamGroup", "post_backward"),
+    (f"{_FSDP}_param_group.FSDPParamGroup", "unshard"),
+    (f"{_FSDP}_param_group.FSDPParamGroup", "wait_for_unshard"),
+    (f"{_FSDP}_param.FSDPParam", "_unsharded_param"),
+    ("torch._dynamo.config", "accumulated_recompile_limit"),
+    ("torch._dynamo.config", "recompile_limit"),
+)
+
+#: The same for pipelines, checked when they are first used: importing torch's takes half a second.
+PIPELINING = (
+    ("torch.distributed.pipelining.PipelineStage", "_get_init_p2p_neighbors_ops"),
+    ("torch.distributed.pipelining.PipelineStage", "backward_one_chunk"),
+    ("torch.distributed.pipelining.PipelineStage", "backward_weight_one_chunk"),
+    ("torch.distributed.pipelining.schedules._PipelineScheduleRuntime", "pipeline_order"),
+    ("torch.distributed.pipelining.schedules._PipelineScheduleRuntime", "_prepare_schedule_with_comms"),
+)
+
+
+def self_check(names: Iterable[tuple[str, str]] = PRIVATE) -> list[str]:
+    """Return which of the names this torch lacks; none in the supported versions (2.11 to 2.13).
+
+    An attribute that only objects of a class have is looked for in the code of the class's methods.
+    """
+    importlib.import_module("torch.distributed._functional_collectives")  # registers the operators
+    return [f"{path}.{name}" for path, name in names if not _has(path, name)]
+
+
+def _has(path: str, name: str) -> bool:
+    owner: Any = torch
+    for part in path.split(".")[1:]:
+        owner = getattr(owner, part, None)
+    if hasattr(owner, name) or name in getattr(owner, "__annotations__", {}):
+        return True
+    classes = owner.__mro__ if isinstance(owner, type) else ()
+    codes = [getattr(method, "__code__", None) for one in classes for method in vars(one).values()]
+    return any(name in code.co_names for code in codes if code is not None)
+
+
+def require(names: Iterable[tuple[str, str]]) -> None:
+    """Raise ``ImportError`` unless this torch has the names; for a module that cannot do without them."""
+    if missing := self_check(names):
+        raise ImportError(
+            f"torch {torch.__version__} lacks {', '.join(missing)}: trilith needs torch 2.11 to 2.13"
+        )
+
+
+require(PRIVATE)
