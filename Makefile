@@ -1,5 +1,5 @@
 # `make check` is exactly what CI runs.
-.PHONY: check lint typecheck test quick nightly docs models mutants faults browser
+.PHONY: check lint typecheck test quick nightly docs models mutants faults browser bench
 
 export OMP_NUM_THREADS ?= 1
 # Lanes of tests side by side: each takes the next file, and has ranks and temporary folders of its own.
@@ -53,3 +53,8 @@ faults:
 # Reports in a headless Chromium (apt-get install chromium): sizes, light and dark, contrast, nothing fetched.
 browser:
 	python tests/browser.py
+
+# Speed and memory beside torch's own ways and transformers, on an idle machine: hours; NAME=training runs one of them.
+bench: export OMP_NUM_THREADS =
+bench:
+	python benchmarks/run.py $(NAME)
