@@ -6,9 +6,10 @@ import math
 
 from ..layers import routers
 from ..models import Family, ModelConfig, published_size
-from ..parallel_state import BadInput, Layout
+from ..parallel_state import BadInput, Layout, nearest_multiples
 from ..pipeline import schedule_kind
 from .sections import (
+    DataSection,
     DebugSection,
     ExpertsSection,
     LossScaleSection,
@@ -104,6 +105,20 @@ def check_precision(dtype: str, compute: str | None, scale: LossScaleSection, wh
             expected=f"between minimum={scale.minimum:g} and maximum={scale.maximum:g}",
             found=scale.initial,
         )
+
+
+def check_batch(data: DataSection, layout: Layout, where: str) -> int:
+    """Return the number of micro-batches of a rank in a step; refuse unequal ones."""
+    unit = layout.data * data.micro_batch
+    if data.global_batch % unit:
+        raise BadInput(
+            where,
+            "data.global_batch",
+            expected=f"a multiple of data={layout.data} x micro_batch={data.micro_batch}",
+            found=data.global_batch,
+            todo=nearest_multiples("data.global_batch", unit, data.global_batch),
+        )
+    return data.global_batch // unit
 
 
 def check_float8(

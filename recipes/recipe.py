@@ -12,12 +12,13 @@ from pydantic import Field, ValidationError
 from ..layers import PinnedBackend, Scaling
 from ..models import published_size
 from ..models.base.config import check_keys
-from ..parallel_state import TIMEOUT, BadInput, Layout, from_validation, nearest_multiples
+from ..parallel_state import TIMEOUT, BadInput, Layout, from_validation
 from ..pipeline import ScheduleName, check_schedule
 from ..runs.stop_signals import GRACE
 from ..storage.small_files import parse_toml, read_json, read_toml
 from ..storage.strict_json import DEEPEST
 from .checks import (
+    check_batch,
     check_compile,
     check_float8,
     check_idle,
@@ -181,17 +182,7 @@ class Recipe(Section):
         )
         check_idle(self.memory, self.watch, self.debug, where)
         layout = self.layout
-        if self.data.global_batch % (layout.data * self.data.micro_batch):
-            raise BadInput(
-                where,
-                "data.global_batch",
-                expected=f"a multiple of data={layout.data} x micro_batch={self.data.micro_batch}",
-                found=self.data.global_batch,
-                todo=nearest_multiples(
-                    "data.global_batch", layout.data * self.data.micro_batch, self.data.global_batch
-                ),
-            )
-        micro_batches = self.data.global_batch // (layout.data * self.data.micro_batch)
+        micro_batches = check_batch(self.data, layout, where)
         check_schedule(self.pipeline_schedule, layout, micro_batches, where)
         check_memory_of_pipeline(self.memory, layout, self.pipeline_schedule, where)
         if self.attention_backend != "auto" and layout.context > 1:

@@ -167,11 +167,15 @@ class Family:
         Raises ``BadInput`` for a layout that cannot cut it.
         """
         layout = alone_or(state).layout
+        self.check_layout(config, layout)
+        with making(dtype, device):
+            return self.model(config, split=split, state=state)
+
+    def check_layout(self, config: ModelConfig, layout: Layout) -> None:
+        """Refuse axes that do not divide what they cut; building a layer may refuse more."""
         config.check_layout(layout)
         if layout.expert > 1:
             _check_experts(self.on_meta(config), layout)
-        with making(dtype, device):
-            return self.model(config, split=split, state=state)
 
     def on_meta(self, config: ModelConfig) -> CausalLM:
         """Return the whole model of one device, without memory. It is shared: leave it as it is."""
