@@ -16,16 +16,19 @@ from .base.names import Rule, Split, in_blocks
 from .llama import EMBEDDING, ENDS, PRE_NORMS, Llama, grouped_attention
 from .partial_rotary import PartialRotaryConfig
 
+FUSED_GATE_UP: tuple[Rule, ...] = (
+    Split(
+        tuple(f"layers.{{i}}.mlp.gate_up.{one}.weight" for one in ("gate", "up")),
+        "model.layers.{i}.mlp.gate_up_proj.weight",
+    ),
+)
 NAMES: tuple[Rule, ...] = (
     *EMBEDDING,
     Split(
         tuple(f"layers.{{i}}.attention.qkv.{one}.weight" for one in ("q", "k", "v")),
         "model.layers.{i}.self_attn.qkv_proj.weight",
     ),
-    Split(
-        tuple(f"layers.{{i}}.mlp.gate_up.{one}.weight" for one in ("gate", "up")),
-        "model.layers.{i}.mlp.gate_up_proj.weight",
-    ),
+    *FUSED_GATE_UP,
     *in_blocks(("attention.out", "self_attn.o_proj"), ("mlp.down", "mlp.down_proj")),
     *PRE_NORMS,
     *ENDS,

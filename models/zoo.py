@@ -16,6 +16,7 @@ from .falcon import FALCON
 from .gemma import GEMMA
 from .gemma2 import GEMMA2
 from .gemma3 import GEMMA3
+from .glm4 import GLM4
 from .glm_moe import GLM4_MOE
 from .gpt2 import GPT2_FAMILY
 from .gpt_neox import GPT_NEOX
@@ -36,6 +37,7 @@ from .qwen2_moe import QWEN2_MOE
 from .qwen3_5 import QWEN3_5
 from .qwen3_next import QWEN3_NEXT
 from .qwen_moe import QWEN3_MOE
+from .seed_oss import SEED_OSS
 from .smollm3 import SMOLLM3
 from .stablelm import STABLELM
 from .starcoder2 import STARCODER2
@@ -53,6 +55,8 @@ _EVERY = (
     SMOLLM3,
     QWEN3_5,
     GRANITE_HYBRID,
+    GLM4,
+    SEED_OSS,
 )
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _EVERY}
 

@@ -137,6 +137,11 @@ MODELS: dict[str, dict[str, Any]] = {
         **{**WHOLE, "model_type": "olmo3", "rope_scaling": None, "rope_parameters": ROPES},
         **{"num_hidden_layers": 4, "sliding_window": 5},
     },
+    "glm4": {**WHOLE, "model_type": "glm4", "partial_rotary_factor": 0.5, "head_dim": 8},
+    "seed_oss": {
+        **{**PLAIN, "model_type": "seed_oss", "num_hidden_layers": 3, "attention_out_bias": True},
+        **{"attention_dropout": 0.0, "residual_dropout": 0.0},
+    },
     "smollm3": {**WHOLE, "model_type": "smollm3", "no_rope_layers": [0, 1, 0]},
     # Half of each head is rotated; past 16 tokens with the long factors.
     "phi3": {
@@ -303,6 +308,17 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             **{"rope_scaling": None, "rope_theta": 150000.0, "num_local_experts": 6},
             "layer_types": ["full_attention"] * 2 + ["sliding_attention"] * 2,
         },
+    ),
+    "glm4-plain": (
+        "glm4",
+        {
+            **{"attention_bias": False, "partial_rotary_factor": 1.0, "tie_word_embeddings": True},
+            **{"rope_scaling": None, "rope_theta": 5e3, "hidden_act": "gelu"},
+        },
+    ),
+    "seed_oss-plain": (
+        "seed_oss",
+        {"attention_bias": False, "attention_out_bias": False, "mlp_bias": True, "tie_word_embeddings": True},
     ),
     "smollm3-interval": (
         "smollm3",
