@@ -12,6 +12,7 @@ from .cohere import COHERE
 from .cohere2 import COHERE2
 from .deepseek_v2 import DEEPSEEK_V2
 from .deepseek_v3 import DEEPSEEK_V3
+from .exaone4 import EXAONE4
 from .falcon import FALCON
 from .gemma import GEMMA
 from .gemma2 import GEMMA2
@@ -57,6 +58,7 @@ _EVERY = (
     GRANITE_HYBRID,
     GLM4,
     SEED_OSS,
+    EXAONE4,
 )
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _EVERY}
 

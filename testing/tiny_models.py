@@ -142,6 +142,11 @@ MODELS: dict[str, dict[str, Any]] = {
         **{**PLAIN, "model_type": "seed_oss", "num_hidden_layers": 3, "attention_out_bias": True},
         **{"attention_dropout": 0.0, "residual_dropout": 0.0},
     },
+    # Blocks with a window alone are rotated.
+    "exaone4": {
+        **{**PLAIN, "model_type": "exaone4", "num_hidden_layers": 4, "sliding_window": 5},
+        **{"sliding_window_pattern": 2, "rope_theta": 5e3},
+    },
     "smollm3": {**WHOLE, "model_type": "smollm3", "no_rope_layers": [0, 1, 0]},
     # Half of each head is rotated; past 16 tokens with the long factors.
     "phi3": {
@@ -319,6 +324,17 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "seed_oss-plain": (
         "seed_oss",
         {"attention_bias": False, "attention_out_bias": False, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
+    "exaone4-layers": (
+        "exaone4",
+        {"layer_types": ["full_attention"] + ["sliding_attention"] * 2 + ["full_attention"]},
+    ),
+    "exaone4-no-window": (
+        "exaone4",
+        {
+            **{"sliding_window": None, "layer_types": ["full_attention"] * 4, "rope_scaling": None},
+            **{"tie_word_embeddings": True, "num_key_value_heads": 1},
+        },
     ),
     "smollm3-interval": (
         "smollm3",
