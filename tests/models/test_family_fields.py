@@ -47,7 +47,7 @@ OTHER = {
 SUMMED = ("attention.out.bias", "mlp.down.bias")
 #: Two biases of the step of a Mamba-2 mixer, by their names in its block.
 STEPS = ("mixer.dt_bias", "mixer.inner.dt.bias")
-#: The norms of a head of queries and of keys. Without a rotation a score is a sum of products of both weights.
+#: The norms of queries and of keys. Without a rotation a score is a sum of products of both weights.
 HEAD_NORMS = ("attention.q_norm.weight", "attention.k_norm.weight")
 IDS = torch.randint(503, (2, 40), generator=torch.Generator().manual_seed(3))
 
