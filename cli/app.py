@@ -7,11 +7,12 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Annotated, Any
 
 import typer
+import typer.core
 
 from ..system import check_enough, refusal_of, visible
 from .bench import bench
@@ -23,6 +24,7 @@ from .inspect import inspect
 from .merge_lora import merge_lora
 from .models import models
 from .parity import parity
+from .plan_explain import plan_explain, topics
 from .quickstart import quickstart
 from .recipe import recipe
 from .report import report
@@ -59,10 +61,26 @@ COMMANDS: tuple[Callable[..., None], ...] = (
 UNEXPECTED, USAGE, PREEMPTED, INTERRUPTED = 1, 2, 75, 130
 
 
+class _Program(typer.core.TyperGroup):
+    """Look a command up by two words first: ``plan explain`` stands beside ``plan``."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        two = " ".join(args[:2])
+        return super().resolve_command(ctx, [two, *args[2:]] if two in self.commands else args)
+
+
 def make_app(commands: Sequence[Callable[..., Any]] = COMMANDS) -> typer.Typer:
     """Return the typer application of these commands; a command has the name of its function."""
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.callback(help=unwrapped(_options.__doc__ or ""))(_options)
+    app = _group(_options, commands, cls=_Program)
+    app.add_typer(_group(plan_explain, topics()), name="plan explain")
+    return app
+
+
+def _group(
+    callback: Callable[..., Any], commands: Iterable[Callable[..., Any]], **options: Any
+) -> typer.Typer:
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, **options)
+    app.callback(help=unwrapped(callback.__doc__ or ""))(callback)
     for command in commands:
         app.command(help=unwrapped(command.__doc__ or ""))(command)
     return app

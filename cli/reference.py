@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -55,11 +56,18 @@ def _wrapped(text: str) -> str:
     return "\n\n".join(fill(part, 120, break_long_words=False) for part in text.strip().split("\n\n"))
 
 
+def every_command(group: Any, before: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the words and the command of each command below a group, groups among them."""
+    for name, command in getattr(group, "commands", {}).items():
+        yield f"{before}{name}", command
+        yield from every_command(command, f"{before}{name} ")
+
+
 def reference() -> str:
     """Return docs/commands.md."""
     program = typer.main.get_command(make_app())
     head = "# Every command\n\n`trilith COMMAND --help` prints the same. `make docs` writes this page.\n"
-    commands = [(f"trilith {name}", one) for name, one in getattr(program, "commands", {}).items()]
+    commands = [(f"trilith {name}", one) for name, one in every_command(program)]
     return "\n".join([head, *(section(*one) for one in [("trilith", program), *commands])])
 
 

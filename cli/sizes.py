@@ -1,4 +1,4 @@
-"""Parse and print numbers as people write them: amounts of bytes, and blocks of stages."""
+"""Parse and print numbers as people write them: amounts, amounts of bytes, and blocks of stages."""
 
 from __future__ import annotations
 
@@ -26,6 +26,22 @@ def parse_size(text: str, option: str) -> int:
     if not 1 <= size <= LARGEST:
         raise BadInput(option, expected="from 1 byte to 1 EiB", found=_short(text))
     return size
+
+
+#: How people write large numbers: 70B parameters, 15T tokens.
+_POWERS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+
+
+def parse_amount(text: str, option: str, *, least: float = 1e-12) -> float:
+    """Parse ``70B``, ``15T``, ``989e12`` or ``0.4`` to a number; otherwise ``BadInput`` names ``option``."""
+    from ..parallel_state import BadInput
+
+    match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?(?:[eE][+-]?[0-9]{1,2})?)([KMBT]?)", text.strip())
+    number = float(match[1]) * _POWERS[match[2]] if match else -1.0
+    if not least <= number <= 1e30:
+        expected = f"a number from {least:g} to 1e30, such as 0.4, 989e12, 70B or 15T"
+        raise BadInput(option, expected=expected, found=_short(text))
+    return number
 
 
 def parse_counts(split: str | None, where: str) -> list[int] | None:

@@ -30,7 +30,7 @@ def pipeline_border_bytes(tokens: float, hidden: int, *, number_bytes: float = 2
 
 def context_block_bytes(
     tokens: float,
-    key_value_width: int,
+    key_value_width: float,
     context: int,
     *,
     number_bytes: float = 2,
