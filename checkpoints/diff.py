@@ -9,6 +9,7 @@ import torch
 
 from ..parallel_state import BadInput, Box
 from .copies import Links
+from .moments import MOMENTS, moment_name
 from .source import Source
 
 _ELEMENTS = 1 << 22
@@ -41,7 +42,7 @@ def differences(a: Source, b: Source) -> Iterator[Difference]:
     as_hf = a.manifest is None and b.manifest is None
     links = [source.links(to_hf=as_hf) for source in (a, b)]
     names_a, names_b = (_names(source, as_hf) for source in (a, b))
-    both_train = all(source.manifest is not None and source.manifest.kind == "training" for source in (a, b))
+    both_train = a.trains and b.trains
     for name, shape in names_a.items():
         if name.startswith("optimizer.") and not both_train:
             continue
@@ -60,7 +61,9 @@ def _names(source: Source, as_hf: bool) -> dict[str, tuple[int, ...]]:
     if source.manifest is not None or as_hf:
         return {name: whole.shape for name, whole in source.catalog.items()}
     (stated,) = source.family.declarations(source.model_config)
-    return {name: declaration.shape for name, declaration in stated.items()}
+    shapes = {name: declaration.shape for name, declaration in stated.items()}
+    moments = MOMENTS if source.trains else ()
+    return shapes | {moment_name(one, name): shape for one in moments for name, shape in shapes.items()}
 
 
 def _compare(

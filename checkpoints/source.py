@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,20 +11,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..models import Family, LoraConfig, ModelConfig, adapted, family_of
+from ..models import Family, Link, LoraConfig, ModelConfig, adapted, family_of
 from ..parallel_state import BadInput, Box
-from ..storage.companions import COMPANIONS
+from ..storage.companions import COMPANIONS, companions_in
 from ..storage.file_names import CONFIG, MANIFEST
 from ..storage.folder_kind import CHECKPOINTS, SOURCES, FolderKind, kind_of_folder
 from ..storage.safetensors_reader import TensorFile
+from ..storage.small_files import read_json
 from .copies import Links, Stored, Whole, copies, join, turned
 from .damage import naming_an_older_one
 from .find import Found, latest_checkpoint, open_checkpoint
+from .foreign.catalog import Assembled, assemble, choose_table
+from .foreign.check_stated import check_stated
+from .foreign.checkpoint import ForeignCheckpoint
+from .foreign.formats import Format, format_of
 from .hold import Hold
 from .hugging_face.expected import expected_tensors
 from .hugging_face.folder import HFFolder
 from .hugging_face.hub import local_folder
 from .manifest import Manifest, StoredAdapter
+from .moments import moment_name
 from .user_module_family import ModuleFamily, module_family
 from .verify import check_all
 
@@ -49,6 +55,9 @@ class Source:
     adapter: StoredAdapter | None = None
     #: While this lives, a run that writes checkpoints does not delete this one.
     held: Hold | None = None
+    #: What another project wrote, if it is neither ours nor a folder of Hugging Face's; the catalog has its
+    #: tensors under Hugging Face's names, and its moments as ``moment_name`` of these.
+    foreign: ForeignCheckpoint | None = None
     #: Declarations and names of a user's own module (from a checkpoint, or given by the caller); ``None`` for
     #: a model of the zoo.
     module: ModuleFamily | None = None
@@ -74,6 +83,20 @@ class Source:
     def _config_file(self) -> str:
         return str(self.path / (CONFIG if self.manifest is None else MANIFEST))
 
+    @property
+    def form(self) -> str:
+        """Return the form of the source, for the user."""
+        if self.manifest is not None:
+            return f"checkpoint ({self.manifest.kind})"
+        return "Hugging Face folder" if self.foreign is None else self.foreign.form
+
+    @property
+    def trains(self) -> bool:
+        """Return whether the source has an optimizer's moments."""
+        if self.manifest is not None:
+            return self.manifest.kind == "training"
+        return self.foreign is not None and bool(self.foreign.moments)
+
     def links(self, *, to_hf: bool = False) -> Links:
         """Return the links from wanted names (trilith's, or Hugging Face's with ``to_hf``) to the names in
         ``catalog``.
@@ -81,7 +104,10 @@ class Source:
         stored_as_hf = self.manifest is None
         if stored_as_hf == to_hf:
             return Links(None)
-        return Links(self.family.links(self.model_config)[0], to_hf=to_hf)
+        links = self.family.links(self.model_config)[0]
+        if self.foreign is not None:
+            links = [*links, *(_of_moment(moment, link) for moment in self.foreign.moments for link in links)]
+        return Links(links, to_hf=to_hf)
 
     def dtype_of(self, name: str, links: Links) -> str:
         """Return the stored dtype, by safetensors' name, of the tensor that is wanted as ``name``."""
@@ -109,29 +135,50 @@ class Source:
         return out
 
 
+def _of_moment(moment: str, link: Link) -> Link:
+    return replace(link, ours=moment_name(moment, link.ours), hf=moment_name(moment, link.hf))
+
+
 def read_source(
-    path: str | Path, *, allow_symlinks: bool = False, module: ModuleFamily | None = None
+    path: str | Path,
+    *,
+    allow_symlinks: bool = False,
+    module: ModuleFamily | None = None,
+    config: Path | None = None,
+    names: str | None = None,
 ) -> Source:
     """Open a Hugging Face folder, a checkpoint, or a run's newest checkpoint; reads headers, no weights.
 
     While the source is in use, the run does not delete that checkpoint. An id such as ``org/model`` is looked
     up in the Hugging Face cache, or downloaded (see ``hub``). A folder of two kinds is refused;
     ``kind_of_folder`` says how to name one of them. ``module`` reads a Hugging Face folder of a model that is
-    not in the zoo. Raises ``BadInput`` or ``BadCheckpoint`` for a source that is none of these, is
+    not in the zoo. A checkpoint of another project needs ``config``, a Hugging Face folder of the same model
+    (its weights are not read), and may need ``names``, a table (see ``foreign/rules.py``). Raises
+    ``BadInput`` or ``BadCheckpoint`` for a source that is none of these, is
     incomplete, or does not hold what its config says.
     """
     with naming_an_older_one(check_all):
-        return open_source(path, allow_symlinks=allow_symlinks, module=module)
+        return open_source(path, allow_symlinks=allow_symlinks, module=module, config=config, names=names)
 
 
 def open_source(
-    path: str | Path, *, allow_symlinks: bool = False, module: ModuleFamily | None = None
+    path: str | Path,
+    *,
+    allow_symlinks: bool = False,
+    module: ModuleFamily | None = None,
+    config: Path | None = None,
+    names: str | None = None,
 ) -> Source:
     """Open a source as ``read_source`` does; if a run's newest checkpoint is damaged, do not look further."""
     path = local_folder(path)
     if not path.exists():
         raise BadInput(path, expected="a Hugging Face folder or a checkpoint", found="no such folder")
     path, kind = kind_of_folder(path, SOURCES)
+    if kind is FolderKind.OTHER and (theirs := format_of(path)) is not None:
+        return _foreign(path, theirs, config, names)
+    if config is not None or names is not None:
+        found, todo = kind.value, "Leave out --config and --names: it has a config and names of its own"
+        raise BadInput(path, expected="a checkpoint of another project", found=found, todo=todo)
     match kind:
         case FolderKind.CHECKPOINT:
             return _sharded(open_checkpoint(path))
@@ -193,3 +240,31 @@ def _hugging_face(path: Path, allow_symlinks: bool, module: ModuleFamily | None)
     return Source(
         path, folder.config, folder.companions, files, catalog, None, folder.warnings, module=module
     )
+
+
+def _foreign(path: Path, theirs: Format, config_folder: Path | None, names: str | None) -> Source:
+    if config_folder is None:
+        todo = "Say --config with a Hugging Face folder (config.json, tokenizer) of the same model"
+        raise BadInput(path, expected="the model's config", found=f"{theirs.name}, which has none", todo=todo)
+    where = local_folder(config_folder)
+    raw = read_json(where / CONFIG if where.is_dir() else where)
+    family = family_of(raw, str(where))
+    config = family.from_hf(raw, str(where))
+    found = theirs.read(path)
+    check_stated(found, config, where)
+    table = choose_table(found, names, family.links(config)[1])
+    tables = assemble(found, table, family, config)
+    files = found.files
+    numbers = {id(file): number for number, file in enumerate(files)}
+
+    def whole(one: Assembled) -> Whole:
+        return Whole(
+            one.shape, one.dtype, tuple(Stored(numbers[id(at.file)], at.key, at.box) for at in one.parts)
+        )
+
+    catalog = {name: whole(one) for name, one in tables.weights.items()}
+    for moment, made in tables.moments.items():
+        catalog |= {moment_name(moment, name): whole(one) for name, one in made.items()}
+    companions = companions_in(where) if where.is_dir() else []
+    warnings = [f"{path}: {line}" for line in found.skipped]
+    return Source(path, raw, companions, [*files], catalog, None, warnings, foreign=found)

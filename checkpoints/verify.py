@@ -96,8 +96,30 @@ def verify_files(directory: Path | str, manifest: Manifest, numbers: Iterable[in
 
 
 def checksum_of(file: TensorFile) -> Checksum:
-    """Return an empty checksum that will keep the sums of the file's tensors apart."""
-    return Checksum(entry.begin for entry in file.tensors.values())
+    """Return an empty checksum that will keep the sums apart that are compared: those that the file states
+    itself, or else those of its tensors.
+    """
+    return Checksum([begin for begin, *_ in file.sums] or (entry.begin for entry in file.tensors.values()))
+
+
+def verify_sums(
+    file: TensorFile, seen: Checksum, progress: Callable[[int], None] = lambda read: None
+) -> None:
+    """Refuse a file of another project unless the stretches that hold tensors have the CRC-32 that the file
+    states; bytes whose sums are in ``seen`` are not read again.
+    """
+    stretches = [(begin, end) for begin, end, _ in file.sums]
+    if not stretches:
+        return
+    with open_regular(file.path, kind=BadCheckpoint) as (fd, _):
+        seen.fill_gaps(fd, stretches, progress)
+    for (begin, end, stated), found in zip(file.sums, seen.of(stretches), strict=True):
+        if found != stated:
+            todo = "The file was altered or damaged since it was written"
+            raise BadCheckpoint(
+                file.path, f"CRC-32 of bytes {begin:,} to {end:,}", expected=f"{stated:08x}",
+                found=f"{found:08x}", todo=todo,
+            )  # fmt: skip
 
 
 def verify_file(

@@ -97,16 +97,20 @@ class Checksum:
         stretches: Sequence[tuple[int, int]],
         progress: Callable[[int], None] = lambda read: None,
     ) -> None:
-        """Read the unseen parts of these ``(begin, end)``, which follow one another from 0 on."""
+        """Read the unseen parts of these ``(begin, end)``, which are in order and do not overlap."""
         buffer = memoryview(bytearray(_READ))
-        for gap, length in self.gaps(stretches[-1][1]):
-            for begin, end in stretches:
-                stop = min(end, gap + length)
-                at = max(begin, gap)
+        gaps = deque(self.gaps(stretches[-1][1]))
+        for begin, end in stretches:
+            while gaps and gaps[0][0] < end:
+                gap, length = gaps[0]
+                stop, at = min(end, gap + length), max(begin, gap)
                 while at < stop and (read := os.preadv(fd, [buffer[: min(_READ, stop - at)]], at)):
                     self.add(at, buffer[:read])
                     progress(read)
                     at += read
+                if gap + length > end:
+                    break  # the rest of the gap may belong to the next stretch
+                gaps.popleft()
 
     def value(self, size: int) -> int:
         """Return the CRC-32 of all ``size`` bytes; there must be no gaps."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -65,7 +65,12 @@ class TensorFile:
             if len(raw) < length:
                 raise BadInput(path, expected=f"{length:,} bytes of header", found=f"{len(raw):,}")
             header = parse_header(raw, status.st_size, path, expected=expected)
-            return cls(path, header.tensors, header.metadata, header.data_begin, _identity(status))
+            return cls(path, header.tensors, header.metadata, header.data_begin, identity_of(status))
+
+    @property
+    def sums(self) -> Sequence[tuple[int, int, int]]:
+        """Return begin, end and CRC-32 of stretches whose sums the file states itself: safetensors none."""
+        return ()
 
     @property
     def size(self) -> int:
@@ -112,24 +117,24 @@ class TensorFile:
     def byte_ranges(self, name: str, box: Box | None = None) -> Iterator[tuple[int, int]]:
         """Yield the ``(offset, length)`` in the file of each contiguous run of ``box``, in element order."""
         entry = self.tensors[name]
-        for runs in runs_of(entry.shape, box or Box.whole(entry.shape), _itemsize(entry)):
+        for runs in self._runs(name, box or Box.whole(entry.shape)):
             for row in range(runs.rows):
                 yield entry.begin + runs.offset + row * runs.stride, runs.length
 
+    def _runs(self, name: str, box: Box) -> Iterator[Runs]:
+        """Yield the runs of ``box``, in element order, counted from where the tensor begins."""
+        entry = self.tensors[name]
+        return runs_of(entry.shape, box, _itemsize(entry))
+
     def _read_box(self, name: str, entry: Entry, box: Box, into: Bytes) -> None:
-        at = 0
         with self._opened() as fd:
-            for runs in runs_of(entry.shape, box, _itemsize(entry)):
-                length = runs.rows * runs.length
-                _read_runs(_Reader(fd, self.path, name), entry.begin, runs, into[at : at + length])
-                at += length
-        assert at == into.size, (at, into.size)
+            fill(fd, self.path, name, entry.begin, self._runs(name, box), into)
 
     @contextmanager
     def _opened(self) -> Iterator[int]:
         """Yield a descriptor of the file; refuse a file that changed since its header was read."""
         with open_regular(self.path, kind=BadCheckpoint) as (fd, status):
-            if _identity(status) != self.identity:
+            if identity_of(status) != self.identity:
                 found = "a file changed since"
                 raise BadCheckpoint(self.path, expected="the file as it was opened", found=found)
             yield fd
@@ -152,8 +157,17 @@ class _Reader:
             done += count
 
 
+def fill(fd: int, path: Path, name: str, begin: int, every: Iterable[Runs], into: Bytes) -> None:
+    """Fill ``into`` with the runs of tensor ``name`` one after another; they count from byte ``begin``."""
+    at = 0
+    for runs in every:
+        length = runs.rows * runs.length
+        _read_runs(_Reader(fd, path, name), begin, runs, into[at : at + length])
+        at += length
+    assert at == into.size, (at, into.size)
+
+
 def _read_runs(reader: _Reader, begin: int, runs: Runs, into: Bytes) -> None:
-    """Fill ``into`` with the runs one after another."""
     if runs.rows == 1:
         reader.fill(into, begin + runs.offset)
         return
@@ -179,6 +193,6 @@ def _itemsize(entry: Entry) -> int:
     return bits // 8
 
 
-def _identity(status: os.stat_result) -> tuple[int, ...]:
+def identity_of(status: os.stat_result) -> tuple[int, ...]:
     """Return values that change with a file's content; no program can set the last one, the change time."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns

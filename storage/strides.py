@@ -20,11 +20,23 @@ class Runs:
     length: int
 
 
-def runs_of(shape: tuple[int, ...], box: Box, itemsize: int) -> Iterator[Runs]:
+def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides, in elements, of a row-major tensor of this shape.
+
+    >>> contiguous((2, 3, 4))
+    (12, 4, 1)
+    """
+    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def runs_of(
+    shape: tuple[int, ...], box: Box, itemsize: int, strides: tuple[int, ...] | None = None
+) -> Iterator[Runs]:
     """Yield the bytes of ``box`` in a tensor of ``shape``, in the order of its elements.
 
     A box that is whole in every dim but its first gives one run; a box of columns gives one ``Runs`` of many
-    rows; only a box cut in three dims or more gives several.
+    rows; only a box cut in three dims or more gives several. ``strides``, in elements: of a tensor that is
+    not row-major.
     """
     assert len(shape) == len(box.start) and all(b <= n for b, n in zip(box.stop, shape, strict=True)), (
         shape,
@@ -32,39 +44,19 @@ def runs_of(shape: tuple[int, ...], box: Box, itemsize: int) -> Iterator[Runs]:
     )
     if box.size == 0:
         return
-    inner = len(shape)  # dims from here on are whole, so they are one run together with the dim before
-    while inner and box.start[inner - 1] == 0 and box.stop[inner - 1] == shape[inner - 1]:
-        inner -= 1
-    if inner:
-        inner -= 1
-    below = prod(shape[inner + 1 :]) * itemsize
-    extent = box.shape[inner] if shape else 1
-    first, length = (box.start[inner] if shape else 0) * below, extent * below
-    strides = [prod(shape[dim + 1 :]) * itemsize for dim in range(inner)]
-    rows_dim = inner - 1
-    while rows_dim > 0 and box.shape[rows_dim] == 1:
-        rows_dim -= 1  # a dim of one row is an offset; the rows worth a loop lie further out
-    if rows_dim < 0:
-        yield Runs(first, 1, length, length)
+    strides = contiguous(shape) if strides is None else strides
+    first = sum(start * stride for start, stride in zip(box.start, strides, strict=True))
+    # A dim of one row is only an offset.
+    steps = [(count, stride) for count, stride in zip(box.shape, strides, strict=True) if count > 1]
+    length = 1
+    while steps and steps[-1][1] == length:  # these elements follow those of the dims inside
+        length *= steps.pop()[0]
+    if not steps:
+        yield Runs(first * itemsize, 1, length * itemsize, length * itemsize)
         return
-    outer = [dim for dim in range(inner) if dim != rows_dim]
-    for index in product(*(range(box.start[dim], box.stop[dim]) for dim in outer)):
-        at = sum(i * strides[dim] for i, dim in zip(index, outer, strict=True))
-        at += box.start[rows_dim] * strides[rows_dim] + first
-        if box.shape[rows_dim] == 1:
-            yield Runs(at, 1, length, length)
-        else:
-            yield Runs(at, box.shape[rows_dim], strides[rows_dim], length)
-
-
-def is_one_run(shape: tuple[int, ...], box: Box) -> bool:
-    """Return whether the box is one contiguous stretch of the tensor's bytes."""
-    if box.size == 0:
-        return True
-    leading = 0
-    while leading < len(shape) and box.shape[leading] == 1:
-        leading += 1
-    return all(extent == n for extent, n in zip(box.shape[leading + 1 :], shape[leading + 1 :], strict=True))
+    rows, stride = steps.pop()
+    for index in product(*(range(0, count * outer, outer) for count, outer in steps)):
+        yield Runs((first + sum(index)) * itemsize, rows, stride * itemsize, length * itemsize)
 
 
 def blocks(box: Box, most: int) -> Iterator[Box]:

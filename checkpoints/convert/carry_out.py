@@ -20,7 +20,7 @@ from ...storage.staging import Staging, check_output, staged
 from ..hugging_face.writer import HFFolderWriter
 from ..manifest import Manifest
 from ..readable import check_plain, read_back
-from ..verify import checksum_of, verify_file, verify_rest
+from ..verify import checksum_of, verify_file, verify_rest, verify_sums
 from .execute import execute
 from .finished_work import EVERY, JOURNAL, FinishedWork
 from .memory_budget import block_within
@@ -58,6 +58,8 @@ def convert(
     dtype: str | None = None,
     allow_nonfinite: bool = False,
     allow_symlinks: bool = False,
+    config: Path | None = None,
+    names: str | None = None,
     options: ConversionOptions = ConversionOptions(),  # frozen, so one for all calls does no harm
 ) -> Plan:
     """Write ``src`` to ``dst``: cut for ``tensor`` x ``pipeline``, or as a Hugging Face folder.
@@ -66,11 +68,13 @@ def convert(
     copied between checkpoints; a Hugging Face folder holds weights only. ``dtype`` (``bfloat16`` and so on)
     casts the weights; a number that overflows is refused. Every byte of a checkpoint is compared with its
     checksum, unless ``options.check`` is false. A failure leaves nothing behind; if the process is killed,
-    the same call continues. ``options.progress`` is called with the bytes written since its last call.
+    the same call continues. ``config`` and ``names`` are for checkpoints of other projects (see
+    ``read_source``). ``options.progress`` is called with the bytes written since its last call.
     """
     plan = plan_conversion(
-        src, to=to, tensor=tensor, pipeline=pipeline, split=split, dtype=dtype, allow_symlinks=allow_symlinks
-    )
+        src, to=to, tensor=tensor, pipeline=pipeline, split=split, dtype=dtype, allow_symlinks=allow_symlinks,
+        config=config, names=names,
+    )  # fmt: skip
     carry_out(plan, Path(dst), allow_nonfinite=allow_nonfinite, options=options)
     return plan
 
@@ -157,16 +161,21 @@ def _rehearse(plan: Plan, layout: Layout, dst: Path) -> None:
 def _manifest(
     plan: Plan, layout: Layout, files: Sequence[StoredFile], companions: Sequence[StoredFile]
 ) -> Manifest:
-    old = plan.source.manifest
+    old, foreign = plan.source.manifest, plan.source.foreign
+    state = dict(old.state) if old else {}
+    step = old.step if old else None
+    if foreign is not None and plan.keeps_moments:
+        updates = foreign.updates or foreign.step or 0
+        state, step = {"memory": {"updates": updates}}, foreign.step or updates
     return Manifest(
         kind="training" if plan.keeps_moments else "weights",
         model_type=plan.source.family.model_type,
         config=_config(plan),
         layout=layout,
-        step=old.step if old else None,
+        step=step,
         data_position=old.data_position if old else None,
         seeds=old.seeds if old else {},
-        state=(old.state if old else {}) | {"split": list(plan.split) if plan.split else None},
+        state=state | {"split": list(plan.split) if plan.split else None},
         adapter=plan.source.adapter,
         module=None if plan.source.module is None else plan.source.module.module,
         companions=tuple(companions),
@@ -216,7 +225,8 @@ def _move(
     """Move the numbers; a checkpoint's checksums are taken from what is read, and compared at the end."""
     source, manifest = plan.source, plan.source.manifest if options.check else None
     block, workers = _memory(plan, options)
-    seen = [checksum_of(file) for file in source.files] if manifest is not None else []
+    stated = options.check and any(file.sums for file in source.files)
+    seen = [checksum_of(file) for file in source.files] if manifest is not None or stated else []
     fault("convert.before_data", rank=0)
 
     def sync() -> None:
@@ -244,6 +254,9 @@ def _move(
                     verify_file(file, stored, checksum_of(file))
         raise
     fault("convert.after_data", rank=0)
+    if stated:
+        for file, checksum in zip(source.files, seen, strict=True):
+            verify_sums(file, checksum)
     if manifest is not None:
         verify_rest(source.path, manifest, source.files, seen, threads=workers)
     for name, count in report.overflows.items():

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from ...storage.dtypes import TORCH
 from ...storage.finite import look_at, smallest
 from ...storage.safetensors_reader import TensorFile
 from ...storage.safetensors_writer import TensorWriter
-from ...storage.strides import blocks, is_one_run
+from ...storage.strides import blocks
 from ..copies import Copy, join, turned
 from .finished_work import FinishedWork
 from .transfer import Change, Group, Target, Transfer, check, hull, shared, slabs, source_of, spread
@@ -179,9 +180,12 @@ class _Work:
     def _sum(self, index: int, key: str, box: Box, numbers: Tensor) -> int | None:
         """Return the CRC-32 of these numbers, if it is wanted and they are one run of bytes in the file."""
         file = self.files[index]
-        if not self.seen or not is_one_run(file.tensors[key].shape, box):
+        if not self.seen or not box.size:
             return None
-        offset, _ = next(file.byte_ranges(key, box))
+        first, *further = islice(file.byte_ranges(key, box), 2)
+        if further:
+            return None
+        offset, _ = first
         return self.seen[index].add(offset, numbers.reshape(-1).view(torch.uint8).numpy().data)
 
     def _look(self, file: TensorFile, key: str, box: Box, numbers: Tensor, name: str) -> bool:

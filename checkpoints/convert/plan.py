@@ -86,8 +86,8 @@ def plan_to_sharded(
     stages = source.family.declarations(source.model_config, layout, split=split)
     weights = holdings(stages, layout, sharded=False, replicas=True)
     table = dict(weights)
-    if source.manifest is not None and source.manifest.kind == "training":
-        frozen = source.manifest.frozen
+    if source.trains:
+        frozen = frozenset() if source.manifest is None else source.manifest.frozen
         trained = {name: held for name, held in weights.items() if name not in frozen}
         table |= {moment_name(moment, name): held for moment in MOMENTS for name, held in trained.items()}
     links, fixed = source.links(), _fixed(source)

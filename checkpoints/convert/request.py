@@ -49,9 +49,11 @@ def plan_conversion(
     split: Sequence[int] | None = None,
     dtype: str | None = None,
     allow_symlinks: bool = False,
+    config: Path | None = None,
+    names: str | None = None,
 ) -> Plan:
     """Return the plan of ``convert``, made from headers only; raises what ``convert`` would raise."""
-    source = read_source(src, allow_symlinks=allow_symlinks)
+    source = read_source(src, allow_symlinks=allow_symlinks, config=config, names=names)
     name = _dtype_name(dtype)
     whole: Form = "hf" if source.adapter is None else "peft"
     form = to or ("sharded" if source.manifest is None or tensor * pipeline > 1 else whole)

@@ -1,0 +1,175 @@
+"""Join a foreign checkpoint, a table of names and a config: each tensor of Hugging Face as views of files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from ...models import Family, ModelConfig
+from ...parallel_state import BadInput, Box
+from ...storage.coverage import first_flaw
+from ...storage.dtypes import WEIGHTS
+from ...storage.torch_archive import View, ViewFile
+from .checkpoint import Chunk, ForeignCheckpoint, ForeignTensor
+from .rules import Piece, Table, known_tables, pieces, rename_all, table_named
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """Say that box ``box`` of a tensor of Hugging Face lies in ``file``, alone, under ``key``."""
+
+    box: Box
+    file: ViewFile
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Assembled:
+    """Describe a tensor of Hugging Face that is made of a foreign checkpoint: dtype, shape and parts."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    parts: tuple[Located, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """Hold all tensors of a foreign checkpoint by Hugging Face's names: weights, and moments by kind."""
+
+    weights: dict[str, Assembled]
+    moments: dict[str, dict[str, Assembled]]
+
+
+def choose_table(found: ForeignCheckpoint, names: str | None, hf: Mapping[str, tuple[int, ...]]) -> Table:
+    """Return the table of names: the one asked for, the format's own, Hugging Face's names, or a known one
+    whose ``detect`` is there. ``BadInput`` if none of these fits.
+    """
+    if (name := names or found.names) is not None:
+        return table_named(name)
+    shapes = {name: tensor.shape for name, tensor in found.tensors.items()}
+    if (table := rename_all(shapes, hf)) is not None:
+        return table
+    for known in known_tables():
+        table = table_named(known)
+        if table.detect and table.prefix + table.detect in shapes:
+            return table
+    seen = ", ".join(sorted(shapes)[:3])
+    raise BadInput(
+        found.path, "names", expected="Hugging Face's names or those of a known table", found=f"{seen}, ...",
+        todo=f"Say --names with one of {', '.join(known_tables())}, or with a TOML file of rules",
+    )  # fmt: skip
+
+
+def assemble(found: ForeignCheckpoint, table: Table, family: Family, config: ModelConfig) -> Tables:
+    """Return every tensor of the model, and of its moments where they are there, as views of files.
+
+    ``BadInput`` for a tensor that is missing, left over, quantised, of another shape, or covered in part;
+    for moments that only some weights have.
+    """
+    _, hf = family.links(config)
+    shapes = {name: tensor.shape for name, tensor in found.tensors.items()}
+    tied = pieces(table, family.model_type, shapes, hf, config)
+    _check_names(found, table, family, hf, tied)
+    weights = {name: _assembled(found, name, shape, tied[name], found.tensors) for name, shape in hf.items()}
+    trained = {}
+    for moment, tensors in found.moments.items():
+        used = {one.foreign for every in tied.values() for one in every}
+        if missing := sorted(used - tensors.keys()):
+            todo = "Weights without moments cannot be trained on; convert with --weights-only"
+            raise BadInput(
+                found.path,
+                f"{moment} of {missing[0]}",
+                expected="a moment of every weight",
+                found="none",
+                todo=todo,
+            )
+        trained[moment] = {
+            name: _assembled(found, name, shape, tied[name], tensors) for name, shape in hf.items()
+        }
+    return Tables(weights, trained)
+
+
+def _check_names(
+    found: ForeignCheckpoint,
+    table: Table,
+    family: Family,
+    hf: Mapping[str, tuple[int, ...]],
+    tied: Mapping[str, list[Piece]],
+) -> None:
+    """Refuse a model's tensor that no rule finds, and a foreign tensor that no rule uses."""
+    missing = [name for name in hf if name not in tied]
+    used = {one.foreign for every in tied.values() for one in every}
+    ignored = re.compile("|".join(table.ignored) or "(?!)")
+    extra = sorted(
+        name
+        for name in found.tensors
+        if name not in used and not ignored.fullmatch(name.removeprefix(table.prefix))
+    )
+    if missing:
+        there = f"{len(missing)} of {len(hf)} missing" + (
+            f"; not used: {', '.join(extra[:3])}" if extra else ""
+        )
+        todo = "The config describes another model, or --names is the wrong table"
+        raise BadInput(found.path, missing[0], expected="a tensor for it", found=there, todo=todo)
+    if extra:
+        todo = "The config does not describe it; nothing is ignored silently"
+        raise BadInput(found.path, extra[0], expected="no such tensor", found="one", todo=todo)
+
+
+def _assembled(
+    found: ForeignCheckpoint,
+    name: str,
+    shape: tuple[int, ...],
+    made_of: Iterable[Piece],
+    tensors: Mapping[str, ForeignTensor],
+) -> Assembled:
+    """Return one tensor of Hugging Face as the views that its pieces have in the chunks of their tensors."""
+    parts, dtypes = [], set()
+    for piece in made_of:
+        tensor = tensors[piece.foreign]
+        dtypes.add(tensor.dtype)
+        if tensor.dtype not in WEIGHTS:
+            todo = "Quantised weights are not read; convert the checkpoint before it was quantised"
+            raise BadInput(
+                found.path,
+                piece.foreign,
+                expected=f"one of {', '.join(WEIGHTS)}",
+                found=tensor.dtype,
+                todo=todo,
+            )
+        parts += [one for chunk in tensor.chunks if (one := _located(piece, chunk)) is not None]
+    if len(dtypes) > 1:
+        raise BadInput(found.path, name, expected="one dtype", found=", ".join(sorted(dtypes)))
+    if flaw := first_flaw(Box.whole(shape), [one.box for one in parts]):
+        todo = "The checkpoint is incomplete: a part of it was not written or not copied"
+        raise BadInput(found.path, name, expected="each element once", found=str(flaw), todo=todo)
+    return Assembled(dtypes.pop(), shape, tuple(parts))
+
+
+def _located(piece: Piece, chunk: Chunk) -> Located | None:
+    """Return the part of a piece that lies in a chunk, as a view of the chunk's file.
+
+    Along each dim the foreign indices of a piece are start, start + step, ...; those inside of the chunk are
+    again such a row.
+    """
+    fixed = set(range(len(piece.start))) - set(piece.dims)
+    if any(not chunk.box.start[d] <= piece.start[d] < chunk.box.stop[d] for d in fixed):
+        return None
+    first, count = [], []
+    at = list(piece.start)
+    for size, dim, step in zip(piece.box.shape, piece.dims, piece.steps, strict=True):
+        low, high = 0, size
+        if dim is not None:
+            low = max(0, -(-(chunk.box.start[dim] - piece.start[dim]) // step))
+            high = min(size, -(-(chunk.box.stop[dim] - piece.start[dim]) // step))
+            at[dim] += low * step
+        if low >= high:
+            return None
+        first.append(low)
+        count.append(high - low)
+    inside = [a - b for a, b in zip(at, chunk.box.start, strict=True)]
+    view: View = chunk.view.along(inside, piece.dims, piece.steps, tuple(count))
+    start = tuple(a + b for a, b in zip(piece.box.start, first, strict=True))
+    box = Box(start, tuple(a + b for a, b in zip(start, count, strict=True)))
+    return Located(box, chunk.file, chunk.file.add(view))

@@ -1,0 +1,38 @@
+"""Compare what a foreign checkpoint states about its model with the config that the user gives."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from ...models import ModelConfig
+from ...parallel_state import BadInput
+from .checkpoint import ForeignCheckpoint
+
+#: Relative difference of two numbers that are the same in fp32.
+_SAME = 1e-6
+
+
+def check_stated(found: ForeignCheckpoint, config: ModelConfig, where: Path) -> None:
+    """Refuse a config that disagrees with a fact in the checkpoint; the message names both places.
+
+    A fact about an attribute that this family's config does not have is not compared.
+    """
+    for name, stated in found.stated.items():
+        if not hasattr(config, name):
+            continue
+        ours = getattr(config, name)
+        if not _same(stated.value, ours):
+            raise BadInput(
+                where,
+                name,
+                expected=f"{stated.value}, as {stated.where} says",
+                found=ours,
+                todo="The config is of another model than the checkpoint",
+            )
+
+
+def _same(a: object, b: object) -> bool:
+    if isinstance(a, int | float) and isinstance(b, int | float) and not isinstance(a, bool):
+        return math.isclose(a, b, rel_tol=_SAME)
+    return a == b

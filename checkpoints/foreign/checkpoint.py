@@ -1,0 +1,74 @@
+"""Define what a reader of another project's checkpoints gives: tensors by offset, and facts about the model.
+
+Each format has one file here with one function that reads headers and returns a ``ForeignCheckpoint``; it
+reads no weights. ``formats.py`` lists the formats. Everything after that is the same for all formats:
+``rules.py`` says which foreign tensor is which tensor of Hugging Face, ``catalog.py`` joins the two into
+views of files, and the plan and the executor of a conversion then see a folder of Hugging Face's tensors. So
+streaming, ``--max-ram``, a resumed conversion and the checks need nothing from a format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ...parallel_state import Box
+from ...storage.torch_archive import View, ViewFile
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Say that box ``box`` of a foreign tensor is ``view`` (of the box's shape) in ``file``."""
+
+    box: Box
+    file: ViewFile
+    view: View
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignTensor:
+    """Describe a whole tensor as the other project names and shapes it; the chunks cover it once."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stated:
+    """Hold a fact about the model that the checkpoint states: its value, and where, for the message."""
+
+    value: object
+    where: str
+
+
+@dataclass
+class ForeignCheckpoint:
+    """Hold what a reader found in ``path``.
+
+    ``form``: the format, by its name for the user. ``tensors``: the weights, by their foreign names.
+    ``moments``: for ``exp_avg`` and ``exp_avg_sq`` the moment of each weight, by the weight's foreign name
+    and in the weight's foreign shape; empty without an optimizer that can be read. ``updates``: how many
+    updates the optimizer has made, where that is stated. ``step``: the step of the run. ``stated``: facts
+    about the model by the attribute's name in a config of trilith, such as ``num_hidden_layers``; they are
+    compared with the config that the user gives. ``skipped``: lines about tensors that are left out and why,
+    for the user. ``names``: the table of names that this format implies, or ``None`` if the user chooses.
+    """
+
+    path: Path
+    form: str
+    tensors: dict[str, ForeignTensor]
+    moments: Mapping[str, Mapping[str, ForeignTensor]] = field(default_factory=dict)
+    updates: int | None = None
+    step: int | None = None
+    stated: dict[str, Stated] = field(default_factory=dict)
+    skipped: list[str] = field(default_factory=list)
+    names: str | None = None
+
+    @property
+    def files(self) -> list[ViewFile]:
+        """Return the files that hold the weights and moments, each once, in order of first use."""
+        every = [self.tensors, *self.moments.values()]
+        chunks = (chunk for table in every for tensor in table.values() for chunk in tensor.chunks)
+        return [*{id(chunk.file): chunk.file for chunk in chunks}.values()]

@@ -1,0 +1,241 @@
+"""Read checkpoints of ``torch.distributed.checkpoint`` (DCP): torchtitan, FSDP2, Accelerate, ``dcp.save``.
+
+A folder holds ``.metadata``, a pickle that lists every tensor with its chunks and where each chunk lies, and
+``*.distcp`` files, in which each chunk is an archive of ``torch.save``. Source:
+``torch/distributed/checkpoint/metadata.py`` and ``filesystem.py``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from ...parallel_state import BadInput, Box
+from ...storage.coverage import check_coverage
+from ...storage.dtypes import TORCH
+from ...storage.regular import check_plain_name, contained, open_regular, read_small
+from ...storage.strict_json import shown
+from ...storage.torch_archive import Limits, Name, Record, View, ViewFile, ZipEntry, archive_at, read_records
+from ...storage.torch_archive.archive import size_of
+from ...storage.torch_archive.pickle_records import Maker
+from .checkpoint import Chunk, ForeignCheckpoint, ForeignTensor
+
+FORM = "torch.distributed.checkpoint (DCP)"
+METADATA = ".metadata"
+_MOST_BYTES = 1 << 29
+#: Opcodes of ``.metadata``: some 40 for each chunk of a tensor.
+_LIMITS = Limits(nodes=50_000_000)
+_DTYPES = {str(dtype): name for name, dtype in TORCH.items()}
+_METADATA = "torch.distributed.checkpoint.metadata."
+#: The names that DCP writes into ``.metadata``.
+NAMES: dict[str, Maker | None] = {
+    **dict.fromkeys(
+        _METADATA + name
+        for name in (
+            *("Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata"),
+            *("BytesStorageMetadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+        )
+    ),
+    "torch.distributed.checkpoint.filesystem._StorageInfo": None,
+    "torch.serialization._get_layout": None,
+    "pathlib.PosixPath": None,
+    "pathlib._local.PosixPath": None,
+    "torch.Size": size_of,
+    "collections.OrderedDict": lambda args: {},
+    **dict.fromkeys(_DTYPES),
+}
+#: AdamW's state in an optimizer's flattened state: the weight and the kind of state.
+_STATE = re.compile(r"(?:.*\.)?optim(?:izer)?\.state\.(.+)\.(exp_avg|exp_avg_sq|step)")
+#: What trainers save beside weights and an optimizer's state; it is left out, and told.
+_BESIDE = re.compile(
+    r"(?:.*\.)?(?:optim(?:izer)?|train_state|lr_schedulers?|scheduler|dataloader|rng_state)\..*"
+)
+_STEP = re.compile(r"(?:.*\.)?train_state\.step")
+
+
+def recognise(path: Path) -> bool:
+    """Return whether this is a folder of DCP."""
+    return path.is_dir() and (path / METADATA).is_file()
+
+
+def read(path: Path) -> ForeignCheckpoint:
+    """Read the headers of a DCP checkpoint; ``BadInput`` names what is missing or of another kind."""
+    tensors, objects = read_tensors(path)
+    found = ForeignCheckpoint(path, FORM, {})
+    moments: dict[str, dict[str, ForeignTensor]] = {"exp_avg": {}, "exp_avg_sq": {}}
+    updates: dict[str, ForeignTensor] = {}
+    for name, tensor in tensors.items():
+        if (match := _STATE.fullmatch(name)) is not None:
+            (updates if match[2] == "step" else moments[match[2]])[match[1]] = tensor
+        elif _STEP.fullmatch(name):
+            found.step = int(read_number(tensor, path, name))
+        elif _BESIDE.fullmatch(name):
+            objects.append(name)
+        else:
+            found.tensors[name] = tensor
+    if objects:
+        found.skipped.append(f"{len(objects)} entries beside the weights are not read: {objects[0]}, ...")
+    if any(moments.values()):
+        found.moments = {kind: _by_weight(every, found.tensors) for kind, every in moments.items()}
+        found.updates = _updates(updates, path)
+    return found
+
+
+def read_tensors(
+    path: Path, further: Mapping[str, Maker | None] | None = None
+) -> tuple[dict[str, ForeignTensor], list[str]]:
+    """Return the tensors of a DCP checkpoint by their names there, and the names of other objects.
+
+    ``further``: names that a writer adds to those of DCP in ``.metadata``.
+    """
+    where = path / METADATA
+    raw = read_small(contained(path, METADATA), _MOST_BYTES)
+    top = read_records(raw, where, {**NAMES, **(further or {})}, limits=_LIMITS)
+    listed, stored = _fields(top, "Metadata", where, "state_dict_metadata", "storage_data")
+    if not isinstance(listed, dict) or not isinstance(stored, dict):
+        raise BadInput(where, expected="tables of tensors and of places", found="something else")
+    places: dict[tuple[str, tuple[int, ...]], tuple[str, int, int]] = {}
+    for index, info in stored.items():
+        name, offset = _fields(index, "MetadataIndex", where, "fqn", "offset")
+        file, begin, length, packed = _fields(
+            info, "_StorageInfo", where, "relative_path", "offset", "length", "transform_descriptors"
+        )
+        if packed:
+            todo = "Save without storage transforms (compression)"
+            raise BadInput(where, shown(name), expected="chunks as they are", found="transformed", todo=todo)
+        if not isinstance(name, str) or type(begin) is not int or type(length) is not int:
+            raise BadInput(where, expected="a name, an offset and a length", found="something else")
+        places[name, _sizes(offset, where, name) if offset is not None else ()] = (
+            check_plain_name(file, where, shown(name)), begin, length,
+        )  # fmt: skip
+    files = _Files(path)
+    tensors: dict[str, ForeignTensor] = {}
+    objects = []
+    with files.opened:
+        for name, described in listed.items():
+            if isinstance(described, Record) and described.name == f"{_METADATA}BytesStorageMetadata":
+                objects.append(str(name))
+            else:
+                tensors[str(name)] = _tensor(str(name), described, places, files, where)
+    files.finish()
+    return tensors, objects
+
+
+def read_number(tensor: ForeignTensor, path: Path, name: str) -> float:
+    """Return the value of a tensor of one element, such as a step."""
+    if Box.whole(tensor.shape).size != 1 or tensor.dtype not in TORCH:
+        raise BadInput(path, shown(name), expected="one number", found=f"{tensor.dtype} {[*tensor.shape]}")
+    view = tensor.chunks[0].view
+    file = ViewFile.of(tensor.chunks[0].file.path)
+    return float(file.read(file.add(view)).item())
+
+
+class _Files:
+    """Open the files of a checkpoint, each once, and collect the stretches whose CRC-32 they state."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self.opened = path, ExitStack()
+        self._known: dict[str, tuple[int, ViewFile]] = {}
+        self._entries: dict[str, list[ZipEntry]] = defaultdict(list)
+
+    def view(self, name: str, begin: int, length: int, key: str) -> tuple[ViewFile, View]:
+        """Return the file and the tensor in the archive of ``length`` bytes from ``begin`` on."""
+        if name not in self._known:
+            path = contained(self._path, name)
+            fd, _ = self.opened.enter_context(open_regular(path))
+            self._known[name] = fd, ViewFile.of(path)
+        fd, file = self._known[name]
+        if not 0 <= begin <= begin + length <= file.size:
+            found = f"a file of {file.size:,} bytes"
+            raise BadInput(file.path, shown(key), expected=f"{length:,} bytes at {begin:,}", found=found)
+        archive = archive_at(fd, begin, begin + length, file.path)
+        if not isinstance(archive.value, View):
+            raise BadInput(file.path, shown(key), expected="a tensor", found=type(archive.value).__name__)
+        self._entries[name] += archive.entries
+        return file, archive.value
+
+    def finish(self) -> None:
+        """Tell each file its stretches."""
+        for name, (_, file) in self._known.items():
+            file.know(self._entries[name])
+
+
+def _tensor(
+    name: str,
+    described: object,
+    places: Mapping[tuple[str, tuple[int, ...]], tuple[str, int, int]],
+    files: _Files,
+    where: Path,
+) -> ForeignTensor:
+    """Return one tensor; its chunks must cover it once and be what their archives hold."""
+    size, chunks, properties = _fields(
+        described, "TensorStorageMetadata", where, "size", "chunks", "properties"
+    )
+    shape = _sizes(size, where, name)
+    state = properties.state if isinstance(properties, Record) else None
+    dtype = state[0] if isinstance(state, tuple) and state else None
+    if not isinstance(dtype, Name) or dtype.text not in _DTYPES or not isinstance(chunks, list):
+        raise BadInput(where, shown(name), expected="a dtype and chunks", found="something else")
+    stored, made = _DTYPES[dtype.text], []
+    for chunk in chunks:
+        offsets, sizes = (
+            _sizes(one, where, name)
+            for one in _fields(chunk, "ChunkStorageMetadata", where, "offsets", "sizes")
+        )
+        if len(offsets) != len(sizes):
+            raise BadInput(where, shown(name), expected=f"{len(sizes)} offsets", found=len(offsets))
+        box = Box(offsets, tuple(a + n for a, n in zip(offsets, sizes, strict=True)))
+        place = places.get((name, offsets))
+        if place is None:
+            raise BadInput(
+                where, shown(name), expected=f"a place for the chunk at {[*offsets]}", found="none"
+            )
+        if not box.size:
+            continue
+        file, view = files.view(*place, name)
+        if (view.dtype, view.shape) != (stored, sizes):
+            found = f"{view.dtype} {[*view.shape]}"
+            raise BadInput(file.path, shown(name), expected=f"{stored} {[*sizes]}", found=found)
+        made.append(Chunk(box, file, view))
+    check_coverage(where, shown(name), shape, [chunk.box for chunk in made], kind=BadInput)
+    return ForeignTensor(stored, shape, tuple(made))
+
+
+def _by_weight(
+    moments: Mapping[str, ForeignTensor], weights: Mapping[str, ForeignTensor]
+) -> dict[str, ForeignTensor]:
+    """Return moments by the full names of their weights, which may have a prefix (``model.``)."""
+    first = next(iter(moments), "")
+    prefixes = [name.removesuffix(first) for name in weights if name.endswith(first)]
+    prefix = next(
+        (one for one in sorted(prefixes, key=len) if all(one + name in weights for name in moments)), ""
+    )
+    return {prefix + name: moment for name, moment in moments.items()}
+
+
+def _updates(steps: Mapping[str, ForeignTensor], path: Path) -> int | None:
+    """Return how many updates the optimizer made; ``BadInput`` if weights differ in it."""
+    made = {name: int(read_number(tensor, path, name)) for name, tensor in steps.items()}
+    if len(set(made.values())) > 1:
+        few, many = min(made, key=made.__getitem__), max(made, key=made.__getitem__)
+        found = f"{made[many]} for {many}, {made[few]} for {few}"
+        raise BadInput(path, "optimizer", expected="as many updates of every weight", found=found)
+    return next(iter(made.values()), None)
+
+
+def _fields(record: object, kind: str, where: Path, *names: str) -> list[Any]:
+    """Return fields of a record of DCP's class ``kind``."""
+    if not isinstance(record, Record) or record.name.rpartition(".")[2] != kind:
+        found = record.name if isinstance(record, Record) else type(record).__name__
+        raise BadInput(where, expected=kind, found=found, todo="The file is damaged, or not of DCP")
+    return [record.field(name) for name in names]
+
+
+def _sizes(value: object, where: Path, name: str) -> tuple[int, ...]:
+    if not isinstance(value, tuple) or len(value) > 64:
+        raise BadInput(where, shown(name), expected="a size", found=type(value).__name__)
+    return value

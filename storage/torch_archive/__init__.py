@@ -1,0 +1,24 @@
+"""Read what ``torch.save`` wrote without running any of it: zip entries, records of a pickle, strided views.
+
+``TorchArchive`` finds the tensors of one archive; ``ViewFile`` reads boxes of them by ``pread``. Names in a
+pickle stay names: nothing is imported and nothing that a file names is called.
+"""
+
+from .archive import TorchArchive, archive_at
+from .pickle_records import Limits, Name, Record, read_records
+from .view import View
+from .view_file import ViewFile
+from .zip_entries import ZipEntry, zip_entries
+
+__all__ = [
+    "Limits",
+    "Name",
+    "Record",
+    "TorchArchive",
+    "View",
+    "ViewFile",
+    "ZipEntry",
+    "archive_at",
+    "read_records",
+    "zip_entries",
+]

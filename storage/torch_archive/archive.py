@@ -1,0 +1,188 @@
+"""Find the tensors in what ``torch.save`` wrote, by offset, without running the pickle inside.
+
+An archive is a zip file: ``data.pkl`` describes the object, and each storage is an entry ``data/KEY``. A
+tensor is a view of a storage. Source: ``torch/serialization.py`` (``_save``, ``_load``) and
+``torch/_utils.py`` (``_rebuild_tensor_v2``, ``_rebuild_tensor_v3``, ``_rebuild_parameter``).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...parallel_state import BadCheckpoint, BadInput
+from ..crc import crc32
+from ..dtypes import BITS, TORCH
+from ..regular import open_regular
+from ..strict_json import shown, what_it_looks_like
+from .pickle_records import Limits, Maker, Name, read_records
+from .view import View
+from .zip_entries import ZipEntry, zip_entries
+
+#: The most bytes of an archive's pickle.
+_MOST_BYTES = 64 << 20
+_ZIP, _TAR_NAME, _PICKLE = b"PK", b"./", b"\x80"
+_DTYPES = {str(dtype): name for name, dtype in TORCH.items()}
+#: torch's typed storages; those of newer types are untyped, and the tensor names its dtype.
+_STORAGES = {
+    **{"torch.DoubleStorage": "F64", "torch.FloatStorage": "F32", "torch.HalfStorage": "F16"},
+    **{"torch.BFloat16Storage": "BF16", "torch.LongStorage": "I64", "torch.IntStorage": "I32"},
+    **{"torch.ShortStorage": "I16", "torch.CharStorage": "I8", "torch.ByteStorage": "U8"},
+    **{"torch.BoolStorage": "BOOL", "torch.storage.UntypedStorage": "U8"},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Storage:
+    dtype: str
+    entry: ZipEntry
+
+
+class TorchArchive:
+    """Hold what one archive describes.
+
+    ``value``: the saved object as plain data; its tensors are ``View``s that count from the file's first
+    byte. ``entries``: the storages, with the CRC-32 that the archive states; only those of the pickle and
+    the byte order were compared yet.
+    """
+
+    def __init__(self, value: object, entries: list[ZipEntry]) -> None:
+        self.value, self.entries = value, entries
+
+    @classmethod
+    def open(cls, path: Path, allowed: Mapping[str, Maker | None] | None = None) -> TorchArchive:
+        """Read the archive that is all of file ``path``; see ``archive_at``."""
+        with open_regular(path) as (fd, status):
+            return archive_at(fd, 0, status.st_size, path, allowed)
+
+
+def archive_at(
+    fd: int, begin: int, end: int, where: Path, allowed: Mapping[str, Maker | None] | None = None
+) -> TorchArchive:
+    """Read the archive that is bytes ``begin`` to ``end`` of an open file.
+
+    ``allowed``: names that may occur besides torch's own for tensors (see ``read_records``). ``BadInput``
+    for an older form than the zip archives of torch 1.6, for any other name, and for an archive whose
+    storages and tensors do not fit together; ``BadCheckpoint`` for a pickle that was altered.
+    """
+    first = os.pread(fd, 262, begin)
+    if not first.startswith(_ZIP):
+        raise BadInput(
+            where, expected="an archive of torch.save", found=shown(first[:16]), todo=_way_out(first)
+        )
+    entries = zip_entries(fd, begin, end, where)
+    pickles = [name for name in entries if name.endswith("/data.pkl")]
+    if len(pickles) != 1:
+        todo = "It is a zip archive, but none that torch.save wrote"
+        raise BadInput(where, expected="one entry data.pkl", found=len(pickles), todo=todo)
+    root = pickles[0].removesuffix("data.pkl")
+    order = entries.get(f"{root}byteorder")
+    if order is not None and (found := _checked(fd, order, where, f"{root}byteorder")) != b"little":
+        raise BadInput(where, f"{root}byteorder", expected="little", found=shown(found))
+    held: list[ZipEntry] = []
+
+    def storage(args: tuple[Any, ...]) -> _Storage:
+        kind, name, key, _, count = args
+        if kind != "storage" or not isinstance(name, Name) or name.text not in _STORAGES:
+            raise ValueError("no storage of a type that torch holds")
+        if not isinstance(key, str) or type(count) is not int:
+            raise ValueError("a storage without a key and a number of elements")
+        dtype, entry = _STORAGES[name.text], entries.get(f"{root}data/{key}")
+        if entry is None or count * (BITS[dtype] // 8) != entry.end - entry.begin:
+            stated = "no such entry" if entry is None else f"{entry.end - entry.begin:,} bytes"
+            raise ValueError(f"{stated} for {count} elements of {dtype} in {root}data/{key}")
+        held.append(entry)
+        return _Storage(dtype, entry)
+
+    raw = _checked(fd, entries[pickles[0]], where, pickles[0])
+    names = {**_NAMES, **(allowed or {})}
+    value = read_records(raw, f"{where}: {pickles[0]}", names, persistent=storage, limits=Limits())
+    return TorchArchive(value, sorted(set(held), key=lambda one: one.begin))
+
+
+def _checked(fd: int, entry: ZipEntry, where: Path, name: str) -> bytes:
+    """Return the bytes of a small entry after comparing their CRC-32."""
+    if entry.end - entry.begin > _MOST_BYTES:
+        found = f"{entry.end - entry.begin:,}"
+        raise BadInput(where, name, expected=f"at most {_MOST_BYTES:,} bytes", found=found)
+    raw = os.pread(fd, entry.end - entry.begin, entry.begin)
+    if crc32(raw) != entry.crc:
+        todo = "The file was altered or damaged since it was written"
+        raise BadCheckpoint(
+            where, name, expected=f"CRC-32 {entry.crc:08x}", found=f"{crc32(raw):08x}", todo=todo
+        )
+    return raw
+
+
+def _way_out(first: bytes) -> str:
+    """Return what to do with a file that is no zip archive."""
+    old = first.startswith(_PICKLE) or first[257:262] == b"ustar" or first.startswith(_TAR_NAME)
+    if old:
+        return (
+            "This is the form before torch 1.6, a bare pickle or a tar file; it is not read. If you trust "
+            "its origin, load it with torch.load and write it with torch.save or as safetensors"
+        )
+    return what_it_looks_like(first)
+
+
+def _whole_numbers(value: object) -> tuple[int, ...]:
+    if not isinstance(value, tuple) or not all(type(one) is int and 0 <= one < 1 << 62 for one in value):
+        raise ValueError("no tuple of whole numbers")
+    return value
+
+
+def _tensor(args: tuple[Any, ...], dtype: str | None = None) -> View:
+    storage, offset, size, stride = args[:4]
+    if not isinstance(storage, _Storage):
+        raise ValueError("a tensor without a storage")
+    (offset,), shape, strides = (_whole_numbers(one) for one in ((offset,), size, stride))
+    if len(shape) != len(strides) or len(shape) > 64:
+        raise ValueError(f"shape {shown(shape)} with strides {shown(strides)}")
+    dtype = storage.dtype if dtype is None else dtype
+    begin = storage.entry.begin + offset * (BITS[dtype] // 8)
+    view = View(dtype, shape, begin, strides)
+    if view.stop > storage.entry.end:
+        end = f"{storage.entry.end - storage.entry.begin:,} bytes"
+        raise ValueError(f"offset {offset}, shape {shown(shape)}, strides {shown(strides)} in {end}")
+    return view
+
+
+def _tensor_of_dtype(args: tuple[Any, ...]) -> View:
+    name = args[6]
+    if not isinstance(name, Name) or name.text not in _DTYPES:
+        raise ValueError("no dtype that torch holds")
+    return _tensor(args, _DTYPES[name.text])
+
+
+def _parameter(args: tuple[Any, ...]) -> View:
+    if not args or not isinstance(args[0], View):
+        raise ValueError("a parameter without a tensor")
+    return args[0]
+
+
+def _dict(args: tuple[Any, ...]) -> dict[Any, Any]:
+    if args:
+        raise ValueError("an ordered dict with arguments, which torch does not write")
+    return {}
+
+
+def size_of(args: tuple[Any, ...]) -> tuple[int, ...]:
+    """Make what stands for a ``torch.Size``: a tuple."""
+    (size,) = args
+    return _whole_numbers(size)
+
+
+#: torch's own names in files of tensors. ``None``: it may stand there, and a record of it is left alone.
+_NAMES: dict[str, Maker | None] = {
+    "collections.OrderedDict": _dict,
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_tensor_v3": _tensor_of_dtype,
+    "torch._utils._rebuild_parameter": _parameter,
+    "torch._utils._rebuild_parameter_with_state": _parameter,
+    "torch.Size": size_of,
+    "torch.device": None,
+    **dict.fromkeys((*_STORAGES, *_DTYPES)),
+}

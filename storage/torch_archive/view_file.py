@@ -1,0 +1,112 @@
+"""Read strided views of one file, a box at a time, as tensors of a safetensors file are read."""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from ...parallel_state import BadInput, Box
+from ..dtypes import TORCH
+from ..regular import open_regular
+from ..safetensors_header import Entry
+from ..safetensors_reader import TensorFile, fill, identity_of
+from ..strides import Runs, blocks, runs_of
+from .view import View
+from .zip_entries import ZipEntry
+
+#: Elements that are read at once where the order of dims changes, few beside a block of a conversion.
+_AT_ONCE = 1 << 18
+
+
+class ViewFile(TensorFile):
+    """Give views of a file as its tensors; ``add`` makes one more.
+
+    ``stretches``: the parts of the file whose CRC-32 the file states itself. A view lies in one of them, or
+    in none of a file without any. ``sums`` are those of them that hold views.
+    """
+
+    def __init__(self, path: Path, size: int, identity: object, stretches: Iterable[ZipEntry] = ()) -> None:
+        super().__init__(path, {}, {}, 0, identity)
+        self.views: dict[str, View] = {}
+        self._size, self._used = size, set[ZipEntry]()
+        self.know(stretches)
+
+    @classmethod
+    def of(cls, path: Path) -> ViewFile:
+        """Open ``path`` as a file without views."""
+        with open_regular(path) as (_, status):
+            return cls(path, status.st_size, identity_of(status))
+
+    def know(self, stretches: Iterable[ZipEntry]) -> None:
+        """Take the parts of the file whose CRC-32 is known."""
+        self._stretches = sorted(stretches, key=lambda one: one.begin)
+        self._begins = [one.begin for one in self._stretches]
+
+    def add(self, view: View, key: str | None = None) -> str:
+        """Add a view; return the key under which ``read`` gives it.
+
+        ``BadInput`` for one that leaves the file or its stretch, or whose elements share bytes.
+        """
+        key = str(len(self.views)) if key is None else key
+        assert key not in self.views, key
+        number = bisect_right(self._begins, view.begin) - 1
+        end = self._size
+        if self._stretches:
+            inside = self._stretches[max(0, number)]
+            end = inside.end if number >= 0 else -1
+            self._used.add(inside)
+        if not 0 <= view.begin <= view.stop <= end:
+            found = f"bytes {view.begin:,} to {view.stop:,}"
+            raise BadInput(self.path, key, expected=f"bytes before {end:,}", found=found)
+        if not view.nested:
+            found = f"shape {[*view.shape]} with strides {[*view.strides]}"
+            todo = "Save tensor.contiguous() in its place"
+            raise BadInput(self.path, key, expected="elements of their own", found=found, todo=todo)
+        self.views[key] = view
+        nbytes = Box.whole(view.shape).size * view.itemsize
+        self.tensors[key] = Entry(view.dtype, view.shape, view.begin, view.begin + nbytes)
+        return key
+
+    @property
+    def size(self) -> int:
+        """Return the number of bytes of the whole file."""
+        return self._size
+
+    @property
+    def sums(self) -> Sequence[tuple[int, int, int]]:
+        """Return begin, end and CRC-32 of each stretch that holds a view, in order."""
+        return sorted((one.begin, one.end, one.crc) for one in self._used)
+
+    def state(self) -> tuple[str, object, str]:
+        """Return what identifies this content: besides ``TensorFile.state``, the sums in the file itself."""
+        path, identity, digest = super().state()
+        return path, identity, hashlib.sha256(f"{digest}{self.sums}".encode()).hexdigest()
+
+    def _runs(self, name: str, box: Box) -> Iterator[Runs]:
+        view = self.views[name]
+        return runs_of(view.shape, box, view.itemsize, view.strides)
+
+    def read(self, name: str, box: Box | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the elements of view ``name`` in ``box`` (default: all); see ``TensorFile.read``."""
+        view = self.views[name]
+        box = Box.whole(view.shape) if box is None else box
+        dims = [dim for dim, count in enumerate(box.shape) if count > 1]
+        if not box.size or dims == sorted(dims, key=lambda dim: -view.strides[dim]):
+            return super().read(name, box, out)
+        out = torch.empty(box.shape, dtype=TORCH[view.dtype]) if out is None else out
+        order = sorted(range(len(box.shape)), key=lambda dim: -view.strides[dim])
+        shape, strides, start, stop = (
+            tuple(each[dim] for dim in order) for each in (view.shape, view.strides, box.start, box.stop)
+        )
+        turned, target = Box(start, stop), out.permute(order)
+        with self._opened() as fd:
+            for part in blocks(turned, _AT_ONCE):
+                piece = torch.empty(part.shape, dtype=out.dtype)
+                runs = runs_of(shape, part, view.itemsize, strides)
+                fill(fd, self.path, name, view.begin, runs, piece.reshape(-1).view(torch.uint8).numpy())
+                target[part.within(turned).slices] = piece
+        return out
