@@ -1,17 +1,26 @@
-"""``trilith tokenize INPUT... --tokenizer DIR_OR_MODEL --out PREFIX``."""
+"""``trilith tokenize INPUT... --tokenizer DIR_OR_MODEL --out PREFIX [--from megatron] [--to megatron]``."""
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from .foreign_tokens import Origin, index_files
 from .options import INPUTS, JSON_KEY
 from .say import say
 
 
+class Target(StrEnum):
+    """Say which program is to read the token ids, too."""
+
+    megatron = "megatron"
+
+
 def tokenize(
+    given: typer.Context,
     inputs: Annotated[
         list[Path],
         typer.Argument(
@@ -55,6 +64,17 @@ def tokenize(
     workers: Annotated[
         int | None, typer.Option(min=1, help="number of processes; default: one for each available core")
     ] = None,
+    origin: Annotated[
+        Origin | None,
+        typer.Option(
+            "--from",
+            help="megatron or datatrove: INPUT holds token ids of that program, a prefix of .bin and .idx or "
+            "a .ds file; they are not copied",
+        ),
+    ] = None,
+    target: Annotated[
+        Target | None, typer.Option("--to", help="megatron: write .idx too, with which Megatron reads .bin")
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="show no progress bar")] = False,
 ) -> None:
     """Turn text or conversations into a token file for training.
@@ -63,11 +83,19 @@ def tokenize(
     messages, or conversations (from, value), or prompt and completion, or instruction, input and output. If
     the command is killed or interrupted, the same command continues.
 
+    With --from nothing is tokenized: the command reads the ids once and writes an index, and PREFIX.bin is a
+    link to their file. Several inputs, which may have weights as in Megatron's --data-path, or a folder of
+    .ds files become as many token files, in the folder PREFIX.
+
     Examples:
 
         trilith tokenize corpus.txt --tokenizer tokenizer --out tokens --split-paragraphs
         trilith tokenize chat.jsonl --tokenizer tokenizer --out sft --chat --show 1
+        trilith tokenize data/wiki_text_document --tokenizer tokenizer --out wiki --from megatron
     """
+    if origin is not None:
+        index_files(given, inputs, tokenizer, out, origin, quiet=quiet)
+        return
     import time
 
     from ..data.text.chat_show import shown, warnings_of
@@ -92,6 +120,7 @@ def tokenize(
             split_paragraphs=split_paragraphs,
             chat=how,
             workers=workers,
+            megatron=target is not None,
             on_progress=on_progress,
         )
     seconds, count = time.perf_counter() - began, file.index.tokens

@@ -86,7 +86,9 @@ class TokenIndex(StrictRecord):
 
 @dataclass(frozen=True, slots=True)
 class TokenPaths:
-    """Name the files of the token file ``name``: four, and a fifth if only some tokens are learnt."""
+    """Name the files of the token file ``name``: four; with ``targets`` if only some tokens are learnt, and
+    with Megatron's index if Megatron reads or wrote the tokens too.
+    """
 
     name: Path
 
@@ -107,9 +109,13 @@ class TokenPaths:
         return self.name.with_name(self.name.name + ".sums")
 
     @property
+    def megatron(self) -> Path:
+        return self.name.with_name(self.name.name + ".idx")
+
+    @property
     def all(self) -> tuple[Path, ...]:
         """Return every file that a token file may have, the index first."""
-        return self.index, self.tokens, self.documents, self.targets, self.sums
+        return self.index, self.tokens, self.documents, self.targets, self.sums, self.megatron
 
     @property
     def index(self) -> Path:
@@ -119,7 +125,7 @@ class TokenPaths:
     def of(path: str | Path) -> TokenPaths:
         """Make it from the name, or from the path of any of the files."""
         path = Path(path)
-        for suffix in (".docs.npy", ".targets", ".sums", ".bin", ".json"):
+        for suffix in (".docs.npy", ".targets", ".sums", ".bin", ".json", ".idx"):
             if path.name.endswith(suffix):
                 return TokenPaths(path.with_name(path.name.removesuffix(suffix)))
         return TokenPaths(path)
@@ -148,7 +154,7 @@ def probe(path: Path) -> str:
 
 def read_index(path: Path) -> TokenIndex:
     """Read the index; each field has the right type and is within bounds."""
-    _size_of(path, todo="Make it with: trilith tokenize")
+    _size_of(path, todo=f"Make it with: {_command(path)}")
     content = read_json(path, _LARGEST_INDEX)
     version = content.get("version", VERSION)
     if type(version) is not int or not 1 <= version <= VERSION:
@@ -163,6 +169,13 @@ def read_index(path: Path) -> TokenIndex:
         )
     index.check_seal(path)
     return index
+
+
+def _command(path: Path) -> str:
+    """Return what makes an index here: out of a text, or of Megatron's files of this name."""
+    name = TokenPaths.of(path).name
+    beside = TokenPaths(name).megatron.is_file()
+    return f"trilith tokenize {name} --from megatron --out {name}" if beside else "trilith tokenize"
 
 
 def check_tokens(path: Path, index: TokenIndex) -> None:

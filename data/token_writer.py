@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -17,11 +16,11 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ..parallel_state import BadInput
-from ..storage.disk import Disk
-from ..storage.file_names import leftovers
 from ..storage.journal import Journal
-from ..storage.staging import Staging, clear_leftovers
+from ..storage.staging import Staging
+from .megatron import check_for_megatron, write_megatron_index
 from .token_index import VERSION, TargetIndex, TokenIndex, TokenPaths, dtype_for, little_endian, probe
+from .token_publish import publish_tokens, refuse_taken, sync
 from .token_sums import BlockSums
 from .tokens import TokenFile
 
@@ -54,7 +53,8 @@ class TokenWriter:
     because the name is taken. The next writer clears what a killed one left.
 
     With ``template_sha256``, the hash of a chat template, every document has targets, and ``<name>.targets``
-    is written too. ``job`` is any text that two jobs share only if they write the same. With it, a killed or
+    is written too. With ``megatron`` there is also ``<name>.idx``, with which Megatron reads the same
+    ``<name>.bin``. ``job`` is any text that two jobs share only if they write the same. With it, a killed or
     interrupted writer leaves the portions reported to ``finished``, and the next writer of that job continues
     after them: ``portions`` is their number, and ``read`` the hash of the input read for them. If the input
     has changed, call ``begin_anew``.
@@ -74,14 +74,17 @@ class TokenWriter:
         bos_id: int | None = None,
         tokenizer_fingerprint: str = "",
         template_sha256: str | None = None,
+        megatron: bool = False,
         job: str = "",
     ) -> None:
         self._paths = TokenPaths.of(name)
         self._vocab_size, self._fingerprint = vocab_size, tokenizer_fingerprint
         self._eos_id, self._bos_id = eos_id, bos_id
-        self._template, self._job = template_sha256, job
+        self._template, self._job, self._megatron = template_sha256, job, megatron
         if not 1 <= vocab_size <= 2**32:
             raise BadInput(self._paths.index, "vocab_size", expected="1 to 2**32", found=vocab_size)
+        if megatron:
+            check_for_megatron(vocab_size, chat=template_sha256 is not None)
         self._dtype = little_endian(dtype_for(vocab_size))
         self._names = ("tokens", "lengths", *(["targets"] if template_sha256 is not None else []))
         self._files: dict[str, BinaryIO] = {}
@@ -155,7 +158,7 @@ class TokenWriter:
         self.unended += unended
         if self._job and time.monotonic() - self._last_mark >= MARK_EVERY:
             for file in self._files.values():
-                _sync(file)
+                sync(file)
             sizes = {name: file.tell() for name, file in self._files.items()}
             written = {name: digest.hexdigest() for name, digest in self._digests.items()}
             self._journal.add(Mark(self.portions, self.left_out, self.unended, sizes, read, written))
@@ -183,20 +186,12 @@ class TokenWriter:
         for name, open_file in self._files.items():
             open_file.flush()
             if name != "lengths":
-                _sync(open_file)
+                sync(open_file)
         made = self._staging.directory
         lengths = np.fromfile(made / "lengths", dtype="<i8")
         offsets = np.zeros(lengths.size + 1, dtype="<i8")
         np.cumsum(lengths, out=offsets[1:])
-        with (made / "documents").open("wb+") as file:
-            np.save(file, offsets, allow_pickle=False)
-            _sync(file)
-            file.seek(0)
-            documents_sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-        sums = b"".join(self._sums[name].value().tobytes() for name in self._names if name != "lengths")
-        with (made / "sums").open("wb") as file:
-            file.write(sums)
-            _sync(file)
+        paths, places = self._paths, {"tokens": self._paths.tokens}
         targets = None
         if self._template is not None:
             targets = TargetIndex(
@@ -207,6 +202,12 @@ class TokenWriter:
                 left_out=self.left_out,
                 unended=self.unended,
             )
+            places["targets"] = paths.targets
+        if self._megatron:
+            with (made / "megatron").open("wb") as file:
+                write_megatron_index(file, offsets, self._dtype)
+                sync(file)
+            places["megatron"] = paths.megatron
         index = TokenIndex(
             version=VERSION,
             dtype=dtype_for(self._vocab_size),
@@ -218,19 +219,11 @@ class TokenWriter:
             tokenizer_fingerprint=self._fingerprint,
             sha256=self._digests["tokens"].hexdigest(),
             probe=probe(made / "tokens"),
-            documents_sha256=documents_sha256,
+            documents_sha256="",
             targets=targets,
-            sums_sha256=hashlib.sha256(sums).hexdigest(),
-        ).sealed()
-        with (made / "index").open("wb") as file:
-            file.write(json.dumps(index.model_dump(exclude_defaults=True), indent=2).encode() + b"\n")
-            _sync(file)
-        paths = self._paths
-        places = {"tokens": paths.tokens, "documents": paths.documents, "sums": paths.sums}
-        if targets is not None:
-            places["targets"] = paths.targets
-        self._staging.publish_files(places | {"index": paths.index})
-        return TokenFile.open(self._paths.name)
+        )
+        sums = [self._sums[name].value() for name in self._names if name != "lengths"]
+        return publish_tokens(self._staging, paths, index, offsets, sums, places)
 
     def _open(self) -> None:
         """Open the files: empty, or with the data that an earlier writer of the same job finished."""
@@ -273,23 +266,10 @@ class TokenWriter:
         self._sums[name].update(data.data)
 
     def _refuse_taken_name(self) -> None:
-        """Refuse a name that has an index already or, with nothing unfinished beside it, any other file."""
-        unfinished = leftovers(self._paths.name)
-        for path in self._paths.all[: 1 if unfinished else None]:
-            if path.exists() or path.is_symlink():
-                # A writer may have been killed after its files were in place.
-                clear_leftovers(self._paths.name)
-                raise BadInput(
-                    path, expected="a new name", found="an existing file", todo="Remove it or choose another"
-                )
+        refuse_taken(self._paths.name, self._paths.index, self._paths.all)
 
 
 def _parts(path: Path) -> Iterator[bytes]:
     with path.open("rb") as file:
         while part := file.read(2**22):
             yield part
-
-
-def _sync(file: Any) -> None:
-    file.flush()
-    Disk().sync(file.fileno())

@@ -27,7 +27,7 @@ def test_the_commands_of_the_page_on_data(
     for name, language in (("chat.jsonl", "jsonl"), ("chat.jinja", "jinja"), ("recipe.toml", "toml")):
         Path(name).write_text(block(language), encoding="utf-8")
     shown = re.findall(r"^trilith (.*)$", "".join(re.findall(r"```bash\n(.*?)```", TEXT, re.DOTALL)), re.M)
-    assert len(shown) == 4
+    assert len(shown) == 6
     for words in shown:
         assert run(shlex.split(words)) == 0, words
     said = capsys.readouterr().out

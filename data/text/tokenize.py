@@ -30,6 +30,7 @@ def tokenize(
     split_paragraphs: bool = False,
     chat: Chat | None = None,
     workers: int | None = None,
+    megatron: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> TokenFile:
     """Tokenize ``inputs``, in order, into the token file ``out``, which must not exist.
@@ -40,7 +41,8 @@ def tokenize(
     unpacked on the way. Empty documents are left out. ``append_eos`` ends each document with the tokenizer's
     end of sequence; ``bos`` begins each with its begin of sequence (None: where the tokenizer's own files ask
     for it, as they then do for a prompt). ``workers`` is the number of processes (default: as many as there
-    are cores and work for). ``on_progress`` is called with (bytes of the inputs read, tokens written).
+    are cores and work for). With ``megatron``, ``<out>.idx`` lets Megatron read the same ``<out>.bin``.
+    ``on_progress`` is called with (bytes of the inputs read, tokens written).
 
     With ``chat`` each record is a conversation (see ``chat_formats``), written out by the chat template, and
     only the assistant's tokens are to be learnt. Samples without any are left out; the index counts them.
@@ -72,6 +74,7 @@ def tokenize(
         bos_id=bos_id,
         tokenizer_fingerprint=loaded.fingerprint,
         template_sha256=template_sha256,
+        megatron=megatron,
         job=_name(inputs, loaded, bos_id, append_eos, json_key, split_paragraphs, template_sha256),
     )
     with writer:

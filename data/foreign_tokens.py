@@ -1,0 +1,153 @@
+"""Make a token file of another program's token ids without a copy: only the index beside them is written.
+
+Megatron's ``.bin`` and datatrove's ``.ds`` hold little-endian ids end to end, as ``<name>.bin`` does. One
+pass over them gives what a token file has more: that every id is below the vocabulary's size, and the hashes
+and checksums by which damage is found later.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..parallel_state import BadInput, from_os_error
+from ..storage.output_file import check_place
+from ..storage.regular import open_regular
+from ..storage.staging import Staging
+from .token_index import VERSION, TokenIndex, TokenPaths, little_endian, probe
+from .token_publish import publish_tokens, refuse_taken
+from .token_sums import BlockSums
+from .tokens import TokenFile
+
+#: Bytes read at once: a multiple of every id's size.
+_PART = 2**22
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignTokens:
+    """Describe a file of ids: ``offsets`` has the first id of each document, and the number of all ids."""
+
+    path: Path
+    dtype: Literal["uint16", "uint32"]
+    offsets: NDArray[np.int64]
+
+    @property
+    def size(self) -> int:
+        """Return the number of bytes that the ids take."""
+        return int(self.offsets[-1]) * little_endian(self.dtype).itemsize
+
+
+def offsets_of_ends(ends: NDArray[np.int64], where: Path) -> NDArray[np.int64]:
+    """Return the offsets of documents that end at ``ends``, which must not fall; empty ones are left out."""
+    offsets = np.concatenate([np.zeros(1, dtype="<i8"), ends])
+    falls = offsets[1:] < offsets[:-1]
+    if falls.any():
+        at = int(np.argmax(falls))
+        expected = f"an end of at least {offsets[at]}, where the one before it ends"
+        raise BadInput(where, f"document {at}", expected=expected, found=offsets[at + 1])
+    kept: NDArray[np.int64] = offsets[np.concatenate([[True], offsets[1:] > offsets[:-1]])]
+    if len(kept) == 1:
+        raise BadInput(where, "documents", expected="at least one with tokens", found="none")
+    return kept
+
+
+def index_tokens(
+    found: ForeignTokens,
+    out: Path,
+    *,
+    vocab_size: int,
+    eos_id: int | None = None,
+    bos_id: int | None = None,
+    tokenizer_fingerprint: str = "",
+    on_progress: Callable[[int], None] = lambda read: None,
+) -> TokenFile:
+    """Write the token file ``out`` around these ids, and open it.
+
+    ``out.bin`` becomes a link to them, unless it is their file. ``bos_id`` is noted in the index if every
+    document begins with it. ``on_progress`` is called with the number of bytes read since its last call.
+    Raises ``BadInput`` for an id that is not below ``vocab_size``, and for a name that is taken.
+    """
+    paths = TokenPaths.of(out)
+    in_place = paths.tokens.exists() and paths.tokens.samefile(found.path)
+    check_place(paths.name)
+
+    def refuse() -> None:
+        made = [path for path in paths.all if path not in (paths.tokens, paths.megatron)]
+        refuse_taken(staged_as, paths.index, made if in_place else paths.all)
+
+    # Beside tokens that were there before, under a name of its own: what a kill leaves there must not look
+    # like an unfinished ``out``, whose ``.bin`` the next writer may replace.
+    staged_as = paths.index if in_place else paths.name
+    staging = Staging.begin_files(staged_as, refuse)
+    try:
+        digest, sums, begun = hashlib.sha256(), BlockSums(), 0
+        for at, ids in _parts(found):
+            _check_ids(ids, at, vocab_size, found.path)
+            digest.update(ids.data)
+            sums.update(ids.data)
+            first, last = np.searchsorted(found.offsets[:-1], [at, at + ids.size])
+            if bos_id is not None:
+                begun += int(np.count_nonzero(ids[found.offsets[first:last] - at] == bos_id))
+            on_progress(ids.nbytes)
+        places = {}
+        if not in_place:
+            os.symlink(_target(found.path, paths.tokens), staging.directory / "tokens")
+            places["tokens"] = paths.tokens
+        index = TokenIndex(
+            version=VERSION,
+            dtype=found.dtype,
+            tokens=int(found.offsets[-1]),
+            documents=len(found.offsets) - 1,
+            vocab_size=vocab_size,
+            eos_id=eos_id,
+            bos_id=bos_id if begun == len(found.offsets) - 1 else None,
+            tokenizer_fingerprint=tokenizer_fingerprint,
+            sha256=digest.hexdigest(),
+            probe=probe(found.path),
+            documents_sha256="",
+        )
+        return publish_tokens(staging, paths, index, found.offsets, [sums.value()], places)
+    finally:
+        staging.abandon()
+
+
+def _parts(found: ForeignTokens) -> Iterator[tuple[int, NDArray[np.unsignedinteger]]]:
+    """Yield all ids in pieces, each with the number of its first id."""
+    dtype, done = little_endian(found.dtype), 0
+    with open_regular(found.path) as (fd, _):
+        while done < found.size:
+            try:
+                part = os.pread(fd, min(_PART, found.size - done), done)
+            except OSError as error:
+                raise from_os_error(error, found.path, expected="a readable file", kind=BadInput) from None
+            if not part or len(part) % dtype.itemsize:
+                raise BadInput(
+                    found.path, "size", expected=f"{found.size} bytes", found="a file that shrinks"
+                )
+            yield done // dtype.itemsize, np.frombuffer(part, dtype)
+            done += len(part)
+
+
+def _check_ids(ids: NDArray[np.unsignedinteger], at: int, vocab_size: int, where: Path) -> None:
+    if ids.max() >= vocab_size:
+        first = int(np.argmax(ids >= vocab_size))
+        found = int(ids[first])
+        raise BadInput(
+            where,
+            f"token {at + first}",
+            expected=f"0 to {vocab_size - 1}, the tokenizer's ids",
+            found=found - 2**32 if found >= 2**31 else found,  # Megatron's ids have a sign
+            todo="Name the tokenizer that made the file",
+        )
+
+
+def _target(tokens: Path, link: Path) -> str:
+    """Return what the link says: a relative path, so that a folder with both can be moved as one."""
+    return os.path.relpath(os.path.realpath(tokens), os.path.realpath(link.parent))

@@ -1,0 +1,193 @@
+"""Read and write Megatron's ``.idx``, which says where the documents are in a ``.bin`` of token ids.
+
+The format of Megatron-Core's ``IndexedDataset``, little-endian: the magic, a version, a code for the type of
+an id, the numbers of sequences and of document bounds; then for each sequence its length (int32), its first
+byte in the ``.bin`` (int64); then the bounds of documents, counted in sequences (int64); and for data of
+several kinds a mode for each sequence (int8). ``GPTDataset`` reads a sequence for a document; here, as in
+``preprocess_data.py --split-sentences``, a document may have several.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..parallel_state import BadInput
+from ..storage.regular import open_regular, stat_regular
+from .foreign_tokens import ForeignTokens, offsets_of_ends
+from .token_index import TokenPaths, little_endian
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_OLD_MAGIC = b"TNTIDX\x00\x00"
+_HEADER = struct.Struct("<9sQBQQ")
+_LENGTH, _POINTER = np.dtype("<i4"), np.dtype("<i8")
+#: What the types of an id are called, by their code, and those that are read without a copy: an int32 that is
+#: not negative has the bits of a uint32.
+_TYPES = ("none", "uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uint16")
+_CODES = {"uint32": 4, "uint16": 8}
+#: Sequences looked at together, so that memory does not grow with the file.
+_AT_ONCE = 2**20
+
+
+def read_megatron(prefix: Path) -> ForeignTokens:
+    """Describe the ids of ``prefix.bin`` by ``prefix.idx``; either file's path may be given instead.
+
+    Raises ``BadInput`` if the two do not fit each other, or hold what is no text.
+    """
+    paths = TokenPaths.of(prefix)
+    where = paths.megatron
+    todo = "Name the data set by its prefix, the path without .bin and .idx"
+    stat_regular(where, todo=todo)
+    tokens = stat_regular(paths.tokens, todo=todo).st_size
+    with open_regular(where) as (fd, status):
+        dtype, sequences, bounds = _read_header(os.pread(fd, _HEADER.size, 0), where)
+        size = _HEADER.size + sequences * (_LENGTH.itemsize + _POINTER.itemsize) + bounds * _POINTER.itemsize
+        if status.st_size not in (size, size + sequences):
+            expected = f"{size} bytes for {sequences} sequences and {bounds} bounds of documents"
+            raise BadInput(where, "size", expected=expected, found=status.st_size, todo="Copy it again")
+    lengths = np.memmap(where, _LENGTH, "r", _HEADER.size, (sequences,))
+    pointers = np.memmap(where, _POINTER, "r", _HEADER.size + lengths.nbytes, (sequences,))
+    documents = np.memmap(where, _POINTER, "r", _HEADER.size + lengths.nbytes + pointers.nbytes, (bounds,))
+    if status.st_size > size:
+        _check_modes(np.memmap(where, np.int8, "r", size, (sequences,)), where)
+    itemsize = little_endian(dtype).itemsize
+    end = _check_sequences(lengths, pointers, itemsize, where)
+    if tokens != end * itemsize:
+        expected = f"{end * itemsize} bytes, {end} ids of {itemsize} bytes, as {where.name} says"
+        raise BadInput(paths.tokens, "size", expected=expected, found=tokens, todo="Copy it again")
+    return ForeignTokens(paths.tokens, dtype, _offsets(documents, pointers, itemsize, end, where))
+
+
+def _read_header(header: bytes, where: Path) -> tuple[Any, int, int]:
+    """Return the type of an id and the numbers of sequences and of bounds."""
+    if not header.startswith(_MAGIC):
+        old = header.startswith(_OLD_MAGIC)
+        found = "the older format of cached data sets" if old else repr(header[: len(_MAGIC)])
+        todo = "Preprocess the text again, with today's Megatron or with trilith tokenize" if old else ""
+        raise BadInput(where, "magic", expected=f"{_MAGIC!r}, Megatron's index", found=found, todo=todo)
+    if len(header) < _HEADER.size:
+        expected = f"at least {_HEADER.size} bytes, a whole header"
+        raise BadInput(where, "size", expected=expected, found=len(header), todo="Copy it again")
+    _, version, code, sequences, bounds = _HEADER.unpack(header)
+    if version != 1:
+        raise BadInput(where, "version", expected=1, found=version)
+    dtype = next((name for name, known in _CODES.items() if known == code), None)
+    if dtype is None:
+        found = _TYPES[code] if code < len(_TYPES) else f"code {code}"
+        raise BadInput(
+            where, "type of the ids", expected="uint16 or int32", found=found, todo="Tokenize again"
+        )
+    if sequences == 0 or bounds < 2:
+        found = f"{sequences} sequences, {bounds} bounds of documents"
+        raise BadInput(where, expected="at least one sequence and two bounds", found=found)
+    return dtype, sequences, bounds
+
+
+def _check_modes(modes: NDArray[np.int8], where: Path) -> None:
+    """Refuse sequences that are not text: a mode tells the pictures from the words."""
+    for begin in range(0, len(modes), _AT_ONCE):
+        part = modes[begin : begin + _AT_ONCE]
+        if part.any():
+            at = int(np.argmax(part != 0))
+            found = f"mode {part[at]}: a data set of several kinds"
+            raise BadInput(where, f"sequence {begin + at}", expected="mode 0, text", found=found)
+
+
+def _check_sequences(
+    lengths: NDArray[np.int32], pointers: NDArray[np.int64], itemsize: int, where: Path
+) -> int:
+    """Check that the sequences lie end to end from the first byte on, and return the number of ids."""
+    end = 0
+    for begin in range(0, len(lengths), _AT_ONCE):
+        part = lengths[begin : begin + _AT_ONCE].astype(np.int64)
+        if part.min() < 0:
+            at = int(np.argmax(part < 0))
+            raise BadInput(where, f"length of sequence {begin + at}", expected="at least 0", found=part[at])
+        starts = (end + np.cumsum(part) - part) * itemsize
+        wrong = starts != pointers[begin : begin + _AT_ONCE]
+        if wrong.any():
+            at = int(np.argmax(wrong))
+            raise BadInput(
+                where,
+                f"pointer of sequence {begin + at}",
+                expected=f"{starts[at]}, the byte after the sequence before it",
+                found=pointers[begin + at],
+            )
+        end += int(part.sum())
+    return end
+
+
+def _offsets(
+    bounds: NDArray[np.int64], pointers: NDArray[np.int64], itemsize: int, end: int, where: Path
+) -> NDArray[np.int64]:
+    """Return where documents begin, in ids, and where the last one ends."""
+    if bounds[0] != 0 or bounds[-1] != len(pointers):
+        found = f"{bounds[0]} to {bounds[-1]}"
+        raise BadInput(where, "bounds of documents", expected=f"0 to {len(pointers)}", found=found)
+    ends = np.empty(len(bounds) - 1, dtype="<i8")
+    for begin in range(0, len(ends), _AT_ONCE):
+        part = np.array(bounds[begin : begin + _AT_ONCE + 1])
+        falls = part[1:] < part[:-1]
+        if falls.any():
+            at = int(np.argmax(falls))
+            expected = f"at least {part[at]}, as bounds rise"
+            raise BadInput(
+                where, f"bound {begin + at + 1} of documents", expected=expected, found=part[at + 1]
+            )
+        last = part[1:] == len(pointers)
+        ends[begin : begin + len(last)] = np.where(
+            last, end, pointers[np.where(last, 0, part[1:])] // itemsize
+        )
+    return offsets_of_ends(ends, where)
+
+
+def check_for_megatron(vocab_size: int, *, chat: bool) -> None:
+    """Refuse what Megatron's files cannot hold."""
+    if chat:
+        found = "conversations, of which some tokens are learnt"
+        raise BadInput("tokenize", "--to megatron", expected="text: it learns every token", found=found)
+    if vocab_size > 2**31:
+        expected = "a vocabulary of at most 2**31: its ids are int32"
+        raise BadInput("tokenize", "--to megatron", expected=expected, found=vocab_size)
+
+
+def write_megatron_index(file: IO[bytes], offsets: NDArray[np.int64], dtype: np.dtype[Any]) -> None:
+    """Write the ``.idx`` of documents that are one sequence each, as ``IndexedDatasetBuilder`` does."""
+    lengths = np.diff(offsets)
+    if lengths.max() >= 2**31:
+        expected = "fewer than 2**31 tokens: Megatron's lengths are int32"
+        raise BadInput("document", int(np.argmax(lengths)), expected=expected, found=lengths.max())
+    file.write(_HEADER.pack(_MAGIC, 1, _CODES[dtype.name], len(lengths), len(offsets)))
+    file.write(lengths.astype(_LENGTH).data)
+    file.write((offsets[:-1] * dtype.itemsize).astype(_POINTER).data)
+    file.write(np.arange(len(offsets), dtype=_POINTER).data)
+
+
+def parse_blend(words: Sequence[str], where: object) -> tuple[list[str], list[float] | None]:
+    """Return the prefixes and the weights of Megatron's ``--data-path``: ``0.3 a 0.7 b``, or ``a b``.
+
+    As in Megatron, words in pairs are weights and prefixes if every first word is a number. ``None``: no
+    weights are given.
+    """
+    if not words:
+        raise BadInput(where, "data path", expected="at least one prefix", found="none")
+    weights = [_weight(word) for word in words[::2]]
+    if len(words) % 2 or all(weight is None for weight in weights):
+        return [*words], None
+    if None in weights:
+        at = 2 * weights.index(None)
+        raise BadInput(where, "data path", expected=f"a weight before {words[at + 1]}", found=words[at])
+    return [*words[1::2]], [weight for weight in weights if weight is not None]
+
+
+def _weight(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None

@@ -1,0 +1,71 @@
+"""Put a token file in place: document starts, checksums and, last of all, the sealed index."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..parallel_state import BadInput
+from ..storage.disk import Disk
+from ..storage.file_names import leftovers
+from ..storage.staging import Staging, clear_leftovers
+from .token_index import TokenIndex, TokenPaths
+from .token_sums import Sums
+from .tokens import TokenFile
+
+
+def publish_tokens(
+    staging: Staging,
+    paths: TokenPaths,
+    index: TokenIndex,
+    offsets: NDArray[np.int64],
+    sums: Sequence[Sums],
+    others: Mapping[str, Path],
+) -> TokenFile:
+    """Write what describes the tokens, give every file its name, and open the token file.
+
+    ``index`` lacks the hashes of the files written here; ``sums`` are the checksums of the tokens, and of the
+    targets if there are any. ``others`` has the places of files that are in the staging folder already, on
+    the disk.
+    """
+    made = staging.directory
+    with (made / "documents").open("wb+") as file:
+        np.save(file, offsets, allow_pickle=False)
+        sync(file)
+        file.seek(0)
+        documents_sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    checksums = b"".join(part.tobytes() for part in sums)
+    with (made / "sums").open("wb") as file:
+        file.write(checksums)
+        sync(file)
+    hashes = {"documents_sha256": documents_sha256, "sums_sha256": hashlib.sha256(checksums).hexdigest()}
+    index = index.model_copy(update=hashes).sealed()
+    with (made / "index").open("wb") as file:
+        file.write(json.dumps(index.model_dump(exclude_defaults=True), indent=2).encode() + b"\n")
+        sync(file)
+    described = {"documents": paths.documents, "sums": paths.sums, "index": paths.index}
+    staging.publish_files({**others, **described})
+    return TokenFile.open(paths.name)
+
+
+def refuse_taken(name: Path, index: Path, others: Sequence[Path]) -> None:
+    """Refuse a name that has an index already or, with nothing unfinished beside it, any of ``others``."""
+    # A writer may have been killed after some of its files were in place: these are overwritten.
+    for path in [index, *([] if leftovers(name) else others)]:
+        if path.exists() or path.is_symlink():
+            clear_leftovers(name)
+            raise BadInput(
+                path, expected="a new name", found="an existing file", todo="Remove it or choose another"
+            )
+
+
+def sync(file: Any) -> None:
+    """Make what was written to the file survive a power cut."""
+    file.flush()
+    Disk().sync(file.fileno())
