@@ -18,7 +18,7 @@ from .possible import check_model
 from .readable import check_plain
 from .resume import Progress, load_training, newest_checkpoint
 from .save import Contents, Saver
-from .source import Source, read_source
+from .source import Source, foreign_format, read_foreign, read_source
 from .user_module import load_module, module_contents, save_module
 from .verify import verify, verify_files
 
@@ -42,6 +42,7 @@ __all__ = [
     "convert",
     "differences",
     "fingerprint",
+    "foreign_format",
     "latest_checkpoint",
     "load_model",
     "load_module",
@@ -54,6 +55,7 @@ __all__ = [
     "plan_merge",
     "read_adapter",
     "read_converted",
+    "read_foreign",
     "read_lora",
     "read_source",
     "read_with_adapter",

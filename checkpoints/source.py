@@ -161,6 +161,25 @@ def read_source(
         return open_source(path, allow_symlinks=allow_symlinks, module=module, config=config, names=names)
 
 
+def foreign_format(path: str | Path) -> str | None:
+    """Return the name of another project's format, if ``path`` is a checkpoint of one that is known."""
+    theirs = _theirs(Path(path))
+    return None if theirs is None else theirs.name
+
+
+def read_foreign(path: str | Path) -> ForeignCheckpoint | None:
+    """Read the headers of another project's checkpoint, under the names that are in it; ``None`` if
+    ``path`` is none.
+    """
+    theirs = _theirs(Path(path))
+    return None if theirs is None else theirs.read(Path(path))
+
+
+def _theirs(path: Path) -> Format | None:
+    known = path.exists() and kind_of_folder(path, SOURCES)[1] is FolderKind.OTHER
+    return format_of(path) if known else None
+
+
 def open_source(
     path: str | Path,
     *,

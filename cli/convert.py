@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from .options import DRY_RUN, MAX_RAM, SPLIT, WORKERS
+from .options import CONFIG, DRY_RUN, MAX_RAM, NAMES, SPLIT, WORKERS
 from .say import say
 
 if TYPE_CHECKING:
@@ -19,7 +19,9 @@ def convert(
     src: Annotated[
         Path,
         typer.Argument(
-            help="Hugging Face folder, Hugging Face model id, checkpoint, or a run's folder", metavar="SRC"
+            help="Hugging Face folder, Hugging Face model id, checkpoint, a run's folder, or a checkpoint of "
+            "another project",
+            metavar="SRC",
         ),
     ],
     dst: Annotated[Path, typer.Argument(help="new folder for the converted weights", metavar="DST")],
@@ -34,6 +36,8 @@ def convert(
     tensor: Annotated[int, typer.Option(min=1, help="number of tensor-parallel ranks to cut for")] = 1,
     pipeline: Annotated[int, typer.Option(min=1, help="number of pipeline stages to cut for")] = 1,
     split: Annotated[str | None, typer.Option(help=SPLIT)] = None,
+    config: Annotated[Path | None, typer.Option(help=CONFIG)] = None,
+    names: Annotated[str | None, typer.Option(help=NAMES)] = None,
     dtype: Annotated[
         str | None, typer.Option(help="data type to cast the weights to: float32, bfloat16 or float16")
     ] = None,
@@ -70,6 +74,7 @@ def convert(
         trilith convert sharded other --tensor 2
         trilith convert other Llama-again --to hf
         trilith convert lora-run adapter --to peft
+        trilith convert titan/step-1000 Llama-mine --to hf --config Llama-3.2-1B
     """
     from ..checkpoints import ConversionOptions, carry_out, plan_conversion
     from .progress import byte_progress
@@ -78,8 +83,18 @@ def convert(
     counts = parse_counts(split, "convert")
     most = parse_size(max_ram, "--max-ram") if max_ram is not None else None
     plan = plan_conversion(
-        src, to=to, tensor=tensor, pipeline=pipeline, split=counts, dtype=dtype, allow_symlinks=allow_symlinks
+        src,
+        to=to,
+        tensor=tensor,
+        pipeline=pipeline,
+        split=counts,
+        dtype=dtype,
+        allow_symlinks=allow_symlinks,
+        config=config,
+        names=names,
     )
+    if plan.source.foreign is not None:
+        say(f"{src}: {plan.source.foreign.summary()}")
     if dry_run:
         for name, transfers in plan.files.items():
             say(f"{name}  {sum(one.nbytes for one in transfers):,} bytes")

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from .options import CONFIG, NAMES
 from .say import say
 
 
@@ -20,6 +21,8 @@ def diff(
     most: Annotated[
         int, typer.Option("--most", min=1, help="largest number of differing tensors to print")
     ] = 20,
+    config: Annotated[Path | None, typer.Option(help=CONFIG)] = None,
+    names: Annotated[str | None, typer.Option(help=NAMES)] = None,
 ) -> None:
     """Compare the weights of two folders tensor by tensor.
 
@@ -32,13 +35,17 @@ def diff(
     """
     from itertools import islice
 
-    from ..checkpoints import differences, read_source, verify
+    from ..checkpoints import differences, foreign_format, read_source, verify
+    from ..checkpoints.verify import checksum_of, verify_sums
 
-    first = read_source(a)
-    second = read_source(b, module=first.module)
+    given = {path: (config, names) if foreign_format(path) else (None, None) for path in (a, b)}
+    first = read_source(a, config=given[a][0], names=given[a][1])
+    second = read_source(b, module=first.module, config=given[b][0], names=given[b][1])
     for source in (first, second):
         if source.manifest is not None:
             verify(source.path, source.manifest)
+        for file in source.files:
+            verify_sums(file, checksum_of(file))
     found = list(islice(differences(first, second), most + 1))
     for one in found[:most]:
         figures = f"  {one.elements:,} elements, max abs {one.absolute:.3g}, max rel {one.relative:.3g}"

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from .options import CONFIG, NAMES
+
 
 def inspect(
     source: Annotated[
@@ -18,8 +20,12 @@ def inspect(
             "--tensor", help="name of a tensor whose minimum, maximum, mean and standard deviation to print"
         ),
     ] = None,
+    config: Annotated[Path | None, typer.Option(help=CONFIG)] = None,
+    names: Annotated[str | None, typer.Option(help=NAMES)] = None,
 ) -> None:
     """List what a folder of weights holds: model, layout, step, files, tensors.
+
+    Without --config a checkpoint of another project is listed under the names that are in it.
 
     The command reads headers only. With --tensor it also reads that tensor.
 
@@ -32,14 +38,20 @@ def inspect(
 
     from rich.table import Table
 
-    from ..checkpoints import read_source, verify_files
+    from ..checkpoints import read_foreign, read_source, verify_files
     from ..parallel_state import BadInput, buffer_names
     from ..runs.console import plain_console
 
-    found = read_source(source)
     console = plain_console(soft_wrap=True)
+    if config is None and (theirs := read_foreign(source)) is not None:
+        console.print(f"{source}: {theirs.summary()}; with --config its tensors have Hugging Face's names")
+        for line in (*theirs.facts(), *theirs.skipped):
+            console.print(line, markup=False)
+        for name, one in theirs.tensors.items():
+            console.print(f"{name}  {one.dtype} {[*one.shape]}  {len(one.chunks)} parts", markup=False)
+        return
+    found = read_source(source, config=config, names=names)
     manifest = found.manifest
-    kind = "Hugging Face folder" if manifest is None else f"checkpoint ({manifest.kind})"
     (stated,) = found.family.declarations(found.model_config)
     fixed = buffer_names(stated)  # a router's bias is no parameter
     if manifest is None:
@@ -51,7 +63,7 @@ def inspect(
         for name, one in found.catalog.items()
         if not name.startswith("optimizer.") and name not in fixed
     )
-    console.print(f"{found.path}: {kind} of {found.family.model_type}, {parameters:,} parameters")
+    console.print(f"{found.path}: {found.form} of {found.family.model_type}, {parameters:,} parameters")
     if manifest is not None:
         console.print(
             f"layout: {manifest.layout}" + (f"; step {manifest.step}" if manifest.step is not None else "")

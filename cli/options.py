@@ -11,6 +11,10 @@ MAX_RAM = (
     "most memory that the process may hold, such as 800MB or 2GiB; default: no limit, and each worker needs "
     "some 20 MB"
 )
+CONFIG = (
+    "for a checkpoint of another project: Hugging Face folder of the same model, for its config and tokenizer"
+)
+NAMES = "for a checkpoint of another project: table of names (titan, meta) or a TOML file of rules"
 DRY_RUN = "print the plan and write nothing"
 INPUTS = "text, .jsonl or .parquet files, each also as .gz or .zst, or folders of Hugging Face datasets"
 JSON_KEY = "name of the JSON key or Parquet column that holds the text"

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from .options import CONFIG, NAMES
 from .say import say
 
 
@@ -14,15 +15,19 @@ def verify(
     source: Annotated[
         Path,
         typer.Argument(
-            help="checkpoint, a run's folder, Hugging Face folder, or token file",
+            help="checkpoint, a run's folder, Hugging Face folder, token file, or a checkpoint of another "
+            "project",
             metavar="DIR_OR_TOKENS",
         ),
     ],
+    config: Annotated[Path | None, typer.Option(help=CONFIG)] = None,
+    names: Annotated[str | None, typer.Option(help=NAMES)] = None,
 ) -> None:
     """Check every byte of a checkpoint, a Hugging Face folder or a token file.
 
     A checkpoint is compared with its checksums, and copies of one tensor with each other. A Hugging Face
-    folder must hold every tensor that its config asks for, and finite numbers only. A token file is compared
+    folder must hold every tensor that its config asks for, and finite numbers only; so must a checkpoint of
+    another project, whose own checksums are compared too. A token file is compared
     with the hashes in its index; name it by its prefix or by any of its files. The command prints the SHA-256
     of each file. The exit code is 4 for a damaged checkpoint and 2 for anything else that is wrong.
 
@@ -32,7 +37,7 @@ def verify(
         trilith verify Llama-3.2-1B
         trilith verify tokens
     """
-    if not source.is_dir():
+    if config is None and not source.is_dir():
         from ..data.token_index import TokenPaths
 
         paths = TokenPaths.of(source)
@@ -43,11 +48,12 @@ def verify(
 
     from ..checkpoints import check_model, read_source
     from ..checkpoints import verify as check
+    from ..checkpoints.verify import checksum_of, verify_sums
     from ..parallel_state import Box
     from ..runs.report.record import check_step
     from .progress import byte_progress
 
-    found = read_source(source)
+    found = read_source(source, config=config, names=names)
     for warning in found.warnings:
         say(f"warning: {warning}", err=True)
     total = sum(file.size for file in found.files)
@@ -60,6 +66,8 @@ def verify(
             for name, whole in found.catalog.items():
                 box = Box.whole(whole.shape)
                 advance(found.read(name, box, found.links(to_hf=True)).nbytes)
+            for file in found.files:
+                verify_sums(file, checksum_of(file))
     for file in found.files:
         with file.path.open("rb") as opened:
             say(f"{hashlib.file_digest(opened, 'sha256').hexdigest()}  {file.path.name}")

@@ -14,6 +14,8 @@ STEP_NAME = re.compile(r"step-([0-9]+)")
 DAMAGED, BROKEN = ".damaged", ".broken"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+#: The same in the form before safetensors: archives of ``torch.save``.
+OLD_SINGLE, OLD_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 CONFIG = "config.json"
 #: PEFT's names of the same, for adapters.
 ADAPTER_MODEL, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"

@@ -33,6 +33,8 @@ def check_stated(found: ForeignCheckpoint, config: ModelConfig, where: Path) -> 
 
 
 def _same(a: object, b: object) -> bool:
-    if isinstance(a, int | float) and isinstance(b, int | float) and not isinstance(a, bool):
+    if isinstance(a, bool):  # something is there or not, such as a scaled rope
+        return a == bool(b)
+    if isinstance(a, int | float) and isinstance(b, int | float):
         return math.isclose(a, b, rel_tol=_SAME)
     return a == b

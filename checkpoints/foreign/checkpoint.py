@@ -66,6 +66,17 @@ class ForeignCheckpoint:
     skipped: list[str] = field(default_factory=list)
     names: str | None = None
 
+    def summary(self) -> str:
+        """Return one line that says what was found."""
+        dtypes = sorted({tensor.dtype for tensor in self.tensors.values()})
+        moments = "moments of AdamW" if self.moments else "no moments"
+        step = "" if self.step is None else f", step {self.step}"
+        return f"{self.form}: {len(self.tensors)} weights in {', '.join(dtypes)}, {moments}{step}"
+
+    def facts(self) -> list[str]:
+        """Return a line for each fact about the model that the checkpoint states."""
+        return [f"{name} = {stated.value} ({stated.where})" for name, stated in self.stated.items()]
+
     @property
     def files(self) -> list[ViewFile]:
         """Return the files that hold the weights and moments, each once, in order of first use."""

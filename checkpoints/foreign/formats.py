@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import dcp
+from ...parallel_state import BadInput
+from . import dcp, meta, state_dict
 from .checkpoint import ForeignCheckpoint
 
 
@@ -23,8 +24,23 @@ class Format:
     read: Callable[[Path], ForeignCheckpoint]
 
 
+def _is_gguf(path: Path) -> bool:
+    names = [one.name for one in path.iterdir()] if path.is_dir() else [path.name]
+    return any(name.endswith(".gguf") for name in names)
+
+
+def _refuse_gguf(path: Path) -> ForeignCheckpoint:
+    todo = "Take the safetensors that it was made of: GGUF files are quantised, under llama.cpp's names"
+    raise BadInput(path, expected="weights to train or to cut", found="GGUF", todo=todo)
+
+
 #: In this order: a format whose folder holds files of a later one comes before it.
-FORMATS: tuple[Format, ...] = (Format(dcp.FORM, dcp.recognise, dcp.read),)
+FORMATS: tuple[Format, ...] = (
+    Format(dcp.FORM, dcp.recognise, dcp.read),
+    Format(meta.FORM, meta.recognise, meta.read),
+    Format(state_dict.FORM, state_dict.recognise, state_dict.read),
+    Format("GGUF", _is_gguf, _refuse_gguf),
+)
 
 
 def format_of(path: Path) -> Format | None:

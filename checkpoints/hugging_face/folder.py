@@ -1,26 +1,31 @@
 """A Hugging Face model folder as a source: its config, where each tensor lies, and the files that go with it.
 
-Only safetensors and JSON are opened. Whatever makes the folder ambiguous — an index that disagrees with the
+Safetensors and JSON are opened, and archives of ``torch.save`` (the form before safetensors) by a reader that
+runs nothing of them. Whatever makes the folder ambiguous — an index that disagrees with the
 files, both an index and a single file, names that lead elsewhere — is refused before any tensor is read.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 
 from ...parallel_state import BadInput
 from ...storage.companions import companions_in
-from ...storage.file_names import CONFIG, INDEX, SINGLE
+from ...storage.file_names import CONFIG, INDEX, OLD_INDEX, OLD_SINGLE, SINGLE
 from ...storage.regular import check_plain_name, contained
 from ...storage.safetensors_header import MAX_TENSORS, Entry
 from ...storage.safetensors_reader import TensorFile
 from ...storage.small_files import read_json
 from ...storage.strict_json import shown
+from ...storage.torch_archive import open_state_dict
 from .fp8 import block_size, scaled
 from .mxfp4 import unpacked
 
 _MAX_INDEX = 32 << 20
+#: Ways to quantise, by transformers' names, whose files are known and not read.
+_QUANTISED = ("awq", "bitsandbytes", "gptq")
 
 
 class HFFolder:
@@ -68,9 +73,14 @@ class HFFolder:
             file = TensorFile.open(self._at(SINGLE))
             return {name: (file, entry) for name, entry in file.tensors.items()}
         if INDEX in names:
-            return self._sharded(names)
-        if any(name.endswith((".bin", ".pt", ".pth", ".ckpt")) for name in names):
-            todo = "Convert the weights to safetensors first; we do not read pickle, which can run code"
+            return self._sharded(names, INDEX, ".safetensors", TensorFile.open)
+        if OLD_INDEX in names:
+            return self._sharded(names, OLD_INDEX, ".bin", lambda path, expected: open_state_dict(path))
+        if OLD_SINGLE in names:
+            file = open_state_dict(self._at(OLD_SINGLE))
+            return {name: (file, entry) for name, entry in file.tensors.items()}
+        if pickled := [name for name in sorted(names) if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]:
+            todo = f"`trilith convert {self.path / pickled[0]} OUT --config {self.path}` reads torch.save's"
             raise BadInput(
                 self.path, expected=f"{SINGLE} or {INDEX}", found="only pickled weights", todo=todo
             )
@@ -78,37 +88,46 @@ class HFFolder:
         found = f"only {', '.join(others[:3])}" if others else "neither"
         raise BadInput(self.path, expected=f"{SINGLE} or {INDEX}", found=found)
 
-    def _sharded(self, names: set[str]) -> dict[str, tuple[TensorFile, Entry]]:
-        where = self.path / INDEX
-        index = read_json(self._at(INDEX), _MAX_INDEX)
-        promised = _weight_map(index.get("weight_map"), where)
+    def _sharded(
+        self, names: set[str], index_name: str, ending: str, open_shard: Callable[..., TensorFile]
+    ) -> dict[str, tuple[TensorFile, Entry]]:
+        where = self.path / index_name
+        index = read_json(self._at(index_name), _MAX_INDEX)
+        promised = _weight_map(index.get("weight_map"), where, ending)
         files = {}
         for shard in sorted(set(promised.values())):
             if shard not in names:
                 raise BadInput(
-                    self.path / shard, expected=f"the shard that {INDEX} names", found="no such file"
+                    self.path / shard, expected=f"the shard that {index_name} names", found="no such file"
                 )
-            files[shard] = TensorFile.open(self._at(shard), expected=promised)
+            files[shard] = open_shard(self._at(shard), expected=promised)
         _check_agreement(promised, files, where)
-        self._note_oddities(index, files, names)
+        self._note_oddities(index, files, names, index_name, ending)
         return {name: (files[shard], files[shard].tensors[name]) for name, shard in promised.items()}
 
-    def _note_oddities(self, index: dict[str, object], files: dict[str, TensorFile], names: set[str]) -> None:
+    def _note_oddities(
+        self,
+        index: dict[str, object],
+        files: dict[str, TensorFile],
+        names: set[str],
+        index_name: str,
+        ending: str,
+    ) -> None:
         metadata = index.get("metadata")
         stated = metadata.get("total_size") if isinstance(metadata, dict) else None
         total = sum(entry.nbytes for file in files.values() for entry in file.tensors.values())
         if stated is not None and stated != total:
-            where = self.path / INDEX
+            where = self.path / index_name
             self.warnings.append(f"{where}: total_size says {shown(stated)}, the tensors have {total}")
-        counted = {
-            name.rpartition("-of-")[2].removesuffix(".safetensors") for name in files if "-of-" in name
-        }
+        counted = {name.rpartition("-of-")[2].removesuffix(ending) for name in files if "-of-" in name}
         for count in sorted(counted):
             if count.isdecimal() and int(count) != len(files):
                 self.warnings.append(f"{self.path}: shards are named -of-{count}, but there are {len(files)}")
-        stray = sorted(name for name in names if name.endswith(".safetensors") and name not in files)
+        stray = sorted(name for name in names if name.endswith(ending) and name not in files)
         if stray:
-            self.warnings.append(f"{self.path}: not named in {INDEX} and not read: {', '.join(stray[:3])}")
+            self.warnings.append(
+                f"{self.path}: not named in {index_name} and not read: {', '.join(stray[:3])}"
+            )
 
 
 def _plain(
@@ -117,12 +136,17 @@ def _plain(
     """Return the tensors as bf16, or ``None`` for a packing that is not read; the config then refuses it."""
     if packing.get("quant_method") == "mxfp4":
         return unpacked(tensors, path)
+    if (method := packing.get("quant_method")) in _QUANTISED:
+        todo = "Take the model that it was made of; its rounded numbers cannot be trained or cut"
+        raise BadInput(
+            path / CONFIG, "quantization_config", expected="none, mxfp4 or fp8", found=method, todo=todo
+        )
     block = block_size(packing)
     return None if block is None else scaled(tensors, path, block)
 
 
-def _weight_map(value: object, where: Path) -> dict[str, str]:
-    """Check and return the index's table of tensor -> shard; each shard has a plain safetensors name."""
+def _weight_map(value: object, where: Path, ending: str) -> dict[str, str]:
+    """Check and return the index's table of tensor -> shard; each shard has a plain name with this ending."""
     if not isinstance(value, dict):
         raise BadInput(where, "weight_map", expected="an object of tensor -> file", found=shown(value))
     if len(value) > MAX_TENSORS:
@@ -135,10 +159,10 @@ def _weight_map(value: object, where: Path) -> dict[str, str]:
         if isinstance(shard, str) and shards.get(shard.lower()) == shard:
             continue
         shard = check_plain_name(shard, where, f"weight_map {shown(name)}")
-        if not shard.endswith(".safetensors"):
+        if not shard.endswith(ending):
             key = f"weight_map {shown(name)}"
-            todo = "Convert the weights to safetensors first; we do not read pickle"
-            raise BadInput(where, key, expected="a .safetensors file", found=shown(shard), todo=todo)
+            todo = f"An index of pickled weights is called {OLD_INDEX}"
+            raise BadInput(where, key, expected=f"a {ending} file", found=shown(shard), todo=todo)
         if (other := shards.setdefault(shard.lower(), shard)) != shard:
             found = f"{shown(other)} and {shown(shard)}, one file on some systems"
             raise BadInput(where, "weight_map", expected="names that differ in more than case", found=found)

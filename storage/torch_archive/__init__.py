@@ -6,6 +6,7 @@ pickle stay names: nothing is imported and nothing that a file names is called.
 
 from .archive import TorchArchive, archive_at
 from .pickle_records import Limits, Name, Record, read_records
+from .state_dict import open_state_dict, tensors_in
 from .view import View
 from .view_file import ViewFile
 from .zip_entries import ZipEntry, zip_entries
@@ -19,6 +20,8 @@ __all__ = [
     "ViewFile",
     "ZipEntry",
     "archive_at",
+    "open_state_dict",
     "read_records",
+    "tensors_in",
     "zip_entries",
 ]

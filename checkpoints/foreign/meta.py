@@ -1,0 +1,100 @@
+"""Read Meta's own files of Llama: ``params.json`` and one ``consolidated.NN.pth`` for each tensor rank.
+
+The parts of a tensor lie one after the other: along dim 0 for what Meta calls column-parallel (``wq``, ``w1``
+and so on), along dim 1 for row-parallel (``wo``, ``w2``) and for an embedding that is cut by its width, as in
+Llama 2; norms and rotary frequencies are the same in every part. Source: ``llama/model.py`` of
+meta-llama/llama (2023) and ``llama3`` (2024).
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from ...parallel_state import BadInput, Box
+from ...storage.small_files import read_json
+from ...storage.strict_json import shown
+from ...storage.torch_archive import ViewFile, open_state_dict
+from .checkpoint import Chunk, ForeignCheckpoint, ForeignTensor, Stated
+
+FORM = "Meta's consolidated files"
+PARAMS = "params.json"
+_PART = re.compile(r"consolidated\.(\d\d)\.pth")
+_ROWS = re.compile(r"output\.weight|.*\.(wq|wk|wv|w1|w3)\.weight")
+_COLUMNS = re.compile(r".*\.(wo|w2)\.weight")
+_EMBEDDING = "tok_embeddings.weight"
+#: Meta's keys of facts, and the attribute of a config that states the same.
+_FACTS = {
+    "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "vocab_size": "vocab_size",
+    "norm_eps": "rms_norm_eps",
+    "rope_theta": "rope_theta",
+}
+
+
+def recognise(path: Path) -> bool:
+    """Return whether this folder holds Meta's files."""
+    return (
+        path.is_dir()
+        and (path / PARAMS).is_file()
+        and any(_PART.fullmatch(one.name) for one in path.iterdir())
+    )
+
+
+def read(path: Path) -> ForeignCheckpoint:
+    """Read the headers of every part; ``BadInput`` for a part that is missing or does not fit the others."""
+    where = path / PARAMS
+    params = read_json(where)
+    numbers = sorted(int(match[1]) for one in path.iterdir() if (match := _PART.fullmatch(one.name)))
+    if numbers != [*range(len(numbers))]:
+        missing = min(set(range(numbers[-1])) - {*numbers})
+        raise BadInput(
+            path / f"consolidated.{missing:02d}.pth", expected="a part for every rank", found="none"
+        )
+    files = [open_state_dict(path / f"consolidated.{number:02d}.pth") for number in numbers]
+    names = files[0].views.keys()
+    for file in files[1:]:
+        if differing := sorted(names ^ file.views.keys()):
+            raise BadInput(file.path, shown(differing[0]), expected=f"the tensors of {files[0].path.name}")
+    tensors = {name: _joined(name, files, params.get("dim")) for name in names}
+    return ForeignCheckpoint(path, FORM, tensors, stated=_stated(params, where), names="meta")
+
+
+def _joined(name: str, files: list[ViewFile], width: object) -> ForeignTensor:
+    """Return the tensor whose parts lie in the files, one after the other along the dim that Meta cuts."""
+    parts = [file.views[name] for file in files]
+    first = parts[0]
+    dim = 0 if _ROWS.fullmatch(name) else 1 if _COLUMNS.fullmatch(name) else None
+    if name == _EMBEDDING:  # Llama 2 cuts its width, Llama 3 the vocabulary
+        dim = 0 if first.shape[1:] == (width,) else 1
+    if dim is None:
+        return ForeignTensor(first.dtype, first.shape, (Chunk(Box.whole(first.shape), files[0], first),))
+    if len({(part.dtype, part.shape[:dim], part.shape[dim + 1 :]) for part in parts}) > 1:
+        found = ", ".join(f"{part.dtype} {[*part.shape]}" for part in parts)
+        raise BadInput(
+            files[0].path.parent, shown(name), expected="parts that differ in one dim", found=found
+        )
+    chunks, at = [], 0
+    for file, part in zip(files, parts, strict=True):
+        shift = tuple(at if d == dim else 0 for d in range(len(part.shape)))
+        chunks.append(Chunk(Box.whole(part.shape).shift(shift), file, part))
+        at += part.shape[dim]
+    shape = tuple(at if d == dim else size for d, size in enumerate(first.shape))
+    return ForeignTensor(first.dtype, shape, tuple(chunks))
+
+
+def _stated(params: dict[str, Any], where: Path) -> dict[str, Stated]:
+    """Return the facts in ``params.json``; Llama 2's leaves the vocabulary to its tokenizer (-1)."""
+    stated = {
+        ours: Stated(params[key], f"{key} in {where}")
+        for key, ours in _FACTS.items()
+        if params.get(key) not in (None, -1)
+    }
+    if "n_heads" in params:
+        stated.setdefault("num_key_value_heads", Stated(params["n_heads"], f"n_heads in {where}"))
+    stated["rope_scaling"] = Stated(bool(params.get("use_scaled_rope")), f"use_scaled_rope in {where}")
+    return stated

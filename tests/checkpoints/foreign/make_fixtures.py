@@ -1,0 +1,112 @@
+"""Write the fixtures beside this file with the writers that users have; run it as a program.
+
+Every fixture holds the weights of ``write_hf_folder(..., CONFIG)``, so that a test makes the Hugging Face
+folder itself. Two ranks write, because one process writes no tensor in several chunks:
+
+- ``titan.tar.xz``: torchtitan's names and its form of an optimizer's state, with
+  ``torch.distributed.checkpoint`` and tensors sharded as FSDP2 does. The moments of a weight w are 2 w and
+  w * w.
+- ``fsdp2.tar.xz``: transformers' Llama under FSDP2 after two steps of AdamW with a learning rate of 0,
+  through ``get_model_state_dict`` and ``get_optimizer_state_dict``.
+
+Archives are packed because most of a small DCP folder is padding.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from trilith.testing.hf_folders import write_hf_folder
+from trilith.testing.tiny_models import WHOLE
+
+HERE = Path(__file__).parent
+CONFIG = WHOLE | {"vocab_size": 37, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+TITAN = {
+    **{"model.embed_tokens": "tok_embeddings", "model.norm": "norm", "lm_head": "output"},
+    **{"input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm", "model.layers": "layers"},
+    **{f"self_attn.{one}_proj": f"attention.w{one}" for one in "qkvo"},
+    **{
+        "mlp.gate_proj": "feed_forward.w1",
+        "mlp.up_proj": "feed_forward.w3",
+        "mlp.down_proj": "feed_forward.w2",
+    },
+}
+
+
+def titan_name(name: str) -> str:
+    """Return torchtitan's and Meta's name of a tensor of Hugging Face's Llama."""
+    for theirs, ours in TITAN.items():
+        name = name.replace(f"{theirs}.", f"{ours}.")
+    return name
+
+
+def paired(name: str, weight: Tensor) -> Tensor:
+    """Return a weight as Meta and torchtitan store it: the halves of a head's rows take turns."""
+    heads = {"q_proj": 4, "k_proj": 2}.get(name.split(".")[-2])
+    if heads is None:
+        return weight
+    rows = weight.shape[0] // heads // 2
+    return weight.view(heads, 2, rows, -1).transpose(1, 2).reshape(weight.shape)
+
+
+def titan_weights(hf: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {titan_name(name): paired(name, weight) for name, weight in hf.items()}
+
+
+def write(rank: int, folder: Path) -> None:
+    """Write both checkpoints as one of two ranks."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29561", RANK=str(rank), WORLD_SIZE="2")
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2,))
+    hf = load_file(folder / "hf" / "model.safetensors")
+    weights = {name: distribute_tensor(one, mesh, [Shard(0)]) for name, one in titan_weights(hf).items()}
+    state = {
+        name: {"exp_avg": one * 2, "exp_avg_sq": one * one, "step": torch.tensor(7.0)}
+        for name, one in weights.items()
+    }
+    optimizer = {"state": state, "param_groups": {name: {"lr": 0.1} for name in weights}}
+    train_state = {"step": torch.tensor(7, dtype=torch.int32)}
+    dcp.save({**weights, "optimizer": optimizer, "train_state": train_state}, checkpoint_id=folder / "titan")
+
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder / "hf")
+    for block in model.model.layers:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    adam = torch.optim.AdamW(model.parameters(), lr=0.0)
+    for seed in range(2):
+        ids = torch.randint(37, (2, 9), generator=torch.Generator().manual_seed(seed))
+        model(input_ids=ids, labels=ids).loss.backward()
+        adam.step()
+        adam.zero_grad()
+    saved = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, adam)}
+    dcp.save(saved, checkpoint_id=folder / "fsdp2")
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        write_hf_folder(folder / "hf", CONFIG)
+        torch.multiprocessing.spawn(write, (folder,), nprocs=2)
+        for name in ("titan", "fsdp2"):
+            with tarfile.open(HERE / f"{name}.tar.xz", "w:xz") as packed:
+                packed.add(folder / name, name)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,308 @@
+"""Checkpoints of other projects: every tensor bitwise, logits as transformers', moments to go on from."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import shutil
+import tarfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from trilith.checkpoints import convert, differences, load_model, read_source, restore_model, save_model
+from trilith.cli.app import run
+from trilith.models import CausalLM, family_of
+from trilith.parallel_state import BadCheckpoint, BadInput, Box, initialize
+from trilith.testing.hf_folders import contents, write_hf_folder
+from trilith.testing.tiny_models import MODELS, TINIEST_LLAMA
+from trilith.training import make_adamw
+
+HERE = Path(__file__).parent
+MADE = runpy.run_path(str(HERE / "make_fixtures.py"))
+CONFIG: dict[str, Any] = MADE["CONFIG"]
+WEIGHTS = "model.safetensors"
+
+
+def save(state: dict[str, Any], folder: Path) -> None:
+    """Write with DCP as one process; torch warns that there is only one."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state, checkpoint_id=folder)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with ``hf`` and every other form of the same weights."""
+    folder = tmp_path_factory.mktemp("foreign")
+    write_hf_folder(folder / "hf", CONFIG)
+    (folder / "hf" / "tokenizer.json").write_text("{}")
+    for name in ("titan", "fsdp2"):
+        with tarfile.open(HERE / f"{name}.tar.xz") as packed:
+            packed.extractall(folder, filter="data")
+    hf = load_file(folder / "hf" / WEIGHTS)
+    save({"model": hf}, folder / "dcp")
+    torch.save({"step": 3, "model": hf, "notes": ["text", 1.5]}, folder / "model.pt")
+    for name in ("bin", "bins"):
+        (folder / name).mkdir()
+        shutil.copy(folder / "hf" / "config.json", folder / name)
+    torch.save(hf, folder / "bin" / "pytorch_model.bin")
+    names = [*hf]
+    shards = {"pytorch_model-00001-of-00002.bin": names[:9], "pytorch_model-00002-of-00002.bin": names[9:]}
+    for shard, held in shards.items():
+        torch.save({name: hf[name] for name in held}, folder / "bins" / shard)
+    index = {"weight_map": {name: shard for shard, held in shards.items() for name in held}}
+    (folder / "bins" / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    for name, along in (("llama2", 1), ("llama3", 0)):
+        write_meta(folder / name, hf, parts=2, embedding=along)
+    return folder
+
+
+PARAMS = {"dim": 16, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "norm_eps": CONFIG["rms_norm_eps"]}
+
+
+def write_meta(folder: Path, hf: dict[str, Tensor], *, parts: int, embedding: int) -> None:
+    """Write Meta's form by hand: its own writer is in no package."""
+    folder.mkdir()
+    for part in range(parts):
+        held: dict[str, Tensor] = {"rope.freqs": torch.ones(2)}
+        for name, weight in MADE["titan_weights"](hf).items():
+            along = 1 if name.endswith(("wo.weight", "w2.weight")) else None if "norm" in name else 0
+            along = embedding if name.startswith("tok_emb") else along
+            rows = torch.tensor_split(weight, parts, along)[part] if along is not None else weight
+            held[name] = rows.clone()
+        torch.save(held, folder / f"consolidated.{part:02d}.pth")
+    (folder / "params.json").write_text(json.dumps(PARAMS | {"vocab_size": -1, "use_scaled_rope": True}))
+
+
+FORMS = ["titan", "fsdp2", "dcp", "model.pt", "bin", "bins", "llama2", "llama3"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_becomes_the_same_folder_of_hugging_face(form: str, made: Path, tmp_path: Path) -> None:
+    config = [] if form.startswith("bin") else ["--config", str(made / "hf")]
+    assert run(["convert", str(made / form), str(tmp_path / "hf"), "--to", "hf", "--verify", *config]) == 0
+    assert load_file(tmp_path / "hf" / WEIGHTS).keys() == load_file(made / "hf" / WEIGHTS).keys()
+    assert (tmp_path / "hf" / WEIGHTS).read_bytes() == (made / "hf" / WEIGHTS).read_bytes()
+    assert (tmp_path / "hf" / "tokenizer.json").is_file() == bool(config)
+
+
+@pytest.mark.parametrize("form", ["titan", "llama3"])
+def test_logits_after_a_conversion_are_those_of_transformers(form: str, made: Path, tmp_path: Path) -> None:
+    convert(made / form, tmp_path / "out", config=made / "hf", tensor=2, pipeline=2)
+    model = load_model(tmp_path / "out")
+    theirs: Any = AutoModelForCausalLM.from_pretrained(made / "hf")
+    ids = torch.randint(37, (2, 11), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        difference = model(ids)[..., :37] - theirs.eval()(ids).logits
+    assert float(difference.abs().max()) < 1e-5
+
+
+def test_moments_come_along_into_a_layout_and_not_into_a_folder_of_hugging_face(
+    made: Path, tmp_path: Path
+) -> None:
+    plan = convert(made / "titan", tmp_path / "out", config=made / "hf", tensor=2)
+    source = read_source(tmp_path / "out")
+    assert source.manifest is not None and source.manifest.kind == "training"
+    assert source.manifest.step == 7 and source.manifest.state["memory"] == {"updates": 7}
+    links, weights = source.links(), [name for name in source.catalog if not name.startswith("optimizer.")]
+    for name in weights:
+        box = Box.whole(source.catalog[name].shape)
+        weight = source.read(name, box, links)
+        assert torch.equal(source.read(f"optimizer.exp_avg.{name}", box, links), weight * 2)
+        assert torch.equal(source.read(f"optimizer.exp_avg_sq.{name}", box, links), weight * weight)
+    assert any("param_groups" in line for line in plan.source.warnings)
+    assert read_source(made / "fsdp2", config=made / "hf").trains
+
+
+def moved(model: CausalLM, optimizer: torch.optim.Optimizer, steps: range) -> list[Tensor]:
+    """Take steps with gradients that depend on the weights, so that they need no batch."""
+    for step in steps:
+        for parameter in model.parameters():
+            parameter.grad = parameter.detach() * (step + 1)
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def test_a_run_goes_on_from_imported_moments_as_from_its_own(tmp_path: Path) -> None:
+    """Another project's AdamW is played by our own, whose state is written under Hugging Face's names."""
+    family = family_of(TINIEST_LLAMA)
+    config = family.from_hf(TINIEST_LLAMA)
+
+    def fresh() -> tuple[CausalLM, torch.optim.AdamW]:
+        model = family.build(config, device="cpu")
+        initialize(model, 3)
+        return model, make_adamw(model, lr=1e-2)
+
+    model, optimizer = fresh()
+    moved(model, optimizer, range(2))
+    own = save_model(tmp_path / "own", model, optimizer, step=2)
+    convert(own, tmp_path / "hf", to="hf")
+    source = read_source(own)
+    stored = {}
+    for link in family.links(config)[0]:
+        for prefix, place in (("", "model."), ("exp_avg", "optim.state."), ("exp_avg_sq", "optim.state.")):
+            ours = f"optimizer.{prefix}.{link.ours}" if prefix else link.ours
+            value = source.read(ours, Box.whole(source.catalog[ours].shape), source.links())
+            stored[f"{place}{link.hf}{f'.{prefix}' if prefix else ''}"] = value
+        stored[f"optim.state.{link.hf}.step"] = torch.tensor(2.0)
+    save(stored, tmp_path / "theirs")
+    convert(tmp_path / "theirs", tmp_path / "imported", config=tmp_path / "hf", to="sharded")
+    ends = []
+    for folder in (own, tmp_path / "imported"):
+        model, optimizer = fresh()
+        assert restore_model(folder, model, optimizer).step == 2
+        ends.append(moved(model, optimizer, range(2, 5)))
+    assert all(map(torch.equal, *ends)) and len(ends[0]) > 5
+    assert not list(differences(read_source(own), read_source(tmp_path / "imported")))
+
+
+def test_stacked_experts_become_those_of_hugging_face(tmp_path: Path) -> None:
+    write_hf_folder(tmp_path / "hf", MODELS["qwen3_moe"])
+    hf = load_file(tmp_path / "hf" / WEIGHTS)
+    stacks: dict[str, Tensor] = {}
+    theirs = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+    for name, weight in hf.items():
+        block, inside, rest = name.partition(".mlp.experts.0.")
+        if inside:
+            each = [hf[f"{block}.mlp.experts.{e}.{rest}"] for e in range(MODELS["qwen3_moe"]["num_experts"])]
+            kind = theirs[rest.removesuffix(".weight")]
+            stacks[f"{block.removeprefix('model.')}.moe.experts.{kind}"] = torch.stack(each)
+        elif ".mlp.experts." not in name:
+            plain = MADE["titan_name"](name).replace("mlp.gate.", "moe.router.gate.")
+            stacks[plain.replace("self_attn.", "attention.")] = weight
+    save(stacks, tmp_path / "titan")
+    convert(tmp_path / "titan", tmp_path / "out", config=tmp_path / "hf", to="hf")
+    assert contents(tmp_path / "out")[WEIGHTS] == contents(tmp_path / "hf")[WEIGHTS]
+
+
+def test_a_users_table_of_rules_renames_splits_and_transposes(made: Path, tmp_path: Path) -> None:
+    hf = load_file(made / "hf" / WEIGHTS)
+    fused = {name: weight for name, weight in hf.items() if "gate_proj" not in name and "up_proj" not in name}
+    for i in range(2):
+        prefix = f"model.layers.{i}.mlp."
+        both = [hf[f"{prefix}{one}_proj.weight"] for one in ("gate", "up")]
+        fused[f"{prefix}both.weight"] = torch.cat(both)
+        fused[f"{prefix}down_proj.weight"] = fused[f"{prefix}down_proj.weight"].T.contiguous()
+    fused["model.embed_tokens.weight"] = torch.cat([hf["model.embed_tokens.weight"], torch.ones(3, 16)])
+    torch.save(fused, tmp_path / "fused.pt")
+    rules = [
+        {"foreign": "model.layers.{i}.mlp.both.weight",
+         "hf": [f"model.layers.{{i}}.mlp.{one}_proj.weight" for one in ("gate", "up")]},
+        {"foreign": "model.layers.{i}.mlp.down_proj.weight", "hf": "model.layers.{i}.mlp.down_proj.weight",
+         "transpose": True},
+        {"foreign": "model.embed_tokens.weight", "hf": "model.embed_tokens.weight", "padded": True},
+    ]  # fmt: skip
+    done = ("mlp.", "embed_tokens")
+    rules += [{"foreign": name, "hf": name} for name in hf if not any(one in name for one in done)]
+    lines: list[str] = []
+    for rule in rules:
+        lines += ["[[rule]]", *(f"{key} = {json.dumps(value)}" for key, value in rule.items())]
+    (tmp_path / "mine.toml").write_text("\n".join(lines))
+    names = str(tmp_path / "mine.toml")
+    convert(tmp_path / "fused.pt", tmp_path / "out", config=made / "hf", names=names, to="hf")
+    assert contents(tmp_path / "out")[WEIGHTS] == contents(made / "hf")[WEIGHTS]
+
+
+def test_the_commands_read_every_form(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = ["--config", str(made / "hf")]
+    assert run(["inspect", str(made / "titan")]) == 0
+    assert "tok_embeddings.weight" in capsys.readouterr().out
+    assert run(["inspect", str(made / "llama2"), *config, "--tensor", "model.norm.weight"]) == 0
+    assert run(["verify", str(made / "titan"), *config]) == 0
+    assert run(["verify", str(made / "model.pt"), *config]) == 0
+    assert run(["diff", str(made / "hf"), str(made / "llama3"), *config]) == 0
+    assert run(["inspect", str(made / "llama3")]) == 0
+    assert "hidden_size = 16" in capsys.readouterr().out
+
+
+def flipped(folder: Path, where: bytes) -> None:
+    """Change one bit of a weight in some file of a checkpoint."""
+    for path in folder.iterdir():
+        raw = bytearray(path.read_bytes())
+        if (at := raw.find(where)) >= 0:
+            raw[at] ^= 1
+            path.write_bytes(raw)
+            return
+    raise AssertionError("no such bytes")
+
+
+def test_a_flipped_bit_of_a_weight_is_noticed_and_nothing_is_written(made: Path, tmp_path: Path) -> None:
+    norm = load_file(made / "hf" / WEIGHTS)["model.norm.weight"].numpy().tobytes()
+    for form in ("titan", "bin"):
+        shutil.copytree(made / form, tmp_path / form)
+        flipped(tmp_path / form, norm[:16])
+        config = None if form == "bin" else made / "hf"
+        with pytest.raises(BadCheckpoint, match=r"CRC-32.*altered or damaged"):
+            convert(tmp_path / form, tmp_path / "out", config=config, to="hf")
+        assert not (tmp_path / "out").exists()
+    assert run(["verify", str(tmp_path / "titan"), "--config", str(made / "hf")]) == 4
+    assert run(["verify", str(tmp_path / "bin")]) == 4
+
+
+@pytest.mark.parametrize(
+    ("form", "change", "message"),
+    [
+        ("titan", {"num_hidden_layers": 3}, r"model\.layers\.2\..*9 of 30 missing"),
+        ("titan", {"num_hidden_layers": 1}, r"layers\.1\..*expected no such tensor"),
+        ("titan", {"hidden_size": 32}, r"tok_embeddings.*\[37, 32\].*\[37, 16\]"),
+        (
+            "llama3",
+            {"num_hidden_layers": 3},
+            r"num_hidden_layers: expected 2, as n_layers in .*params\.json says, found 3",
+        ),
+        ("llama3", {"rms_norm_eps": 1e-5}, r"rms_norm_eps: expected .*as norm_eps in .*params\.json says"),
+        ("llama3", {"rope_scaling": None}, r"rope_scaling: expected True, as use_scaled_rope"),
+        ("model.pt", {"vocab_size": 40}, r"embed_tokens.*\[40, 16\].*\[37, 16\]"),
+    ],
+)
+def test_a_config_of_another_model_is_refused_by_both_names(
+    form: str, change: dict[str, Any], message: str, made: Path, tmp_path: Path
+) -> None:
+    said = json.loads((made / "hf" / "config.json").read_text()) | change
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    with pytest.raises(BadInput, match=message):
+        convert(made / form, tmp_path / "out", config=tmp_path, to="hf")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_checkpoint_without_its_config_or_with_one_too_many_is_refused(made: Path, tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="--config with a Hugging Face folder"):
+        convert(made / "titan", tmp_path / "out")
+    with pytest.raises(BadInput, match="Leave out --config"):
+        convert(made / "bin", tmp_path / "out", config=made / "hf")
+    with pytest.raises(BadInput, match=r"names.*titan"):
+        convert(made / "titan", tmp_path / "out", config=made / "hf", names="nothing")
+
+
+def test_a_missing_chunk_or_part_is_refused(made: Path, tmp_path: Path) -> None:
+    shutil.copytree(made / "titan", tmp_path / "titan")
+    (tmp_path / "titan" / "__1_0.distcp").unlink()
+    with pytest.raises(BadInput, match=r"__1_0\.distcp"):
+        convert(tmp_path / "titan", tmp_path / "out", config=made / "hf")
+    shutil.copytree(made / "llama2", tmp_path / "llama2")
+    (tmp_path / "llama2" / "consolidated.01.pth").unlink()
+    with pytest.raises(BadInput, match=r"output\.weight|tok_embeddings"):
+        convert(tmp_path / "llama2", tmp_path / "out", config=made / "hf")
+
+
+def test_quantised_forms_are_refused_by_name(made: Path, tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(BadInput, match="GGUF"):
+        convert(tmp_path / "model.gguf", tmp_path / "out", config=made / "hf")
+    said = json.loads((made / "hf" / "config.json").read_text())
+    for method in ("awq", "gptq"):
+        folder = tmp_path / method
+        folder.mkdir()
+        (folder / "config.json").write_text(
+            json.dumps(said | {"quantization_config": {"quant_method": method}})
+        )
+        save_file({"a": torch.ones(1)}, folder / WEIGHTS)
+        with pytest.raises(BadInput, match=f"quantization_config.*{method}.*Take the model"):
+            convert(folder, tmp_path / "out")
