@@ -108,16 +108,23 @@ def layout_of(name: str, pipeline: int, virtual_stages: int | None = None) -> La
 
 
 def timetable(
-    name: str, layout: Layout, micro_batches: int, costs: Mapping[Kind, float] = UNIT_COSTS
+    name: str,
+    layout: Layout,
+    micro_batches: int,
+    costs: Mapping[Kind, float] | Sequence[Mapping[Kind, float]] = UNIT_COSTS,
+    sending: float = 0.0,
 ) -> Timetable:
     """Return the timetable in which each action starts when its rank is free and its inputs are there.
 
-    Sending takes no time. ``costs``: those of one stage. Raises ``BadInput`` if the schedule cannot run.
+    ``costs``: those of every stage, or of each stage of the model in order. ``sending``: the time from the
+    end of an action until another rank has its result. Raises ``BadInput`` if the schedule cannot run.
     """
     order = actions(name, layout.pipeline, layout.virtual_stages, layout.v_shape, micro_batches)
+    of_stage = [costs] * layout.stages if isinstance(costs, Mapping) else costs
     done: dict[tuple[str, int, int], float] = {}
     ranks: list[list[Timed]] = [[] for _ in order]
     at, last = [0] * len(order), layout.stages - 1
+    home = [layout.rank_of_stage(stage) for stage in range(layout.stages)]
     while any(at[rank] < len(order[rank]) for rank in range(len(order))):
         moved = False
         for rank, todo in enumerate(order):
@@ -126,16 +133,38 @@ def timetable(
                 needs = _needs(one, last)
                 if needs is not None and needs not in done:
                     break
-                free = ranks[rank][-1].stop if ranks[rank] else 0.0
-                start = free if needs is None else max(free, done[needs])
-                ranks[rank].append(Timed(one, start, start + costs[one.kind]))
+                start = ranks[rank][-1].stop if ranks[rank] else 0.0
+                if needs is not None:
+                    start = max(start, done[needs] + sending * (home[needs[1]] != rank))
+                stop = start + of_stage[one.stage][one.kind]
+                ranks[rank].append(Timed(one, start, stop))
                 # A whole backward, too, gives the gradient of the input, which the stage before waits for.
                 gives = "I" if one.kind == "B" else one.kind
-                later = costs[todo[at[rank] + 1].kind] if one.paired else 0.0
-                done[gives, one.stage, one.micro_batch] = start + costs[one.kind] + later
+                after = todo[at[rank] + 1] if one.paired else None
+                later = 0.0 if after is None else of_stage[after.stage][after.kind]
+                done[gives, one.stage, one.micro_batch] = stop + later
                 at[rank], moved = at[rank] + 1, True
         assert moved, "a schedule that waits for itself"
     return Timetable(layout, tuple(map(tuple, ranks)))
+
+
+#: Rounds of a pipeline's micro-batches after which each further round takes equally long.
+_ROUNDS = 4
+
+
+def step_length(
+    name: str, layout: Layout, micro_batches: int, costs: Sequence[Mapping[Kind, float]], sending: float
+) -> float:
+    """Return the length of ``timetable``, of many micro-batches too: a few rounds are timed, and each
+    further round takes as long as the last of these.
+    """
+    extra, rest = divmod(micro_batches, layout.pipeline)
+    least = _ROUNDS * layout.pipeline + rest
+    fewer = [least + layout.pipeline * more for more in (0, 1)]
+    if extra <= _ROUNDS + 1 or not all(schedule_kind(name).runs(layout.pipeline, one) for one in fewer):
+        return timetable(name, layout, micro_batches, costs, sending).length
+    first, second = (timetable(name, layout, one, costs, sending).length for one in fewer)
+    return second + (second - first) * (extra - _ROUNDS - 1)
 
 
 def _needs(one: Action, last: int) -> tuple[str, int, int] | None:

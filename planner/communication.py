@@ -24,17 +24,15 @@ dropout send nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from math import ceil, prod
 
 from torch import nn
 
 from ..layers import Cost, checkpointed
-from ..parallel_state import Declaration, declarations
 from .formulas.ring_and_tree import ring_wire_bytes
-from .rank_parameters import gathered_groups
-from .stage_costs import stage_costs
+from .rank_parameters import Group, RankParameters, rank_parameters
+from .stage_costs import StageCost, stage_costs
 from .step_shape import Work
 
 
@@ -85,8 +83,13 @@ def step_traffic(work: Work, model: nn.Module, *, loss: Cost | None = None) -> l
     The traffic of routers and experts depends on the tokens and is not counted. ``loss``: as for
     ``plan_memory``. Raises ``BadInput`` for a module that does not say what it sends.
     """
+    return traffic_of(work, rank_parameters(model, work.state), stage_costs(work, model, loss))
+
+
+def traffic_of(work: Work, held: RankParameters, stages: Iterable[StageCost]) -> list[Traffic]:
+    """Return ``step_traffic`` of a rank, from its parameters and the costs of its stages."""
     found: list[Traffic] = []
-    for stage in stage_costs(work, model, loss):
+    for stage in stages:
         for number, cost in stage.blocks.items():
             found += block_traffic(work, cost)
             if checkpointed(number, work.checkpointing, work.checkpoint_every):
@@ -95,14 +98,9 @@ def step_traffic(work: Work, model: nn.Module, *, loss: Cost | None = None) -> l
         found += block_traffic(work, stage.loss or Cost())
     found = [_times(one, work.micro_batches) for one in found]
     found += _between_stages(work)
-    stated = {name: one for name, one in declarations(model).items() if not one.buffer}  # which nobody sends
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    groups = gathered_groups(model)
-    for group in sorted({groups[name] for name in stated}):
-        pieces = {name: _piece(one, work) for name, one in stated.items() if groups[name] == group}
-        summed = sum(size for name, size in pieces.items() if name in trained)
-        found += _over_data(work, sum(pieces.values()), summed, root=not group)
-    found += _once(work, {name: one for name, one in stated.items() if name in trained})
+    for name, group in sorted(held.groups.items()):
+        found += _over_data(work, group, root=not name)
+    found += _once(work, held.every)
     return _added(one for one in found if one.count and one.ranks > 1)
 
 
@@ -120,52 +118,35 @@ def _between_stages(work: Work) -> list[Traffic]:
     return [Traffic("pipeline", "send", "hidden states", count, count * work.between_stages, layout.pipeline)]
 
 
-def _over_data(work: Work, numbers: int, summed: int, *, root: bool) -> list[Traffic]:
-    """Count FSDP's traffic for a group of parameters: a block, or the rest (``root``).
-
-    ``summed`` of the ``numbers`` have gradients.
-    """
+def _over_data(work: Work, group: Group, *, root: bool) -> list[Traffic]:
+    """Count FSDP's traffic for a group of parameters: a block, or the rest (``root``)."""
     layout, rounds = work.layout, work.micro_batches
     copies, shards, _ = layout.data_sizes()
     gathers = {0: 0, 1: 1, 2: 1, 3: 2 * rounds}[layout.zero]
     if layout.zero == 3 and root and work.loss_chunk:
         gathers = rounds  # stays whole for the loss
-    sums = bool(summed) * (rounds if layout.zero >= 2 else 1)
-    size = sums * summed * work.reduce
+    sums = bool(group.trained_padded) * (rounds if layout.zero >= 2 else 1)
+    size = sums * group.trained_padded * work.reduce
     return [
-        Traffic("data", "all_gather", "weights", gathers, gathers * numbers * work.compute, shards),
+        Traffic("data", "all_gather", "weights", gathers, gathers * group.padded * work.compute, shards),
         Traffic("data", "reduce_scatter", "gradients", sums, shards * size, shards),
         Traffic("replicas", "all_reduce", "gradients", sums, size, copies),
     ]
 
 
-def _once(work: Work, trained: Mapping[str, Declaration]) -> list[Traffic]:
+def _once(work: Work, held: Group) -> list[Traffic]:
     """Count the traffic that a step has once: the sums of partial gradients, and three single numbers."""
-    layout = work.layout
-
-    def numbers(chosen: Iterable[Declaration]) -> int:
-        return sum(one.shard_box(layout, work.at).size for one in chosen)
-
-    partial = [one for one in trained.values() if "tensor" in one.partial]
-    ends = [one for one in trained.values() if one.ends]
-    size = max(work.master, work.reduce)
+    layout, size = work.layout, max(work.master, work.reduce)
+    partial, ends = bool(held.partial_tensors), bool(held.end_tensors)
     return [
-        Traffic(
-            "tensor", "all_reduce", "partial gradients", bool(partial), numbers(partial) * size, layout.tensor
-        ),
-        Traffic("ends", "all_reduce", "tied embedding", bool(ends), numbers(ends) * size, 2),
+        Traffic("tensor", "all_reduce", "partial gradients", partial, held.partial * size, layout.tensor),
+        Traffic("ends", "all_reduce", "tied embedding", ends, held.ends * size, 2),
         # With the tokens go four numbers that tell whether every rank can use its batch.
         Traffic("all", "all_reduce", "tokens", 1, 5 * 8, layout.world),
         # With the loss go three numbers that tell whether every parameter has a gradient.
         Traffic("all", "all_reduce", "loss", 1, 3 * work.tokens.inner, layout.world),
         Traffic("all", "all_reduce", "gradient norm", 1, max(work.master, 4), layout.world),
     ]
-
-
-def _piece(declaration: Declaration, work: Work) -> int:
-    """Return how many numbers a data rank's piece has, padded: ``ceil`` of the rows."""
-    rows, *rest = declaration.box(work.layout, work.at).shape
-    return ceil(rows / work.layout.data_sizes()[1]) * prod(rest)
 
 
 def _times(one: Traffic, count: int) -> Traffic:

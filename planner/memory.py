@@ -7,6 +7,7 @@ has sums in bf16 and keeps no gathered weights beside sharded ones.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -54,10 +55,14 @@ def plan_memory(work: Work, model: nn.Module, *, loss: Cost | None = None) -> Me
     the loss, on the last stage of a module that is not the zoo's. Raises ``BadInput`` for a module that does
     not say what it costs.
     """
-    held = rank_parameters(model, work.state)
-    stages = stage_costs(work, model, loss)
-    resting = held.trained_stored * work.master + held.fixed_bytes
-    moments = 2 * held.trained_stored * work.master
+    return memory_of(work, rank_parameters(model, work.state), stage_costs(work, model, loss))
+
+
+def memory_of(work: Work, held: RankParameters, stages: Sequence[StageCost]) -> MemoryPlan:
+    """Return the memory of the rank of ``work``, from its parameters and the costs of its stages."""
+    every = held.every
+    resting = every.trained_stored * work.master + every.fixed_bytes
+    moments = 2 * every.trained_stored * work.master
     sharded, whole = _gradients(work, held)
     kept, recomputed = _activations(work, stages)
     losses = [one.loss for one in stages if one.loss is not None]
@@ -84,8 +89,8 @@ def _gathered(work: Work, held: RankParameters) -> int:
     keeps them beside the stored ones, even on one data rank.
     """
     if _alone(work):
-        return held.stage * work.compute if work.compute != work.master else 0
-    return (held.stage if work.layout.zero < 3 else held.root) * work.compute
+        return held.every.here * work.compute if work.compute != work.master else 0
+    return (held.every if work.layout.zero < 3 else held.root).here * work.compute
 
 
 def _communicated(work: Work, held: RankParameters) -> int:
@@ -94,29 +99,31 @@ def _communicated(work: Work, held: RankParameters) -> int:
         # The gradients of a micro-batch before they are added to the others', and of what stages exchange:
         # one is made while the last one is sent.
         sent = 2 * work.between_stages if work.layout.pipeline > 1 else 0
-        return max(held.trained_root, held.largest_trained_block) * work.reduce + sent
+        return max(held.root.trained, held.largest_trained_block) * work.reduce + sent
     coming = 2 * held.largest_block * work.compute if work.layout.zero == 3 else 0
     whole = 0
     if work.layout.zero >= 2 and work.layout.pipeline > 1 and schedule_kind(work.schedule).two_backwards:
         # All gradients of a stage's weights are made before they are summed.
-        whole = held.trained * work.compute // work.layout.virtual_stages
-    return coming + whole + (held.trained_root + held.largest_trained_block) * work.reduce
+        whole = held.every.trained * work.compute // work.layout.virtual_stages
+    return coming + whole + (held.root.trained + held.largest_trained_block) * work.reduce
 
 
 def _gradients(work: Work, held: RankParameters) -> tuple[int, int]:
     """Return the bytes of gradients: (summed over the data ranks and sharded, whole and not summed yet)."""
-    sharded = held.trained_stored * work.master
+    sharded = held.every.trained_stored * work.master
     if work.micro_batches == 1:
         return sharded, 0
     if _alone(work):
-        return 0, held.trained * work.reduce
+        return 0, held.every.trained * work.reduce
     if work.layout.zero >= 2:  # FSDP keeps the last group's input of the sum until the next backward
-        return sharded, held.trained_root * work.reduce
+        return sharded, held.root.trained * work.reduce
     # Sums over the micro-batches; each is freed when its sharded sum is made.
-    return (sharded, held.trained * work.reduce) if work.offload else (0, held.trained * work.reduce)
+    return (
+        (sharded, held.every.trained * work.reduce) if work.offload else (0, held.every.trained * work.reduce)
+    )
 
 
-def _activations(work: Work, stages: list[StageCost]) -> tuple[int, int]:
+def _activations(work: Work, stages: Sequence[StageCost]) -> tuple[int, int]:
     """Return bytes: (kept by all micro-batches in flight, needed besides by one block in its backward)."""
     held = held_at_once(work.schedule, work.layout, work.micro_batches, work.at.pipeline)
     kept, recomputed = 0.0, 0.0

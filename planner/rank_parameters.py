@@ -2,84 +2,115 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from math import ceil, prod
 
 from torch import nn
 
 from ..layers import find_blocks
-from ..parallel_state import BUFFER_DTYPE, ParallelState, declarations
+from ..parallel_state import BUFFER_DTYPE, Declaration, ParallelState, declarations
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Count the elements of parameters that FSDP gathers at once: those of a block, or of the rest.
+
+    ``here``: cut along the tensor and expert axes only; a rank computes with these. ``stored``: between
+    steps, after FSDP cut them over the data axes. ``padded``: the equal piece that each data rank sends.
+    """
+
+    here: int = 0
+    stored: int = 0
+    padded: int = 0
+    #: The same three counts of trained parameters only.
+    trained: int = 0
+    trained_stored: int = 0
+    trained_padded: int = 0
+    #: Trained, stored, and summed over the tensor ranks; trained, stored, and held at both ends.
+    partial: int = 0
+    ends: int = 0
+    #: How many parameters these two are the elements of.
+    partial_tensors: int = 0
+    end_tensors: int = 0
+    #: Numbers that no gradient moves, whole on every rank.
+    buffers: int = 0
+    #: Bytes of the buffers and of the stored parameters that are not trained.
+    fixed_bytes: int = 0
+
+    def __add__(self, more: Group) -> Group:
+        return Group(*(getattr(self, one.name) + getattr(more, one.name) for one in fields(Group)))
+
+
+def count_parameters(
+    named: Iterable[tuple[nn.Parameter, Declaration]], state: ParallelState, *, ends: bool | None = None
+) -> Group:
+    """Count parameters with their declarations on the rank of ``state``.
+
+    ``ends``: whether they are held at both ends of the pipeline, if the declarations do not say so.
+    """
+    layout, at = state.layout, state.at
+    shards = layout.data_sizes()[1]
+    found = dict.fromkeys((one.name for one in fields(Group)), 0)
+    for parameter, declaration in named:
+        box = declaration.box(layout, at)
+        if declaration.buffer:
+            found["buffers"] += box.size
+            found["fixed_bytes"] += box.size * BUFFER_DTYPE.itemsize
+            continue
+        rows, *rest = box.shape
+        stored = declaration.shard_box(layout, at).size
+        counts = {"here": box.size, "stored": stored, "padded": ceil(rows / shards) * prod(rest)}
+        for name, count in counts.items():
+            found[name] += count
+        if not parameter.requires_grad:
+            found["fixed_bytes"] += stored * parameter.dtype.itemsize
+            continue
+        found["trained"] += box.size
+        found["trained_stored"] += stored
+        found["trained_padded"] += counts["padded"]
+        at_ends = declaration.ends if ends is None else ends
+        partial = "tensor" in declaration.partial
+        found["partial"] += stored * partial
+        found["partial_tensors"] += partial
+        found["ends"] += stored * at_ends
+        found["end_tensors"] += at_ends
+    return Group(**found)
 
 
 @dataclass(frozen=True)
 class RankParameters:
-    """Count elements. ``groups``: the elements that FSDP gathers at once, by block; ``""`` is the rest."""
+    """Hold the groups of a rank's parameters, by the name of their block; ``""`` is the rest."""
 
-    #: Of this stage, cut along the tensor axis only: a rank computes with these.
-    stage: int
-    #: Between steps, after FSDP cut dim 0 over the data axes.
-    stored: int
-    #: The same two counts of trained parameters only.
-    trained: int
-    trained_stored: int
-    groups: Mapping[str, int]
-    #: The trained elements of each group: their gradients are summed together.
-    trained_groups: Mapping[str, int]
-    #: Numbers that no gradient moves, whole on every rank.
-    buffers: int
-    #: Bytes of the buffers and of the stored parameters that are not trained.
-    fixed_bytes: int
+    groups: Mapping[str, Group]
 
     @property
-    def root(self) -> int:
-        return self.groups.get("", 0)
+    def every(self) -> Group:
+        """Return the sum of all groups."""
+        return sum(self.groups.values(), Group())
+
+    @property
+    def root(self) -> Group:
+        return self.groups.get("", Group())
 
     @property
     def largest_block(self) -> int:
-        return _largest_block(self.groups)
-
-    @property
-    def trained_root(self) -> int:
-        return self.trained_groups.get("", 0)
+        """Return the most elements that a block computes with."""
+        return max((one.here for name, one in self.groups.items() if name), default=0)
 
     @property
     def largest_trained_block(self) -> int:
-        return _largest_block(self.trained_groups)
-
-
-def _largest_block(groups: Mapping[str, int]) -> int:
-    return max((size for name, size in groups.items() if name), default=0)
-
-
-def gathered_groups(model: nn.Module) -> dict[str, str]:
-    """Return, by a parameter's name, the name of the block with which FSDP gathers it, or ``""``."""
-    found = dict.fromkeys((name for name, _ in model.named_parameters()), "")
-    blocks = {id(block) for block in find_blocks(model)}
-    for path, module in model.named_modules():
-        if id(module) in blocks:
-            found |= {f"{path}.{name}": path for name, _ in module.named_parameters()}
-    return found
+        return max((one.trained for name, one in self.groups.items() if name), default=0)
 
 
 def rank_parameters(model: nn.Module, state: ParallelState) -> RankParameters:
-    """Count the parameters of a rank's stage, which may be on the meta device. Buffers count beside them."""
-    layout, at = state.layout, state.at
-    named, group_of = dict(model.named_parameters()), gathered_groups(model)
-    groups: dict[str, int] = {}
-    trained_groups: dict[str, int] = {}
-    stage = stored = trained = trained_stored = buffers = fixed = 0
+    """Count the parameters of a rank's stages, which may be on the meta device. Buffers count beside them."""
+    named, group_of = dict(model.named_parameters()), dict.fromkeys(dict(model.named_parameters()), "")
+    blocks = {id(block) for block in find_blocks(model)}
+    for path, module in model.named_modules():
+        if id(module) in blocks:
+            group_of |= {f"{path}.{name}": path for name, _ in module.named_parameters()}
+    members: dict[str, list[tuple[nn.Parameter, Declaration]]] = {}
     for name, declaration in declarations(model).items():
-        if declaration.buffer:
-            buffers += declaration.box(layout, at).size
-            continue
-        here, kept = declaration.box(layout, at).size, declaration.shard_box(layout, at).size
-        group = group_of[name]
-        groups[group] = groups.get(group, 0) + here
-        stage, stored = stage + here, stored + kept
-        if named[name].requires_grad:
-            trained, trained_stored = trained + here, trained_stored + kept
-            trained_groups[group] = trained_groups.get(group, 0) + here
-        else:
-            fixed += kept * named[name].dtype.itemsize
-    fixed += buffers * BUFFER_DTYPE.itemsize
-    return RankParameters(stage, stored, trained, trained_stored, groups, trained_groups, buffers, fixed)
+        members.setdefault(group_of[name], []).append((named[name], declaration))
+    return RankParameters({name: count_parameters(one, state) for name, one in members.items()})

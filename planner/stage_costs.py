@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from torch import nn
 
@@ -46,10 +47,21 @@ def stage_costs(work: Work, model: nn.Module, loss: Cost | None = None) -> list[
     """
     try:
         if isinstance(model, CausalLM):
-            return [_of_stage(work, model, part) for part in model.stage.parts]
+            return model_stage_costs(work, model)
         return [_of_module(work, model, loss)]
     except UnknownCost as error:
         raise name_module(error, model) from None
+
+
+def model_stage_costs(
+    work: Work, model: CausalLM, known: dict[object, Cost] | None = None
+) -> list[StageCost]:
+    """Return the costs of each stage that a rank holds of a zoo model.
+
+    ``known``: answers of the same modules to earlier questions; new ones are added.
+    """
+    known = {} if known is None else known
+    return [_of_stage(work, model, part, known) for part in model.stage.parts]
 
 
 def model_cost(model: nn.Module, tokens: Tokens) -> Cost:
@@ -63,29 +75,40 @@ def model_cost(model: nn.Module, tokens: Tokens) -> Cost:
         raise name_module(error, model) from None
 
 
-def _of_stage(work: Work, model: CausalLM, stage: Stage) -> StageCost:
+def _of_stage(work: Work, model: CausalLM, stage: Stage, known: dict[object, Cost]) -> StageCost:
+    def ask(key: object, cost: Callable[[], Cost]) -> Cost:
+        if key not in known:
+            known[key] = cost()
+        return known[key]
+
     tokens = work.tokens
     blocks, reached = {}, set()
     # Every later stage sends gradients back, trained or not: torch's stages do.
     trained = not stage.first or any(map(_is_trained, model.entry))
     for number in stage.blocks:
         block = model.layers[str(number)]
-        blocks[number] = cost_of(block, tokens)
+        blocks[number] = ask((id(block), tokens), partial(cost_of, block, tokens))
         trained = trained or _is_trained(block)
         if trained:
             reached.add(number)
-    beside, loss = model.cost_beside_blocks(tokens, stage), None
+    here = frozenset(map(id, model.layers.values()))
+    ends = (stage.first, stage.last)
+    beside = ask((here, ends, tokens), lambda: model.cost_beside_blocks(tokens, stage))
+    loss = None
     if stage.last:
-        vocabulary, cap = model.config.vocab_size, model.logit_cap
-        if work.loss_chunk:
-            weight = model.embed.weight if model.config.tie_word_embeddings else model.head.weight
-            trained, chunk = weight.requires_grad, work.loss_chunk
-            loss = chunked_cross_entropy_cost(
-                tokens, vocabulary, chunk, sums=work.loss_sums, trained=trained, state=model.state
-            )
-        else:
-            loss = cross_entropy_cost(tokens, vocabulary, logit_cap=cap, state=model.state)
+        chunk, sums = work.loss_chunk, work.loss_sums
+        loss = ask(("loss", tokens, chunk, sums), partial(_loss, work, model))
     return StageCost(stage.number, blocks, beside, frozenset(reached), loss)
+
+
+def _loss(work: Work, model: CausalLM) -> Cost:
+    tokens, vocabulary, chunk = work.tokens, model.config.vocab_size, work.loss_chunk
+    if not chunk:
+        return cross_entropy_cost(tokens, vocabulary, logit_cap=model.logit_cap, state=model.state)
+    weight = model.embed.weight if model.config.tie_word_embeddings else model.head.weight
+    return chunked_cross_entropy_cost(
+        tokens, vocabulary, chunk, sums=work.loss_sums, trained=weight.requires_grad, state=model.state
+    )
 
 
 def _of_module(work: Work, model: nn.Module, loss: Cost | None) -> StageCost:

@@ -165,10 +165,10 @@ def rank_plan(recipe: Recipe, planned: Plan, rank: int) -> RankPlan:
         offload=recipe.memory.offload,
         fused=recipe.device == "cuda",
     )
-    held = rank_parameters(model, state)
+    held = rank_parameters(model, state).every
     runtime = RUNTIME if recipe.device == "cuda" else 0
     memory, traffic = plan_memory(work, model), step_traffic(work, model)
-    return RankPlan(rank, memory, runtime, held.stage, held.stored, held.trained_stored, traffic)
+    return RankPlan(rank, memory, runtime, held.here, held.stored, held.trained_stored, traffic)
 
 
 def _stage_of(recipe: Recipe, planned: Plan, state: ParallelState) -> CausalLM:

@@ -105,7 +105,7 @@ def test_a_module_of_ones_own_has_a_dry_run_in_any_layout(layout: Layout) -> Non
     plan, alone = custom.dry_run(layout), custom.dry_run(Layout())
     state = ParallelState.stand_in(layout)
     with torch.device("meta"):
-        held = rank_parameters(custom.Transcriber(state=state), state)
+        held = rank_parameters(custom.Transcriber(state=state), state).every
     assert plan.moments == 2 * 4 * held.trained_stored
     assert plan.total > 0 and (layout.world == 1 or plan.total < alone.total)
 

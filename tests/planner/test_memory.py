@@ -122,7 +122,7 @@ def measure(case: Case) -> Measured:
         loss_chunk=case.memory.stated_chunk,
         fused=False,
     )
-    plan, counted = plan_memory(work, model), rank_parameters(model, state)
+    plan, counted = plan_memory(work, model), rank_parameters(model, state).every
     spare_memory(model, case.memory, case.memory.stated_chunk)
     shard_over_data(model, state, Precision(torch.float32, case.compute, torch.float32))
     gc.collect()

@@ -1,0 +1,158 @@
+"""Plan any rank of any layout from one block of each kind, because most blocks of a model are alike.
+
+A model of 126 equal blocks is built once on the meta device to learn its kinds. After that a layout costs one
+block of each kind and the two ends, whatever the number of blocks and ranks; and layouts that cut a block
+alike (tensor, context, expert) share even these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from copy import copy
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..layers import Cost, Stage
+from ..models import AdaptedFamily, CausalLM, Family, ModelConfig
+from ..models.base.decoder import Decoder
+from ..parallel_state import Layout, ParallelState, declarations
+from .rank_parameters import Group, RankParameters, count_parameters
+from .stage_costs import StageCost, model_stage_costs
+from .step_shape import Work
+
+
+class SampledModel:
+    """Hold one block of each kind of a model, and its ends, for all layouts that cut a block alike.
+
+    The results are those of ``rank_parameters`` and ``stage_costs`` on the built stages. Shared: ``sampled``
+    returns the same object for the same arguments.
+    """
+
+    def __init__(self, family: Family, config: ModelConfig, cut: Layout, frozen: torch.dtype | None) -> None:
+        self.family, self.config = family, config
+        self.kinds = block_kinds(family, config)
+        shared, state = _with_shared_blocks(family, self.kinds), ParallelState.stand_in(cut)
+        if isinstance(shared, AdaptedFamily):
+            self._model = shared.build(config, state=state, base_dtype=frozen)
+        else:
+            self._model = shared.build(config, state=state)
+        self._blocks: dict[int, nn.Module] = {}
+        for number, kind in enumerate(self.kinds):
+            self._blocks.setdefault(kind, self._model.layers[str(number)])
+        self._counted: dict[object, Group] = {}
+        self._known: dict[object, Cost] = {}
+
+    def parameters(self, state: ParallelState, split: Sequence[int] | None = None) -> RankParameters:
+        """Count the parameters of a rank."""
+        stage = Stage.of(len(self.kinds), split=split, state=state)
+        layout = state.layout
+        tied = self.config.tie_word_embeddings
+        ends = tied and not (stage.first and stage.last)
+        groups = {}
+        for number in stage.blocks:
+            key = (
+                self.kinds[number],
+                replace(layout, pipeline=1, virtual_stages=1, v_shape=False),
+                state.rank % (layout.world // layout.pipeline),
+            )
+            if key not in self._counted:
+                self._counted[key] = _count(self._blocks[key[0]], state)
+            groups[f"layers.{number}"] = self._counted[key]
+        modules = list(self._model.entry) if stage.first else []
+        if stage.last:
+            modules += [self._model.norm] + ([self._model.embed] if tied else [self._model.head])
+        root = [_count(one, state, ends=ends and one is self._model.embed) for one in dict.fromkeys(modules)]
+        return RankParameters({"": sum(root, Group()), **groups})
+
+    def costs(self, work: Work, split: Sequence[int] | None = None) -> list[StageCost]:
+        """Return the costs of each stage of the rank of ``work``."""
+        stage = Stage.of(len(self.kinds), split=split, state=work.state)
+        rank = copy(self._model)
+        rank._modules = {**self._model._modules, "layers": self._layers(stage.blocks)}
+        rank.stage = stage
+        return model_stage_costs(work, rank, self._known)
+
+    def block(self, number: int) -> nn.Module:
+        """Return a block like the one of this number."""
+        return self._blocks[self.kinds[number]]
+
+    def _layers(self, numbers: Sequence[int]) -> nn.ModuleDict:
+        found = nn.ModuleDict()
+        found._modules.update({str(number): self.block(number) for number in numbers})
+        return found
+
+
+def _count(module: nn.Module, state: ParallelState, *, ends: bool | None = None) -> Group:
+    named = dict(module.named_parameters())
+    return count_parameters(
+        ((named[name], one) for name, one in declarations(module).items()), state, ends=ends
+    )
+
+
+def sampled(
+    family: Family, config: ModelConfig, layout: Layout, *, frozen: torch.dtype | None = None
+) -> SampledModel:
+    """Return the sampled model for this layout; raises ``BadInput`` for one that cannot cut the model.
+
+    ``frozen``: the dtype of the weights that adapters leave as they are.
+    """
+    cut = Layout(
+        tensor=layout.tensor,
+        context=layout.context,
+        data_replicate=layout.expert,
+        expert=layout.expert,
+        sequence=layout.sequence,
+        ring=layout.ring,
+    )
+    return _sampled(family, config, cut, frozen)
+
+
+@cache
+def _sampled(family: Family, config: ModelConfig, cut: Layout, frozen: torch.dtype | None) -> SampledModel:
+    return SampledModel(family, config, cut, frozen)
+
+
+@cache
+def block_kinds(family: Family, config: ModelConfig) -> tuple[int, ...]:
+    """Return the kind of each block: equal numbers are blocks alike in modules, parameters and settings."""
+    known: dict[object, int] = {}
+    model = family.on_meta(config)
+    return tuple(known.setdefault(_signature(one), len(known)) for one in model.layers.values())
+
+
+def _signature(block: nn.Module) -> object:
+    """Return what tells a block from others: every module's class and settings, every parameter's shape."""
+    modules = tuple(
+        (path, type(module), tuple(sorted(_settings(vars(module))))) for path, module in block.named_modules()
+    )
+    parameters = tuple(
+        (name, one.shape, one.requires_grad, one.dtype) for name, one in block.named_parameters()
+    )
+    return modules, parameters
+
+
+def _settings(attributes: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    for name, value in attributes.items():
+        if isinstance(value, int | float | str | tuple | None):
+            yield name, repr(value)
+
+
+def _with_shared_blocks(family: Family, kinds: Sequence[int]) -> Family:
+    """Return the family with a model class that makes one block of each kind and uses it again."""
+    if isinstance(family, AdaptedFamily):
+        return replace(family, base=_with_shared_blocks(family.base, kinds))
+    whole = family.model
+    assert issubclass(whole, Decoder), whole
+
+    def block(self: Any, number: int) -> nn.Module:
+        made: dict[int, nn.Module] = self.__dict__.setdefault("made", {})
+        if kinds[number] not in made:
+            made[kinds[number]] = whole.block(self, number)
+        return made[kinds[number]]
+
+    model: type[CausalLM] = type(whole.__name__, (whole,), {"block": block})
+    return replace(family, model=model)

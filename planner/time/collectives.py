@@ -1,0 +1,111 @@
+"""Time collectives over the links that their ranks really use, by latency and rate (Thakur et al. 2005).
+
+A group's ranks are ``stride`` apart, in the layout's order, and nodes hold consecutive ranks. If several
+ranks of a group share a node, they send to the next node over as many links, up to the rate inside a node. A
+ring sends ``(n - 1) / n`` of the bytes for each of its two halves, in ``n - 1`` messages. A tree sends the
+bytes up and down in as many messages as it is deep; NCCL takes the faster of both, and so does this.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from math import ceil, log2
+
+from ...parallel_state import Layout
+from .machines import Machine
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """State how a group lies on nodes: ``ranks`` on ``nodes`` nodes, at most ``together`` on one."""
+
+    ranks: int
+    nodes: int
+    together: int
+
+
+@cache
+def placement(ranks: int, stride: int, gpus: int, first: int = 0) -> Placement:
+    """Place the group of ``ranks`` ranks from ``first`` on, ``stride`` apart, on nodes of ``gpus``."""
+    on: dict[int, int] = {}
+    for number in range(ranks):
+        node = (first + number * stride) // gpus
+        on[node] = on.get(node, 0) + 1
+    return Placement(ranks, len(on), max(on.values()))
+
+
+def group_of(layout: Layout, axis: str) -> tuple[int, int]:
+    """Return the number of ranks of a group along an axis of ``Traffic``, and how far apart they are."""
+    copies, shards, _ = layout.data_sizes()
+    inner = layout.tensor * layout.context
+    stage = layout.world // layout.pipeline
+    return {
+        "tensor": (layout.tensor, 1),
+        "context": (layout.context, layout.tensor),
+        "expert": (layout.expert, layout.tensor),
+        "data": (shards, layout.tensor),
+        "replicas": (copies, layout.tensor * shards),
+        "pipeline": (layout.pipeline, stage),
+        "ends": (min(2, layout.pipeline), stage * (layout.pipeline - 1)),
+        "all": (layout.world, 1),
+        "samples": (layout.data, inner),
+    }[axis]
+
+
+class Links:
+    """Time the collectives of a layout on a machine."""
+
+    def __init__(self, layout: Layout, machine: Machine) -> None:
+        self.layout, self.machine = layout, machine
+
+    def place(self, axis: str) -> Placement:
+        ranks, stride = group_of(self.layout, axis)
+        return placement(ranks, max(stride, 1), self.machine.gpus)
+
+    def rate(self, axis: str, kind: str = "") -> float:
+        """Return the bytes a second that a rank sends along an axis."""
+        place, inside, between = self.place(axis), self.machine.inside.rate, self.machine.between.rate
+        found = inside if place.nodes == 1 else min(inside, place.together * between)
+        return found * self.machine.efficiency.link(kind)
+
+    def seconds(self, axis: str, kind: str, size: float, count: int = 1) -> float:
+        """Return the seconds of ``count`` collectives to which a rank gives ``size`` bytes in all."""
+        place = self.place(axis)
+        if place.ranks == 1 or not count or not size:
+            return 0.0
+        rate, around = self.rate(axis, kind), self._around(place)
+        others = place.ranks - 1
+        if kind == "all_reduce":
+            ring = 2 * others / place.ranks * size / rate + count * 2 * around
+            return min(ring, 2 * size / rate + count * 2 * self._deep(place))
+        if kind == "all_gather":
+            return others * size / rate + count * around
+        if kind == "reduce_scatter":
+            return others / place.ranks * size / rate + count * around
+        if kind == "all_to_all":
+            return self._all_to_all(place, size, count, kind)
+        return size / rate + count * self._latency(place)  # send, and a ring's exchange with a neighbour
+
+    def _latency(self, place: Placement) -> float:
+        return (self.machine.inside if place.nodes == 1 else self.machine.between).latency
+
+    def _around(self, place: Placement) -> float:
+        """Return the latency of the messages of one way around a ring."""
+        outer = place.nodes if place.nodes > 1 else 0
+        return (place.ranks - 1 - max(0, outer - 1)) * self.machine.inside.latency + max(
+            0, outer - 1
+        ) * self.machine.between.latency
+
+    def _deep(self, place: Placement) -> float:
+        """Return the latency of one way through a tree: along a node's ranks, and over nodes by halves."""
+        within = (place.together - 1) * self.machine.inside.latency
+        return within + ceil(log2(place.nodes)) * self.machine.between.latency
+
+    def _all_to_all(self, place: Placement, size: float, count: int, kind: str) -> float:
+        """Time an exchange in which each rank gives an equal part of ``size`` to each."""
+        share, each = self.machine.efficiency.link(kind), size / place.ranks
+        away = each * (place.ranks - place.together)
+        near = each * (place.together - 1)
+        seconds = max(near / self.machine.inside.rate, away / self.machine.between.rate) / share
+        return seconds + count * self._latency(place)

@@ -1,0 +1,177 @@
+"""The machines that a plan can be timed for: what their makers state, and what share of it is reached.
+
+Rates are of one device: FLOP/s without sparsity, bytes a second of its memory, bytes a second in one
+direction of its links. ``MACHINES`` holds the makers' figures; the share of them that is reached is an
+``Efficiency``, which says where it comes from. The FLOP/s in bf16 are those that MFU is computed with
+(``planner/flops.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ...parallel_state import BadInput
+from ..flops import peak_named
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """State a link of one device: bytes a second in one direction, and the seconds that a message takes
+    besides.
+    """
+
+    name: str
+    rate: float
+    latency: float
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiency:
+    """State the share of the makers' figures that is reached, and where these numbers come from.
+
+    ``products``, ``attention``: of the FLOP/s. ``memory``: of the bytes a second, by operators that do little
+    else. ``launch``: seconds that the host takes to start an operator, however small it is.
+    """
+
+    products: float
+    attention: float
+    memory: float
+    launch: float
+    source: str
+    #: By the kind of collective; ``""`` is for every other kind.
+    links: Mapping[str, float] = field(default_factory=lambda: {"": 0.8})
+
+    def link(self, kind: str) -> float:
+        """Return the share of a link that this kind of collective reaches."""
+        return self.links.get(kind, self.links[""])
+
+
+#: None of these figures is fitted to a training step: a step is what they predict.
+ASSUMED = Efficiency(
+    products=0.75,
+    attention=0.5,
+    memory=0.85,
+    launch=5e-6,
+    source="assumed: not measured on this device",
+)
+#: One product of 8192 x 8192 x 8192 and one copy, alone on the device (docs/performance.md). The rest is
+#: assumed.
+H100_ALONE = replace(
+    ASSUMED,
+    products=789 / 989,
+    memory=2.98 / 3.35,
+    source="product and copy measured alone on one H100; attention, links and launches assumed",
+)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Describe nodes of equal devices. ``peaks``: FLOP/s by the name of a dtype. ``memory`` in bytes.
+
+    ``inside`` joins the ``gpus`` of a node, ``between`` joins nodes, for each device. ``watts``: the most
+    that a device draws; hosts, network and cooling are not in it.
+    """
+
+    name: str
+    memory: float
+    peaks: Mapping[str, float]
+    bandwidth: float
+    inside: Link
+    between: Link
+    gpus: int
+    watts: float
+    source: str
+    efficiency: Efficiency = ASSUMED
+    #: Whether the host launches operators ahead of the device, so that launches and work overlap.
+    asynchronous: bool = True
+    #: Bytes a second between a device and its host, in one direction.
+    host: float = 25e9
+    #: Words of torch's name of the device.
+    words: str = field(default="", compare=False)
+
+    def peak(self, dtype: str) -> float:
+        """Return the FLOP/s of products in ``dtype``; raises ``BadInput`` for one that the table has not."""
+        if dtype not in self.peaks:
+            raise BadInput(
+                "machine", dtype, expected=f"one of {', '.join(self.peaks)} on {self.name}", found=dtype
+            )
+        return self.peaks[dtype]
+
+
+def _infiniband(gigabits: float) -> Link:
+    return Link(f"InfiniBand {gigabits:g} Gbit/s", gigabits / 8 * 1e9, 5e-6)
+
+
+def _nvlink(gigabytes: float) -> Link:
+    return Link(f"NVLink {gigabytes:g} GB/s", gigabytes * 1e9, 2e-6)
+
+
+_PCIE = Link("PCIe 4.0 x16", 32e9, 5e-6)
+
+
+def _row(name: str, words: str, **values: Any) -> Machine:
+    peak = peak_named(words)
+    assert peak is not None, words
+    other = values.pop("peaks")
+    return Machine(name, peaks={"bfloat16": peak, "float16": peak, **other}, words=words, **values)
+
+
+#: Sources: the data sheets "NVIDIA H100 Tensor Core GPU", "NVIDIA H200 Tensor Core GPU", "NVIDIA DGX B200",
+#: "NVIDIA A100 80GB", "NVIDIA L40S", the white paper "NVIDIA Ada GPU Architecture", and "AMD Instinct MI300X
+#: Accelerator". Networks are those of the makers' own eight-GPU servers, or what such servers usually have.
+MACHINES: dict[str, Machine] = {
+    one.name: one
+    for one in (
+        _row(
+            "h100-80gb", "H100", memory=80e9, peaks={"float32": 67e12, "float8": 1979e12}, bandwidth=3.35e12,
+            inside=_nvlink(450), between=_infiniband(400), gpus=8, watts=700, host=64e9,
+            efficiency=H100_ALONE,
+            source="NVIDIA H100 Tensor Core GPU data sheet, SXM; network of DGX H100",
+        ),
+        _row(
+            "h200", "H200", memory=141e9, peaks={"float32": 67e12, "float8": 1979e12}, bandwidth=4.8e12,
+            inside=_nvlink(450), between=_infiniband(400), gpus=8, watts=700, host=64e9,
+            source="NVIDIA H200 Tensor Core GPU data sheet, SXM; network of DGX H200",
+        ),
+        _row(
+            "b200", "B200", memory=180e9, peaks={"float32": 75e12, "float8": 4500e12}, bandwidth=8e12,
+            inside=_nvlink(900), between=_infiniband(400), gpus=8, watts=1000, host=64e9,
+            source="NVIDIA DGX B200 data sheet, an eighth of the system",
+        ),
+        _row(
+            "a100-80gb", "A100", memory=80e9, peaks={"float32": 19.5e12}, bandwidth=2.039e12,
+            inside=_nvlink(300), between=_infiniband(200), gpus=8, watts=400, host=32e9,
+            source="NVIDIA A100 80GB data sheet, SXM; network of DGX A100",
+        ),
+        _row(
+            "l40s", "L40S", memory=48e9, peaks={"float32": 91.6e12, "float8": 733e12}, bandwidth=864e9,
+            inside=_PCIE, between=Link("Ethernet 100 Gbit/s", 12.5e9, 10e-6), gpus=8, watts=350, host=32e9,
+            source="NVIDIA L40S data sheet; network assumed: 100 Gbit/s for each GPU",
+        ),
+        _row(
+            "rtx-4090", "RTX 4090", memory=24e9, peaks={"float32": 82.6e12, "float8": 330.3e12},
+            bandwidth=1.008e12, inside=_PCIE, between=Link("Ethernet 25 Gbit/s", 3.125e9, 20e-6), gpus=8,
+            watts=450, host=32e9,
+            source="NVIDIA Ada GPU Architecture white paper, sums in fp32; network assumed: 25 Gbit/s each",
+        ),
+        _row(
+            "mi300x", "MI300X", memory=192e9, peaks={"float32": 163.4e12, "float8": 2614.9e12},
+            bandwidth=5.3e12, inside=Link("Infinity Fabric 448 GB/s", 448e9, 2e-6), between=_infiniband(400),
+            gpus=8, watts=750, host=64e9,
+            source="AMD Instinct MI300X data sheet, seven links of 64 GB/s; network assumed: 400 Gbit/s each",
+        ),
+    )
+}  # fmt: skip
+
+
+def machine_named(name: str, *, gpus_per_node: int | None = None) -> Machine:
+    """Return a machine of the table, with another number of GPUs a node if given; ``BadInput`` for others."""
+    if name not in MACHINES:
+        raise BadInput(
+            "machine", "--gpu", expected=f"one of {', '.join(MACHINES)}", found=repr(name),
+            todo="Any other machine: `trilith bench` there, and --machine bench.json",
+        )  # fmt: skip
+    found = MACHINES[name]
+    return found if gpus_per_node is None else replace(found, gpus=gpus_per_node)

@@ -1,0 +1,79 @@
+"""What a timed step is: its parts, and the rate, utilization, time, money and energy that follow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ..flops import Mfu, TokenFlops, Utilization
+
+#: The parts of a step, in the order in which they are shown.
+PARTS = (
+    "compute",
+    "recompute",
+    "bubble",
+    "tensor",
+    "context",
+    "expert",
+    "data",
+    "pipeline",
+    "optimizer",
+    "checkpoint",
+)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Hold the seconds of a step by part, and what follows from them.
+
+    ``parts``: compute, recompute, bubble, tensor, context, expert, data, pipeline (all exposed only),
+    optimizer, checkpoint. They are those of the pipeline rank that has most to do, and add up to ``seconds``.
+    """
+
+    parts: Mapping[str, float]
+    #: Tokens of a step and ranks, over all of the run.
+    tokens: int
+    ranks: int
+    flops: TokenFlops
+    peak: float
+    #: Seconds that each pipeline rank is busy with micro-batches, in order.
+    busy: Sequence[float]
+    #: Seconds of a forward and of a backward of each stage, exposed sends included.
+    stages: Sequence[tuple[float, float]]
+    source: str
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def rate(self) -> float:
+        """Return tokens a second of all ranks together."""
+        return self.tokens / self.seconds
+
+    @property
+    def mfu(self) -> Utilization:
+        found = Mfu(self.flops, self.ranks, self.peak)(self.rate)
+        assert found is not None
+        return found
+
+
+@dataclass(frozen=True)
+class Spending:
+    """State what a number of tokens takes: seconds, GPU-hours, and at a price and a wattage money and kWh."""
+
+    seconds: float
+    gpu_hours: float
+    cost: float | None
+    kilowatt_hours: float
+
+    @property
+    def days(self) -> float:
+        return self.seconds / 86400
+
+
+def spending(time: StepTime, tokens: float, *, watts: float, price: float | None = None) -> Spending:
+    """Return what training on ``tokens`` takes. ``price``: of a GPU for an hour; ``watts``: of a GPU."""
+    seconds = tokens / time.rate
+    hours = seconds / 3600 * time.ranks
+    return Spending(seconds, hours, None if price is None else hours * price, hours * watts / 1000)

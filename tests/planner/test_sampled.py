@@ -1,0 +1,124 @@
+"""A plan from one block of each kind is the plan from every block, and is cheap however many there are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+from trilith.layers import Stage
+from trilith.models import LoraConfig, adapted, family_of, published_size
+from trilith.parallel_state import BadInput, Layout, ParallelState
+from trilith.planner import Work, plan_memory, rank_parameters, stage_costs, step_traffic
+from trilith.planner.communication import traffic_of
+from trilith.planner.memory import memory_of
+from trilith.planner.sampled import SampledModel, block_kinds, sampled
+from trilith.testing.tiny_models import MODELS
+
+LAYOUTS = [
+    Layout(),
+    Layout.of(tensor=2, sequence=True, data=3, zero=3),
+    Layout.of(pipeline=2, data=2),
+    Layout.of(pipeline=2, virtual_stages=2, v_shape=True),
+    Layout.of(context=2, ring=True, data=2, zero=2, expert=2),
+]
+
+
+def fits(model: dict[str, Any], layout: Layout) -> bool:
+    family = family_of(model)
+    try:
+        return bool(family.stages_on_meta(family.from_hf(model), layout))
+    except BadInput:
+        return False
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_one_block_of_each_kind_plans_what_all_blocks_plan(name: str) -> None:
+    """Parameters, gradients, moments, activations and traffic: equal for each stage of each layout."""
+    family = family_of(MODELS[name])
+    config = family.from_hf(MODELS[name])
+    layouts = [layout for layout in LAYOUTS if fits(MODELS[name], layout)]
+    assert layouts
+    for layout in layouts:
+        sample = sampled(family, config, layout)
+        for stage, model in enumerate(family.stages_on_meta(config, layout)):
+            state = ParallelState.stand_in(layout, layout.first_rank(stage))
+            schedule = "zbv" if layout.v_shape else "1f1b"
+            work = Work(state, config.hidden_size, 64, 2, 4, compute=2, schedule=schedule)
+            work = replace(work, checkpointing="selective")
+            held, costs = sample.parameters(state), sample.costs(work)
+            assert held.every == rank_parameters(model, state).every
+            assert costs == stage_costs(work, model)
+            assert memory_of(work, held, costs) == plan_memory(work, model)
+            found, expected = traffic_of(work, held, costs), step_traffic(work, model)
+            assert sorted(map(str, found)) == sorted(map(str, expected))
+
+
+def test_adapters_are_planned_on_one_block_of_each_kind() -> None:
+    raw = MODELS["llama"]
+    lora = LoraConfig(r=4, target_modules=("q_proj", "down_proj"), layers_to_transform=(1,))
+    family = adapted(family_of(raw), lora)
+    config = family.from_hf(raw)
+    assert len(set(block_kinds(family, config))) == 2
+    state = ParallelState.stand_in(Layout())
+    work = Work(state, config.hidden_size, 64, 2, 4, compute=2)
+    model = family.build(config, state=state, base_dtype=torch.bfloat16)
+    sample = sampled(family, config, Layout(), frozen=torch.bfloat16)
+    assert memory_of(work, sample.parameters(state), sample.costs(work)) == plan_memory(work, model)
+
+
+def constructions(size: str, layout: Layout) -> int:
+    """Count the modules that are made to plan every stage of a layout of a model whose kinds are known."""
+    raw = published_size(size).with_fields({})
+    family = family_of(raw)
+    config = family.from_hf(raw)
+    block_kinds(family, config)
+    made = []
+    plain = nn.Module.__init__
+
+    def count(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        made.append(type(self))
+        plain(self, *args, **kwargs)
+
+    cut = Layout(tensor=layout.tensor, sequence=layout.sequence)
+    with patch.object(nn.Module, "__init__", count):
+        sample = SampledModel(family, config, cut, None)
+        blocks = sum(type(sample.block(0)) is kind for kind in made)
+        for stage in range(layout.pipeline):
+            state = ParallelState.stand_in(layout, layout.first_rank(stage))
+            work = Work(state, config.hidden_size, 8192, 1, 16, compute=2)
+            memory_of(work, sample.parameters(state), sample.costs(work))
+    assert blocks == 1
+    return len(made)
+
+
+def test_a_plan_takes_as_many_modules_for_sixteen_thousand_ranks_as_for_one_node() -> None:
+    """A block of Llama and its ends have 19 modules; each stage's list of blocks is one more."""
+    small = constructions("llama-3.1-405b", Layout.of(tensor=8, sequence=True, pipeline=16))
+    large = constructions("llama-3.1-405b", Layout.of(tensor=8, sequence=True, pipeline=16, data=128, zero=1))
+    assert small == large <= 19 + 16
+    assert large == constructions("llama-3.1-8b", Layout.of(tensor=8, sequence=True, pipeline=16))
+
+
+def test_alike_blocks_are_one_kind_and_others_are_not() -> None:
+    for size, kinds in (("llama-3.1-405b", 1), ("llama-3.2-1b", 1)):
+        raw = published_size(size).with_fields({})
+        assert len(set(block_kinds(family_of(raw), family_of(raw).from_hf(raw)))) == kinds
+    glm = family_of(MODELS["glm4_moe"])
+    assert len(set(block_kinds(glm, glm.from_hf(MODELS["glm4_moe"])))) == 2  # the first is dense
+    gemma = family_of(MODELS["gemma2"])
+    assert len(set(block_kinds(gemma, gemma.from_hf(MODELS["gemma2"])))) == 2  # every other has a window
+
+
+def test_a_layout_that_cannot_cut_the_model_is_refused() -> None:
+    raw = MODELS["llama"]
+    family = family_of(raw)
+    with pytest.raises(BadInput, match="tensor"):
+        sampled(family, family.from_hf(raw), Layout.of(tensor=7))
+    whole = sampled(family, family.from_hf(raw), Layout())
+    with pytest.raises(BadInput, match="pipeline"):
+        whole.parameters(ParallelState.stand_in(Layout.of(pipeline=64)))
+    assert Stage.of(len(whole.kinds)).last
