@@ -13,6 +13,7 @@ from functools import cache
 from math import ceil, log2
 
 from ...parallel_state import Layout
+from ..formulas.ring_and_tree import ring_wire_bytes, tree_all_reduce_wire_bytes
 from .machines import Machine
 
 
@@ -75,17 +76,15 @@ class Links:
         if place.ranks == 1 or not count or not size:
             return 0.0
         rate, around = self.rate(axis, kind), self._around(place)
-        others = place.ranks - 1
+        wire = ring_wire_bytes(kind, size, place.ranks) / rate
         if kind == "all_reduce":
-            ring = 2 * others / place.ranks * size / rate + count * 2 * around
-            return min(ring, 2 * size / rate + count * 2 * self._deep(place))
-        if kind == "all_gather":
-            return others * size / rate + count * around
-        if kind == "reduce_scatter":
-            return others / place.ranks * size / rate + count * around
+            tree = tree_all_reduce_wire_bytes(size, place.ranks) / rate + count * 2 * self._deep(place)
+            return min(wire + count * 2 * around, tree)
+        if kind in ("all_gather", "reduce_scatter"):
+            return wire + count * around
         if kind == "all_to_all":
-            return self._all_to_all(place, size, count, kind)
-        return size / rate + count * self._latency(place)  # send, and a ring's exchange with a neighbour
+            return self._all_to_all(place, size, count)
+        return wire + count * self._latency(place)  # send, and a ring's exchange with a neighbour
 
     def _latency(self, place: Placement) -> float:
         return (self.machine.inside if place.nodes == 1 else self.machine.between).latency
@@ -102,9 +101,9 @@ class Links:
         within = (place.together - 1) * self.machine.inside.latency
         return within + ceil(log2(place.nodes)) * self.machine.between.latency
 
-    def _all_to_all(self, place: Placement, size: float, count: int, kind: str) -> float:
+    def _all_to_all(self, place: Placement, size: float, count: int) -> float:
         """Time an exchange in which each rank gives an equal part of ``size`` to each."""
-        share, each = self.machine.efficiency.link(kind), size / place.ranks
+        share, each = self.machine.efficiency.link("all_to_all"), size / place.ranks
         away = each * (place.ranks - place.together)
         near = each * (place.together - 1)
         seconds = max(near / self.machine.inside.rate, away / self.machine.between.rate) / share

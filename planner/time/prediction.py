@@ -1,4 +1,4 @@
-"""What a timed step is: its parts, and the rate, utilization, time, money and energy that follow."""
+"""The result of timing a step: its parts, and the rate, utilization, time, money and energy that follow."""
 
 from __future__ import annotations
 
