@@ -71,6 +71,13 @@ READERS = {
     "testing/hf_folders.py": "sums of files that a test has just written",
 }
 
+#: Files that may load a pickle, and why: no file that a user names is ever among what they load.
+UNPICKLERS = {
+    "parallel_state/together.py": "an error of this very process, to see whether it can be sent",
+    "testing/ranks/pickling.py": "messages between the processes of a test",
+}
+UNPICKLING = {"pickle.load", "pickle.loads", "pickle.Unpickler", "torch.load", "marshal.loads", "shelve.open"}
+
 #: The most lines of a file. A file holds one idea that its name says: length alone is no reason to cut it.
 LIMIT = 400
 
@@ -242,6 +249,31 @@ def own_readers(files: dict[str, str]) -> list[str]:
     ]
 
 
+def unpicklers(files: dict[str, str]) -> list[str]:
+    """Find what could run a pickle: Python's and torch's readers, by any import, and classes like theirs."""
+    found = []
+    for path, text in files.items():
+        if not re.search("pickle|torch|marshal|shelve|find_class", text):
+            continue
+        tree = ast.parse(text)
+        names = [(line, name) for line, name in imported(path, text)]
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute):
+                names.append((node.lineno, dotted_name(node) or f"?.{node.attr}"))
+            elif isinstance(node, ast.Name | ast.FunctionDef):
+                names.append((node.lineno, node.id if isinstance(node, ast.Name) else node.name))
+            elif isinstance(node, ast.keyword) and node.arg == "allow_pickle":
+                plain = isinstance(node.value, ast.Constant) and node.value.value is False
+                names += [] if plain else [(node.value.lineno, "find_class")]
+        found += [
+            f"{path}:{line}: {name} can run a pickle: storage/torch_archive reads it without"
+            for line, name in sorted(set(names))
+            if path not in UNPICKLERS
+            and (name in UNPICKLING or name.rpartition(".")[2] in ("find_class", "Unpickler", "_load_global"))
+        ]
+    return found
+
+
 def long_files(files: dict[str, str]) -> list[str]:
     lengths = {path: len(text.splitlines()) for path, text in files.items()}
     return [f"{path}: {n} lines" for path, n in lengths.items() if n > LIMIT]
@@ -359,6 +391,7 @@ RULES = [
     private_torch,
     prints,
     own_readers,
+    unpicklers,
     long_files,
     unclear_docstrings,
     clipped_docstrings,
@@ -428,6 +461,12 @@ def test_docstrings_outside_the_package_are_not_clipped(folder):
         (own_readers, "training/a.py", "path.read_bytes()"),
         (own_readers, "training/a.py", "import json\njson.loads(x)"),
         (own_readers, "training/a.py", "import tomllib\ntomllib.load(x)"),
+        (unpicklers, "storage/a.py", "import torch\ntorch.load(path, weights_only=True)"),
+        (unpicklers, "storage/a.py", "import pickle\nx = pickle.loads(raw)"),
+        (unpicklers, "storage/a.py", "from pickle import load"),
+        (unpicklers, "storage/a.py", "from torch import load as read"),
+        (unpicklers, "checkpoints/a.py", "def find_class(self, module, name):\n    return None"),
+        (unpicklers, "data/a.py", "import numpy as np\nnp.load(path, allow_pickle=True)"),
         (long_files, "models/a.py", "\n" * (LIMIT + 1)),
         (clipped_docstrings, "tests/test_a.py", '"""What a test does."""'),
         (clipped_docstrings, "layers/a.py", 'def _f():\n    """Whether it is."""'),
@@ -451,6 +490,11 @@ def test_the_rule_catches_what_it_forbids(rule, path, text):
         (flat_drawers, "layers/a.py", ""),
         (private_torch, "layers/a.py", "import torch\nfrom .b import _c\ntorch.nn.Linear.__init__\nself._x"),
         (prints, "cli/a.py", "print('hello')"),
+        (
+            unpicklers,
+            "data/a.py",
+            "import numpy as np\nnp.load(path, allow_pickle=False)\nimport pickletools",
+        ),
         (clipped_docstrings, "layers/a.py", 'def _f():\n    """Return what it is."""'),
         (relative_imports, "tests/test_b.py", "if TYPE_CHECKING:\n    from .conftest import C"),
         (long_files, "models/a.py", "\n" * LIMIT),

@@ -46,12 +46,15 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bound what a file may ask for. ``nodes``: opcodes, each of which makes at most one object of some 100
-    bytes. ``depth``: marks inside one another, which is how deep lists and dicts can be written in one piece.
+    """Bound what a file may ask for.
+
+    ``nodes``: opcodes, each of which makes at most one object of some 100 bytes. ``waiting``: objects that
+    are not yet part of another one. ``depth``: levels of tuples, lists and dicts inside one another.
     """
 
     nodes: int = 1_000_000
-    depth: int = 200
+    waiting: int = 50_000
+    depth: int = 100
     integer_bits: int = 512
     text: int = 1 << 20
 
@@ -106,8 +109,10 @@ class _Machine:
         self.where, self.allowed, self.persistent, self.limits = where, allowed, persistent, limits
         self.at = 0
         self.stack: list[Any] = []
+        #: How deep each object on the stack is, as far as it was filled when it came there.
+        self.depths: list[int] = []
         self.marks: list[int] = []
-        self.memo: dict[int, Any] = {}
+        self.memo: dict[int, tuple[Any, int]] = {}
 
     def refuse(self, expected: str, found: object, todo: str = _TODO) -> NoReturn:
         raise BadInput(self.where, f"pickle byte {self.at:,}", expected=expected, found=found, todo=todo)
@@ -122,7 +127,7 @@ class _Machine:
         if opcode in _PLAIN:
             self._plain(argument)
         elif opcode in _CONSTANTS:
-            self.stack.append(_CONSTANTS[opcode])
+            self._push(_CONSTANTS[opcode])
         elif (method := _STEPS.get(opcode)) is not None:
             method(self, argument)
         else:
@@ -135,77 +140,95 @@ class _Machine:
             )
         if isinstance(value, str | bytes) and len(value) > self.limits.text:
             self.refuse(f"a text of at most {self.limits.text:,} bytes", f"{len(value):,}")
-        self.stack.append(value)
+        self._push(value)
 
-    def _pop(self) -> Any:
+    def _push(self, value: Any, depth: int = 0) -> None:
+        if depth > self.limits.depth:
+            self.refuse(f"at most {self.limits.depth} levels inside one another", "more")
+        if len(self.stack) >= self.limits.waiting:
+            self.refuse(f"at most {self.limits.waiting:,} objects that wait for a place", "more")
+        self.stack.append(value)
+        self.depths.append(depth)
+
+    def _pop(self) -> tuple[Any, int]:
         if self.marks and len(self.stack) <= self.marks[-1]:
             raise IndexError("nothing above the mark")
-        return self.stack.pop()
+        return self.stack.pop(), self.depths.pop()
 
-    def _pop_mark(self) -> list[Any]:
+    def _pop_mark(self) -> tuple[list[Any], int]:
         begin = self.marks.pop()
-        items = self.stack[begin:]
-        del self.stack[begin:]
-        return items
+        items, depth = self.stack[begin:], max(self.depths[begin:], default=0)
+        del self.stack[begin:], self.depths[begin:]
+        return items, depth
 
     def _top(self) -> Any:
-        self.stack.append(top := self._pop())
-        return top
+        if len(self.stack) <= (self.marks[-1] if self.marks else 0):
+            raise IndexError("nothing above the mark")
+        return self.stack[-1]
+
+    def _deepen(self, depth: int) -> None:
+        """Note that the object on top holds one of this depth."""
+        value, before = self._pop()
+        self._push(value, max(before, depth + 1))
 
     def mark(self, _: object) -> None:
         if len(self.marks) >= self.limits.depth:
-            self.refuse(f"at most {self.limits.depth} nested levels", "more")
+            self.refuse(f"at most {self.limits.depth} levels inside one another", "more")
         self.marks.append(len(self.stack))
 
     def nothing(self, _: object) -> None:
         pass
 
     def put(self, index: int) -> None:
-        self.memo[index] = self._top()
+        self.memo[index] = self._top(), self.depths[-1]
 
     def memoize(self, _: object) -> None:
-        self.memo[len(self.memo)] = self._top()
+        self.memo[len(self.memo)] = self._top(), self.depths[-1]
 
     def get(self, index: int) -> None:
         if index not in self.memo:
             self.refuse("an object seen before", f"number {index:,}, which is none")
-        self.stack.append(self.memo[index])
+        self._push(*self.memo[index])
 
     def make_tuple(self, _: object) -> None:
-        self.stack.append(tuple(self._pop_mark()))
+        items, depth = self._pop_mark()
+        self._push(tuple(items), depth + 1)
 
     def empty_tuple(self, _: object) -> None:
-        self.stack.append(())
+        self._push(())
 
     def tuple_of(self, count: int) -> None:
-        self.stack.append(tuple([self._pop() for _ in range(count)][::-1]))
+        items = [self._pop() for _ in range(count)][::-1]
+        self._push(tuple(value for value, _ in items), 1 + max(depth for _, depth in items))
 
     def empty_list(self, _: object) -> None:
-        self.stack.append([])
+        self._push([])
 
     def empty_dict(self, _: object) -> None:
-        self.stack.append({})
+        self._push({})
 
     def append(self, _: object) -> None:
-        self._extend([self._pop()])
+        item, depth = self._pop()
+        self._extend([item], depth)
 
     def appends(self, _: object) -> None:
-        self._extend(self._pop_mark())
+        self._extend(*self._pop_mark())
 
-    def _extend(self, items: list[Any]) -> None:
+    def _extend(self, items: list[Any], depth: int) -> None:
         target = self._top()
         if not isinstance(target, list):
             self.refuse("a list to append to", type(target).__name__)
         target.extend(items)
+        self._deepen(depth)
 
     def set_item(self, _: object) -> None:
-        value, key = self._pop(), self._pop()
-        self._update([key, value])
+        (value, depth), (key, _) = self._pop(), self._pop()
+        self._update([key, value], depth)
 
     def set_items(self, _: object) -> None:
-        self._update(self._pop_mark())
+        self._update(*self._pop_mark())
 
-    def _update(self, items: list[Any]) -> None:
+    def _update(self, items: list[Any], depth: int) -> None:
         target = self._top()
         if not isinstance(target, dict) or len(items) % 2:
             self.refuse("a dict and pairs to put in", f"{type(target).__name__}, {len(items)} items")
@@ -213,12 +236,13 @@ class _Machine:
             if not _is_key(key):
                 self.refuse("a key of text or numbers", type(key).__name__)
             target[key] = value
+        self._deepen(depth)
 
     def name_in_place(self, argument: str) -> None:
         self._name(*argument.split(" ", 1))
 
     def name_on_stack(self, _: object) -> None:
-        name, module = self._pop(), self._pop()
+        (name, _), (module, _) = self._pop(), self._pop()
         if not (isinstance(name, str) and isinstance(module, str)):
             self.refuse("a name", f"{type(module).__name__} and {type(name).__name__}")
         self._name(module, name)
@@ -231,35 +255,36 @@ class _Machine:
                 "Save the tensors alone, or use a file that you trust to write safetensors"
             )
             self.refuse("names of torch's tensors and of checkpoints", shown(text), todo)
-        self.stack.append(Name(text))
+        self._push(Name(text))
 
     def call(self, _: object) -> None:
-        args, name = self._pop(), self._pop()
+        (args, depth), (name, _) = self._pop(), self._pop()
         if not isinstance(name, Name) or not isinstance(args, tuple):
             self.refuse("an allowed name and its arguments", f"{type(name).__name__}, {type(args).__name__}")
         make = self.allowed[name.text]
         try:
-            self.stack.append(Record(name.text, args) if make is None else make(args))
+            self._push(Record(name.text, args) if make is None else make(args), depth + 1)
         except ValueError as error:
             if isinstance(error, BadInput):
                 raise
             self.refuse(f"arguments of {name.text}", str(error))
 
     def build(self, _: object) -> None:
-        state, target = self._pop(), self._top()
+        (state, depth), target = self._pop(), self._top()
         if isinstance(target, Record) and target.state is None:
             target.state = state
+            self._deepen(depth)
         elif not isinstance(target, dict):  # an OrderedDict may have attributes (_metadata): left out
             self.refuse("an object that gets its state", type(target).__name__)
 
     def storage(self, _: object) -> None:
         if self.persistent is None:
             self.refuse("no reference to another place", "one")
-        args = self._pop()
+        args, _ = self._pop()
         if not isinstance(args, tuple):
             self.refuse("a storage", type(args).__name__)
         try:
-            self.stack.append(self.persistent(args))
+            self._push(self.persistent(args))
         except ValueError as error:
             if isinstance(error, BadInput):
                 raise

@@ -1,0 +1,328 @@
+"""Hostile and damaged archives: each is refused in one line, at once, in little memory; nothing is run."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import struct
+import sys
+import time
+import tracemalloc
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from io import BytesIO
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from trilith.checkpoints import read_foreign
+from trilith.parallel_state import BadInput
+from trilith.storage.torch_archive import Limits, open_state_dict, read_records
+
+#: Events of Python that tell of something run or imported.
+FORBIDDEN = (
+    "import",
+    "pickle.find_class",
+    "exec",
+    "compile",
+    "os.system",
+    "subprocess.Popen",
+    "socket.connect",
+)
+SECONDS, BYTES = 1.0, 100 << 20
+
+
+class Calls:
+    """Pickle as a call of a function."""
+
+    def __init__(self, function: Any, *arguments: object) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.call
+
+
+@contextmanager
+def watched() -> Iterator[list[str]]:
+    """Collect what is imported or run during the block."""
+    seen: list[str] = []
+    active = True
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if active and event in FORBIDDEN:
+            seen.append(f"{event} {arguments[0]!r}"[:80])
+
+    sys.addaudithook(hook)
+    try:
+        yield seen
+    finally:
+        active = False
+
+
+def packed(pickled: bytes, **entries: bytes) -> bytes:
+    """Return an archive as torch.save writes it, with this pickle and right checksums."""
+    made = BytesIO()
+    with zipfile.ZipFile(made, "w", zipfile.ZIP_STORED) as archive:
+        archive.writestr("archive/data.pkl", pickled)
+        archive.writestr("archive/byteorder", b"little")
+        for key, data in ({"0": bytes(64)} | entries).items():
+            archive.writestr(f"archive/data/{key}", data)
+    return made.getvalue()
+
+
+def text(words: str) -> bytes:
+    return b"X" + struct.pack("<I", len(words)) + words.encode()
+
+
+def name(dotted: str) -> bytes:
+    module, _, last = dotted.rpartition(".")
+    return f"c{module}\n{last}\n".encode()
+
+
+def number(value: int) -> bytes:
+    return b"J" + struct.pack("<i", value)
+
+
+def storage(key: bytes = text("0"), count: bytes = number(16)) -> bytes:
+    return b"(" + text("storage") + name("torch.FloatStorage") + key + text("cpu") + count + b"tQ"
+
+
+def tensor(
+    shape: bytes = number(4), stride: bytes = number(1), offset: bytes = number(0), of: bytes = b""
+) -> bytes:
+    """Return the opcodes of a dict with one tensor, of one dim."""
+    rest = b"\x89" + name("collections.OrderedDict") + b")R"
+    call = b"(" + (of or storage()) + offset + shape + b"\x85" + stride + b"\x85" + rest + b"tR"
+    return b"\x80\x02}" + text("w") + name("torch._utils._rebuild_tensor_v2") + call + b"s."
+
+
+LONG = b"\x8b"
+PICKLES: dict[str, bytes] = {
+    "os.system": pickle.dumps(Calls(os.system, "touch here"), 2),
+    "os.system in protocol 4": pickle.dumps({"w": Calls(os.system, "touch here")}, 4),
+    "eval": pickle.dumps({"w": Calls(eval, "1/0")}, 2),
+    "exec in an old opcode": b"(S'1/0'\ni__builtin__\nexec\n.",
+    "getattr": pickle.dumps([Calls(getattr, Calls(__import__, "os"), "system")], 2),
+    "an unknown class": pickle.dumps({"w": Calls(Random, 3)}, 2),
+    "a class of this test": b"\x80\x02" + name("__main__.Weights") + b")\x81.",
+    "a name that is called as an object": b"\x80\x02" + name("torch.float32") + b"}" + b"R.",
+    "torch.load inside": b"\x80\x02" + name("torch.serialization.load") + text("x") + b"\x85R.",
+    "an object of objects": b"\x80\x02" + name("torch.device") + b")R)R.",
+    "a state for a number": b"\x80\x02K\x01}b.",
+    "a key that nests": b"\x80\x02}" + b")" + b"\x85" * 90_000 + b"K\x01s.",
+    "deep lists": b"\x80\x02" + b"]" * 400_000 + b"a" * 399_999 + b".",
+    "deep marks": b"\x80\x02" + b"(" * 500_000 + b".",
+    "deep tuples": b"\x80\x02)" + b"\x85" * 900_000 + b".",
+    "shared lists": b"\x80\x02]" + b"".join(b"q" + bytes([n]) + b"](h" + bytes([n]) + b"h" + bytes([n]) + b"e"
+                                          for n in range(250)) + b".",
+    "shared dicts": b"\x80\x02}" + b"".join(
+        b"q" + bytes([n]) + b"}(" + text("a") + b"h" + bytes([n]) + text("b") + b"h" + bytes([n]) + b"u"
+        for n in range(250)) + b".",
+    "a list in itself": b"\x80\x02]q\x00h\x00a.",
+    "a dict in itself": b"\x80\x02}q\x00" + text("w") + b"h\x00s.",
+    "a place in the memo that is far": b"\x80\x02}r\xff\xff\xff\xff.",
+    "a place in the memo that is empty": b"\x80\x02j\xff\xff\xff\xff.",
+    "an integer of 2 GB": b"\x80\x02" + LONG + struct.pack("<i", 2**31 - 1) + b"\x01" * 1000 + b".",
+    "an integer of a negative size": b"\x80\x02" + LONG + struct.pack("<i", -5) + b".",
+    "an integer of 4 MB": b"\x80\x02" + LONG + struct.pack("<i", 4 << 20) + b"\x01" * (4 << 20) + b".",
+    "an integer of digits": b"I" + b"9" * 100_000 + b"\n.",
+    "a text of 2 GB": b"\x80\x02X" + struct.pack("<I", 2**31) + b"a.",
+    "a text of 2^63": b"\x80\x04\x8d" + struct.pack("<Q", 2**63) + b"a.",
+    "bytes of 2^62": b"\x80\x04\x8e" + struct.pack("<Q", 2**62) + b"a.",
+    "a text of 4 MB": b"\x80\x02" + text("a" * (4 << 20)) + b".",
+    "no end": b"\x80\x02}",
+    "nothing": b"",
+    "an empty stack": b"\x80\x02a.",
+    "an unknown opcode": b"\x80\x02\xfe.",
+    "an extension": b"\x80\x02\x82\x01.",
+    "a size of -1": tensor(shape=number(-1)),
+    "a size of 2^40": tensor(shape=b"\x8a\x06" + struct.pack("<q", 2**40)[:6]),
+    "a stride of 2^40": tensor(stride=b"\x8a\x06" + struct.pack("<q", 2**40)[:6]),
+    "an offset of -8": tensor(offset=number(-8)),
+    "elements that share bytes": tensor(stride=number(0)),
+    "a size that is a text": tensor(shape=text("4")),
+    "a storage that is none": tensor(of=b"N"),
+    "a storage elsewhere": tensor(of=storage(key=text("../../../etc/passwd"))),
+    "a storage with a key that nests": tensor(of=storage(key=b"]" * 2)),
+    "a storage of another size": tensor(of=storage(count=number(17))),
+    "a storage of many": tensor(of=storage(count=b"\x8a\x08" + struct.pack("<q", 2**62))),
+    "a reference without a storage": b"\x80\x02K\x01Q.",
+}  # fmt: skip
+
+
+def refused(read: Callable[[Path], object], path: Path) -> str:
+    """Return the message with which ``path`` is refused: at once, in little memory, with nothing run."""
+    known = {*sys.modules}
+    tracemalloc.start()
+    began = time.perf_counter()
+    try:
+        with watched() as seen, pytest.raises(BadInput) as error:
+            read(path)
+        took, (_, peak) = time.perf_counter() - began, tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    message = str(error.value)
+    assert not seen and {*sys.modules} == known
+    assert peak < BYTES, f"{peak:,}"
+    assert took < 60 * SECONDS, took  # tracing makes it slow: without tracing below
+    assert "\n" not in message and len(message) < 1000 and str(path.name) in message
+    return message
+
+
+@pytest.mark.parametrize("kind", PICKLES)
+def test_a_hostile_pickle_is_refused_and_nothing_of_it_is_run(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.bin"
+    path.write_bytes(packed(PICKLES[kind]))
+    refused(open_state_dict, path)
+    began = time.process_time()
+    with pytest.raises(BadInput):
+        open_state_dict(path)
+    assert time.process_time() - began < SECONDS
+    assert [*tmp_path.iterdir()] == [path] and not Path("here").exists()
+
+
+def test_a_pickle_of_more_opcodes_than_the_limit_is_refused_at_the_limit() -> None:
+    limits = Limits(nodes=1000)
+    assert read_records(b"\x80\x02]" + b"Na" * 400 + b".", "here", {}, limits=limits) == [None] * 400
+    with pytest.raises(BadInput, match=r"at most 1,000 opcodes"):
+        read_records(b"\x80\x02]" + b"Na" * 500 + b".", "here", {}, limits=limits)
+
+
+@pytest.mark.parametrize("kind", ["os.system in protocol 4", "getattr", "deep tuples", "shared lists"])
+def test_a_hostile_metadata_of_DCP_is_refused_alike(kind: str, tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(PICKLES[kind])
+    with watched() as seen, pytest.raises(BadInput, match="metadata"):
+        read_foreign(tmp_path)
+    assert not seen
+
+
+def test_the_message_names_what_the_pickle_would_have_called(tmp_path: Path) -> None:
+    path = tmp_path / "model.bin"
+    path.write_bytes(packed(PICKLES["os.system"]))
+    message = refused(open_state_dict, path)
+    assert "posix.system" in message and "is not run" in message and "safetensors" in message
+
+
+def changed(raw: bytes, old: bytes, new: bytes, *, last: bool = False) -> bytes:
+    at = raw.rindex(old) if last else raw.index(old)
+    return raw[:at] + new + raw[at + len(old) :]
+
+
+def central(raw: bytes, entry: int, field: int, value: bytes) -> bytes:
+    """Change a field, by its offset, of an entry in the directory of an archive."""
+    at = -1
+    for _ in range(entry + 1):
+        at = raw.index(b"PK\x01\x02", at + 1)
+    return raw[: at + field] + value + raw[at + field + len(value) :]
+
+
+def end_of(raw: bytes, field: int, value: bytes) -> bytes:
+    at = raw.rindex(b"PK\x05\x06")
+    return raw[: at + field] + value + raw[at + field + len(value) :]
+
+
+GOOD = packed(tensor())
+ARCHIVES: dict[str, tuple[bytes, str]] = {
+    "compressed": (central(GOOD, 0, 10, b"\x08\x00"), "compressed"),
+    "encrypted": (central(GOOD, 0, 8, b"\x01\x00"), "encrypted"),
+    "overlapping": (central(changed(GOOD, b"e/byteorder", b"e/data.pkl2"), 1, 42, bytes(4)), "header of"),
+    "oversized": (central(GOOD, 2, 20, b"\xff\xff\xff\x7f" * 2), "before the"),
+    "two sizes": (central(GOOD, 2, 24, b"\x01\x00\x00\x00"), "bytes of"),
+    "far away": (central(GOOD, 2, 42, b"\xff\xff\xff\x7f"), "an archive from"),
+    "another name": (changed(GOOD, b"archive/data/0", b"archive/data/9"), "header of"),
+    "65,535 entries": (end_of(GOOD, 10, b"\xff\xff"), "entries"),
+    "a directory of 4 GB": (end_of(GOOD, 12, b"\xfe\xff\xff\xff"), "entries in"),
+    "a directory elsewhere": (end_of(GOOD, 16, b"\x00\x00\x00\x00"), "directory"),
+    "no end": (GOOD[:-1], "the end of a zip"),
+    "an altered pickle": (changed(GOOD, text("w"), text("v")), "CRC-32"),
+    "no pickle": (GOOD.replace(b"data.pkl", b"data.plk"), "data.pkl"),
+    "big-endian": (packed(tensor()).replace(b"little", b"bigend"), "CRC-32|byteorder"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ARCHIVES)
+def test_a_hostile_zip_is_refused(kind: str, tmp_path: Path) -> None:
+    raw, message = ARCHIVES[kind]
+    path = tmp_path / "model.bin"
+    path.write_bytes(raw)
+    with pytest.raises(AssertionError if not message else BadInput, match=message):
+        open_state_dict(path)
+    refused(open_state_dict, path)
+
+
+def test_the_archive_that_these_were_made_of_is_read(tmp_path: Path) -> None:
+    (tmp_path / "model.bin").write_bytes(GOOD)
+    assert open_state_dict(tmp_path / "model.bin").read("w").tolist() == [0.0] * 4
+    twice = BytesIO()
+    with zipfile.ZipFile(twice, "w") as archive, pytest.warns(UserWarning, match="Duplicate"):
+        for _ in range(2):
+            archive.writestr("archive/data.pkl", b"\x80\x02}.")
+    (tmp_path / "twice.bin").write_bytes(twice.getvalue())
+    with pytest.raises(BadInput, match="twice"):
+        open_state_dict(tmp_path / "twice.bin")
+
+
+def mutated(raw: bytes, random: Random) -> bytes:
+    """Return bytes with one to three changes: other bytes, a cut, a piece twice or elsewhere."""
+    made = bytearray(raw)
+    for _ in range(random.randint(1, 3)):
+        at = random.randrange(len(made) or 1)
+        match random.randrange(5):
+            case 0 | 1:
+                made[at : at + 1] = bytes([random.randrange(256)])
+            case 2:
+                made[at : at + random.randint(1, 8)] = random.randbytes(random.randint(0, 8))
+            case 3:
+                other = random.randrange(len(made) or 1)
+                made[at:at] = made[other : other + random.randint(1, 40)]
+            case 4:
+                del made[at : at + random.randint(1, 60)]
+    return bytes(made)
+
+
+@pytest.mark.parametrize(
+    "count", [pytest.param(300, id="few"), pytest.param(20_000, id="many", marks=[pytest.mark.slow])]
+)
+@pytest.mark.timeout(3000)
+def test_mutated_archives_are_read_or_refused_and_import_nothing(count: int, tmp_path: Path) -> None:
+    """A third has a mutated pickle with right sums, a third mutated bytes anywhere, a third is of DCP."""
+    random, accepted = Random(16), 0
+    saved = BytesIO()
+    torch.save({"a": torch.arange(6.0).view(2, 3).T, "b": torch.nn.Parameter(torch.ones(2))}, saved)
+    with zipfile.ZipFile(saved) as archive:
+        pickled = archive.read("archive/data.pkl")
+        entries = {one[-1]: archive.read(one) for one in archive.namelist() if "/data/" in one}
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.save({"w": torch.ones(3, 4), "n": 5}, checkpoint_id=tmp_path / "dcp")
+    metadata = (tmp_path / "dcp" / ".metadata").read_bytes()
+    path = tmp_path / "model.bin"
+    read_foreign(tmp_path / "dcp")
+    longest = 0.0
+    with watched() as seen:
+        for turn in range(count):
+            match turn % 3:
+                case 0:
+                    path.write_bytes(packed(mutated(pickled, random), **entries))
+                case 1:
+                    path.write_bytes(mutated(saved.getvalue(), random))
+                case 2:
+                    (tmp_path / "dcp" / ".metadata").write_bytes(mutated(metadata, random))
+            began = time.process_time()
+            seen.clear()
+            try:
+                if turn % 3 == 2:
+                    read_foreign(tmp_path / "dcp")
+                else:
+                    file = open_state_dict(path)
+                    for key in file.tensors:
+                        file.read(key)
+                accepted += 1
+            except BadInput as error:
+                assert "\n" not in str(error) and len(str(error)) < 2000
+            longest = max(longest, time.process_time() - began)
+            assert not seen, (turn, seen)
+    assert longest < SECONDS and 0 < accepted < count / 2
