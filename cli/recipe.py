@@ -1,4 +1,4 @@
-"""``trilith recipe from-deepspeed|from-trainer FILE.json``."""
+"""``trilith recipe from-deepspeed|from-trainer|from-megatron FILE``."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ class Origin(StrEnum):
 
     deepspeed = "from-deepspeed"
     trainer = "from-trainer"
+    megatron = "from-megatron"
 
 
 def recipe(
     origin: Annotated[
         Origin,
         typer.Argument(
-            help="kind of FILE.json: DeepSpeed's ds_config.json or Hugging Face's training_args.json",
+            help="from-deepspeed (ds_config.json), from-trainer (Hugging Face's training_args.json) or "
+            "from-megatron (a script that starts Megatron-LM, its YAML, or stored arguments as JSON)",
             metavar="ORIGIN",
         ),
     ],
-    file: Annotated[Path, typer.Argument(help="configuration of the other trainer", metavar="FILE.json")],
+    file: Annotated[Path, typer.Argument(help="configuration of the other trainer", metavar="FILE")],
     ranks: Annotated[
         int | None,
         typer.Option("--ranks", min=1, help="number of processes that train; the file rarely says it"),
@@ -38,27 +40,34 @@ def recipe(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help=FORCE)] = False,
 ) -> None:
-    """Translate a DeepSpeed or Hugging Face trainer configuration into a recipe.
+    """Translate a DeepSpeed, Hugging Face or Megatron configuration into a recipe.
 
     Settings that have no counterpart are listed with the reason, on stderr and at the end of the recipe.
     Settings that the file does not have, such as the model and the tokens, are marked FILL IN; give them in
     the recipe or on the command line of trilith train. training_args.json is the output of
-    TrainingArguments.to_json_string(); the DeepSpeed configuration that it names is read too.
+    TrainingArguments.to_json_string(); the DeepSpeed configuration that it names is read too. A script is not
+    run: its variables, arrays, defaults and simple conditions are followed.
 
     Examples:
 
         trilith recipe from-deepspeed ds_config.json --ranks 8 --out recipe.toml
         trilith recipe from-trainer training_args.json --ranks 8 --out recipe.toml
+        trilith recipe from-megatron train_llama3_8b.sh --out recipe.toml
     """
     from ..recipes.foreign.from_deepspeed import from_deepspeed
+    from ..recipes.foreign.from_megatron import from_megatron
     from ..recipes.foreign.from_trainer import from_trainer
+    from ..recipes.foreign.megatron_arguments import read_arguments
     from ..storage.output_file import check_output_file, output_file
     from ..storage.small_files import read_json
 
     if out is not None:
         check_output_file(out, force=force)
-    translate = from_deepspeed if origin is Origin.deepspeed else from_trainer
-    found = translate(read_json(file), str(file), ranks=ranks)
+    if origin is Origin.megatron:
+        found = from_megatron(read_arguments(file), str(file), ranks=ranks)
+    else:
+        translate = from_deepspeed if origin is Origin.deepspeed else from_trainer
+        found = translate(read_json(file), str(file), ranks=ranks)
     if out is None:
         say(found.toml(), nl=False)
     else:

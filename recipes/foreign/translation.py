@@ -17,6 +17,7 @@ _STAND_INS: dict[str, Any] = {
     "data.tokens": "tokens",
     "data.sequence_length": 1024,
     "data.global_batch": 2**20,
+    "model.config.vocab_size": 2**16,
 }
 
 

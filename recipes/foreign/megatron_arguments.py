@@ -1,0 +1,223 @@
+"""Read Megatron's arguments, by their names in ``arguments.py``, from a script, YAML or JSON."""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ...parallel_state import BadInput
+from ...storage.small_files import read_json, read_text
+from .shell_script import ShellScript
+
+#: Other spellings of an argument: earlier names, and those of NeMo and Megatron-Bridge.
+_NAMES = {
+    "model_parallel_size": "tensor_model_parallel_size",
+    "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
+    "batch_size": "micro_batch_size",
+    "layernorm_epsilon": "norm_epsilon",
+    "use_custom_fsdp": "use_megatron_fsdp",
+    "fp8_format": "fp8",
+    "expert_tensor_model_parallel_size": "expert_tensor_parallel_size",
+    "encoder_seq_length": "seq_length",
+    "sequence_length": "seq_length",
+    "max_steps": "train_iters",
+    "warmup_steps": "lr_warmup_iters",
+    "gradient_clip_val": "clip_grad",
+    "activations_checkpoint_granularity": "recompute_granularity",
+    "activations_checkpoint_method": "recompute_method",
+    "activations_checkpoint_num_layers": "recompute_num_layers",
+    "data_prefix": "data_path",
+    "val_check_interval": "eval_interval",
+    "devices": "nproc_per_node",
+    "num_nodes": "nnodes",
+    "moe_router_topk_limited_devices": "moe_router_num_groups",
+    "num_moe_experts": "num_experts",
+    "layernorm_zero_centered_gamma": "apply_layernorm_1p",
+}
+#: Flags and values that say another argument.
+_SAY: dict[tuple[str, Any], tuple[str, Any]] = {
+    ("disable_bias_linear", True): ("add_bias_linear", False),
+    ("bias", False): ("add_bias_linear", False),
+    ("no_position_embedding", True): ("add_position_embedding", False),
+    ("use_rotary_position_embeddings", True): ("position_embedding_type", "rope"),
+    ("recompute_activations", True): ("recompute_granularity", "selective"),
+    ("checkpoint_activations", True): ("recompute_granularity", "full"),
+    ("share_embeddings_and_output_weights", False): ("untie_embeddings_and_output_weights", True),
+    ("activation", "swiglu"): ("swiglu", True),
+    ("activation", "fast-swiglu"): ("swiglu", True),
+    ("gated_linear_unit", True): ("swiglu", True),
+    ("normalization", "rmsnorm"): ("normalization", "RMSNorm"),
+    ("normalization", "layernorm"): ("normalization", "LayerNorm"),
+    ("precision", "bf16"): ("bf16", True),
+    ("precision", "bf16-mixed"): ("bf16", True),
+    ("precision", 16): ("fp16", True),
+    ("precision", "16-mixed"): ("fp16", True),
+    ("mixed_precision", "bf16_mixed"): ("bf16", True),
+    ("mixed_precision", "fp16_mixed"): ("fp16", True),
+}
+#: Arguments that are paths or names: one that the script takes from its caller is left to be filled in.
+_PATHS = {
+    *("data_path", "train_data_path", "valid_data_path", "tokenizer_model", "vocab_file", "merge_file"),
+    *("save", "load", "pretrained_checkpoint", "tensorboard_dir"),
+}
+_TORCHRUN = ("nproc_per_node", "nnodes")
+#: Bytes of a script or of YAML, so that reading takes a moment whatever is in it.
+_LONGEST = 2**17
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Hold arguments by name, the number of ranks if it is said, and lines about what is unsure."""
+
+    values: Mapping[str, Any]
+    ranks: int | None
+    unsure: list[str]
+
+
+def read_arguments(file: Path) -> Arguments:
+    """Read a shell script that starts Megatron (``.sh``), YAML, or stored arguments (``.json``)."""
+    if file.suffix == ".json":
+        raw, unsure = read_json(file), list[str]()
+        raw = raw["args"] if isinstance(raw.get("args"), dict) else raw
+    elif file.suffix in (".yaml", ".yml"):
+        raw, unsure = _of_yaml(file)
+    elif file.suffix in (".sh", ".bash", ".slurm", ".sbatch", ""):
+        raw, unsure = _of_script(file)
+    else:
+        expected = "a script (.sh), .yaml or .json"
+        raise BadInput(file, expected=expected, found=file.suffix, todo="Give the file one of these endings")
+    values: dict[str, Any] = {}
+    for key, value in raw.items():
+        name, value = _meaning(_NAMES.get(key, key), value)
+        if name in values and values[name] != value and None not in (values[name], value):
+            raise BadInput(file, name, expected=f"one value, {values[name]!r}", found=repr(value))
+        if values.get(name) is None:
+            values[name] = value
+    ranks = _ranks(values)
+    return Arguments(values, ranks, unsure)
+
+
+def _meaning(key: str, value: Any) -> tuple[str, Any]:
+    known = isinstance(value, str | int | bool)
+    return next(
+        (
+            said
+            for (name, one), said in _SAY.items()
+            if known and (name, one) == (key, value) and type(one) is type(value)
+        ),
+        (key, value),
+    )
+
+
+def _ranks(values: dict[str, Any]) -> int | None:
+    """Return the number of processes, ``world_size`` or processes a node times nodes, if it is said."""
+    if isinstance(values.get("world_size"), int):
+        return int(values.pop("world_size"))
+    found = [str(values.pop(key, "" if key == "nproc_per_node" else "1")) for key in _TORCHRUN]
+    return int(found[0]) * int(found[1]) if all(one.isdecimal() for one in found) else None
+
+
+def _of_script(file: Path) -> tuple[dict[str, Any], list[str]]:
+    """Return the arguments of the last command of a script that starts a Python program with some."""
+    script = ShellScript(read_text(file, _LONGEST), str(file))
+    for words in reversed(script.commands):
+        words = [one for word in words for one in (_inner(word) if ".py" in word and " " in word else [word])]
+        programs = [at for at, word in enumerate(words) if word.endswith(".py")]
+        if programs and any(word.startswith("--") for word in words[programs[0] :]):
+            break
+    else:
+        todo = "Give the script that holds the arguments, or their values as .yaml or .json"
+        expected = "a command with a .py file and arguments after it"
+        raise BadInput(file, expected=expected, found="none", todo=todo)
+    unsure, raw = list(script.unsure), dict[str, Any]()
+    launcher = dict(_flags(words[: programs[0]]))
+    for key, value in _flags(words[programs[0] + 1 :]):
+        said = " ".join(value) if isinstance(value, list) else str(value)
+        if ("$" in said or "`" in said) and key not in _PATHS:
+            unsure.append(f"{key} = {said}: the script does not say what this is")
+            continue
+        if key in raw and raw[key] != value:
+            unsure.append(f"{key} = {raw[key]}: said again, and the last counts: {value}")
+        raw[key] = value
+    return raw | {key: launcher[key] for key in _TORCHRUN if key in launcher}, unsure
+
+
+def _inner(word: str) -> list[str]:
+    try:
+        return shlex.split(word)
+    except ValueError:
+        return word.split()
+
+
+def _flags(words: list[str]) -> Iterator[tuple[str, Any]]:
+    """Yield ``--name value`` as its name and a text, several values as a list, and none as true."""
+    name, values = "", list[str]()
+    for word in [*words, "--"]:
+        if word.startswith("--"):
+            if name:
+                yield name, True if not values else values[0] if len(values) == 1 else values
+            name, equals, value = word[2:].partition("=")
+            name, values = name.replace("-", "_"), [value] if equals else []
+        elif name:
+            values.append(word)
+
+
+def _of_yaml(file: Path) -> tuple[dict[str, Any], list[str]]:
+    """Return the leaves of a YAML file by their names, whatever section they are in."""
+    text = read_text(file, _LONGEST)
+    try:
+        _check_nodes(yaml.compose(text, Loader=yaml.SafeLoader), file)
+        content = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise BadInput(
+            file, expected="YAML", found=" ".join(str(error).split())[:200] or "nested too deep"
+        ) from None
+    if not isinstance(content, dict):
+        raise BadInput(file, expected="a mapping of arguments", found=f"a {type(content).__name__}")
+    raw: dict[str, Any] = {}
+    unsure: list[str] = []
+    left = deque(("", str(key), value) for key, value in content.items())
+    while left:
+        section, key, value = left.popleft()
+        if isinstance(value, dict):
+            left += [(key, str(name), one) for name, one in value.items()]
+            continue
+        name = f"{section}.{key}" if key in ("name", "_target_", "type", "precision") and section else key
+        name = "precision" if name == "trainer.precision" else name
+        if key == "betas" and isinstance(value, list) and len(value) == 2:
+            left += [(section, f"adam_beta{n}", one) for n, one in enumerate(value, 1)]
+        elif isinstance(value, str) and "${" in value:
+            unsure.append(f"{name} = {value}: another part of the file says it")
+        elif name in raw and raw[name] != value:
+            raise BadInput(file, name, expected=f"one value, {raw[name]!r}", found=repr(value))
+        else:
+            raw[name] = value
+    if raw.get("num_query_groups") is not None:
+        raw.setdefault("group_query_attention", True)
+    return raw, unsure
+
+
+def _check_nodes(root: Any, file: Path) -> None:
+    """Refuse a key that is said twice, and aliases, with which a few lines become any number of values."""
+    left, seen = [root], set[int]()
+    while left:
+        node = left.pop()
+        if id(node) in seen:
+            raise BadInput(
+                file, expected="values and no aliases", found=f"an alias of line {node.start_mark.line + 1}"
+            )
+        seen.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            left += node.value
+        elif isinstance(node, yaml.MappingNode):
+            names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+            for name, times in Counter(names).most_common(1):
+                if times > 1:
+                    raise BadInput(file, name, expected="each key once", found=f"it {times} times")
+            left += [value for _, value in node.value]
