@@ -6,6 +6,7 @@ Offers ``load_model`` and ``convert``, ``save_model`` and ``restore_model`` for 
 
 from .convert.carry_out import ConversionOptions, carry_out, convert
 from .convert.request import plan_conversion, plan_merge
+from .convert.to_dcp import convert_to_dcp
 from .diff import Difference, differences
 from .find import complete_checkpoints, latest_checkpoint, step_directory
 from .hugging_face.folder import HFFolder
@@ -40,6 +41,7 @@ __all__ = [
     "check_whole",
     "complete_checkpoints",
     "convert",
+    "convert_to_dcp",
     "differences",
     "fingerprint",
     "foreign_format",

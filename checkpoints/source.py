@@ -30,7 +30,7 @@ from .hugging_face.expected import expected_tensors
 from .hugging_face.folder import HFFolder
 from .hugging_face.hub import local_folder
 from .manifest import Manifest, StoredAdapter
-from .moments import moment_name
+from .moments import MOMENTS, moment_name
 from .user_module_family import ModuleFamily, module_family
 from .verify import check_all
 
@@ -105,8 +105,8 @@ class Source:
         if stored_as_hf == to_hf:
             return Links(None)
         links = self.family.links(self.model_config)[0]
-        if self.foreign is not None:
-            links = [*links, *(_of_moment(moment, link) for moment in self.foreign.moments for link in links)]
+        if self.trains:
+            links = [*links, *(_of_moment(moment, link) for moment in MOMENTS for link in links)]
         return Links(links, to_hf=to_hf)
 
     def dtype_of(self, name: str, links: Links) -> str:

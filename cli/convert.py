@@ -26,11 +26,12 @@ def convert(
     ],
     dst: Annotated[Path, typer.Argument(help="new folder for the converted weights", metavar="DST")],
     to: Annotated[
-        Literal["hf", "peft", "sharded"] | None,
+        Literal["hf", "peft", "sharded", "dcp"] | None,
         typer.Option(
             "--to",
-            help="form to write: hf (Hugging Face), sharded (checkpoint) or peft (LoRA adapters); "
-            "default: sharded from a Hugging Face folder, or with --tensor or --pipeline; otherwise hf",
+            help="form to write: hf (Hugging Face), sharded (checkpoint), peft (LoRA adapters) or dcp "
+            "(torch's distributed checkpoint); default: sharded from a Hugging Face folder, or with --tensor "
+            "or --pipeline; otherwise hf",
         ),
     ] = None,
     tensor: Annotated[int, typer.Option(min=1, help="number of tensor-parallel ranks to cut for")] = 1,
@@ -74,12 +75,18 @@ def convert(
         trilith convert sharded other --tensor 2
         trilith convert other Llama-again --to hf
         trilith convert lora-run adapter --to peft
+        trilith convert run titan-again --to dcp --names titan
         trilith convert titan/step-1000 Llama-mine --to hf --config Llama-3.2-1B
     """
     from ..checkpoints import ConversionOptions, carry_out, plan_conversion
     from .progress import byte_progress
     from .sizes import parse_counts, parse_size
 
+    if to == "dcp":
+        given = {"--tensor": tensor > 1, "--pipeline": pipeline > 1, "--split": split, "--dtype": dtype,
+                 "--max-ram": max_ram, "--dry-run": dry_run, "--verify": verify}  # fmt: skip
+        _to_dcp(src, dst, [option for option, value in given.items() if value], names, config)
+        return
     counts = parse_counts(split, "convert")
     most = parse_size(max_ram, "--max-ram") if max_ram is not None else None
     plan = plan_conversion(
@@ -109,6 +116,18 @@ def convert(
     say(f"{dst}: {len(plan.files)} files of weights, {plan.nbytes:,} bytes")
     if verify:
         _compare(plan.source, dst, dtype)
+
+
+def _to_dcp(src: Path, dst: Path, given: list[str], names: str | None, config: Path | None) -> None:
+    from ..checkpoints import convert_to_dcp
+    from ..parallel_state import BadInput
+
+    if given:
+        todo = "A checkpoint of torch's is whole, in the dtype of its source: convert the source first"
+        raise BadInput("convert", "--to dcp", expected=f"no {given[0]}", found="one", todo=todo)
+    source = convert_to_dcp(src, dst, names=names, config=config)
+    moments = "weights and moments" if source.trains else "weights"
+    say(f"{dst}: {moments}, for torch.distributed.checkpoint.load")
 
 
 def _compare(source: Source, dst: Path, dtype: str | None) -> None:

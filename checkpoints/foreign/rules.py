@@ -85,6 +85,12 @@ class Piece:
     dims: tuple[int | None, ...]
     steps: Shape
 
+    @classmethod
+    def whole(cls, foreign: str, shape: Shape) -> Piece:
+        """Return the piece that is a whole tensor of this shape, as it is."""
+        dims = range(len(shape))
+        return cls(Box.whole(shape), foreign, (0,) * len(shape), (*dims,), (1,) * len(shape))
+
 
 def table_named(name: str) -> Table:
     """Return the table that comes with trilith under this name, or the one in a TOML file of this path."""
@@ -120,6 +126,31 @@ def pieces(
             if all(table.prefix + name in foreign for name, _ in theirs):
                 for name, made in _tie(rule, ours, theirs, table.prefix, foreign, hf, config):
                     found.setdefault(name, []).append(made)
+    return found
+
+
+def foreign_shapes(
+    table: Table, model_type: str, hf: Mapping[str, Shape], config: ModelConfig
+) -> dict[str, Shape]:
+    """Return the foreign tensors, with their shapes, that hold a model with these tensors of Hugging Face.
+
+    ``BadInput`` for a rule that ties several foreign tensors to one: it does not say where to cut.
+    """
+    found: dict[str, Shape] = {}
+    for rule in table.rule:
+        if rule.only and model_type not in rule.only:
+            continue
+        for ours, theirs in _instances(rule, hf, {}, table.prefix, config):
+            ((name, index), *others) = theirs
+            if others:
+                expected, todo = "one foreign name", "A rule with several can be read only"
+                raise BadInput(f"{rule.foreign}", expected=expected, found=f"{len(theirs)}", todo=todo)
+            shape = list(hf[ours[0][0]][len(ours[0][1]) :])
+            if shape:
+                shape[rule.dim] = sum(hf[one][len(at) + rule.dim] for one, at in ours)
+            known = found.get(table.prefix + name, (0,) * len(index))[: len(index)]
+            stacked = (max(n, at + 1) for n, at in zip(known, index, strict=True))
+            found[table.prefix + name] = (*stacked, *(shape[::-1] if rule.transpose else shape))
     return found
 
 

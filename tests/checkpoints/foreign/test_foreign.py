@@ -16,7 +16,15 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
-from trilith.checkpoints import convert, differences, load_model, read_source, restore_model, save_model
+from trilith.checkpoints import (
+    convert,
+    convert_to_dcp,
+    differences,
+    load_model,
+    read_source,
+    restore_model,
+    save_model,
+)
 from trilith.cli.app import run
 from trilith.models import CausalLM, family_of
 from trilith.parallel_state import BadCheckpoint, BadInput, Box, initialize
@@ -180,6 +188,53 @@ def test_stacked_experts_become_those_of_hugging_face(tmp_path: Path) -> None:
     save(stacks, tmp_path / "titan")
     convert(tmp_path / "titan", tmp_path / "out", config=tmp_path / "hf", to="hf")
     assert contents(tmp_path / "out")[WEIGHTS] == contents(tmp_path / "hf")[WEIGHTS]
+    convert_to_dcp(tmp_path / "hf", tmp_path / "again", names="titan")
+    again = loaded(tmp_path / "again")
+    assert again.keys() == stacks.keys() and all(
+        torch.equal(one, again[name]) for name, one in stacks.items()
+    )
+
+
+def loaded(folder: Path) -> dict[str, Tensor]:
+    """Return all tensors of a DCP checkpoint, read by torch's own reader."""
+    reader = dcp.FileSystemReader(folder)
+    state = {
+        name: torch.empty(one.size, dtype=one.properties.dtype)
+        for name, one in reader.read_metadata().state_dict_metadata.items()
+        if hasattr(one, "size")
+    }
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    return state
+
+
+def test_a_checkpoint_of_ours_becomes_one_that_torch_loads_with_its_moments(
+    made: Path, tmp_path: Path
+) -> None:
+    convert(made / "titan", tmp_path / "ours", config=made / "hf", tensor=2, pipeline=2)
+    assert (
+        run(["convert", str(tmp_path / "ours"), str(tmp_path / "titan"), "--to", "dcp", "--names", "titan"])
+        == 0
+    )
+    before, after = loaded(made / "titan"), loaded(tmp_path / "titan")
+    kept = {name: one for name, one in before.items() if "train_state" not in name and ".lr" not in name}
+    assert kept.keys() == after.keys() and len(kept) == 84
+    assert all(torch.equal(one, after[name]) for name, one in kept.items())
+    assert not list(
+        differences(read_source(tmp_path / "titan", config=made / "hf"), read_source(tmp_path / "ours"))
+    )
+
+
+def test_transformers_loads_what_is_written_under_its_names(made: Path, tmp_path: Path) -> None:
+    assert run(["convert", str(made / "hf"), str(tmp_path / "dcp"), "--to", "dcp"]) == 0
+    model: Any = AutoModelForCausalLM.from_pretrained(made / "hf")
+    wanted = {name: one.clone() for name, one in model.state_dict().items()}
+    state = {"model": {name: torch.zeros_like(one) for name, one in wanted.items()}}
+    dcp.load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert all(torch.equal(one, state["model"][name]) for name, one in wanted.items()) and len(wanted) == 21
+    assert run(["convert", str(made / "hf"), str(tmp_path / "x"), "--to", "dcp", "--tensor", "2"]) == 2
+    assert not (tmp_path / "x").exists()
+    with pytest.raises(BadInput, match="new or empty"):
+        convert_to_dcp(made / "hf", tmp_path / "dcp")
 
 
 def test_a_users_table_of_rules_renames_splits_and_transposes(made: Path, tmp_path: Path) -> None:

@@ -1,0 +1,173 @@
+"""Write a source as a checkpoint of ``torch.distributed.checkpoint`` (DCP), for other projects to load.
+
+torch's own writer makes the files, a tensor at a time: its planner is given tensors without memory, and reads
+each one from the source when its turn comes. So memory grows with the largest tensor, not with the model.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...parallel_state import BadInput, Box
+from ...storage.dtypes import TORCH
+from ...storage.output_file import check_place
+from ...storage.staging import check_output, staged
+from ..foreign.rules import Piece, foreign_shapes, pieces, table_named
+from ..moments import MOMENTS, moment_name
+from ..source import Source, read_source
+from ..verify import checksum_of, verify, verify_sums
+
+#: What some 1.2 kB of an archive and its directory take beside each tensor.
+_BESIDE_A_TENSOR = 4096
+Fill = Callable[[], Tensor]
+Parts = dict[str, list[tuple[str, Piece]]]
+
+
+def convert_to_dcp(
+    src: str | Path,
+    dst: str | Path,
+    *,
+    names: str | None = None,
+    config: Path | None = None,
+) -> Source:
+    """Write the weights of ``src``, and its moments if it has some, as a DCP checkpoint ``dst``.
+
+    ``names``: a table (see ``foreign/rules.py``) by which the tensors are named and cut, such as ``titan``;
+    without one they are ``model.NAME`` and ``optim.state.NAME.exp_avg`` with Hugging Face's names, as
+    ``get_model_state_dict`` and ``get_optimizer_state_dict`` of such a model give them. ``config``: for a
+    source of another project. A checkpoint's checksums are compared first; numbers that are not finite are
+    refused. A failure leaves nothing behind; if the process is killed, the call begins anew.
+    """
+    source, dst = read_source(src, config=config), Path(dst)
+    check_output(dst, inputs=[source.path])
+    check_place(dst, [source.path])
+    if source.adapter is not None:
+        todo = f"`trilith merge-lora BASE {source.path} OUT` makes a whole model of them and their base"
+        raise BadInput(source.path, "--to dcp", expected="a whole model", found="LoRA adapters", todo=todo)
+    nested, made = _planned(source, names)
+    need = sum(one.nbytes + _BESIDE_A_TENSOR for one in _flat(nested))
+    if source.manifest is not None:
+        verify(source.path, source.manifest)
+    for file in source.files:
+        verify_sums(file, checksum_of(file))
+    with staged(dst, inputs=[source.path], need=need) as staging:
+        _save(nested, made, staging.directory)
+        staging.publish()
+    return source
+
+
+def _save(nested: dict[str, Any], made: Mapping[str, Fill], folder: Path) -> None:
+    from torch.distributed import checkpoint as dcp  # takes a second to import
+
+    class Planner(dcp.DefaultSavePlanner):
+        """Give each tensor when it is written."""
+
+        def lookup_object(self, index: Any) -> Any:
+            return made[index.fqn]() if index.fqn in made else super().lookup_object(index)
+
+    writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about a save by one process, which this is
+        dcp.save(nested, storage_writer=writer, planner=Planner(), no_dist=True)
+
+
+def _planned(source: Source, names: str | None) -> tuple[dict[str, Any], dict[str, Fill]]:
+    """Return the state dict, of tensors without memory, and what makes each tensor, by its whole name."""
+    parts, shapes = _parts(source, names)
+    links = source.links(to_hf=True)
+    prefix, optimizer = ("model.", "optim") if names is None else ("", "optimizer")
+    weights: dict[str, Any] = {}
+    state: dict[str, dict[str, Tensor]] = {}
+    made: dict[str, Fill] = {}
+    for name, shape in shapes.items():
+        for moment in ("", *(MOMENTS if source.trains else ())):
+            stored = [(moment_name(moment, hf) if moment else hf, piece) for hf, piece in parts[name]]
+            if not all(links.stored_name(one) in source.catalog for one, _ in stored):
+                continue  # the moment of a frozen weight
+            dtypes = {source.dtype_of(one, links) for one, _ in stored}
+            if len(dtypes) > 1:
+                raise BadInput(source.path, name, expected="one dtype", found=", ".join(sorted(dtypes)))
+            empty = torch.empty(shape, dtype=TORCH[dtypes.pop()], device="meta")
+            if moment:
+                state.setdefault(name, {})[moment] = empty
+                made[f"{optimizer}.state.{name}.{moment}"] = partial(_read, source, stored, empty)
+            else:
+                weights[name] = empty
+                made[prefix + name] = partial(_read, source, stored, empty)
+    updates = torch.tensor(float(_updates(source)))
+    nested: dict[str, Any] = {"model": weights} if prefix else weights
+    if state:
+        nested[optimizer] = {"state": {name: moments | {"step": updates} for name, moments in state.items()}}
+    return nested, made
+
+
+def _parts(source: Source, names: str | None) -> tuple[Parts, dict[str, tuple[int, ...]]]:
+    """Return, for each tensor to write, the tensors of Hugging Face that it is made of, and its shape."""
+    _, hf = source.family.links(source.model_config)
+    if names is None:
+        return {name: [(name, Piece.whole(name, shape))] for name, shape in hf.items()}, hf
+    kind, config, table = source.family.model_type, source.model_config, table_named(names)
+    shapes = foreign_shapes(table, kind, hf, config)
+    found = pieces(table, kind, shapes, hf, config)
+    if missing := [name for name in hf if name not in found]:
+        todo = "The table has no rule for it, so the checkpoint would be incomplete"
+        raise BadInput(
+            "convert", f"--names {names}", expected=f"a name for {missing[0]}", found="none", todo=todo
+        )
+    parts: Parts = {name: [] for name in shapes}
+    for name, every in found.items():
+        for piece in every:
+            parts[piece.foreign].append((name, piece))
+    return parts, shapes
+
+
+def _read(source: Source, stored: Sequence[tuple[str, Piece]], empty: Tensor) -> Tensor:
+    """Return a tensor, put together from the tensors of Hugging Face that it is made of."""
+    links = source.links(to_hf=True)
+    whole = Box.whole(tuple(empty.shape))
+    if len(stored) == 1 and stored[0][1] == Piece.whole(stored[0][1].foreign, whole.shape):
+        return source.read(stored[0][0], whole, links)
+    made = torch.empty(empty.shape, dtype=empty.dtype)
+    for name, piece in stored:
+        along = {dim: at for at, dim in enumerate(piece.dims) if dim is not None}
+        region = made[
+            tuple(
+                slice(
+                    begin,
+                    begin + piece.steps[along[dim]] * piece.box.shape[along[dim]],
+                    piece.steps[along[dim]],
+                )
+                if dim in along
+                else begin
+                for dim, begin in enumerate(piece.start)
+            )
+        ]
+        numbers = source.read(name, piece.box, links)
+        order = [at for _, at in sorted(along.items())]
+        others = [at for at, dim in enumerate(piece.dims) if dim is None]
+        region.copy_(numbers.permute(*others, *order).reshape(region.shape))
+    return made
+
+
+def _updates(source: Source) -> int:
+    """Return how many updates the optimizer of a source has made."""
+    if source.manifest is None:
+        return (source.foreign.updates if source.foreign is not None else None) or 0
+    memory = source.manifest.state.get("memory")
+    updates = memory.get("updates") if isinstance(memory, dict) else None
+    return updates if isinstance(updates, int) else source.manifest.step or 0
+
+
+def _flat(nested: Mapping[str, Any]) -> Iterator[Tensor]:
+    for one in nested.values():
+        if isinstance(one, Tensor):
+            yield one
+        else:
+            yield from _flat(one)
