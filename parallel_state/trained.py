@@ -67,11 +67,11 @@ def refuse_untrained(
 
 
 def _largest(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """Return the largest element of the gradients on this rank in fp64, 0 without any."""
+    """Return a number that is 0 only if every gradient on this rank is: on a device their largest element."""
     grads = [local_data(one.grad) for one in parameters if one.grad is not None]
     grads = [grad for grad in grads if grad.numel()]
-    if not grads:
-        return torch.zeros((), dtype=torch.float64)
+    if all(grad.device.type == "cpu" for grad in grads):  # the first gradient says it, nearly always
+        return torch.tensor(any(bool(grad.any()) for grad in grads), dtype=torch.float64)
     return torch.nn.utils.get_total_norm(grads, norm_type=float("inf")).double()
 
 

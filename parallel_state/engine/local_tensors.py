@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+#: Elements that are cast at once: they stay in a core's cache.
+_PIECE = 1 << 18
+
 
 def local_data(x: Tensor) -> Tensor:
     """Return what this rank stores of ``x``, sharing memory and outside autograd."""
@@ -33,7 +36,22 @@ def tensors_in(nest: Any) -> list[Tensor]:
 
 def foreach_norm(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """Return the 2-norm of each tensor, in ``dtype``; few kernels for all of them."""
+    if any(one.device.type == "cpu" and one.dtype != dtype for one in tensors):
+        return [_norm_in_pieces(one, dtype) for one in tensors]
     return list(torch._foreach_norm(list(tensors), 2, dtype=dtype))
+
+
+def _norm_in_pieces(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the 2-norm, summed in another dtype than that of ``x``.
+
+    Torch's own kernel for this adds one element after the other on a CPU: four times as slow, and 1e-4 off in
+    fp32 for a tensor of some millions.
+    """
+    squares = x.new_zeros((), dtype=dtype)
+    for piece in x.reshape(-1).split(_PIECE):
+        cast = piece.to(dtype)
+        squares = squares + torch.dot(cast, cast)
+    return squares.sqrt()
 
 
 def foreach_mul_(tensors: Sequence[Tensor], factor: Tensor) -> None:

@@ -106,3 +106,14 @@ def test_every_element_counts_once(tensor: int, sequence: bool) -> None:
     for norm, clipped in run_parallel(norm_of_parts, tensor, sequence):
         assert norm == pytest.approx(elements**0.5, rel=1e-6)
         assert clipped == pytest.approx(1.0, rel=1e-5)
+
+
+def test_the_norm_of_many_bf16_gradients_is_that_of_fp64_to_fp32_s_rounding() -> None:
+    torch.manual_seed(0)
+    module = ColumnParallelLinear(2048, 1025).bfloat16()
+    for one in module.parameters():
+        one.grad = torch.randn_like(one)
+    exact = torch.cat([one.grad.double().flatten() for one in module.parameters() if one.grad is not None])
+    norm = gradient_norm(module)
+    assert norm.dtype == torch.float32
+    assert abs(norm.double() / exact.norm() - 1) < 1e-6
