@@ -22,19 +22,31 @@ def check_stated(found: ForeignCheckpoint, config: ModelConfig, where: Path) -> 
         if not hasattr(config, name):
             continue
         ours = getattr(config, name)
+        if name == "rope_scaling" and not isinstance(stated.value, bool):
+            ours = "no scaling" if ours is None else (ours.rope_type, ours.factor)
         if not _same(stated.value, ours):
             raise BadInput(
                 where,
                 name,
-                expected=f"{stated.value}, as {stated.where} says",
+                expected=f"{_told(stated.value)}, as {stated.where} says",
                 found=ours,
                 todo="The config is of another model than the checkpoint",
             )
 
 
 def _same(a: object, b: object) -> bool:
+    if isinstance(a, range | frozenset):
+        return b in a
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
     if isinstance(a, bool):  # something is there or not, such as a scaled rope
         return a == bool(b)
     if isinstance(a, int | float) and isinstance(b, int | float):
         return math.isclose(a, b, rel_tol=_SAME)
     return a == b
+
+
+def _told(value: object) -> object:
+    if isinstance(value, range):
+        return f"{value.start} to {value.stop - 1}"
+    return f"one of {', '.join(sorted(map(str, value)))}" if isinstance(value, frozenset) else value

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...parallel_state import BadInput
-from . import dcp, meta, state_dict
+from . import dcp, megatron_dist, megatron_legacy, meta, state_dict
 from .checkpoint import ForeignCheckpoint
 
 
@@ -36,6 +36,8 @@ def _refuse_gguf(path: Path) -> ForeignCheckpoint:
 
 #: In this order: a format whose folder holds files of a later one comes before it.
 FORMATS: tuple[Format, ...] = (
+    Format(megatron_dist.FORM, megatron_dist.recognise, megatron_dist.read),
+    Format(megatron_legacy.FORM, megatron_legacy.recognise, megatron_legacy.read),
     Format(dcp.FORM, dcp.recognise, dcp.read),
     Format(meta.FORM, meta.recognise, meta.read),
     Format(state_dict.FORM, state_dict.recognise, state_dict.read),

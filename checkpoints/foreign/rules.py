@@ -40,11 +40,13 @@ class Rule(StrictRecord):
 
     ``groups``: the config's attribute that counts equal pieces of each tensor of Hugging Face, which take
     turns in the foreign one (Megatron's ``linear_qkv``: for each key/value head its queries, its key, its
-    value). ``dim``: where the tensors of a list lie one after the other. ``transpose``: the foreign matrix is
-    the transpose. ``interleaved``: the config's attribute that counts the heads whose rows Hugging Face
-    stores as two halves, and the foreign tensor as pairs (rotary embeddings over neighbours). ``padded``: the
-    foreign tensor may have more rows, which are left out (a padded vocabulary). ``optional``: Hugging Face's
-    tensor may also be absent; the foreign one is then left out (a tied output layer).
+    value). ``parts``: each tensor of Hugging Face holds so many equal ones, one after the other, which take
+    turns as if each had a name (GPT-2's ``c_attn``). ``dim``: where the tensors of a list lie one after the
+    other. ``transpose``: the foreign matrix is the transpose. ``interleaved``: the config's attribute that
+    counts the heads whose rows Hugging Face stores as two halves, and the foreign tensor as pairs (rotary
+    embeddings over neighbours). ``padded``: the foreign tensor may have more rows, which are left out (a
+    padded vocabulary). ``optional``: Hugging Face's tensor may also be absent; the foreign one is then left
+    out (a tied output layer).
     """
 
     foreign: str | list[str]
@@ -53,6 +55,7 @@ class Rule(StrictRecord):
     dim: int = 0
     transpose: bool = False
     interleaved: str = ""
+    parts: int = 1
     padded: bool = False
     optional: bool = False
     only: list[str] = Field(default_factory=list)
@@ -211,7 +214,7 @@ def _tie(
     groups = int(getattr(config, rule.groups)) if rule.groups else 1
     total_ours, total_theirs = (sum(shape[dim] if shape else 1 for shape in one) for one in (wanted, shapes))
     rest = {shape[:dim] + shape[dim + 1 :] for shape in (*wanted, *shapes)}
-    uneven = any(shape and shape[dim] % groups for shape in wanted)
+    uneven = any(shape and shape[dim] % (groups * rule.parts) for shape in wanted)
     if (
         len(rest) != 1
         or uneven
@@ -226,15 +229,18 @@ def _tie(
         )
     begin_theirs = [sum(shape[dim] if shape else 1 for shape in shapes[:n]) for n in range(len(shapes))]
     at = 0
-    for group, ((name, index), shape) in product(range(groups), zip(ours, wanted, strict=True)):
-        size = shape[dim] // groups if shape else 1
+    turns = product(range(groups), zip(ours, wanted, strict=True), range(rule.parts))
+    for group, ((name, index), shape), turn in turns:
+        each = shape[dim] // rule.parts if shape else 1
+        size = each // groups
+        own = turn * each + group * size - at
         for (source, source_index), begin, source_shape in zip(theirs, begin_theirs, shapes, strict=True):
             length = source_shape[dim] if source_shape else 1
             first, last = max(at, begin), min(at + size, begin + length)
             if first < last:
                 box = Box.whole(shape)
                 if shape:
-                    box = box.narrow(dim, group * size + first - at, group * size + last - at)
+                    box = box.narrow(dim, own + first, own + last)
                 start = tuple(first - begin if d == dim else 0 for d in range(len(shape)))
                 for part, steps, at_first in _turn_pairs(rule, box, start, config, shape):
                     yield name, _placed(rule, part, index, prefix + source, source_index, at_first, steps)

@@ -1,0 +1,159 @@
+"""Read the arguments that Megatron stores in a checkpoint, as facts about the model.
+
+Source: ``megatron/training/arguments.py`` (names and defaults), ``checkpointing.py`` (where they lie), and
+``megatron/core/safe_globals.py`` (what else is pickled with them).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ...parallel_state import BadInput
+from ...storage.strict_json import shown
+from ...storage.torch_archive import Record
+from ...storage.torch_archive.pickle_records import Maker
+from .checkpoint import Stated
+
+_ENUMS = ("AttnBackend", "AttnMaskType", "AttnType", "CudaGraphScope", "LayerType", "ModelType")
+#: Names that occur in what Megatron pickles beside tensors; all become records.
+NAMES: dict[str, Maker | None] = dict.fromkeys(
+    (
+        *("argparse.Namespace", "types.SimpleNamespace", "signal.Signals", "_codecs.encode"),
+        *("pathlib.PosixPath", "pathlib._local.PosixPath", "numpy.ndarray", "numpy.dtype"),
+        *(
+            f"numpy.{core}.multiarray.{name}"
+            for core in ("core", "_core")
+            for name in ("_reconstruct", "scalar")
+        ),
+        *(f"megatron.core.transformer.enums.{name}" for name in _ENUMS),
+        *(f"megatron.{room}enums.ModelType" for room in ("", "core.", "model.", "legacy.model.")),
+        *(f"megatron.core.rerun_state_machine.Rerun{name}" for name in ("Diagnostic", "Mode", "State")),
+        *(f"megatron.core.optimizer.{file}OptimizerConfig" for file in ("", "optimizer_config.")),
+    )
+)
+#: What a tensor's numbers or a model's meaning depends on, if it is on; by Megatron's argument.
+_REFUSED = {
+    "rotary_interleaved": "rotary embeddings over neighbouring numbers are stored in another order",
+    "apply_layernorm_1p": "the weights of norms are stored less one",
+    "multi_latent_attention": "multi-latent attention is not in the table of names",
+    "mtp_num_layers": "layers that predict further tokens have no place in the config",
+    "heterogeneous_layers_config_path": "layers that differ in shape have no place in the config",
+}
+_GELUS = frozenset({"gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast"})
+
+
+class Arguments:
+    """Give Megatron's arguments by name; ``None`` for one that this version of Megatron did not have.
+
+    Megatron-Bridge and NeMo store none: ``known`` is then false, and nothing is compared.
+    """
+
+    def __init__(self, stored: object, where: Path) -> None:
+        self._record = stored if isinstance(stored, Record) else None
+        self._where, self.known = where, self._record is not None
+
+    def __getattr__(self, name: str) -> Any:
+        return None if self._record is None else self._record.field(name)
+
+    def size(self, name: str, otherwise: int = 1) -> int:
+        """Return a number of ranks or the like; ``BadInput`` if it is none."""
+        value = getattr(self, name)
+        if value is None:
+            return otherwise
+        if type(value) is not int or not 0 < value < 1 << 24:
+            raise BadInput(self._where, f"args.{name}", expected="a number above 0", found=shown(value))
+        return value
+
+    @property
+    def gated(self) -> bool:
+        """Return whether fc1 holds a gate and the values that it gates."""
+        return bool(self.swiglu or self.quick_geglu or self.gated_linear_unit)
+
+    def check(self) -> None:
+        """Refuse a model whose weights mean something that the table of names does not say."""
+        for name, why in _REFUSED.items():
+            if value := getattr(self, name):
+                raise BadInput(
+                    self._where, f"args.{name}", expected="none", found=shown(value), todo=f"Not read: {why}"
+                )
+
+    def stated(self) -> dict[str, Stated]:
+        """Return the facts, by the names of a config's fields; a set or a range holds all that would do."""
+        if not self.known:
+            return {}
+        facts: dict[str, tuple[str, object]] = {
+            "num_hidden_layers": ("num_layers", self.num_layers),
+            "hidden_size": ("hidden_size", self.hidden_size),
+            "num_attention_heads": ("num_attention_heads", self.num_attention_heads),
+            "head_dim": ("kv_channels", self.kv_channels),
+            "intermediate_size": ("ffn_hidden_size", self.ffn_hidden_size),
+            "tie_word_embeddings": ("untie_embeddings_and_output_weights", self._tied()),
+            "hidden_act": ("swiglu", self._activation()),
+            "num_key_value_heads": ("num_query_groups", self.num_attention_heads),
+            "vocab_size": ("padded_vocab_size", self._vocabulary()),
+        }
+        if self.group_query_attention:
+            facts["num_key_value_heads"] = ("num_query_groups", self.num_query_groups)
+        epsilon = "norm_epsilon" if self.norm_epsilon is not None else "layernorm_epsilon"
+        root = self.normalization == "RMSNorm"
+        facts["rms_norm_eps" if root else "layer_norm_eps"] = (epsilon, getattr(self, epsilon))
+        if self.position_embedding_type == "rope":
+            facts |= self._rotary()
+        elif self.position_embedding_type == "learned_absolute":
+            facts["max_position_embeddings"] = ("max_position_embeddings", self.max_position_embeddings)
+        if self.num_experts:
+            facts |= self._experts()
+        return {
+            name: Stated(value, f"args.{argument} in {self._where}")
+            for name, (argument, value) in facts.items()
+            if value is not None
+        }
+
+    def _tied(self) -> bool | None:
+        untied = self.untie_embeddings_and_output_weights
+        return None if untied is None else not untied
+
+    def _activation(self) -> object:
+        if self.swiglu:
+            return "silu"
+        if self.squared_relu:
+            return "relu2"
+        return None if self.swiglu is None or self.gated else _GELUS
+
+    def _vocabulary(self) -> object:
+        """Return the sizes that are padded to the stored one: to a multiple for each tensor rank."""
+        padded = self.padded_vocab_size
+        if type(padded) is not int:
+            return None
+        each = self.size("make_vocab_size_divisible_by", 128) * self.size("tensor_model_parallel_size")
+        return range(max(1, padded - each + 1), padded + 1)
+
+    def _rotary(self) -> dict[str, tuple[str, object]]:
+        facts: dict[str, tuple[str, object]] = {"rope_theta": ("rotary_base", self.rotary_base)}
+        if self.rotary_percent is not None and type(self.kv_channels) is int:
+            facts["rotary_dim"] = ("rotary_percent", int(self.kv_channels * self.rotary_percent))
+        linear = self.rotary_seq_len_interpolation_factor
+        if self.use_rope_scaling:
+            facts["rope_scaling"] = ("use_rope_scaling", ("llama3", self.rope_scaling_factor or 8.0))
+        elif linear not in (None, 1):
+            facts["rope_scaling"] = ("rotary_seq_len_interpolation_factor", ("linear", linear))
+        elif self.use_rope_scaling is not None:
+            facts["rope_scaling"] = ("use_rope_scaling", "no scaling")
+        return facts
+
+    def _experts(self) -> dict[str, tuple[str, object]]:
+        wide, dense = self.moe_ffn_hidden_size or self.ffn_hidden_size, self.ffn_hidden_size
+        facts: dict[str, tuple[str, object]] = {
+            "num_local_experts": ("num_experts", self.num_experts),
+            "num_experts_per_tok": ("moe_router_topk", self.moe_router_topk),
+            "moe_intermediate_size": ("moe_ffn_hidden_size", wide),
+            "intermediate_size": ("moe_ffn_hidden_size", frozenset({wide, dense})),
+            "shared_expert_intermediate_size": (
+                "moe_shared_expert_intermediate_size", self.moe_shared_expert_intermediate_size,
+            ),
+        }  # fmt: skip
+        if self.moe_router_pre_softmax is not None and self.moe_router_topk != 1:
+            # Over the chosen experts only, which is to normalise after the softmax; or over all of them.
+            facts["norm_topk_prob"] = ("moe_router_pre_softmax", not self.moe_router_pre_softmax)
+        return facts

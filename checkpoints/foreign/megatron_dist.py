@@ -1,0 +1,221 @@
+"""Read Megatron's distributed checkpoints (``torch_dist``) of Megatron-LM, Megatron-Bridge and NeMo.
+
+Such a folder is one of DCP with ``metadata.json`` (which writer) and ``common.pt`` (arguments and all that is
+no tensor). A tensor is whole, whatever layout wrote it. Layers that are alike lie in one tensor, with the
+layer as its first dim; here they get names with numbers. Source: ``megatron/core/dist_checkpointing``,
+``optimizer/distrib_optimizer.py``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from ...parallel_state import BadInput, Box
+from ...storage.regular import contained
+from ...storage.small_files import read_json
+from ...storage.strict_json import shown
+from ...storage.torch_archive import TorchArchive, View
+from ...storage.torch_archive.pickle_records import Maker
+from .checkpoint import Chunk, ForeignCheckpoint, ForeignTensor
+from .dcp import read_tensors
+from .megatron_arguments import NAMES, Arguments
+from .megatron_folder import step_folder
+
+FORM = "Megatron torch_dist"
+#: The flag with which Megatron writes moments that do not depend on the ranks.
+READABLE = "--dist-ckpt-optim-fully-reshardable"
+_CONFIG, _COMMON = "metadata.json", "common.pt"
+#: Names in ``.metadata`` beside those of DCP: the plans of all ranks, and Megatron's additions to both.
+_PLANNER = ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
+_NAMES: dict[str, Maker | None] = {
+    **dict.fromkeys(f"torch.distributed.checkpoint.planner.{name}" for name in _PLANNER),
+    **dict.fromkeys(
+        f"megatron.core.dist_checkpointing.strategies.torch.{name}"
+        for name in ("MCoreMetadata", "MCoreSavePlan")
+    ),
+}
+_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(exp_avg|exp_avg_sq|fp32_param|param)\.(.+)")
+_OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\..+")
+_STACK = re.compile(r"decoder\.layers\.(?!\d)(.+)")
+_PREFIX = "module."
+
+
+def recognise(path: Path) -> bool:
+    """Return whether this is a folder of Megatron's distributed checkpoints, or of their steps."""
+    folder = step_folder(path) if path.is_dir() else path
+    return folder.is_dir() and (folder / _CONFIG).is_file() and (folder / _COMMON).is_file()
+
+
+def read(path: Path) -> ForeignCheckpoint:
+    """Read the headers; ``BadInput`` for another backend than ``torch_dist`` and for what is damaged."""
+    folder = step_folder(path)
+    backend = read_json(contained(folder, _CONFIG)).get("sharded_backend")
+    if backend != "torch_dist":
+        todo = "Save with --ckpt-format torch_dist"
+        raise BadInput(
+            folder / _CONFIG, "sharded_backend", expected="torch_dist", found=shown(backend), todo=todo
+        )
+    common = TorchArchive.open(contained(folder, _COMMON), NAMES).value
+    if not isinstance(common, dict):
+        raise BadInput(folder / _COMMON, expected="a dict", found=type(common).__name__)
+    arguments = Arguments(common.get("args"), folder / _COMMON)
+    arguments.check()
+    tensors, objects = read_tensors(folder, _NAMES)
+    weights: dict[str, ForeignTensor] = {}
+    states: dict[str, dict[str, ForeignTensor]] = {}
+    left = [name for name in objects if not _is_extra(name)]
+    for stored, tensor in tensors.items():
+        if (match := _STATE.fullmatch(stored)) is not None:
+            states.setdefault(match[1], {})[match[2].removeprefix(_PREFIX)] = tensor
+        elif _OPTIMIZER.fullmatch(stored):
+            left.append(stored)
+        elif not _is_extra(stored):
+            weights[stored.removeprefix(_PREFIX)] = tensor
+    extra = sum(map(_is_extra, (*tensors, *objects)))
+    found = ForeignCheckpoint(folder, FORM, weights, names="megatron", stated=arguments.stated())
+    found.step = common["iteration"] if type(common.get("iteration")) is int else None
+    if extra:
+        found.skipped.append(f"{extra} entries _extra_state are not read: they hold no weights")
+    if not arguments.known:
+        found.skipped.append(
+            "it states no arguments (Megatron-LM does), so the config cannot be compared with them"
+        )
+    _take_states(found, states, left, common)
+    found.tensors = dict(_numbered(found.tensors))
+    found.moments = {kind: dict(_numbered(every)) for kind, every in found.moments.items()}
+    return found
+
+
+def _is_extra(name: str) -> bool:
+    return "._extra_state" in name
+
+
+def _take_states(
+    found: ForeignCheckpoint,
+    states: dict[str, dict[str, ForeignTensor]],
+    left: list[str],
+    common: Mapping[Any, Any],
+) -> None:
+    """Take the moments and, with them, the optimizer's own weights; say what is left."""
+    moments = {kind: states.get(kind, {}) for kind in ("exp_avg", "exp_avg_sq")}
+    if all(moments.values()):
+        found.moments = {kind: _shaped(found, kind, every) for kind, every in moments.items()}
+        own = states.get("param") or states.get("fp32_param") or {}
+        found.tensors |= _shaped(found, "fp32_param", own)
+        if own:
+            found.skipped.append(
+                "the weights are the optimizer's, in fp32; --dtype bfloat16 rounds them to the model's own"
+            )
+        found.updates = _updates(common.get("optimizer"))
+    elif unreadable := [name for name in left if _OPTIMIZER.fullmatch(name)]:
+        found.skipped.append(
+            f"no moments: the {len(unreadable)} entries of the optimizer ({unreadable[0]}, ...) depend on "
+            f"the ranks that wrote them. Megatron writes readable ones with {READABLE}"
+        )
+        left = [name for name in left if name not in unreadable]
+    if left:
+        found.skipped.append(f"{len(left)} entries beside the weights are not read: {left[0]}, ...")
+
+
+def _updates(stored: object) -> int | None:
+    """Return the number of updates in the parameter groups, wherever a chain of optimizers has them."""
+    level = [stored]
+    for _ in range(6):
+        groups = [one["param_groups"] for one in level if isinstance(one, dict) and "param_groups" in one]
+        for group in (one for every in groups if isinstance(every, list) for one in every):
+            if isinstance(group, dict) and type(group.get("step")) is int:
+                return int(group["step"])
+        level = [child for one in level if isinstance(one, dict) for child in one.values()]
+    return None
+
+
+def _shaped(
+    found: ForeignCheckpoint, kind: str, states: Mapping[str, ForeignTensor]
+) -> dict[str, ForeignTensor]:
+    """Return the tensors of a state in the shapes of their weights.
+
+    ``fully_sharded_model_space`` cuts each rank's part of a weight as a flat row of numbers. The stored
+    tensor then has one more dim: as many indices along each dim as there are parts, and the place in a part.
+    """
+    shaped = {}
+    for name, state in states.items():
+        if (weight := found.tensors.get(name)) is None:
+            todo = "The optimizer and the model are not of one checkpoint"
+            raise BadInput(
+                found.path,
+                f"{kind} of {shown(name)}",
+                expected="a weight of that name",
+                found="none",
+                todo=todo,
+            )
+        if state.shape == weight.shape:
+            shaped[name] = state
+            continue
+        parts = state.shape[:-1]
+        fits = len(parts) == len(weight.shape) and all(
+            n and not m % n for m, n in zip(weight.shape, parts, strict=True)
+        )
+        if not fits or prod(state.shape) != prod(weight.shape):
+            raise BadInput(
+                found.path, f"{kind} of {shown(name)}", expected=[*weight.shape], found=[*state.shape]
+            )
+        size = tuple(m // n for m, n in zip(weight.shape, parts, strict=True))
+        chunks = tuple(piece for chunk in state.chunks for piece in _unflattened(chunk, size))
+        shaped[name] = ForeignTensor(state.dtype, weight.shape, chunks)
+    return shaped
+
+
+def _unflattened(chunk: Chunk, size: tuple[int, ...]) -> Iterator[Chunk]:
+    """Yield a flat chunk of a part of ``size`` as boxes of the whole tensor."""
+    corner = tuple(at * n for at, n in zip(chunk.box.start, size, strict=False))
+    first = chunk.box.start[-1]
+    for box, at in _boxes_of(size, first, chunk.box.stop[-1]):
+        begin = chunk.view.begin + (at - first) * chunk.view.itemsize
+        yield Chunk(box.shift(corner), chunk.file, View.row_major(chunk.view.dtype, box.shape, begin))
+
+
+def _boxes_of(size: tuple[int, ...], first: int, last: int) -> Iterator[tuple[Box, int]]:
+    """Yield boxes that hold elements ``first`` to ``last`` of a row-major tensor, each with its first one."""
+    if first >= last:
+        return
+    if len(size) <= 1:
+        yield Box((first,) if size else (), (last,) if size else ()), first
+        return
+    row = prod(size[1:])
+    whole = -(-first // row), last // row
+    if whole[0] < whole[1]:
+        yield Box((whole[0], *(0 for _ in size[1:])), (whole[1], *size[1:])), whole[0] * row
+    ends = [(first, min(last, whole[0] * row)), (max(first, whole[1] * row), last)]
+    for begin, end in ends if whole[0] <= whole[1] else [(first, last)]:
+        number = begin // row
+        for box, at in _boxes_of(size[1:], begin - number * row, end - number * row):
+            yield Box((number, *box.start), (number + 1, *box.stop)), number * row + at
+
+
+def _numbered(tensors: Mapping[str, ForeignTensor]) -> Iterator[tuple[str, ForeignTensor]]:
+    """Yield the tensors with each layer of a stack as a tensor of its own."""
+    for name, tensor in tensors.items():
+        if (match := _STACK.fullmatch(name)) is None:
+            yield name, tensor
+            continue
+        layers: dict[int, list[Chunk]] = {
+            number: [] for number in range(tensor.shape[0] if tensor.shape else 0)
+        }
+        for chunk in tensor.chunks:
+            for number in range(chunk.box.start[0], chunk.box.stop[0]):
+                part = chunk.view.narrow(
+                    Box.whole(chunk.view.shape).narrow(
+                        0, number - chunk.box.start[0], number - chunk.box.start[0] + 1
+                    )
+                )
+                view = View(part.dtype, part.shape[1:], part.begin, part.strides[1:])
+                layers[number].append(Chunk(Box(chunk.box.start[1:], chunk.box.stop[1:]), chunk.file, view))
+        for number, chunks in layers.items():
+            yield (
+                f"decoder.layers.{number}.{match[1]}",
+                ForeignTensor(tensor.dtype, tensor.shape[1:], tuple(chunks)),
+            )

@@ -1,0 +1,22 @@
+"""Find the folder of one step in what Megatron wrote, and tell its two formats apart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ...parallel_state import BadInput
+from ...storage.regular import read_small
+from ...storage.strict_json import shown
+
+#: Megatron's file that names the newest step, in the folder that ``--save`` named.
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def step_folder(path: Path) -> Path:
+    """Return ``path`` itself or, if it holds Megatron's tracker file, the step's folder that this names."""
+    if not (path / TRACKER).is_file():
+        return path
+    text = read_small(path / TRACKER, 64).decode("ascii", "replace").strip()
+    if text != "release" and not text.isdecimal():
+        raise BadInput(path / TRACKER, expected="the number of a step, or release", found=shown(text))
+    return path / (text if text == "release" else f"iter_{int(text):07d}")

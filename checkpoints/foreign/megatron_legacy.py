@@ -1,0 +1,231 @@
+"""Read Megatron-LM's first format: ``iter_0001000/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt``.
+
+Each file holds one rank's part of the model. Here the parts become chunks of whole tensors, under the names
+and in the shapes of the distributed format, so that one table serves both. Source:
+``megatron/training/checkpointing.py`` (folders), ``megatron/core/transformer`` (how layers are cut),
+``megatron/legacy/model/language_model.py`` (older names).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+
+from ...parallel_state import BadInput, Box
+from ...storage.regular import contained
+from ...storage.strict_json import shown
+from ...storage.torch_archive import TorchArchive, View, ViewFile
+from .checkpoint import Chunk, ForeignCheckpoint, ForeignTensor
+from .megatron_arguments import NAMES, Arguments
+from .megatron_dist import READABLE
+from .megatron_folder import step_folder
+from .megatron_parts import whole_parts
+
+FORM = "Megatron legacy (mp_rank_XX)"
+#: The second name is that of releases that wrote the optimizer beside it.
+_FILES = ("model_optim_rng.pt", "model_rng.pt")
+_RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
+_MODEL = re.compile(r"model(\d*)")
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+#: Names of the models before megatron-core, as patterns and what stands for them; each is applied once.
+_OLDER = [
+    (re.compile(pattern), name)
+    for pattern, name in (
+        (r"^language_model\.", ""),
+        (r"^word_embeddings_for_head\.", "output_layer."),
+        (r"^(encoder|transformer)\.final_(layer)?norm\.", "decoder.final_layernorm."),
+        (r"^(encoder|transformer)\.", "decoder."),
+        (r"\.(self_)?attention\.query_key_value\.", ".self_attention.linear_qkv."),
+        (r"\.(self_)?attention\.dense\.", ".self_attention.linear_proj."),
+        (r"\.input_norm\.", ".input_layernorm."),
+        (r"\.post_attention_(layer)?norm\.", ".pre_mlp_layernorm."),
+        (r"\.mlp\.dense_h_to_4h\.", ".mlp.linear_fc1."),
+        (r"\.mlp\.dense_4h_to_h\.", ".mlp.linear_fc2."),
+    )
+]
+
+
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    """Say which part of the model a file holds: its tensor, pipeline and expert rank."""
+
+    file: ViewFile
+    tensor: int
+    pipeline: int
+    expert: int
+    #: Tensors by their names in the file, for each virtual stage.
+    models: list[dict[str, View]] = field(default_factory=list)
+
+
+def recognise(path: Path) -> bool:
+    """Return whether this is a folder of ranks, or of steps whose newest one is."""
+    folder = step_folder(path) if path.is_dir() else path
+    return folder.is_dir() and any(_rank_folders(folder))
+
+
+def read(path: Path) -> ForeignCheckpoint:
+    """Read the headers of all ranks; ``BadInput`` names a rank that is missing or of another model."""
+    folder = step_folder(path)
+    ranks: list[_Rank] = []
+    found = ForeignCheckpoint(folder, FORM, {}, names="megatron")
+    extra, optimizer, first = 0, False, Arguments(None, folder)
+    for rank_folder, matched in _rank_folders(folder):
+        name = next(name for name in _FILES if (rank_folder / name).is_file())
+        file = contained(folder, f"{rank_folder.name}/{name}")
+        archive = TorchArchive.open(file, NAMES)
+        value = archive.value
+        if not isinstance(value, dict):
+            raise BadInput(file, expected="a dict", found=type(value).__name__)
+        arguments = Arguments(value.get("args"), file)
+        if not arguments.known:
+            todo = "How the ranks cut the model cannot be known without them"
+            raise BadInput(file, "args", expected="Megatron's arguments", found="none", todo=todo)
+        _check_version(value, file)
+        arguments.check()
+        if not ranks:
+            first, found.stated = arguments, arguments.stated()
+            found.step = value["iteration"] if type(value.get("iteration")) is int else None
+        views = ViewFile.of(file)
+        views.know(archive.entries)
+        rank = _Rank(views, *_coordinates(matched, arguments, file))
+        for key in sorted(key for key in value if isinstance(key, str) and _MODEL.fullmatch(key)):
+            tensors, left = _flat(value[key], file)
+            rank.models.append(tensors)
+            extra += left
+        optimizer = optimizer or "optimizer" in value
+        ranks.append(rank)
+    _check_ranks(ranks, first, folder)
+    found.tensors = _whole_tensors(ranks, first, folder)
+    if first.untie_embeddings_and_output_weights is not True:
+        found.tensors.pop("output_layer.weight", None)  # the last stage's copy of the embedding
+    if extra:
+        found.skipped.append(f"{extra} entries _extra_state are not read: they hold no weights")
+    if optimizer or any(folder.glob("mp_rank_*/*optim.pt")):
+        found.skipped.append(
+            "no moments: in this format they depend on the ranks that wrote them. Megatron writes readable "
+            f"ones with --ckpt-format torch_dist {READABLE}"
+        )
+    return found
+
+
+def _rank_folders(folder: Path) -> Iterator[tuple[Path, re.Match[str]]]:
+    for path in sorted(folder.iterdir()):
+        if (match := _RANK.fullmatch(path.name)) and any((path / name).is_file() for name in _FILES):
+            yield path, match
+
+
+def _coordinates(match: re.Match[str], arguments: Arguments, file: Path) -> tuple[int, int, int]:
+    """Return the tensor, pipeline and expert rank; one number may be missing where its axis has size 1."""
+    tensor, *others = (int(one) for one in match.groups() if one is not None)
+    pipelined = arguments.size("pipeline_model_parallel_size") > 1
+    expert = arguments.size("expert_model_parallel_size") > 1
+    if len(others) != pipelined + expert:
+        found, stated = match[0], f"{pipelined + expert} numbers after the first"
+        raise BadInput(file, "args", expected=f"a folder's name with {stated}", found=found)
+    if len(others) == 2:
+        return tensor, others[0], others[1]
+    if not others:
+        return tensor, 0, 0
+    return (tensor, 0, others[0]) if expert and not pipelined else (tensor, others[0], 0)
+
+
+def _check_version(value: dict[object, object], file: Path) -> None:
+    version = value.get("checkpoint_version", 3.0)
+    if not isinstance(version, int | float) or version < 2:
+        todo = "Older versions order queries, keys and values otherwise: save it again with a later one"
+        raise BadInput(file, "checkpoint_version", expected="2.0 or later", found=shown(version), todo=todo)
+
+
+def _check_ranks(ranks: list[_Rank], arguments: Arguments, folder: Path) -> None:
+    """Refuse a folder in which a rank is missing, or ranks hold different numbers of virtual stages."""
+    tensor = arguments.size("tensor_model_parallel_size")
+    pipeline = arguments.size("pipeline_model_parallel_size")
+    there = {(rank.tensor, rank.pipeline) for rank in ranks}
+    for t, p in product(range(tensor), range(pipeline)):
+        if (t, p) not in there:
+            name = f"mp_rank_{t:02d}" + (f"_{p:03d}" if pipeline > 1 else "")
+            expected = f"{tensor} tensor ranks of {pipeline} pipeline ranks"
+            raise BadInput(folder, name, expected=expected, found="no such folder")
+    if len({len(rank.models) for rank in ranks}) > 1 or not ranks[0].models:
+        counts = ", ".join(str(len(rank.models)) for rank in ranks)
+        raise BadInput(folder, expected="as many models in every rank's file", found=counts)
+
+
+def _flat(stored: object, file: Path) -> tuple[dict[str, View], int]:
+    """Return a model's tensors by megatron-core's names, and the number of extra states."""
+    tensors: dict[str, View] = {}
+    extra, level = 0, [("", stored)]
+    for _ in range(8):
+        below: list[tuple[str, object]] = []
+        for prefix, value in level:
+            for key, child in value.items() if isinstance(value, dict) else ():
+                name = f"{prefix}{key}"
+                if "_extra_state" in name:
+                    extra += 1
+                elif isinstance(child, View):
+                    tensors[_renamed(name)] = child
+                elif isinstance(child, dict):
+                    below.append((f"{name}.", child))
+        level = below
+    if not tensors:
+        raise BadInput(file, "model", expected="tensors", found="none")
+    return tensors, extra
+
+
+def _renamed(name: str) -> str:
+    name = name.removeprefix("module.")
+    for pattern, new in _OLDER:
+        name = pattern.sub(new, name, count=1)
+    return name
+
+
+def _whole_tensors(ranks: list[_Rank], arguments: Arguments, folder: Path) -> dict[str, ForeignTensor]:
+    """Return the whole tensors; a part that several ranks hold is taken from the first."""
+    before = _layers_before(ranks, arguments, folder)
+    chunks: dict[str, dict[Box, Chunk]] = defaultdict(dict)
+    for rank in ranks:
+        for stage, model in enumerate(rank.models):
+            first = before[stage, rank.pipeline]
+            for local, view in model.items():
+                match = _LAYER.fullmatch(local)
+                name = local if match is None else f"decoder.layers.{int(match[1]) + first}.{match[2]}"
+                at = rank.tensor, rank.expert
+                for whole, box, part in whole_parts(name, view, arguments, at, rank.file.path):
+                    chunks[whole].setdefault(box, Chunk(box, rank.file, part))
+    whole_tensors = {}
+    for name, parts in chunks.items():
+        shape = tuple(max(stops) for stops in zip(*(box.stop for box in parts), strict=True))
+        dtypes = {chunk.view.dtype for chunk in parts.values()}
+        if len(dtypes) > 1:
+            raise BadInput(folder, name, expected="one dtype on all ranks", found=", ".join(sorted(dtypes)))
+        whole_tensors[name] = ForeignTensor(dtypes.pop(), shape, tuple(parts.values()))
+    return whole_tensors
+
+
+def _layers_before(ranks: list[_Rank], arguments: Arguments, folder: Path) -> dict[tuple[int, int], int]:
+    """Return how many layers lie before each (virtual stage, pipeline rank), counted in the files.
+
+    The model's layers run through all pipeline ranks with the first virtual stage, then with the second.
+    """
+    counted: dict[tuple[int, int], int] = {}
+    for rank in ranks:
+        for stage, model in enumerate(rank.models):
+            numbers = {int(match[1]) for name in model if (match := _LAYER.fullmatch(name))}
+            known = counted.setdefault((stage, rank.pipeline), len(numbers))
+            if known != len(numbers) or numbers != set(range(len(numbers))):
+                raise BadInput(
+                    rank.file.path, "layers", expected=f"0 to {known - 1}", found=shown(sorted(numbers))
+                )
+    before, total = {}, 0
+    for place in sorted(counted):
+        before[place] = total
+        total += counted[place]
+    if total != arguments.num_layers:
+        raise BadInput(
+            folder, "layers", expected=f"{arguments.num_layers}, as args.num_layers says", found=total
+        )
+    return before

@@ -1,0 +1,129 @@
+"""Write checkpoints in Megatron's forms by hand, for what its writers do not offer on a CPU.
+
+The distributed form is written by ``torch.distributed.checkpoint``, as Megatron does, with ``common.pt`` and
+``metadata.json`` as ``megatron/core/dist_checkpointing`` writes them.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import warnings
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from megatron_models import MegatronModel
+from torch import Tensor
+
+ALONE = SimpleNamespace(tp=0, tps=1, ep=0, eps=1)
+#: The tensors of a layer of ``llama`` in megatron-core's local layers.
+_LAYER = (
+    *("input_layernorm", "self_attention.linear_qkv", "self_attention.linear_proj"),
+    *("pre_mlp_layernorm", "mlp.linear_fc1", "mlp.linear_fc2"),
+)
+#: The norms' names where Transformer Engine computes them together with the layer after them.
+FUSED = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
+
+
+def names_of(m: MegatronModel) -> list[str]:
+    """Megatron's names of the tensors of ``llama``."""
+    layers = [f"decoder.layers.{i}.{one}.weight" for i in range(m.args.num_layers) for one in _LAYER]
+    return [
+        "embedding.word_embeddings.weight",
+        *layers,
+        "decoder.final_layernorm.weight",
+        "output_layer.weight",
+    ]
+
+
+def whole(m: MegatronModel, kind: str = "") -> dict[str, Tensor]:
+    """All tensors of ``llama`` as one rank holds them, or their moments."""
+    return {name: m.part(name, 0, ALONE, kind).contiguous() for name in names_of(m)}
+
+
+def write_dist(
+    folder: Path,
+    weights: Mapping[str, Tensor],
+    *,
+    args: Namespace | None,
+    states: Mapping[str, Mapping[str, Tensor]] | None = None,
+    prefix: str = "",
+    step: int = 3,
+    other: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write ``folder`` in the form ``torch_dist``; ``states``: those of the optimizer, by weight."""
+    tensors = {f"{prefix}{name}": value for name, value in weights.items()}
+    for state, values in (states or {}).items():
+        tensors |= {f"optimizer.state.{state}.{prefix}{name}": value for name, value in values.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({**tensors, **(other or {})}, checkpoint_id=folder, no_dist=True)
+    groups = {"optimizer": {"param_groups": [{"lr": 1e-3, "step": step}]}}
+    common: dict[str, Any] = {"iteration": step, "checkpoint_version": 3.0, "optimizer": groups}
+    if args is not None:
+        common["args"] = args
+    torch.save(common, folder / "common.pt")
+    backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"}
+    (folder / "metadata.json").write_text(json.dumps({**backend, "common_backend_version": 1}))
+    return folder
+
+
+def extra_state() -> io.BytesIO:
+    """Return what a layer stores beside its weights."""
+    saved = io.BytesIO()
+    torch.save(None, saved)
+    return saved
+
+
+#: The names of releases before megatron-core.
+_OLDER = {
+    "input_layernorm": "input_norm",
+    "self_attention.linear_qkv": "self_attention.query_key_value",
+    "self_attention.linear_proj": "self_attention.dense",
+    "pre_mlp_layernorm": "post_attention_norm",
+    "mlp.linear_fc1": "mlp.dense_h_to_4h",
+    "mlp.linear_fc2": "mlp.dense_4h_to_h",
+}
+
+
+def older_model(m: MegatronModel, at: Any) -> dict[str, Any]:
+    """The nested dict in which releases before megatron-core hold one tensor rank's part of ``llama``."""
+    part = {name: m.part(name, 0, at).clone() for name in names_of(m)}
+    encoder = {"final_norm.weight": part["decoder.final_layernorm.weight"]}
+    for name, value in part.items():
+        if name.startswith("decoder.layers."):
+            number, local = name.removeprefix("decoder.layers.").removesuffix(".weight").split(".", 1)
+            encoder[f"layers.{number}.{_OLDER[local]}.weight"] = value
+    return {
+        "language_model": {
+            "embedding": {"word_embeddings": {"weight": part["embedding.word_embeddings.weight"]}},
+            "encoder": encoder,
+            "output_layer": {"weight": part["output_layer.weight"]},
+        }
+    }
+
+
+def write_legacy(folder: Path, m: MegatronModel, ranks: int, **other: Any) -> Path:
+    """Write a folder of tensor ranks with the older names; ``other``: further entries of each file."""
+    for rank in range(ranks):
+        args = Namespace(**vars(m.args), tensor_model_parallel_size=ranks, pipeline_model_parallel_size=1)
+        at = SimpleNamespace(tp=rank, tps=ranks, ep=0, eps=1)
+        state = {
+            "args": args,
+            "checkpoint_version": 3.0,
+            "iteration": 3,
+            "model": older_model(m, at),
+            **other,
+        }
+        path = folder / f"mp_rank_{rank:02d}" / "model_optim_rng.pt"
+        path.parent.mkdir(parents=True)
+        torch.save(state, path)
+    return folder

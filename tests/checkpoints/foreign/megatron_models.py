@@ -1,0 +1,316 @@
+"""Tiny models for the fixtures of Megatron: Hugging Face's config and numbers, and Megatron's form of both.
+
+This is the second opinion on Megatron's names and orders: it is written tensor by tensor and shares nothing
+with the tables of ``trilith.checkpoints.foreign``. ``make_megatron_fixtures.py`` compares its logits in
+megatron-core with transformers'.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+import zlib
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+Shape = tuple[int, ...]
+
+
+def numbers(name: str, shape: Shape, kind: str = "") -> Tensor:
+    """Numbers that depend on the name alone, the same in every version; bfloat16 holds them exactly."""
+    seed = zlib.crc32(f"{kind}{name}".encode())
+    drawn = np.random.RandomState(seed).randint(-64, 65, shape).astype(np.float32) / 256
+    if kind == "exp_avg_sq":
+        drawn = np.abs(drawn) / 64
+    elif not kind and len(shape) == 1 and name.endswith("weight"):
+        drawn = drawn + 1
+    return torch.from_numpy(drawn)
+
+
+@dataclass(frozen=True)
+class MegatronModel:
+    """One model: ``config`` is Hugging Face's, ``shapes`` its tensors, ``args`` Megatron's arguments."""
+
+    name: str
+    config: dict[str, Any]
+    shapes: dict[str, Shape]
+    args: Namespace
+    #: Names of Hugging Face with ``{i}`` and ``{e}``, by the part that they play.
+    names: dict[str, str]
+    gelu: Callable[[Tensor], Tensor] | None = None
+    #: The numbers of a tensor of Hugging Face, by its name, its shape and the kind of a moment.
+    draw: Callable[[str, Shape, str], Tensor] = numbers
+
+    def tensors(self, kind: str = "") -> dict[str, Tensor]:
+        """All of Hugging Face's tensors, or their moments."""
+        return {name: self.draw(name, shape, kind) for name, shape in self.shapes.items()}
+
+    def transformers(self) -> Any:
+        """The model of transformers with these numbers."""
+        with tempfile.TemporaryDirectory() as folder:
+            self.write_hugging_face(Path(folder))
+            return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    def write_config(self, folder: Path) -> None:
+        (folder / "config.json").write_text(json.dumps(self.config))
+
+    def write_hugging_face(self, folder: Path) -> None:
+        self.write_config(folder)
+        save_file(self.tensors(), folder / "model.safetensors", metadata={"format": "pt"})
+
+    def part(self, name: str, first: int, at: Any, kind: str = "") -> Tensor:
+        """The numbers of one of Megatron's parameters, as the rank ``at`` holds them."""
+        a = self.args
+
+        def hf(part: str, **numbers_of: int) -> Tensor:
+            full = self.names[part].format(**numbers_of)
+            value = self.draw(full, self.shapes[full], "" if kind == "param" else kind)
+            transposed = self.name == "gpt2" and "transformer.h." in full and value.ndim == 2
+            return value.T if transposed else value
+
+        def cut(value: Tensor, dim: int = 0) -> Tensor:
+            return value.chunk(at.tps, dim)[at.tp]
+
+        if name == "embedding.word_embeddings.weight" or name == "output_layer.weight":
+            value = hf("embedding" if name.startswith("embedding") else "head")
+            padding = torch.full((a.padded_vocab_size - len(value), value.shape[1]), 7.0)
+            return cut(torch.cat((value, padding)))
+        if name == "embedding.position_embeddings.weight":
+            return hf("position")
+        if name.startswith("decoder.final_layernorm"):
+            return hf("final_norm." + name.rpartition(".")[2])
+        found = re.fullmatch(
+            r"decoder\.layers\.(\d+)\.(.+)\.?(weight1|weight2|gate_weight|weight|bias)", name
+        )
+        assert found, name
+        i, place, leaf = int(found[1]) + first, found[2].rstrip("."), found[3]
+        if place == "self_attention.linear_qkv":
+            return cut(self._qkv(hf, i, leaf))
+        if place in ("self_attention.linear_proj", "mlp.linear_fc2", "mlp.shared_experts.linear_fc2"):
+            value = hf(f"{place}.{leaf}", i=i)
+            return value if leaf == "bias" else cut(value, 1)
+        if place in ("mlp.linear_fc1", "mlp.shared_experts.linear_fc1"):
+            if not a.swiglu:
+                return cut(hf(f"{place}.{leaf}", i=i))
+            return torch.cat([cut(hf(f"{place}.{one}.{leaf}", i=i)) for one in ("gate", "up")])
+        if place.startswith("mlp.experts"):
+            local = a.num_experts // at.eps
+            each = [at.ep * local + j for j in range(local)]
+            up = [torch.cat([hf("expert.gate", i=i, e=e), hf("expert.up", i=i, e=e)]) for e in each]
+            if leaf == "weight1":  # seen as (experts, hidden, both), whatever its shape says
+                return torch.stack([one.T for one in up])
+            if leaf == "weight2":
+                return torch.stack([hf("expert.down", i=i, e=e).T for e in each])
+            j = int(place.split(".")[3])
+            return up[j] if place.endswith("fc1") else hf("expert.down", i=i, e=each[j])
+        return hf(f"{place}.{leaf}", i=i)  # norms, router, gate of the shared experts
+
+    def _qkv(self, hf: Callable[..., Tensor], i: int, leaf: str) -> Tensor:
+        """Groups one after another: the query heads of a key/value head, that key head, that value head."""
+        a = self.args
+        if self.name == "gpt2":
+            q, k, v = hf(f"qkv.{leaf}", i=i).chunk(3)
+        else:
+            q, k, v = (hf(f"{one}.{leaf}", i=i) for one in "qkv")
+        groups = a.num_query_groups if a.group_query_attention else a.num_attention_heads
+        each = a.num_attention_heads // groups * a.kv_channels
+        rows = []
+        for g in range(groups):
+            one = slice(g * a.kv_channels, (g + 1) * a.kv_channels)
+            rows += [q[g * each : (g + 1) * each], k[one], v[one]]
+        return torch.cat(rows)
+
+
+def arguments(**other: Any) -> Namespace:
+    """Megatron's arguments, by the names of its command line."""
+    return Namespace(**{
+        "num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "group_query_attention": True,
+        "num_query_groups": 2, "kv_channels": 4, "ffn_hidden_size": 24, "padded_vocab_size": 32,
+        "make_vocab_size_divisible_by": 16, "max_position_embeddings": 32, "seq_length": 32,
+        "position_embedding_type": "rope", "rotary_base": 10000, "rotary_percent": 1.0,
+        "rotary_interleaved": False, "use_rope_scaling": False, "rope_scaling_factor": 8.0,
+        "normalization": "RMSNorm", "norm_epsilon": 1e-5, "apply_layernorm_1p": False, "swiglu": True,
+        "squared_relu": False, "openai_gelu": False, "add_bias_linear": False, "add_qkv_bias": False,
+        "qk_layernorm": False, "untie_embeddings_and_output_weights": True, "num_experts": None,
+        "moe_router_topk": 2, "moe_ffn_hidden_size": None, "moe_layer_freq": 1, "moe_grouped_gemm": False,
+        "moe_router_pre_softmax": False, "moe_shared_expert_intermediate_size": None,
+        "moe_shared_expert_gate": False, "transformer_impl": "local",
+    } | other)  # fmt: skip
+
+
+_LLAMA_NAMES = {
+    "embedding": "model.embed_tokens.weight",
+    "head": "lm_head.weight",
+    "final_norm.weight": "model.norm.weight",
+    "input_layernorm.weight": "model.layers.{i}.input_layernorm.weight",
+    "pre_mlp_layernorm.weight": "model.layers.{i}.post_attention_layernorm.weight",
+    **{
+        f"{one}.{kind}": f"model.layers.{{i}}.self_attn.{one}_proj.{kind}"
+        for one in "qkv"
+        for kind in ("weight", "bias")
+    },
+    "self_attention.linear_proj.weight": "model.layers.{i}.self_attn.o_proj.weight",
+    "self_attention.q_layernorm.weight": "model.layers.{i}.self_attn.q_norm.weight",
+    "self_attention.k_layernorm.weight": "model.layers.{i}.self_attn.k_norm.weight",
+    "mlp.linear_fc1.gate.weight": "model.layers.{i}.mlp.gate_proj.weight",
+    "mlp.linear_fc1.up.weight": "model.layers.{i}.mlp.up_proj.weight",
+    "mlp.linear_fc2.weight": "model.layers.{i}.mlp.down_proj.weight",
+    "mlp.router.weight": "model.layers.{i}.mlp.gate.weight",
+    **{
+        f"expert.{one}": f"model.layers.{{i}}.mlp.experts.{{e}}.{one}_proj.weight"
+        for one in ("gate", "up", "down")
+    },
+    "mlp.shared_experts.linear_fc1.gate.weight": "model.layers.{i}.mlp.shared_expert.gate_proj.weight",
+    "mlp.shared_experts.linear_fc1.up.weight": "model.layers.{i}.mlp.shared_expert.up_proj.weight",
+    "mlp.shared_experts.linear_fc2.weight": "model.layers.{i}.mlp.shared_expert.down_proj.weight",
+    "mlp.shared_experts.gate_weight": "model.layers.{i}.mlp.shared_expert_gate.weight",
+}  # fmt: skip
+_MIXTRAL_NAMES = _LLAMA_NAMES | {
+    "mlp.router.weight": "model.layers.{i}.block_sparse_moe.gate.weight",
+    "expert.gate": "model.layers.{i}.block_sparse_moe.experts.{e}.w1.weight",
+    "expert.up": "model.layers.{i}.block_sparse_moe.experts.{e}.w3.weight",
+    "expert.down": "model.layers.{i}.block_sparse_moe.experts.{e}.w2.weight",
+}
+_GPT2_NAMES = {
+    "embedding": "transformer.wte.weight",
+    "head": "transformer.wte.weight",  # the last stage holds a copy
+    "position": "transformer.wpe.weight",
+    **{
+        f"{ours}.{kind}": f"transformer.{theirs}.{kind}"
+        for ours, theirs in (
+            ("final_norm", "ln_f"),
+            ("input_layernorm", "h.{i}.ln_1"),
+            ("pre_mlp_layernorm", "h.{i}.ln_2"),
+            ("qkv", "h.{i}.attn.c_attn"),
+            ("self_attention.linear_proj", "h.{i}.attn.c_proj"),
+            ("mlp.linear_fc1", "h.{i}.mlp.c_fc"),
+            ("mlp.linear_fc2", "h.{i}.mlp.c_proj"),
+        )
+        for kind in ("weight", "bias")
+    },
+}
+_HIDDEN, _HEADS, _GROUPS, _HEAD, _VOCABULARY = 16, 4, 2, 4, 27
+
+
+def _llama_shapes(args: Namespace, names: dict[str, str]) -> dict[str, Shape]:
+    h, q, kv = _HIDDEN, _HEADS * _HEAD, _GROUPS * _HEAD
+    shapes: dict[str, Shape] = {names["embedding"]: (_VOCABULARY, h)}
+    for i in range(args.num_layers):
+        experts = args.num_experts and (args.moe_layer_freq == 1 or args.moe_layer_freq[i])
+        parts: dict[str, Shape] = {
+            "input_layernorm.weight": (h,), "q.weight": (q, h), "k.weight": (kv, h), "v.weight": (kv, h),
+            "self_attention.linear_proj.weight": (h, q), "pre_mlp_layernorm.weight": (h,),
+        }  # fmt: skip
+        if args.add_qkv_bias:
+            parts |= {"q.bias": (q,), "k.bias": (kv,), "v.bias": (kv,)}
+        if args.qk_layernorm:
+            parts |= dict.fromkeys(
+                ("self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight"), (_HEAD,)
+            )
+        if not experts:
+            parts |= _gated("mlp.linear", args.ffn_hidden_size)
+        else:
+            parts["mlp.router.weight"] = (args.num_experts, h)
+            if wide := args.moe_shared_expert_intermediate_size:
+                parts |= _gated("mlp.shared_experts.linear", wide) | {
+                    "mlp.shared_experts.gate_weight": (1, h)
+                }
+        shapes |= {names[part].format(i=i): shape for part, shape in parts.items()}
+        for e in range(args.num_experts if experts else 0):
+            f = args.moe_ffn_hidden_size
+            for one, shape in (("gate", (f, h)), ("up", (f, h)), ("down", (h, f))):
+                shapes[names[f"expert.{one}"].format(i=i, e=e)] = shape
+    return shapes | {names["final_norm.weight"]: (h,), names["head"]: (_VOCABULARY, h)}
+
+
+def _gated(prefix: str, f: int) -> dict[str, Shape]:
+    up = dict.fromkeys((f"{prefix}_fc1.gate.weight", f"{prefix}_fc1.up.weight"), (f, _HIDDEN))
+    return {**up, f"{prefix}_fc2.weight": (_HIDDEN, f)}
+
+
+def _gpt2_shapes(args: Namespace) -> dict[str, Shape]:
+    h, f = _HIDDEN, args.ffn_hidden_size
+    shapes: dict[str, Shape] = {
+        "transformer.wte.weight": (_VOCABULARY, h),
+        "transformer.wpe.weight": (args.max_position_embeddings, h),
+    }
+    parts: dict[str, Shape] = {
+        "ln_1.weight": (h,), "ln_1.bias": (h,), "attn.c_attn.weight": (h, 3 * h),
+        "attn.c_attn.bias": (3 * h,),
+        "attn.c_proj.weight": (h, h), "attn.c_proj.bias": (h,), "ln_2.weight": (h,), "ln_2.bias": (h,),
+        "mlp.c_fc.weight": (h, f), "mlp.c_fc.bias": (f,), "mlp.c_proj.weight": (f, h),
+        "mlp.c_proj.bias": (h,),
+    }  # fmt: skip
+    for i in range(args.num_layers):
+        shapes |= {f"transformer.h.{i}.{part}": shape for part, shape in parts.items()}
+    return shapes | {"transformer.ln_f.weight": (h,), "transformer.ln_f.bias": (h,)}
+
+
+def _llama_like(name: str, config: dict[str, Any], args: Namespace, names: dict[str, str]) -> MegatronModel:
+    common = {
+        "vocab_size": _VOCABULARY, "hidden_size": _HIDDEN, "num_attention_heads": _HEADS, "head_dim": _HEAD,
+        "num_key_value_heads": _GROUPS, "num_hidden_layers": args.num_layers, "hidden_act": "silu",
+        "intermediate_size": args.ffn_hidden_size, "max_position_embeddings": 32, "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0, "tie_word_embeddings": False, "torch_dtype": "float32",
+    }  # fmt: skip
+    return MegatronModel(name, common | config, _llama_shapes(args, names), args, names)
+
+
+_EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 8}
+_QWEN = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "decoder_sparse_step": 1}
+MODELS = {
+    one.name: one
+    for one in (
+        _llama_like(
+            "llama", {"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
+            arguments(num_layers=4), _LLAMA_NAMES,
+        ),
+        _llama_like(
+            "mixtral",
+            {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 4,
+             "num_experts_per_tok": 2, "sliding_window": None, "intermediate_size": 8},
+            arguments(**_EXPERTS), _MIXTRAL_NAMES,
+        ),
+        _llama_like(
+            "qwen3_moe",
+            {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], **_QWEN,
+             "norm_topk_prob": True, "mlp_only_layers": [0]},
+            arguments(**_EXPERTS, qk_layernorm=True, moe_layer_freq=[0, 1], moe_grouped_gemm=True),
+            _LLAMA_NAMES,
+        ),
+        _llama_like(
+            "qwen2_moe",
+            {"model_type": "qwen2_moe", "architectures": ["Qwen2MoeForCausalLM"], **_QWEN,
+             "norm_topk_prob": False, "mlp_only_layers": [], "shared_expert_intermediate_size": 12},
+            arguments(**_EXPERTS, add_qkv_bias=True, moe_shared_expert_intermediate_size=12,
+                      moe_shared_expert_gate=True, moe_router_pre_softmax=True, moe_grouped_gemm=True),
+            _LLAMA_NAMES,
+        ),
+        MegatronModel(
+            "gpt2",
+            {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": _VOCABULARY,
+             "n_embd": 16,
+             "n_layer": 2, "n_head": 4, "n_positions": 32, "n_inner": 24, "activation_function": "gelu_new",
+             "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True, "torch_dtype": "float32"},
+            _gpt2_shapes(arguments()),
+            arguments(
+                group_query_attention=False, num_query_groups=4, swiglu=False, normalization="LayerNorm",
+                add_bias_linear=True, untie_embeddings_and_output_weights=False,
+                position_embedding_type="learned_absolute",
+            ),
+            _GPT2_NAMES,
+            partial(torch.nn.functional.gelu, approximate="tanh"),
+        ),
+    )
+}  # fmt: skip

@@ -1,0 +1,85 @@
+"""Megatron-LM's first format, one file for each rank: the same weights bit for bit, or a refusal."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from megatron_by_hand import write_legacy
+from megatron_models import MODELS
+from safetensors.torch import load_file
+from trilith.checkpoints import convert, read_source
+from trilith.parallel_state import BadInput
+
+LLAMA = MODELS["llama"]
+
+
+def config(folder: Path) -> Path:
+    made = folder / "config"
+    made.mkdir()
+    LLAMA.write_config(made)
+    return made
+
+
+def assert_converts(checkpoint: Path, folder: Path) -> list[str]:
+    """It becomes the model's tensors bit for bit; return what was told."""
+    plan = convert(checkpoint, folder / "hf", config=config(folder), to="hf")
+    found = load_file(folder / "hf" / "model.safetensors")
+    assert found.keys() == LLAMA.tensors().keys()
+    assert [name for name, value in LLAMA.tensors().items() if not torch.equal(found[name], value)] == []
+    return plan.source.warnings
+
+
+def test_names_from_before_megatron_core_are_read_from_a_release(tmp_path: Path) -> None:
+    write_legacy(tmp_path / "run" / "release", LLAMA, 2)
+    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("release")
+    assert_converts(tmp_path / "run", tmp_path)
+
+
+def test_what_a_rank_stores_beside_its_weights_is_passed_over_and_told(tmp_path: Path) -> None:
+    random = np.random.RandomState(1).get_state()
+    beside = {
+        "optimizer": {"optimizer": {"state": {0: {"exp_avg": torch.zeros(3)}}, "param_groups": []}},
+        "rng_state": [{"np_rng_state": random, "cuda_rng_state": torch.zeros(16, dtype=torch.uint8)}],
+        "opt_param_scheduler": {"max_lr": 1e-4, "lr_decay_style": "cosine"},
+    }
+    told = assert_converts(write_legacy(tmp_path / "iter_0000003", LLAMA, 1, **beside), tmp_path)
+    assert any("--ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable" in line for line in told)
+
+
+def test_a_missing_rank_is_refused_by_name(tmp_path: Path) -> None:
+    written = write_legacy(tmp_path / "iter_0000003", LLAMA, 2)
+    shutil.rmtree(written / "mp_rank_01")
+    with pytest.raises(BadInput, match=r"mp_rank_01: .*2 tensor ranks"):
+        read_source(written, config=config(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({"checkpoint_version": 1.0}, "checkpoint_version: .*2.0 or later"),
+        ({"args": None}, "args: .*arguments"),
+        ({"model": {}}, "model: .*tensors"),
+    ],
+)
+def test_a_file_that_cannot_be_understood_is_refused(
+    other: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    written = write_legacy(tmp_path / "iter_0000003", LLAMA, 1, **other)
+    with pytest.raises(BadInput, match=said):
+        read_source(written, config=config(tmp_path))
+
+
+def test_layers_that_the_files_lack_are_refused(tmp_path: Path) -> None:
+    written = write_legacy(tmp_path / "iter_0000003", LLAMA, 1)
+    path = written / "mp_rank_00" / "model_optim_rng.pt"
+    state = torch.load(path, weights_only=False)
+    encoder = state["model"]["language_model"]["encoder"]
+    state["model"]["language_model"]["encoder"] = {k: v for k, v in encoder.items() if "layers.3." not in k}
+    torch.save(state, path)
+    with pytest.raises(BadInput, match=r"layers: expected 4, as args.num_layers says"):
+        read_source(written, config=config(tmp_path))
