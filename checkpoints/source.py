@@ -21,7 +21,7 @@ from ..storage.small_files import read_json
 from .copies import Links, Stored, Whole, copies, join, turned
 from .damage import naming_an_older_one
 from .find import Found, latest_checkpoint, open_checkpoint
-from .foreign.catalog import Assembled, assemble, choose_table
+from .foreign.catalog import Assembled, assemble, choose_table, hf_shapes
 from .foreign.check_stated import check_stated
 from .foreign.checkpoint import ForeignCheckpoint
 from .foreign.formats import Format, format_of
@@ -271,7 +271,7 @@ def _foreign(path: Path, theirs: Format, config_folder: Path | None, names: str 
     config = family.from_hf(raw, str(where))
     found = theirs.read(path)
     check_stated(found, config, where)
-    table = choose_table(found, names, family.links(config)[1])
+    table = choose_table(found, names, hf_shapes(family, config))
     tables = assemble(found, table, family, config)
     files = found.files
     numbers = {id(file): number for number, file in enumerate(files)}

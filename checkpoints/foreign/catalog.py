@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from ...models import Family, ModelConfig
 from ...parallel_state import BadInput, Box
 from ...storage.coverage import first_flaw
-from ...storage.dtypes import WEIGHTS
+from ...storage.dtypes import TORCH, WEIGHTS
 from ...storage.torch_archive import View, ViewFile
+from ..hugging_face.expected import ignored_names
 from .checkpoint import Chunk, ForeignCheckpoint, ForeignTensor
 from .rules import Piece, Table, known_tables, pieces, rename_all, table_named
+
+#: Elements that are compared at once.
+_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +74,17 @@ def assemble(found: ForeignCheckpoint, table: Table, family: Family, config: Mod
     for moments that only some weights have.
     """
     _, hf = family.links(config)
+    with_head = hf_shapes(family, config)
     shapes = {name: tensor.shape for name, tensor in found.tensors.items()}
-    tied = pieces(table, family.model_type, shapes, hf, config)
-    _check_names(found, table, family, hf, tied)
+    tied = pieces(table, family.model_type, shapes, with_head, config)
+    ignored = [ignored_names(family, config), *map(re.compile, table.ignored)]
+    _check_names(found, table, ignored, hf, tied)
+    if family.tied_head in tied and family.tied_head not in hf:
+        _check_tied(found, *(
+            _assembled(found, name, with_head[name], tied.get(name, ()), found.tensors)
+            for name in (next(iter(hf)), family.tied_head)
+        ))  # fmt: skip
+        del tied[family.tied_head]
     weights = {name: _assembled(found, name, shape, tied[name], found.tensors) for name, shape in hf.items()}
     trained = {}
     for moment, tensors in found.moments.items():
@@ -93,18 +107,17 @@ def assemble(found: ForeignCheckpoint, table: Table, family: Family, config: Mod
 def _check_names(
     found: ForeignCheckpoint,
     table: Table,
-    family: Family,
+    ignored: Sequence[re.Pattern[str]],
     hf: Mapping[str, tuple[int, ...]],
     tied: Mapping[str, list[Piece]],
 ) -> None:
     """Refuse a model's tensor that no rule finds, and a foreign tensor that no rule uses."""
     missing = [name for name in hf if name not in tied]
     used = {one.foreign for every in tied.values() for one in every}
-    ignored = re.compile("|".join(table.ignored) or "(?!)")
     extra = sorted(
         name
         for name in found.tensors
-        if name not in used and not ignored.fullmatch(name.removeprefix(table.prefix))
+        if name not in used and not any(one.fullmatch(name.removeprefix(table.prefix)) for one in ignored)
     )
     if missing:
         there = f"{len(missing)} of {len(hf)} missing" + (
@@ -115,6 +128,35 @@ def _check_names(
     if extra:
         todo = "The config does not describe it; nothing is ignored silently"
         raise BadInput(found.path, extra[0], expected="no such tensor", found="one", todo=todo)
+
+
+def hf_shapes(family: Family, config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of Hugging Face's tensors, with the output layer that a tied model may repeat."""
+    _, shapes = family.links(config)
+    repeated = {family.tied_head: next(iter(shapes.values()))} if config.tie_word_embeddings else {}
+    return shapes | repeated
+
+
+def _check_tied(found: ForeignCheckpoint, embedding: Assembled, head: Assembled) -> None:
+    """Refuse an output layer that is stored besides the embedding that it is tied to, and differs from it."""
+    rows = max(1, _AT_ONCE // max(1, embedding.shape[1]))
+    for start in range(0, embedding.shape[0], rows):
+        box = Box.whole(embedding.shape).narrow(0, start, min(start + rows, embedding.shape[0]))
+        if embedding.dtype != head.dtype or not torch.equal(*(_bytes(one, box) for one in (embedding, head))):
+            todo = "Set tie_word_embeddings to false in config.json if the output layer is its own"
+            raise BadInput(
+                found.path, "output layer", expected="the embedding, as tie_word_embeddings says",
+                found="other numbers", todo=todo,
+            )  # fmt: skip
+
+
+def _bytes(tensor: Assembled, box: Box) -> torch.Tensor:
+    """Return a box of an assembled tensor, bit for bit."""
+    out = torch.empty(box.shape, dtype=TORCH[tensor.dtype])
+    for part in tensor.parts:
+        if (overlap := part.box.intersect(box)) is not None:
+            out[overlap.within(box).slices] = part.file.read(part.key, overlap.within(part.box))
+    return out.view(torch.uint8)
 
 
 def _assembled(

@@ -22,7 +22,7 @@ def expected_tensors(folder: HFFolder, family: Family, config: ModelConfig) -> F
     Raises ``BadInput`` for a tensor that is missing, left over, of another shape, or quantised.
     """
     _, shapes = family.links(config)
-    ignored = _ignored(family, config)
+    ignored = ignored_names(family, config)
     found: Found = {name: (file, name) for name, (file, _) in folder.tensors.items()}
     found = _with_prefix(found, family, shapes, ignored)
     found = {name: place for name, place in found.items() if not ignored.fullmatch(name)}
@@ -55,7 +55,7 @@ def _with_prefix(
     return {prefix + name if known[name] else name: place for name, place in found.items()}
 
 
-def _ignored(family: Family, config: ModelConfig) -> re.Pattern[str]:
+def ignored_names(family: Family, config: ModelConfig) -> re.Pattern[str]:
     """Return a pattern of tensors that may exist and are not read: old buffers, blocks after the last one."""
     patterns = [re.escape(one).replace(re.escape("{i}"), r"\d+") for one in family.ignorable]
     patterns += [re.escape(prefix) + ".+" for prefix in _further(family, config)]

@@ -237,6 +237,22 @@ def test_transformers_loads_what_is_written_under_its_names(made: Path, tmp_path
         convert_to_dcp(made / "hf", tmp_path / "dcp")
 
 
+def test_a_tied_output_layer_may_be_stored_as_well_if_it_is_the_embedding(tmp_path: Path) -> None:
+    write_hf_folder(tmp_path / "hf", CONFIG | {"tie_word_embeddings": True})
+    hf = load_file(tmp_path / "hf" / WEIGHTS)
+    embedding = hf["model.embed_tokens.weight"]
+    buffers = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(2) for i in range(2)}
+    whole = {"model": hf | buffers | {"lm_head.weight": embedding}}
+    torch.save(whole, tmp_path / "shared.pt")
+    save(whole, tmp_path / "dcp")
+    for form in ("shared.pt", "dcp"):
+        convert(tmp_path / form, tmp_path / f"from-{form}", config=tmp_path / "hf", to="hf")
+        assert contents(tmp_path / f"from-{form}")[WEIGHTS] == contents(tmp_path / "hf")[WEIGHTS]
+    save({"model": hf | {"lm_head.weight": embedding + 1}}, tmp_path / "other")
+    with pytest.raises(BadInput, match="output layer: expected the embedding"):
+        convert(tmp_path / "other", tmp_path / "out", config=tmp_path / "hf")
+
+
 def test_a_users_table_of_rules_renames_splits_and_transposes(made: Path, tmp_path: Path) -> None:
     hf = load_file(made / "hf" / WEIGHTS)
     fused = {name: weight for name, weight in hf.items() if "gate_proj" not in name and "up_proj" not in name}
