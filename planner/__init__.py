@@ -5,9 +5,10 @@ Offers ``plan_memory``, the bytes of one rank; ``step_traffic``, what it sends i
 """
 
 from .activations import Saved, saved_under
-from .communication import Traffic, block_traffic, step_traffic
-from .memory import MemoryPlan, plan_memory
+from .communication import Traffic, block_traffic, step_traffic, traffic_of
+from .memory import MemoryPlan, memory_of, plan_memory
 from .rank_parameters import RankParameters, rank_parameters
+from .sampled import SampledModel, sampled
 from .stage_costs import StageCost, model_cost, stage_costs
 from .step_shape import Work
 from .suggestions import Change, Fit, changes_that_fit
@@ -17,6 +18,7 @@ __all__ = [
     "Fit",
     "MemoryPlan",
     "RankParameters",
+    "SampledModel",
     "Saved",
     "StageCost",
     "Traffic",
@@ -24,9 +26,12 @@ __all__ = [
     "block_traffic",
     "changes_that_fit",
     "model_cost",
+    "memory_of",
     "plan_memory",
     "rank_parameters",
+    "sampled",
     "saved_under",
     "stage_costs",
     "step_traffic",
+    "traffic_of",
 ]

@@ -100,6 +100,7 @@ def sampled(
 
     ``frozen``: the dtype of the weights that adapters leave as they are.
     """
+    family.check_layout(config, layout)
     cut = Layout(
         tensor=layout.tensor,
         context=layout.context,

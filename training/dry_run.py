@@ -12,19 +12,23 @@ from pathlib import Path
 
 import torch
 
-from ..models import AdaptedFamily, CausalLM, LoraConfig, adapted
+from ..models import AdaptedFamily, LoraConfig, adapted
 from ..parallel_state import BadInput, ParallelState, declarations, dtype_named
 from ..pipeline import bubble
 from ..planner import (
     Change,
     Fit,
     MemoryPlan,
+    RankParameters,
+    StageCost,
     Traffic,
     Work,
     changes_that_fit,
-    plan_memory,
+    memory_of,
     rank_parameters,
-    step_traffic,
+    sampled,
+    stage_costs,
+    traffic_of,
 )
 from ..planner.flops import TokenFlops, active_parameters
 from ..planner.stage_cut import StageCut
@@ -146,7 +150,6 @@ def heaviest(recipe: Recipe, planned: Plan) -> RankPlan:
 def rank_plan(recipe: Recipe, planned: Plan, rank: int) -> RankPlan:
     """Plan the memory of one rank of the recipe's layout."""
     state = ParallelState.stand_in(recipe.layout, rank)
-    model = _stage_of(recipe, planned, state)
     master, compute = (dtype_named(name).itemsize for name in (recipe.dtype, recipe.compute_dtype))
     work = Work(
         state,
@@ -165,23 +168,24 @@ def rank_plan(recipe: Recipe, planned: Plan, rank: int) -> RankPlan:
         offload=recipe.memory.offload,
         fused=recipe.device == "cuda",
     )
-    held = rank_parameters(model, state).every
+    held, costs = _asked(recipe, planned, work)
     runtime = RUNTIME if recipe.device == "cuda" else 0
-    memory, traffic = plan_memory(work, model), step_traffic(work, model)
-    return RankPlan(rank, memory, runtime, held.here, held.stored, held.trained_stored, traffic)
+    every, memory, traffic = held.every, memory_of(work, held, costs), traffic_of(work, held, costs)
+    return RankPlan(rank, memory, runtime, every.here, every.stored, every.trained_stored, traffic)
 
 
-def _stage_of(recipe: Recipe, planned: Plan, state: ParallelState) -> CausalLM:
-    """Return this rank's stage. One build of a plain model serves the first ranks of all stages."""
-    if recipe.compute == "float8":
-        model = model_on_meta(recipe, planned, state)
-        multiply_in_float8(model, recipe)
-        return model
-    layout, at = state.layout, state.at.pipeline
-    first = state.rank == layout.first_rank(at)
-    if first and not isinstance(planned.family, AdaptedFamily) and not planned.groups:
-        return planned.family.stages_on_meta(planned.config, layout, split=planned.split)[at]
-    return model_on_meta(recipe, planned, state)
+def _asked(recipe: Recipe, planned: Plan, work: Work) -> tuple[RankParameters, list[StageCost]]:
+    """Return a rank's parameters and its stages' costs: of one block of each kind, or of every block where
+    the recipe treats some of them differently.
+    """
+    if recipe.compute == "float8" or planned.groups or recipe.attention_backend != "auto":
+        model = model_on_meta(recipe, planned, work.state)
+        if recipe.compute == "float8":
+            multiply_in_float8(model, recipe)
+        return rank_parameters(model, work.state), stage_costs(work, model)
+    frozen = dtype_named(recipe.compute_dtype)
+    sample = sampled(planned.family, planned.config, recipe.layout, frozen=frozen)
+    return sample.parameters(work.state, planned.split), sample.costs(work, planned.split)
 
 
 def plan_without_weights(recipe: Recipe) -> tuple[Plan, list[str]]:

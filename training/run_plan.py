@@ -14,6 +14,7 @@ from ..layers import Tokens, attention_backends, automatic_chunk
 from ..models import Family, ModelConfig, family_of
 from ..parallel_state import BadInput, ParallelState, dtype_named
 from ..pipeline import schedule_kind
+from ..planner import sampled
 from ..planner.flops import TokenFlops, flops_per_token
 from ..planner.stage_cut import StageCut, cut_stages
 from ..recipes.checks import check_experts
@@ -94,8 +95,7 @@ def plan(recipe: Recipe) -> Plan:
         family, adapter = plan_adapters(recipe.lora, source)
     layout = recipe.layout
     cut = cut_stages(family, config, layout, recipe.data.sequence_length, split=recipe.split)
-    # Building every stage on the meta device refuses each cut that is not even.
-    family.stages_on_meta(config, layout, split=cut.counts if layout.pipeline > 1 else None)
+    sampled(family, config, layout)  # a block of each kind, and the ends, refuse each cut that is not even
     hf_config = raw if recipe.model.init_from is not None else family.to_hf(config) | dict(raw)
     groups = assign(recipe.optimizer.groups, names_of(family, config))
     base = source if adapter else None
