@@ -15,7 +15,7 @@ from ..models import CausalLM
 from ..parallel_state import ParallelState
 from .driver import DrivenStage, StageModule, after_schedule, before_schedule
 from .schedules import check_schedule, schedule_kind
-from .timetable import CLASSES
+from .timetable import schedule_classes
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,9 @@ def make_schedule(
     ]
     several = schedule_kind(name).virtual_stages > 1
     # The loss of a micro-batch is its share of the step's mean, so gradients are summed as they are.
-    schedule = CLASSES[name](driven if several else driven[0], microbatches, loss_fn=loss, scale_grads=False)
+    schedule = schedule_classes()[name](
+        driven if several else driven[0], microbatches, loss_fn=loss, scale_grads=False
+    )
     return Pipeline(schedule, seats, zero=layout.zero)
 
 

@@ -5,32 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from torch.distributed.pipelining import (
-    Schedule1F1B,
-    ScheduleDualPipeV,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-)
-
 from ..parallel_state import BadInput, Layout, engine
 from .schedules import check_schedule, schedule_kind
-
-engine.require(engine.PIPELINING)
-
-#: Torch's class of each schedule.
-CLASSES: dict[str, Any] = {
-    "gpipe": ScheduleGPipe,
-    "1f1b": Schedule1F1B,
-    "interleaved": ScheduleInterleaved1F1B,
-    "interleaved-zero-bubble": ScheduleInterleavedZeroBubble,
-    "zbv": ScheduleZBVZeroBubble,
-    "dualpipev": ScheduleDualPipeV,
-}
 
 #: Forwards of a step that are planned at most, over all stages. Torch plans so many in some seconds.
 MOST_FORWARDS = 2**15
@@ -219,6 +199,21 @@ def held_at_once(name: str, layout: Layout, micro_batches: int, pipeline: int) -
 
 
 @cache
+def schedule_classes() -> dict[str, Any]:
+    """Return torch's class of each schedule. They are imported here, because they take half a second."""
+    schedules = import_module("torch.distributed.pipelining")
+    engine.require(engine.PIPELINING)
+    return {
+        "gpipe": schedules.ScheduleGPipe,
+        "1f1b": schedules.Schedule1F1B,
+        "interleaved": schedules.ScheduleInterleaved1F1B,
+        "interleaved-zero-bubble": schedules.ScheduleInterleavedZeroBubble,
+        "zbv": schedules.ScheduleZBVZeroBubble,
+        "dualpipev": schedules.ScheduleDualPipeV,
+    }
+
+
+@cache
 def actions(
     name: str, pipeline: int, virtual_stages: int, v_shape: bool, micro_batches: int
 ) -> tuple[tuple[Action, ...], ...]:
@@ -234,7 +229,7 @@ def actions(
     if layout.virtual_stages == 1:
         return tuple(tuple(_one_stage(name, layout, rank, micro_batches)) for rank in range(pipeline))
     seats = [_seat(number, layout) for number in layout.stages_of(0)]
-    order = engine.order_only(CLASSES[name])(seats, micro_batches).pipeline_order
+    order = engine.order_only(schedule_classes()[name])(seats, micro_batches).pipeline_order
     return tuple(
         tuple(found for action in order[rank] if action is not None for found in _read(action))
         for rank in range(pipeline)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -12,9 +12,11 @@ from ..data.batch import Batch
 from ..layers import chunked_cross_entropy, set_auxiliary_scale, valid_tokens, vocab_parallel_cross_entropy
 from ..models import CausalLM
 from ..parallel_state import BadInput, has_gradients
-from ..pipeline.runner import Pipeline, schedule_of_model
 from .base_step import Step, refuse_stale
 from .compute_weights import computing
+
+if TYPE_CHECKING:
+    from ..pipeline.runner import Pipeline
 
 
 class TrainStep(Step):
@@ -141,6 +143,8 @@ class TrainStep(Step):
     def _pipelined(self, batch: Batch) -> list[Tensor]:
         ids = batch.input_ids
         if self._schedule is None or ids.shape != self._shape:
+            from ..pipeline.runner import schedule_of_model  # imports torch's compiler: half a second
+
             self._schedule = schedule_of_model(
                 self.model,
                 self.loss,

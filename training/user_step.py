@@ -6,7 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,12 +22,14 @@ from ..parallel_state import (
 )
 from ..parallel_state.engine import fsdp_modules
 from ..pipeline import check_schedule, schedule_kind
-from ..pipeline.runner import Pipeline
-from ..pipeline.user_stages import ModuleStages, parts_of
 from .base_step import Step, refuse_stale
 from .compute_weights import computing
 from .evaluation import evaluating
 from .loss_contract import is_mean, refuse_mean, sum_and_count
+
+if TYPE_CHECKING:
+    from ..pipeline.runner import Pipeline
+    from ..pipeline.user_stages import ModuleStages
 
 #: Tensors by name, each with the samples on dim 0.
 Samples = Mapping[str, Tensor]
@@ -93,6 +95,8 @@ class ModuleStep(Step):
                     todo="Use bias_corrected routers and Balancing, or a step of your own",
                 )  # fmt: skip
         check_schedule(schedule, layout, schedule_kind(schedule).least_micro_batches(layout.pipeline))
+        from ..pipeline.user_stages import parts_of  # imports torch's compiler: half a second
+
         parts_of(model, self.state)
 
     def __call__(self, samples: Samples) -> Tensor:
@@ -173,6 +177,8 @@ class ModuleStep(Step):
         return {name: one for name, one in samples.items() if self._names(name)}
 
     def _stages(self, part: Samples) -> ModuleStages:
+        from ..pipeline.user_stages import ModuleStages
+
         return ModuleStages(self.model, self.state, self._keywords(part), samples=self.micro_batch)
 
     @property

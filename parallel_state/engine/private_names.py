@@ -41,6 +41,11 @@ PRIVATE = (
     (f"{_FSDP}_param_group.FSDPParamGroup", "unshard"),
     (f"{_FSDP}_param_group.FSDPParamGroup", "wait_for_unshard"),
     (f"{_FSDP}_param.FSDPParam", "_unsharded_param"),
+)
+
+#: The same for compiled blocks, checked when some are first compiled: importing torch's compiler takes half a
+#: second, and many runs compile nothing.
+COMPILER = (
     ("torch._dynamo.config", "accumulated_recompile_limit"),
     ("torch._dynamo.config", "recompile_limit"),
 )
@@ -55,7 +60,7 @@ PIPELINING = (
 )
 
 
-def self_check(names: Iterable[tuple[str, str]] = PRIVATE) -> list[str]:
+def self_check(names: Iterable[tuple[str, str]] = (*PRIVATE, *COMPILER)) -> list[str]:
     """Return which of the names this torch lacks; none in the supported versions (2.11 to 2.13).
 
     An attribute that only objects of a class have is looked for in the code of the class's methods.
