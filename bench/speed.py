@@ -1,8 +1,9 @@
-"""Measure what the device itself can do: matrix products in bf16, and copies of memory."""
+"""Measure what the device itself can do: matrix products, attention, copies of memory, small operators."""
 
 from __future__ import annotations
 
 import torch
+from torch.nn import functional as F
 
 from .row import Figures
 from .timing import median_seconds
@@ -13,6 +14,9 @@ def device_speed(device: str, side: int, megabytes: int) -> dict[str, Figures]:
     here = torch.device(device)
     figures: Figures = {"matmul, bf16: TFLOP/s": matmul_flops(here, side) / 1e12}
     figures["matmul, fp32: TFLOP/s"] = matmul_flops(here, side // 2, torch.float32) / 1e12
+    for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        figures[f"attention, {name}: TFLOP/s"] = attention_flops(here, side // 2, dtype) / 1e12
+    figures["operator of one number: us"] = launch_seconds(here) * 1e6
     figures["copy: GB/s read and written"] = copy_rate(here, megabytes) / 1e9
     if here.type == "cuda":
         figures["host to device, pinned: GB/s"] = transfer_rate(here, megabytes) / 1e9
@@ -23,6 +27,32 @@ def matmul_flops(device: torch.device, side: int, dtype: torch.dtype = torch.bfl
     """Return the FLOP/s of the product of two square matrices; a multiply-add counts as two."""
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     return 2 * side**3 / median_seconds(lambda: a @ b, device, rounds=10)
+
+
+def attention_flops(device: torch.device, length: int, dtype: torch.dtype) -> float:
+    """Return the FLOP/s of causal attention, forward and backward, over one row with 8 heads of 64.
+
+    Half of the scores are computed, in two products forward and five backward.
+    """
+    shape = (1, 8, length, 64)
+    q, k, v = (torch.randn(shape, device=device).to(dtype).requires_grad_() for _ in range(3))
+
+    def work() -> None:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        torch.autograd.grad(out.sum(), (q, k, v))
+
+    return 7 * 8 * 64 * length**2 / median_seconds(work, device, rounds=5)
+
+
+def launch_seconds(device: torch.device, count: int = 1000) -> float:
+    """Return the seconds of an operator that has next to nothing to compute: what it takes to start one."""
+    one = torch.ones(1, device=device)
+
+    def work() -> None:
+        for _ in range(count):
+            one.add(one)
+
+    return median_seconds(work, device, rounds=5) / count
 
 
 def copy_rate(device: torch.device, megabytes: int) -> float:

@@ -1,9 +1,11 @@
 """Inside the planner: how long a step takes on a machine, by part, in any layout, without starting anything.
 
-Offers ``Machine`` and the table of them (``machine_named``), and ``step_time``, with ``spending`` for a run.
+Offers ``Machine``, by name (``machine_named``) or as measured (``machine_from_bench``), and ``step_time``,
+with ``spending`` for a run.
 """
 
 from .machines import MACHINES, Efficiency, Link, Machine, machine_named
+from .measured import machine_from_bench
 from .prediction import PARTS, Spending, StepTime, spending
 from .step_time import StepTimer, step_time
 
@@ -16,6 +18,7 @@ __all__ = [
     "Spending",
     "StepTime",
     "StepTimer",
+    "machine_from_bench",
     "machine_named",
     "spending",
     "step_time",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from math import ceil, log2
 
-from ...parallel_state import Layout
+from ...parallel_state import BadInput, Layout
 from ..formulas.ring_and_tree import ring_wire_bytes, tree_all_reduce_wire_bytes
 from .machines import Machine
 
@@ -75,6 +75,11 @@ class Links:
         place = self.place(axis)
         if place.ranks == 1 or not count or not size:
             return 0.0
+        if not self.machine.inside.rate:
+            raise BadInput(
+                "machine", "links", expected="measured rates between devices", found="one device",
+                todo="Run `trilith bench` where there are several, or name a machine of the table",
+            )  # fmt: skip
         rate, around = self.rate(axis, kind), self._around(place)
         wire = ring_wire_bytes(kind, size, place.ranks) / rate
         if kind == "all_reduce":

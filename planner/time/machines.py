@@ -90,6 +90,8 @@ class Machine:
     host: float = 25e9
     #: Words of torch's name of the device.
     words: str = field(default="", compare=False)
+    #: The maker's FLOP/s in bf16, where ``peaks`` are measured; MFU is told against it.
+    stated: float | None = None
 
     def peak(self, dtype: str) -> float:
         """Return the FLOP/s of products in ``dtype``; raises ``BadInput`` for one that the table has not."""

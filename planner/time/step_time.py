@@ -131,7 +131,7 @@ class StepTimer:
         tokens = self.work.micro_batch * rounds * layout.data * self.work.sequence_length
         return StepTime(
             parts, tokens, layout.world, flops_per_token(whole, self.work.sequence_length),
-            self.machine.peak(self.dtype), busy,
+            self.machine.stated or self.machine.peak(self.dtype), busy,
             [(one.costs["F"], one.costs["B"]) for one in ordered], self.machine.efficiency.source,
         )  # fmt: skip
 

@@ -19,6 +19,7 @@ from trilith.bench.page import make_page, shown_figure
 from trilith.bench.row import Case
 from trilith.cli.app import run
 from trilith.parallel_state import Box, ParallelState
+from trilith.planner.time import machine_from_bench
 from trilith.recipes.recipe import parse_recipe
 
 Out = pytest.CaptureFixture[str]
@@ -37,6 +38,7 @@ def test_the_quick_bench_measures_every_part_and_leaves_a_json_and_a_page(
     assert {row["status"] for row in rows.values()} == {"done", "passed"}
     assert all(row["figures"] and None not in row["figures"].values() for row in rows.values())
     assert report["machine"]["torch"] == torch.__version__ and report["doctor"]
+    assert machine_from_bench(out / "bench.json").efficiency.source.startswith("measured")
     layer = rows["layers: MLP 16 wide at tensor 1"]["figures"]
     assert layer["operators, ours"] == layer["operators, torch.nn"]
     exact = [row["figures"] for row in rows.values() if row["part"] == "parity"]

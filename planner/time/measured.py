@@ -1,0 +1,90 @@
+"""A machine as ``trilith bench`` measured it: its figures take the place of the table and of assumptions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ...parallel_state import BadInput
+from ...storage.small_files import read_json
+from ..flops import peak_named
+from .machines import Efficiency, Link, Machine
+
+#: What bench calls a dtype.
+_DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
+_KINDS = {"all_reduce": "all-reduce", "all_gather": "all-gather", "reduce_scatter": "reduce-scatter"}
+
+
+def machine_from_bench(path: str | Path, *, gpus_per_node: int | None = None) -> Machine:
+    """Return the machine of a ``bench.json``. Raises ``BadInput`` for a file that lacks a figure.
+
+    A rate is what one rank reached, so every efficiency is 1, and peaks are the products measured. Links
+    between nodes are unknown, because bench looks at one machine: they count as those inside. If bench found
+    one device only, there are no links, and a plan of several ranks is refused.
+    """
+    report = read_json(Path(path))
+    if not isinstance(report, dict) or not isinstance(report.get("rows"), list):
+        raise BadInput(path, expected="the bench.json of `trilith bench`", found="another file")
+    facts: Mapping[str, Any] = report.get("machine", {})
+    speed, links = _figures(report, "speed"), _figures(report, "links")
+    cuda = facts.get("device") == "cuda"
+    gpus = int(facts.get("gpus") or 1) if cuda else int(facts.get("cores") or 1)
+    names: Any = facts.get("names") or []
+    name = str(names[0]) if cuda and names else str(facts.get("processor", "CPU"))
+    products = {
+        dtype: _figure(speed, f"matmul, {word}: TFLOP/s", path) * 1e12 for dtype, word in _DTYPES.items()
+    }
+    products["float16"] = products["bfloat16"]
+    attention = {
+        dtype: _figure(speed, f"attention, {word}: TFLOP/s", path) * 1e12 for dtype, word in _DTYPES.items()
+    }
+    rates = {
+        kind: float(links[f"{word}: GB/s"]) * 1e9
+        for kind, word in _KINDS.items()
+        if links.get(f"{word}: GB/s")
+    }
+    best = max(rates.values(), default=0.0)
+    latency = float(links.get("all-reduce of 4 KiB: us") or 0.0) / 1e6 / 2
+    share = {kind: rate / best for kind, rate in rates.items()}
+    link = Link("measured", best, latency)
+    main = "bfloat16" if cuda else "float32"
+    peak = peak_named(name) if cuda else None
+    efficiency = Efficiency(
+        products=1.0,
+        attention=attention[main] / products[main],
+        memory=1.0,
+        launch=_figure(speed, "operator of one number: us", path) / 1e6,
+        source=f"measured: {path}",
+        links={"": min(share.values(), default=1.0), **share},
+    )
+    return Machine(
+        name,
+        memory=float(facts.get("memory") or 0),
+        peaks=products,
+        bandwidth=_figure(speed, "copy: GB/s read and written", path) * 1e9,
+        inside=link,
+        between=link,
+        gpus=gpus_per_node or gpus,
+        watts=0.0,
+        source=f"measured: {path}",
+        efficiency=efficiency,
+        asynchronous=cuda,
+        host=float(speed.get("host to device, pinned: GB/s") or 25.0) * 1e9,
+        stated=peak,
+    )
+
+
+def _figures(report: Mapping[str, Any], part: str) -> Mapping[str, Any]:
+    """Return the figures of the last row of a part that was measured."""
+    rows = [row for row in report["rows"] if row.get("part") == part and row.get("status") == "done"]
+    found: Mapping[str, Any] = rows[-1]["figures"] if rows else {}
+    return found
+
+
+def _figure(figures: Mapping[str, Any], name: str, path: str | Path) -> float:
+    value = figures.get(name)
+    if not isinstance(value, int | float) or value <= 0:
+        todo = "`trilith bench --only speed,links` of this version measures it"
+        raise BadInput(path, name, expected="a measured figure", found=value, todo=todo)
+    return float(value)

@@ -1,0 +1,230 @@
+"""A predicted step: its parts add up, and follow the formulas where these hold."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trilith.models import family_of, published_size
+from trilith.parallel_state import BadInput, Layout, ParallelState
+from trilith.pipeline import bubble, timetable
+from trilith.pipeline.timetable import UNIT_COSTS, Kind, layout_of, step_length
+from trilith.planner import Work, sampled
+from trilith.planner.time import (
+    MACHINES,
+    PARTS,
+    StepTime,
+    machine_from_bench,
+    machine_named,
+    spending,
+    step_time,
+)
+from trilith.planner.time.collectives import Links, placement
+from trilith.testing.tiny_models import MODELS
+
+H100 = machine_named("h100-80gb")
+
+
+def predicted(size: str | dict[str, Any], layout: Layout, machine: Any = H100, **given: Any) -> StepTime:
+    raw = dict(published_size(size).with_fields({})) if isinstance(size, str) else size
+    family = family_of(raw)
+    config = family.from_hf(raw)
+    options = {"compiled": given.pop("compiled", True)}
+    shape = {"sequence_length": 4096, "micro_batch": 1, "micro_batches": 8, "compute": 2} | given
+    work = Work(ParallelState.stand_in(layout), config.hidden_size, **shape)
+    return step_time(sampled(family, config, layout), work, machine, **options)
+
+
+def test_groups_lie_on_nodes_as_ranks_are_numbered() -> None:
+    assert placement(8, 1, 8) == (placement(8, 1, 16))  # a tensor group fills one node
+    assert (placement(16, 1, 8).nodes, placement(16, 1, 8).together) == (2, 8)
+    assert (placement(128, 8, 8).nodes, placement(128, 8, 8).together) == (128, 1)
+    assert (placement(4, 2, 8).nodes, placement(8, 2, 8).nodes) == (1, 2)
+    assert placement(2, 3, 4, first=2).nodes == 2
+
+
+def test_a_collective_takes_the_link_that_it_runs_on() -> None:
+    """A ring of n ranks sends 2 (n - 1) / n of the bytes; over nodes at the rate of the network."""
+    size = 1e9
+    inside = Links(Layout.of(tensor=8), H100)
+    over = Links(Layout.of(tensor=8, data=4, zero=1), H100)
+    share = H100.efficiency.link("all_reduce")
+    assert inside.seconds("tensor", "all_reduce", size) == pytest.approx(
+        2 * 7 / 8 * size / 450e9 / share, rel=0.02
+    )
+    gathered = over.seconds("data", "all_gather", size)
+    assert gathered == pytest.approx(3 * size / 50e9 / share, rel=0.02)
+    wide = Links(Layout.of(data=32, zero=1), H100)  # eight ranks of a node send over eight links
+    assert wide.rate("data") == min(450e9, 8 * 50e9) * share
+    assert inside.seconds("data", "all_reduce", size) == 0
+    small = Links(Layout.of(data=1024), H100).seconds("replicas", "all_reduce", 8)
+    assert small < 2 * 127 * H100.between.latency  # a tree: by halves of the nodes
+
+
+def test_equal_stages_wait_as_long_as_the_formula_says() -> None:
+    for name, stages, virtual in (("1f1b", 4, 1), ("gpipe", 4, 1), ("interleaved", 4, 2), ("zbv", 4, 2)):
+        layout = layout_of(name, stages, virtual)
+        costs = [UNIT_COSTS] * layout.stages
+        length = step_length(name, layout, 8, costs, 0.0)
+        assert length == pytest.approx(8 * virtual * 3 / (1 - bubble(name, layout, 8)), rel=1e-9), name
+
+
+@pytest.mark.parametrize(
+    "name", ["gpipe", "1f1b", "interleaved", "interleaved-zero-bubble", "zbv", "dualpipev"]
+)
+def test_many_micro_batches_take_as_long_as_their_whole_timetable(name: str) -> None:
+    layout = layout_of(name, 4)
+    costs: list[dict[Kind, float]] = [
+        {"F": 1 + stage % 3 / 4, "B": 2.5, "I": 1.25, "W": 1.25} for stage in range(layout.stages)
+    ]
+    for sending in (0.0, 0.1):
+        whole = timetable(name, layout, 44, costs, sending).length
+        assert step_length(name, layout, 44, costs, sending) == pytest.approx(whole, rel=1e-9)
+    assert timetable(name, layout, 12, costs, 0.5).length > timetable(name, layout, 12, costs).length
+
+
+def test_the_slowest_stage_sets_the_pace() -> None:
+    layout = layout_of("1f1b", 4)
+    costs: list[dict[Kind, float]] = [dict(UNIT_COSTS) for _ in range(4)]
+    even = step_length("1f1b", layout, 64, costs, 0.0)
+    costs[3] = {kind: 1.5 * cost for kind, cost in UNIT_COSTS.items()}
+    assert step_length("1f1b", layout, 64, costs, 0.0) == pytest.approx(1.5 * even, rel=0.05)
+
+
+LAYOUTS = [
+    Layout(),
+    Layout.of(tensor=8, sequence=True, data=2, zero=1),
+    Layout.of(tensor=2, pipeline=4, data=2),
+    Layout.of(context=2, ring=True, data=4, zero=3),
+    Layout.of(pipeline=2, virtual_stages=2, v_shape=True, data=2, zero=1),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_the_parts_of_a_step_add_up_and_none_is_negative(layout: Layout) -> None:
+    schedule = "zbv" if layout.v_shape else "1f1b"
+    found = predicted("llama-3.2-1b", layout, schedule=schedule)
+    assert tuple(found.parts) == PARTS
+    assert min(found.parts.values()) >= 0
+    assert found.seconds == pytest.approx(sum(found.parts.values()))
+    assert found.rate * found.seconds == pytest.approx(layout.data * 8 * 4096)
+    assert 0 < found.mfu.causal < found.mfu.full < 1
+    # The rank that holds both ends of a V has most to do, and the others wait for it.
+    assert (found.parts["bubble"] > 0) == (layout.pipeline > 1 and not layout.v_shape)
+    if layout.pipeline > 1:
+        assert max(found.busy) <= found.seconds and min(found.busy) < max(found.busy)
+    assert (found.parts["tensor"] > 0) == (layout.tensor > 1)
+    assert len(found.busy) == layout.pipeline and len(found.stages) == layout.stages
+
+
+def test_what_a_layout_or_a_machine_lacks_costs_time() -> None:
+    """Each change names what must grow, and by what it differs from the first step."""
+    layout = Layout.of(tensor=8, sequence=True, data=2, zero=1)
+    first = predicted("llama-3.1-8b", layout)
+    full = predicted("llama-3.1-8b", layout, checkpointing="full")
+    half = predicted("llama-3.1-8b", layout, checkpointing="selective")
+    assert full.parts["recompute"] > half.parts["recompute"] > first.parts["recompute"] == 0
+    assert full.parts["compute"] == first.parts["compute"]
+    # A tensor group over two nodes
+    assert predicted("llama-3.1-8b", layout, replace(H100, gpus=4)).parts["tensor"] > first.parts["tensor"]
+    slow = replace(H100, between=replace(H100.between, rate=1e9))
+    assert predicted("llama-3.1-8b", layout, slow).parts["data"] > first.parts["data"]
+    assert predicted("llama-3.1-8b", layout, slow).parts["tensor"] == first.parts["tensor"]
+    offloaded = predicted("llama-3.1-8b", layout, offload=True)
+    assert offloaded.parts["optimizer"] > first.parts["optimizer"]
+    eager = predicted("llama-3.1-8b", layout, compiled=False)
+    assert eager.parts["compute"] > first.parts["compute"]
+    sharded = predicted("llama-3.1-8b", Layout.of(tensor=8, sequence=True, data=2, zero=3), slow)
+    assert sharded.parts["data"] > predicted("llama-3.1-8b", layout, slow).parts["data"]
+
+
+def test_experts_that_leave_a_node_are_waited_for_longer() -> None:
+    near, far = (Layout.of(data=8, zero=1, expert=4), Layout.of(tensor=4, data=8, zero=1, expert=4))
+    model = MODELS["qwen3_moe"]
+    none = predicted(model, Layout.of(data=8, zero=1), sequence_length=64)
+    inside, outside = (predicted(model, one, sequence_length=64) for one in (near, far))
+    assert none.parts["expert"] == 0 < inside.parts["expert"] < outside.parts["expert"]
+
+
+def test_every_family_has_a_step_that_takes_longer_with_more_tokens() -> None:
+    for name, model in MODELS.items():
+        one, two = (predicted(model, Layout(), sequence_length=64, micro_batches=n).seconds for n in (1, 2))
+        assert 0 < one < two < 2 * one, name
+
+
+def test_a_run_costs_what_its_hours_cost() -> None:
+    """16,384 GPUs for 54 days are 21.2 million GPU-hours."""
+    step = predicted("llama-3.2-1b", Layout())
+    tokens = step.rate * 54 * 86400
+    found = spending(replace(step, ranks=16384), tokens, watts=700, price=2.0)
+    assert found.days == pytest.approx(54)
+    assert found.gpu_hours == pytest.approx(21_233_664)
+    assert found.cost == pytest.approx(2 * found.gpu_hours)
+    assert found.kilowatt_hours == pytest.approx(0.7 * found.gpu_hours)
+
+
+def test_the_table_of_machines_states_sources_and_rates_without_sparsity() -> None:
+    assert machine_named("h100-80gb").peak("bfloat16") == 989e12
+    assert machine_named("h100-80gb", gpus_per_node=4).gpus == 4
+    for one in MACHINES.values():
+        assert one.source and one.efficiency.source
+        assert (
+            one.peaks["float32"]
+            < one.peaks["bfloat16"]
+            < 2.1 * one.peaks.get("float8", one.peaks["bfloat16"])
+        )
+        assert one.between.rate < one.inside.rate
+    with pytest.raises(BadInput, match=r"h100-80gb.*trilith bench"):
+        machine_named("h900")
+    with pytest.raises(BadInput, match="float8"):
+        machine_named("a100-80gb").peak("float8")
+
+
+BENCH = {
+    "machine": {"device": "cpu", "gpus": 0, "processor": "a CPU", "cores": 2, "memory": 8 * 2**30},
+    "doctor": [],
+    "rows": [
+        {"part": "speed", "status": "done", "figures": {
+            "matmul, bf16: TFLOP/s": 0.02, "matmul, fp32: TFLOP/s": 0.05,
+            "attention, bf16: TFLOP/s": 0.01, "attention, fp32: TFLOP/s": 0.025,
+            "operator of one number: us": 1.5, "copy: GB/s read and written": 10.0,
+        }},
+        {"part": "links", "status": "done", "figures": {
+            "all-reduce: GB/s": 2.0, "all-gather: GB/s": 1.0, "reduce-scatter: GB/s": 0.5,
+            "all-reduce of 4 KiB: us": 100.0,
+        }},
+    ],
+}  # fmt: skip
+
+
+def test_a_measured_machine_takes_the_place_of_the_table(tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    path.write_text(json.dumps(BENCH))
+    machine = machine_from_bench(path)
+    assert machine.peak("float32") == 0.05e12 and machine.efficiency.products == 1
+    assert machine.efficiency.attention == 0.5 and machine.efficiency.source == f"measured: {path}"
+    two = Links(Layout.of(data=2), machine)
+    assert two.seconds("replicas", "all_reduce", 2e9) == pytest.approx(1 + 100e-6)
+    assert Links(Layout.of(data=2, zero=1), machine).rate("data", "all_gather") == 1e9
+    step = predicted("llama-3.2-1b", Layout.of(data=2), machine, compute=4, fused=False, compiled=False)
+    assert step.source == f"measured: {path}" and step.seconds > 0
+
+
+def test_a_file_that_lacks_a_figure_is_refused_with_the_command_that_measures_it(tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    for index, key in ((0, "operator of one number: us"), (0, "matmul, fp32: TFLOP/s")):
+        lacking = json.loads(json.dumps(BENCH))
+        del lacking["rows"][index]["figures"][key]
+        path.write_text(json.dumps(lacking))
+        with pytest.raises(BadInput, match="trilith bench --only speed,links"):
+            machine_from_bench(path)
+    alone = BENCH | {"rows": BENCH["rows"][:1]}  # type: ignore[index]
+    path.write_text(json.dumps(alone))
+    with pytest.raises(BadInput, match="one device"):
+        predicted("llama-3.2-1b", Layout.of(data=2), machine_from_bench(path), compute=4, fused=False)
+    path.write_text("[]")
+    with pytest.raises(BadInput):
+        machine_from_bench(path)
