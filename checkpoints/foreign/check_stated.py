@@ -28,7 +28,7 @@ def check_stated(found: ForeignCheckpoint, config: ModelConfig, where: Path) -> 
             raise BadInput(
                 where,
                 name,
-                expected=f"{_told(stated.value)}, as {stated.where} says",
+                expected=f"{stated.told}, as {stated.where} says",
                 found=ours,
                 todo="The config is of another model than the checkpoint",
             )
@@ -44,9 +44,3 @@ def _same(a: object, b: object) -> bool:
     if isinstance(a, int | float) and isinstance(b, int | float):
         return math.isclose(a, b, rel_tol=_SAME)
     return a == b
-
-
-def _told(value: object) -> object:
-    if isinstance(value, range):
-        return f"{value.start} to {value.stop - 1}"
-    return f"one of {', '.join(sorted(map(str, value)))}" if isinstance(value, frozenset) else value

@@ -37,10 +37,22 @@ class ForeignTensor:
 
 @dataclass(frozen=True, slots=True)
 class Stated:
-    """Hold a fact about the model that the checkpoint states: its value, and where, for the message."""
+    """Hold a fact about the model that the checkpoint states: its value, and where, for the message.
+
+    A range or a frozenset holds all values that would agree, such as the sizes of an unpadded vocabulary.
+    """
 
     value: object
     where: str
+
+    @property
+    def told(self) -> str:
+        """Return the value in words."""
+        if isinstance(self.value, range):
+            return f"{self.value.start} to {self.value.stop - 1}"
+        if isinstance(self.value, frozenset):
+            return f"one of {', '.join(sorted(map(str, self.value)))}"
+        return " ".join(map(str, self.value)) if isinstance(self.value, tuple) else str(self.value)
 
 
 @dataclass
@@ -75,7 +87,7 @@ class ForeignCheckpoint:
 
     def facts(self) -> list[str]:
         """Return a line for each fact about the model that the checkpoint states."""
-        return [f"{name} = {stated.value} ({stated.where})" for name, stated in self.stated.items()]
+        return [f"{name} = {stated.told} ({stated.where})" for name, stated in self.stated.items()]
 
     @property
     def files(self) -> list[ViewFile]:

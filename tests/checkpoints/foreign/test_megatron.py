@@ -15,7 +15,8 @@ from megatron_models import MODELS, MegatronModel
 from safetensors.torch import load_file
 from trilith.checkpoints import convert, load_model, read_source, restore_model, save_model
 from trilith.checkpoints.source import Source
-from trilith.parallel_state import BadInput, Box
+from trilith.cli.app import run
+from trilith.parallel_state import BadCheckpoint, BadInput, Box
 
 WRITTEN = {
     path.name.split(".")[0]: path for path in sorted((Path(__file__).parent / "megatron").glob("*.tar.xz"))
@@ -235,3 +236,30 @@ def test_the_folder_of_a_run_means_its_newest_step(tmp_path: Path) -> None:
     (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("3\n")
     convert(tmp_path / "run", tmp_path / "hf", config=config_of(m, tmp_path), to="hf")
     assert_same(tmp_path / "hf", m)
+
+
+def test_the_commands_read_a_checkpoint_of_megatron(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint, config = map(str, unpacked("llama_legacy", tmp_path))
+    out = str(tmp_path / "out")
+    assert run(["convert", checkpoint, out, "--config", config, "--tensor", "2", "--pipeline", "2"]) == 0
+    assert run(["diff", checkpoint, out, "--config", config]) == 0
+    assert run(["verify", checkpoint, "--config", config]) == 0
+    assert run(["inspect", checkpoint]) == 0
+    said = capsys.readouterr().out
+    assert "Megatron legacy" in said and "equal, bit for bit" in said and "vocab_size = 1 to 32" in said
+
+
+def test_a_flipped_bit_in_a_megatron_checkpoint_is_found(tmp_path: Path) -> None:
+    checkpoint, config = unpacked("gpt2", tmp_path)
+    source = read_source(checkpoint, config=config)
+    part = source.catalog["transformer.h.0.mlp.c_fc.weight"].parts[0]
+    held = source.files[part.file]
+    begin, _ = next(held.byte_ranges(part.key))
+    raw = bytearray(held.path.read_bytes())
+    raw[begin] ^= 1
+    held.path.write_bytes(raw)
+    with pytest.raises(BadCheckpoint, match="CRC-32"):
+        convert(checkpoint, tmp_path / "hf", config=config, to="hf")
+    assert not (tmp_path / "hf").exists()
