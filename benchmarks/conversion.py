@@ -1,5 +1,7 @@
 """Conversion against `cp` of the same bytes: speed both ways, rows and columns apart, memory at two sizes.
 
+Checkpoints of other projects are sources too: torch.distributed.checkpoint's and a file of torch.save.
+
 The peer is transformers' from_pretrained + save_pretrained, which is how most people convert.
 """
 
@@ -15,7 +17,8 @@ from typing import Any
 
 import torch
 from measure import Peak, Row, in_turn, ratio, seconds_of
-from trilith.checkpoints import convert, differences, read_source
+from safetensors.torch import load_file
+from trilith.checkpoints import convert, convert_to_dcp, differences, read_source
 from trilith.checkpoints.convert.execute import execute
 from trilith.checkpoints.convert.transfer import Transfer
 from trilith.checkpoints.copies import Links, Stored, Whole, copies
@@ -51,12 +54,61 @@ def llama(hidden: int, layers: int, vocab: int = 32000) -> dict[str, Any]:
 
 
 def main(folder: Path, rounds: int) -> list[Row]:
-    rows = [*whole_models(folder, rounds), *kinds_of_cut(folder, rounds), *memory(folder)]
+    return [
+        *whole_models(folder, rounds),
+        *kinds_of_cut(folder, rounds),
+        *memory(folder),
+        *other_projects(folder, rounds),
+    ]
+
+
+def other_projects(folder: Path, rounds: int) -> list[Row]:
+    """Measure a DCP checkpoint and a file of torch.save as sources: speed of cp, and memory at two sizes."""
+    rows, peaks = [], []
+    for layers in (4, 12):
+        hf, dcp, pickled, out = (folder / name for name in ("o-hf", "o-dcp", "o.bin", "o-out"))
+        config = llama(2048, layers)
+        size = write_hf_folder(hf, config, dtype="BF16")
+        convert_to_dcp(hf, dcp)
+        torch.save(load_file(hf / "model.safetensors"), pickled)
+        for src in (dcp, pickled):
+            command = [sys.executable, "-m", "trilith.cli", "convert", str(src), str(out), "--to", "hf"]
+            command += ["--config", str(hf)]
+            with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process, Peak(process.pid) as peak:
+                assert process.wait() == 0
+            assert not list(differences(read_source(hf), read_source(out))), f"{src} is not bit-exact"
+            shutil.rmtree(out)
+            peaks.append(peak.bytes)
+            limit = 4 * config["vocab_size"] * config["hidden_size"] + 200e6
+            held, goal = peak.bytes / 1e6, f"<= {limit / 1e6:.0f} (2 x the largest tensor + 200)"
+            what = f"peak RssAnon, {size / 1e9:.2f} GB {src.name[2:]} -> hf"
+            rows.append(Row(what, held, held, held, "MB", goal, peak.bytes <= limit))
+        if layers == 12:
+            rows += [row for src in (dcp, pickled) for row in speed_of_foreign(src, hf, out, rounds)]
+        for path in (hf, dcp):
+            shutil.rmtree(path)
+        pickled.unlink()
+    growth = max(peaks[2:]) / max(peaks[:2])
+    rows.append(Row("peak at 12 layers over 4 layers", growth, growth, growth, "x", "<= 1.1", growth <= 1.1))
     return rows
+
+
+def speed_of_foreign(src: Path, hf: Path, out: Path, rounds: int) -> list[Row]:
+    def ours() -> float:
+        shutil.rmtree(out, ignore_errors=True)
+        return seconds_of(lambda: convert(src, out, config=hf, tensor=TENSOR, pipeline=PIPELINE))
+
+    taken = in_turn({"cp": lambda: copy(src, out.with_name("copy")), "ours": ours}, rounds)
+    shutil.rmtree(out)
+    copied = out.with_name("copy")
+    shutil.rmtree(copied) if copied.is_dir() else copied.unlink()
+    what = f"{src.name[2:]} -> tensor {TENSOR} x pipeline {PIPELINE}, CRC-32 compared, of cp"
+    return [ratio(what, taken["ours"], taken["cp"], goal=0.7)]
 
 
 def copy(src: Path, dst: Path) -> float:
     shutil.rmtree(dst, ignore_errors=True)
+    dst.unlink(missing_ok=True)
     return seconds_of(lambda: subprocess.run(["cp", "-r", "--reflink=never", src, dst], check=True))
 
 

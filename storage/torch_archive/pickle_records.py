@@ -4,7 +4,7 @@ A pickle is a program for a small stack machine; Python's own reader imports wha
 it. Here the same program builds only numbers, texts, tuples, lists, dicts, ``Name`` (where it names
 something) and ``Record`` (where it would make an object). A name must be in a list of allowed names, or the
 file is refused, so that a reader also knows every kind of record that it can meet. ``pickletools`` of the
-standard library decodes single opcodes; it, too, builds numbers and texts only.
+standard library decodes the arguments of single opcodes; it, too, builds numbers and texts only.
 
 Source of the opcodes: Python's ``Lib/pickletools.py``, protocols 2 to 5.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 import pickletools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from io import BytesIO
 from typing import Any, NoReturn
 
 from ...parallel_state import BadInput
@@ -84,20 +85,25 @@ def read_records(
     no writer of tensors uses, a size beyond ``limits``, or damage. Shared and cyclic lists stay shared, so a
     caller that walks the result must count its steps.
     """
-    machine = _Machine(where, allowed, persistent, limits)
+    machine, stream = _Machine(where, allowed, persistent, limits), BytesIO(raw)
     try:
-        for count, (opcode, argument, position) in enumerate(pickletools.genops(raw)):
-            machine.at = position or 0
-            if count > limits.nodes:
-                machine.refuse(f"at most {limits.nodes:,} opcodes", "more")
-            if opcode.name == "STOP":
+        for _ in range(limits.nodes):
+            machine.at = stream.tell()
+            code = stream.read(1)
+            if not code:
+                machine.refuse("an end", "none")
+            if code not in _OPCODES:  # before its argument is decoded: some old ones import a codec
+                machine.refuse("an opcode that torch writes", _name_of(code))
+            name, decode = _OPCODES[code]
+            argument = None if decode is None else decode(stream)
+            if name == "STOP":
                 return machine.result()
-            machine.step(opcode.name, argument)
+            machine.step(name, argument)
     except BadInput:
         raise
     except (ValueError, TypeError, IndexError, OverflowError) as error:  # decoding failed, an empty stack
         machine.refuse("a whole pickle", shown(f"{type(error).__name__}: {error}"))
-    machine.refuse("an end", "none")
+    machine.refuse(f"at most {limits.nodes:,} opcodes", "more")
 
 
 class _Machine:
@@ -128,10 +134,8 @@ class _Machine:
             self._plain(argument)
         elif opcode in _CONSTANTS:
             self._push(_CONSTANTS[opcode])
-        elif (method := _STEPS.get(opcode)) is not None:
-            method(self, argument)
         else:
-            self.refuse("an opcode that torch writes", opcode)
+            _STEPS[opcode](self, argument)
 
     def _plain(self, value: Any) -> None:
         if isinstance(value, int) and value.bit_length() > self.limits.integer_bits:
@@ -322,3 +326,14 @@ _STEPS: dict[str, Callable[[_Machine, Any], None]] = {
     "BUILD": _Machine.build,
     "BINPERSID": _Machine.storage,
 }
+#: Each known opcode with its name and what decodes its argument, if it has one.
+_OPCODES = {
+    one.code.encode("latin-1"): (one.name, None if one.arg is None else one.arg.reader)
+    for one in pickletools.opcodes
+    if one.name in {*_STEPS, *_PLAIN, *_CONSTANTS, "STOP"}
+}
+
+
+def _name_of(code: bytes) -> str:
+    names = {one.code: one.name for one in pickletools.opcodes}
+    return names.get(code.decode("latin-1"), shown(code))

@@ -138,6 +138,7 @@ PICKLES: dict[str, bytes] = {
     "nothing": b"",
     "an empty stack": b"\x80\x02a.",
     "an unknown opcode": b"\x80\x02\xfe.",
+    "a text in a codec that would be imported": b"Vtext\n.",
     "an extension": b"\x80\x02\x82\x01.",
     "a size of -1": tensor(shape=number(-1)),
     "a size of 2^40": tensor(shape=b"\x8a\x06" + struct.pack("<q", 2**40)[:6]),
