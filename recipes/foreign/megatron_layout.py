@@ -80,12 +80,12 @@ def _virtual(given: Given, found: Translation, pipeline: int) -> None:
     stages = given.whole("num_virtual_stages_per_pipeline_rank", least=1)
     if (blocks := given.whole("num_layers_per_virtual_pipeline_stage", least=1)) is not None:
         layers = given.whole("num_layers", 0) or 0
-        if stages is not None:
-            expected = "this or num_virtual_stages_per_pipeline_rank"
-            raise given.bad("num_layers_per_virtual_pipeline_stage", expected, "both")
         if layers % (pipeline * blocks):
             expected = f"a divisor of num_layers={layers} / pipeline_model_parallel_size={pipeline}"
             raise given.bad("num_layers_per_virtual_pipeline_stage", expected, blocks)
+        if stages not in (None, layers // (pipeline * blocks)):  # Megatron stores both
+            expected = f"{layers // (pipeline * blocks)}, with {blocks} blocks a stage"
+            raise given.bad("num_virtual_stages_per_pipeline_rank", expected, stages)
         stages = layers // (pipeline * blocks)
     if stages is None or stages == 1:
         return

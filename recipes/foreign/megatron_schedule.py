@@ -18,11 +18,14 @@ def _span(given: Given, name: str, batch: int, *, by_samples: bool) -> int | Non
     """Return ``<name>_iters``, or ``<name>_samples`` in steps; the run and its spans must count alike."""
     iters, samples = given.whole(f"{name}_iters"), given.whole(f"{name}_samples")
     if iters and samples:
-        raise given.bad(f"{name}_samples", f"{name}_iters or {name}_samples", "both")
-    if (samples and not by_samples) or (iters and by_samples):
+        if iters != samples // batch:  # Megatron stores both
+            raise given.bad(
+                f"{name}_samples", f"{name}_iters={iters} x {batch} rows, or one of them", samples
+            )
+    elif (samples and not by_samples) or (iters and by_samples):
         unit, other = ("samples", "iters") if by_samples else ("iters", "samples")
         raise given.bad(f"{name}_{other}", f"{name}_{unit} beside train_{unit}", samples or iters)
-    return samples // batch if samples else iters
+    return iters or (samples // batch if samples else iters)
 
 
 def steps_and_schedule(given: Given, found: Translation, batch: int) -> None:
