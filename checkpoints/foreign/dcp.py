@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Mapping
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,8 @@ from .checkpoint import Chunk, ForeignCheckpoint, ForeignTensor
 
 FORM = "torch.distributed.checkpoint (DCP)"
 METADATA = ".metadata"
+#: The folders in which Accelerate's ``save_state`` writes model and optimizer.
+_ACCELERATE = ("pytorch_model_fsdp_0", "optimizer_0")
 _MOST_BYTES = 1 << 29
 #: Opcodes of ``.metadata``: some 40 for each chunk of a tensor.
 _LIMITS = Limits(nodes=50_000_000)
@@ -58,13 +59,22 @@ _STEP = re.compile(r"(?:.*\.)?train_state\.step")
 
 
 def recognise(path: Path) -> bool:
-    """Return whether this is a folder of DCP."""
-    return path.is_dir() and (path / METADATA).is_file()
+    """Return whether this is a folder of DCP, or the folder of Accelerate that holds two of them."""
+    return path.is_dir() and bool(_folders(path))
+
+
+def _folders(path: Path) -> list[Path]:
+    return [one for one in (path, *(path / name for name in _ACCELERATE)) if (one / METADATA).is_file()]
 
 
 def read(path: Path) -> ForeignCheckpoint:
     """Read the headers of a DCP checkpoint; ``BadInput`` names what is missing or of another kind."""
-    tensors, objects = read_tensors(path)
+    tensors: dict[str, ForeignTensor] = {}
+    objects: list[str] = []
+    for folder in _folders(path):
+        more, others = read_tensors(folder)
+        tensors |= more
+        objects += others
     found = ForeignCheckpoint(path, FORM, {})
     moments: dict[str, dict[str, ForeignTensor]] = {"exp_avg": {}, "exp_avg_sq": {}}
     updates: dict[str, ForeignTensor] = {}
@@ -115,12 +125,11 @@ def read_tensors(
     files = _Files(path)
     tensors: dict[str, ForeignTensor] = {}
     objects = []
-    with files.opened:
-        for name, described in listed.items():
-            if isinstance(described, Record) and described.name == f"{_METADATA}BytesStorageMetadata":
-                objects.append(str(name))
-            else:
-                tensors[str(name)] = _tensor(str(name), described, places, files, where)
+    for name, described in listed.items():
+        if isinstance(described, Record) and described.name == f"{_METADATA}BytesStorageMetadata":
+            objects.append(str(name))
+        else:
+            tensors[str(name)] = _tensor(str(name), described, places, files, where)
     files.finish()
     return tensors, objects
 
@@ -135,24 +144,25 @@ def read_number(tensor: ForeignTensor, path: Path, name: str) -> float:
 
 
 class _Files:
-    """Open the files of a checkpoint, each once, and collect the stretches whose CRC-32 they state."""
+    """Hold the files of a checkpoint, and collect the stretches whose CRC-32 they state. No file stays open:
+    there may be thousands.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._path, self.opened = path, ExitStack()
-        self._known: dict[str, tuple[int, ViewFile]] = {}
+        self._path = path
+        self._known: dict[str, ViewFile] = {}
         self._entries: dict[str, list[ZipEntry]] = defaultdict(list)
 
     def view(self, name: str, begin: int, length: int, key: str) -> tuple[ViewFile, View]:
         """Return the file and the tensor in the archive of ``length`` bytes from ``begin`` on."""
         if name not in self._known:
-            path = contained(self._path, name)
-            fd, _ = self.opened.enter_context(open_regular(path))
-            self._known[name] = fd, ViewFile.of(path)
-        fd, file = self._known[name]
+            self._known[name] = ViewFile.of(contained(self._path, name))
+        file = self._known[name]
         if not 0 <= begin <= begin + length <= file.size:
             found = f"a file of {file.size:,} bytes"
             raise BadInput(file.path, shown(key), expected=f"{length:,} bytes at {begin:,}", found=found)
-        archive = archive_at(fd, begin, begin + length, file.path)
+        with open_regular(file.path) as (fd, _):
+            archive = archive_at(fd, begin, begin + length, file.path)
         if not isinstance(archive.value, View):
             raise BadInput(file.path, shown(key), expected="a tensor", found=type(archive.value).__name__)
         self._entries[name] += archive.entries
@@ -160,7 +170,7 @@ class _Files:
 
     def finish(self) -> None:
         """Tell each file its stretches."""
-        for name, (_, file) in self._known.items():
+        for name, file in self._known.items():
             file.know(self._entries[name])
 
 

@@ -6,8 +6,8 @@ folder itself. Two ranks write, because one process writes no tensor in several 
 - ``titan.tar.xz``: torchtitan's names and its form of an optimizer's state, with
   ``torch.distributed.checkpoint`` and tensors sharded as FSDP2 does. The moments of a weight w are 2 w and
   w * w.
-- ``fsdp2.tar.xz``: transformers' Llama under FSDP2 after two steps of AdamW with a learning rate of 0,
-  through ``get_model_state_dict`` and ``get_optimizer_state_dict``.
+- ``accelerate.tar.xz``: transformers' Llama under FSDP2 after two steps of AdamW with a learning rate of 0,
+  through the functions that Accelerate's ``save_state`` calls.
 
 Archives are packed because most of a small DCP folder is padding.
 """
@@ -21,11 +21,9 @@ import tempfile
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -68,8 +66,12 @@ def titan_weights(hf: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def write(rank: int, folder: Path) -> None:
     """Write both checkpoints as one of two ranks."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.utils import save_fsdp_model, save_fsdp_optimizer
+
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29561", RANK=str(rank), WORLD_SIZE="2")
-    dist.init_process_group("gloo")
+    os.environ.update(LOCAL_RANK=str(rank), ACCELERATE_USE_CPU="true")
+    accelerator = Accelerator(cpu=True)  # starts the process group, with gloo
     mesh = init_device_mesh("cpu", (2,))
     hf = load_file(folder / "hf" / "model.safetensors")
     weights = {name: distribute_tensor(one, mesh, [Shard(0)]) for name, one in titan_weights(hf).items()}
@@ -93,9 +95,11 @@ def write(rank: int, folder: Path) -> None:
         model(input_ids=ids, labels=ids).loss.backward()
         adam.step()
         adam.zero_grad()
-    saved = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, adam)}
-    dcp.save(saved, checkpoint_id=folder / "fsdp2")
-    dist.destroy_process_group()
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, state_dict_type="SHARDED_STATE_DICT", cpu_offload=False
+    )
+    save_fsdp_model(plugin, accelerator, model, folder / "accelerate")
+    save_fsdp_optimizer(plugin, accelerator, adam, model, folder / "accelerate")
 
 
 def main() -> None:
@@ -103,7 +107,7 @@ def main() -> None:
         folder = Path(made)
         write_hf_folder(folder / "hf", CONFIG)
         torch.multiprocessing.spawn(write, (folder,), nprocs=2)
-        for name in ("titan", "fsdp2"):
+        for name in ("titan", "accelerate"):
             with tarfile.open(HERE / f"{name}.tar.xz", "w:xz") as packed:
                 packed.add(folder / name, name)
 

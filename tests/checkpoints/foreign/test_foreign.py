@@ -51,7 +51,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("foreign")
     write_hf_folder(folder / "hf", CONFIG)
     (folder / "hf" / "tokenizer.json").write_text("{}")
-    for name in ("titan", "fsdp2"):
+    for name in ("titan", "accelerate"):
         with tarfile.open(HERE / f"{name}.tar.xz") as packed:
             packed.extractall(folder, filter="data")
     hf = load_file(folder / "hf" / WEIGHTS)
@@ -89,7 +89,7 @@ def write_meta(folder: Path, hf: dict[str, Tensor], *, parts: int, embedding: in
     (folder / "params.json").write_text(json.dumps(PARAMS | {"vocab_size": -1, "use_scaled_rope": True}))
 
 
-FORMS = ["titan", "fsdp2", "dcp", "model.pt", "bin", "bins", "llama2", "llama3"]
+FORMS = ["titan", "accelerate", "dcp", "model.pt", "bin", "bins", "llama2", "llama3"]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -126,7 +126,8 @@ def test_moments_come_along_into_a_layout_and_not_into_a_folder_of_hugging_face(
         assert torch.equal(source.read(f"optimizer.exp_avg.{name}", box, links), weight * 2)
         assert torch.equal(source.read(f"optimizer.exp_avg_sq.{name}", box, links), weight * weight)
     assert any("param_groups" in line for line in plan.source.warnings)
-    assert read_source(made / "fsdp2", config=made / "hf").trains
+    theirs = read_source(made / "accelerate", config=made / "hf")
+    assert theirs.trains and theirs.foreign is not None and theirs.foreign.updates == 2
 
 
 def moved(model: CausalLM, optimizer: torch.optim.Optimizer, steps: range) -> list[Tensor]:
