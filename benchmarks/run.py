@@ -15,6 +15,7 @@ TITLES = {
     "resharding": "Resharding against cp and torch.distributed.checkpoint",
     "loss": "Output layer and loss against torch's",
     "memory": "What sparing memory saves and costs",
+    "plan": "Predicted steps against measured ones, in drawn layouts",
     "pipeline": "Waiting in a pipeline, under each schedule, against the formula",
     "dispatch": "Parallel layers on one tensor rank against torch.nn",
     "startup": "Starts: the import, the help, the first step",

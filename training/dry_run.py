@@ -32,6 +32,7 @@ from ..planner import (
 )
 from ..planner.flops import TokenFlops, active_parameters
 from ..planner.stage_cut import StageCut
+from ..planner.time import Machine, StepTime, step_time
 from ..recipes.recipe import Recipe, with_overrides
 from .build import model_on_meta, multiply_in_float8
 from .lora import recipe_shape
@@ -149,10 +150,18 @@ def heaviest(recipe: Recipe, planned: Plan) -> RankPlan:
 
 def rank_plan(recipe: Recipe, planned: Plan, rank: int) -> RankPlan:
     """Plan the memory of one rank of the recipe's layout."""
-    state = ParallelState.stand_in(recipe.layout, rank)
+    work = work_of(recipe, planned, rank)
+    held, costs = _asked(recipe, planned, work)
+    runtime = RUNTIME if recipe.device == "cuda" else 0
+    every, memory, traffic = held.every, memory_of(work, held, costs), traffic_of(work, held, costs)
+    return RankPlan(rank, memory, runtime, every.here, every.stored, every.trained_stored, traffic)
+
+
+def work_of(recipe: Recipe, planned: Plan, rank: int = 0) -> Work:
+    """Return the step of one rank of the recipe's layout, as the planner describes it."""
     master, compute = (dtype_named(name).itemsize for name in (recipe.dtype, recipe.compute_dtype))
-    work = Work(
-        state,
+    return Work(
+        ParallelState.stand_in(recipe.layout, rank),
         planned.config.hidden_size,
         recipe.data.sequence_length,
         recipe.data.micro_batch,
@@ -168,10 +177,20 @@ def rank_plan(recipe: Recipe, planned: Plan, rank: int) -> RankPlan:
         offload=recipe.memory.offload,
         fused=recipe.device == "cuda",
     )
-    held, costs = _asked(recipe, planned, work)
-    runtime = RUNTIME if recipe.device == "cuda" else 0
-    every, memory, traffic = held.every, memory_of(work, held, costs), traffic_of(work, held, costs)
-    return RankPlan(rank, memory, runtime, every.here, every.stored, every.trained_stored, traffic)
+
+
+def predicted_step(recipe: Recipe, planned: Plan, machine: Machine) -> StepTime:
+    """Return the time of a step of the recipe on a machine, without what saving adds."""
+    frozen = dtype_named(recipe.compute_dtype)
+    sample = sampled(planned.family, planned.config, recipe.layout, frozen=frozen)
+    work = work_of(recipe, planned)
+    return step_time(
+        sample, work, machine, split=planned.split, compiled=recipe.compiles, dtype=_peak(recipe)
+    )
+
+
+def _peak(recipe: Recipe) -> str:
+    return "float8" if recipe.compute == "float8" else recipe.compute_dtype
 
 
 def _asked(recipe: Recipe, planned: Plan, work: Work) -> tuple[RankParameters, list[StageCost]]:

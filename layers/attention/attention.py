@@ -183,6 +183,9 @@ class Attention(nn.Module):
         untouched = self.rotary is None and isinstance(self.q_norm, nn.Identity)
         both = (key_value + (query + key_value) * untouched) * as_made + query * one_operator
         sums = heads * count * tokens.inner * one_operator
+        # Scores with sinks: the kernel's output and sums are kept, and changed ones are made of them again.
+        inside = in_blocks and not written_out and ranks == 1
+        kernel = (tokens.bytes(query) + heads * count * tokens.inner) * inside
         working = context_working(tokens, query, 2 * key_value, self.state)
         if written_out:  # beside them queries, keys and values in fp32, and their gradients
             working += scores_bytes(
@@ -192,7 +195,7 @@ class Attention(nn.Module):
             working += again * count * (query + 2 * key_value) * tokens.inner
         return Cost(
             kept=kept,
-            selective=tokens.bytes(products + query * one_operator) + sums,
+            selective=tokens.bytes(products + query * one_operator) + sums + kernel,
             both=tokens.bytes(both) + sums,
             working=working,
             sends=context_sends(tokens, 2 * key_value, self.state),

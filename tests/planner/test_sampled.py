@@ -51,6 +51,7 @@ def test_one_block_of_each_kind_plans_what_all_blocks_plan(name: str) -> None:
             work = replace(work, checkpointing="selective")
             held, costs = sample.parameters(state), sample.costs(work)
             assert held.every == rank_parameters(model, state).every
+            assert held.every.here + held.every.buffers == sum(p.numel() for p in model.parameters())
             assert costs == stage_costs(work, model)
             assert memory_of(work, held, costs) == plan_memory(work, model)
             found, expected = traffic_of(work, held, costs), step_traffic(work, model)

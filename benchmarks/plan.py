@@ -1,0 +1,141 @@
+"""Compare predicted steps with measured ones: drawn layouts of one model on this CPU, after one bench.
+
+The bench measures products, attention, copies, launches and links; no figure is fitted to a step. Each layout
+then trains real steps in turn with the others, the same tokens a step. Goals: of any two layouts whose steps
+differ by more than 15 %, the planner names the faster one; and the layout that it would choose takes at most
+1.10 times as long as the fastest measured.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import statistics
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from measure import Row
+from trilith.bench.child import in_ranks
+from trilith.bench.run import measure, report_json
+from trilith.bench.steps import WARM_UP, train_steps
+from trilith.parallel_state import BadInput
+from trilith.planner.time import Machine, StepTime, machine_from_bench
+from trilith.recipes.recipe import parse_recipe
+from trilith.testing.short_runs import write_tokens
+from trilith.training.dry_run import plan_without_weights, predicted_step
+
+COUNT, STEPS, BATCH, LENGTH, SEED = 20, 4, 16, 256, 0
+MODEL: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 8192,
+    "hidden_size": 384,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": LENGTH,
+}
+_AXES: tuple[dict[str, Any], ...] = (
+    {},
+    {"tensor": 2},
+    {"tensor": 2, "sequence": True},
+    *({"data": 2, "zero": zero} for zero in range(4)),
+    {"context": 2},
+    {"context": 2, "ring": True},
+    *({"pipeline": 2, "schedule": name} for name in ("gpipe", "1f1b")),
+    *({"pipeline": 2, "schedule": name, "virtual_stages": 2} for name in ("interleaved", "zbv")),
+)
+
+
+def drawn(folder: Path, tokens: Path, count: int = COUNT) -> dict[str, dict[str, Any]]:
+    """Draw recipes that differ in layout, micro-batch and checkpointing."""
+    draw, found = random.Random(SEED), dict[str, dict[str, Any]]()
+    while len(found) < count:
+        layout = dict(draw.choice(_AXES))
+        micro_batch, mode = draw.choice((1, 2, 4)), draw.choice(("none", "none", "selective", "full"))
+        name = ", ".join(f"{key} {value}" for key, value in layout.items()) or "one rank"
+        name += f"; micro-batch {micro_batch}, {mode}"
+        recipe: dict[str, Any] = {
+            "out": str(folder / f"run-{len(found)}"),
+            "steps": WARM_UP + STEPS,
+            "device": "cpu",
+            "compute": "float32",
+            "model": {"config": MODEL},
+            "layout": layout,
+            "memory": {"checkpointing": mode},
+            "data": {
+                "tokens": str(tokens),
+                "sequence_length": LENGTH,
+                "global_batch": BATCH,
+                "micro_batch": micro_batch,
+            },
+        }
+        try:
+            parse_recipe(recipe)
+        except BadInput:  # such as too few micro-batches for a schedule
+            continue
+        found[name] = recipe
+    return found
+
+
+def predicted(recipe: dict[str, Any], machine: Machine) -> StepTime:
+    checked = parse_recipe(recipe)
+    return predicted_step(checked, plan_without_weights(checked)[0], machine)
+
+
+def main(folder: Path, rounds: int) -> list[Row]:
+    os.environ["OMP_NUM_THREADS"] = "1"  # a rank has a core, in the bench and in every layout
+    report = measure(folder, device="cpu", only=("speed", "links"), minutes=5)
+    (folder / "bench.json").write_text(report_json(report))
+    machine = machine_from_bench(folder / "bench.json")
+    tokens = folder / "tokens"
+    write_tokens(tokens, count=400_000, vocab_size=MODEL["vocab_size"])
+    recipes = drawn(folder, tokens)
+    steps: dict[str, list[float]] = {name: [] for name in recipes}
+    for number in range(rounds):
+        for name, recipe in recipes.items():
+            again = recipe | {"out": f"{recipe['out']}-{number}"}
+            world = parse_recipe(again).layout.world
+            ran = in_ranks(train_steps, world, {"recipe": again, "side": 256}, seconds=300)
+            if ran.error:
+                raise SystemExit(f"{name}: {ran.error}\n{ran.output}")
+            steps[name].append(float(ran.result["figures"]["ms a step"]) / 1e3)
+    (folder / "steps.json").write_text(json.dumps(steps))
+    return rows_of({name: predicted(one, machine).seconds for name, one in recipes.items()}, steps)
+
+
+def rows_of(plans: dict[str, float], steps: dict[str, list[float]]) -> list[Row]:
+    """Return a row for each layout, the share of pairs in the right order, and the chosen layout."""
+    found = {name: statistics.median(some) for name, some in steps.items()}
+    rows = [
+        Row(
+            name,
+            plans[name] / found[name],
+            plans[name] / max(some),
+            plans[name] / min(some),
+            details={"planned, s": plans[name], "measured, s": found[name]},
+        )
+        for name, some in steps.items()
+    ]
+    apart = [
+        (a, b) for a, b in combinations(found, 2) if max(found[a], found[b]) > 1.15 * min(found[a], found[b])
+    ]
+    right = sum((plans[a] < plans[b]) == (found[a] < found[b]) for a, b in apart)
+    share = right / len(apart) if apart else 1.0
+    chosen, best = min(plans, key=plans.__getitem__), min(found, key=found.__getitem__)
+    worse = found[chosen] / found[best]
+    return [
+        *rows,
+        Row(
+            f"pairs in the right order, of {len(apart)} that differ by 15 %",
+            share,
+            share,
+            share,
+            "",
+            "1",
+            share == 1,
+        ),
+        Row(f"chosen ({chosen}) against fastest ({best})", worse, worse, worse, "x", "<= 1.1", worse <= 1.1),
+    ]

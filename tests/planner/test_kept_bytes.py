@@ -1,0 +1,53 @@
+"""The planned activations of whole models against the bytes that are alive between forward and backward."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from trilith.layers import Checkpointing, checkpoint_blocks
+from trilith.models import family_of, published_size
+from trilith.parallel_state import ParallelState, initialize
+from trilith.planner import Work, plan_memory, stage_costs
+from trilith.testing import LiveBytes
+from trilith.testing.tiny_models import MODELS
+
+
+def alive_by_plan(raw: dict[str, Any], mode: Checkpointing, *, rows: int, length: int, fake: bool) -> float:
+    """Return the bytes that a forward leaves alive, logits among them, over the plan's.
+
+    ``fake``: with tensors that have a size and no memory, so that a model may be of any size.
+    """
+    family = family_of(raw)
+    config = family.from_hf(raw)
+    model = family.build(config, device="meta" if fake else "cpu")
+    if not fake:
+        initialize(model, 0)
+    checkpoint_blocks([(int(number), block) for number, block in model.layers.items()], mode)
+    work = Work(ParallelState.alone(), config.hidden_size, length, rows, 1, checkpointing=mode, fused=False)
+    (cost,) = stage_costs(work, model)
+    assert cost.loss is not None
+    planned = plan_memory(work, model).activations + cost.loss.kept
+    with FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext():
+        if fake:
+            model.to_empty(device="cpu")
+        ids = torch.zeros(rows, length, dtype=torch.long)
+        with LiveBytes(model.parameters(), ids) as memory:
+            before = memory.now
+            logits = model(ids)
+            assert logits.requires_grad
+            return (memory.now - before) / planned
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_a_model_of_a_billion_parameters_keeps_what_its_plan_says(mode: Checkpointing) -> None:
+    raw = dict(published_size("llama-3.2-1b").with_fields({}))
+    assert alive_by_plan(raw, mode, rows=2, length=1024, fake=True) == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_that_computes_some_again_keeps_what_its_plan_says(name: str) -> None:
+    assert 0.99 < alive_by_plan(MODELS[name], "selective", rows=4, length=64, fake=False) <= 1
