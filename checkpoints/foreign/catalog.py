@@ -81,11 +81,11 @@ def assemble(found: ForeignCheckpoint, table: Table, family: Family, config: Mod
     _check_names(found, table, ignored, hf, tied)
     if family.tied_head in tied and family.tied_head not in hf:
         _check_tied(found, *(
-            _assembled(found, name, with_head[name], tied.get(name, ()), found.tensors)
+            assembled(found, name, with_head[name], tied.get(name, ()), found.tensors)
             for name in (next(iter(hf)), family.tied_head)
         ))  # fmt: skip
         del tied[family.tied_head]
-    weights = {name: _assembled(found, name, shape, tied[name], found.tensors) for name, shape in hf.items()}
+    weights = {name: assembled(found, name, shape, tied[name], found.tensors) for name, shape in hf.items()}
     trained = {}
     for moment, tensors in found.moments.items():
         used = {one.foreign for every in tied.values() for one in every}
@@ -99,7 +99,7 @@ def assemble(found: ForeignCheckpoint, table: Table, family: Family, config: Mod
                 todo=todo,
             )
         trained[moment] = {
-            name: _assembled(found, name, shape, tied[name], tensors) for name, shape in hf.items()
+            name: assembled(found, name, shape, tied[name], tensors) for name, shape in hf.items()
         }
     return Tables(weights, trained)
 
@@ -159,7 +159,7 @@ def _bytes(tensor: Assembled, box: Box) -> torch.Tensor:
     return out.view(torch.uint8)
 
 
-def _assembled(
+def assembled(
     found: ForeignCheckpoint,
     name: str,
     shape: tuple[int, ...],

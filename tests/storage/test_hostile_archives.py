@@ -227,10 +227,23 @@ def end_of(raw: bytes, field: int, value: bytes) -> bytes:
 
 
 GOOD = packed(tensor())
+
+
+def overlapping() -> bytes:
+    """Return an archive with an entry whose header and bytes lie inside of another entry's bytes."""
+    inner = BytesIO()
+    with zipfile.ZipFile(inner, "w") as archive:
+        archive.writestr("archive/data/1", bytes(64))
+    local = inner.getvalue()[: inner.getvalue().index(b"PK\x01\x02")]
+    raw = packed(tensor(), **{"1": bytes(64), "2": local})
+    return central(raw, 3, 42, struct.pack("<I", raw.index(local, raw.index(local) + 1)))
+
+
 ARCHIVES: dict[str, tuple[bytes, str]] = {
     "compressed": (central(GOOD, 0, 10, b"\x08\x00"), "compressed"),
     "encrypted": (central(GOOD, 0, 8, b"\x01\x00"), "encrypted"),
     "overlapping": (central(changed(GOOD, b"e/byteorder", b"e/data.pkl2"), 1, 42, bytes(4)), "header of"),
+    "one inside another": (overlapping(), "overlap"),
     "oversized": (central(GOOD, 2, 20, b"\xff\xff\xff\x7f" * 2), "before the"),
     "two sizes": (central(GOOD, 2, 24, b"\x01\x00\x00\x00"), "bytes of"),
     "far away": (central(GOOD, 2, 42, b"\xff\xff\xff\x7f"), "an archive from"),
