@@ -170,17 +170,22 @@ class Held:
 
 def most_held(order: Sequence[Action]) -> dict[int, Held]:
     """Count the micro-batches that each stage of a rank holds, at the moment when the rank holds most."""
-    now: dict[int, Held] = {one.stage: Held() for one in order}
-    most, largest = dict(now), 0.0
+    now = {one.stage: [0, 0] for one in order}
+    most, largest, size = dict.fromkeys(now, Held()), 0, 0  # sizes in halves of an activation
     for one in order:
         held = now[one.stage]
-        now[one.stage] = Held(
-            held.micro_batches + (one.kind == "F") - (one.kind in ("B", "W")),
-            held.halfway + (one.kind == "I") - (one.kind == "W"),
-        )
-        size = sum(held.micro_batches + held.halfway / 2 for held in now.values())
+        if one.kind == "F":
+            held[0] += 1
+            size += 2
+        elif one.kind == "I":
+            held[1] += 1
+            size += 1
+        else:
+            held[0] -= 1
+            held[1] -= one.kind == "W"
+            size -= 2 + (one.kind == "W")
         if size > largest:
-            most, largest = dict(now), size
+            most, largest = {stage: Held(*both) for stage, both in now.items()}, size
     return most
 
 
@@ -194,8 +199,17 @@ def held_at_once(name: str, layout: Layout, micro_batches: int, pipeline: int) -
         return {0: Held(1)}
     if name == "gpipe":
         return {pipeline: Held(micro_batches)}
-    few = min(micro_batches, 4 * layout.pipeline)
-    return most_held(actions(name, layout.pipeline, layout.virtual_stages, layout.v_shape, few)[pipeline])
+    # Whole rounds are all alike; others are a little longer, the fewer they are.
+    rounds = 4 if micro_batches % layout.pipeline else 2
+    few = min(micro_batches, rounds * layout.pipeline)
+    return _held_by(name, layout.pipeline, layout.virtual_stages, layout.v_shape, few, pipeline)
+
+
+@cache
+def _held_by(
+    name: str, pipeline: int, virtual_stages: int, v_shape: bool, micro_batches: int, rank: int
+) -> dict[int, Held]:
+    return most_held(actions(name, pipeline, virtual_stages, v_shape, micro_batches)[rank])
 
 
 @cache

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ..layers import Cost
+from ..layers import Cost, checkpointed
 from ..pipeline.schedules import schedule_kind
 from ..pipeline.timetable import held_at_once
-from .activations import saved_in_block
+from .activations import Saved, saved_in_block
 from .rank_parameters import RankParameters, rank_parameters
 from .stage_costs import StageCost, stage_costs
 from .step_shape import Work
@@ -127,9 +127,16 @@ def _activations(work: Work, stages: Sequence[StageCost]) -> tuple[int, int]:
     """Return bytes: (kept by all micro-batches in flight, needed besides by one block in its backward)."""
     held = held_at_once(work.schedule, work.layout, work.micro_batches, work.at.pipeline)
     kept, recomputed = 0.0, 0.0
+    known: dict[tuple[int, bool], Saved] = {}  # many blocks share a cost
     for stage in stages:
         here = held[stage.number]
-        saved = [saved_in_block(work, stage.blocks[number], number) for number in stage.reached]
+        saved = []
+        for number in stage.reached:
+            cost = stage.blocks[number]
+            key = id(cost), checkpointed(number, work.checkpointing, work.checkpoint_every)
+            if key not in known:
+                known[key] = saved_in_block(work, cost, number)
+            saved.append(known[key])
         of_one = stage.beside.kept + sum(block.kept for block in saved)
         if work.layout.pipeline > 1:
             of_one += work.between_stages  # a stage keeps its output until its backward

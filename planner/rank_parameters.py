@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 from math import ceil, prod
+from operator import attrgetter
 
 from torch import nn
 
@@ -39,7 +41,10 @@ class Group:
     fixed_bytes: int = 0
 
     def __add__(self, more: Group) -> Group:
-        return Group(*(getattr(self, one.name) + getattr(more, one.name) for one in fields(Group)))
+        return Group(*(one + other for one, other in zip(_counts(self), _counts(more), strict=True)))
+
+
+_counts = attrgetter(*(one.name for one in fields(Group)))
 
 
 def count_parameters(
@@ -84,7 +89,7 @@ class RankParameters:
 
     groups: Mapping[str, Group]
 
-    @property
+    @cached_property
     def every(self) -> Group:
         """Return the sum of all groups."""
         return sum(self.groups.values(), Group())
@@ -93,12 +98,12 @@ class RankParameters:
     def root(self) -> Group:
         return self.groups.get("", Group())
 
-    @property
+    @cached_property
     def largest_block(self) -> int:
         """Return the most elements that a block computes with."""
         return max((one.here for name, one in self.groups.items() if name), default=0)
 
-    @property
+    @cached_property
     def largest_trained_block(self) -> int:
         return max((one.trained for name, one in self.groups.items() if name), default=0)
 

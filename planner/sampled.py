@@ -43,22 +43,27 @@ class SampledModel:
         self._blocks: dict[int, nn.Module] = {}
         for number, kind in enumerate(self.kinds):
             self._blocks.setdefault(kind, self._model.layers[str(number)])
+        self._stages: dict[object, Stage] = {}
         self._counted: dict[object, Group] = {}
         self._known: dict[object, Cost] = {}
 
+    def _stage(self, state: ParallelState, split: Sequence[int] | None) -> Stage:
+        one, counts = state.layout, split and tuple(split)
+        key = one.pipeline, one.virtual_stages, one.v_shape, state.at.pipeline, counts
+        if key not in self._stages:
+            self._stages[key] = Stage.of(len(self.kinds), split=split, state=state)
+        return self._stages[key]
+
     def parameters(self, state: ParallelState, split: Sequence[int] | None = None) -> RankParameters:
         """Count the parameters of a rank."""
-        stage = Stage.of(len(self.kinds), split=split, state=state)
+        stage = self._stage(state, split)
         layout = state.layout
         tied = self.config.tie_word_embeddings
         ends = tied and not (stage.first and stage.last)
         groups = {}
+        flat = replace(layout, pipeline=1, virtual_stages=1, v_shape=False)
         for number in stage.blocks:
-            key = (
-                self.kinds[number],
-                replace(layout, pipeline=1, virtual_stages=1, v_shape=False),
-                state.rank % (layout.world // layout.pipeline),
-            )
+            key = self.kinds[number], flat, state.rank % flat.world
             if key not in self._counted:
                 self._counted[key] = _count(self._blocks[key[0]], state)
             groups[f"layers.{number}"] = self._counted[key]
@@ -70,7 +75,7 @@ class SampledModel:
 
     def costs(self, work: Work, split: Sequence[int] | None = None) -> list[StageCost]:
         """Return the costs of each stage of the rank of ``work``."""
-        stage = Stage.of(len(self.kinds), split=split, state=work.state)
+        stage = self._stage(work.state, split)
         rank = copy(self._model)
         rank._modules = {**self._model._modules, "layers": self._layers(stage.blocks)}
         rank.stage = stage

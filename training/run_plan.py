@@ -101,11 +101,11 @@ def plan(recipe: Recipe) -> Plan:
     base = source if adapter else None
     return Plan(
         family, config, hf_config, companions, base, adapter, groups,
-        cut=cut, loss_chunk=_loss_chunk(recipe, config),
+        cut=cut, loss_chunk=loss_chunk_of(recipe, config),
     )  # fmt: skip
 
 
-def _loss_chunk(recipe: Recipe, config: ModelConfig) -> int:
+def loss_chunk_of(recipe: Recipe, config: ModelConfig) -> int:
     """Return the number of tokens whose logits exist at once: the recipe's, or what suits the run's sizes."""
     memory, layout, name = recipe.memory, recipe.layout, recipe.pipeline_schedule
     if memory.loss_chunk != "auto":

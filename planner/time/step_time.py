@@ -20,15 +20,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 from torch import nn
 
 from ...layers import Cost, Send, checkpointed, cross_entropy_cost
+from ...models import Family, ModelConfig
 from ...parallel_state import ParallelState
 from ...pipeline import schedule_kind
 from ...pipeline.timetable import Kind, step_length
-from ..flops import flops_per_token
+from ..flops import TokenFlops, flops_per_token
 from ..memory import MemoryPlan, memory_of
 from ..rank_parameters import Group, RankParameters
 from ..sampled import SampledModel
@@ -127,11 +129,10 @@ class StepTimer:
         parts["data"] += max(self._sums(n, of_rank[n]) for n in range(layout.pipeline))
         parts["optimizer"] = max(map(self._update, self.held))
         parts["checkpoint"] = checkpoint
-        whole = self.model.family.on_meta(self.model.config)
+        flops = _flops(self.model.family, self.model.config, self.work.sequence_length)
         tokens = self.work.micro_batch * rounds * layout.data * self.work.sequence_length
         return StepTime(
-            parts, tokens, layout.world, flops_per_token(whole, self.work.sequence_length),
-            self.machine.stated or self.machine.peak(self.dtype), busy,
+            parts, tokens, layout.world, flops, self.machine.stated or self.machine.peak(self.dtype), busy,
             [(one.costs["F"], one.costs["B"]) for one in ordered], self.machine.efficiency.source,
         )  # fmt: skip
 
@@ -282,6 +283,11 @@ class StepTimer:
             moved = (every.trained_stored * work.reduce + numbers) / machine.host
             return moved + 10 * numbers / machine.host + copied
         return kernels.moved(10 * numbers) + copied
+
+
+@cache
+def _flops(family: Family, config: ModelConfig, sequence_length: int) -> TokenFlops:
+    return flops_per_token(family.on_meta(config), sequence_length)
 
 
 def step_time(
