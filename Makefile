@@ -30,10 +30,11 @@ nightly:
 	TORCH_DISTRIBUTED_DEBUG=DETAIL $(PYTEST) -m "slow or not slow"
 
 # docs/recipe.md and the tables of docs/training.md, from the help of a recipe's keys; docs/commands.md, from the
-# help of the commands.
+# help of the commands; docs/published_runs.md, from planner/published_runs.toml and the planner.
 docs:
 	python -m trilith.recipes.reference
 	python -m trilith.cli.reference
+	python -m trilith.planner.published_runs
 
 # docs/models.md: the largest difference that the tests of each family measure; FAMILY=gemma2 measures one of them anew.
 models:

@@ -1,0 +1,185 @@
+"""Predict training runs that others published, and write docs/published_runs.md: ``make docs``.
+
+The rows of ``published_runs.toml`` are data to judge the planner by. None of its constants comes from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from ..models import family_of, published_sizes
+from ..parallel_state import Layout, ParallelState
+from ..storage.small_files import read_toml
+from .sampled import sampled
+from .step_shape import Work
+from .time import StepTime, StepTimer, machine_named
+
+_TABLE = Path(__file__).with_name("published_runs.toml")
+
+
+@dataclass(frozen=True)
+class PublishedRun:
+    """Describe a published run: its step, and one reported speed.
+
+    That is ``tokens`` a second or ``tflops`` of a GPU, or ``mfu`` with the causal half of attention.
+    ``split_ends``: blocks of the first and the last stage, if they have fewer than the others. ``gibibytes``:
+    reported memory. ``assumed``: what the source does not say.
+    """
+
+    source: str
+    model: str
+    gpu: str
+    gpus: int
+    layout: Mapping[str, Any]
+    sequence_length: int
+    global_batch: int
+    assumed: str
+    schedule: str = "1f1b"
+    split_ends: int = 0
+    micro_batch: int = 1
+    dtype: str = "bfloat16"
+    checkpointing: Any = "none"
+    compiled: bool = True
+    tokens: float = 0.0
+    tflops: float = 0.0
+    mfu: float = 0.0
+    gibibytes: float = 0.0
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Hold a reported speed beside the predicted one, and the same for the memory of the fullest rank."""
+
+    run: PublishedRun
+    layout: Layout
+    unit: str
+    reported: float
+    predicted: float
+    #: Predicted, in GiB.
+    memory: float
+    time: StepTime
+
+    @property
+    def error(self) -> float:
+        """Return the error of the prediction in relation to what was reported."""
+        return self.predicted / self.reported - 1
+
+
+def published_runs() -> list[PublishedRun]:
+    """Return the rows of the table; a source is its address."""
+    raw = read_toml(_TABLE)
+    configs = {name: size.fields for name, size in published_sizes().items()} | raw["models"]
+    return [
+        PublishedRun(**row | {"source": raw["sources"][row["source"]], "config": configs[row["model"]]})
+        for row in raw["run"]
+    ]
+
+
+def compare(run: PublishedRun) -> Comparison:
+    """Predict the speed of a published run on the machine that the planner's table has for its GPU."""
+    family = family_of(run.config, run.model)
+    config = family.from_hf(run.config, run.model)
+    layout = Layout.of(**run.layout)
+    split = None
+    if run.split_ends:
+        inner = (config.num_hidden_layers - 2 * run.split_ends) // (layout.stages - 2)
+        split = [run.split_ends, *[inner] * (layout.stages - 2), run.split_ends]
+    rounds = run.global_batch // layout.data // run.micro_batch
+    work = Work(
+        ParallelState.stand_in(layout),
+        config.hidden_size,
+        run.sequence_length,
+        run.micro_batch,
+        rounds,
+        schedule=run.schedule,
+        compute=2,
+        checkpointing=run.checkpointing,
+    )
+    model = sampled(family, config, layout)
+    machine = machine_named(run.gpu)
+    timer = StepTimer(model, work, machine, split=split, compiled=run.compiled, dtype=run.dtype)
+    time = timer.time()
+    memory = max(plan.total for plan in timer.memory()) / 2**30
+    rate = time.rate / layout.world
+    if run.tokens:
+        unit, reported, predicted = "tokens/s", run.tokens, rate
+    elif run.tflops:
+        unit, reported, predicted = "TFLOP/s", run.tflops, rate * time.flops.causal / 1e12
+    else:
+        unit, reported, predicted = "% MFU", 100 * run.mfu, 100 * time.mfu.causal
+    return Comparison(run, layout, unit, reported, predicted, memory, time)
+
+
+_HEAD = """# Published runs, predicted
+
+This page compares the planner's step time with speeds that were published. `make docs` writes it from
+`planner/published_runs.toml`, which holds the numbers and the address of each row. No constant of the planner
+is fitted to any of these rows: the shares of a device's peak that it reckons with are those of a single
+product and a single copy on one H100, and assumed for the rest (`planner/time/machines.py`).
+
+Of {rows} rows, {within} are within 15 %. The median error is {middle:.0f} %, the largest {largest:.0f} %;
+{fast} predictions are too fast. So take a predicted speed as what a layout allows, and compare layouts by it;
+measure before you promise a date. Possible reasons, none of which a measurement here has shown:
+
+- Large products are assumed to reach what a single one reaches. Products of experts are small, and eight busy
+  GPUs may lower their clocks.
+- In float8, casts and scales are passes over memory that a higher peak does not make faster.
+- The sources do not say everything, above all what is recomputed. Where the predicted memory is more than the
+  GPU has, the run recomputed something, kept gradients in 16 bits, or freed tensors sooner than trilith does.
+
+The first two rows are this project's own measurement. Tokens a second and TFLOP/s are those of one GPU.
+TFLOP/s and MFU count the causal half of attention. Memory is that of the fullest rank in GiB, predicted, and
+reported in brackets where the source has it.
+"""
+
+
+def page(found: Sequence[Comparison]) -> str:
+    """Return docs/published_runs.md."""
+    errors = [one.error for one in found]
+    head = _HEAD.format(
+        rows=len(found),
+        within=sum(abs(error) <= 0.15 for error in errors),
+        middle=100 * median(map(abs, errors)),
+        largest=100 * max(map(abs, errors)),
+        fast=sum(error > 0 for error in errors),
+    )
+    parts = [head]
+    for source in dict.fromkeys(one.run.source for one in found):
+        title = f"<{source}>" if "://" in source else f"[{source}]({source})"
+        rows = _table([one for one in found if one.run.source == source])
+        parts.append(f"## {title}\n\n" + "\n".join(rows) + "\n")
+    return "\n".join(parts)
+
+
+def _table(found: list[Comparison]) -> Iterator[str]:
+    yield "| model | GPUs | layout | products | reported | predicted | error | memory | assumed |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    for one in found:
+        run, layout = one.run, one.layout
+        stages = f", {run.schedule}" if layout.pipeline > 1 else ""
+        memory = f"{one.memory:.0f}" + (f" ({run.gibibytes:.0f})" if run.gibibytes else "")
+        cells = (
+            run.model,
+            f"{run.gpus:,} {run.gpu}",
+            f"{layout}{stages}",
+            run.dtype,
+            f"{_short(one.reported)} {one.unit}",
+            _short(one.predicted),
+            f"{100 * one.error:+.0f} %",
+            memory,
+            run.assumed,
+        )
+        yield f"| {' | '.join(cells)} |"
+
+
+def _short(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.1f}"
+
+
+if __name__ == "__main__":
+    Path("docs/published_runs.md").write_text(page([compare(run) for run in published_runs()]), "utf-8")

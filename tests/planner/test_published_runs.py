@@ -1,0 +1,57 @@
+"""Published runs: the page is what the planner predicts today, and the planner knows none of the rows."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import trilith
+from trilith.planner.published_runs import Comparison, compare, page, published_runs
+
+ROOT = Path(trilith.__path__[0])
+PAGE = (ROOT / "docs" / "published_runs.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def found() -> list[Comparison]:
+    return [compare(run) for run in published_runs()]
+
+
+def test_the_page_is_what_the_planner_predicts(found: list[Comparison]) -> None:
+    assert page(found) == PAGE, "run `make docs`"
+
+
+def test_every_row_names_its_source_its_gpus_and_one_speed(found: list[Comparison]) -> None:
+    assert len(found) >= 20
+    for one in found:
+        run = one.run
+        assert one.layout.world == run.gpus
+        assert run.source.startswith("http") or (ROOT / "docs" / run.source).is_file()
+        assert [bool(run.tokens), bool(run.tflops), bool(run.mfu)].count(True) == 1
+        assert run.global_batch % (one.layout.data * run.micro_batch) == 0 and run.assumed
+
+
+def test_speeds_of_other_units_are_one_arithmetic(found: list[Comparison]) -> None:
+    """TFLOP/s and MFU of a row say the same: tokens a second times the FLOPs of a token."""
+    for one in found:
+        rate = one.time.rate / one.layout.world
+        in_units = {"tokens/s": rate, "TFLOP/s": rate * one.time.flops.causal / 1e12}
+        in_units["% MFU"] = 100 * rate * one.time.flops.causal / one.time.peak
+        assert one.predicted == pytest.approx(in_units[one.unit])
+
+
+def test_misses_are_shown_and_counted(found: list[Comparison]) -> None:
+    errors = [abs(one.error) for one in found]
+    rows = re.findall(r"^\| [\w.-]+ \| .* \| ([+-]\d+) % \|", PAGE, re.MULTILINE)
+    assert sorted(map(int, rows)) == sorted(int(f"{100 * one.error:+.0f}") for one in found)
+    within = sum(error <= 0.15 for error in errors)
+    assert f"Of {len(found)} rows, {within} are within 15 %" in PAGE
+    assert f"the largest {100 * max(errors):.0f} %" in PAGE
+
+
+def test_nothing_that_computes_a_plan_reads_the_published_rows() -> None:
+    own = {"planner/published_runs.py"}
+    files = {str(file.relative_to(ROOT)): file.read_text() for file in (ROOT / "planner").rglob("*.py")}
+    assert own < files.keys()
+    assert {name for name, text in files.items() if "published_runs" in text} == own
