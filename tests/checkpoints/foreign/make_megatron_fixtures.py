@@ -39,6 +39,7 @@ WRITTEN = {
     "llama": dict(model="llama", tp=2, pp=2, moments="fully_reshardable"),
     "llama_legacy": dict(model="llama", tp=2, pp=2, vp=2, legacy=True),
     "gpt2": dict(model="gpt2", tp=2, pp=2),
+    "gpt2_legacy": dict(model="gpt2", tp=2, pp=2, legacy=True),
     "mixtral": dict(model="mixtral", tp=1, pp=2, ep=2),
     "mixtral_legacy": dict(model="mixtral", tp=1, pp=2, ep=2, legacy=True),
     "qwen3_moe": dict(model="qwen3_moe", tp=2, pp=1, ep=2, grouped=True),

@@ -11,6 +11,7 @@ import json
 import warnings
 from argparse import Namespace
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -56,7 +57,8 @@ def write_dist(
     args: Namespace | None,
     states: Mapping[str, Mapping[str, Tensor]] | None = None,
     prefix: str = "",
-    step: int = 3,
+    iteration: int = 3,
+    updates: int = 3,
     other: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write ``folder`` in the form ``torch_dist``; ``states``: those of the optimizer, by weight."""
@@ -66,8 +68,8 @@ def write_dist(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save({**tensors, **(other or {})}, checkpoint_id=folder, no_dist=True)
-    groups = {"optimizer": {"param_groups": [{"lr": 1e-3, "step": step}]}}
-    common: dict[str, Any] = {"iteration": step, "checkpoint_version": 3.0, "optimizer": groups}
+    groups = {"optimizer": {"param_groups": [{"lr": 1e-3, "step": updates}]}}
+    common: dict[str, Any] = {"iteration": iteration, "checkpoint_version": 3.0, "optimizer": groups}
     if args is not None:
         common["args"] = args
     torch.save(common, folder / "common.pt")
@@ -126,4 +128,28 @@ def write_legacy(folder: Path, m: MegatronModel, ranks: int, **other: Any) -> Pa
         path = folder / f"mp_rank_{rank:02d}" / "model_optim_rng.pt"
         path.parent.mkdir(parents=True)
         torch.save(state, path)
+    return folder
+
+
+def write_experts(folder: Path, m: MegatronModel, ranks: int) -> Path:
+    """Write ``mixtral`` for expert ranks as Transformer Engine holds it: numbered experts, fused norms."""
+    for rank in range(ranks):
+        at = SimpleNamespace(tp=0, tps=1, ep=rank, eps=ranks)
+        names = ["embedding.word_embeddings.weight", "decoder.final_layernorm.weight", "output_layer.weight"]
+        for i in range(m.args.num_layers):
+            names += [f"decoder.layers.{i}.{one}.weight" for one in (*_LAYER[:4], "mlp.router")]
+        model = {name: m.part(name, 0, at).clone() for name in names}
+        for i, j in product(range(m.args.num_layers), range(m.args.num_experts // ranks)):
+            for layer in ("linear_fc1", "linear_fc2"):
+                name = f"decoder.layers.{i}.mlp.experts.local_experts.{j}.{layer}.weight"
+                model[f"decoder.layers.{i}.mlp.experts.{layer}.weight{j}"] = m.part(name, 0, at).clone()
+            norm = f"decoder.layers.{i}.input_layernorm.weight"
+            model[norm.replace("input_layernorm.weight", FUSED["input_layernorm.weight"])] = m.part(
+                norm, 0, at
+            )
+            model.pop(norm, None)
+        args = Namespace(**vars(m.args), tensor_model_parallel_size=1, expert_model_parallel_size=ranks)
+        path = folder / f"mp_rank_00_{rank:03d}" / "model_optim_rng.pt"
+        path.parent.mkdir(parents=True)
+        torch.save({"args": args, "checkpoint_version": 3.0, "model": model}, path)
     return folder

@@ -90,11 +90,9 @@ class MegatronModel:
             return hf("position")
         if name.startswith("decoder.final_layernorm"):
             return hf("final_norm." + name.rpartition(".")[2])
-        found = re.fullmatch(
-            r"decoder\.layers\.(\d+)\.(.+)\.?(weight1|weight2|gate_weight|weight|bias)", name
-        )
+        found = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)\.(weight1|weight2|gate_weight|weight|bias)", name)
         assert found, name
-        i, place, leaf = int(found[1]) + first, found[2].rstrip("."), found[3]
+        i, place, leaf = int(found[1]) + first, found[2], found[3]
         if place == "self_attention.linear_qkv":
             return cut(self._qkv(hf, i, leaf))
         if place in ("self_attention.linear_proj", "mlp.linear_fc2", "mlp.shared_experts.linear_fc2"):

@@ -18,6 +18,7 @@ from trilith.checkpoints.source import Source
 from trilith.cli.app import run
 from trilith.parallel_state import BadCheckpoint, BadInput, Box
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
 WRITTEN = {
     path.name.split(".")[0]: path for path in sorted((Path(__file__).parent / "megatron").glob("*.tar.xz"))
 }
@@ -49,8 +50,8 @@ def assert_same(folder: Path, m: MegatronModel) -> None:
 
 
 def test_every_form_has_an_archive_by_the_real_writer() -> None:
-    forms = ("llama", "llama_flat", "gpt2", "mixtral")
-    assert set(WRITTEN) == {*forms, "llama_legacy", "mixtral_legacy"}
+    forms = ("llama", "llama_flat", "gpt2", "mixtral", "qwen2_moe", "qwen3_moe")
+    assert set(WRITTEN) == {*forms, *(f"{one}_legacy" for one in ("llama", "gpt2", "mixtral", "qwen3_moe"))}
 
 
 @pytest.mark.parametrize("name", WRITTEN)
@@ -63,7 +64,7 @@ def test_every_tensor_of_a_megatron_checkpoint_is_hugging_faces_bit_for_bit(
     assert any("_extra_state are not read" in line for line in plan.source.warnings)
 
 
-@pytest.mark.parametrize("name", ["llama_legacy", "gpt2", "mixtral"])
+@pytest.mark.parametrize("name", ["llama_legacy", "gpt2", "mixtral", "qwen2_moe", "qwen3_moe_legacy"])
 def test_logits_after_conversion_are_transformers(name: str, tmp_path: Path) -> None:
     checkpoint, config = unpacked(name, tmp_path)
     convert(checkpoint, tmp_path / "sharded", config=config, tensor=2, pipeline=2)
@@ -89,7 +90,7 @@ def test_moments_of_both_readable_forms_are_the_weights_moments_bit_for_bit(
     convert(checkpoint, tmp_path / "sharded", config=config, tensor=2, pipeline=2)
     source = read_source(tmp_path / "sharded")
     assert source.manifest is not None and source.manifest.kind == "training" and source.manifest.step == 3
-    for kind in ("exp_avg", "exp_avg_sq"):
+    for kind in MOMENTS:
         for hf, value in model_of(name).tensors(kind).items():
             assert torch.equal(moment(source, kind, hf), value), (kind, hf)
 
@@ -126,13 +127,13 @@ def test_a_run_from_imported_moments_goes_on_as_the_run_that_wrote_them(tmp_path
     trained = replace(m, draw=lambda name, shape, kind: drawn[name, kind])
     # The model's own weights are rounded, as bf16 training has them; the optimizer's are not.
     rounded = {name: value.bfloat16() for name, value in whole(trained).items()}
-    states = {"fp32_param": whole(trained), **{one: whole(trained, one) for one in ("exp_avg", "exp_avg_sq")}}
-    written = write_dist(tmp_path / "iter_0000003", rounded, args=m.args, states=states)
+    states = {"fp32_param": whole(trained), **{one: whole(trained, one) for one in MOMENTS}}
+    written = write_dist(tmp_path / "iter_0000003", rounded, args=m.args, states=states, iteration=7)
     convert(written, tmp_path / "imported", config=config_of(m, tmp_path), to="sharded")
 
     other, its_optimizer = start(begin)
     progress = restore_model(tmp_path / "imported", other, its_optimizer)
-    assert progress.step == 3
+    assert progress.step == 7  # of which four were skipped: the optimizer made three updates
     for number in range(3, 5):
         step(model, optimizer, number)
         step(other, its_optimizer, number)
@@ -147,8 +148,10 @@ def test_numbered_layers_with_norms_of_transformer_engine_are_read(prefix: str, 
     for name, value in whole(m).items():
         local = ".".join(name.split(".")[3:])
         weights[name.replace(local, FUSED[local]) if local in FUSED else name] = value
-    written = write_dist(tmp_path / "weights", weights, args=None, prefix=prefix)
+    moments = {kind: {name: value.abs() for name, value in weights.items()} for kind in MOMENTS}
+    written = write_dist(tmp_path / "weights", weights, args=None, prefix=prefix, states=moments)
     plan = convert(written, tmp_path / "hf", config=config_of(m, tmp_path), to="hf")
+    assert plan.source.trains
     assert_same(tmp_path / "hf", m)
     assert any("states no arguments" in line for line in plan.source.warnings)
 
@@ -201,6 +204,25 @@ def test_an_argument_that_disagrees_with_the_config_is_refused_by_both_names(
     )
     with pytest.raises(BadInput, match=rf"{field}: .*args\.{argument} in .*common\.pt"):
         read_source(written, config=config_of(MODELS["llama"], tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("field", "changed", "argument"),
+    [
+        ("num_experts", 8, "num_experts"),
+        ("num_experts_per_tok", 3, "moe_router_topk"),
+        ("norm_topk_prob", True, "moe_router_pre_softmax"),
+        ("shared_expert_intermediate_size", 16, "moe_shared_expert_intermediate_size"),
+        ("moe_intermediate_size", 16, "moe_ffn_hidden_size"),
+    ],
+)
+def test_experts_that_disagree_with_the_config_are_refused(
+    field: str, changed: object, argument: str, tmp_path: Path
+) -> None:
+    checkpoint, _ = unpacked("qwen2_moe", tmp_path)
+    config = config_of(MODELS["qwen2_moe"], tmp_path, **{field: changed})
+    with pytest.raises(BadInput, match=rf"args\.{argument}"):
+        read_source(checkpoint, config=config)
 
 
 @pytest.mark.parametrize("argument", ["rotary_interleaved", "apply_layernorm_1p", "multi_latent_attention"])

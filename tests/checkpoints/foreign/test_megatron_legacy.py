@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from megatron_by_hand import write_legacy
-from megatron_models import MODELS
+from megatron_by_hand import write_experts, write_legacy
+from megatron_models import MODELS, MegatronModel
 from safetensors.torch import load_file
 from trilith.checkpoints import convert, read_source
 from trilith.parallel_state import BadInput
@@ -18,19 +18,19 @@ from trilith.parallel_state import BadInput
 LLAMA = MODELS["llama"]
 
 
-def config(folder: Path) -> Path:
+def config(folder: Path, model: MegatronModel = LLAMA) -> Path:
     made = folder / "config"
     made.mkdir()
-    LLAMA.write_config(made)
+    model.write_config(made)
     return made
 
 
-def assert_converts(checkpoint: Path, folder: Path) -> list[str]:
+def assert_converts(checkpoint: Path, folder: Path, model: MegatronModel = LLAMA) -> list[str]:
     """It becomes the model's tensors bit for bit; return what was told."""
-    plan = convert(checkpoint, folder / "hf", config=config(folder), to="hf")
-    found = load_file(folder / "hf" / "model.safetensors")
-    assert found.keys() == LLAMA.tensors().keys()
-    assert [name for name, value in LLAMA.tensors().items() if not torch.equal(found[name], value)] == []
+    plan = convert(checkpoint, folder / "hf", config=config(folder, model), to="hf")
+    found, wanted = load_file(folder / "hf" / "model.safetensors"), model.tensors()
+    assert found.keys() == wanted.keys()
+    assert [name for name, value in wanted.items() if not torch.equal(found[name], value)] == []
     return plan.source.warnings
 
 
@@ -38,6 +38,11 @@ def test_names_from_before_megatron_core_are_read_from_a_release(tmp_path: Path)
     write_legacy(tmp_path / "run" / "release", LLAMA, 2)
     (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("release")
     assert_converts(tmp_path / "run", tmp_path)
+
+
+def test_experts_of_transformer_engine_are_read_from_the_files_of_all_expert_ranks(tmp_path: Path) -> None:
+    model = MODELS["mixtral"]
+    assert_converts(write_experts(tmp_path / "iter_0000003", model, 2), tmp_path, model)
 
 
 def test_what_a_rank_stores_beside_its_weights_is_passed_over_and_told(tmp_path: Path) -> None:
