@@ -20,7 +20,7 @@ from ...storage.regular import check_plain_name, contained, open_regular, read_s
 from ...storage.strict_json import shown
 from ...storage.torch_archive import Limits, Name, Record, View, ViewFile, ZipEntry, archive_at, read_records
 from ...storage.torch_archive.archive import size_of
-from ...storage.torch_archive.pickle_records import Maker
+from ...storage.torch_archive.records import Maker
 from .checkpoint import Chunk, ForeignCheckpoint, ForeignTensor
 
 FORM = "torch.distributed.checkpoint (DCP)"

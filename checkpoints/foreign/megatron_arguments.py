@@ -12,7 +12,7 @@ from typing import Any
 from ...parallel_state import BadInput
 from ...storage.strict_json import shown
 from ...storage.torch_archive import Record
-from ...storage.torch_archive.pickle_records import Maker
+from ...storage.torch_archive.records import Maker
 from .checkpoint import Stated
 
 _ENUMS = ("AttnBackend", "AttnMaskType", "AttnType", "CudaGraphScope", "LayerType", "ModelType")

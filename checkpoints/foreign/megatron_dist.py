@@ -19,7 +19,7 @@ from ...storage.regular import contained
 from ...storage.small_files import read_json
 from ...storage.strict_json import shown
 from ...storage.torch_archive import TorchArchive, View
-from ...storage.torch_archive.pickle_records import Maker
+from ...storage.torch_archive.records import Maker
 from .checkpoint import Chunk, ForeignCheckpoint, ForeignTensor
 from .dcp import read_tensors
 from .megatron_arguments import NAMES, Arguments

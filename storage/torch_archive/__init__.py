@@ -5,7 +5,8 @@ pickle stay names: nothing is imported and nothing that a file names is called.
 """
 
 from .archive import TorchArchive, archive_at
-from .pickle_records import Limits, Name, Record, read_records
+from .pickle_records import read_records
+from .records import Limits, Name, Record
 from .state_dict import open_state_dict, tensors_in
 from .view import View
 from .view_file import ViewFile

@@ -18,7 +18,8 @@ from ..crc import crc32
 from ..dtypes import BITS, TORCH
 from ..regular import open_regular
 from ..strict_json import shown, what_it_looks_like
-from .pickle_records import Limits, Maker, Name, read_records
+from .pickle_records import read_records
+from .records import Maker, Name
 from .view import View
 from .zip_entries import ZipEntry, zip_entries
 
@@ -99,7 +100,7 @@ def archive_at(
 
     raw = _checked(fd, entries[pickles[0]], where, pickles[0])
     names = {**_NAMES, **(allowed or {})}
-    value = read_records(raw, f"{where}: {pickles[0]}", names, persistent=storage, limits=Limits())
+    value = read_records(raw, f"{where}: {pickles[0]}", names, persistent=storage)
     return TorchArchive(value, sorted(set(held), key=lambda one: one.begin))
 
 

@@ -1,0 +1,102 @@
+"""Checkpoints of other projects that cannot be used: damaged, incomplete, quantised, or of another model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from forms import WEIGHTS
+from safetensors.torch import load_file, save_file
+from trilith.checkpoints import convert
+from trilith.cli.app import run
+from trilith.parallel_state import BadCheckpoint, BadInput
+
+
+def flipped(folder: Path, where: bytes) -> None:
+    """Change one bit of a weight in some file of a checkpoint."""
+    for path in folder.iterdir():
+        raw = bytearray(path.read_bytes())
+        if (at := raw.find(where)) >= 0:
+            raw[at] ^= 1
+            path.write_bytes(raw)
+            return
+    raise AssertionError("no such bytes")
+
+
+def test_a_flipped_bit_of_a_weight_is_noticed_and_nothing_is_written(made: Path, tmp_path: Path) -> None:
+    norm = load_file(made / "hf" / WEIGHTS)["model.norm.weight"].numpy().tobytes()
+    for form in ("titan", "bin"):
+        shutil.copytree(made / form, tmp_path / form)
+        flipped(tmp_path / form, norm[:16])
+        config = None if form == "bin" else made / "hf"
+        with pytest.raises(BadCheckpoint, match=r"CRC-32.*altered or damaged"):
+            convert(tmp_path / form, tmp_path / "out", config=config, to="hf")
+        assert not (tmp_path / "out").exists()
+    assert run(["verify", str(tmp_path / "titan"), "--config", str(made / "hf")]) == 4
+    assert run(["verify", str(tmp_path / "bin")]) == 4
+
+
+@pytest.mark.parametrize(
+    ("form", "change", "message"),
+    [
+        ("titan", {"num_hidden_layers": 3}, r"model\.layers\.2\..*9 of 30 missing"),
+        ("titan", {"num_hidden_layers": 1}, r"layers\.1\..*expected no such tensor"),
+        ("titan", {"hidden_size": 32}, r"tok_embeddings.*\[37, 32\].*\[37, 16\]"),
+        (
+            "llama3",
+            {"num_hidden_layers": 3},
+            r"num_hidden_layers: expected 2, as n_layers in .*params\.json says, found 3",
+        ),
+        ("llama3", {"rms_norm_eps": 1e-5}, r"rms_norm_eps: expected .*as norm_eps in .*params\.json says"),
+        ("llama3", {"rope_scaling": None}, r"rope_scaling: expected True, as use_scaled_rope"),
+        ("model.pt", {"vocab_size": 40}, r"embed_tokens.*\[40, 16\].*\[37, 16\]"),
+    ],
+)
+def test_a_config_of_another_model_is_refused_by_both_names(
+    form: str, change: dict[str, Any], message: str, made: Path, tmp_path: Path
+) -> None:
+    said = json.loads((made / "hf" / "config.json").read_text()) | change
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    with pytest.raises(BadInput, match=message):
+        convert(made / form, tmp_path / "out", config=tmp_path, to="hf")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_checkpoint_without_its_config_or_with_one_too_many_is_refused(made: Path, tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="--config with a Hugging Face folder"):
+        convert(made / "titan", tmp_path / "out")
+    with pytest.raises(BadInput, match="Leave out --config"):
+        convert(made / "bin", tmp_path / "out", config=made / "hf")
+    with pytest.raises(BadInput, match=r"names.*titan"):
+        convert(made / "titan", tmp_path / "out", config=made / "hf", names="nothing")
+
+
+def test_a_missing_chunk_or_part_is_refused(made: Path, tmp_path: Path) -> None:
+    shutil.copytree(made / "titan", tmp_path / "titan")
+    (tmp_path / "titan" / "__1_0.distcp").unlink()
+    with pytest.raises(BadInput, match=r"__1_0\.distcp"):
+        convert(tmp_path / "titan", tmp_path / "out", config=made / "hf")
+    shutil.copytree(made / "llama2", tmp_path / "llama2")
+    (tmp_path / "llama2" / "consolidated.01.pth").unlink()
+    with pytest.raises(BadInput, match=r"output\.weight|tok_embeddings"):
+        convert(tmp_path / "llama2", tmp_path / "out", config=made / "hf")
+
+
+def test_quantised_forms_are_refused_by_name(made: Path, tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(BadInput, match="GGUF"):
+        convert(tmp_path / "model.gguf", tmp_path / "out", config=made / "hf")
+    said = json.loads((made / "hf" / "config.json").read_text())
+    for method in ("awq", "gptq"):
+        folder = tmp_path / method
+        folder.mkdir()
+        (folder / "config.json").write_text(
+            json.dumps(said | {"quantization_config": {"quant_method": method}})
+        )
+        save_file({"a": torch.ones(1)}, folder / WEIGHTS)
+        with pytest.raises(BadInput, match=f"quantization_config.*{method}.*Take the model"):
+            convert(folder, tmp_path / "out")
