@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..parallel_state import declarations
+from ..parallel_state.engine import AdamW
 from ..recipes.sections import ParameterGroup
 
 
@@ -48,7 +49,7 @@ def make_adamw(
     ]
     # A pipeline stage of which nothing is trained has one group with nothing in it; torch refuses none.
     parts = parts or [{"params": [], "weight_decay": 0.0, "lr_scale": 1.0}]
-    return torch.optim.AdamW(parts, lr=lr, betas=betas, eps=eps, fused=fused)
+    return AdamW(parts, lr=lr, betas=betas, eps=eps, fused=fused)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

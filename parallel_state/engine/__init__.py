@@ -19,11 +19,12 @@ from .collectives import (
 )
 from .fully_sharded import computed_with, end_backward, fsdp_modules, gather_weights, sum_gradients
 from .kernels import assert_on_device, flash_attention, flash_attention_backward, scaled_mm
-from .local_tensors import foreach_copy_, foreach_mul_, foreach_norm, like, local_data, tensors_in
+from .local_tensors import AdamW, foreach_copy_, foreach_mul_, foreach_norm, like, local_data, tensors_in
 from .pipelining import order_only
 from .private_names import COMPILER, PIPELINING, PRIVATE, require, self_check
 
 __all__ = [
+    "AdamW",
     "COMPILER",
     "PIPELINING",
     "PRIVATE",

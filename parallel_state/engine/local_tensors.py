@@ -20,6 +20,19 @@ def local_data(x: Tensor) -> Tensor:
     return here.detach() if here.requires_grad else here
 
 
+class AdamW(torch.optim.AdamW):
+    """Run torch's AdamW on what this rank stores of each tensor: the update is element by element.
+
+    For DTensors, torch's dispatch would plan for milliseconds how to cut each new shape.
+    """
+
+    def _init_group(self, group: dict[str, Any], *gathered: list[Tensor]) -> bool:
+        is_complex = bool(super()._init_group(group, *gathered))
+        for tensors in gathered:
+            tensors[:] = [one._local_tensor if isinstance(one, DTensor) else one for one in tensors]
+        return is_complex
+
+
 def like(parameter: Tensor, here: Tensor) -> Tensor:
     """Return this rank's piece ``here`` of a tensor that is cut as ``parameter`` is; its gradient, say."""
     if not isinstance(parameter, DTensor):

@@ -29,6 +29,7 @@ PRIVATE = (
     ("torch.ops.aten", "_scaled_dot_product_flash_attention_backward"),
     ("torch", "_scaled_mm"),
     ("torch.distributed.tensor.DTensor", "_local_tensor"),
+    ("torch.optim.AdamW", "_init_group"),
     ("torch.utils._python_dispatch", "TorchDispatchMode"),
     ("torch.distributed.ProcessGroup", "unbox"),
     ("torch._C._distributed_c10d", "_create_work_from_future"),
