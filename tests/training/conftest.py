@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from trilith.checkpoints import complete_checkpoints, read_source, verify
 from trilith.cli.app import run
 from trilith.testing import ExitCode, run_fresh
+from trilith.testing.forked_launch import launch_forked
 from trilith.testing.short_runs import write_tokens
 from trilith.testing.tiny_models import TINY_LLAMA
 
@@ -40,27 +43,58 @@ def train_as_a_rank(arguments: list[str]) -> None:
     sys.exit(run(["train", *arguments]))
 
 
+@dataclass(frozen=True)
+class Launched:
+    """Hold a launcher that runs: its process id, and its end to come."""
+
+    pid: int
+    ended: Future[list[ExitCode]]
+
+    def end(self) -> tuple[int, str]:
+        """Wait for its end; return its code and what it and its ranks wrote to standard error."""
+        (code,) = self.ended.result()
+        return code, code.output
+
+
 class Run:
     """Hold a recipe of 2 ranks, and run its command."""
 
     def __init__(self, folder: Path, steps: int) -> None:
+        self.folder = folder
         self.out, self.recipe = folder / "run", folder / "recipe.toml"
         config = "{" + ", ".join(f"{key} = {json.dumps(value)}" for key, value in TINY_LLAMA.items()) + "}"
         tokens = write_tokens(folder / "tokens")
         self.recipe.write_text(RECIPE.format(out=self.out, steps=steps, config=config, tokens=tokens))
 
-    def start(self, *overrides: str, fault: str = "") -> subprocess.Popen[str]:
-        """Run the command with its own launcher, as a user does: some 10 s of imports."""
-        command = [sys.executable, "-m", "trilith.cli", "train", str(self.recipe), *overrides]
-        environment = {**os.environ, "TRILITH_FAULT": fault, "OMP_NUM_THREADS": "1"}
-        return subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+    @contextmanager
+    def launched(self, *overrides: str, fault: str = "", timeout: float = 60) -> Iterator[Launched]:
+        """Run the command with its own launcher, process for process as a user does, but forked."""
+        known = self.folder / "launcher-0"
+        known.unlink(missing_ok=True)
+        with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as pool:
+            patch.setenv("TRILITH_FAULT", fault)
+            words = ["train", str(self.recipe), *overrides]
+            ended = pool.submit(
+                run_fresh,
+                launch_forked,
+                1,
+                run,
+                words,
+                str(self.folder),
+                process_group=False,
+                timeout=timeout,
+            )
+            deadline = time.monotonic() + timeout
+            while not (known.exists() and known.read_text()):
+                assert not ended.done() and time.monotonic() < deadline, "the launcher did not start"
+                time.sleep(0.02)
+            yield Launched(int(known.read_text()), ended)
+            ended.result()
 
-    def finish(self, *overrides: str, fault: str = "", timeout: float = 120) -> tuple[int, str]:
-        process = self.start(*overrides, fault=fault)
-        _, errors = process.communicate(timeout=timeout)
-        return process.returncode, errors
+    def finish(self, *overrides: str, fault: str = "") -> tuple[int, str]:
+        """Run it so until it ends; return its code and what it wrote to standard error."""
+        with self.launched(*overrides, fault=fault) as process:
+            return process.end()
 
     def ranks(
         self, *overrides: str, fault: str = "", world: int = 2, quiet: bool = True, timeout: float = 60

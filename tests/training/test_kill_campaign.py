@@ -21,11 +21,11 @@ from unittest import mock
 
 import pytest
 from trilith.cli.app import run
-from trilith.runs import torchrun_agent as agent
 from trilith.runs.events import read_events
 from trilith.runs.metrics import read_metrics
 from trilith.system.process_info import children_of
 from trilith.testing import ExitCode, run_fresh
+from trilith.testing.forked_launch import launch_forked
 
 Make = Callable[[int], Any]
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
@@ -33,87 +33,9 @@ ONE_RANK = ["layout.data=1", "layout.zero=0"]
 VICTIMS = ("launcher", "torchrun", "rank 0", "rank 1", "launcher and torchrun", "all ranks")
 
 
-class Forked:
-    """Offer the interface of ``subprocess.Popen`` for a fork that does what the command would do."""
-
-    def __init__(
-        self,
-        main: Callable[[Sequence[str]], object],
-        words: Sequence[str],
-        env: Mapping[str, str],
-        *,
-        stdin: int | None = None,
-        stderr: Any = None,
-        session: bool = False,
-    ) -> None:
-        self.returncode: int | None = None
-        self.pid = os.fork()
-        if self.pid:
-            return
-        code = 1
-        try:
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
-                signal.signal(number, signal.SIG_DFL)
-            if session:
-                os.setsid()
-            for fd, place in ((stdin, 0), (stderr.fileno() if stderr else None, 2)):
-                if fd is not None:
-                    os.dup2(fd, place)
-            os.closerange(3, 4096)
-            os.environ.clear()
-            os.environ.update(env)
-            main(words)
-            code = 0
-        except SystemExit as left:
-            code = left.code if isinstance(left.code, int) else 1
-        except BaseException as error:
-            os.write(2, f"{type(error).__name__}: {error}\n".encode())
-        finally:
-            os._exit(code)
-
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
-
-    def wait(self, timeout: float | None = None) -> int:
-        while (code := self.poll()) is None:
-            time.sleep(0.01)
-        return code
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-
-def as_rank(words: Sequence[str]) -> None:
-    sys.exit(run([*words[words.index("trilith.cli") + 1 :]]))
-
-
-def start_torchrun(words: Sequence[str], *, env: Mapping[str, str], stdin: int, stderr: Any) -> Forked:
-    return Forked(
-        agent.main, words[words.index("trilith.runs.torchrun_agent") + 1 :], env, stdin=stdin, stderr=stderr
-    )
-
-
 def start(arguments: list[str], folder: str) -> None:
-    """Run ``trilith train`` with its own launcher, whose process id is written to a file."""
-    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
-
-    number = os.environ["RANK"]
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        os.environ.pop(name, None)
-    (Path(folder) / f"launcher-{number}").write_text(str(os.getpid()))
-    with (
-        mock.patch("trilith.runs.lock._PATIENCE", 3.0),
-        mock.patch("trilith.runs.launch.subprocess.Popen", start_torchrun),
-        mock.patch.object(
-            SubprocessHandler, "_popen", lambda _, words, env: Forked(as_rank, words, env, session=True)
-        ),
-    ):
-        sys.exit(run(["train", *arguments]))
+    with mock.patch("trilith.runs.lock._PATIENCE", 3.0):
+        launch_forked(run, ["train", *arguments], folder)
 
 
 def tree(launcher: int) -> dict[str, list[int]]:

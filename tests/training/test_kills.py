@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import time
@@ -70,14 +71,14 @@ def test_a_full_disk_on_one_rank_is_the_same_error_on_all_and_commits_nothing_K5
 )
 def test_asked_to_stop_it_saves_and_says_so(make: Make, number: signal.Signals) -> None:
     run = make(5000)
-    process = run.start("checkpoint.every=0")
-    wait_until(lambda: len(read_metrics(run.out / "metrics.jsonl")) > 3)
-    asked = time.monotonic()
-    process.send_signal(number)
-    process.send_signal(number)
-    _, errors = process.communicate(timeout=60)
+    with run.launched("checkpoint.every=0") as process:
+        wait_until(lambda: len(read_metrics(run.out / "metrics.jsonl")) > 3)
+        asked = time.monotonic()
+        os.kill(process.pid, number)
+        os.kill(process.pid, number)
+        code, errors = process.end()
     assert time.monotonic() - asked < 25
-    assert process.returncode == 75
+    assert code == 75
     assert "asked to stop: saved after step" in errors
     (step,) = run.steps_saved
     assert step == len(read_metrics(run.out / "metrics.jsonl"))

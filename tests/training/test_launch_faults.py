@@ -234,12 +234,12 @@ def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
 
 def test_a_rank_that_hangs_is_named_and_all_are_gone_K4(make: Make) -> None:
     run = make(6)
-    process = run.start("timeout=5", fault="rank=1;at=step.forward;step=4;act=stop")
-    path = run.out / "status" / "rank0.json"
-    wait_for(lambda: path.exists() and run.status(0)["step"] == 4)
-    began = time.monotonic()
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 3
+    with run.launched("timeout=5", fault="rank=1;at=step.forward;step=4;act=stop") as process:
+        path = run.out / "status" / "rank0.json"
+        wait_for(lambda: path.exists() and run.status(0)["step"] == 4)
+        began = time.monotonic()
+        code, errors = process.end()
+    assert code == 3
     assert "a collective failed: rank 1 died or hangs in step of step" in errors
     assert time.monotonic() - began < 5 + 5 + 4
     assert not Path(f"/proc/{run.status(1)['pid']}").exists()

@@ -118,18 +118,18 @@ def test_the_lock_that_a_launcher_hands_on_is_told_from_another_s(tmp_path: Path
         os.close(before)
 
 
-@pytest.mark.slow  # three starts with all their imports
+@pytest.mark.slow  # it waits for 40 s
 def test_a_second_start_does_no_harm_to_the_first_and_the_folder_is_free_after_it(make: Make) -> None:
     run = make(6)
-    first = run.start(fault="rank=0;at=step.forward;step=4;act=sleep:30")
-    deadline = time.monotonic() + 60
-    while len(read_metrics(run.out / "metrics.jsonl")) < 3:
-        assert first.poll() is None and time.monotonic() < deadline, "it did not come to that"
-        time.sleep(0.05)
-    code, errors = run.finish()
-    assert code == 2 and "waiting up to 10 s" in errors and "in use" in errors
-    _, errors = first.communicate(timeout=120)
-    assert first.returncode == 0, errors
+    with run.launched(fault="rank=0;at=step.forward;step=4;act=sleep:30", timeout=120) as first:
+        deadline = time.monotonic() + 60
+        while len(read_metrics(run.out / "metrics.jsonl")) < 3:
+            assert not first.ended.done() and time.monotonic() < deadline, "it did not come to that"
+            time.sleep(0.05)
+        code, errors = run.finish()
+        assert code == 2 and "waiting up to 10 s" in errors and "in use" in errors
+        code, errors = first.end()
+    assert code == 0, errors
     assert run.steps_saved == [4, 6]
 
 
