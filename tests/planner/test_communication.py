@@ -14,6 +14,7 @@ from trilith.data import Batch
 from trilith.layers import Scaling, cost_of, use_float8
 from trilith.models import family_of
 from trilith.parallel_state import Layout, ParallelState, clip_gradients, initialize
+from trilith.parallel_state.engine import fsdp_modules
 from trilith.planner import Traffic, Work, block_traffic, step_traffic
 from trilith.recipes.sections import MemorySection
 from trilith.testing import Operators, run_parallel
@@ -98,7 +99,7 @@ def all_measured(cases: list[Case]) -> list[tuple[Totals, Totals]]:
 
 
 def measured_and_planned(case: Case) -> tuple[Totals, Totals]:
-    """Return, measured and planned for a run's second step, the collectives of each kind and their bytes."""
+    """Return, measured and planned for a step, the collectives of each kind and their bytes."""
     state = ParallelState.start(case.layout)
     family = family_of(MODELS[case.model])
     config = family.from_hf(MODELS[case.model])
@@ -130,9 +131,10 @@ def measured_and_planned(case: Case) -> tuple[Totals, Totals]:
         reduce=torch.float32,
     )
     ids = torch.randint(500, (SAMPLES * case.micro_batches, LENGTH))
-    step.launch(Batch(ids, ids))  # FSDP makes itself ready in the first step
-    clip_gradients(model, 1.0, state=state)
-    model.zero_grad()
+    if fsdp_modules(model) or case.layout.pipeline > 1:  # which make themselves ready in their first step
+        step.launch(Batch(ids, ids))
+        clip_gradients(model, 1.0, state=state)
+        model.zero_grad()
     with Operators() as operators:
         step.launch(Batch(ids, ids))
         clip_gradients(model, 1.0, state=state)
