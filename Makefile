@@ -1,5 +1,5 @@
 # `make check` is exactly what CI runs.
-.PHONY: check lint typecheck test quick nightly docs models mutants faults browser bench
+.PHONY: check lint typecheck test quick seconds nightly docs models mutants faults browser bench
 
 export OMP_NUM_THREADS ?= 1
 # Lanes of tests side by side: each takes the next file, and has ranks and temporary folders of its own.
@@ -21,9 +21,14 @@ typecheck:
 test:
 	$(PYTEST)
 
-# For the inner loop: every test that starts no process of Python; fewer examples of hypothesis.
+# For the inner loop: every test that starts no process and is not in tests/seconds.txt, where the functions stand
+# that take half a second or more; fewer examples of hypothesis.
 quick:
-	$(PYTEST) --quick tests/*/ tests/test_house.py tests/test_docs.py --ignore tests/parity
+	$(PYTEST) --quick --ignore tests/parity
+
+# Writes tests/seconds.txt anew from a run of all tests; on an idle machine.
+seconds:
+	$(PYTEST) --seconds tests/seconds.txt
 
 # Everything, hours; DETAIL has torch compare what each rank calls, also in processes that tests start as a user would.
 nightly:

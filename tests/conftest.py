@@ -1,6 +1,7 @@
 """Set up all tests: one thread, as ranks have; fixed hypothesis examples; ``--quick``; no process left over.
 
-``--quick`` skips tests that start ranks. A process that outlives the session is an error.
+``--quick`` leaves out tests that ``seconds.txt`` names, and skips those that start a process. A process that
+outlives the session is an error.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
@@ -32,7 +34,8 @@ os.environ["TRILITH_TEST_SESSION"] = MARK
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--quick", action="store_true", help="skip a test where it starts a process")
+    parser.addoption("--quick", action="store_true", help="leave out tests that take long or start processes")
+    parser.addoption("--seconds", help="file for the tests that took long: what --quick leaves out")
     parser.addoption("--measured", help="JSON file for the differences that the tests of families measured")
 
 
@@ -64,12 +67,36 @@ def no_processes_if_quick(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+#: Seconds that a test function takes, all its parameters together, from which ``--quick`` leaves it out.
+LONG = 0.5
+SECONDS = Path(__file__).parent / "seconds.txt"
+#: Seconds of each test function in this session, in all lanes.
+TOOK: Counter[str] = Counter()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With ``--quick``, leave out the functions that took long when ``make seconds`` was last run."""
+    if config.getoption("quick"):
+        long = {line.split()[1] for line in SECONDS.read_text().splitlines()}
+        left_out = [item for item in items if item.nodeid.partition("[")[0] in long]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item.nodeid.partition("[")[0] not in long]
+
+
+def write_seconds(file: Path) -> None:
+    """Write the functions that took long, the longest first, and what all others took together."""
+    long = [(name, seconds) for name, seconds in TOOK.most_common() if seconds >= LONG]
+    rest = sum(seconds for seconds in TOOK.values() if seconds < LONG)
+    file.write_text("".join(f"{seconds:.1f} {name}\n" for name, seconds in [*long, ("others", rest)]))
+
+
 #: What tests that passed have measured: family, axes, difference (see ``trilith.testing.models_page``).
 FOUND: list[Any] = []
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Collect what a test has measured, in this process or in a lane."""
+    """Collect how long a test took and what it has measured, in this process or in a lane."""
+    TOOK[report.nodeid.partition("[")[0]] += report.duration
     if report.when == "call" and report.passed:
         FOUND.extend(value for name, value in report.user_properties if name == MEASURED)
 
@@ -79,6 +106,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail the session if a process that a test started still runs once the pool's ranks have been ended."""
     if (file := session.config.getoption("measured")) and not hasattr(session.config, "workeroutput"):
         Path(file).write_text(json.dumps({MEASURED: FOUND}))
+    if (file := session.config.getoption("seconds")) and not hasattr(session.config, "workeroutput"):
+        write_seconds(Path(file))
     pool._pool.close()
     processes.templates.close()
     # Python's own helpers of `multiprocessing`, which it would end only with this process.
