@@ -147,11 +147,16 @@ class _Exchange:
         self._staying.clear()
 
     def _await_ready(self) -> None:
-        """Note who has left the process group in good order."""
-        gone = {failure.rank for failure in self._failures if failure.kind != "raised"}
+        """Note who has left the process group in good order.
+
+        Nobody has where a rank is gone: if it went while gloo connected the ranks, the others can hang in
+        their next group.
+        """
+        if any(failure.kind != "raised" for failure in self._failures):
+            return
         deadline = time.monotonic() + GRACE
-        for rank, worker in enumerate(self._workers):
-            if rank not in gone and worker.pipe.poll(max(0.0, deadline - time.monotonic())):
+        for worker in self._workers:
+            if worker.pipe.poll(max(0.0, deadline - time.monotonic())):
                 with contextlib.suppress(EOFError):
                     assert isinstance(worker.receive(), Ready)
                     self.spoiled.remove(worker)
