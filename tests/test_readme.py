@@ -109,7 +109,8 @@ def test_training_works_as_shown_at_a_small_size(place: Path, capfd: pytest.Capt
     tokenize, train, resume, report, generate = (words for words in commands() if words[0] not in CONVERTING)
     smaller = ["steps=4", "data.sequence_length=32", "data.global_batch=4", "layout.data=1", "layout.zero=0"]
     assert run(tokenize[: tokenize.index("quickstart")] if "quickstart" in tokenize else tokenize) == 0
-    assert run([*train, *smaller, "layout.tensor=1", "stop_after=2"]) == 0
+    assert run([*train, *smaller, "layout.tensor=1", "layout.pipeline=1", "stop_after=2"]) == 0
+    # Two ranks, with all processes of a whole start.
     assert run([*resume[:2], *smaller[:3], "layout.pipeline=1", *resume[2:]]) == 0
     assert "resumed from" in capfd.readouterr().out
     assert run(report) == 0 and Path("run/report.html").exists()

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 from trilith.cli.app import run
+from trilith.testing import run_fresh
+from trilith.testing.forked_launch import launch_forked
 from trilith.testing.hf_folders import write_hf_folder
 from trilith.testing.quickstart import Check, Quickstart
 from trilith.testing.short_runs import write_tokens
@@ -76,11 +78,11 @@ def test_cuda_is_refused_before_ranks_start_E20(
 
 
 @pytest.mark.parametrize(("ranks", "code"), [("2", 0), ("3", 2)])
-def test_nproc_is_the_layout_s_ranks(
-    recipe: Path, capfd: pytest.CaptureFixture[str], ranks: str, code: int
-) -> None:
-    assert run(["train", str(recipe), "layout.data=2", "--nproc", ranks, "--quiet"]) == code
-    assert code == 0 or "world" in capfd.readouterr().err
+def test_nproc_is_the_layout_s_ranks(recipe: Path, tmp_path: Path, ranks: str, code: int) -> None:
+    words = ["train", str(recipe), "layout.data=2", "--nproc", ranks, "--quiet"]
+    (ended,) = run_fresh(launch_forked, 1, run, words, str(tmp_path), process_group=False)
+    assert ended == code, ended.output
+    assert code == 0 or "world" in ended.output
 
 
 @pytest.fixture
