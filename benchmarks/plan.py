@@ -26,13 +26,13 @@ from trilith.recipes.recipe import parse_recipe
 from trilith.testing.short_runs import write_tokens
 from trilith.training.dry_run import plan_without_weights, predicted_step
 
-COUNT, STEPS, BATCH, LENGTH, SEED = 20, 4, 16, 256, 0
+COUNT, STEPS, BATCH, LENGTH, SEED = 20, 4, 8, 256, 0
 MODEL: dict[str, Any] = {
     "model_type": "llama",
-    "vocab_size": 8192,
-    "hidden_size": 384,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 8,
+    "vocab_size": 4096,
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 6,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "max_position_embeddings": LENGTH,

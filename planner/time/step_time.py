@@ -152,7 +152,8 @@ class StepTimer:
         self._module(found, stage.beside, ends, 1, reached=True)
         if stage.loss is not None:
             self._loss(found, stage.loss)
-        if work.layout.zero == 3:
+        home = self.layout.rank_of_stage
+        if stage.number == 0 or (stage.loss is not None and home(stage.number) != home(0)):
             self._around(found, held.root, 0.0, 0.0, 1)
         return found
 
