@@ -21,7 +21,7 @@ class Origin(StrEnum):
 
 
 def index_files(
-    given: typer.Context, inputs: list[Path], tokenizer: Path, out: Path, origin: Origin, *, quiet: bool
+    context: typer.Context, inputs: list[Path], tokenizer: Path, out: Path, origin: Origin, *, quiet: bool
 ) -> None:
     """Write an index for each file of ``inputs``, and print the recipe's lines for more than one."""
     from ..data.datatrove import datatrove_files, read_datatrove
@@ -32,8 +32,8 @@ def index_files(
     from ..recipes.foreign.translation import to_toml
     from .progress import byte_progress
 
-    for parameter in given.command.params:
-        source = given.get_parameter_source(parameter.name or "")
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
         if parameter.name not in _MEANT and source is not None and source.name == "COMMANDLINE":
             expected = "no option that says how to tokenize: the tokens are there"
             raise BadInput("tokenize", "--from", expected=expected, found=parameter.opts[0])

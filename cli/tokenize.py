@@ -20,7 +20,7 @@ class Target(StrEnum):
 
 
 def tokenize(
-    given: typer.Context,
+    context: typer.Context,
     inputs: Annotated[
         list[Path],
         typer.Argument(
@@ -94,7 +94,7 @@ def tokenize(
         trilith tokenize data/wiki_text_document --tokenizer tokenizer --out wiki --from megatron
     """
     if origin is not None:
-        index_files(given, inputs, tokenizer, out, origin, quiet=quiet)
+        index_files(context, inputs, tokenizer, out, origin, quiet=quiet)
         return
     import time
 
