@@ -137,6 +137,8 @@ def _whole_numbers(value: object) -> tuple[int, ...]:
 
 def _tensor(args: tuple[Any, ...], dtype: str | None = None) -> View:
     storage, offset, size, stride = args[:4]
+    if any(args[6 if dtype is None else 7 :]):  # so torch notes views that read other numbers than are stored
+        raise ValueError("a view that negates or conjugates: save tensor.resolve_neg().resolve_conj()")
     if not isinstance(storage, _Storage):
         raise ValueError("a tensor without a storage")
     (offset,), shape, strides = (_whole_numbers(one) for one in ((offset,), size, stride))

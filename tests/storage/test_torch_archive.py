@@ -100,6 +100,16 @@ def test_the_form_before_zip_archives_is_refused_with_the_way_out(tmp_path):
         TorchArchive.open(tmp_path / "old")
 
 
+def test_a_view_that_reads_other_numbers_than_are_stored_is_refused(tmp_path):
+    negated = torch.tensor([1 + 2j, 3 + 4j]).conj().imag
+    assert negated.is_neg()
+    torch.save({"a": negated}, tmp_path / "negated")
+    with pytest.raises(BadInput, match=r"resolve_neg\(\)"):
+        opened(tmp_path / "negated")
+    torch.save({"a": negated.resolve_neg()}, tmp_path / "plain")
+    assert opened(tmp_path / "plain")[1].read("a").tolist() == [-2.0, -4.0]
+
+
 def test_a_view_whose_elements_share_bytes_is_refused(tmp_path):
     torch.save({"a": torch.ones(3, 1).expand(3, 4)}, tmp_path / "wide")
     with pytest.raises(BadInput, match=r"contiguous\(\)"):
