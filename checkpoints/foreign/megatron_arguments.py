@@ -131,8 +131,9 @@ class Arguments:
 
     def _rotary(self) -> dict[str, tuple[str, object]]:
         facts: dict[str, tuple[str, object]] = {"rope_theta": ("rotary_base", self.rotary_base)}
-        if self.rotary_percent is not None and type(self.kv_channels) is int:
-            facts["rotary_dim"] = ("rotary_percent", int(self.kv_channels * self.rotary_percent))
+        share = self.rotary_percent
+        if isinstance(share, int | float) and 0 <= share <= 1 and type(self.kv_channels) is int:
+            facts["rotary_dim"] = ("rotary_percent", int(self.kv_channels * share))
         linear = self.rotary_seq_len_interpolation_factor
         if self.use_rope_scaling:
             facts["rope_scaling"] = ("use_rope_scaling", ("llama3", self.rope_scaling_factor or 8.0))
@@ -144,11 +145,12 @@ class Arguments:
 
     def _experts(self) -> dict[str, tuple[str, object]]:
         wide, dense = self.moe_ffn_hidden_size or self.ffn_hidden_size, self.ffn_hidden_size
+        either = frozenset({wide, dense}) if type(wide) is type(dense) is int else None
         facts: dict[str, tuple[str, object]] = {
             "num_local_experts": ("num_experts", self.num_experts),
             "num_experts_per_tok": ("moe_router_topk", self.moe_router_topk),
             "moe_intermediate_size": ("moe_ffn_hidden_size", wide),
-            "intermediate_size": ("moe_ffn_hidden_size", frozenset({wide, dense})),
+            "intermediate_size": ("moe_ffn_hidden_size", either),
             "shared_expert_intermediate_size": (
                 "moe_shared_expert_intermediate_size", self.moe_shared_expert_intermediate_size,
             ),

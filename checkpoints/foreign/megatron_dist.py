@@ -42,6 +42,8 @@ _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(exp_avg|exp_avg_sq|fp
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\..+")
 _STACK = re.compile(r"decoder\.layers\.(?!\d)(.+)")
 _PREFIX = "module."
+#: As many layers as a config may have, and more.
+MOST_LAYERS = 1 << 16
 
 
 def recognise(path: Path) -> bool:
@@ -85,8 +87,8 @@ def read(path: Path) -> ForeignCheckpoint:
             "it states no arguments (Megatron-LM does), so the config cannot be compared with them"
         )
     _take_states(found, states, left, common)
-    found.tensors = dict(_numbered(found.tensors))
-    found.moments = {kind: dict(_numbered(every)) for kind, every in found.moments.items()}
+    found.tensors = dict(_numbered(found.tensors, folder))
+    found.moments = {kind: dict(_numbered(every, folder)) for kind, every in found.moments.items()}
     return found
 
 
@@ -123,13 +125,15 @@ def _take_states(
 
 def _updates(stored: object) -> int | None:
     """Return the number of updates in the parameter groups, wherever a chain of optimizers has them."""
-    level = [stored]
+    level, seen = [stored], set[int]()  # a dict that a file names many times is walked once
     for _ in range(6):
         groups = [one["param_groups"] for one in level if isinstance(one, dict) and "param_groups" in one]
         for group in (one for every in groups if isinstance(every, list) for one in every):
             if isinstance(group, dict) and type(group.get("step")) is int:
                 return int(group["step"])
-        level = [child for one in level if isinstance(one, dict) for child in one.values()]
+        children = {id(child): child for one in level if isinstance(one, dict) for child in one.values()}
+        level = [child for key, child in children.items() if key not in seen]
+        seen |= children.keys()
     return None
 
 
@@ -196,12 +200,15 @@ def _boxes_of(size: tuple[int, ...], first: int, last: int) -> Iterator[tuple[Bo
             yield Box((number, *box.start), (number + 1, *box.stop)), number * row + at
 
 
-def _numbered(tensors: Mapping[str, ForeignTensor]) -> Iterator[tuple[str, ForeignTensor]]:
+def _numbered(tensors: Mapping[str, ForeignTensor], path: Path) -> Iterator[tuple[str, ForeignTensor]]:
     """Yield the tensors with each layer of a stack as a tensor of its own."""
     for name, tensor in tensors.items():
         if (match := _STACK.fullmatch(name)) is None:
             yield name, tensor
             continue
+        if tensor.shape and tensor.shape[0] > MOST_LAYERS:
+            found = f"{tensor.shape[0]:,}"
+            raise BadInput(path, shown(name), expected=f"at most {MOST_LAYERS:,} layers", found=found)
         layers: dict[int, list[Chunk]] = {
             number: [] for number in range(tensor.shape[0] if tensor.shape else 0)
         }

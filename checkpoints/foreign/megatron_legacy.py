@@ -30,7 +30,7 @@ FORM = "Megatron legacy (mp_rank_XX)"
 _FILES = ("model_optim_rng.pt", "model_rng.pt")
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _MODEL = re.compile(r"model(\d*)")
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_LAYER = re.compile(r"decoder\.layers\.(\d{1,6})\.(.+)")
 #: Names of the models before megatron-core, as patterns and what stands for them; each is applied once.
 _OLDER = [
     (re.compile(pattern), name)
@@ -159,6 +159,7 @@ def _flat(stored: object, file: Path) -> tuple[dict[str, View], int]:
     """Return a model's tensors by megatron-core's names, and the number of extra states."""
     tensors: dict[str, View] = {}
     extra, level = 0, [("", stored)]
+    seen: set[int] = set()  # a dict that a file names many times is walked once
     for _ in range(8):
         below: list[tuple[str, object]] = []
         for prefix, value in level:
@@ -168,7 +169,8 @@ def _flat(stored: object, file: Path) -> tuple[dict[str, View], int]:
                     extra += 1
                 elif isinstance(child, View):
                     tensors[_renamed(name)] = child
-                elif isinstance(child, dict):
+                elif isinstance(child, dict) and id(child) not in seen:
+                    seen.add(id(child))
                     below.append((f"{name}.", child))
         level = below
     if not tensors:
@@ -198,10 +200,12 @@ def _whole_tensors(ranks: list[_Rank], arguments: Arguments, folder: Path) -> di
                     chunks[whole].setdefault(box, Chunk(box, rank.file, part))
     whole_tensors = {}
     for name, parts in chunks.items():
+        kinds = {(chunk.view.dtype, len(box.stop)) for box, chunk in parts.items()}
+        if len(kinds) > 1:
+            found = " and ".join(f"{dtype} of {dims} dims" for dtype, dims in sorted(kinds))
+            raise BadInput(folder, name, expected="tensors of one kind on all ranks", found=found)
         shape = tuple(max(stops) for stops in zip(*(box.stop for box in parts), strict=True))
-        dtypes = {chunk.view.dtype for chunk in parts.values()}
-        if len(dtypes) > 1:
-            raise BadInput(folder, name, expected="one dtype on all ranks", found=", ".join(sorted(dtypes)))
+        dtypes = {dtype for dtype, _ in kinds}
         whole_tensors[name] = ForeignTensor(dtypes.pop(), shape, tuple(parts.values()))
     return whole_tensors
 

@@ -20,7 +20,7 @@ _ROWS = re.compile(r".*(word_embeddings|output_layer|linear_qkv|linear_fc1)\.(we
 _COLUMNS = re.compile(r".*(linear_proj|linear_fc2)\.weight")
 #: Experts in modules of their own, or numbered weights of one layer (Transformer Engine).
 _EXPERT = re.compile(
-    r"(.+\.mlp\.experts\.)(?:local_experts\.(\d+)\.(linear_fc[12])\.weight|(linear_fc[12])\.weight(\d+))"
+    r"(.+\.mlp\.experts\.)(?:local_experts\.(\d{1,6})\.(linear_fc[12])\.weight|(linear_fc[12])\.weight(\d{1,6}))"
 )
 _GROUPED = re.compile(r"(.+\.mlp\.experts\.)weight([12])")
 Part = tuple[str, Box, View]
@@ -34,6 +34,7 @@ def whole_parts(
     ``at``: the tensor rank and the expert rank. Shapes are (out, in), and (expert, out, in) for experts.
     """
     tensor, expert = at
+    _check_dims(name, view, where)
     ranks = arguments.size("tensor_model_parallel_size")
     if (match := _EXPERT.fullmatch(name)) or (grouped := _GROUPED.fullmatch(name)):
         tensor, ranks = _expert_tensor(tensor, ranks, arguments, where)
@@ -55,6 +56,18 @@ def whole_parts(
             yield whole, box.shift((first, 0, 0)), part
         return
     yield from _cut(name, view, 0, tensor, ranks, arguments)
+
+
+def _check_dims(name: str, view: View, where: Path) -> None:
+    """Refuse a layer's tensor that has not the dims of its kind."""
+    if _EXPERT.fullmatch(name) or _GROUPED.fullmatch(name) or _COLUMNS.fullmatch(name):
+        wanted = 2
+    elif _ROWS.fullmatch(name):
+        wanted = 1 if name.endswith(".bias") else 2
+    else:
+        return
+    if len(view.shape) != wanted:
+        raise BadInput(where, name, expected=f"{wanted} dims", found=[*view.shape])
 
 
 def _cut(name: str, view: View, rows: int, tensor: int, ranks: int, arguments: Arguments) -> Iterator[Part]:

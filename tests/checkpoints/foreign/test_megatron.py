@@ -260,6 +260,24 @@ def test_the_folder_of_a_run_means_its_newest_step(tmp_path: Path) -> None:
     assert_same(tmp_path / "hf", m)
 
 
+def test_more_layers_than_a_model_has_are_refused(tmp_path: Path) -> None:
+    stack = {"decoder.layers.mlp.linear_fc2.weight": torch.zeros((1 << 16) + 1, 1)}
+    written = write_dist(tmp_path / "iter_0000003", stack, args=MODELS["llama"].args)
+    with pytest.raises(BadInput, match="at most 65,536 layers"):
+        read_source(written, config=config_of(MODELS["llama"], tmp_path))
+
+
+def test_an_optimizer_of_shared_dicts_is_walked_once(tmp_path: Path) -> None:
+    m = MODELS["llama"]
+    inside: dict[str, Any] = {}
+    for _ in range(6):
+        inside = {str(number): inside for number in range(100)}
+    states = {one: whole(m, one) for one in MOMENTS}
+    written = write_dist(tmp_path / "iter_0000003", whole(m), args=m.args, states=states)
+    torch.save({"args": m.args, "iteration": 3, "optimizer": inside}, written / "common.pt")
+    assert read_source(written, config=config_of(m, tmp_path)).trains
+
+
 def test_the_commands_read_a_checkpoint_of_megatron(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

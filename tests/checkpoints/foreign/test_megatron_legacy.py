@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +79,45 @@ def test_a_file_that_cannot_be_understood_is_refused(
     written = write_legacy(tmp_path / "iter_0000003", LLAMA, 1, **other)
     with pytest.raises(BadInput, match=said):
         read_source(written, config=config(tmp_path))
+
+
+def shared(depth: int) -> dict[str, Any]:
+    """Return dicts that are the same one fifty times over, on each level."""
+    inside: dict[str, Any] = {}
+    for _ in range(depth):
+        inside = {str(number): inside for number in range(50)}
+    return inside
+
+
+LAYER = "decoder.layers.0"
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (shared(8), "model: expected tensors"),
+        (
+            {"decoder.layers." + "9" * 5000 + ".mlp.linear_fc2.weight": torch.zeros(2, 2)},
+            "expected 1, as args",
+        ),
+        ({f"{LAYER}.mlp.linear_fc2.weight": torch.zeros(2)}, "expected 2 dims"),
+        ({f"{LAYER}.x": torch.zeros(2), "output_layer.weight": torch.zeros(())}, "expected 2 dims"),
+        ({f"{LAYER}.mlp.experts.local_experts.0.linear_fc1.weight": torch.zeros(2)}, "expected 2 dims"),
+        ({f"{LAYER}.mlp.experts.weight1": torch.zeros(3, 5)}, "2 experts of hidden size 16"),
+    ],
+    ids=["shared dicts", "digits", "one dim", "no dim", "expert", "grouped"],
+)
+def test_a_model_that_is_not_what_its_names_say_is_refused(
+    model: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    args = Namespace(**vars(LLAMA.args) | {"num_experts": 2, "num_layers": 1})
+    written = write_legacy(tmp_path / "iter_0000003", replace(LLAMA, args=args), 1, model=model)
+    with pytest.raises(BadInput, match=said):
+        read_source(written, config=config(tmp_path, one_layer()))
+
+
+def one_layer() -> MegatronModel:
+    return replace(LLAMA, config=LLAMA.config | {"num_hidden_layers": 1})
 
 
 def test_layers_that_the_files_lack_are_refused(tmp_path: Path) -> None:
