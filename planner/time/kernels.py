@@ -13,7 +13,7 @@ from typing import Literal
 
 from torch import nn
 
-from ...layers import Checkpointing, Cost, MoE
+from ...layers import Checkpointing, Cost, GatedDeltaNet, Mamba2, MoE
 from .machines import Machine
 
 #: How the operators of blocks run: one at a time on a CPU or a GPU, or fused by a compiler on a GPU.
@@ -23,6 +23,9 @@ Mode = Literal["cpu", "eager", "compiled"]
 #: operator by operator (medians 2.6 and 6.7; experts 3.7 and 8.8); the others by hand for a block of Llama,
 #: whose norms, rotations, sums and activations read and write so much on a GPU, fused by hand or by Inductor.
 PASSES: dict[Mode, tuple[float, float]] = {"cpu": (2.6, 6.7), "eager": (1.8, 2.9), "compiled": (1.2, 1.6)}
+#: How many times as many passes blocks of some kinds take, counted in the same way: those with experts, whose
+#: rows are gathered, sorted and brought back, and those with a recurrence, whose states are made again.
+HEAVIER = {"experts": (1.4, 1.3), "recurrent": (2.9, 3.6)}
 #: Operators that a module without children starts in forward, counted as above; in backward there are twice
 #: as many. A compiled block starts about one kernel for each of its modules.
 OPERATORS: dict[Mode, float] = {"cpu": 2.8, "eager": 2.8, "compiled": 1.0}
@@ -57,14 +60,16 @@ class Kernels:
         """Return the seconds in which so many bytes are read or written."""
         return size / self._memory
 
-    def compute(self, cost: Cost, modules: int) -> Seconds:
+    def compute(self, cost: Cost, modules: int, heavier: tuple[float, float] = (1.0, 1.0)) -> Seconds:
         """Time a forward and a backward of what costs this; causal attention computes half of the scores.
 
-        Attention's backward has five products where forward has two (Dao 2023).
+        ``heavier``: factors of the passes over memory. Attention's backward has five products where forward
+        has two (Dao 2023).
         """
         product, attention = cost.matrices / self.tensor / self._products, cost.attention / 2 / self.tensor
         attention /= self._attention
-        there, back = (self.moved(passes * max(cost.kept, 0.0)) for passes in PASSES[self.mode])
+        passes = (one * more for one, more in zip(PASSES[self.mode], heavier, strict=True))
+        there, back = (self.moved(one * max(cost.kept, 0.0)) for one in passes)
         launched = modules * OPERATORS[self.mode] * self.machine.efficiency.launch
         weights = cost.trained / self.tensor / self._products
         return Seconds(
@@ -73,14 +78,17 @@ class Kernels:
             weights=self._with(weights, launched),
         )
 
-    def again(self, cost: Cost, modules: int, mode: Checkpointing) -> float:
+    def again(
+        self, cost: Cost, modules: int, mode: Checkpointing, heavier: tuple[float, float] = (1.0, 1.0)
+    ) -> float:
         """Time what a block computes again in its backward: under selective checkpointing neither products
         nor scores.
         """
         if mode != "selective":
-            return self.compute(cost, modules).forward
+            return self.compute(cost, modules, heavier).forward
         launched = modules * OPERATORS[self.mode] * self.machine.efficiency.launch / 2
-        return self._with(self.moved(PASSES[self.mode][0] * max(cost.kept - cost.selective, 0.0)), launched)
+        passes = PASSES[self.mode][0] * heavier[0]
+        return self._with(self.moved(passes * max(cost.kept - cost.selective, 0.0)), launched)
 
     def scores(self, cost: Cost) -> float:
         """Time attention's scores in a forward."""
@@ -94,6 +102,14 @@ class Kernels:
 
     def _with(self, work: float, launched: float) -> float:
         return max(work, launched) if self.machine.asynchronous else work + launched
+
+
+def heavier(block: nn.Module) -> tuple[float, float]:
+    """Return the factors of a block's passes over memory, forward and backward."""
+    for kind, of in (("recurrent", (GatedDeltaNet, Mamba2)), ("experts", (MoE,))):
+        if any(isinstance(one, of) for one in block.modules()):
+            return HEAVIER[kind]
+    return 1.0, 1.0
 
 
 def leaves(module: nn.Module) -> int:

@@ -19,7 +19,7 @@ Exposed is what nothing else is computed beside:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -29,7 +29,7 @@ from ...layers import Cost, Send, checkpointed, cross_entropy_cost
 from ...models import Family, ModelConfig
 from ...parallel_state import ParallelState
 from ...pipeline import schedule_kind
-from ...pipeline.timetable import Kind, step_length
+from ...pipeline.timetable import step_length
 from ..flops import TokenFlops, flops_per_token
 from ..memory import MemoryPlan, memory_of
 from ..rank_parameters import Group, RankParameters
@@ -37,38 +37,10 @@ from ..sampled import SampledModel
 from ..stage_costs import StageCost
 from ..step_shape import Work
 from .collectives import Links
-from .kernels import Kernels, Mode, Seconds, exchanged, leaves
+from .kernels import Kernels, Mode, Seconds, exchanged, heavier, leaves
 from .machines import Machine
 from .prediction import PARTS, StepTime
-
-
-@dataclass
-class _Stage:
-    """Add up the seconds of one stage's forward and backward of one micro-batch, by part."""
-
-    forward: dict[str, float] = field(default_factory=dict)
-    inputs: dict[str, float] = field(default_factory=dict)
-    weights: dict[str, float] = field(default_factory=dict)
-
-    def add(self, direction: str, part: str, seconds: float, times: int = 1) -> None:
-        parts: dict[str, float] = getattr(self, direction)
-        parts[part] = parts.get(part, 0.0) + seconds * times
-
-    def total(self, direction: str) -> float:
-        parts: dict[str, float] = getattr(self, direction)
-        return sum(parts.values())
-
-    @property
-    def costs(self) -> dict[Kind, float]:
-        inputs, weights = self.total("inputs"), self.total("weights")
-        return {"F": self.total("forward"), "I": inputs, "W": weights, "B": inputs + weights}
-
-    def parts(self) -> dict[str, float]:
-        found: dict[str, float] = {}
-        for one in (self.forward, self.inputs, self.weights):
-            for name, seconds in one.items():
-                found[name] = found.get(name, 0.0) + seconds
-        return found
+from .stage_seconds import StageSeconds
 
 
 class StepTimer:
@@ -99,7 +71,7 @@ class StepTimer:
         self.works = [replace(work, state=state) for state in states]
         self.held = [model.parameters(state, split) for state in states]
         self.costs = [model.costs(one, split) for one in self.works]
-        self._known: dict[object, _Stage] = {}
+        self._known: dict[object, StageSeconds] = {}
 
     def memory(self) -> list[MemoryPlan]:
         """Return the memory of the first rank of each pipeline rank."""
@@ -108,7 +80,7 @@ class StepTimer:
     def time(self, *, checkpoint: float = 0.0) -> StepTime:
         """Predict a step. ``checkpoint``: seconds that saving adds to a step, on average."""
         layout, rounds = self.layout, self.work.micro_batches
-        stages: dict[int, _Stage] = {}
+        stages: dict[int, StageSeconds] = {}
         for held, costs in zip(self.held, self.costs, strict=True):
             stages |= {one.number: self._stage(one, held) for one in costs}
         ordered = [stages[number] for number in sorted(stages)]
@@ -136,9 +108,9 @@ class StepTimer:
             [(one.costs["F"], one.costs["B"]) for one in ordered], self.machine.efficiency.source,
         )  # fmt: skip
 
-    def _stage(self, stage: StageCost, held: RankParameters) -> _Stage:
+    def _stage(self, stage: StageCost, held: RankParameters) -> StageSeconds:
         """Time a micro-batch of one stage."""
-        found, work = _Stage(), self.work
+        found, work = StageSeconds(), self.work
         kinds: dict[tuple[int, bool, bool], list[int]] = {}
         for number in stage.blocks:
             forgets = checkpointed(number, work.checkpointing, work.checkpoint_every)
@@ -159,7 +131,7 @@ class StepTimer:
 
     def _block(
         self,
-        found: _Stage,
+        found: StageSeconds,
         cost: Cost,
         block: nn.Module,
         group: Group,
@@ -168,10 +140,11 @@ class StepTimer:
         times: int,
     ) -> None:
         work, layout = self.work, self.layout
-        computed = self._module(found, cost, leaves(block), times, reached=reached)
+        factors = heavier(block)
+        computed = self._module(found, cost, leaves(block), times, reached=reached, factors=factors)
         back = computed.inputs + computed.weights if reached else 0.0
         if forgets and reached:
-            again = self.kernels.again(cost, leaves(block), work.checkpointing)
+            again = self.kernels.again(cost, leaves(block), work.checkpointing, factors)
             found.add("inputs", "recompute", again, times)
             back += again
             for send in cost.sends:
@@ -190,9 +163,18 @@ class StepTimer:
                 )
         self._around(found, group, computed.forward, back, times)
 
-    def _module(self, found: _Stage, cost: Cost, modules: int, times: int, *, reached: bool) -> Seconds:
+    def _module(
+        self,
+        found: StageSeconds,
+        cost: Cost,
+        modules: int,
+        times: int,
+        *,
+        reached: bool,
+        factors: tuple[float, float] = (1.0, 1.0),
+    ) -> Seconds:
         """Add what modules of this cost compute and send; return the seconds computed."""
-        computed = self.kernels.compute(cost, modules)
+        computed = self.kernels.compute(cost, modules, factors)
         found.add("forward", "compute", computed.forward, times)
         if reached:
             found.add("inputs", "compute", computed.inputs, times)
@@ -221,7 +203,7 @@ class StepTimer:
     def _send(self, send: Send) -> float:
         return self.links.seconds(send.axis, send.kind, send.bytes, send.count)
 
-    def _loss(self, found: _Stage, cost: Cost) -> None:
+    def _loss(self, found: StageSeconds, cost: Cost) -> None:
         tokens, state = self.work.tokens, self.works[0].state
         logits = cross_entropy_cost(tokens, self.model.config.vocab_size, state=state).kept
         computed = self.kernels.loss(logits)
@@ -233,7 +215,7 @@ class StepTimer:
         for send in cost.sends:
             found.add("forward", send.axis, self._send(send))
 
-    def _around(self, found: _Stage, group: Group, forward: float, backward: float, times: int) -> None:
+    def _around(self, found: StageSeconds, group: Group, forward: float, backward: float, times: int) -> None:
         """Add what FSDP exchanges at every micro-batch, where it takes longer than what runs beside it."""
         work, zero = self.work, self.layout.zero
         gather = self._gather(group) if zero == 3 else 0.0
@@ -255,7 +237,7 @@ class StepTimer:
         summed = self.links.seconds("data", "reduce_scatter", shards * size)
         return summed + self.links.seconds("replicas", "all_reduce", size)
 
-    def _sums(self, pipeline: int, stages: Sequence[_Stage]) -> float:
+    def _sums(self, pipeline: int, stages: Sequence[StageSeconds]) -> float:
         """Return the exposed seconds of what ranks exchange once a step."""
         layout, held, work = self.layout, self.held[pipeline], self.work
         found = 0.0

@@ -23,6 +23,7 @@ from trilith.planner.time import (
     step_time,
 )
 from trilith.planner.time.collectives import Links, placement
+from trilith.planner.time.kernels import heavier
 from trilith.testing.tiny_models import MODELS
 
 H100 = machine_named("h100-80gb")
@@ -147,6 +148,13 @@ def test_experts_that_leave_a_node_are_waited_for_longer() -> None:
     none = predicted(model, Layout.of(data=8, zero=1), sequence_length=64)
     inside, outside = (predicted(model, one, sequence_length=64) for one in (near, far))
     assert none.parts["expert"] == 0 < inside.parts["expert"] < outside.parts["expert"]
+
+
+def test_experts_and_recurrences_pass_over_memory_more_often() -> None:
+    whole = {name: family_of(MODELS[name]).on_meta(family_of(MODELS[name]).from_hf(MODELS[name])) for name in
+             ("llama", "mixtral", "qwen3_next")}  # fmt: skip
+    dense, experts, recurrent = (heavier(model.layers["0"]) for model in whole.values())
+    assert dense == (1, 1) < experts < recurrent
 
 
 def test_every_family_has_a_step_that_takes_longer_with_more_tokens() -> None:

@@ -1,0 +1,36 @@
+"""The seconds of one pipeline stage for one micro-batch, by what they are spent on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ...pipeline.timetable import Kind
+
+
+@dataclass
+class StageSeconds:
+    """Add up the seconds of one stage's forward and backward of one micro-batch, by part."""
+
+    forward: dict[str, float] = field(default_factory=dict)
+    inputs: dict[str, float] = field(default_factory=dict)
+    weights: dict[str, float] = field(default_factory=dict)
+
+    def add(self, direction: str, part: str, seconds: float, times: int = 1) -> None:
+        parts: dict[str, float] = getattr(self, direction)
+        parts[part] = parts.get(part, 0.0) + seconds * times
+
+    def total(self, direction: str) -> float:
+        parts: dict[str, float] = getattr(self, direction)
+        return sum(parts.values())
+
+    @property
+    def costs(self) -> dict[Kind, float]:
+        inputs, weights = self.total("inputs"), self.total("weights")
+        return {"F": self.total("forward"), "I": inputs, "W": weights, "B": inputs + weights}
+
+    def parts(self) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for one in (self.forward, self.inputs, self.weights):
+            for name, seconds in one.items():
+                found[name] = found.get(name, 0.0) + seconds
+        return found
