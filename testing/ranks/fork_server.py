@@ -85,4 +85,5 @@ def _print_to(fd: int) -> None:
 if __name__ == "__main__":
     # Import what most ranks need: pipelining and FSDP import torch's compiler, 1.5 seconds for each rank.
     importlib.import_module("...training.trainer", __package__)
+    importlib.import_module("...pipeline.user_stages", __package__)
     sys.exit(main(int(sys.argv[1])))
