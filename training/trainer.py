@@ -216,6 +216,9 @@ class Trainer:
                 found=self.recipe.steps,
                 todo="Ask for more steps, or start a new run in another folder (out)",
             )
+        if not progress.data:  # of another project, converted
+            self.terminal.say(f"{newest} states no data: the samples are those of step {progress.step} here")
+            return
         for key, value in self._identity().items():
             if progress.data.get(key) != value:
                 raise BadInput(

@@ -26,7 +26,8 @@ from trilith.cli.app import run
 from trilith.models import CausalLM, family_of
 from trilith.parallel_state import BadInput, Box, initialize
 from trilith.testing.hf_folders import contents, write_hf_folder
-from trilith.testing.tiny_models import MODELS, TINIEST_LLAMA
+from trilith.testing.short_runs import losses, tiny_recipe, train, whole_tensors, write_tokens
+from trilith.testing.tiny_models import MODELS, TINIEST_LLAMA, TINY_LLAMA
 from trilith.training import make_adamw
 
 FORMS = ["titan", "accelerate", "dcp", "model.pt", "bin", "bins", "llama2", "llama3"]
@@ -111,6 +112,24 @@ def test_a_run_goes_on_from_imported_moments_as_from_its_own(tmp_path: Path) -> 
         ends.append(moved(model, optimizer, range(2, 5)))
     assert all(map(torch.equal, *ends)) and len(ends[0]) > 5
     assert not list(differences(read_source(own), read_source(tmp_path / "imported")))
+
+
+@pytest.mark.slow
+def test_a_run_of_trilith_goes_on_from_a_checkpoint_that_was_away(tmp_path: Path) -> None:
+    """Six steps at once; and three, then out to DCP under torchtitan's names and back, then three more."""
+    config = {key: value for key, value in TINY_LLAMA.items() if key != "attention_bias"}
+    recipe = tiny_recipe(tmp_path / "whole", write_tokens(tmp_path / "tokens"), model={"config": config})
+    recipe["checkpoint"] = {"keep": 10, "every": 3}
+    train(recipe)
+    convert(tmp_path / "whole", tmp_path / "hf", to="hf")
+    theirs, third = tmp_path / "titan", tmp_path / "whole" / "checkpoints" / "step-00000003"
+    convert_to_dcp(third, theirs, names="titan")
+    back = tmp_path / "back" / "checkpoints" / "step-00000003"
+    convert(theirs, back, config=tmp_path / "hf", tensor=2)
+    train(recipe | {"out": str(tmp_path / "back")})
+    ours, again = (whole_tensors(tmp_path / name) for name in ("whole", "back"))
+    assert ours.keys() == again.keys() and all(torch.equal(one, again[name]) for name, one in ours.items())
+    assert len(losses(tmp_path / "back")) == 3
 
 
 def test_stacked_experts_become_those_of_hugging_face(tmp_path: Path) -> None:
