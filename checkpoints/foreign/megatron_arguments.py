@@ -15,21 +15,25 @@ from ...storage.torch_archive import Record
 from ...storage.torch_archive.records import Maker
 from .checkpoint import Stated
 
-_ENUMS = ("AttnBackend", "AttnMaskType", "AttnType", "CudaGraphScope", "LayerType", "ModelType")
-#: Names that occur in what Megatron pickles beside tensors; all become records.
-NAMES: dict[str, Maker | None] = dict.fromkeys(
+
+class _Names(dict[str, Maker | None]):
+    """Hold the names that occur in what Megatron pickles beside tensors; all become records.
+
+    Any name of Megatron's own is one of them: its releases add enums to the arguments.
+    """
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or (isinstance(name, str) and name.startswith("megatron."))
+
+    def __missing__(self, name: str) -> None:
+        return None
+
+
+NAMES = _Names.fromkeys(
     (
-        *("argparse.Namespace", "types.SimpleNamespace", "signal.Signals", "_codecs.encode"),
+        *("argparse.Namespace", "types.SimpleNamespace", "signal.Signals", "_codecs.encode", "_io.BytesIO"),
         *("pathlib.PosixPath", "pathlib._local.PosixPath", "numpy.ndarray", "numpy.dtype"),
-        *(
-            f"numpy.{core}.multiarray.{name}"
-            for core in ("core", "_core")
-            for name in ("_reconstruct", "scalar")
-        ),
-        *(f"megatron.core.transformer.enums.{name}" for name in _ENUMS),
-        *(f"megatron.{room}enums.ModelType" for room in ("", "core.", "model.", "legacy.model.")),
-        *(f"megatron.core.rerun_state_machine.Rerun{name}" for name in ("Diagnostic", "Mode", "State")),
-        *(f"megatron.core.optimizer.{file}OptimizerConfig" for file in ("", "optimizer_config.")),
+        *(f"numpy.{at}.multiarray.{name}" for at in ("core", "_core") for name in ("_reconstruct", "scalar")),
     )
 )
 #: What a tensor's numbers or a model's meaning depends on, if it is on; by Megatron's argument.

@@ -8,10 +8,11 @@ tensor is a view of a storage. Source: ``torch/serialization.py`` (``_save``, ``
 from __future__ import annotations
 
 import os
+from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ...parallel_state import BadCheckpoint, BadInput
 from ..crc import crc32
@@ -99,7 +100,7 @@ def archive_at(
         return _Storage(dtype, entry)
 
     raw = _checked(fd, entries[pickles[0]], where, pickles[0])
-    names = {**_NAMES, **(allowed or {})}
+    names = ChainMap(_NAMES, cast(dict[str, Maker | None], allowed or {}))
     value = read_records(raw, f"{where}: {pickles[0]}", names, persistent=storage)
     return TorchArchive(value, sorted(set(held), key=lambda one: one.begin))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 import shutil
 from argparse import Namespace
 from dataclasses import replace
@@ -52,10 +54,24 @@ def test_what_a_rank_stores_beside_its_weights_is_passed_over_and_told(tmp_path:
     beside = {
         "optimizer": {"optimizer": {"state": {0: {"exp_avg": torch.zeros(3)}}, "param_groups": []}},
         "rng_state": [{"np_rng_state": random, "cuda_rng_state": torch.zeros(16, dtype=torch.uint8)}],
+        "extra": {"_extra_state": io.BytesIO(b"scales of Transformer Engine")},
         "opt_param_scheduler": {"max_lr": 1e-4, "lr_decay_style": "cosine"},
     }
     told = assert_converts(write_legacy(tmp_path / "iter_0000003", LLAMA, 1, **beside), tmp_path)
     assert any("--ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable" in line for line in told)
+
+
+class Calls:
+    """Pickle as a call of ``os.system``."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("touch called",)
+
+
+def test_a_pickle_that_would_call_something_is_refused(tmp_path: Path) -> None:
+    written = write_legacy(tmp_path / "iter_0000003", LLAMA, 1, extra=Calls())
+    with pytest.raises(BadInput, match=r"posix\.system"):
+        read_source(written, config=config(tmp_path))
 
 
 def test_a_missing_rank_is_refused_by_name(tmp_path: Path) -> None:
