@@ -41,7 +41,7 @@ _NAMES: dict[str, Maker | None] = {
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(exp_avg|exp_avg_sq|fp32_param|param)\.(.+)")
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\..+")
 _STACK = re.compile(r"decoder\.layers\.(?!\d)(.+)")
-_PREFIX = "module."
+_EMBEDDING = "embedding.word_embeddings.weight"
 #: As many layers as a config may have, and more.
 MOST_LAYERS = 1 << 16
 
@@ -70,13 +70,16 @@ def read(path: Path) -> ForeignCheckpoint:
     weights: dict[str, ForeignTensor] = {}
     states: dict[str, dict[str, ForeignTensor]] = {}
     left = [name for name in objects if not _is_extra(name)]
+    # Whatever holds the model may be in every name, such as ``module.`` in NeMo's.
+    embeddings = (name.removesuffix(_EMBEDDING) for name in tensors if name.endswith(_EMBEDDING))
+    prefix = min(embeddings, key=len, default="")
     for stored, tensor in tensors.items():
         if (match := _STATE.fullmatch(stored)) is not None:
-            states.setdefault(match[1], {})[match[2].removeprefix(_PREFIX)] = tensor
+            states.setdefault(match[1], {})[match[2].removeprefix(prefix)] = tensor
         elif _OPTIMIZER.fullmatch(stored):
             left.append(stored)
         elif not _is_extra(stored):
-            weights[stored.removeprefix(_PREFIX)] = tensor
+            weights[stored.removeprefix(prefix)] = tensor
     extra = sum(map(_is_extra, (*tensors, *objects)))
     found = ForeignCheckpoint(folder, FORM, weights, names="megatron", stated=arguments.stated())
     found.step = common["iteration"] if type(common.get("iteration")) is int else None

@@ -141,7 +141,7 @@ def test_a_run_from_imported_moments_goes_on_as_the_run_that_wrote_them(tmp_path
         assert torch.equal(a, b), name
 
 
-@pytest.mark.parametrize("prefix", ["", "module."])
+@pytest.mark.parametrize("prefix", ["", "module.", "model."])
 def test_numbered_layers_with_norms_of_transformer_engine_are_read(prefix: str, tmp_path: Path) -> None:
     m = MODELS["llama"]
     weights = {}
