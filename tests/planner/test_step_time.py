@@ -116,6 +116,7 @@ def test_the_parts_of_a_step_add_up_and_none_is_negative(layout: Layout) -> None
     # The rank that holds both ends of a V has most to do, and the others wait for it.
     assert (found.parts["bubble"] > 0) == (layout.pipeline > 1 and not layout.v_shape)
     if layout.pipeline > 1:
+        assert found.parts["pipeline"] > 0
         assert max(found.busy) <= found.seconds and min(found.busy) < max(found.busy)
     assert (found.parts["tensor"] > 0) == (layout.tensor > 1)
     assert len(found.busy) == layout.pipeline and len(found.stages) == layout.stages
@@ -148,6 +149,8 @@ def test_experts_that_leave_a_node_are_waited_for_longer() -> None:
     none = predicted(model, Layout.of(data=8, zero=1), sequence_length=64)
     inside, outside = (predicted(model, one, sequence_length=64) for one in (near, far))
     assert none.parts["expert"] == 0 < inside.parts["expert"] < outside.parts["expert"]
+    again = predicted(model, near, sequence_length=64, checkpointing="full").parts["expert"]
+    assert again == pytest.approx(1.5 * inside.parts["expert"])  # there and back, three times for two
 
 
 def test_experts_and_recurrences_pass_over_memory_more_often() -> None:
