@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 import struct
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -289,6 +290,21 @@ def test_tokens_beyond_4_gib_are_found(tmp_path: Path) -> None:
     with (tmp_path / "large.bin").open("wb") as file:
         file.truncate(4 * int(offsets[-1]))
     assert read_megatron(tmp_path / "large").offsets.tolist() == [0, 2**30, 2**31, 2**31 + 5]
+
+
+def test_indexing_takes_no_more_memory_for_more_tokens(tmp_path: Path) -> None:
+    peaks = []
+    for size in (2**22, 2**24):
+        name = tmp_path / str(size)
+        with name.with_suffix(".idx").open("wb") as file:
+            megatron.write_megatron_index(file, np.arange(0, size + 1, size // 4), np.dtype("<u4"))
+        with name.with_suffix(".bin").open("wb") as file:
+            file.truncate(4 * size)
+        tracemalloc.start()
+        index_tokens(read_megatron(name), name, vocab_size=1)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < peaks[0] + 2**20 < 2**24, peaks
 
 
 @pytest.mark.slow
