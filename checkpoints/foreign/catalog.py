@@ -70,8 +70,8 @@ def choose_table(found: ForeignCheckpoint, names: str | None, hf: Mapping[str, t
 def assemble(found: ForeignCheckpoint, table: Table, family: Family, config: ModelConfig) -> Tables:
     """Return every tensor of the model, and of its moments where they are there, as views of files.
 
-    ``BadInput`` for a tensor that is missing, left over, quantised, of another shape, or covered in part;
-    for moments that only some weights have.
+    ``BadInput`` for a tensor that is missing, left over, quantised, of another shape, or covered in part.
+    Moments that only some weights have are left out: a run cannot go on from them.
     """
     _, hf = family.links(config)
     with_head = hf_shapes(family, config)
@@ -86,21 +86,15 @@ def assemble(found: ForeignCheckpoint, table: Table, family: Family, config: Mod
         ))  # fmt: skip
         del tied[family.tied_head]
     weights = {name: assembled(found, name, shape, tied[name], found.tensors) for name, shape in hf.items()}
-    trained = {}
-    for moment, tensors in found.moments.items():
-        used = {one.foreign for every in tied.values() for one in every}
-        if missing := sorted(used - tensors.keys()):
-            todo = "Weights without moments cannot be trained on; convert with --weights-only"
-            raise BadInput(
-                found.path,
-                f"{moment} of {missing[0]}",
-                expected="a moment of every weight",
-                found="none",
-                todo=todo,
-            )
-        trained[moment] = {
-            name: assembled(found, name, shape, tied[name], tensors) for name, shape in hf.items()
-        }
+    used = {one.foreign for every in tied.values() for one in every}
+    if without := sorted({one for table in found.moments.values() for one in used - table.keys()}):
+        more = f" and {len(without) - 1} more weights" if without[1:] else ""
+        found.skipped.append(f"the moments are left out: there are none of {without[0]}{more}")
+        found.moments = {}
+    trained = {
+        moment: {name: assembled(found, name, shape, tied[name], tensors) for name, shape in hf.items()}
+        for moment, tensors in found.moments.items()
+    }
     return Tables(weights, trained)
 
 

@@ -72,6 +72,18 @@ def test_moments_come_along_into_a_layout_and_not_into_a_folder_of_hugging_face(
     assert theirs.trains and theirs.foreign is not None and theirs.foreign.updates == 2
 
 
+def test_moments_that_some_weights_lack_are_left_out_with_a_warning(made: Path, tmp_path: Path) -> None:
+    hf = load_file(made / "hf" / WEIGHTS)
+    state = {name: {"exp_avg": one, "exp_avg_sq": one} for name, one in hf.items()}
+    del state["model.norm.weight"]["exp_avg"]
+    save({"model": hf, "optim": {"state": state}}, tmp_path / "dcp")
+    plan = convert(tmp_path / "dcp", tmp_path / "out", config=made / "hf", tensor=2)
+    assert not plan.source.trains and not plan.keeps_moments
+    assert any(
+        "moments are left out: there are none of model.model.norm" in one for one in plan.source.warnings
+    )
+
+
 def moved(model: CausalLM, optimizer: torch.optim.Optimizer, steps: range) -> list[Tensor]:
     """Take steps with gradients that depend on the weights, so that they need no batch."""
     for step in steps:
