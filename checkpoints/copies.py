@@ -61,6 +61,8 @@ class Links:
         self._to_hf = to_hf
         self._by_wanted: dict[str, list[Link]] | None = None if links is None else defaultdict(list)
         for link in links or ():
+            if link.copy and not to_hf:  # read once, where it is not a copy
+                continue
             assert self._by_wanted is not None
             self._by_wanted[link.hf if to_hf else link.ours].append(link)
 

@@ -24,7 +24,7 @@ def load_weights(
     padding becomes zero. Raises ``BadInput`` or ``BadCheckpoint`` for a source of another model, or of LoRA
     adapters, which would leave the other parameters unfilled (see ``load_model``).
     """
-    source = read_source(path)
+    source = read_source(path, mtp=config.mtp_blocks > 0)
     check_whole(source)
     check_same_model(source, family, config)
     load_source(source, model, finite=finite)

@@ -146,19 +146,23 @@ def read_source(
     module: ModuleFamily | None = None,
     config: Path | None = None,
     names: str | None = None,
+    mtp: bool = False,
 ) -> Source:
     """Open a Hugging Face folder, a checkpoint, or a run's newest checkpoint; reads headers, no weights.
 
     While the source is in use, the run does not delete that checkpoint. An id such as ``org/model`` is looked
     up in the Hugging Face cache, or downloaded (see ``hub``). A folder of two kinds is refused;
     ``kind_of_folder`` says how to name one of them. ``module`` reads a Hugging Face folder of a model that is
-    not in the zoo. A checkpoint of another project needs ``config``, a Hugging Face folder of the same model
-    (its weights are not read), and may need ``names``, a table (see ``foreign/rules.py``). Raises
+    not in the zoo. ``mtp``: a Hugging Face folder's blocks of multi-token prediction are part of the model,
+    whatever its config says. A checkpoint of another project needs ``config``, a Hugging Face folder of the
+    same model (its weights are not read), and may need ``names``, a table (see ``foreign/rules.py``). Raises
     ``BadInput`` or ``BadCheckpoint`` for a source that is none of these, is
     incomplete, or does not hold what its config says.
     """
     with naming_an_older_one(check_all):
-        return open_source(path, allow_symlinks=allow_symlinks, module=module, config=config, names=names)
+        return open_source(
+            path, allow_symlinks=allow_symlinks, module=module, config=config, names=names, mtp=mtp
+        )
 
 
 def foreign_format(path: str | Path) -> str | None:
@@ -187,6 +191,7 @@ def open_source(
     module: ModuleFamily | None = None,
     config: Path | None = None,
     names: str | None = None,
+    mtp: bool = False,
 ) -> Source:
     """Open a source as ``read_source`` does; if a run's newest checkpoint is damaged, do not look further."""
     path = local_folder(path)
@@ -211,7 +216,7 @@ def open_source(
             todo = "Run the command that makes it again" if kind is FolderKind.UNFINISHED else ""
             expected = "a Hugging Face folder or a checkpoint"
             raise BadInput(path, expected=expected, found=kind.value, todo=todo)
-    return _hugging_face(path, allow_symlinks, module)
+    return _hugging_face(path, allow_symlinks, module, mtp)
 
 
 def _sharded(found: Found) -> Source:
@@ -243,8 +248,10 @@ def _sharded(found: Found) -> Source:
     )
 
 
-def _hugging_face(path: Path, allow_symlinks: bool, module: ModuleFamily | None) -> Source:
+def _hugging_face(path: Path, allow_symlinks: bool, module: ModuleFamily | None, mtp: bool) -> Source:
     folder = HFFolder(path, allow_symlinks=allow_symlinks)
+    if mtp:
+        folder.config["mtp"] = True
     family = module or family_of(folder.config, str(path / CONFIG))
     config = family.from_hf(folder.config, str(path / CONFIG))
     found = expected_tensors(folder, family, config)

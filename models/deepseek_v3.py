@@ -11,13 +11,13 @@ from ..layers import TopKRouter
 from .base.family import Family
 from .deepseek_v2 import NAMES, DeepseekV2, LatentAttentionConfig
 from .grouped_experts import corrected_router
+from .multi_token import MultiTokenConfig
 
 
-class DeepseekV3Config(LatentAttentionConfig):
+class DeepseekV3Config(LatentAttentionConfig, MultiTokenConfig):
     """The fields of a DeepSeek-V3 config.json that the model computes with.
 
-    ``rope_interleave``: the numbers of a rotated pair are neighbours. ``num_nextn_predict_layers``: blocks
-    after the last one that predict further tokens; they are left out, as transformers does.
+    ``rope_interleave``: the numbers of a rotated pair are neighbours.
     """
 
     HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
@@ -26,8 +26,8 @@ class DeepseekV3Config(LatentAttentionConfig):
         "topk_method": ("noaux_tc",),
     }
     OWN_NAMES: ClassVar[Mapping[str, str]] = {
+        **MultiTokenConfig.OWN_NAMES,
         **LatentAttentionConfig.OWN_NAMES,
-        "num_mtp_layers": "num_nextn_predict_layers",  # transformers 5's name
     }
 
     num_local_experts: int = Field(default=256, gt=0, le=2**12)
@@ -38,17 +38,12 @@ class DeepseekV3Config(LatentAttentionConfig):
     norm_topk_prob: bool = True
     routed_scaling_factor: float = Field(default=2.5, gt=0, le=1e3)
     first_k_dense_replace: int = Field(default=3, ge=0)
-    num_nextn_predict_layers: int = Field(default=1, ge=0, le=2**10)
     rope_interleave: bool = True
     max_position_embeddings: int = Field(default=4096, gt=0)
 
     @classmethod
     def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
         return super().read({"num_key_value_heads": 128, **raw}, where)
-
-    @property
-    def further_blocks(self) -> int:
-        return self.num_nextn_predict_layers
 
 
 class DeepseekV3(DeepseekV2):

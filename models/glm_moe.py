@@ -12,18 +12,15 @@ from ..layers import Attention
 from .base.config import without
 from .base.family import Family
 from .expert_block import NarrowExpertsConfig
-from .grouped_experts import GROUPED_EXPERT_NAMES, GroupedExpertsConfig, corrected_router, grouped_experts
+from .grouped_experts import GROUPED_EXPERT_NAMES, corrected_router, grouped_experts
 from .llama import Llama, grouped_attention
+from .multi_token import MultiTokenConfig
 from .partial_rotary import PartialRotaryConfig
 from .qwen import QWEN3
 
 
-class Glm4MoeConfig(PartialRotaryConfig, GroupedExpertsConfig):
-    """The fields of a GLM-4.5 config.json that the model computes with.
-
-    ``num_nextn_predict_layers``: blocks after the last one that predict further tokens; they are left out, as
-    transformers does.
-    """
+class Glm4MoeConfig(PartialRotaryConfig, MultiTokenConfig):
+    """The fields of a GLM-4.5 config.json that the model computes with."""
 
     HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
         # It has a choice in these two.
@@ -31,16 +28,12 @@ class Glm4MoeConfig(PartialRotaryConfig, GroupedExpertsConfig):
         "scoring_func": ("sigmoid",),
         "topk_method": ("noaux_tc",),
     }
-    OWN_NAMES: ClassVar[Mapping[str, str]] = {
-        **GroupedExpertsConfig.OWN_NAMES,
-        "num_mtp_layers": "num_nextn_predict_layers",  # transformers 5's name
-    }
+    OWN_NAMES: ClassVar[Mapping[str, str]] = MultiTokenConfig.OWN_NAMES
 
     num_local_experts: int = Field(default=128, gt=0, le=2**12)
     num_experts_per_tok: int = Field(default=8, gt=0)
     moe_intermediate_size: int = Field(default=1408, gt=0, le=2**22)
     norm_topk_prob: bool = True
-    num_nextn_predict_layers: int = Field(default=1, ge=0, le=2**10)
     use_qk_norm: bool = False
     partial_rotary_factor: float = Field(default=0.5, gt=0, le=1)
     max_position_embeddings: int = Field(default=131072, gt=0)
@@ -49,10 +42,6 @@ class Glm4MoeConfig(PartialRotaryConfig, GroupedExpertsConfig):
     @classmethod
     def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
         return super().read({"num_key_value_heads": 8, **raw}, where)
-
-    @property
-    def further_blocks(self) -> int:
-        return self.num_nextn_predict_layers
 
 
 class Glm4Moe(Llama):

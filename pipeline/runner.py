@@ -131,8 +131,8 @@ def schedule_of_model(
 def stage_view(model: CausalLM, stage: Stage) -> StageModule:
     """Return one of the stages of a rank's model as a module of its own; it shares the model's parameters."""
 
-    def forward(x: Tensor, positions: Tensor | None = None) -> Tensor:
-        out: Tensor = model(x, positions, stage=stage)
+    def forward(x: Tensor, positions: Tensor | None = None, ahead: Tensor | None = None) -> Tensor:
+        out: Tensor = model(x, positions, stage=stage, ahead=ahead)
         return out
 
     ends = [module for name, module in model.named_children() if name != "layers"]

@@ -97,7 +97,8 @@ def _of_stage(work: Work, model: CausalLM, stage: Stage, known: dict[object, Cos
     loss = None
     if stage.last:
         chunk, sums = work.loss_chunk, work.loss_sums
-        loss = ask(("loss", tokens, chunk, sums), partial(_loss, work, model))
+        one = ask(("loss", tokens, chunk, sums), partial(_loss, work, model))
+        loss = sum([one] * len(model.mtp), one)
     return StageCost(stage.number, blocks, beside, frozenset(reached), loss)
 
 

@@ -259,7 +259,9 @@ def _value(text: str) -> Any:
 def read_config(section: ModelSection) -> dict[str, Any]:
     """Return the config.json's dict of a model that starts from scratch."""
     if isinstance(section.config, str):
-        return read_json(Path(section.config))
-    if section.size is not None:
-        return published_size(section.size).with_fields(section.config or {})
-    return dict(section.config or {})
+        found = read_json(Path(section.config))
+    elif section.size is not None:
+        found = published_size(section.size).with_fields(section.config or {})
+    else:
+        found = dict(section.config or {})
+    return found if section.mtp is None else {**found, "mtp": True}

@@ -31,6 +31,13 @@ class ModelSection(Section):
         description="the name of a published size of a model to start from scratch; "
         "`trilith models` lists them",
     )
+    mtp: float | None = Field(
+        default=None,
+        gt=0,
+        le=10,
+        description="factor of the loss of multi-token prediction, whose blocks are then read and trained "
+        "(DeepSeek-V3: 0.3, later 0.1); default: the model is without them",
+    )
     tokenizer: PathText | None = Field(
         default=None, description="tokenizer folder to copy into checkpoints and exports"
     )

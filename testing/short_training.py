@@ -46,6 +46,7 @@ class Case:
     schedule: str = "1f1b"
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    mtp: float = 0.0  # factor of the loss of multi-token prediction
     samples: int = 4
     length: int = 16
     micro_batch: int = 1
@@ -113,7 +114,7 @@ def build_rank(case: Case, state: ParallelState) -> Parts:
     if case.float8 is not None:
         assert use_float8(model, case.float8) == []
     if case.compiled:
-        compile_blocks(model.layers.values(), backend=case.compiled)
+        compile_blocks(model.numbered_blocks().values(), backend=case.compiled)
     spare_memory(model, case.memory, case.memory.stated_chunk)
     shard_over_data(model, state, precision, offload=case.memory.offload)
     model.to_empty(device=resting_device(state, offload=case.memory.offload))
@@ -123,6 +124,7 @@ def build_rank(case: Case, state: ParallelState) -> Parts:
         schedule=case.schedule,
         label_smoothing=case.label_smoothing,
         z_loss=case.z_loss,
+        mtp=case.mtp,
         dtype=case.compute or case.dtype,
         loss_chunk=case.memory.stated_chunk,
     )

@@ -59,7 +59,7 @@ def build(recipe: Recipe, plan: Plan, state: ParallelState) -> Parts:
     if recipe.experts is not None:
         _keep_even(model, recipe.experts, count)
     if recipe.compiles:
-        compile_blocks(model.layers.values(), or_without=recipe.compile == "auto")
+        compile_blocks(model.numbered_blocks().values(), or_without=recipe.compile == "auto")
     spare_memory(model, recipe.memory, plan.loss_chunk)
     shard_over_data(model, state, precision, offload=recipe.memory.offload)
     model.to_empty(device=resting_device(state, offload=recipe.memory.offload))
@@ -82,6 +82,7 @@ def build(recipe: Recipe, plan: Plan, state: ParallelState) -> Parts:
         loss_chunk=plan.loss_chunk,
         loss_sums=dtype_named(recipe.reduce) if recipe.reduce else None,
         compiled_loss=recipe.compiles and recipe.device == "cuda",
+        mtp=recipe.model.mtp or 0.0,
         reduce=torch.promote_types(master, precision.reduce),
     )
     bias_rate = recipe.experts.bias_rate if recipe.experts is not None else 0.0
@@ -155,7 +156,6 @@ def spare_memory(model: CausalLM, memory: MemorySection, loss_chunk: int) -> Non
 
     ``loss_chunk``: number of tokens, 0 for the whole logits.
     """
-    blocks = ((int(number), block) for number, block in model.layers.items())
-    whole = model.state.context_size == 1
+    whole, blocks = model.state.context_size == 1, model.numbered_blocks().items()
     checkpoint_blocks(blocks, memory.checkpointing, every=memory.every, keep_attention=whole)
     model.head_in_loss = loss_chunk > 0

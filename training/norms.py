@@ -60,7 +60,7 @@ class Norms:
 
 def hugging_face_names(model: nn.Module, links: Iterable[Link]) -> dict[str, str]:
     """Return the HF name of each parameter here, or its own name if Hugging Face has no one tensor for it."""
-    ties = {(link.ours, link.hf) for link in links}
+    ties = {(link.ours, link.hf) for link in links if not link.copy}
     several = Counter(ours for ours, _ in ties)
     theirs = {ours: hf for ours, hf in ties if several[ours] == 1}
     return {name: theirs.get(name, name) for name, _ in model.named_parameters()}

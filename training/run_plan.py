@@ -58,7 +58,7 @@ def plan(recipe: Recipe) -> Plan:
     source: Source | None = None
     check_run_folder(recipe)
     if recipe.model.init_from is not None:
-        source = read_source(recipe.model.init_from)
+        source = read_source(recipe.model.init_from, mtp=recipe.model.mtp is not None)
         if source.adapter is not None:
             todo = f"`trilith merge-lora BASE {source.path} OUT` makes one, or name them as lora.init_from"
             found = "LoRA adapters"
@@ -76,6 +76,7 @@ def plan(recipe: Recipe) -> Plan:
     config = family.from_hf(raw, where)
     if source is not None and recipe.model.config is not None:
         _check_stated(recipe, family, config, where)
+    _check_mtp(recipe, config, where)
     if recipe.data.sequence_length > config.max_position_embeddings:
         raise BadInput(
             "recipe",
@@ -174,6 +175,20 @@ def flops_of(recipe: Recipe, plan: Plan) -> TokenFlops:
     model = plan.family.build(plan.config)
     freeze(model, plan.groups)
     return flops_per_token(model, recipe.data.sequence_length)
+
+
+def _check_mtp(recipe: Recipe, config: ModelConfig, where: str) -> None:
+    """Refuse a factor for multi-token prediction without blocks for it, blocks without a factor, and LoRA."""
+    factor, blocks = recipe.model.mtp, config.mtp_blocks
+    if (factor is None) == (blocks == 0) and (recipe.lora is None or not blocks):
+        return
+    if recipe.lora is not None and blocks:
+        expected = "absent with LoRA, which trains no blocks of multi-token prediction"
+    elif blocks:
+        expected = f"a factor: {where} says that the model has {blocks} blocks of multi-token prediction"
+    else:
+        expected = f"absent: the model of {where} has no blocks of multi-token prediction"
+    raise BadInput("recipe", "model.mtp", expected=expected, found="none" if factor is None else factor)
 
 
 def _check_stated(recipe: Recipe, family: Family, config: ModelConfig, where: str) -> None:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..data.ahead import all_labels, tokens_ahead
 from ..data.batch import Batch
-from ..layers import chunked_cross_entropy, set_auxiliary_scale, valid_tokens, vocab_parallel_cross_entropy
+from ..layers import (
+    chunked_cross_entropy,
+    cut_sequence,
+    set_auxiliary_scale,
+    valid_tokens,
+    vocab_parallel_cross_entropy,
+)
 from ..models import CausalLM
 from ..parallel_state import BadInput, has_gradients
 from .base_step import Step, refuse_stale
@@ -25,7 +33,8 @@ class TrainStep(Step):
     The mean is over the valid labels of the *global* batch, whatever the micro-batches and data ranks, so it
     is the same number in every layout. ``micro_batch``: number of samples. With more than one data rank the
     model must have been through ``shard_over_data``. ``dtype``: dtype of the activations. ``reduce``: dtype
-    in which gradients are summed outside FSDP; the default is that of the gradients.
+    in which gradients are summed outside FSDP; the default is that of the gradients. ``mtp``: factor of the
+    mean loss of the model's blocks of multi-token prediction; the loss that is returned does not contain it.
     """
 
     def __init__(
@@ -40,16 +49,19 @@ class TrainStep(Step):
         loss_chunk: int = 0,
         loss_sums: torch.dtype | None = None,
         compiled_loss: bool = False,
+        mtp: float = 0.0,
         reduce: torch.dtype | None = None,
     ) -> None:
         super().__init__(model, model.state, micro_batch=micro_batch, reduce=reduce)
         self.model, self.schedule_name = model, schedule
         self.label_smoothing, self.z_loss, self.dtype = label_smoothing, z_loss, dtype
         self.loss_chunk, self.loss_sums, self._scale = loss_chunk, loss_sums, 1.0
-        self.compiled_loss = compiled_loss
+        self.compiled_loss, self.mtp = compiled_loss, mtp
         self._schedule: Pipeline | None = None
         self._shape: torch.Size | None = None
         self._tokens = torch.ones(())
+        #: What blocks of multi-token prediction are given, of this rank's batch.
+        self._ahead: Tensor | None = None
 
     def __call__(self, batch: Batch, *, scale: float = 1.0) -> Tensor:
         """Run forward and backward of ``batch``; return the loss, the same scalar on every rank.
@@ -78,21 +90,36 @@ class TrainStep(Step):
             if self.state.layout.pipeline > 1:
                 losses = self._pipelined(batch)
             else:
-                losses = self.accumulate(batch.split(self.micro_batch), self._loss_of)
+                parts = batch.split(self.micro_batch)
+                ahead: Sequence[Tensor | None] = [None] * len(parts)
+                if self._ahead is not None:
+                    ahead = self._ahead.split(self.micro_batch)
+                losses = self.accumulate([*zip(parts, ahead, strict=True)], self._loss_of)
         inner = torch.promote_types(self.dtype, torch.float32)
         total = torch.stack(losses).sum() if losses else torch.zeros((), device=self.state.device)
         sums, counts = self.sum_over_ranks(total.to(inner).view(1))
         self.gradients.finalize(reduce=self.reduce)
         return sums[0] / scale, counts
 
-    def loss(self, output: Tensor, labels: Tensor) -> Tensor:
+    def loss(self, output: Tensor, targets: Tensor) -> Tensor:
         """Return a micro-batch's share of the step's mean loss, times the loss scale, from the model's
         output.
+
+        ``targets``: what ``all_labels`` returns. The losses of multi-token prediction, each a mean
+        over the tokens of the step, have gradients only: their value is not added.
         """
-        scale = self._scale / self._tokens.double()
-        return self.total_loss(
-            output, labels, label_smoothing=self.label_smoothing, z_loss=self.z_loss, scale=scale
-        )
+        scale, labels = self._scale / self._tokens.double(), targets
+        blocks = targets.shape[1] - 1 if targets.ndim == 3 else 0
+        if blocks:
+            output, *further = output.chunk(1 + blocks)
+            labels = targets[:, 0]
+        named = {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss}
+        found = self.total_loss(output, labels, **named, scale=scale)
+        for number in range(blocks):
+            wanted, share = targets[:, 1 + number], scale * (self.mtp / blocks)
+            more = self.total_loss(further[number], wanted, **named, scale=share)
+            found = found + (more - more.detach())
+        return found
 
     def total_loss(
         self,
@@ -137,8 +164,11 @@ class TrainStep(Step):
         )
         return losses.sum() if scale is None else losses.sum() * scale.to(losses.dtype)
 
-    def _loss_of(self, part: Batch) -> Tensor:
-        return self.loss(self.model(part.input_ids, part.positions), part.labels)
+    def _loss_of(self, part: tuple[Batch, Tensor | None]) -> Tensor:
+        batch, ahead = part
+        ids = None if ahead is None else ahead[:, 0]
+        output = self.model(batch.input_ids, batch.positions, ahead=ids)
+        return self.loss(output, all_labels(batch.labels, ahead))
 
     def _pipelined(self, batch: Batch) -> list[Tensor]:
         ids = batch.input_ids
@@ -157,7 +187,9 @@ class TrainStep(Step):
         stage = self.model.stage
         # Every stage attends and rotates by position; the schedule cuts keywords too.
         keywords: dict[str, Any] = {} if batch.positions is None else {"positions": batch.positions}
-        target = batch.labels if stage.last else None
+        if self._ahead is not None:
+            keywords["ahead"] = self._ahead[:, 0]
+        target = all_labels(batch.labels, self._ahead) if stage.last else None
         return self._schedule.step(*((ids,) if stage.first else ()), target=target, **keywords)[0]
 
     def _agree(self, batch: Batch) -> Batch:
@@ -194,4 +226,7 @@ class TrainStep(Step):
         if stale:
             refuse_stale()
         self._tokens = said[0].clamp(min=1).to(state.device, non_blocking=True)
+        if blocks := self.model.config.mtp_blocks:
+            ahead = tokens_ahead(batch, blocks).to(state.device, non_blocking=True)
+            self._ahead = cut_sequence(ahead, state, dim=3)
         return batch.to(state.device).of_context(state)

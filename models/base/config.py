@@ -171,6 +171,16 @@ class ModelConfig(BaseModel):
         return 0
 
     @property
+    def mtp_blocks(self) -> int:
+        """Return the number of blocks after the last one that the model has, to predict further tokens."""
+        return 0
+
+    @property
+    def mtp_numbers(self) -> range:
+        """Return the numbers of these blocks."""
+        return range(self.num_hidden_layers, self.num_hidden_layers + self.mtp_blocks)
+
+    @property
     def tensor_units(self) -> dict[str, int]:
         """Return the numbers that the tensor axis must divide, by names for users."""
         return {

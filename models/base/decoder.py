@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ...layers import (
@@ -27,6 +28,7 @@ from ...layers import (
 from ...parallel_state import Normal, ParallelState, alone_or
 from .blocks import Block
 from .family import CausalLM
+from .multi_token import MultiTokenPrediction
 
 
 class Decoder(CausalLM):
@@ -42,8 +44,9 @@ class Decoder(CausalLM):
         self.config, self.state = cfg, alone_or(state)
         self.stage = stage = Stage.of(cfg.num_hidden_layers, split=split, state=state)
         tied = cfg.tie_word_embeddings
-        if stage.first or (stage.last and tied):
-            ends = tied and not (stage.first and stage.last)
+        shared = tied or cfg.mtp_blocks > 0  # both ends of a pipeline use the embedding
+        if stage.first or (stage.last and shared):
+            ends = shared and not (stage.first and stage.last)
             self.embed = VocabParallelEmbedding(
                 cfg.vocab_size, cfg.hidden_size, ends=ends, initial=self.initial, state=state
             )
@@ -51,6 +54,8 @@ class Decoder(CausalLM):
             self.add_entry()
         self.rotary: dict[str, RotaryEmbedding] = {**self.make_rotary()}
         self.layers = nn.ModuleDict({str(number): self.block(number) for number in stage.blocks})
+        further = cfg.mtp_numbers if stage.last else ()
+        self.mtp = nn.ModuleDict({str(number): self.prediction(number) for number in further})
         #: One attention layer of each kind, for what is made once a forward.
         self.attentions = attention_kinds(self.layers)
         if stage.last:
@@ -75,6 +80,16 @@ class Decoder(CausalLM):
         """Make the block of this number, which counts from 0 over the whole model."""
         raise AssertionError("each family has its own")
 
+    def prediction(self, number: int) -> MultiTokenPrediction:
+        """Make the block of multi-token prediction of this number, which counts on after the last block."""
+        return MultiTokenPrediction(
+            self.config.hidden_size,
+            self.block(number),
+            norm=self.make_norm,
+            initial=self.initial,
+            state=self.state,
+        )
+
     def make_norm(self) -> nn.Module:
         """Make a norm over the hidden states."""
         raise AssertionError("each family has its own")
@@ -97,7 +112,7 @@ class Decoder(CausalLM):
     @property
     def entry(self) -> list[nn.Module]:
         """Return the modules before the first block: the embedding and those that ``add_entry`` made."""
-        others = ("rotary", "layers", "norm", "head")
+        others = ("rotary", "layers", "norm", "head", "mtp")
         return [module for name, module in self.named_children() if name not in others]
 
     def cost_beside_blocks(self, tokens: Tokens, stage: Stage) -> Cost:
@@ -108,7 +123,10 @@ class Decoder(CausalLM):
         if stage.last:
             tied = self.config.tie_word_embeddings
             found += cost_of(self.norm, tokens)
-            found += self.embed.project_cost(tokens) if tied else cost_of(self.head, tokens)
+            every = tokens.times(1 + len(self.mtp))  # those that predict further come after the others
+            found += self.embed.project_cost(every) if tied else cost_of(self.head, every)
+            for one in self.mtp.values():
+                found += cost_of(self.embed, tokens) + cost_of(one, tokens)
         return found
 
     def forward(
@@ -118,6 +136,7 @@ class Decoder(CausalLM):
         cache: KeyValueCache | None = None,
         *,
         stage: Stage | None = None,
+        ahead: Tensor | None = None,
     ) -> Tensor:
         stage = stage or self.stage
         x_BSD = self.enter(self.embed(x), positions) if stage.first else x
@@ -131,4 +150,17 @@ class Decoder(CausalLM):
         )
         for block in self.blocks_of(stage):
             x_BSD = block(x_BSD, inputs)
-        return self.logits(inputs.last_wanted(x_BSD)) if stage.last else x_BSD
+        if not stage.last:
+            return x_BSD
+        x_BSD = self.norm(inputs.last_wanted(x_BSD))
+        return self.logits(x_BSD if ahead is None else self.with_further(x_BSD, ahead, inputs))
+
+    def with_further(self, x_BSD: Tensor, ahead_BMS: Tensor, inputs: AttentionInputs) -> Tensor:
+        """Return hidden states and, after them along the batch, those that predict one token further, two
+        tokens further, and so on.
+        """
+        found = [x_BSD]
+        for one, ids_BS in zip(self.mtp.values(), ahead_BMS.unbind(1), strict=True):
+            x_BSD, normed_BSD = one(x_BSD, self.embed(ids_BS), inputs)
+            found.append(normed_BSD)
+        return torch.cat(found)

@@ -33,6 +33,7 @@ from ...parallel_state import (
     nearest_divisors,
 )
 from .config import ModelConfig
+from .multi_token import multi_token_rules
 from .names import Link, Rule, expand
 
 
@@ -49,6 +50,9 @@ class CausalLM(nn.Module):
     the last token only: (B, 1, padded / tensor). With several context ranks, ids, hidden states and positions
     are this rank's chunks (``cut_sequence``), and S is their number of tokens. ``stage``: which of
     ``self.stage.parts`` to run, if this rank holds several.
+
+    ``ahead``: (B, M, S), the ids that follow each token, for M blocks of multi-token prediction. The last
+    stage then returns what predicts the next token, and after it along the batch what each block predicts.
     """
 
     config: ModelConfig
@@ -58,6 +62,8 @@ class CausalLM(nn.Module):
     embed: VocabParallelEmbedding
     norm: nn.Module
     head: VocabParallelHead
+    #: Blocks of multi-token prediction by their numbers, on the last stage, if the model has them.
+    mtp: nn.ModuleDict
     head_in_loss = False
 
     def forward(
@@ -67,6 +73,7 @@ class CausalLM(nn.Module):
         cache: KeyValueCache | None = None,
         *,
         stage: Stage | None = None,
+        ahead: Tensor | None = None,
     ) -> Tensor:
         """Return logits on the last stage, hidden states on the others."""
         raise AssertionError("each family has its own")
@@ -102,11 +109,15 @@ class CausalLM(nn.Module):
         assert not stage.pieces, "of several stages one runs at a time: say which"
         return (self.layers[str(number)] for number in stage.blocks)
 
+    def numbered_blocks(self) -> dict[int, nn.Module]:
+        """Return all blocks on this rank by their numbers, those of multi-token prediction among them."""
+        found = {int(number): block for number, block in self.layers.items()}
+        return found | {int(number): one.get_submodule("block") for number, one in self.mtp.items()}
+
     def logits(self, x_BSD: Tensor) -> Tensor:
-        """Compute the logits from the last block's output; with ``head_in_loss`` stop before the output
+        """Compute the logits from normalised hidden states; with ``head_in_loss`` stop before the output
         layer.
         """
-        x_BSD = self.norm(x_BSD)
         if self.logit_scale != 1:  # here, so that a loss that computes the logits needs no other rule
             x_BSD = x_BSD * self.logit_scale
         if self.head_in_loss:
@@ -203,7 +214,12 @@ class Family:
         """
         (stated,) = self.declarations(config)
         shapes = {name: declaration.shape for name, declaration in stated.items()}
-        return expand(self.rules, shapes, config.num_hidden_layers, config)
+        further = multi_token_rules(self.rules, tied=config.tie_word_embeddings)
+        return expand(
+            *(self.rules, shapes, config.num_hidden_layers, config),
+            further=further,
+            further_blocks=config.mtp_blocks,
+        )
 
     def links_of_all(self, config: ModelConfig) -> list[Link]:
         """Return the links of every tensor that the built model holds."""

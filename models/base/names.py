@@ -19,7 +19,7 @@ BOTH = ("weight", "bias")
 @dataclass(frozen=True, slots=True)
 class Link:
     """Tie the elements of ``ours`` in ``ours_box`` to those of ``hf`` in ``hf_box``, transposed if it says
-    so.
+    so. A ``copy`` is written to files and, when they are read, compared with the tensor that it repeats.
 
     For a stacked tensor ``ours_box`` has an extra dimension of size 1: the first (the expert), or the last
     one if transposed. To transpose is to reverse the order of all dimensions.
@@ -30,6 +30,7 @@ class Link:
     hf: str
     hf_box: Box
     transpose: bool = False
+    copy: bool = False
 
     def to_hf(self, box: Box) -> Box:
         """Return the box of Hugging Face's tensor for a box inside ``ours_box``."""
@@ -45,6 +46,14 @@ class Link:
 @dataclass(frozen=True, slots=True)
 class Rename:
     """Tie one tensor to the same tensor under another name."""
+
+    ours: str
+    hf: str
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Tie one tensor, which another rule names, to a second tensor of Hugging Face that repeats it."""
 
     ours: str
     hf: str
@@ -83,7 +92,7 @@ class Stack:
     hf: str
 
 
-Rule = Rename | Transpose | Split | Stack
+Rule = Rename | Copy | Transpose | Split | Stack
 
 
 def in_blocks(*pairs: tuple[str, str], kinds: Sequence[str] = ("weight",)) -> tuple[Rename, ...]:
@@ -114,12 +123,19 @@ def fused_qkv(hf: str, groups: str) -> tuple[Split, ...]:
 
 
 def expand(
-    rules: Iterable[Rule], shapes: Mapping[str, tuple[int, ...]], num_layers: int, config: object = None
+    rules: Iterable[Rule],
+    shapes: Mapping[str, tuple[int, ...]],
+    num_layers: int,
+    config: object = None,
+    *,
+    further: Sequence[Rule] = (),
+    further_blocks: int = 0,
 ) -> tuple[list[Link], dict[str, tuple[int, ...]]]:
     """Return all links of a model whose whole tensors have these ``shapes``, and the shapes of HF's tensors.
 
     A rule for a tensor that this model does not have (a bias, an untied head) gives nothing. Every tensor of
     ours must be covered, and each HF tensor by one rule. ``config``: where a rule finds its number of groups.
+    ``further``: rules of the blocks that are numbered after the last one.
     """
     rules = list(rules)
     per_block = [rule for rule in rules if "{i}" in rule.hf]
@@ -127,8 +143,8 @@ def expand(
     links: list[Link] = []
     for rule in rules[:first]:
         links += _links(rule, shapes, None, config)
-    for i in range(num_layers):  # a block's tensors stay together, as a shard of a folder wants them
-        for rule in per_block:
+    for i in range(num_layers + further_blocks):  # a block's tensors stay together, as a shard wants them
+        for rule in per_block if i < num_layers else further:
             links += _links(rule, shapes, i, config)
     for rule in rules[first:]:
         links += [] if rule in per_block else _links(rule, shapes, None, config)
@@ -167,6 +183,7 @@ def _links(rule: Rule, shapes: Mapping[str, tuple[int, ...]], i: int | None, con
             inner = Box.whole(piece.transposed().shape if turned else piece.shape)
             along = len(inner.shape) - 1 if turned else (rule.dim if isinstance(rule, Split) else 0)
             shift = tuple(offset if dim == along else 0 for dim in range(len(inner.shape)))
-            links.append(Link(one, piece, name(rule.hf), inner.shift(shift), turned))
+            copy = isinstance(rule, Copy)
+            links.append(Link(one, piece, name(rule.hf), inner.shift(shift), turned, copy))
             offset += inner.shape[along] if inner.shape else 0
     return links

@@ -33,7 +33,7 @@ NOT_IN_FORWARD = {
         "residual_dropout",
         "embedding_dropout",
     ),
-    *("hidden_dropout", "dropout", "num_nextn_predict_layers"),
+    *("hidden_dropout", "dropout", "num_nextn_predict_layers", "mtp"),
 }
 #: Values that are no family's default, of fields that families share.
 OTHER = {

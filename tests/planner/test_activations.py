@@ -57,6 +57,15 @@ STABLELM = LLAMA | {"model_type": "stablelm", "partial_rotary_factor": 0.25}
 STABLELM_12B = STABLELM | {"qk_layernorm": True, "use_parallel_residual": True}
 GEMMA = LLAMA | {"model_type": "gemma", "head_dim": 16}
 GRANITE = LLAMA | {"model_type": "granite", "residual_multiplier": 0.5}
+EXAONE4 = LLAMA | {"model_type": "exaone4", "sliding_window": 8}
+SEED_OSS = LLAMA | {"model_type": "seed_oss", "head_dim": 16, "attention_dropout": 0.0}
+QWEN3_MOE = MIXTRAL | {
+    "model_type": "qwen3_moe",
+    "head_dim": 16,
+    "num_experts": 4,
+    "moe_intermediate_size": 96,
+}
+del QWEN3_MOE["num_local_experts"]
 PHI3 = LLAMA | {"model_type": "phi3", "pad_token_id": 0}
 STARCODER2 = LLAMA | {"model_type": "starcoder2"}
 QWEN2_MOE = LLAMA | {
@@ -163,6 +172,12 @@ def saved(config: dict[str, Any], lora: LoraConfig | None) -> tuple[float, float
         pytest.param(GPT_OSS, None, id="gpt_oss-window"),
         pytest.param(GPT_OSS | {"sliding_window": None}, None, id="gpt_oss"),
         pytest.param(GPT_OSS, STACKS, id="gpt_oss-lora-of-experts"),
+        pytest.param(LLAMA | {"model_type": "qwen2"}, None, id="qwen2"),
+        pytest.param(QWEN3_MOE, None, id="qwen3_moe"),
+        pytest.param(LLAMA | {"model_type": "smollm3"}, None, id="smollm3"),
+        pytest.param(LLAMA | {"model_type": "glm4", "head_dim": 16}, None, id="glm4"),
+        pytest.param(SEED_OSS, None, id="seed_oss-dropout"),
+        pytest.param(EXAONE4, None, id="exaone4-window"),
         pytest.param(COHERE, None, id="cohere-head-norms"),
         pytest.param(COHERE2, None, id="cohere2"),
         pytest.param(STABLELM, None, id="stablelm"),

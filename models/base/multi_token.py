@@ -1,0 +1,78 @@
+"""Predict tokens after the next one: a block behind the last one, which is given the token between the two.
+
+B batch  S sequence  D hidden
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from ...layers import AttentionInputs, Cost, ReplicatedLinear, Tokens, cost_of, sum_costs
+from ...parallel_state import Initial, ParallelState
+from .names import Copy, Rename, Rule
+
+
+class MultiTokenPrediction(nn.Module):
+    """Compute the hidden states that predict one token further than those that are given.
+
+    Input: hidden states (B, S, D) for the token after place t, and embeddings of that token, both (B, S /
+    tensor, D) with sequence parallelism. Output: hidden states for the token after it, and the same
+    normalised, for the output layer. Embedding and output layer are the model's own.
+    Source: DeepSeek-V3 (2024), section 2.2; the embedding comes first in ``eh_proj``, as in its checkpoint.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        block: nn.Module,
+        *,
+        norm: Callable[[], nn.Module],
+        initial: Initial,
+        state: ParallelState,
+    ) -> None:
+        super().__init__()
+        self.enorm, self.hnorm = norm(), norm()
+        self.eh_proj = ReplicatedLinear(2 * hidden_size, hidden_size, False, initial=initial, state=state)
+        self.block, self.norm = block, norm()
+
+    def forward(self, x_BSD: Tensor, next_BSD: Tensor, inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
+        joined = torch.cat([self.enorm(next_BSD), self.hnorm(x_BSD)], dim=-1)
+        x_BSD = self.block(self.eh_proj(joined), inputs)
+        return x_BSD, self.norm(x_BSD)
+
+    def cost(self, tokens: Tokens) -> Cost:
+        return sum_costs((self.enorm, self.hnorm, self.eh_proj, self.norm), tokens) + cost_of(
+            self.block, tokens
+        )
+
+
+def multi_token_rules(rules: Iterable[Rule], *, tied: bool) -> list[Rule]:
+    """Return the rules of such a block: those of the other blocks, its own tensors, and its copies of the
+    embedding and the output layer.
+    """
+    theirs = "model.layers.{i}."
+    own = [
+        Rename(f"mtp.{{i}}.{ours}.weight", f"{theirs}{hf}.weight")
+        for ours, hf in (
+            *((one, one) for one in ("enorm", "hnorm", "eh_proj")),
+            ("norm", "shared_head.norm"),
+        )
+    ]
+    copies = [
+        Copy("embed.weight", f"{theirs}embed_tokens.weight"),
+        Copy("embed.weight" if tied else "head.weight", f"{theirs}shared_head.head.weight"),
+    ]
+    return [*copies, *own, *(_moved(rule) for rule in rules if "{i}" in rule.hf)]
+
+
+def _moved(rule: Rule) -> Rule:
+    def move(name: str) -> str:
+        return name.replace("layers.{i}.", "mtp.{i}.block.", 1)
+
+    if isinstance(rule.ours, tuple):
+        return replace(rule, ours=tuple(map(move, rule.ours)))
+    return replace(rule, ours=move(rule.ours))
