@@ -36,10 +36,12 @@ NAMES = _Names.fromkeys(
         *(f"numpy.{at}.multiarray.{name}" for at in ("core", "_core") for name in ("_reconstruct", "scalar")),
     )
 )
+_LONGEST = 200
 #: What a tensor's numbers or a model's meaning depends on, if it is on; by Megatron's argument.
 _REFUSED = {
     "rotary_interleaved": "rotary embeddings over neighbouring numbers are stored in another order",
     "apply_layernorm_1p": "the weights of norms are stored less one",
+    "layernorm_zero_centered_gamma": "the weights of norms are stored less one",
     "multi_latent_attention": "multi-latent attention is not in the table of names",
     "mtp_num_layers": "layers that predict further tokens have no place in the config",
     "heterogeneous_layers_config_path": "layers that differ in shape have no place in the config",
@@ -50,15 +52,19 @@ _GELUS = frozenset({"gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast"})
 class Arguments:
     """Give Megatron's arguments by name; ``None`` for one that this version of Megatron did not have.
 
-    Megatron-Bridge and NeMo store none: ``known`` is then false, and nothing is compared.
+    NeMo stores none: ``known`` is then false, and nothing is compared.
     """
 
     def __init__(self, stored: object, where: Path) -> None:
-        self._record = stored if isinstance(stored, Record) else None
-        self._where, self.known = where, self._record is not None
+        state = stored.state if isinstance(stored, Record) else stored
+        self._stored = state if isinstance(state, dict) else {}
+        self._where, self.known = where, isinstance(state, dict)
 
     def __getattr__(self, name: str) -> Any:
-        return None if self._record is None else self._record.field(name)
+        value = self._stored.get(name)
+        plain = value is None or isinstance(value, bool | int | float | str)
+        # Lists that hold one another many times would be endless in a message.
+        return value if plain and len(str(value)) < _LONGEST else f"a {type(value).__name__}"
 
     def size(self, name: str, otherwise: int = 1) -> int:
         """Return a number of ranks or the like; ``BadInput`` if it is none."""

@@ -23,6 +23,7 @@ from ...storage.torch_archive.records import Maker
 from .checkpoint import Chunk, ForeignCheckpoint, ForeignTensor
 from .dcp import read_tensors
 from .megatron_arguments import NAMES, Arguments
+from .megatron_bridge import bridge_arguments
 from .megatron_folder import step_folder
 
 FORM = "Megatron torch_dist"
@@ -65,6 +66,8 @@ def read(path: Path) -> ForeignCheckpoint:
     if not isinstance(common, dict):
         raise BadInput(folder / _COMMON, expected="a dict", found=type(common).__name__)
     arguments = Arguments(common.get("args"), folder / _COMMON)
+    if not arguments.known and (stated := bridge_arguments(folder)) is not None:
+        arguments = Arguments(*stated)
     arguments.check()
     tensors, objects = read_tensors(folder, _NAMES)
     weights: dict[str, ForeignTensor] = {}
@@ -87,7 +90,7 @@ def read(path: Path) -> ForeignCheckpoint:
         found.skipped.append(f"{extra} entries _extra_state are not read: they hold no weights")
     if not arguments.known:
         found.skipped.append(
-            "it states no arguments (Megatron-LM does), so the config cannot be compared with them"
+            "it states no arguments (Megatron-LM and Megatron-Bridge do), so the config cannot be compared"
         )
     _take_states(found, states, left, common)
     found.tensors = dict(_numbered(found.tensors, folder))

@@ -156,6 +156,27 @@ def test_numbered_layers_with_norms_of_transformer_engine_are_read(prefix: str, 
     assert any("states no arguments" in line for line in plan.source.warnings)
 
 
+def test_the_model_in_megatron_bridges_file_is_compared_with_the_config(tmp_path: Path) -> None:
+    m = MODELS["llama"]
+    written = write_dist(tmp_path / "iter_0000003", whole(m), args=None)
+    stated = (
+        "model:\n  num_layers: 4\n  num_attention_heads: 4\n  num_query_groups: {groups}\n  kv_channels: 4\n"
+        "  normalization: RMSNorm\n  layernorm_epsilon: 1.0e-05\n  gated_linear_unit: true\n"
+        "  activation_func: {{_target_: torch.nn.functional.silu, _call_: false}}\n"
+        "  share_embeddings_and_output_weights: false\n  rotary_base: 10000\n"
+        "  position_embedding_type: rope\n"
+    )
+    (written / "run_config.yaml").write_text(stated.format(groups=2))
+    source = read_source(written, config=config_of(m, tmp_path))
+    assert source.foreign is not None and len(source.foreign.stated) == 8
+    (written / "run_config.yaml").write_text(stated.format(groups=4))
+    with pytest.raises(BadInput, match=r"num_key_value_heads: .*num_query_groups in .*run_config\.yaml"):
+        read_source(written, config=config_of(m, tmp_path))
+    (written / "run_config.yaml").write_text("model: [")
+    with pytest.raises(BadInput, match="YAML"):
+        read_source(written, config=config_of(m, tmp_path))
+
+
 def test_moments_that_depend_on_the_ranks_are_left_and_the_flag_for_readable_ones_told(
     tmp_path: Path,
 ) -> None:
@@ -171,6 +192,14 @@ def test_moments_that_depend_on_the_ranks_are_left_and_the_flag_for_readable_one
     assert "1 entries _extra_state" in told
     manifest = read_source(tmp_path / "out").manifest
     assert manifest is not None and manifest.kind == "weights"
+
+
+def shared_dicts() -> dict[str, Any]:
+    """Return dicts that are the same one a hundred times over, on each of six levels."""
+    inside: dict[str, Any] = {"number": 1}
+    for _ in range(6):
+        inside = {str(number): inside for number in range(100)}
+    return inside
 
 
 def other_args(**changed: Any) -> Namespace:
@@ -225,12 +254,14 @@ def test_experts_that_disagree_with_the_config_are_refused(
         read_source(checkpoint, config=config)
 
 
-@pytest.mark.parametrize("argument", ["rotary_interleaved", "apply_layernorm_1p", "multi_latent_attention"])
+@pytest.mark.parametrize(
+    "argument", ["rotary_interleaved", "num_layers", "apply_layernorm_1p", "multi_latent_attention"]
+)
 def test_a_model_whose_weights_mean_something_else_is_refused(argument: str, tmp_path: Path) -> None:
     written = write_dist(
         tmp_path / "iter_0000003",
         {"embedding.word_embeddings.weight": torch.zeros(32, 16)},
-        args=other_args(**{argument: True}),
+        args=other_args(**{argument: shared_dicts()}),
     )
     with pytest.raises(BadInput, match=argument):
         read_source(written, config=config_of(MODELS["llama"], tmp_path))
@@ -269,12 +300,9 @@ def test_more_layers_than_a_model_has_are_refused(tmp_path: Path) -> None:
 
 def test_an_optimizer_of_shared_dicts_is_walked_once(tmp_path: Path) -> None:
     m = MODELS["llama"]
-    inside: dict[str, Any] = {}
-    for _ in range(6):
-        inside = {str(number): inside for number in range(100)}
     states = {one: whole(m, one) for one in MOMENTS}
     written = write_dist(tmp_path / "iter_0000003", whole(m), args=m.args, states=states)
-    torch.save({"args": m.args, "iteration": 3, "optimizer": inside}, written / "common.pt")
+    torch.save({"args": m.args, "iteration": 3, "optimizer": shared_dicts()}, written / "common.pt")
     assert read_source(written, config=config_of(m, tmp_path)).trains
 
 
