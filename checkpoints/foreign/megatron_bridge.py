@@ -27,8 +27,11 @@ def bridge_arguments(folder: Path) -> tuple[dict[str, Any], Path] | None:
     if not (folder / _FILE).is_file():
         return None
     path = contained(folder, _FILE)
+    text = read_text(path, _MOST_BYTES)
+    if "<<" in text:  # a key that copies others; copies of copies grow without end
+        raise BadInput(path, expected="YAML without merge keys", found="<<")
     try:
-        stated = yaml.safe_load(read_text(path, _MOST_BYTES))
+        stated = yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         if isinstance(error, BadInput):
             raise

@@ -172,9 +172,10 @@ def test_the_model_in_megatron_bridges_file_is_compared_with_the_config(tmp_path
     (written / "run_config.yaml").write_text(stated.format(groups=4))
     with pytest.raises(BadInput, match=r"num_key_value_heads: .*num_query_groups in .*run_config\.yaml"):
         read_source(written, config=config_of(m, tmp_path))
-    (written / "run_config.yaml").write_text("model: [")
-    with pytest.raises(BadInput, match="YAML"):
-        read_source(written, config=config_of(m, tmp_path))
+    for text in ("model: [", "a: &a {b: 1}\nmodel:\n  <<: [*a, *a]\n"):
+        (written / "run_config.yaml").write_text(text)
+        with pytest.raises(BadInput, match="YAML"):
+            read_source(written, config=config_of(m, tmp_path))
 
 
 def test_moments_that_depend_on_the_ranks_are_left_and_the_flag_for_readable_ones_told(
