@@ -79,15 +79,14 @@ def explain_pipeline(
     found.put_in("L", layers, "blocks of the model", "--layers")
     found.put_in("N", tokens, "tokens of a micro-batch on a rank", "--tokens")
     found.put_in("D", hidden, "hidden size", "--hidden")
-    found.put_in("w", number_bytes, "bytes of a number", "--number-bytes")
-    found.put_in("W", bandwidth, "bytes a second over the link", "--bandwidth")
+    found.put_in_link(number_bytes, bandwidth)
     held = next(one.value for one in found.given if one.symbol == "v")
     found.step("blocks", "L / (p * v)", layers / (stages * held), "blocks", "are a stage, on average")
     border = pipeline_border_bytes(tokens, hidden, number_bytes=number_bytes)
     found.step(
         "border", "2 * N * D * w", border, "bytes", "cross each border for a micro-batch: there and back"
     )
-    found.step("seconds", "border / W", border / bandwidth, "s", "for them, if nothing is overlapped")
+    found.over_link("border", border, bandwidth)
     return found
 
 
@@ -97,9 +96,8 @@ def explain_allreduce(
     """Explain an all-reduce of a model's gradients: by a ring, and by two trees."""
     found = Explanation("all-reduce: every rank gets the sum of all ranks' tensors")
     found.put_in("P", parameters, "numbers in the tensor, such as a model's parameters", "--parameters")
-    found.put_in("w", number_bytes, "bytes of a number", "--number-bytes")
     found.put_in("N", ranks, "ranks", "--ranks")
-    found.put_in("W", bandwidth, "bytes a second that a rank can send", "--bandwidth")
+    found.put_in_link(number_bytes, bandwidth)
     found.put_in("a", latency, "seconds before a message arrives, however small it is", "--latency")
     size = parameters * number_bytes
     found.step("B", "P * w", size, "bytes", "is the tensor")
@@ -143,8 +141,7 @@ def explain_tensor_parallel(
     found.put_in("N", tokens, "tokens of a micro-batch: its rows times their length", "--tokens")
     found.put_in("D", hidden, "hidden size", "--hidden")
     found.put_in("L", layers, "blocks", "--layers")
-    found.put_in("w", number_bytes, "bytes of a number", "--number-bytes")
-    found.put_in("W", bandwidth, "bytes a second over the link", "--bandwidth")
+    found.put_in_link(number_bytes, bandwidth)
     found.step("column", "O / t", outputs / tensor, f"outputs x {inputs:,} inputs", "are a column shard")
     found.step("row", "I / t", inputs / tensor, f"inputs x {outputs:,} outputs", "are a row shard")
     found.step("shard", "I * O / t", inputs * outputs / tensor, "numbers", "are in either")
@@ -157,7 +154,7 @@ def explain_tensor_parallel(
         "are sent by a rank for a block: 2 all-reduces forward, after attention and feed-forward; 2 backward",
     )  # fmt: skip
     found.step("model", "L * block", layers * block, "bytes", "for all blocks")
-    found.step("seconds", "model / W", layers * block / bandwidth, "s", "for them, if nothing is overlapped")
+    found.over_link("model", layers * block, bandwidth)
     found.notes.append(
         "Sequence parallelism sends a reduce-scatter and an all-gather for each all-reduce: as many bytes."
     )
@@ -185,10 +182,7 @@ def explain_context(
     found.put_in("h", key_value_heads, "key/value heads", "--key-value-heads")
     found.put_in("d", head_width, "numbers of a head", "--head-width")
     found.put_in("t", tensor, "tensor ranks, which share the heads", "--tensor")
-    found.put_in(
-        "w", number_bytes, "bytes of a number; gradients of keys and values have 4", "--number-bytes"
-    )
-    found.put_in("W", bandwidth, "bytes a second over the link", "--bandwidth")
+    found.put_in_link(number_bytes, bandwidth)
     tokens, width = sequence * micro_batch / context, 2 * key_value_heads * head_width / tensor
     found.step("N", "S * b / c", tokens, "tokens", "are on each rank")
     found.step("K", "2 * h * d / t", width, "numbers", "are keys and values of a token on a rank")
@@ -198,10 +192,10 @@ def explain_context(
             "a ring" if ring else "all-gather and reduce-scatter"
         )
         found.step(name, "(c - 1) * N * K * (2 * w + 4)", sent, "bytes", meaning)
-    found.step(
-        "seconds", "gather / W", found["gather"] / bandwidth, "s", "for them, if nothing is overlapped"
+    found.over_link("gather", found["gather"], bandwidth)
+    found.notes.append(
+        "Keys and values travel forward, again backward, then their gradients, of 4 bytes each."
     )
-    found.notes.append("Keys and values travel forward, again backward, and then their gradients.")
     found.notes.append("A ring sends as many bytes in c - 1 pieces, and computes while the next piece comes.")
     found.sources.append("Liu et al. 2023 (ring attention); Llama Team 2024, section 3.3.2")
     return found
@@ -226,8 +220,7 @@ def explain_experts(
     found.put_in("e", expert, "expert ranks", "--expert")
     found.put_in("E", experts, "experts of a block", "--experts")
     found.put_in("L", layers, "blocks with experts", "--layers")
-    found.put_in("w", number_bytes, "bytes of a number", "--number-bytes")
-    found.put_in("W", bandwidth, "bytes a second over the link", "--bandwidth")
+    found.put_in_link(number_bytes, bandwidth)
     found.step("held", "E / e", experts / expert, "experts", "of each block are on a rank")
     copies = tokens * experts_of_token * hidden * number_bytes
     found.step(
@@ -236,13 +229,8 @@ def explain_experts(
     block = expert_block_bytes(tokens, hidden, experts_of_token, expert, number_bytes=number_bytes)
     meaning = "are sent by a rank for a block: to the experts and back, and the gradients of both"
     found.step("block", "4 * (e - 1) / e * copies", block, "bytes", meaning)
-    found.step(
-        "seconds",
-        "L * block / W",
-        layers * block / bandwidth,
-        "s",
-        "for all blocks, if nothing is overlapped",
-    )
+    found.step("model", "L * block", layers * block, "bytes", "for all blocks")
+    found.over_link("model", layers * block, bandwidth)
     found.notes.append("This assumes that tokens choose experts evenly; the busiest rank decides the time.")
     found.sources.append("Lepikhin et al. 2020 (GShard), section 3.2")
     return found

@@ -47,6 +47,16 @@ class Explanation:
         """Add a given number."""
         self.given.append(Given(symbol, value, meaning, option))
 
+    def put_in_link(self, number_bytes: float, bandwidth: float) -> None:
+        """Add the size of a number, ``w``, and the rate of the link, ``W``."""
+        self.put_in("w", number_bytes, "bytes of a number", "--number-bytes")
+        self.put_in("W", bandwidth, "bytes a second that a rank can send over the link", "--bandwidth")
+
+    def over_link(self, symbol: str, size: float, bandwidth: float) -> None:
+        """Add the seconds that the bytes of ``symbol`` take."""
+        meaning = "for them, if nothing else is computed meanwhile"
+        self.step("seconds", f"{symbol} / W", size / bandwidth, "s", meaning)
+
     def step(self, symbol: str, formula: str, value: float, unit: str, meaning: str) -> None:
         """Add a result, and write its formula again with the numbers in place of the symbols."""
         known = {one.symbol: one.value for one in self.given}
