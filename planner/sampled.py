@@ -58,8 +58,8 @@ class SampledModel:
         """Count the parameters of a rank."""
         stage = self._stage(state, split)
         layout = state.layout
-        tied = self.config.tie_word_embeddings
-        ends = tied and not (stage.first and stage.last)
+        tied, further = self.config.tie_word_embeddings, self.config.mtp_blocks > 0
+        ends = (tied or further) and not (stage.first and stage.last)
         groups = {}
         flat = replace(layout, pipeline=1, virtual_stages=1, v_shape=False)
         for number in stage.blocks:
@@ -69,7 +69,9 @@ class SampledModel:
             groups[f"layers.{number}"] = self._counted[key]
         modules = list(self._model.entry) if stage.first else []
         if stage.last:
-            modules += [self._model.norm] + ([self._model.embed] if tied else [self._model.head])
+            modules += [self._model.norm] + ([] if tied else [self._model.head])
+            modules += [self._model.embed] if tied or further else []
+            groups |= {f"mtp.{name}": _count(one, state) for name, one in self._model.mtp.items()}
         root = [_count(one, state, ends=ends and one is self._model.embed) for one in dict.fromkeys(modules)]
         return RankParameters({"": sum(root, Group()), **groups})
 
@@ -155,6 +157,8 @@ def _with_shared_blocks(family: Family, kinds: Sequence[int]) -> Family:
     assert issubclass(whole, Decoder), whole
 
     def block(self: Any, number: int) -> nn.Module:
+        if number >= len(kinds):  # a block of multi-token prediction
+            return whole.block(self, number)
         made: dict[int, nn.Module] = self.__dict__.setdefault("made", {})
         if kinds[number] not in made:
             made[kinds[number]] = whole.block(self, number)
