@@ -10,6 +10,8 @@ What is real: the models (``GPTModel`` with its local layers), which tensor each
 name, and every file. Before it writes, rank 0 computes logits with Megatron's model of one rank, and they
 equal transformers' for the same numbers. What is not: the distributed optimizer needs CUDA tensors, so its
 own methods that describe what to save (``sharded_param_state_...``) are called with moments made here.
+Transformer Engine does not run on a CPU. The distributed form has its names for norms (the local layers are
+stored under them); its numbered experts and fused norms of the legacy form are in ``megatron_by_hand.py``.
 """
 
 from __future__ import annotations
@@ -50,12 +52,12 @@ WRITTEN = {
 FLAT = {"llama_flat": dict(model="llama", tp=2, pp=1, moments="fully_sharded_model_space")}
 
 
-def fill(model: nn.Module, m: MegatronModel, say: SimpleNamespace) -> None:
+def fill(model: nn.Module, m: MegatronModel, at: SimpleNamespace) -> None:
     """Set each parameter of one rank's part from the model's whole tensors."""
     first = model.decoder.layers[0].layer_number - 1 if len(model.decoder.layers) else 0
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(m.part(name, first, say).reshape(parameter.shape))
+            parameter.copy_(m.part(name, first, at).reshape(parameter.shape))
 
 
 def patch_cuda_away() -> None:
@@ -162,12 +164,12 @@ def check_logits(m: MegatronModel) -> None:
 
 
 def moments_of(
-    model: nn.Module, m: MegatronModel, say: SimpleNamespace
+    model: nn.Module, m: MegatronModel, at: SimpleNamespace
 ) -> dict[nn.Parameter, dict[str, Tensor]]:
     first = model.decoder.layers[0].layer_number - 1
     return {
         parameter: {
-            key: m.part(name, first, say, key).reshape(parameter.shape).contiguous()
+            key: m.part(name, first, at, key).reshape(parameter.shape).contiguous()
             for key in ("param", "exp_avg", "exp_avg_sq")
         }
         for name, parameter in model.named_parameters()
