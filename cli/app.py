@@ -24,6 +24,7 @@ from .inspect import inspect
 from .merge_lora import merge_lora
 from .models import models
 from .parity import parity
+from .plan import plan
 from .plan_explain import plan_explain, topics
 from .quickstart import quickstart
 from .recipe import recipe
@@ -55,6 +56,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     merge_lora,
     recipe,
     schedule,
+    plan,
     generate,
 )
 

@@ -44,8 +44,8 @@ def parse_amount(text: str, option: str, *, least: float = 1e-12) -> float:
     return number
 
 
-def parse_counts(split: str | None, where: str) -> list[int] | None:
-    """Parse whole numbers such as ``3,2``; ``BadInput`` for anything else."""
+def parse_counts(split: str | None, where: str, option: str = "--split") -> list[int] | None:
+    """Parse whole numbers such as ``3,2``; for anything else ``BadInput`` names ``option``."""
     from ..parallel_state import BadInput
 
     if split is None:
@@ -53,7 +53,7 @@ def parse_counts(split: str | None, where: str) -> list[int] | None:
     try:
         return [int(word) for word in split.split(",")]
     except ValueError:
-        raise BadInput(where, "--split", expected="numbers such as 3,2", found=_short(split)) from None
+        raise BadInput(where, option, expected="numbers such as 3,2", found=_short(split)) from None
 
 
 def _short(text: str) -> str:

@@ -32,6 +32,7 @@ FLOORS = {
     "recipes": 6,
     "generation": 6,
     "training": 7,
+    "search": 8,
     "testing": 8,
     "bench": 9,
     "cli": 10,

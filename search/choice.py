@@ -1,0 +1,101 @@
+"""Define what a search chooses: a layout, its schedule, its micro-batches, and what saves memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..layers import Checkpointing
+from ..parallel_state import Layout
+from ..pipeline import ScheduleName
+from ..recipes.foreign.translation import to_toml
+from ..recipes.recipe import Recipe, parse_recipe
+from .request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """State a layout, its pipeline schedule, the rows that a rank computes at once, and what saves memory."""
+
+    layout: Layout
+    schedule: ScheduleName = "1f1b"
+    micro_batch: int = 1
+    checkpointing: Checkpointing = "none"
+    offload: bool = False
+
+    def micro_batches(self, global_batch: int) -> int:
+        """Return the number of micro-batches of a rank in a step."""
+        return global_batch // (self.layout.data * self.micro_batch)
+
+    @property
+    def cut(self) -> tuple[object, ...]:
+        """Return what a search shows only once: the axes that cut the model."""
+        one = self.layout
+        return one.tensor, one.context, one.pipeline, one.expert
+
+    @property
+    def keys(self) -> dict[str, dict[str, Any]]:
+        """Return the keys of a recipe, by section, that differ from their defaults."""
+        one = self.layout
+        layout: dict[str, Any] = {
+            "tensor": one.tensor,
+            "sequence": one.sequence,
+            "context": one.context,
+            "ring": one.ring,
+            "pipeline": one.pipeline,
+            "data": one.data,
+            "data_replicate": one.data_replicate if one.zero else 1,
+            "expert": one.expert,
+            "zero": one.zero,
+        }
+        # By identity: True is 1.
+        layout = {key: value for key, value in layout.items() if value is True or value > (key != "zero")}
+        if one.pipeline > 1:
+            layout["schedule"] = self.schedule
+            layout |= {"virtual_stages": one.virtual_stages} if one.virtual_stages > 1 else {}
+        memory: dict[str, Any] = {"checkpointing": self.checkpointing} if self.checkpointing != "none" else {}
+        memory |= {"offload": True} if self.offload else {}
+        return {"layout": layout, "data": {"micro_batch": self.micro_batch}, "memory": memory}
+
+    def __str__(self) -> str:
+        """Return the layout in one line, in the words of a recipe."""
+        found = self.keys["layout"]
+        words = [
+            key if value is True else f"{key} {value}" for key, value in found.items() if key != "schedule"
+        ]
+        if self.layout.pipeline > 1:
+            words.append(self.schedule)
+        words += [f"micro_batch {self.micro_batch}"]
+        words += [] if self.checkpointing == "none" else [f"checkpointing {self.checkpointing}"]
+        return ", ".join(words + (["offload"] if self.offload else []))
+
+
+def raw_recipe(request: Request, choice: Choice) -> dict[str, Any]:
+    """Return the recipe of a choice as plain data."""
+    raw = {key: dict(value) if isinstance(value, Mapping) else value for key, value in request.raw.items()}
+    for section, keys in choice.keys.items():
+        raw[section] = raw.get(section, {}) | keys
+    return raw
+
+
+def recipe_of(request: Request, choice: Choice) -> Recipe:
+    """Return the checked recipe of a choice; ``BadInput`` if a recipe may not say this."""
+    return parse_recipe(raw_recipe(request, choice), f"plan {request.name}")
+
+
+def recipe_text(raw: Mapping[str, Any], head: str = "") -> str:
+    """Return a recipe in TOML, sections last, with the lines of ``head`` as its first comment."""
+    lines = [f"# {line}".rstrip() for line in head.splitlines()]
+    _write_table(lines, "", raw)
+    return "\n".join(lines) + "\n"
+
+
+def _write_table(lines: list[str], name: str, table: Mapping[str, Any]) -> None:
+    tables = {key: one for key, one in table.items() if isinstance(one, Mapping)}
+    plain = {key: one for key, one in table.items() if key not in tables and one is not None}
+    if name and plain:
+        lines += ["", f"[{name}]"]
+    lines += [f"{key} = {to_toml(value)}" for key, value in plain.items()]
+    for key, one in tables.items():
+        _write_table(lines, f"{name}.{key}" if name else key, one)

@@ -1,0 +1,22 @@
+"""Estimate the critical batch, beyond which more tokens in a step save few steps."""
+
+from __future__ import annotations
+
+import math
+
+
+def expected_loss(parameters: float, tokens: float) -> float:
+    """Return the loss that a model of this size reaches on so many tokens, in nats a token.
+
+    Source: Hoffmann et al. 2022, section D.3 (their third approach), on their data.
+    """
+    return 1.69 + 406.4 / math.pow(parameters, 0.34) + 410.7 / math.pow(tokens, 0.28)
+
+
+def critical_batch(parameters: float, tokens: float) -> float:
+    """Return the critical batch in tokens, at the end of a training on so many tokens.
+
+    Source: Kaplan et al. 2020, equation 1.4: 2e8 tokens over the loss to the power of 1 / 0.21. Earlier in
+    training, where the loss is higher, it is smaller.
+    """
+    return 2e8 / math.pow(expected_loss(parameters, tokens), 1 / 0.21)

@@ -1,0 +1,187 @@
+"""Compute what a choice needs and how long it takes, from parts that many choices share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from typing import Any
+
+from ..layers import Checkpointing
+from ..models import AdaptedFamily
+from ..parallel_state import Layout, ParallelState, dtype_named
+from ..pipeline import ScheduleName
+from ..planner import MemoryPlan, StageCost, Work
+from ..planner.memory import memory_of
+from ..planner.rank_parameters import RankParameters
+from ..planner.sampled import SampledModel, sampled
+from ..planner.stage_cut import StageCut, cut_stages
+from ..planner.time import StepTime, StepTimer
+from ..recipes.recipe import Recipe
+from ..training.dry_run import RUNTIME
+from ..training.run_plan import loss_chunk_of
+from .choice import Choice
+from .request import Request
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Hold a choice that fits, with its time and the memory of the first rank of each pipeline rank."""
+
+    choice: Choice
+    time: StepTime
+    memory: tuple[MemoryPlan, ...]
+    cut: StageCut
+    loss_chunk: int
+
+    @property
+    def heaviest(self) -> int:
+        """Return the pipeline rank that needs most memory."""
+        return max(range(len(self.memory)), key=lambda rank: self.memory[rank].total)
+
+    @cached_property
+    def bytes(self) -> int:
+        """Return the bytes that the heaviest rank needs, the runtime's included."""
+        return self.memory[self.heaviest].total + RUNTIME
+
+
+class Evaluator:
+    """Evaluate choices for one request."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        recipe = request.recipe
+        self.rows = recipe.data.global_batch
+        self._length = recipe.data.sequence_length
+        self._frozen = (
+            dtype_named(recipe.compute_dtype) if isinstance(request.family, AdaptedFamily) else None
+        )
+        self._sizes: dict[str, Any] = {
+            "master": dtype_named(recipe.dtype).itemsize,
+            "compute": dtype_named(recipe.compute_dtype).itemsize,
+            "reduce": dtype_named(recipe.reduce or recipe.dtype).itemsize,
+            "loss_sums": dtype_named(recipe.reduce).itemsize if recipe.reduce else 4,
+        }
+        # One object holds a cache for its own lifetime, not for that of the process.
+        self.cut = cache(self._cut)
+        self._chunk = cache(self._loss_chunk)
+        self._compiled = cache(self._compiles)
+        self._stage_costs = cache(self._costs_of)
+        self.held = cache(self._held_by)
+        self._rows = cache(self._row_seconds)
+
+    def model(self, layout: Layout) -> SampledModel:
+        """Return one block of each kind, cut as the layout says; ``BadInput`` if the model forbids it."""
+        return sampled(self.request.family, self.request.config, layout, frozen=self._frozen)
+
+    def work(self, choice: Choice, pipeline: int = 0) -> Work:
+        """Describe a step of a choice on the first rank of a pipeline rank."""
+        layout = choice.layout
+        return Work(
+            ParallelState.stand_in(layout, layout.first_rank(pipeline)),
+            self.request.config.hidden_size,
+            self._length,
+            choice.micro_batch,
+            choice.micro_batches(self.rows),
+            schedule=choice.schedule,
+            checkpointing=choice.checkpointing,
+            loss_chunk=self.loss_chunk(choice),
+            offload=choice.offload,
+            **self._sizes,
+        )
+
+    def memory(self, choice: Choice, pipeline: int) -> MemoryPlan:
+        """Return the memory of the first rank of a pipeline rank."""
+        work = self.work(choice, pipeline)
+        layout = _without_data(choice.layout)
+        costs = self._stage_costs(layout, choice.micro_batch, work.loss_chunk, pipeline)
+        return memory_of(work, self.held(choice.layout, pipeline), costs)
+
+    def answer(self, choice: Choice) -> Answer:
+        """Evaluate a choice as a whole."""
+        layout = choice.layout
+        compiled = self._compiled(choice.checkpointing, choice.schedule, layout.pipeline > 1)
+        timer = self._timer(choice, compiled)
+        memory = tuple(self.memory(choice, rank) for rank in range(layout.pipeline))
+        cut = self.cut(layout.pipeline, layout.virtual_stages, layout.v_shape)
+        return Answer(choice, timer.time(), memory, cut, self.loss_chunk(choice))
+
+    def loss_chunk(self, choice: Choice) -> int:
+        """Return the number of tokens whose logits exist at once, as a run would choose it."""
+        one = choice.layout
+        place = one.tensor, one.context, one.sequence, one.pipeline > 1
+        return self._chunk(place, choice.schedule, choice.micro_batch)
+
+    def _timer(self, choice: Choice, compiled: bool) -> StepTimer:
+        layout = choice.layout
+        split = self.cut(layout.pipeline, layout.virtual_stages, layout.v_shape).counts
+        return StepTimer(
+            self.model(layout),
+            self.work(choice),
+            self.request.machine,
+            split=split if layout.pipeline > 1 else None,
+            compiled=compiled,
+            dtype="float8" if self.request.recipe.compute == "float8" else "",
+        )
+
+    def row_seconds(
+        self, layout: Layout, micro_batch: int, mode: Checkpointing, schedule: ScheduleName
+    ) -> tuple[float, float]:
+        """Return the seconds of a forward and of a backward of a row of the whole model on one pipeline rank,
+        with what its blocks send; nothing that data ranks exchange is in it.
+        """
+        bare = replace(_without_data(layout), pipeline=1, virtual_stages=1, v_shape=False)
+        compiled = self._compiled(mode, schedule, layout.pipeline > 1)
+        return self._rows(bare, micro_batch, mode, compiled)
+
+    def _row_seconds(
+        self, bare: Layout, micro_batch: int, mode: Checkpointing, compiled: bool
+    ) -> tuple[float, float]:
+        choice = Choice(bare, "1f1b", micro_batch, mode)
+        ((forward, backward),) = self._timer(choice, compiled).time().stages
+        return forward / micro_batch, backward / micro_batch
+
+    def _cut(self, pipeline: int, virtual: int, v_shape: bool) -> StageCut:
+        layout = Layout.of(pipeline=pipeline, virtual_stages=virtual, v_shape=v_shape)
+        return cut_stages(
+            self.request.family, self.request.config, layout, self._length, split=self.request.recipe.split
+        )
+
+    def _changed(self, choice: Choice) -> Recipe:
+        """Return the recipe with a choice's keys, unchecked: for questions whose answer is in the recipe."""
+        recipe, keys = self.request.recipe, choice.keys
+        section = type(recipe.layout_section).model_validate(keys["layout"])
+        return recipe.model_copy(
+            update={
+                "layout_section": section,
+                "memory": recipe.memory.model_copy(update=keys["memory"]),
+                "data": recipe.data.model_copy(update=keys["data"]),
+            }
+        )
+
+    def _loss_chunk(
+        self, place: tuple[int, int, bool, bool], schedule: ScheduleName, micro_batch: int
+    ) -> int:
+        tensor, context, sequence, several = place
+        layout = Layout(tensor=tensor, context=context, sequence=sequence, pipeline=2 if several else 1)
+        return loss_chunk_of(self._changed(Choice(layout, schedule, micro_batch)), self.request.config)
+
+    def _compiles(self, mode: Checkpointing, schedule: str, pipeline: bool) -> bool:
+        layout = Layout(pipeline=2 if pipeline else 1)
+        return self._changed(Choice(layout, schedule, 1, mode)).compiles  # type: ignore[arg-type]
+
+    def _costs_of(self, layout: Layout, micro_batch: int, loss_chunk: int, pipeline: int) -> list[StageCost]:
+        """Return the costs of a rank's stages, in which schedule and checkpointing have no part."""
+        split = self.cut(layout.pipeline, layout.virtual_stages, layout.v_shape).counts
+        work = replace(self.work(Choice(layout, "1f1b", micro_batch), pipeline), loss_chunk=loss_chunk)
+        return self.model(layout).costs(work, split if layout.pipeline > 1 else None)
+
+    def _held_by(self, layout: Layout, pipeline: int) -> RankParameters:
+        split = self.cut(layout.pipeline, layout.virtual_stages, layout.v_shape).counts
+        state = ParallelState.stand_in(layout, layout.first_rank(pipeline))
+        return self.model(layout).parameters(state, split if layout.pipeline > 1 else None)
+
+
+@cache
+def _without_data(layout: Layout) -> Layout:
+    """Return the layout with as few data ranks as its experts allow, which share nothing."""
+    return replace(layout, zero=0, data_shard=1, data_replicate=layout.expert)

@@ -1,0 +1,229 @@
+"""Find the fastest layouts that fit: from the one that could be fastest on, until no other can be faster.
+
+Every layout has a lower bound of its time, and so has every group of layouts; the group with the least bound
+is opened next (best first, Hart et al. 1968). Bounds are cheap and become tighter on the way from a cut of
+the model to a single layout, and a single layout is timed in full. What is opened in this order is either
+among the fastest, or does not fit: so the reasons are those of layouts that would have been faster.
+
+Weights on the host are tried only where nothing fits without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
+from itertools import count
+
+from ..layers import Checkpointing
+from ..parallel_state import BadInput
+from ..planner import MemoryPlan
+from ..training.dry_run import RUNTIME
+from .bound import Bound
+from .candidates import Cut, Flow, Store, candidates
+from .choice import Choice, recipe_of
+from .evaluate import Answer, Evaluator
+from .request import Request
+from .shortage import none_fits, none_legal, shortage
+from .tally import Tally
+
+#: Layouts to show, and how many times as long as the fastest one of them may take.
+SHOWN, _LONGEST = 10, 3.0
+#: Two layouts of the same cut whose times differ by less count as equally fast; only one of them is timed.
+_ALIKE = 0.03
+
+
+@dataclass
+class Found:
+    """Hold the result of a search. ``best``: the fastest layout of each cut, in order; ``timed``: every
+    layout that fits and was timed in full; ``legal``: the number of legal layouts.
+    """
+
+    request: Request
+    best: list[Answer] = field(default_factory=list)
+    timed: list[Answer] = field(default_factory=list)
+    tally: Tally = field(default_factory=Tally)
+    legal: int = 0
+
+    @property
+    def settled(self) -> int:
+        """Return how many legal layouts the search knows not to be better."""
+        return self.tally.count("memory") + self.tally.count("slower") + len(self.best)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """State what is decided so far; what follows in this order is left open."""
+
+    cut: Cut
+    flow: Flow | None = None
+    mode: Checkpointing | None = None
+    #: Whether its bound is that of its mode and micro-batch.
+    refined: bool = False
+    store: Store | None = None
+    answer: Answer | None = None
+
+    @property
+    def layouts(self) -> int:
+        """Return the number of layouts in this group."""
+        if self.flow is None:
+            return self.cut.layouts
+        return 1 if self.store is not None else len(self.cut.stores)
+
+    @property
+    def choice(self) -> Choice:
+        """Return the layout of this group; of open stores the one that needs least memory."""
+        assert self.flow is not None and self.mode is not None
+        store = self.store or self.cut.stores[0]
+        virtual, v_shape = self.flow.virtual_stages, self.flow.v_shape
+        layout = replace(self.cut.with_store(store), virtual_stages=virtual, v_shape=v_shape)
+        return Choice(layout, self.flow.schedule, self.flow.micro_batch, self.mode, store.offload)
+
+
+def find_layouts(
+    request: Request, *, shown: int = SHOWN, told: Callable[[Found], None] | None = None
+) -> Found:
+    """Search for the fastest layouts of a request that fit. ``told``: called now and then with what is found.
+
+    Raises ``BadInput`` if no layout is legal, or none fits; the message says what to change, with figures.
+    """
+    search = _Search(request, shown, told)
+    if not search.run() and not search.run(offload=True):
+        raise none_fits(request, search.found.tally)
+    return search.found
+
+
+class _Search:
+    def __init__(self, request: Request, shown: int, told: Callable[[Found], None] | None) -> None:
+        self.request, self.shown, self.told = request, shown, told
+        self.found = Found(request)
+        self.evaluator = Evaluator(request)
+        self.bound = Bound(self.evaluator)
+        self._heap: list[tuple[float, int, _Group]] = []
+        self._number = count()
+        self._cuts: set[tuple[object, ...]] = set()
+        #: The least seconds of the timed layouts of each cut, and by how much a flow's bound was too low.
+        self._least: dict[tuple[object, ...], float] = {}
+        self._gaps: dict[object, float] = {}
+
+    def run(self, *, offload: bool = False) -> bool:
+        """Search, and tell whether something fits."""
+        found, steps = self.found, 0
+        for cut in candidates(self.request, Tally() if offload else found.tally, offload=offload):
+            found.legal += cut.layouts
+            self._push(_Group(cut))
+        if not self._heap:
+            raise none_legal(self.request, found.tally)
+        while self._heap and not self._done(self._heap[0][0]):
+            bound, _, group = heappop(self._heap)
+            self._open(bound, group)
+            steps += 1
+            if self.told is not None and steps % 32 == 0:
+                self.told(found)
+        left = sum(group.layouts for _, _, group in self._heap)
+        if left:
+            found.tally.add("slower", "than the best, by a lower bound of their time", left, "")
+        found.best.sort(key=lambda one: one.time.seconds)  # a bound may be a little too high
+        return bool(found.best)
+
+    def _done(self, bound: float) -> bool:
+        best = self.found.best
+        return bool(best) and (len(best) == self.shown or bound > _LONGEST * best[0].time.seconds)
+
+    def _push(self, group: _Group) -> None:
+        try:
+            bound = self._bound(group)
+        except BadInput as error:  # building a layer may refuse what the config allows
+            self.found.tally.illegal(error, group.layouts)
+            self.found.legal -= group.layouts
+            return
+        heappush(self._heap, (bound, next(self._number), group))
+
+    def _bound(self, group: _Group) -> float:
+        if group.answer is not None:
+            return group.answer.time.seconds
+        if group.flow is None:
+            return self.bound.of_cut(group.cut)
+        if group.mode is None or not group.refined:
+            return self.bound.of_flow(group.cut, group.flow)
+        if group.store is None:
+            return self.bound.of_mode(group.cut, group.flow, group.mode)
+        return self.bound.of_choice(group.cut, group.flow, group.choice)
+
+    def _open(self, bound: float, group: _Group) -> None:
+        if group.answer is not None:
+            self._take(group.answer)
+        elif group.flow is None:
+            self._open_cut(group)
+        elif self._is_slower(group, bound):
+            self._count_slower(group.choice, group.layouts)
+        elif not group.refined:
+            self._push(replace(group, refined=True))
+        elif group.store is None:
+            for store in group.cut.stores:
+                self._push(replace(group, store=store))
+        elif self._fits(group):
+            self._time(bound, group)
+
+    def _open_cut(self, group: _Group) -> None:
+        """Open the flows and modes of a cut that fit with the store that needs least.
+
+        With more rows in a micro-batch a rank needs more, so what does not fit with some does not with more.
+        """
+        flows: dict[tuple[str, int], list[Flow]] = {}
+        for flow in group.cut.flows:
+            flows.setdefault((flow.schedule, flow.virtual_stages), []).append(flow)
+        for some in flows.values():
+            for mode in some[0].modes:
+                groups = [replace(group, flow=flow, mode=mode) for flow in some]
+                for number, one in enumerate(groups):
+                    if not self._fits(one, layouts=sum(more.layouts for more in groups[number:])):
+                        break
+                    self._push(one)
+
+    def _is_slower(self, group: _Group, bound: float) -> bool:
+        """Tell whether a timed layout of this cut is as fast, or nearly."""
+        known = self._least.get(group.choice.cut)
+        if known is None:
+            return False
+        gap = self._gaps.get((group.cut.layout, group.flow, group.mode), 0.0)
+        return bound + gap > (1 - _ALIKE) * known
+
+    def _time(self, bound: float, group: _Group) -> None:
+        """Evaluate a layout in full, and open it again if every one of its ranks fits."""
+        answer = self.evaluator.answer(group.choice)
+        if answer.bytes > self.request.room:
+            self._count_memory(group.choice, answer.heaviest, answer.memory[answer.heaviest], 1)
+            return
+        cut, seconds = answer.choice.cut, answer.time.seconds
+        self._least[cut] = min(seconds, self._least.get(cut, seconds))
+        self._gaps[group.cut.layout, group.flow, group.mode] = seconds - bound
+        self.found.timed.append(answer)
+        self._push(replace(group, answer=answer))
+
+    def _take(self, answer: Answer) -> None:
+        if answer.choice.cut in self._cuts:
+            self._count_slower(answer.choice, 1)
+            return
+        recipe_of(self.request, answer.choice)  # every check of a recipe, once more
+        self.found.best.append(answer)
+        self._cuts.add(answer.choice.cut)
+
+    def _fits(self, group: _Group, *, layouts: int = 1) -> bool:
+        """Tell whether both ends of the pipeline fit, which nearly always need most; if not, count why."""
+        choice = group.choice
+        for rank in dict.fromkeys((0, choice.layout.pipeline - 1)):
+            plan = self.evaluator.memory(choice, rank)
+            if plan.total + RUNTIME > self.request.room:
+                self._count_memory(choice, rank, plan, layouts)
+                return False
+        return True
+
+    def _count_slower(self, choice: Choice, layouts: int) -> None:
+        text = "than a layout of the same cut"
+        self.found.tally.add("slower", text, layouts, str(choice))
+
+    def _count_memory(self, choice: Choice, rank: int, plan: MemoryPlan, layouts: int) -> None:
+        room = self.request.room
+        largest, text = shortage(plan, choice, rank, room)
+        self.found.tally.add("memory", largest, layouts, text, excess=plan.total + RUNTIME - room)

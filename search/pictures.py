@@ -1,0 +1,79 @@
+"""Draw what a search found: memory against time, and the memory of each pipeline rank."""
+
+from __future__ import annotations
+
+import io
+import re
+from typing import Any
+
+from .find import Found
+from .shortage import parts_of
+
+#: Colours that can be read on light and dark paper, and that of text.
+_COLOURS = ("#3b82c4", "#b0802f", "#4d9a5b", "#a05195", "#c2544f", "#3aa0a0", "#8a8f3c", "#7a6fd0", "#8a6d5b")
+_INK = "#7a8088"
+
+
+def pareto(found: Found) -> str:
+    """Return SVG: memory against time of every layout that was timed; those shown have their number."""
+    figure, axes = _figure(1, 3.6)
+    room = found.request.room / 1e9
+    plain = [one for one in found.timed if one not in found.best]
+    axes.scatter([one.time.seconds for one in plain], [one.bytes / 1e9 for one in plain], s=16, color=_INK)
+    for number, one in enumerate(found.best, 1):
+        place = one.time.seconds, one.bytes / 1e9
+        axes.scatter(*place, s=46, color=_COLOURS[0])
+        axes.annotate(f" {number}", place, va="center", ha="left", fontsize=11)
+    axes.axhline(room, color=_COLOURS[4], linewidth=1, linestyle="--")
+    axes.annotate(f"{room:.1f} GB may be used", (0, room), xycoords=("axes fraction", "data"), va="bottom")
+    axes.set_ylim(0, room * 1.12)
+    axes.set_xlabel("seconds of a step")
+    axes.set_ylabel("GB of the heaviest rank")
+    return _svg(figure)
+
+
+def memory_of_stages(found: Found) -> str:
+    """Return SVG: the memory of each pipeline rank of the fastest layout, by kind."""
+    best = found.best[0]
+    figure, axes = _figure(1, max(2.6, 0.9 + 0.24 * len(best.memory)))
+    ranks, left = range(len(best.memory)), [0.0] * len(best.memory)
+    parts = [parts_of(one) for one in best.memory]
+    kinds = list(dict.fromkeys(kind for one in parts for kind in one))
+    for colour, kind in zip((*_COLOURS, _INK), kinds, strict=False):
+        sizes = [one.get(kind, 0) / 1e9 for one in parts]
+        if any(sizes):
+            axes.barh(ranks, sizes, left=left, height=0.8, color=colour, label=kind)
+            left = [a + b for a, b in zip(left, sizes, strict=True)]
+    axes.axvline(found.request.room / 1e9, color=_COLOURS[4], linewidth=1, linestyle="--")
+    axes.set_yticks(list(ranks)[:: max(1, len(ranks) // 16)])
+    axes.invert_yaxis()
+    axes.set_xlabel("GB")
+    axes.set_ylabel("pipeline rank")
+    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    return _svg(figure)
+
+
+def _figure(rows: int, height: float) -> tuple[Any, Any]:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    # Text stays text: it can be searched, and needs no font of this machine.
+    matplotlib.rcParams.update({"svg.fonttype": "none", "text.color": _INK, "axes.labelcolor": _INK})
+    figure, axes = pyplot.subplots(rows, 1, figsize=(8, height), layout="constrained")
+    axes.tick_params(colors=_INK)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(_INK)
+    return figure, axes
+
+
+def _svg(figure: Any) -> str:
+    from matplotlib import pyplot
+
+    written = io.StringIO()
+    figure.savefig(written, format="svg", transparent=True, metadata={"Date": None})
+    pyplot.close(figure)
+    text = written.getvalue()
+    # Its metadata names matplotlib by addresses; the page shall have none.
+    return re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)

@@ -1,0 +1,166 @@
+"""Read what a search is asked: a model, the devices, the batch. Everything else is searched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from ..models import Family, ModelConfig, family_of, published_size, published_sizes
+from ..parallel_state import BadInput
+from ..planner.time import Machine
+from ..recipes.recipe import Recipe, load_recipe, parse_recipe
+from ..recipes.shipped import shipped_recipes
+from ..storage.file_names import CONFIG
+from ..storage.small_files import read_json
+from ..training.dry_run import plan_without_weights
+
+#: Tokens of a step if nobody says how many rows: those of Llama 3 at first (Grattafiori et al. 2024, 3.4).
+BATCH_TOKENS = 4 * 2**20
+#: Rows of a step of LoRA if nobody says how many.
+LORA_ROWS = 64
+_LONGEST = 8192
+
+
+@dataclass(frozen=True)
+class Request:
+    """State what a layout is searched for.
+
+    ``recipe`` holds all that the search leaves as it is: model, data, data types. Its layout is one rank's.
+    ``room``: bytes that a plan may fill of a device. ``raw``: the recipe as plain data, from which the one of
+    the found layout is written.
+    """
+
+    name: str
+    recipe: Recipe
+    raw: Mapping[str, Any]
+    family: Family
+    config: ModelConfig
+    machine: Machine
+    gpus: int
+    room: int
+    #: Tokens of the whole training, if the user says how many.
+    tokens: float | None = None
+
+    @property
+    def step_tokens(self) -> int:
+        """Return the number of tokens of a step."""
+        return self.recipe.data.global_batch * self.recipe.data.sequence_length
+
+
+def read_request(
+    model: str,
+    machine: Machine,
+    gpus: int | None,
+    *,
+    sequence_length: int | None = None,
+    global_batch: int | None = None,
+    lora: int | None = None,
+    headroom: float = 0.08,
+    tokens: float | None = None,
+) -> Request:
+    """Return the checked request for a model: a published size, a config.json, a Hugging Face folder, or a
+    recipe.
+
+    ``lora``: the rank of adapters, which are trained in place of the model. ``headroom``: share of a device's
+    memory to leave free. A recipe's own batch, sequence length and number of ranks are the defaults. Raises
+    ``BadInput`` for a model that cannot be read or trained so.
+    """
+    name, raw, ranks = _template(model)
+    if gpus is None and ranks is None:
+        raise BadInput("plan", "--gpus", expected="the number of GPUs", found="none")
+    gpus = gpus or ranks or 1
+    data = raw["data"]
+    if lora is not None:
+        raw["lora"] = {"r": lora, "lora_alpha": 2 * lora, "target_modules": "all-linear"}
+        raw["model"] = _as_base(raw["model"], name)
+    if sequence_length is not None:
+        data["sequence_length"] = sequence_length
+    elif "sequence_length" not in data:
+        data["sequence_length"] = min(_LONGEST, _positions(raw["model"]))
+    if global_batch is not None:
+        data["global_batch"] = global_batch
+    elif "global_batch" not in data:
+        data["global_batch"] = LORA_ROWS if lora else max(1, BATCH_TOKENS // data["sequence_length"])
+    if tokens is not None:
+        raw["steps"] = max(1, round(tokens / (data["global_batch"] * data["sequence_length"])))
+    raw.setdefault("memory", {})["device_gb"] = machine.memory / 1e9
+    recipe = parse_recipe(raw, f"plan {name}")
+    if recipe.compute == "float8" or any(group.freeze for group in recipe.optimizer.groups):
+        expected = "a recipe without float8 and without frozen groups of parameters"
+        todo = "Of these `trilith train RECIPE --dry-run` plans one layout at a time"
+        raise BadInput(f"plan {name}", "MODEL", expected=expected, found="one of these", todo=todo)
+    planned, _ = plan_without_weights(recipe)
+    return Request(
+        name, recipe, raw, planned.family, planned.config, machine, gpus,
+        room=int(machine.memory * (1 - headroom)), tokens=tokens,
+    )  # fmt: skip
+
+
+def _template(model: str) -> tuple[str, dict[str, Any], int | None]:
+    """Return the model's name, a recipe without its layout as plain data, and the ranks of a recipe."""
+    path = Path(model)
+    if path.suffix == ".toml" or model in shipped_recipes():
+        recipe = load_recipe(model)
+        raw = recipe.model_dump(exclude_unset=True, by_alias=True)
+        for section, keys in (("layout", None), ("memory", ("checkpointing", "checkpoint_every", "offload"))):
+            kept = {} if keys is None else {k: v for k, v in raw.get(section, {}).items() if k not in keys}
+            raw[section] = kept
+        raw["data"].pop("micro_batch", None)
+        return path.stem, raw | {"device": "cuda"}, recipe.layout.world
+    if path.is_dir():
+        path = path / CONFIG
+    if path.is_file():
+        read_json(path)  # refuses what is none
+        name = path.parent.resolve().name if path.name == CONFIG else path.stem
+        return name, _from_scratch(name, {"config": str(path)}), None
+    size = _size(model)
+    return size, _from_scratch(size, {"size": size}), None
+
+
+def _size(model: str) -> str:
+    if model.lower() not in published_sizes():
+        names = [*published_sizes(), *shipped_recipes()]
+        near = get_close_matches(model.lower(), names, n=3, cutoff=0.4)
+        raise BadInput(
+            "plan", "MODEL",
+            expected="a published size, a config.json, a Hugging Face folder or a recipe",
+            found=repr(model)[:80],
+            todo=f"Nearest: {', '.join(near)}" if near else "`trilith models` lists the sizes",
+        )  # fmt: skip
+    return published_size(model).name
+
+
+def _from_scratch(name: str, model: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "out": f"runs/{name}",
+        "steps": 1,
+        "device": "cuda",
+        "compute": "bfloat16",
+        "model": model,
+        "data": {"tokens": "tokens"},
+    }
+
+
+def _fields(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config.json's dict of the [model] section of a template."""
+    if "size" in model:
+        return published_size(model["size"]).with_fields(model.get("config", {}))
+    config = model["config"]
+    return dict(config) if isinstance(config, Mapping) else read_json(Path(config))
+
+
+def _positions(model: Mapping[str, Any]) -> int:
+    fields = _fields(model)
+    return family_of(fields).from_hf(fields).max_position_embeddings
+
+
+def _as_base(model: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return the [model] section for adapters: they need weights, whose config a plan reads from here."""
+    if "init_from" in model:
+        return model
+    config = model.get("config")
+    folder = str(Path(config).parent) if isinstance(config, str) else name
+    return {"init_from": folder, "config": _fields(model)}

@@ -1,0 +1,119 @@
+"""Say in one line why a layout does not fit, and what to change where none does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..parallel_state import BadInput
+from ..planner import MemoryPlan
+from ..planner.time import MACHINES
+from ..training.dry_run import RUNTIME
+from .candidates import Cut, candidates
+from .choice import Choice
+from .evaluate import Evaluator
+from .request import Request
+from .tally import Tally
+
+#: Kinds of a ``MemoryPlan`` in words, in the order in which they are shown.
+KINDS = {
+    "weights": "weights",
+    "gathered": "gathered weights",
+    "gradients": "gradients",
+    "moments": "moments",
+    "activations": "activations",
+    "pipeline": "receive buffers",
+    "logits": "logits",
+    "block": "one block's backward",
+}
+#: How often the number of GPUs is doubled to find one that is enough.
+_DOUBLINGS = 10
+
+
+def parts_of(plan: MemoryPlan) -> dict[str, int]:
+    """Return the bytes of a rank at its worst moment by kind, in words: of the loss and of a block's backward
+    only the one that needs more.
+    """
+    idle = "block" if plan.logits > plan.block else "logits"
+    found = {words: getattr(plan, name) for name, words in KINDS.items() if name != idle}
+    return found | {"runtime": RUNTIME}
+
+
+def shortage(plan: MemoryPlan, choice: Choice, rank: int, room: int) -> tuple[str, str]:
+    """Return the kind that needs most of a rank that is too full, and a line with the figures."""
+    parts = sorted(parts_of(plan).items(), key=lambda one: -one[1])
+    told = ", ".join(f"{words} {size / 1e9:.1f}" for words, size in parts[:3])
+    total = plan.total + RUNTIME
+    line = f"pipeline rank {rank} needs {total / 1e9:.1f} of {room / 1e9:.1f} GB: {told} ({choice})"
+    return parts[0][0], line
+
+
+def none_legal(request: Request, tally: Tally) -> BadInput:
+    """Return the error for a number of GPUs over which no layout is legal."""
+    most = next(iter(tally), None)
+    return BadInput(
+        f"plan {request.name}",
+        "--gpus",
+        expected="a number over which the model and the batch can be cut",
+        found=request.gpus,
+        todo="" if most is None else f"Most often: {most.example}",
+    )
+
+
+def none_fits(request: Request, tally: Tally) -> BadInput:
+    """Return the error for a request of which no layout fits, with what would, and the figures."""
+    reasons = [one for one in tally if one.kind == "memory"]
+    nearest = min(reasons, key=lambda one: one.excess, default=None)
+    found = "more with every layout" if nearest is None else nearest.example
+    gpus = request.gpus
+    ways = []
+    for doubling in range(1, _DOUBLINGS + 1):
+        if (least := _least(replace(request, gpus=gpus << doubling))) is not None and least <= request.room:
+            ways.append(f"--gpus {gpus << doubling} ({least / 1e9:.1f} GB)")
+            break
+    larger = sorted((one for one in MACHINES.values() if one.memory > request.machine.memory),
+                    key=lambda one: one.memory)  # fmt: skip
+    share = request.room / request.machine.memory
+    if larger and (least := _least(request)) is not None:
+        ways += [
+            f"--gpu {one.name} ({one.memory / 1e9:.0f} GB)" for one in larger if least <= share * one.memory
+        ][:1]
+    return BadInput(
+        f"plan {request.name}",
+        "memory",
+        expected=f"at most {request.room / 1e9:.1f} GB of a GPU's {request.machine.memory / 1e9:.0f} GB",
+        found=found,
+        todo=f"What would fit: {'; or '.join(ways)}" if ways else "Take a shorter --seq, or --lora",
+    )
+
+
+def _least(request: Request) -> int | None:
+    """Return the fewest bytes that the heaviest rank of a layout needs; ``None`` if no layout is legal."""
+    evaluator, best = Evaluator(request), None
+    for cut in candidates(request, Tally(), offload=True):
+        if cut.layout.sequence != (cut.layout.tensor > 1) or cut.layout.ring:
+            continue
+        try:
+            total = _least_of(cut, evaluator, best)
+        except BadInput:  # building a layer may refuse what the config allows
+            continue
+        best = total if best is None else min(best, total)
+    return best
+
+
+def _least_of(cut: Cut, evaluator: Evaluator, best: int | None) -> int:
+    """Return the fewest bytes of a cut: blocks forget all they can, and the data ranks share all they can."""
+    least = None
+    for flow in cut.flows:
+        if flow.micro_batch > 1 or flow.schedule not in ("1f1b", "interleaved"):
+            continue
+        layout = replace(
+            cut.with_store(cut.stores[0]), virtual_stages=flow.virtual_stages, v_shape=flow.v_shape
+        )
+        choice = Choice(layout, flow.schedule, 1, flow.modes[-1], cut.stores[0].offload)
+        total = 0
+        for rank in range(layout.pipeline):
+            total = max(total, evaluator.memory(choice, rank).total + RUNTIME)
+            if best is not None and total >= best:
+                break
+        least = total if least is None else min(least, total)
+    return least if least is not None else (best or 2**62)

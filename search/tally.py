@@ -1,0 +1,48 @@
+"""Count why layouts fall, by reason, with one example of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ..parallel_state import BadInput
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """State why ``layouts`` layouts fall. ``example``: what was found at one of them."""
+
+    kind: str
+    text: str
+    layouts: int
+    example: str
+    excess: float
+
+
+@dataclass
+class Tally:
+    """Collect the reasons. Kinds: "not legal", "memory", "slower"."""
+
+    _counts: dict[tuple[str, str], int] = field(default_factory=dict)
+    _examples: dict[tuple[str, str], tuple[float, str]] = field(default_factory=dict)
+
+    def illegal(self, error: BadInput, layouts: int) -> None:
+        """Count layouts that a recipe would refuse."""
+        self.add("not legal", str(error.key), layouts, str(error))
+
+    def add(self, kind: str, text: str, layouts: int, example: str, *, excess: float = 0.0) -> None:
+        """Count layouts. Of the examples, that with the least ``excess`` is kept: the nearest to legal."""
+        key = kind, text
+        self._counts[key] = self._counts.get(key, 0) + layouts
+        if key not in self._examples or excess < self._examples[key][0]:
+            self._examples[key] = excess, example
+
+    def count(self, kind: str = "") -> int:
+        """Return the number of layouts that fell, of one kind or of all."""
+        return sum(count for (one, _), count in self._counts.items() if kind in ("", one))
+
+    def __iter__(self) -> Iterator[Reason]:
+        """Yield the reasons, those of most layouts first."""
+        for key, count in sorted(self._counts.items(), key=lambda one: -one[1]):
+            excess, example = self._examples[key]
+            yield Reason(*key, count, example, excess)

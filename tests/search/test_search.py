@@ -1,0 +1,130 @@
+"""A search finds legal layouts that fit, the fastest first, and says why the others fall."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from trilith.cli.app import run
+from trilith.parallel_state import BadInput
+from trilith.planner.time import machine_named
+from trilith.recipes import load_recipe
+from trilith.search import Choice, Found, find_layouts, read_request
+from trilith.search.bound import Bound
+from trilith.search.candidates import candidates
+from trilith.search.critical_batch import critical_batch
+from trilith.search.evaluate import Evaluator
+from trilith.search.find import _Group
+from trilith.search.report import make_page, recipe_toml
+from trilith.search.tally import Tally
+from trilith.training.dry_run import dry_run, heaviest
+from trilith.training.run_plan import plan
+
+MACHINE = machine_named("l40s", gpus_per_node=2)
+
+
+@pytest.fixture(scope="module")
+def found() -> Found:
+    """Search for a model of 1.2 billion parameters on four GPUs of 48 GB, two a node."""
+    return find_layouts(read_request("llama-3.2-1b", MACHINE, 4, sequence_length=4096, global_batch=8))
+
+
+def test_the_ten_best_are_in_order_fit_and_are_accepted_as_recipes(found: Found, tmp_path: Path) -> None:
+    seconds = [one.time.seconds for one in found.best]
+    assert seconds == sorted(seconds) and 1 < len(seconds) <= 10
+    assert len({one.choice.cut for one in found.best}) == len(found.best)
+    assert all(one.bytes <= found.request.room for one in found.best)
+    (tmp_path / "recipe.toml").write_text(recipe_toml(found))
+    recipe = load_recipe(tmp_path / "recipe.toml")
+    planned = dry_run(recipe)
+    planned.check("recipe.toml")
+    assert planned.ranks == 4 and planned.rank.total == found.best[0].bytes
+
+
+def test_no_layout_is_faster_than_the_best_or_than_its_bound(found: Found) -> None:
+    """Time each legal layout with one row a micro-batch, without recomputation or with all of it."""
+    evaluator = Evaluator(found.request)
+    bound, fastest, seen = Bound(evaluator), found.best[0].time.seconds, 0
+    for cut in candidates(found.request, Tally()):
+        for flow in cut.flows:
+            for mode in {flow.modes[0], flow.modes[-1]}:
+                if flow.micro_batch > 1:
+                    continue
+                group = _Group(cut, flow, mode, store=cut.stores[-1])
+                answer = evaluator.answer(group.choice)
+                least = bound.of_choice(cut, flow, group.choice)
+                assert max(bound.of_cut(cut), least) <= answer.time.seconds, group.choice
+                if answer.bytes <= found.request.room:
+                    assert answer.time.seconds >= fastest * (1 - 0.03), group.choice
+                seen += 1
+    assert seen > 50
+
+
+def test_memory_is_that_of_a_dry_run(found: Found) -> None:
+    from trilith.search.choice import recipe_of
+
+    for answer in found.best[:4]:
+        recipe = recipe_of(found.request, answer.choice)
+        assert heaviest(recipe, plan(recipe)).total == answer.bytes
+
+
+def test_every_layout_is_accounted_for(found: Found) -> None:
+    counted = sum(one.layouts for one in found.tally if one.kind in ("memory", "slower"))
+    assert counted + len(found.best) == found.legal == found.settled
+
+
+def test_a_reason_names_the_rank_the_figures_and_the_largest_part(found: Found) -> None:
+    memory = [one for one in found.tally if one.kind == "memory"]
+    assert memory
+    for one in memory:
+        assert (
+            one.example.startswith("pipeline rank ")
+            and f"of {found.request.room / 1e9:.1f} GB" in one.example
+        )
+        assert f": {one.text} " in one.example
+
+
+def test_the_page_is_whole_and_has_no_address(found: Found) -> None:
+    page = make_page(found)
+    assert page.startswith("<!DOCTYPE html>") and page.count("<svg") == 2
+    assert page.count("http://") == page.count("http://www.w3.org") and "https://" not in page
+    assert "Why the others fall" in page and "prefers-color-scheme: dark" in page
+
+
+def test_refusals_are_one_line_and_say_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, told in (
+        (["llama-3.1-405", "--gpus", "8"], "llama-3.1-405b"),
+        (["llama-3.2-1b"], "--gpus"),
+        (["llama-3.2-1b", "--gpus", "8", "--gpu", "h1000"], "h100-80gb"),
+        (["llama-3.2-1b", "--gpus", "17", "--global-batch", "8", "--seq", "64"], "--gpus"),
+    ):
+        assert run(["plan", *words]) == 2
+        error = capsys.readouterr().err
+        assert told in error and error.count("\n") == 1
+
+
+def test_a_model_that_does_not_fit_says_what_would(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["llama-3.1-8b", "--gpus", "1", "--gpu", "rtx-4090", "--seq", "1024", "--global-batch", "4"]
+    assert run(["plan", *words, "--headroom", "0.85"]) == 2
+    error = capsys.readouterr().err
+    assert "of 3.6 GB" in error and "What would fit: --gpu" in error
+
+
+def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "llama-3.2-1b", "--gpus", "1", "--seq", "1024", "--global-batch", "4", "--json"]
+    assert run(words) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["layouts"][0]["seconds"] > 0 and told["gpus"] == 1 and len(told["strategy"]) == 2
+
+
+def test_the_critical_batch_follows_from_the_loss() -> None:
+    """At a loss of 1 nat it is 2e8 tokens (Kaplan et al. 2020), and at a higher loss less."""
+    assert 1e6 < critical_batch(1e9, 2e10) < critical_batch(4e11, 1.5e13) < 2e8
+
+
+def test_a_choice_says_itself_in_the_words_of_a_recipe(found: Found) -> None:
+    best = found.best[0].choice
+    assert isinstance(best, Choice) and f"micro_batch {best.micro_batch}" in str(best)
+    with pytest.raises(BadInput, match="published size"):
+        read_request("no-such-model", MACHINE, 4)
