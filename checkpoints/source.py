@@ -21,9 +21,9 @@ from ..storage.small_files import read_json
 from .copies import Links, Stored, Whole, copies, join, turned
 from .damage import naming_an_older_one
 from .find import Found, latest_checkpoint, open_checkpoint
-from .foreign.catalog import Assembled, assemble, choose_table, hf_shapes
+from .foreign.catalog import assemble, choose_table, hf_shapes
 from .foreign.check_stated import check_stated
-from .foreign.checkpoint import ForeignCheckpoint
+from .foreign.checkpoint import ForeignCheckpoint, ForeignTensor
 from .foreign.formats import Format, format_of
 from .hold import Hold
 from .hugging_face.expected import expected_tensors
@@ -283,10 +283,9 @@ def _foreign(path: Path, theirs: Format, config_folder: Path | None, names: str 
     files = found.files
     numbers = {id(file): number for number, file in enumerate(files)}
 
-    def whole(one: Assembled) -> Whole:
-        return Whole(
-            one.shape, one.dtype, tuple(Stored(numbers[id(at.file)], at.key, at.box) for at in one.parts)
-        )
+    def whole(one: ForeignTensor) -> Whole:
+        parts = (Stored(numbers[id(part.file)], part.file.add(part.view), part.box) for part in one.chunks)
+        return Whole(one.shape, one.dtype, tuple(parts))
 
     catalog = {name: whole(one) for name, one in tables.weights.items()}
     for moment, made in tables.moments.items():

@@ -12,7 +12,7 @@ from ...models import Family, ModelConfig
 from ...parallel_state import BadInput, Box
 from ...storage.coverage import first_flaw
 from ...storage.dtypes import TORCH, WEIGHTS
-from ...storage.torch_archive import View, ViewFile
+from ...storage.torch_archive import View
 from ..hugging_face.expected import ignored_names
 from .checkpoint import Chunk, ForeignCheckpoint, ForeignTensor
 from .rules import Piece, Table, known_tables, pieces, rename_all, table_named
@@ -22,29 +22,11 @@ _AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Located:
-    """Say that box ``box`` of a tensor of Hugging Face lies in ``file``, alone, under ``key``."""
-
-    box: Box
-    file: ViewFile
-    key: str
-
-
-@dataclass(frozen=True, slots=True)
-class Assembled:
-    """Describe a tensor of Hugging Face that is made of a foreign checkpoint: dtype, shape and parts."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    parts: tuple[Located, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Tables:
     """Hold all tensors of a foreign checkpoint by Hugging Face's names: weights, and moments by kind."""
 
-    weights: dict[str, Assembled]
-    moments: dict[str, dict[str, Assembled]]
+    weights: dict[str, ForeignTensor]
+    moments: dict[str, dict[str, ForeignTensor]]
 
 
 def choose_table(found: ForeignCheckpoint, names: str | None, hf: Mapping[str, tuple[int, ...]]) -> Table:
@@ -131,7 +113,7 @@ def hf_shapes(family: Family, config: ModelConfig) -> dict[str, tuple[int, ...]]
     return shapes | repeated
 
 
-def _check_tied(found: ForeignCheckpoint, embedding: Assembled, head: Assembled) -> None:
+def _check_tied(found: ForeignCheckpoint, embedding: ForeignTensor, head: ForeignTensor) -> None:
     """Refuse an output layer that is stored besides the embedding that it is tied to, and differs from it."""
     rows = max(1, _AT_ONCE // max(1, embedding.shape[1]))
     for start in range(0, embedding.shape[0], rows):
@@ -144,12 +126,14 @@ def _check_tied(found: ForeignCheckpoint, embedding: Assembled, head: Assembled)
             )  # fmt: skip
 
 
-def _bytes(tensor: Assembled, box: Box) -> torch.Tensor:
+def _bytes(tensor: ForeignTensor, box: Box) -> torch.Tensor:
     """Return a box of an assembled tensor, bit for bit."""
     out = torch.empty(box.shape, dtype=TORCH[tensor.dtype])
-    for part in tensor.parts:
+    for part in tensor.chunks:
         if (overlap := part.box.intersect(box)) is not None:
-            out[overlap.within(box).slices] = part.file.read(part.key, overlap.within(part.box))
+            out[overlap.within(box).slices] = part.file.read(
+                part.file.add(part.view), overlap.within(part.box)
+            )
     return out.view(torch.uint8)
 
 
@@ -159,7 +143,7 @@ def assembled(
     shape: tuple[int, ...],
     made_of: Iterable[Piece],
     tensors: Mapping[str, ForeignTensor],
-) -> Assembled:
+) -> ForeignTensor:
     """Return one tensor of Hugging Face as the views that its pieces have in the chunks of their tensors."""
     parts, dtypes = [], set()
     for piece in made_of:
@@ -180,10 +164,10 @@ def assembled(
     if flaw := first_flaw(Box.whole(shape), [one.box for one in parts]):
         todo = "The checkpoint is incomplete: a part of it was not written or not copied"
         raise BadInput(found.path, name, expected="each element once", found=str(flaw), todo=todo)
-    return Assembled(dtypes.pop(), shape, tuple(parts))
+    return ForeignTensor(dtypes.pop(), shape, tuple(parts))
 
 
-def _located(piece: Piece, chunk: Chunk) -> Located | None:
+def _located(piece: Piece, chunk: Chunk) -> Chunk | None:
     """Return the part of a piece that lies in a chunk, as a view of the chunk's file.
 
     Along each dim the foreign indices of a piece are start, start + step, ...; those inside of the chunk are
@@ -208,4 +192,4 @@ def _located(piece: Piece, chunk: Chunk) -> Located | None:
     view: View = chunk.view.along(inside, piece.dims, piece.steps, tuple(count))
     start = tuple(a + b for a, b in zip(piece.box.start, first, strict=True))
     box = Box(start, tuple(a + b for a, b in zip(start, count, strict=True)))
-    return Located(box, chunk.file, chunk.file.add(view))
+    return Chunk(box, chunk.file, view)

@@ -87,7 +87,7 @@ def test_any_cut_into_chunks_gives_the_tensors_of_hugging_face(
         out = torch.full(weight.shape, float("nan"))
         for part in made[hf]:
             assert bool(out[part.box.slices].isnan().all())
-            out[part.box.slices] = part.file.read(part.key)
+            out[part.box.slices] = part.file.read(part.file.add(part.view))
         assert torch.equal(out, weight)
     assert foreign_shapes(Table(rule=[rule]), "llama", HF, MODEL)[name] == tuple(theirs.shape) or rule.padded
 
@@ -97,7 +97,7 @@ def tried(found: ForeignCheckpoint, rule: Rule, wanted: dict[str, Tensor]) -> di
     hf = {name: tuple(weight.shape) for name, weight in wanted.items()}
     shapes = {name: one.shape for name, one in found.tensors.items()}
     tied = pieces(Table(rule=[rule]), "llama", shapes, hf, MODEL)
-    return {name: [*assembled(found, name, hf[name], tied[name], found.tensors).parts] for name in hf}
+    return {name: [*assembled(found, name, hf[name], tied[name], found.tensors).chunks] for name in hf}
 
 
 def test_rules_for_other_families_and_uneven_shapes_are_not_used(tmp_path: Path) -> None:
