@@ -40,6 +40,7 @@ def test_a_run_trains_its_blocks_and_another_layout_goes_on_from_the_export(tmp_
     [
         ({"config": TINY_LLAMA, "mtp": 0.3}, "absent: the model of .* has no blocks of multi-token", {}),
         ({"config": TINY_GLM | {"num_nextn_predict_layers": 0}, "mtp": 0.3}, "1 or more with mtp", {}),
+        (SCRATCH, "gpipe, 1f1b or interleaved with", {"layout": {"pipeline": 2, "schedule": "zbv"}}),
         ({"config": TINY_GLM | {"mtp": True}}, r"a factor: .* has 1 blocks of multi-token prediction", {}),
     ],
 )
