@@ -53,9 +53,9 @@ class Bound:
         pipeline = cut.layout.pipeline
         waits = _waits(flow.schedule, pipeline, flow.virtual_stages, flow.v_shape, flow.count)
         busiest = self._busiest(pipeline, flow.virtual_stages, flow.v_shape)
-        # Where gradients of weights fill the gaps, they also fill those that unequal stages leave.
+        # Where gradients of weights fill the gaps, they also fill some that unequal stages leave.
         fills = schedule_kind(flow.schedule).two_backwards
-        return self._share(cut, forward + backward) * (max(busiest, 1 + waits) if fills else busiest + waits)
+        return self._share(cut, forward + backward) * ((1 if fills else busiest) + waits)
 
     def _busiest_rank(self, pipeline: int, virtual: int, v_shape: bool) -> float:
         """Return the work of the busiest pipeline rank over the mean of all."""
