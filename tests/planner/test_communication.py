@@ -63,6 +63,16 @@ MODELS["deepseek_v2"] = {
     **{"model_type": "deepseek_v2", "q_lora_rank": 10, "kv_lora_rank": 6, "qk_nope_head_dim": 4},
     **{"qk_rope_head_dim": 2, "v_head_dim": 3},
 }
+#: Its last stage also predicts one token further.
+MODELS["deepseek_v3"] = MODELS["deepseek_v2"] | {
+    **{"model_type": "deepseek_v3", "n_group": 1, "topk_group": 1, "num_key_value_heads": 4},
+    **{"first_k_dense_replace": 1, "mtp": True},
+}
+MODELS["granitemoehybrid"] = LLAMA | {
+    **{"model_type": "granitemoehybrid", "num_local_experts": 4, "num_experts_per_tok": 2},
+    **{"layer_types": ["mamba", "attention"] * 2, "intermediate_size": 8, "shared_intermediate_size": 16},
+    **{"mamba_n_heads": 4, "mamba_d_head": 12, "mamba_d_state": 4, "mamba_expand": 2},
+}
 MODELS["gpt_oss"] = LLAMA | {
     **{"model_type": "gpt_oss", "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
     "sliding_window": 5,
@@ -128,6 +138,7 @@ def measured_and_planned(case: Case) -> tuple[Totals, Totals]:
         schedule=case.schedule,
         dtype=case.compute,
         loss_chunk=case.memory.stated_chunk,
+        mtp=0.3,
         reduce=torch.float32,
     )
     ids = torch.randint(500, (SAMPLES * case.micro_batches, LENGTH))
