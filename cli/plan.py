@@ -43,7 +43,7 @@ def plan(
     json: Annotated[bool, typer.Option("--json", help="print one JSON object, for programs")] = False,
     force: Annotated[bool, typer.Option("--force", help=FORCE)] = False,
 ) -> None:
-    """Find the fastest layout of a model that fits your GPUs, and say why the others do not.
+    """Find the fastest layout of a model that fits, and why the others do not.
 
     The search lists every legal layout, with each pipeline schedule, ZeRO stage, size of a micro-batch and
     mode of activation checkpointing, and times those that fit and could be the fastest. It prints the fastest
