@@ -64,7 +64,7 @@ def test_bytes_between_two_stages_are_the_plan_s() -> None:
 def test_bytes_of_a_step_over_the_data_ranks_are_the_plan_s(zero: int) -> None:
     work, model = planned(Layout.of(data=4, zero=zero))
     sent = [one for one in step_traffic(work, model) if one.axis in ("data", "replicas")]
-    numbers = rank_parameters(model, work.state).stage
+    numbers = rank_parameters(model, work.state).every.here
     # The plan sums gradients in fp32.
     expected = data_step_bytes(numbers, 4, zero=zero, micro_batches=ROUNDS, gradient_bytes=4)
     assert sum(one.wire for one in sent) == expected
@@ -78,9 +78,9 @@ def test_bytes_of_weights_gradients_and_optimizer_are_the_plan_s(zero: int) -> N
     """
     work, model = planned(Layout.of(data=4, zero=zero))
     plan, held = plan_memory(work, model), rank_parameters(model, work.state)
-    expected = state_bytes(held.stage, zero=zero, data_ranks=4, gradient_bytes=4, optimizer_bytes=12)
-    last = held.trained_root * 4 if zero >= 2 else 0
-    gathered = held.root * 2 - expected.weights if zero == 3 else 0
+    expected = state_bytes(held.every.here, zero=zero, data_ranks=4, gradient_bytes=4, optimizer_bytes=12)
+    last = held.root.trained * 4 if zero >= 2 else 0
+    gathered = held.root.here * 2 - expected.weights if zero == 3 else 0
     found = plan.weights + plan.gathered + plan.gradients + plan.moments
     assert found == expected.total + last + gathered
 
