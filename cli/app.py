@@ -21,6 +21,7 @@ from .diff import diff
 from .doctor import doctor
 from .generate import generate
 from .inspect import inspect
+from .launch import launch
 from .merge_lora import merge_lora
 from .models import models
 from .parity import parity
@@ -31,6 +32,7 @@ from .recipe import recipe
 from .report import report
 from .reshard import reshard
 from .schedule import schedule
+from .status import status
 from .tokenize import tokenize
 from .train import train
 from .train_tokenizer import train_tokenizer
@@ -52,6 +54,8 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     train_tokenizer,
     tokenize,
     train,
+    launch,
+    status,
     report,
     merge_lora,
     recipe,

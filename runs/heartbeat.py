@@ -196,18 +196,21 @@ def _read(path: Path) -> RankStatus:
     return RankStatus(**(read_json(path) | {"time": path.stat().st_mtime}))
 
 
-def read_status(folder: Path, *, run: str) -> list[RankStatus]:
-    """Return every status of this start, by rank.
+def all_status(folder: Path) -> list[RankStatus]:
+    """Return every status in the folder, by rank, whatever start it is of.
 
-    Files of other starts are skipped, and so are files that cannot be read (another version, a full disk).
+    Files that cannot be read are skipped (another version, a full disk).
     """
     found = []
     for path in folder.glob("rank*.json"):
         with suppress(OSError, MachineFailed, ValueError, TypeError):
-            status = _read(path)
-            if status.run == run:
-                found.append(status)
+            found.append(_read(path))
     return sorted(found, key=lambda status: status.rank)
+
+
+def read_status(folder: Path, *, run: str) -> list[RankStatus]:
+    """Return every status of this start, by rank."""
+    return [status for status in all_status(folder) if status.run == run]
 
 
 def clear_status(folder: Path) -> None:

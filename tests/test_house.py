@@ -33,6 +33,7 @@ FLOORS = {
     "generation": 6,
     "training": 7,
     "search": 8,
+    "cluster": 7,
     "testing": 8,
     "bench": 9,
     "cli": 10,

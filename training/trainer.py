@@ -29,6 +29,7 @@ from ..runs.guard import last_word
 from ..runs.heartbeat import Heartbeat
 from ..runs.metrics import StepMetrics
 from ..runs.stop_signals import Preempted, StopSignals
+from ..runs.switches import KILL, SAVE, STOP, Killed, Switches
 from ..runs.terminal import Terminal
 from .adamw import set_learning_rate
 from .build import build, schedule_of
@@ -59,6 +60,7 @@ class Trainer:
         self.out, self._made = Path(recipe.out), time.monotonic()
         self.beat, self.signals = beat, signals or StopSignals()
         self.first = state.rank == 0
+        self.switches = Switches(self.out, here=self.first)
         self.terminal = Terminal(
             steps=recipe.steps, every=recipe.log_every, stop=recipe.stop_after, quiet=quiet or not self.first
         )
@@ -77,10 +79,13 @@ class Trainer:
         """Train from the newest complete checkpoint, or from the start, to the last step; return the steps'
         metrics.
 
-        A signal that ``signals`` noted ends the run after the current step, with a checkpoint: raises
-        ``Preempted``. If a rank has a loss or gradient that is not finite, or a parameter without a gradient,
-        all ranks stop before the update: raises ``PeerFailed``; with float16 they skip the step together.
+        A signal that ``signals`` noted, or the file ``stop`` in the run's folder, ends the run after the
+        current step, with a checkpoint: raises ``Preempted``. If a rank has a loss or gradient that is not
+        finite, or a parameter without a gradient, all ranks stop before the update: raises ``PeerFailed``;
+        with float16 they skip the step together.
         """
+        for name in (STOP, SAVE, KILL):
+            self.switches.off(name)  # meant for an earlier start
         start = self._start()
         stop = min(self.recipe.steps, self.recipe.stop_after or self.recipe.steps)
         if start >= stop:
@@ -103,8 +108,12 @@ class Trainer:
                     self.terminal.say(
                         f"first step done {time.monotonic() - self._made:.1f} s after the start"
                     )
-                stop_requested, failed, memory = self._most_of_any_rank(
-                    self.signals.stop_requested, saver.failed, self.watchers.memory
+                stop_requested, failed, memory, save, kill = self._most_of_any_rank(
+                    self.signals.stop_requested or self.switches.on(STOP),
+                    saver.failed,
+                    self.watchers.memory,
+                    self.switches.on(SAVE),
+                    self.switches.on(KILL),
                 )
                 done.append(self.watchers.after(metrics, memory))
                 if after_step is not None:
@@ -112,15 +121,21 @@ class Trainer:
                 if failed:
                     saver.wait()
                 saver.poll()
+                if kill:
+                    self.switches.off(KILL)
+                    raise Killed(f"ended after step {number + 1} by the file {self.out / KILL}")
                 every = self.recipe.checkpoint.every
-                if number + 1 == stop or stop_requested or (every and (number + 1) % every == 0):
+                due = bool(every) and (number + 1) % every == 0
+                if number + 1 == stop or stop_requested or save or due:
                     self._at("save", number + 1)
                     progress = Progress(
                         number + 1, self.state.layout, self._identity(), self.update.remember()
                     )
                     saver.save(progress)
+                    self.switches.off(SAVE)
                 if stop_requested and number + 1 < stop:
                     saver.wait()
+                    self.switches.off(STOP)
                     raise Preempted(
                         f"asked to stop: saved after step {number + 1}; the same command goes on from there"
                     )
@@ -210,24 +225,19 @@ class Trainer:
         """Refuse to resume with other samples, or with samples in another order."""
         if progress.step > self.recipe.steps:
             raise BadInput(
-                "recipe",
-                "steps",
-                expected=f"at least {progress.step}, the step of {newest}",
+                "recipe", "steps", expected=f"at least {progress.step}, the step of {newest}",
                 found=self.recipe.steps,
                 todo="Ask for more steps, or start a new run in another folder (out)",
-            )
+            )  # fmt: skip
         if not progress.data:  # of another project, converted
             self.terminal.say(f"{newest} states no data: the samples are those of step {progress.step} here")
             return
         for key, value in self._identity().items():
             if progress.data.get(key) != value:
                 raise BadInput(
-                    newest,
-                    f"data.{key}",
-                    expected=progress.data.get(key),
-                    found=value,
+                    newest, f"data.{key}", expected=progress.data.get(key), found=value,
                     todo="Resume with the data that the run began with, or start a new run with init_from",
-                )
+                )  # fmt: skip
 
     def _identity(self) -> dict[str, Any]:
         """Return what determines the order of samples, besides the step."""

@@ -1,0 +1,66 @@
+"""Tell from a run's folder how its last start ended: torchrun turns every exit code of a rank into 1."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..parallel_state import BadInput, PeerFailed
+from .heartbeat import RankStatus, all_status, first_failure, status_folder
+from .stop_signals import PREEMPTED
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Say how a start of a run ended: its exit code (``None`` while it runs) and a line about it."""
+
+    code: int | None
+    text: str
+
+
+def outcome(run: Path, *, since: Path | None = None) -> Outcome:
+    """Read how the newest start of the run in this folder ended.
+
+    Codes: 0 finished, 75 saved and stopped, 2 bad input, 3 failed or lost, 4 damaged checkpoint. ``since``: a
+    file on the same disk; a start before its last change does not count. Raises ``BadInput`` if no rank has
+    started: its recipe was refused, or there is no such run.
+    """
+    folder = status_folder(run)
+    known = all_status(folder)
+    if since is not None:
+        begun = _changed(since)
+        known = [status for status in known if status.time >= begun]
+    if not known:
+        when = "" if since is None else f" since {since} was written"
+        raise BadInput(
+            run, "status", expected="a run's folder", found=f"no rank that started{when}",
+            todo="What the command wrote to standard error says why",
+        )  # fmt: skip
+    start = max(known, key=lambda status: status.time).run
+    ranks = sorted((status for status in known if status.run == start), key=lambda status: status.rank)
+    return _judged(ranks, first_failure(folder, run=start))
+
+
+def _judged(ranks: list[RankStatus], failure: RankStatus | None) -> Outcome:
+    now, last = time.time(), max(status.step for status in ranks)
+    lost = [status for status in ranks if status.silent(now)]
+    alive = [status for status in ranks if status.code is None and status not in lost]
+    if alive:
+        return Outcome(None, f"{len(alive)} of {len(ranks)} ranks run; step {last}")
+    if failure is not None and failure.code != PREEMPTED:
+        return Outcome(failure.code, f"rank {failure.rank} failed with code {failure.code}: {failure.error}")
+    if lost:
+        first = lost[0]
+        text = f"rank {first.rank} on {first.host} was lost in {first.phase} of step {first.step}"
+        return Outcome(PeerFailed.exit_code, text)
+    if failure is not None:
+        return Outcome(PREEMPTED, f"stopped and saved after step {last}; the same command goes on")
+    return Outcome(0, f"finished after step {last}")
+
+
+def _changed(path: Path) -> float:
+    with suppress(OSError):
+        return path.stat().st_mtime
+    raise BadInput("status", "--since", expected="a file that exists", found=str(path))

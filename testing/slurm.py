@@ -1,0 +1,201 @@
+"""Run a real Slurm on this machine for tests: a controller and some nodes, of Debian's packages."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+PACKAGES = (
+    *("slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins"),
+    *("libhwloc15", "libnuma1"),
+)
+_CONF = """\
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser={user}
+SlurmdUser={user}
+SlurmctldPort={port}
+AuthType=auth/none
+AuthInfo=cred_expire=2
+CredType=cred/none
+PluginDir={plugins}
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/controller.pid
+SlurmdPidFile={folder}/node-%n.pid
+ProctrackType=proctrack/pgid
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+ReturnToService=2
+MpiDefault=none
+KillWait=5
+SlurmdTimeout=10
+SlurmctldTimeout=10
+MinJobAge=300
+{nodes}
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+class NoSlurm(RuntimeError):
+    """Report that Slurm's packages cannot be had here, and why."""
+
+
+def unpack(folder: Path) -> Path:
+    """Fetch and unpack Slurm's packages into ``folder``; return the folder that holds ``usr``."""
+    if shutil.which("apt-get") is None or shutil.which("dpkg-deb") is None:
+        raise NoSlurm("this system has no apt-get and dpkg-deb")
+    packages, root = folder / "packages", folder / "root"
+    packages.mkdir(parents=True)
+    found = subprocess.run(
+        ["apt-get", "download", *PACKAGES], cwd=packages, capture_output=True, text=True, timeout=120
+    )
+    if found.returncode:
+        raise NoSlurm(f"apt-get download: {found.stderr.strip().splitlines()[-1]}")
+    for package in packages.glob("*.deb"):
+        subprocess.run(["dpkg-deb", "-x", str(package), str(root)], check=True, timeout=60)
+    return root
+
+
+@dataclass
+class Slurm:
+    """Hold a running Slurm: submit jobs, ask about them, and lose nodes."""
+
+    folder: Path
+    root: Path
+    nodes: tuple[str, ...]
+    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Return the environment in which Slurm's commands find it, and jobs find this Python."""
+        libraries = self.root / "usr/lib/x86_64-linux-gnu"
+        mine = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+        return mine | {
+            "SLURM_CONF": str(self.folder / "slurm.conf"),
+            "LD_LIBRARY_PATH": f"{libraries / 'slurm-wlm'}:{libraries}",
+            "PATH": f"{self.root / 'usr/bin'}:{os.environ['PATH']}",
+        }
+
+    def command(self, *words: str, cwd: Path | None = None) -> str:
+        """Run one of Slurm's commands; return what it prints."""
+        done = subprocess.run(
+            words, env=self.environment, cwd=cwd, capture_output=True, text=True, timeout=60
+        )
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(words)}: {done.stderr.strip()}")
+        return done.stdout
+
+    def submit(self, script: Path, *options: str) -> str:
+        """Submit a script from its folder; return the job's number."""
+        return self.command("sbatch", "--parsable", *options, script.name, cwd=script.parent).strip()
+
+    def state(self, job: str) -> str:
+        """Return the job's state, such as RUNNING or COMPLETED."""
+        shown = self.command("scontrol", "show", "job", job)
+        return next(word for word in shown.split() if word.startswith("JobState=")).partition("=")[2]
+
+    def wait(self, job: str, *states: str, seconds: float = 240) -> str:
+        """Wait until the job is in one of the states; ``TimeoutError`` after so many seconds."""
+        ends = time.monotonic() + seconds
+        while (now := self.state(job)) not in states:
+            if time.monotonic() > ends:
+                raise TimeoutError(f"job {job} is {now}, and not {' or '.join(states)}")
+            time.sleep(0.3)
+        return now
+
+    def start_node(self, name: str) -> None:
+        """Start the node's daemon."""
+        step = str(self.root / "usr/sbin/slurmstepd-wlm")
+        self._start(name, "slurmd-wlm", "-D", "-N", name, "-d", step)
+
+    def lose(self, name: str) -> None:
+        """Kill the node's daemon, as a host that loses power: its jobs' processes are killed by the test."""
+        self.processes.pop(name).kill()
+
+    def _start(self, name: str, program: str, *words: str) -> None:
+        with open(self.folder / f"{name}.log", "ab") as log:
+            self.processes[name] = subprocess.Popen(
+                [str(self.root / "usr/sbin" / program), *words],
+                env=self.environment,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+
+@contextmanager
+def slurm(folder: Path, root: Path, nodes: Sequence[str] = ("n1", "n2")) -> Iterator[Slurm]:
+    """Start a controller and a daemon for each node, of one core each; end them with the block."""
+    ports = _free_ports(len(nodes) + 1)
+    host = socket.gethostname().partition(".")[0]
+    described = [
+        f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=1"
+        for name, port in zip(nodes, ports[1:], strict=True)
+    ]
+    (folder / "state").mkdir(parents=True)
+    plugins = root / "usr/lib/x86_64-linux-gnu/slurm-wlm"
+    user = os.environ.get("USER") or "root"
+    text = _CONF.format(
+        host=host, user=user, port=ports[0], plugins=plugins, folder=folder, nodes="\n".join(described)
+    )
+    (folder / "slurm.conf").write_text(text)
+    running = Slurm(folder, root, tuple(nodes))
+    try:
+        running._start("controller", "slurmctld-wlm", "-D")
+        for name in nodes:
+            running.start_node(name)
+        _wait_for_nodes(running)
+        yield running
+    finally:
+        for job in _jobs(running):
+            running.command("scancel", "--signal=KILL", "--full", job)
+        for process in reversed(running.processes.values()):
+            process.send_signal(signal.SIGTERM)
+        for process in running.processes.values():
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _jobs(running: Slurm) -> list[str]:
+    try:
+        return running.command("squeue", "--noheader", "--format=%i").split()
+    except RuntimeError:
+        return []
+
+
+def _wait_for_nodes(running: Slurm, seconds: float = 60) -> None:
+    ends = time.monotonic() + seconds
+    while True:
+        try:
+            states = running.command("sinfo", "--noheader", "--Node", "--format=%T").split()
+        except RuntimeError as error:
+            states = [str(error)]
+        if states == ["idle"] * len(running.nodes):
+            return
+        if time.monotonic() > ends:
+            raise TimeoutError(f"Slurm's nodes are {states}; see {running.folder}")
+        time.sleep(0.2)
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+    finally:
+        for one in sockets:
+            one.close()
