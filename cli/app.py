@@ -16,12 +16,13 @@ import typer.core
 
 from ..system import check_enough, refusal_of, visible
 from .bench import bench
+from .cluster.launch import launch
+from .cluster.status import status
 from .convert import convert
 from .diff import diff
 from .doctor import doctor
 from .generate import generate
 from .inspect import inspect
-from .launch import launch
 from .merge_lora import merge_lora
 from .models import models
 from .parity import parity
@@ -32,7 +33,6 @@ from .recipe import recipe
 from .report import report
 from .reshard import reshard
 from .schedule import schedule
-from .status import status
 from .tokenize import tokenize
 from .train import train
 from .train_tokenizer import train_tokenizer

@@ -1,4 +1,4 @@
-"""What ``trilith launch`` writes for each system, and what it refuses."""
+"""Write a job's file for each system with ``trilith launch``, and refuse jobs that cannot be."""
 
 from __future__ import annotations
 

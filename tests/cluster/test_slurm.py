@@ -1,4 +1,4 @@
-"""The written sbatch script on a real Slurm: two nodes, the limit's signal, a requeue, a lost node."""
+"""Run the written sbatch script on a real Slurm: two nodes, a signal before the limit, a requeue."""
 
 from __future__ import annotations
 

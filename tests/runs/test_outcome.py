@@ -1,4 +1,4 @@
-"""How a run's last start ended, told from its folder; torchrun's own exit code does not say it."""
+"""Tell from a run's folder how its last start ended; torchrun's own exit code does not say it."""
 
 from __future__ import annotations
 

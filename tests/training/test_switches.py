@@ -1,4 +1,4 @@
-"""Files in a run's folder that steer it: ``stop``, ``save`` and ``kill``."""
+"""Steer a run by files in its folder: ``stop``, ``save`` and ``kill``."""
 
 from __future__ import annotations
 

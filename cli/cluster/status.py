@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .say import say
+from ..say import say
 
 #: Exit code with --exit-code while ranks still run.
 STILL_RUNNING = 1
@@ -34,7 +34,7 @@ def status(
         trilith status run
         trilith status run --since run/job-started --exit-code
     """
-    from ..runs.outcome import outcome
+    from ...runs.outcome import outcome
 
     found = outcome(run, since=since)
     say(found.text)

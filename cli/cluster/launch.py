@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from .options import FORCE
-from .say import say
+from ..options import FORCE
+from ..say import say
 
 #: What submits a file of each system.
 _SUBMIT = {
@@ -24,7 +24,10 @@ _SUBMIT = {
 def launch(
     system: Annotated[
         Literal["slurm", "kubernetes", "jobset", "skypilot"],
-        typer.Argument(help="slurm, kubernetes (Kubeflow Trainer), jobset (plain Kubernetes) or skypilot"),
+        typer.Argument(
+            help="slurm, kubernetes (Kubeflow Trainer), jobset (plain Kubernetes) or skypilot",
+            metavar="SYSTEM",
+        ),
     ],
     recipe: Annotated[
         str,
@@ -59,7 +62,7 @@ def launch(
     out: Annotated[
         Path | None, typer.Option(help="file to write; default: the job's name with a suffix")
     ] = None,
-    submit: Annotated[bool, typer.Option("--submit", help="also hand the file to the scheduler")] = False,
+    submit: Annotated[bool, typer.Option("--submit", help="hand the written file to the scheduler")] = False,
     force: Annotated[bool, typer.Option("--force", help=FORCE)] = False,
 ) -> None:
     """Write one short file that starts a recipe on many hosts, to be read and adapted.
@@ -74,10 +77,10 @@ def launch(
         trilith launch slurm recipe.toml --nodes 2 --ranks-per-node 8 --exclude node17 --submit
         trilith launch kubernetes recipe.toml --image registry/trilith:1
     """
-    from ..cluster import WRITERS, job_of
-    from ..parallel_state import BadInput
-    from ..recipes.recipe import load_recipe
-    from ..storage.output_file import output_file
+    from ...cluster import WRITERS, job_of
+    from ...parallel_state import BadInput
+    from ...recipes.recipe import load_recipe
+    from ...storage.output_file import output_file
 
     job = job_of(
         load_recipe(recipe, overrides or []),
