@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from .options import CONFIG, DRY_RUN, MAX_RAM, NAMES, SPLIT, WORKERS
-from .say import say
+from .shared.options import CONFIG, DRY_RUN, MAX_RAM, NAMES, SPLIT, WORKERS
+from .shared.say import say
 
 if TYPE_CHECKING:
     from ..checkpoints import Source
@@ -79,8 +79,8 @@ def convert(
         trilith convert titan/step-1000 Llama-mine --to hf --config Llama-3.2-1B
     """
     from ..checkpoints import ConversionOptions, carry_out, plan_conversion
-    from .progress import byte_progress
-    from .sizes import parse_counts, parse_size
+    from .shared.progress import byte_progress
+    from .shared.sizes import parse_counts, parse_size
 
     if to == "dcp":
         given = {"--tensor": tensor > 1, "--pipeline": pipeline > 1, "--split": split, "--dtype": dtype,

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from .options import CONFIG, NAMES
-from .say import say
+from .shared.options import CONFIG, NAMES
+from .shared.say import say
 
 
 def diff(

@@ -35,7 +35,7 @@ def doctor(
     from ..bench import diagnose
     from ..parallel_state import BadInput
     from ..runs.console import plain_console
-    from .say import say
+    from .shared.say import say
 
     for folder in (Path.cwd(), *(folders or ())):  # the first one may have been deleted
         if not folder.is_dir():

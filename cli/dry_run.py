@@ -21,7 +21,7 @@ def show_dry_run(
     from ..recipes.recipe import load_recipe
     from ..runs.console import plain_console
     from ..training.dry_run import dry_run
-    from .sizes import parse_size
+    from .shared.sizes import parse_size
 
     room = parse_size(device_memory, "--device-memory") if device_memory is not None else None
     found = dry_run(load_recipe(recipe, overrides), rank=rank, room=room)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import typer
 
-from .say import say
+from .shared.say import say
 
 #: The parameters of ``trilith tokenize`` that mean something where nothing is tokenized.
 _MEANT = {"inputs", "tokenizer", "out", "origin", "quiet"}
@@ -30,7 +30,7 @@ def index_files(
     from ..data.text.tokenizer import load_tokenizer
     from ..parallel_state import BadInput
     from ..recipes.foreign.translation import to_toml
-    from .progress import byte_progress
+    from .shared.progress import byte_progress
 
     for parameter in context.command.params:
         source = context.get_parameter_source(parameter.name or "")

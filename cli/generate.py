@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from .options import FORCE
-from .say import say
+from .shared.options import FORCE
+from .shared.say import say
 
 
 def generate(

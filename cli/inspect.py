@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .options import CONFIG, NAMES
+from .shared.options import CONFIG, NAMES
 
 
 def inspect(

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from .options import MAX_RAM, WORKERS
-from .say import say
+from .shared.options import MAX_RAM, WORKERS
+from .shared.say import say
 
 
 def merge_lora(
@@ -44,8 +44,8 @@ def merge_lora(
     """
     from ..checkpoints import ConversionOptions, carry_out, plan_merge
     from ..parallel_state import check_workers
-    from .progress import byte_progress
-    from .sizes import parse_size
+    from .shared.progress import byte_progress
+    from .shared.sizes import parse_size
 
     most = parse_size(max_ram, "--max-ram") if max_ram is not None else None
     check_workers(workers, "merge-lora")

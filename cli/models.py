@@ -139,6 +139,6 @@ def _print_size(name: str, as_json: bool) -> None:
 def _print_json(value: object) -> None:
     import json
 
-    from .say import say
+    from .shared.say import say
 
     say(json.dumps(value, indent=2))

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .options import SCHEDULES, SPLIT, VIRTUAL_STAGES
+from .shared.options import SCHEDULES, SPLIT, VIRTUAL_STAGES
 
 
 def parity(
@@ -77,7 +77,7 @@ def parity(
     from ..testing.parity.case import Question
     from ..testing.parity.check import TOLERANCES
     from ..testing.parity.check import parity as compare
-    from .sizes import parse_counts
+    from .shared.sizes import parse_counts
 
     kind = schedule_kind(schedule, "parity")
     keys = {key: options[key] for key in LayoutSection.model_fields}

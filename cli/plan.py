@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .options import FORCE
-from .sizes import parse_amount, parse_counts
+from .shared.options import FORCE
+from .shared.sizes import parse_amount, parse_counts
 
 if TYPE_CHECKING:
     from ..search.find import Found
@@ -62,7 +62,7 @@ def plan(
     from ..search.report import MARK, as_json, make_page, recipe_toml
     from ..search.request import read_request
     from ..storage.output_file import check_output_file, output_file
-    from .say import say
+    from .shared.say import say
 
     def is_page(seen: bytes) -> bool:
         return seen.startswith(b"<!DOCTYPE html>") and MARK.encode() in seen

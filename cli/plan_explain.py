@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .options import SCHEDULES, VIRTUAL_STAGES
-from .sizes import parse_amount
+from .shared.options import SCHEDULES, VIRTUAL_STAGES
+from .shared.sizes import parse_amount
 
 if TYPE_CHECKING:
     from ..planner.explanations.explanation import Explanation
@@ -260,7 +260,7 @@ def _show(found: Explanation, as_json: bool) -> None:
     from dataclasses import asdict
 
     from ..planner.explanations.explanation import plain, readable
-    from .say import say
+    from .shared.say import say
 
     if as_json:
         import json

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from .convert import convert
-from .options import DRY_RUN, SPLIT
+from .shared.options import DRY_RUN, SPLIT
 
 
 def reshard(

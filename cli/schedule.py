@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .options import FORCE, SCHEDULES, VIRTUAL_STAGES
+from .shared.options import FORCE, SCHEDULES, VIRTUAL_STAGES
 
 
 def schedule(

@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from .foreign_tokens import Origin, index_files
-from .options import INPUTS, JSON_KEY
-from .say import say
+from .shared.options import INPUTS, JSON_KEY
+from .shared.say import say
 
 
 class Target(StrEnum):
@@ -103,7 +103,7 @@ def tokenize(
     from ..data.text.documents import check_inputs
     from ..data.text.tokenize import tokenize as make_token_file
     from ..parallel_state import BadInput
-    from .progress import token_progress
+    from .shared.progress import token_progress
 
     if show and not (chat or chat_template or template_set):
         raise BadInput("tokenize", "--show", expected="--chat with it", found=show)

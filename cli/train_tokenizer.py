@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from .options import INPUTS, JSON_KEY
-from .say import say
+from .shared.options import INPUTS, JSON_KEY
+from .shared.say import say
 
 
 def train_tokenizer(

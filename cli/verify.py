@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from .options import CONFIG, NAMES
-from .say import say
+from .shared.options import CONFIG, NAMES
+from .shared.say import say
 
 
 def verify(
@@ -51,7 +51,7 @@ def verify(
     from ..checkpoints.verify import checksum_of, verify_sums
     from ..parallel_state import Box
     from ..runs.report.record import check_step
-    from .progress import byte_progress
+    from .shared.progress import byte_progress
 
     found = read_source(source, config=config, names=names)
     for warning in found.warnings:
@@ -79,7 +79,7 @@ def verify(
 def verify_tokens(name: Path) -> None:
     """Read a whole token file and say what was compared."""
     from ..data.tokens import TokenFile
-    from .progress import byte_progress
+    from .shared.progress import byte_progress
 
     file = TokenFile.open(name)
     index = file.index

@@ -109,7 +109,7 @@ def test_what_is_said_of_experts_runs(tmp_path: Path) -> None:
     text = (DOCS / "experts.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     exec(compile(code, "experts.md", "exec"), {})
-    toml, lora = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
+    toml, _, lora = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
     changes = {"model": {"config": TINY_MIXTRAL}, "data": {"global_batch": 16}} | tomllib.loads(toml)
     recipe = parse_recipe(tiny_recipe(tmp_path, tmp_path / "tokens", **changes))
     planned = plan(recipe)

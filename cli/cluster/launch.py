@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from ..options import FORCE
-from ..say import say
+from ..shared.options import FORCE
+from ..shared.say import say
 
 #: What submits a file of each system.
 _SUBMIT = {

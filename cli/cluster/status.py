@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..say import say
+from ..shared.say import say
 
 #: Exit code with --exit-code while ranks still run.
 STILL_RUNNING = 1

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trilith.checkpoints import ConversionOptions
 from trilith.cli.app import COMMANDS, run
-from trilith.cli.sizes import LARGEST, parse_size
+from trilith.cli.shared.sizes import LARGEST, parse_size
 from trilith.data.text import tokenizer_training
 from trilith.parallel_state import BadInput, Layout, check_local_ranks, check_workers
 from trilith.pipeline import layout_of, timetable

@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from ..system import visible
+from ...system import visible
 
 
 def say(text: str, *, nl: bool = True, err: bool = False) -> None:
