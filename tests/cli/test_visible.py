@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from rich.table import Table
 from safetensors.torch import load_file, save_file
 from trilith.checkpoints import convert
-from trilith.cli.shared import say as say_module
 from trilith.cli.app import COMMANDS, run
+from trilith.cli.shared import say as say_module
 from trilith.generation import ranks as generate_run
 from trilith.generation.request import Request
 from trilith.runs import console as console_module
