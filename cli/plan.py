@@ -24,6 +24,14 @@ def plan(
         str | None, typer.Option(help="number of GPUs, or several such as 8,16,32 for a scaling curve")
     ] = None,
     gpu: Annotated[str, typer.Option(help="kind of GPU; a wrong name lists all")] = "h100-80gb",
+    bench: Annotated[
+        Path | None,
+        typer.Option(
+            "--machine",
+            help="bench.json of `trilith bench` on your machine, in the place of --gpu",
+            metavar="BENCH.json",
+        ),
+    ] = None,
     gpus_per_node: Annotated[
         int | None, typer.Option(min=1, help="GPUs of a node; default: as the makers' servers have")
     ] = None,
@@ -56,9 +64,10 @@ def plan(
         trilith plan llama-3.1-405b --gpus 16384 --gpu h100-80gb --seq 8192 --global-batch 2048
         trilith plan llama-3.1-70b --gpus 64 --tokens 15T --write recipe.toml --html plan.html
         trilith plan llama-3.1-8b --gpus 8,16,32,64 --global-batch 128
+        trilith plan smollm2-135m --gpus 2 --seq 512 --global-batch 8 --machine bench.json
     """
     from ..parallel_state import BadInput
-    from ..planner.time import machine_named
+    from ..planner.time import machine_from_bench, machine_named
     from ..search.report import MARK, as_json, make_page, recipe_toml
     from ..search.request import read_request
     from ..storage.output_file import check_output_file, output_file
@@ -77,7 +86,10 @@ def plan(
         check_output_file(write, force=force)
     if html is not None:
         check_output_file(html, ours=is_page, force=force)
-    machine = machine_named(gpu, gpus_per_node=gpus_per_node)
+    if bench is None:
+        machine = machine_named(gpu, gpus_per_node=gpus_per_node)
+    else:
+        machine = machine_from_bench(bench, gpus_per_node=gpus_per_node)
     amount = None if tokens is None else parse_amount(tokens, "--tokens")
     results = []
     for count in counts:

@@ -73,6 +73,8 @@ def read_request(
         raise BadInput("plan", "--gpus", expected="the number of GPUs", found="none")
     gpus = gpus or ranks or 1
     data = raw["data"]
+    if not machine.asynchronous:  # a CPU that `trilith bench` measured
+        raw = {key: value for key, value in raw.items() if key != "compute"} | {"device": "cpu"}
     if lora is not None:
         raw["lora"] = {"r": lora, "lora_alpha": 2 * lora, "target_modules": "all-linear"}
         raw["model"] = _as_base(raw["model"], name)

@@ -118,6 +118,56 @@ def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert told["layouts"][0]["seconds"] > 0 and told["gpus"] == 1 and len(told["strategy"]) == 2
 
 
+def test_several_numbers_of_gpus_and_rows_are_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "llama-3.2-1b", "--gpus", "1,2", "--seq", "512,1024", "--global-batch", "4", "--json"]
+    assert run(words) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [one["gpus"] for one in told] == [1, 1, 2, 2]
+    assert run(words[:-1]) == 0
+    shown = capsys.readouterr().out
+    assert "tokens of a" in shown and shown.count("1,024") >= 2
+    assert run([*words[:-1], "--write", "recipe.toml"]) == 2 and not Path("recipe.toml").exists()
+
+
+def test_adapters_fit_where_the_whole_model_cannot_be_trained(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "llama-3.1-8b", "--gpus", "1", "--gpu", "l40s", "--seq", "1024", "--global-batch", "4"]
+    assert run([*words, "--json"]) == 2
+    capsys.readouterr()
+    assert run([*words, "--lora", "16", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["layouts"][0]["bytes"] < 48e9
+
+
+BENCH = {
+    "machine": {"device": "cpu", "gpus": 0, "processor": "a CPU", "cores": 2, "memory": 8 * 2**30},
+    "rows": [
+        {"part": "speed", "status": "done", "figures": {
+            "matmul, bf16: TFLOP/s": 0.02, "matmul, fp32: TFLOP/s": 0.05,
+            "attention, bf16: TFLOP/s": 0.01, "attention, fp32: TFLOP/s": 0.025,
+            "operator of one number: us": 1.5, "copy: GB/s read and written": 10.0,
+        }},
+        {"part": "links", "status": "done", "figures": {
+            "all-reduce: GB/s": 2.0, "all-gather: GB/s": 1.0, "reduce-scatter: GB/s": 0.5,
+            "all-reduce of 4 KiB: us": 100.0,
+        }},
+    ],
+}  # fmt: skip
+
+
+def test_a_plan_for_a_measured_cpu_is_a_recipe_for_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bench.json").write_text(json.dumps(BENCH))
+    words = ["smollm2-135m", "--gpus", "2", "--seq", "512", "--global-batch", "8", "--json"]
+    recipe = tmp_path / "recipe.toml"
+    assert run(["plan", *words, "--machine", str(tmp_path / "bench.json"), "--write", str(recipe)]) == 0
+    assert json.loads(capsys.readouterr().out)["layouts"][0]["seconds"] > 0
+    written = load_recipe(recipe)
+    assert (written.device, written.compute, written.layout.world) == ("cpu", None, 2)
+    (tmp_path / "bench.json").write_text("{}")
+    assert run(["plan", *words, "--machine", str(tmp_path / "bench.json")]) == 2
+
+
 def test_the_critical_batch_follows_from_the_loss() -> None:
     """At a loss of 1 nat it is 2e8 tokens (Kaplan et al. 2020), and at a higher loss less."""
     assert 1e6 < critical_batch(1e9, 2e10) < critical_batch(4e11, 1.5e13) < 2e8
