@@ -137,8 +137,8 @@ def test_new_weights_are_told_where_the_file_system_has_no_change_time(
     originals: Path, tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the content differs then: not the inode, the size, or any time."""
-    whole = tensor_file._identity
-    monkeypatch.setattr(tensor_file, "_identity", lambda status: whole(status)[:-1])
+    whole = tensor_file.identity_of
+    monkeypatch.setattr(tensor_file, "identity_of", lambda status: whole(status)[:-1])
     folder, plan_of = PLANS[form]
     shutil.copytree(originals / "old", tmp_path, dirs_exist_ok=True)
     begin(plan_of(tmp_path), tmp_path / "out", 0.8)

@@ -74,6 +74,7 @@ ELSEWHERE = {
     "schedule": "writes one file, as report does",
     "generate": "writes one file, as report does",
     "bench": "writes two files, each as report does",
+    "launch": "writes one file, as report does",
 }
 TEMPLATE = (
     "{% for m in messages %}{{ bos_token + m.role + '\n' + m.content + eos_token }}{% endfor %}"
