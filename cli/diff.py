@@ -37,8 +37,12 @@ def diff(
 
     from ..checkpoints import differences, foreign_format, read_source, verify
     from ..checkpoints.verify import checksum_of, verify_sums
+    from ..parallel_state import BadInput
 
     given = {path: (config, names) if foreign_format(path) else (None, None) for path in (a, b)}
+    if (config or names) and not any(map(any, given.values())):
+        expected = "a checkpoint of another project among the two"
+        raise BadInput("diff", "--config, --names", expected=expected, found="none")
     first = read_source(a, config=given[a][0], names=given[a][1])
     second = read_source(b, module=first.module, config=given[b][0], names=given[b][1])
     for source in (first, second):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,10 +25,9 @@ def plan(
         str | None, typer.Option(help="number of GPUs, or several such as 8,16,32 for a scaling curve")
     ] = None,
     gpu: Annotated[str, typer.Option(help="kind of GPU; a wrong name lists all")] = "h100-80gb",
-    bench: Annotated[
+    machine: Annotated[
         Path | None,
         typer.Option(
-            "--machine",
             help="bench.json of `trilith bench` on your machine, in the place of --gpu",
             metavar="BENCH.json",
         ),
@@ -86,16 +86,16 @@ def plan(
         check_output_file(write, force=force)
     if html is not None:
         check_output_file(html, ours=is_page, force=force)
-    if bench is None:
-        machine = machine_named(gpu, gpus_per_node=gpus_per_node)
+    if machine is None:
+        device = machine_named(gpu, gpus_per_node=gpus_per_node)
     else:
-        machine = machine_from_bench(bench, gpus_per_node=gpus_per_node)
+        device = machine_from_bench(machine, gpus_per_node=gpus_per_node)
     amount = None if tokens is None else parse_amount(tokens, "--tokens")
     results = []
     for count in counts:
         for length in lengths:
             request = read_request(
-                model, machine, count, sequence_length=length, global_batch=global_batch, lora=lora,
+                model, device, count, sequence_length=length, global_batch=global_batch, lora=lora,
                 headroom=headroom, tokens=amount,
             )  # fmt: skip
             results.append(_search(request, 10 if len(counts) * len(lengths) == 1 else 1))
@@ -108,12 +108,14 @@ def plan(
         _print_sweep(results)
     else:
         _print(results[0])
-    if write is not None:
-        with output_file(write, force=force) as file:
-            file.write_text(recipe_toml(results[0]), encoding="utf-8")
-    if html is not None:
-        with output_file(html, ours=is_page, force=force) as file:
-            file.write_text(make_page(results[0]), encoding="utf-8")
+    with ExitStack() as stack:  # both files can be written, or neither is
+        files = []
+        if write is not None:
+            files.append((stack.enter_context(output_file(write, force=force)), recipe_toml))
+        if html is not None:
+            files.append((stack.enter_context(output_file(html, ours=is_page, force=force)), make_page))
+        for file, text_of in files:
+            file.write_text(text_of(results[0]), encoding="utf-8")
     for path in (write, html):
         if path is not None and not json:
             say(f"wrote {path}")

@@ -6,6 +6,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISREG
 
 from ..parallel_state import BadInput, PeerFailed
 from .heartbeat import RankStatus, all_status, first_failure, status_folder
@@ -62,5 +63,7 @@ def _judged(ranks: list[RankStatus], failure: RankStatus | None) -> Outcome:
 
 def _changed(path: Path) -> float:
     with suppress(OSError):
-        return path.stat().st_mtime
+        status = path.stat()
+        if S_ISREG(status.st_mode):
+            return status.st_mtime
     raise BadInput("status", "--since", expected="a file that exists", found=str(path))

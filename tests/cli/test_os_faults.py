@@ -48,7 +48,7 @@ from trilith.testing.tiny_models import TINY_LLAMA
 
 #: Seconds after which a command counts as hanging, on a machine that others use; and those of a refusal.
 HANGS, REFUSED_WITHIN = 120.0, 5.0
-OUTPUTS = {"out", "dst"}
+OUTPUTS = {"out", "dst", "write", "html"}
 #: How an output's name ends; ``tokenize`` is given the name without it.
 SUFFIXES = {"recipe": ".toml", "schedule": ".svg", "tokenize": ".bin"}
 
@@ -76,7 +76,10 @@ VALID: dict[str, dict[str, list[str]]] = {
         "chat_template": ["{}/template.jinja"],
         "+": ["--workers=1", "--quiet"],
     },
+    "plan": {"model": ["llama-3.2-1b"], "machine": ["{}/bench.json"], "+": ["--gpus=1", "--seq=512"]},
     "train": {"recipe": ["{}/recipe.toml"]},
+    "launch": {"system": ["slurm"], "recipe": ["{}/recipe.toml"]},
+    "status": {"run": ["{}/ended"], "since": ["{}/hf/config.json"]},
     "report": {"runs": ["{}/run"]},
     "merge_lora": {"base": ["{}/hf"], "adapter": ["{}/adapter"]},
     "recipe": {"origin": ["from-deepspeed"], "file": ["{}/deepspeed.json"]},
@@ -89,11 +92,29 @@ VALID: dict[str, dict[str, list[str]]] = {
         "+": ["--max-new-tokens=1"],
     },
 }
+#: Good inputs of options that only inputs of other projects need: no valid call above has them.
+NEEDLESS = {"config": "{}/hf"}
 #: A step of a run.
 STEP = {
     **{"step": 0, "loss": 1.0, "grad_norm": 1.0, "lr": 0.1, "tokens": 16},
     **{"tokens_per_second": 1.0, "seconds": 1.0},
 }
+#: The status of a rank that has finished.
+ENDED = {
+    **{"rank": 0, "code": 0, "phase": "step", "step": 1, "error": "", "time": 0.0, "pid": 1},
+    **{"host": "elsewhere", "cause": True, "run": "one", "started": 0},
+}
+#: What `trilith bench` measured of a machine of one device.
+BENCH = {
+    "machine": {"device": "cuda", "gpus": 1, "names": ["one"], "memory": 80 * 10**9},
+    "rows": [
+        {"part": "speed", "status": "done", "figures": {
+            "matmul, bf16: TFLOP/s": 300.0, "matmul, fp32: TFLOP/s": 30.0,
+            "attention, bf16: TFLOP/s": 200.0, "attention, fp32: TFLOP/s": 20.0,
+            "operator of one number: us": 5.0, "copy: GB/s read and written": 2000.0,
+        }},
+    ],
+}  # fmt: skip
 #: Paths that a recipe names.
 RECIPE_INPUTS = {
     "model.config": "{}/hf/config.json",
@@ -160,7 +181,8 @@ def words(
         values = [one.format(inputs) for one in valid.get(name, [])]
         if name in OUTPUTS:
             suffix = SUFFIXES.get(command, "")
-            values = [str(place / f"out{suffix}").removesuffix(".bin")]
+            stem = "out" if name in ("out", "dst") else name
+            values = [str(place / f"{stem}{suffix}").removesuffix(".bin")]
         if fault is not None and name == fault.name and at is not None:
             values = [at]
         if isinstance(about, typer.models.ArgumentInfo):
@@ -210,6 +232,9 @@ def inputs() -> Iterator[Path]:
     write_tokens(folder / "tokens")
     (folder / "run").mkdir()
     (folder / "run" / "metrics.jsonl").write_text(json.dumps(STEP) + "\n")
+    (folder / "ended" / "status").mkdir(parents=True)
+    (folder / "ended" / "status" / "rank0.json").write_text(json.dumps(ENDED))
+    (folder / "bench.json").write_text(json.dumps(BENCH))
     lora = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["q_proj"]}
     (folder / "adapter").mkdir()
     (folder / "adapter" / "adapter_config.json").write_text(json.dumps(lora))
@@ -411,7 +436,7 @@ def test_a_fault_inside_a_folder_is_one_line_or_without_effect(
             (where / "tmp").mkdir()
             given = where / input_of(place, inputs).name
             for one in files_of(place, inputs):
-                (given.parent / one).parent.mkdir(exist_ok=True)
+                (given.parent / one).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(inputs / one, given.parent / one)
             (given.parent / file).unlink()
             INSIDE_FAULTS[fault](given.parent / file)
@@ -426,7 +451,8 @@ def test_a_fault_inside_a_folder_is_one_line_or_without_effect(
 def input_of(place: Place, inputs: Path) -> Path:
     """Return the good input of a place."""
     key = place.name.removeprefix("recipe: ")
-    (given,) = [RECIPE_INPUTS[key]] if key in RECIPE_INPUTS else VALID[place.command][place.name]
+    known = {name: [path] for name, path in (RECIPE_INPUTS | NEEDLESS).items()}
+    (given,) = known.get(key) or VALID[place.command][place.name]
     return Path(given.format(inputs))
 
 

@@ -35,15 +35,18 @@ PATHS = {
     "models": {},
     "doctor": {"folders": READ},
     "bench": {"out": FOLDER},
-    "convert": {"src": READ, "dst": FOLDER},
+    "convert": {"src": READ, "dst": FOLDER, "config": READ},
     "reshard": {"src": READ, "dst": FOLDER},
-    "inspect": {"source": READ},
-    "diff": {"a": READ, "b": READ},
-    "verify": {"source": READ},
+    "inspect": {"source": READ, "config": READ},
+    "diff": {"a": READ, "b": READ, "config": READ},
+    "verify": {"source": READ, "config": READ},
     "parity": {"folder": READ},
     "train_tokenizer": {"inputs": READ, "out": FOLDER, "chat_template": READ},
     "tokenize": {"inputs": READ, "tokenizer": READ, "out": FOLDER, "chat_template": READ},
+    "plan": {"machine": READ, "write": FILE, "html": FILE},
     "train": {"recipe": READ},
+    "launch": {"out": FILE},
+    "status": {"run": READ, "since": READ},
     "report": {"runs": READ, "out": FILE},
     "merge_lora": {"base": READ, "adapter": READ, "out": FOLDER},
     "recipe": {"file": READ, "out": FILE},
@@ -64,6 +67,8 @@ WORDS: dict[str, tuple[Callable[[str], list[str]], str]] = {
     "tokenize": (lambda out: ["tokenize", TEXT, "--tokenizer", "tokenizer", "--out", out], "tokenizer"),
     "report": (lambda out: ["report", "run", "--out", out], ""),
     "merge_lora": (lambda out: ["merge-lora", "hf", "adapter", out], "hf"),
+    "plan": (lambda out: ["plan", "llama-3.2-1b", "--gpus", "1", "--seq", "512", "--html", out], ""),
+    "launch": (lambda out: ["launch", "slurm", "llama-3.2-1b-1gpu", "--out", out], ""),
     "recipe": (lambda out: ["recipe", "from-deepspeed", "ds.json", "--out", out], ""),
     "schedule": (lambda out: ["schedule", "--name", "gpipe", "--stages", "2", "--out", out], ""),
     "generate": (lambda out: ["generate", "hf", "--prompt", "numbers", "--max-new-tokens", "2",
@@ -175,7 +180,7 @@ def test_force_replaces_it_and_its_own_is_replaced_without(
         assert run([*words, "--force"]) == 0, capfd.readouterr().err
         assert out.read_bytes() != b"mine"
         capfd.readouterr()
-        if name == "recipe":  # it is there to be edited
+        if name in ("recipe", "launch"):  # they are there to be edited
             check_refused(words, world, capfd, "--force")
         else:
             out.write_bytes(out.read_bytes())
