@@ -88,7 +88,8 @@ def test_what_is_frozen_costs_no_gradient_of_its_weights() -> None:
         ("NVIDIA A10G", None),
         ("NVIDIA L40S", 362e12),
         ("AMD Instinct MI300X", 1307e12),
-        ("NVIDIA GeForce RTX 4090", None),
+        ("NVIDIA GeForce RTX 4090", 165.2e12),
+        ("NVIDIA GeForce RTX 3060", None),
     ],
 )
 def test_a_device_s_peak_follows_from_its_whole_name(name: str, peak: float | None) -> None:
