@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from .find import Found
@@ -20,16 +21,34 @@ def pareto(found: Found) -> str:
     room = found.request.room / 1e9
     plain = [one for one in found.timed if one not in found.best]
     axes.scatter([one.time.seconds for one in plain], [one.bytes / 1e9 for one in plain], s=16, color=_INK)
-    for number, one in enumerate(found.best, 1):
-        place = one.time.seconds, one.bytes / 1e9
-        axes.scatter(*place, s=46, color=_COLOURS[0])
-        axes.annotate(f" {number}", place, va="center", ha="left", fontsize=11)
+    places = [(one.time.seconds, one.bytes / 1e9) for one in found.best]
+    axes.scatter(*zip(*places, strict=True), s=46, color=_COLOURS[0])
+    left, right = axes.get_xlim()
+    for numbers in _close(places, (right - left) / 30):
+        label = ", ".join(str(number + 1) for number in numbers)
+        lowest = min((places[number] for number in numbers), key=lambda place: place[1])
+        below = {"xytext": (0, -7), "textcoords": "offset points", "va": "top", "ha": "center"}
+        axes.annotate(label, lowest, fontsize=10, **below)
     axes.axhline(room, color=_COLOURS[4], linewidth=1, linestyle="--")
     axes.annotate(f"{room:.1f} GB may be used", (0, room), xycoords=("axes fraction", "data"), va="bottom")
     axes.set_ylim(0, room * 1.12)
     axes.set_xlabel("seconds of a step")
     axes.set_ylabel("GB of the heaviest rank")
     return _svg(figure)
+
+
+def _close(places: Sequence[tuple[float, float]], width: float) -> list[list[int]]:
+    """Return the numbers of the points, those together whose labels would cover each other."""
+    found: list[list[int]] = []
+    for number, (seconds, size) in enumerate(places):
+        for group in found:
+            near = places[group[0]]
+            if abs(near[0] - seconds) < width and abs(near[1] - size) < 5:
+                group.append(number)
+                break
+        else:
+            found.append([number])
+    return found
 
 
 def memory_of_stages(found: Found) -> str:
