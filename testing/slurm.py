@@ -24,7 +24,7 @@ SlurmUser={user}
 SlurmdUser={user}
 SlurmctldPort={port}
 AuthType=auth/none
-AuthInfo=cred_expire=2
+AuthInfo=cred_expire=10
 CredType=cred/none
 PluginDir={plugins}
 StateSaveLocation={folder}/state
@@ -38,6 +38,7 @@ SelectTypeParameters=CR_Core
 ReturnToService=2
 MpiDefault=none
 KillWait=5
+SchedulerParameters=sched_interval=1
 SlurmdTimeout=10
 SlurmctldTimeout=10
 MinJobAge=300

@@ -16,7 +16,7 @@ from trilith.testing.short_runs import losses, tiny_recipe, train, write_tokens
 from trilith.testing.slurm import NoSlurm, Slurm, slurm, unpack
 
 pytestmark = pytest.mark.timeout(500)
-STEPS = 400
+STEPS = 200
 
 
 @pytest.fixture(scope="module")
