@@ -251,7 +251,8 @@ def _command(name: str, topic: Topic) -> Callable[..., None]:
     kind = inspect.Parameter.KEYWORD_ONLY
     shown = [inspect.Parameter(key, kind, default=defaults[key], annotation=hints[key]) for key in hints]
     command.__annotations__ = hints
-    command.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]  # typer reads it
+    # typer reads the options from here; the type of a function does not state the attribute.
+    command.__dict__["__signature__"] = inspect.Signature(shown)
     return command
 
 

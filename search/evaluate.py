@@ -165,9 +165,9 @@ class Evaluator:
         layout = Layout(tensor=tensor, context=context, sequence=sequence, pipeline=2 if several else 1)
         return loss_chunk_of(self._changed(Choice(layout, schedule, micro_batch)), self.request.config)
 
-    def _compiles(self, mode: Checkpointing, schedule: str, pipeline: bool) -> bool:
+    def _compiles(self, mode: Checkpointing, schedule: ScheduleName, pipeline: bool) -> bool:
         layout = Layout(pipeline=2 if pipeline else 1)
-        return self._changed(Choice(layout, schedule, 1, mode)).compiles  # type: ignore[arg-type]
+        return self._changed(Choice(layout, schedule, 1, mode)).compiles
 
     def _costs_of(self, layout: Layout, micro_batch: int, loss_chunk: int, pipeline: int) -> list[StageCost]:
         """Return the costs of a rank's stages, in which schedule and checkpointing have no part."""

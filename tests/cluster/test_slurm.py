@@ -25,6 +25,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     try:
         root = unpack(folder / "unpacked")
     except NoSlurm as reason:
+        # A system without Debian's packages has no Slurm of ours; test_job_files.py reads the script there.
         pytest.skip(f"no Slurm to test with: {reason}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")

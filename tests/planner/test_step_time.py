@@ -194,7 +194,7 @@ def test_the_table_of_machines_states_sources_and_rates_without_sparsity() -> No
         machine_named("a100-80gb").peak("float8")
 
 
-BENCH = {
+BENCH: dict[str, Any] = {
     "machine": {"device": "cpu", "gpus": 0, "processor": "a CPU", "cores": 2, "memory": 8 * 2**30},
     "doctor": [],
     "rows": [
@@ -232,7 +232,7 @@ def test_a_file_that_lacks_a_figure_is_refused_with_the_command_that_measures_it
         path.write_text(json.dumps(lacking))
         with pytest.raises(BadInput, match="trilith bench --only speed,links"):
             machine_from_bench(path)
-    alone = BENCH | {"rows": BENCH["rows"][:1]}  # type: ignore[index]
+    alone = BENCH | {"rows": BENCH["rows"][:1]}
     path.write_text(json.dumps(alone))
     with pytest.raises(BadInput, match="one device"):
         predicted("llama-3.2-1b", Layout.of(data=2), machine_from_bench(path), compute=4, fused=False)

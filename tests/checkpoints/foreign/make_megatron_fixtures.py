@@ -61,10 +61,11 @@ def fill(model: nn.Module, m: MegatronModel, at: SimpleNamespace) -> None:
 
 
 def patch_cuda_away() -> None:
-    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment]
-    torch.cuda.synchronize = lambda *device: None  # type: ignore[assignment]
-    torch.cuda.Stream = SimpleNamespace  # type: ignore[assignment,misc]
-    torch.Tensor.cuda = lambda self, *device, **how: self  # type: ignore[assignment,method-assign]
+    """Let megatron-core's optimizer and experts, which ask for a CUDA device by name, run on the CPU."""
+    torch.cuda.current_device = lambda: "cpu"
+    torch.cuda.synchronize = lambda *device: None
+    torch.cuda.Stream = SimpleNamespace
+    torch.Tensor.cuda = lambda self, *device, **how: self
     np.product = np.prod  # megatron-core 0.13 with numpy 2
     from megatron.core.tensor_parallel import random as megatron_random
     from megatron.core.transformer.moe import grouped_gemm_util, moe_utils

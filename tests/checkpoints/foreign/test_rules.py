@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -26,7 +27,7 @@ Q, K, V, UP = (
     f"model.layers.{{i}}.{one}_proj.weight" for one in ("self_attn.q", "self_attn.k", "self_attn.v", "mlp.up")
 )
 #: Each kind of rule, and what makes the foreign tensor of block 1 of Hugging Face's.
-KINDS: dict[str, tuple[Rule, object]] = {
+KINDS: dict[str, tuple[Rule, Callable[[dict[str, Tensor]], Tensor]]] = {
     "interleaved": (
         Rule(foreign="{i}.q", hf=Q, interleaved="num_attention_heads"),
         lambda w: w[Q].view(4, 2, 2, 16).transpose(1, 2).reshape(16, 16),
@@ -72,7 +73,7 @@ def test_any_cut_into_chunks_gives_the_tensors_of_hugging_face(
         + number
         for number, name in enumerate((Q, K, V, UP))
     }
-    theirs: Tensor = make(weights)  # type: ignore[operator]
+    theirs: Tensor = make(weights)
     ends = [data.draw(st.lists(st.integers(1, n), max_size=3)) for n in theirs.shape]
     boxes = cut(theirs, ends)
     path = tmp_path_factory.mktemp("chunks") / "chunks.pt"
