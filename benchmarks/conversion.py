@@ -1,6 +1,7 @@
 """Conversion against `cp` of the same bytes: speed both ways, rows and columns apart, memory at two sizes.
 
-Checkpoints of other projects are sources too: torch.distributed.checkpoint's and a file of torch.save.
+Checkpoints of other projects are sources too: torch.distributed.checkpoint's, Megatron-LM's two forms and a
+file of torch.save.
 
 The peer is transformers' from_pretrained + save_pretrained, which is how most people convert.
 """
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from measure import Peak, Row, in_turn, ratio, seconds_of
+from megatron_checkpoints import write_legacy, write_torch_dist
 from safetensors.torch import load_file
 from trilith.checkpoints import convert, convert_to_dcp, differences, read_source
 from trilith.checkpoints.convert.execute import execute
@@ -63,15 +65,21 @@ def main(folder: Path, rounds: int) -> list[Row]:
 
 
 def other_projects(folder: Path, rounds: int) -> list[Row]:
-    """Measure a DCP checkpoint and a file of torch.save as sources: speed of cp, and memory at two sizes."""
+    """Measure the checkpoints of other projects as sources: speed of cp, and memory at two sizes."""
+    names = ("DCP", "torch_dist", "Megatron legacy", "pytorch_model.bin")
+    dcp, dist, legacy, pickled = sources = [folder / name for name in names]
     rows, peaks = [], []
     for layers in (4, 12):
-        hf, dcp, pickled, out = (folder / name for name in ("o-hf", "o-dcp", "o.bin", "o-out"))
+        hf, out = folder / "o-hf", folder / "o-out"
         config = llama(2048, layers)
         size = write_hf_folder(hf, config, dtype="BF16")
         convert_to_dcp(hf, dcp)
-        torch.save(load_file(hf / "model.safetensors"), pickled)
-        for src in (dcp, pickled):
+        tensors = load_file(hf / "model.safetensors")
+        torch.save(tensors, pickled)
+        write_torch_dist(dist, config, tensors)
+        write_legacy(legacy, config, tensors)
+        del tensors
+        for src in sources:
             command = [sys.executable, "-m", "trilith.cli", "convert", str(src), str(out), "--to", "hf"]
             command += ["--config", str(hf)]
             with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process, Peak(process.pid) as peak:
@@ -81,14 +89,14 @@ def other_projects(folder: Path, rounds: int) -> list[Row]:
             peaks.append(peak.bytes)
             limit = 4 * config["vocab_size"] * config["hidden_size"] + 200e6
             held, goal = peak.bytes / 1e6, f"<= {limit / 1e6:.0f} (2 x the largest tensor + 200)"
-            what = f"peak RssAnon, {size / 1e9:.2f} GB {src.name[2:]} -> hf"
+            what = f"peak RssAnon, {size / 1e9:.2f} GB {src.name} -> hf"
             rows.append(Row(what, held, held, held, "MB", goal, peak.bytes <= limit))
         if layers == 12:
-            rows += [row for src in (dcp, pickled) for row in speed_of_foreign(src, hf, out, rounds)]
-        for path in (hf, dcp):
+            rows += [row for src in sources for row in speed_of_foreign(src, hf, out, rounds)]
+        for path in (hf, dcp, dist, legacy):
             shutil.rmtree(path)
         pickled.unlink()
-    growth = max(peaks[2:]) / max(peaks[:2])
+    growth = max(peaks[len(sources) :]) / max(peaks[: len(sources)])
     rows.append(Row("peak at 12 layers over 4 layers", growth, growth, growth, "x", "<= 1.1", growth <= 1.1))
     return rows
 
@@ -102,7 +110,7 @@ def speed_of_foreign(src: Path, hf: Path, out: Path, rounds: int) -> list[Row]:
     shutil.rmtree(out)
     copied = out.with_name("copy")
     shutil.rmtree(copied) if copied.is_dir() else copied.unlink()
-    what = f"{src.name[2:]} -> tensor {TENSOR} x pipeline {PIPELINE}, CRC-32 compared, of cp"
+    what = f"{src.name} -> tensor {TENSOR} x pipeline {PIPELINE}, CRC-32 compared, of cp"
     return [ratio(what, taken["ours"], taken["cp"], goal=0.7)]
 
 
