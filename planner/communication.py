@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from ..layers import Cost, checkpointed
+from .data_rounds import data_rounds
 from .formulas.ring_and_tree import ring_wire_bytes
 from .rank_parameters import Group, RankParameters, rank_parameters
 from .stage_costs import StageCost, stage_costs
@@ -120,17 +121,14 @@ def _between_stages(work: Work) -> list[Traffic]:
 
 def _over_data(work: Work, group: Group, *, root: bool) -> list[Traffic]:
     """Count FSDP's traffic for a group of parameters: a block, or the rest (``root``)."""
-    layout, rounds = work.layout, work.micro_batches
-    copies, shards, _ = layout.data_sizes()
-    gathers = {0: 0, 1: 1, 2: 1, 3: 2 * rounds}[layout.zero]
-    if layout.zero == 3 and root and work.loss_chunk:
-        gathers = rounds  # stays whole for the loss
-    sums = bool(group.trained_padded) * (rounds if layout.zero >= 2 else 1)
-    size = sums * group.trained_padded * work.reduce
+    copies, shards, _ = work.layout.data_sizes()
+    rounds, trained = data_rounds(work, root=root), bool(group.trained_padded)
+    weights, piece = group.padded * work.compute, group.trained_padded * work.reduce
+    scatters, sums = trained * rounds.scatters, trained * rounds.replicas
     return [
-        Traffic("data", "all_gather", "weights", gathers, gathers * group.padded * work.compute, shards),
-        Traffic("data", "reduce_scatter", "gradients", sums, shards * size, shards),
-        Traffic("replicas", "all_reduce", "gradients", sums, size, copies),
+        Traffic("data", "all_gather", "weights", rounds.gathers, rounds.gathers * weights, shards),
+        Traffic("data", "reduce_scatter", "gradients", scatters, scatters * shards * piece, shards),
+        Traffic("replicas", "all_reduce", "gradients", sums, sums * piece, copies),
     ]
 
 

@@ -7,6 +7,7 @@ from functools import cache
 from ..layers import Checkpointing
 from ..parallel_state import Layout
 from ..pipeline import ScheduleName, bubble, schedule_kind
+from ..planner.data_rounds import data_rounds
 from ..planner.time.collectives import Links
 from .candidates import Cut, Flow
 from .choice import Choice
@@ -69,21 +70,26 @@ class Bound:
         """
         layout, work = choice.layout, self.evaluator.work(choice)
         machine = self.evaluator.request.machine
-        held = self.evaluator.held(layout, 0).every
-        found = 0.0
+        of_rank = self.evaluator.held(layout, 0)
+        held, found = of_rank.every, 0.0
         if not layout.holds_alone:
             links, rounds = Links(layout, machine), work.micro_batches
             size = held.trained_padded * work.reduce
             summed = links.seconds("data", "reduce_scatter", layout.data_sizes()[1] * size)
-            summed += links.seconds("replicas", "all_reduce", size)
+            if layout.zero < 2 or layout.pipeline > 1:  # otherwise once a step: left out of a lower bound
+                summed += links.seconds("replicas", "all_reduce", size)
             gathered = links.seconds("data", "all_gather", held.padded * work.compute)
             if layout.zero < 2:
                 found = summed if layout.pipeline > 1 else max(0.0, summed - backward)
             elif layout.zero == 2:
                 found = max(0.0, rounds * summed - backward)
             else:
+                again = held.padded
+                if not data_rounds(work, root=True).backward:
+                    again -= of_rank.root.padded
+                regathered = links.seconds("data", "all_gather", again * work.compute)
                 found = max(0.0, rounds * gathered - forward)
-                found += max(0.0, rounds * (gathered + summed) - backward)
+                found += max(0.0, rounds * (regathered + summed) - backward)
         return found + 10 * held.trained_stored * work.master / machine.bandwidth
 
 

@@ -33,6 +33,10 @@ class Step:
     one of torch's own wrappers shares.
     """
 
+    #: Whether every micro-batch gives every trained parameter a gradient. If so, the replicas of a shard sum
+    #: their gradients at the last one alone, where FSDP sums nothing for a group that got no gradient.
+    trains_all = False
+
     def __init__(
         self,
         model: nn.Module,
@@ -75,7 +79,8 @@ class Step:
         losses = []
         for number, part in enumerate(parts):
             if isinstance(self._whole, FSDPModule):
-                before_backward(self._whole, self.state, last=number == len(parts) - 1)
+                last = number == len(parts) - 1
+                before_backward(self._whole, self.state, last=last, sum_replicas=last or not self.trains_all)
             loss = loss_of(part)
             loss.backward()
             losses.append(loss.detach())

@@ -81,8 +81,10 @@ def shard_over_data(
                 mp_policy=policy,
                 offload_policy=resting,
             )
-    # A loss that computes the logits uses the output layer's weight after the model's forward.
-    regather = regather and not (isinstance(model, CausalLM) and model.head_in_loss)
+    # Backward begins with what forward ended with, the output layer; a loss may also use its weight itself.
+    # Between the two, a pipeline's stage runs forwards of other micro-batches.
+    stays = state.layout.pipeline == 1 or (isinstance(model, CausalLM) and model.head_in_loss)
+    regather = regather and not stays
     fully_shard(
         model,
         mesh=mesh,
@@ -129,11 +131,17 @@ def resting_device(state: ParallelState, *, offload: bool) -> torch.device:
     return torch.device("cpu") if offload else state.device
 
 
-def before_backward(model: nn.Module, state: ParallelState, *, last: bool) -> None:
-    """Tell FSDP, before each micro-batch's forward, what its backward does with gradients and weights."""
+def before_backward(model: nn.Module, state: ParallelState, *, last: bool, sum_replicas: bool) -> None:
+    """Tell FSDP, before each micro-batch's forward, what its backward does with gradients and weights.
+
+    ``sum_replicas``: whether the replicas of a shard (HSDP) add up their gradients now, or keep each their
+    own until a later micro-batch of the step.
+    """
     assert isinstance(model, FSDPModule)
     zero = state.layout.zero
     model.set_requires_gradient_sync(last or zero >= 2)
+    if not sum_replicas:
+        model.set_requires_all_reduce(False)
     # Weights stay gathered between micro-batches (but for stage 3) and must be dropped after the last one:
     # otherwise the next step would compute with those from before the update.
     model.set_reshard_after_backward(last or zero == 3)

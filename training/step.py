@@ -37,6 +37,8 @@ class TrainStep(Step):
     mean loss of the model's blocks of multi-token prediction; the loss that is returned does not contain it.
     """
 
+    trains_all = True
+
     def __init__(
         self,
         model: CausalLM,

@@ -30,6 +30,7 @@ from ...models import Family, ModelConfig
 from ...parallel_state import ParallelState
 from ...pipeline import schedule_kind
 from ...pipeline.timetable import step_length
+from ..data_rounds import data_rounds
 from ..flops import TokenFlops, flops_per_token
 from ..memory import MemoryPlan, memory_of
 from ..rank_parameters import Group, RankParameters
@@ -126,7 +127,7 @@ class StepTimer:
             self._loss(found, stage.loss)
         home = self.layout.rank_of_stage
         if stage.number == 0 or (stage.loss is not None and home(stage.number) != home(0)):
-            self._around(found, held.root, 0.0, 0.0, 1)
+            self._around(found, held.root, 0.0, 0.0, 1, root=True)
         return found
 
     def _block(
@@ -215,14 +216,25 @@ class StepTimer:
         for send in cost.sends:
             found.add("forward", send.axis, self._send(send))
 
-    def _around(self, found: StageSeconds, group: Group, forward: float, backward: float, times: int) -> None:
+    def _around(
+        self,
+        found: StageSeconds,
+        group: Group,
+        forward: float,
+        backward: float,
+        times: int,
+        root: bool = False,
+    ) -> None:
         """Add what FSDP exchanges at every micro-batch, where it takes longer than what runs beside it."""
-        work, zero = self.work, self.layout.zero
-        gather = self._gather(group) if zero == 3 else 0.0
+        work, rounds = self.work, data_rounds(self.work, root=root)
+        gather = self._gather(group) if self.layout.zero == 3 else 0.0
+        again = gather * (rounds.backward > 0)
         apart = self.layout.pipeline > 1 and schedule_kind(work.schedule).two_backwards
-        summed = self._reduce(group) if zero >= 2 else 0.0
+        summed = 0.0
+        if self.layout.zero >= 2:
+            summed = self._scatter(group) + self._sum_replicas(group) * rounds.replicas / rounds.scatters
         found.add("forward", "data", max(0.0, gather - forward), times)
-        found.add("inputs", "data", max(0.0, gather + (0.0 if apart else summed) - backward), times)
+        found.add("inputs", "data", max(0.0, again + (0.0 if apart else summed) - backward), times)
         found.add("weights", "data", summed if apart else 0.0, times)
         # Gradients of a micro-batch, made in the dtype of the products, are added to those before.
         if work.compute != work.reduce or work.micro_batches > 1:
@@ -232,10 +244,15 @@ class StepTimer:
     def _gather(self, group: Group) -> float:
         return self.links.seconds("data", "all_gather", group.padded * self.work.compute)
 
-    def _reduce(self, group: Group) -> float:
+    def _scatter(self, group: Group) -> float:
         size, shards = group.trained_padded * self.work.reduce, self.layout.data_sizes()[1]
-        summed = self.links.seconds("data", "reduce_scatter", shards * size)
-        return summed + self.links.seconds("replicas", "all_reduce", size)
+        return self.links.seconds("data", "reduce_scatter", shards * size)
+
+    def _sum_replicas(self, group: Group) -> float:
+        return self.links.seconds("replicas", "all_reduce", group.trained_padded * self.work.reduce)
+
+    def _reduce(self, group: Group) -> float:
+        return self._scatter(group) + self._sum_replicas(group)
 
     def _sums(self, pipeline: int, stages: Sequence[StageSeconds]) -> float:
         """Return the exposed seconds of what ranks exchange once a step."""

@@ -45,8 +45,9 @@ def read_records(
     caller that walks the result must count its steps.
     """
     machine, stream = Machine(where, allowed, persistent, limits), BytesIO(raw)
+    nodes = min(limits.nodes, limits.first_nodes + len(raw) // 2)
     try:
-        for _ in range(limits.nodes):
+        for _ in range(nodes):
             machine.at = stream.tell()
             code = stream.read(1)
             if not code:
@@ -62,7 +63,7 @@ def read_records(
         raise
     except (ValueError, TypeError, IndexError, OverflowError) as error:  # decoding failed, an empty stack
         machine.refuse("a whole pickle", shown(f"{type(error).__name__}: {error}"))
-    machine.refuse(f"at most {limits.nodes:,} opcodes", "more")
+    machine.refuse(f"at most {nodes:,} opcodes in {len(raw):,} bytes", "more")
 
 
 def _name_of(code: bytes) -> str:

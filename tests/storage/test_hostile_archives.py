@@ -193,6 +193,11 @@ def test_a_pickle_of_more_opcodes_than_the_limit_is_refused_at_the_limit() -> No
         read_records(b"\x80\x02]" + b"Na" * 500 + b".", "here", {}, limits=limits)
 
 
+def test_a_pickle_has_no_more_opcodes_than_torch_needs_for_its_bytes() -> None:
+    with pytest.raises(BadInput, match=r"at most 1,050,\d+ opcodes in 2,000,\d+ bytes"):
+        read_records(b"\x80\x02]" + b"]a" * 1_000_000 + b".", "pickle", {}, limits=Limits(nodes=1 << 60))
+
+
 @pytest.mark.parametrize("kind", ["os.system in protocol 4", "getattr", "deep tuples", "shared lists"])
 def test_a_hostile_metadata_of_DCP_is_refused_alike(kind: str, tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(PICKLES[kind])
