@@ -99,7 +99,12 @@ def read(path: Path) -> ForeignCheckpoint:
         optimizer = optimizer or "optimizer" in value
         ranks.append(rank)
     _check_ranks(ranks, first, folder)
-    found.tensors = _whole_tensors(ranks, first, folder)
+    found.tensors, differing = _whole_tensors(ranks, first, folder)
+    if differing:
+        found.skipped.append(
+            f"{len(differing)} tensors that several ranks hold differ between them, such as {differing[0]}: "
+            "the first rank's is taken"
+        )
     if first.untie_embeddings_and_output_weights is not True:
         found.tensors.pop("output_layer.weight", None)  # the last stage's copy of the embedding
     if extra:
@@ -185,10 +190,16 @@ def _renamed(name: str) -> str:
     return name
 
 
-def _whole_tensors(ranks: list[_Rank], arguments: Arguments, folder: Path) -> dict[str, ForeignTensor]:
-    """Return the whole tensors; a part that several ranks hold is taken from the first."""
+def _whole_tensors(
+    ranks: list[_Rank], arguments: Arguments, folder: Path
+) -> tuple[dict[str, ForeignTensor], list[str]]:
+    """Return the whole tensors; a part that several ranks hold is taken from the first.
+
+    The names of such tensors whose stated CRC-32 differ between ranks come with them.
+    """
     before = _layers_before(ranks, arguments, folder)
     chunks: dict[str, dict[Box, Chunk]] = defaultdict(dict)
+    differing: dict[str, None] = {}
     for rank in ranks:
         for stage, model in enumerate(rank.models):
             first = before[stage, rank.pipeline]
@@ -197,7 +208,9 @@ def _whole_tensors(ranks: list[_Rank], arguments: Arguments, folder: Path) -> di
                 name = local if match is None else f"decoder.layers.{int(match[1]) + first}.{match[2]}"
                 at = rank.tensor, rank.expert
                 for whole, box, part in whole_parts(name, view, arguments, at, rank.file.path):
-                    chunks[whole].setdefault(box, Chunk(box, rank.file, part))
+                    known = chunks[whole].setdefault(box, Chunk(box, rank.file, part))
+                    if known.file.sum_of(known.view) != rank.file.sum_of(part):
+                        differing[whole] = None
     whole_tensors = {}
     for name, parts in chunks.items():
         kinds = {(chunk.view.dtype, len(box.stop)) for box, chunk in parts.items()}
@@ -207,7 +220,7 @@ def _whole_tensors(ranks: list[_Rank], arguments: Arguments, folder: Path) -> di
         shape = tuple(max(stops) for stops in zip(*(box.stop for box in parts), strict=True))
         dtypes = {dtype for dtype, _ in kinds}
         whole_tensors[name] = ForeignTensor(dtypes.pop(), shape, tuple(parts.values()))
-    return whole_tensors
+    return whole_tensors, [*differing]
 
 
 def _layers_before(ranks: list[_Rank], arguments: Arguments, folder: Path) -> dict[tuple[int, int], int]:

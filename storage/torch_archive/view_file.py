@@ -71,6 +71,12 @@ class ViewFile(TensorFile):
         self.tensors[key] = Entry(view.dtype, view.shape, view.begin, view.begin + nbytes)
         return key
 
+    def sum_of(self, view: View) -> int | None:
+        """Return the CRC-32 that the file states for exactly the bytes of a view, or ``None``."""
+        number = bisect_right(self._begins, view.begin) - 1
+        one = self._stretches[number] if number >= 0 else None
+        return one.crc if one is not None and (one.begin, one.end) == (view.begin, view.stop) else None
+
     @property
     def size(self) -> int:
         """Return the number of bytes of the whole file."""

@@ -61,6 +61,16 @@ def test_what_a_rank_stores_beside_its_weights_is_passed_over_and_told(tmp_path:
     assert any("--ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable" in line for line in told)
 
 
+def test_a_norm_that_differs_between_tensor_ranks_is_told_and_taken_from_the_first(tmp_path: Path) -> None:
+    written = write_legacy(tmp_path / "iter_0000003", LLAMA, 2)
+    path = written / "mp_rank_01" / "model_optim_rng.pt"
+    state = torch.load(path, weights_only=False)
+    state["model"]["language_model"]["encoder"]["final_norm.weight"][0] += 1
+    torch.save(state, path)
+    (line,) = (line for line in assert_converts(written, tmp_path) if "differ between" in line)
+    assert line.startswith("1 tensors that several ranks hold") and "decoder.final_layernorm.weight" in line
+
+
 class Calls:
     """Pickle as a call of ``os.system``."""
 
