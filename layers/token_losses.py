@@ -110,7 +110,9 @@ def logits_gradient(
     out[:, columns:] = 0.0
     if columns:
         kept = torch.where(rows.elsewhere.unsqueeze(-1), out.gather(-1, target), of_label.to(out.dtype))
-        out.scatter_(-1, target, kept)
+        each = torch.arange(len(out), device=out.device)
+        # On a CPU scatter_ converts a whole bf16 tensor to fp32 and back.
+        out.index_put_((each, rows.target), kept.squeeze(-1))
     return out
 
 
