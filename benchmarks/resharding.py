@@ -17,8 +17,8 @@ from conversion import llama
 from measure import Row, in_turn, ratio, seconds_of
 from trilith.checkpoints import ConversionOptions, Manifest, convert, differences, read_source
 from trilith.checkpoints.convert.plan import plan_to_sharded
-from trilith.checkpoints.manifest import Part, StoredTensor
 from trilith.checkpoints.moments import MOMENTS, moment_name
+from trilith.checkpoints.stored_tensor import Part, StoredTensor
 from trilith.models import family_of
 from trilith.parallel_state import Box, Layout
 from trilith.storage import TensorWriter

@@ -19,6 +19,7 @@ TITLES = {
     "pipeline": "Waiting in a pipeline, under each schedule, against the formula",
     "dispatch": "Parallel layers on one tensor rank against torch.nn",
     "startup": "Starts: the import, the help, the first step",
+    "manifests": "Manifests of checkpoints of many ranks",
     "saving": "Saving against a raw write and torch.distributed.checkpoint",
     "training": "Training steps against transformers, DDP, FSDP2 and DTensor",
 }

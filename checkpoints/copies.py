@@ -8,7 +8,7 @@ the two, and ``join`` makes it of what the copies read.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..models import Link
 from ..parallel_state import BadCheckpoint, Box
+from .grid import Grid
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +29,40 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
+class GridParts:
+    """Hold the parts of a tensor that a grid states (see ``Grid``); each is computed when it is asked for.
+
+    ``numbers``: the number of each rank's file.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    grid: Grid
+    numbers: Mapping[int, int]
+
+    def __len__(self) -> int:
+        return self.grid.number(self.shape)
+
+    def __iter__(self) -> Iterator[Stored]:
+        return self.touching(Box.whole(self.shape))
+
+    def touching(self, box: Box) -> Iterator[Stored]:
+        """Yield the parts that hold elements of ``box``."""
+        for rank, part in self.grid.parts(self.shape, box):
+            yield Stored(self.numbers[rank], self.key, part)
+
+
+@dataclass(frozen=True, slots=True)
 class Whole:
     """Describe a whole tensor: its true shape, its dtype by the format's name, its parts (owners only)."""
 
     shape: tuple[int, ...]
     dtype: str
-    parts: tuple[Stored, ...]
+    parts: tuple[Stored, ...] | GridParts
+
+    def near(self, box: Box) -> Iterable[Stored]:
+        """Return parts among which are all that hold elements of ``box``."""
+        return self.parts.touching(box) if isinstance(self.parts, GridParts) else self.parts
 
 
 Catalog = Mapping[str, Whole]
@@ -109,7 +138,7 @@ def copies(name: str, wanted: Box, catalog: Catalog, links: Links) -> list[Copy]
         whole = catalog.get(stored_name)
         if whole is None:
             raise BadCheckpoint("checkpoint", stored_name, expected="a tensor", found="none of that name")
-        for part in whole.parts:
+        for part in whole.near(box):
             overlap = box.intersect(part.box)
             if overlap is None:
                 continue

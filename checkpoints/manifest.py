@@ -1,4 +1,4 @@
-"""Define ``manifest.json``: what a checkpoint holds, and which box of which tensor lies in which file.
+"""Define ``manifest.json``: what a checkpoint holds, and in which files.
 
 It is written last, so a directory without one is no checkpoint. Everything in it is checked against the
 directory before a tensor is read: a checkpoint is whole or it is refused.
@@ -7,31 +7,28 @@ directory before a tensor is read: a checkpoint is whole or it is refused.
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, Literal
 
 from pydantic import Field, JsonValue, ValidationError
 
-from ..parallel_state import BadCheckpoint, BadInput, Box, Layout, from_validation
-from ..storage.coverage import check_coverage
-from ..storage.dtypes import BITS
-from ..storage.file_names import MANIFEST, STEP_NAME
+from ..parallel_state import BadCheckpoint, Layout, from_validation
+from ..storage.file_names import MANIFEST, STEP_NAME, rank_and_world
 from ..storage.records import Count, StoredFile, StrictRecord
 from ..storage.regular import check_plain_name, contained, open_regular, read_small
-from ..storage.safetensors_reader import TensorFile
 from ..storage.strict_json import parse_object, shown
 from .seal import open_seal, seal, text_of
+from .stored_tensor import StoredTensor
 from .user_module_family import StoredModule
 
 VERSION: Final = 2
 #: The version before, whose manifests have no seal.
 _UNSEALED: Final = 1
+#: What a run writes: the parts of its tensors follow grids.
+WITH_GRIDS: Final = 3
 _MAX_BYTES = 1 << 30
 #: More ranks than any machine has: a layout beyond it is damage.
 _MOST_RANKS = 1 << 24
-_OF_WORLD = re.compile(r"rank-[0-9]{5,}-of-([0-9]{5,})\.safetensors")
 
 
 class Damaged(BadCheckpoint):
@@ -41,34 +38,6 @@ class Damaged(BadCheckpoint):
     def checkpoint(self) -> Path:
         where = Path(str(self.where))
         return where if where.is_dir() else where.parent
-
-
-Bounds = tuple[Count, ...]
-
-
-class Part(StrictRecord):
-    """Say that the box ``start`` to ``stop`` of a tensor lies under the tensor's name in ``files[file]``.
-
-    Of several parts that hold the same elements one is the ``owner``; the others are ``replica``s, so that
-    each file is complete by itself.
-    """
-
-    file: Count
-    start: Bounds
-    stop: Bounds
-    role: Literal["owner", "replica"] = "owner"
-
-    @property
-    def box(self) -> Box:
-        return Box(self.start, self.stop)
-
-
-class StoredTensor(StrictRecord):
-    """Describe a whole tensor: its dtype by the format's name, its shape, and its parts."""
-
-    dtype: str
-    shape: Bounds
-    parts: tuple[Part, ...]
 
 
 class StoredAdapter(StrictRecord):
@@ -92,7 +61,7 @@ class Manifest(StrictRecord):
     a training run. ``module``: for a model that no family describes, how its tensors are cut.
     """
 
-    version: Literal[1, 2] = VERSION
+    version: Literal[1, 2, 3] = VERSION
     kind: Literal["weights", "training"]
     model_type: str
     config: dict[str, JsonValue]
@@ -136,11 +105,10 @@ class Manifest(StrictRecord):
     def parse(cls, raw: bytes, where: object) -> Manifest:
         """Parse the manifest in these bytes; checks its form and its seal only."""
         version = parse_object(raw, where, kind=BadCheckpoint).get("version")
-        if type(version) is not int or version not in (_UNSEALED, VERSION):
+        if type(version) is not int or version not in (_UNSEALED, VERSION, WITH_GRIDS):
             todo = "It was written by another release" if isinstance(version, int) else ""
-            raise BadCheckpoint(
-                where, "version", expected=f"{_UNSEALED} or {VERSION}", found=shown(version), todo=todo
-            )
+            expected = f"{_UNSEALED}, {VERSION} or {WITH_GRIDS}"
+            raise BadCheckpoint(where, "version", expected=expected, found=shown(version), todo=todo)
         try:
             return cls.model_validate_json(raw if version == _UNSEALED else open_seal(raw, where))
         except ValidationError as error:
@@ -150,11 +118,9 @@ class Manifest(StrictRecord):
         """Return JSON with a line for each field, file and tensor, so that people and ``diff`` can read
         it.
         """
-        fields = self.model_dump(mode="json", exclude_defaults=True) | {"version": VERSION}
-        ordered = {"version": VERSION} | {
-            name: fields[name] for name in type(self).model_fields if name in fields
-        }
-        return seal(text_of(ordered))
+        fields = self.model_dump(mode="json", exclude_defaults=True)
+        fields["version"] = max(self.version, VERSION)
+        return seal(text_of({name: fields[name] for name in type(self).model_fields if name in fields}))
 
     def accepted_bytes(self, directory: Path) -> bytes:
         """Write the manifest as text for ``directory``; refuse one that a reader would not accept there."""
@@ -185,8 +151,15 @@ class Manifest(StrictRecord):
         if len(set(map(str.lower, names))) != len(names) or MANIFEST in map(str.lower, names):
             raise BadCheckpoint(where, "files", expected="each file once", found="a name twice")
         self._check_layout(where)
+        numbers, checked = self.numbers, set[StoredTensor]()
         for name, tensor in self.tensors.items():
-            self._check_tensor(where, name, tensor)
+            if tensor.grid is not None and self.version < WITH_GRIDS:
+                expected = f"parts in version {self.version}"
+                raise BadCheckpoint(where, shown(name), expected=expected, found="a grid")
+            if tensor not in checked:  # each layer's tensors lie as those of the layer before
+                tensor.check(where, name, len(self.files), numbers)
+                if tensor.grid is not None:
+                    checked.add(tensor)
 
     def check_place(self, directory: Path) -> None:
         """Refuse a checkpoint whose directory is named as one of another step."""
@@ -207,33 +180,11 @@ class Manifest(StrictRecord):
             expected = f"from {len(self.files):,} ranks, one a file, up to {_MOST_RANKS:,}"
             raise BadCheckpoint(where, "layout", expected=expected, found=f"{world:,}")
         for file in self.files:
-            said = _OF_WORLD.fullmatch(file.name)
-            if said is not None and int(said[1]) != world:
+            said = rank_and_world(file.name)
+            if said is not None and said[1] != world:
                 raise BadCheckpoint(
-                    where, "layout", expected=f"{int(said[1]):,} ranks, as {file.name} says", found=world
+                    where, "layout", expected=f"{said[1]:,} ranks, as {file.name} says", found=world
                 )
-
-    def _check_tensor(self, where: object, name: str, tensor: StoredTensor) -> None:
-        if tensor.dtype not in BITS:
-            raise BadCheckpoint(where, shown(name), expected="a dtype", found=shown(tensor.dtype))
-        held = set()
-        for part in tensor.parts:
-            if part.file >= len(self.files) or part.file in held:
-                expected = f"one part in each file below {len(self.files)}"
-                raise BadCheckpoint(where, shown(name), expected=expected, found=f"file {part.file}")
-            held.add(part.file)
-            bounds = zip(part.start, part.stop, strict=False)
-            if len(part.start) != len(part.stop) or any(a > b for a, b in bounds):
-                found = f"start {list(part.start)}, stop {list(part.stop)}"
-                raise BadCheckpoint(where, shown(name), expected="start up to stop", found=found)
-        replicas = [part.box for part in tensor.parts if part.role == "replica"]
-        owners = [part.box for part in tensor.parts if part.role == "owner"]
-        check_coverage(where, shown(name), tensor.shape, owners)
-        if any(
-            len(b.stop) != len(tensor.shape) or any(s > n for s, n in zip(b.stop, tensor.shape, strict=True))
-            for b in replicas
-        ):
-            raise BadCheckpoint(where, shown(name), expected=f"replicas inside {list(tensor.shape)}")
 
     def _check_files(self, directory: Path) -> None:
         for file in (*self.files, *self.companions):  # each is opened: it might be there and not readable
@@ -253,32 +204,13 @@ class Manifest(StrictRecord):
             )
 
     @property
+    def numbers(self) -> dict[int, int]:
+        """Return the numbers of the files that ranks of a run wrote, by the rank in the file's name."""
+        named = (rank_and_world(file.name) for file in self.files)
+        return {one[0]: number for number, one in enumerate(named) if one is not None}
+
+    @property
     def frozen(self) -> frozenset[str]:
         """Return the parameters that the run does not train; they have no moments."""
         names = self.state.get("frozen")
         return frozenset(map(str, names)) if isinstance(names, list) else frozenset()
-
-    def _by_file(self) -> list[dict[str, Part]]:
-        table: list[dict[str, Part]] = [{} for _ in self.files]
-        for name, tensor in self.tensors.items():
-            for part in tensor.parts:
-                table[part.file][name] = part
-        return table
-
-    def open_files(self, directory: Path) -> Iterator[TensorFile]:
-        """Yield each file, opened, after comparing its header with the manifest."""
-        for stored, parts in zip(self.files, self._by_file(), strict=True):
-            path = contained(directory, stored.name, kind=BadCheckpoint)
-            try:
-                file = TensorFile.open(path, expected=self.tensors)
-            except BadInput as bad:  # what is bad input elsewhere is a damaged checkpoint here
-                raise Damaged(
-                    bad.where, bad.key, expected=bad.expected, found=bad.found, todo=bad.todo
-                ) from None
-            promised = {name: (self.tensors[name].dtype, part.box.shape) for name, part in parts.items()}
-            found = {name: (entry.dtype, entry.shape) for name, entry in file.tensors.items()}
-            if found != promised:
-                name = min(n for n in promised.keys() | found.keys() if promised.get(n) != found.get(n))
-                expected = promised.get(name, "no such tensor")
-                raise Damaged(path, shown(name), expected=expected, found=found.get(name, "no such tensor"))
-            yield file

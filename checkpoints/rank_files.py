@@ -4,64 +4,66 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
-from ..parallel_state import Box, Holding, Layout, fault, holdings
+from ..parallel_state import Box, Coordinates, Declaration, Layout, buffer_names, fault
 from ..storage.dtypes import BUFFER, name_of
+from ..storage.file_names import rank_file_name
 from ..storage.records import StoredFile
 from ..storage.safetensors_writer import TensorWriter
-from .manifest import Part, StoredTensor
+from .grid import Grid
 from .moments import moment_name
+from .stored_tensor import StoredTensor
 
 
-def file_name(rank: int, world: int) -> str:
-    """Return a name such as ``rank-00003-of-00008.safetensors``."""
-    return f"rank-{rank:05d}-of-{world:05d}.safetensors"
+def own_boxes(stated: Mapping[str, Declaration], layout: Layout, at: Coordinates) -> dict[str, Box]:
+    """Return the box that this rank writes of each parameter, without those of which it writes nothing.
 
-
-def results_to_come(
-    table: Mapping[str, Sequence[Holding]], world: int
-) -> list[tuple[StoredFile, str] | None]:
-    """Predict the results of ``write_file`` on every rank; sizes, checksums and dtype are not known yet."""
-    writers = {one.rank for held in table.values() for one in held}
-    return [
-        (StoredFile(name=file_name(rank, world), size=0, crc32=0), "F32") if rank in writers else None
-        for rank in range(world)
-    ]
-
-
-def who_writes(
-    stages: Sequence[Mapping[str, Any]], layout: Layout, frozen: frozenset[str], moments: Sequence[str]
-) -> dict[str, list[Holding]]:
-    """Return the ranks that write each tensor, and their boxes. Moments lie where their parameters lie."""
-    weights = holdings(stages, layout)
-    trained = {name: held for name, held in weights.items() if name not in frozen}
-    theirs = {moment_name(moment, name): held for moment in moments for name, held in trained.items()}
-    return weights | theirs
+    ``stated``: the declarations of the rank's own stages; no other rank's are needed.
+    """
+    found = {}
+    for name, one in stated.items():
+        if not (one.ends and at.pipeline):
+            box = Grid.of(one, layout, at.pipeline).box_of(layout.rank(at), one.shape)
+            if box is not None:
+                found[name] = box
+    return found
 
 
 def stored_tensors(
-    table: Mapping[str, list[Holding]],
-    results: Sequence[tuple[StoredFile, str] | None],
-    fixed: frozenset[str],
+    stages: Sequence[Mapping[str, Declaration]],
+    layout: Layout,
+    dtype: str,
+    *,
+    frozen: frozenset[str],
+    moments: Sequence[str],
 ) -> dict[str, StoredTensor]:
-    """Describe each tensor as the manifest does; files are numbered in the order of the ranks that write one.
+    """Describe every tensor as the manifest does; declarations and layout alone say which rank writes what.
 
-    All tensors have one dtype, except the ``fixed`` ones, which have that of buffers.
+    All tensors have one ``dtype``, except buffers, which have their own. Moments lie where their parameters
+    lie; ``frozen`` parameters and buffers have none.
     """
-    writers = [rank for rank, result in enumerate(results) if result is not None]
-    numbers = {rank: number for number, rank in enumerate(writers)}
-    dtype = next((result[1] for result in results if result is not None and result[1]), BUFFER)
-    return {
+    found = {
         name: StoredTensor(
-            dtype=BUFFER if name in fixed else dtype,
-            shape=tuple(max(stops) for stops in zip(*(one.box.stop for one in held), strict=True)),
-            parts=tuple(Part(file=numbers[one.rank], start=one.box.start, stop=one.box.stop) for one in held),
+            dtype=BUFFER if stated.buffer else dtype,
+            shape=stated.shape,
+            grid=Grid.of(stated, layout, pipeline),
         )
-        for name, held in table.items()
+        for pipeline, stage in enumerate(stages)
+        for name, stated in stage.items()
+        if not (stated.ends and pipeline)
     }
+    still = frozen.union(*map(buffer_names, stages))
+    trained = [name for name in found if name not in still]
+    return found | {moment_name(moment, name): found[name] for moment in moments for name in trained}
+
+
+def files_to_come(tensors: Mapping[str, StoredTensor], world: int) -> list[StoredFile]:
+    """Return the files that the ranks will write; their sizes and checksums are not known yet."""
+    kinds = {(tensor.grid, tensor.shape) for tensor in tensors.values()}
+    ranks = {rank for grid, shape in kinds if grid is not None for rank, _ in grid.parts(shape)}
+    return [StoredFile(name=rank_file_name(rank, world), size=0, crc32=0) for rank in sorted(ranks)]
 
 
 def write_file(
@@ -73,7 +75,7 @@ def write_file(
     """
     if not tensors:
         return None
-    file = file_name(rank, world)
+    file = rank_file_name(rank, world)
     spec = {name: (name_of(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()}
     writer = TensorWriter(directory / file, spec, overlap=True)
     try:

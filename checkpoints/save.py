@@ -6,27 +6,29 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from ..models import CausalLM, Family, ModelConfig
-from ..parallel_state import BadInput, ParallelState, buffer_names, fault
+from ..parallel_state import BadInput, Declaration, ParallelState, buffer_names, declarations, fault
 from ..parallel_state.together import together
 from ..storage.companions import Companion, read_companions
-from ..storage.disk import DiskFailed, writing
+from ..storage.disk import writing
+from ..storage.dtypes import BUFFER
 from ..storage.records import StoredFile
 from ..storage.staging import Staging, check_home, clear_unfinished
 from ..storage.strict_json import shown
 from .find import step_directory
-from .manifest import Manifest, StoredAdapter
+from .manifest import WITH_GRIDS, Manifest, StoredAdapter
 from .moments import MOMENTS, moment_name, moment_of
-from .rank_files import results_to_come, stored_tensors, who_writes, write_file
-from .rank_storage import Place, places
+from .rank_files import files_to_come, own_boxes, stored_tensors, write_file
+from .rank_storage import places
 from .readable import check_plain, read_back
 from .resume import Progress
-from .retention import check_same_tensors, delete_old, set_aside
+from .retention import Retention, check_same_tensors, set_aside
+from .stored_tensor import StoredTensor
 from .user_module_family import ModuleFamily
 
 T = TypeVar("T")
@@ -89,19 +91,21 @@ class Saver:
             assert isinstance(model, CausalLM), "a module of a user's comes with its state"
             state = model.state
         self._state, self._layout = state, state.layout
-        stages = contents.family.declarations(contents.config, self._layout, split=contents.split)
-        self._fixed = frozenset(name for stage in stages for name in buffer_names(stage))
-        #: Parameters without moments.
-        self._frozen = contents.frozen | self._fixed
-        self._table = who_writes(stages, self._layout, self._frozen, () if optimizer is None else MOMENTS)
-        # Computed once, because a run waits while it is done.
-        self._mine = [place for place in places(model, self._state) if self._owns(place)]
+        # A rank computes its own share from its own declarations; only rank 0 looks at those of all stages.
+        named = contents.frozen.union(contents.family.declared(cast(CausalLM, model)))
+        mine = {name: one for name, one in declarations(model).items() if name in named}
+        self._fixed = buffer_names(mine)
+        boxes = own_boxes(mine, self._layout, state.at)
+        self._mine = [place for place in places(model, state) if place.name in boxes]
+        assert all(place.box == boxes[place.name] for place in self._mine), boxes
+        self._stages: list[dict[str, Declaration]] = []
         self._companions: list[Companion] = []
         self._together(self._prepare)
         self._copies: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._lines: list[str] = []
+        self._retention = Retention(root, keep, self._lines.append)
 
     def __enter__(self) -> Self:
         if not self._state.rank:
@@ -111,8 +115,12 @@ class Saver:
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         if error is None:
             self.wait()
-        elif self._thread is not None:
+            self._retention.wait()
+            self.poll()
+            return
+        if self._thread is not None:
             self._thread.join(_LAST_CHANCE)
+        self._retention.wait(_LAST_CHANCE)
 
     @property
     def failed(self) -> bool:
@@ -190,7 +198,9 @@ class Saver:
                 return
             for companion in self._companions:
                 companion.write(staging[0].directory)
-            manifest = self._manifest(progress, results)
+            written = [result for result in results if result is not None]
+            dtype = next((dtype for _, dtype in written if dtype), BUFFER)
+            manifest = self._manifest(progress, [file for file, _ in written], self._tensors(dtype))
             staging[0].publish(manifest.accepted_bytes(staging[0].output))
             self._lines.append(f"COMMITTED {target}")
 
@@ -203,25 +213,20 @@ class Saver:
                 one.abandon()
         if not rank:
             fault("checkpoint.before_retention", rank=0, step=step)
-            self._retain(step)
-
-    def _retain(self, step: int) -> None:
-        """Delete old checkpoints, after all ranks know of the commit; a failure to delete ends no run."""
-        try:
-            for path in delete_old(self.root, self.keep, step):
-                self._lines.append(f"{path} stays until the next save: it is being read")
-        except (OSError, BadInput, DiskFailed) as error:
-            self._lines.append(f"old checkpoints stay: {error}")
+            self._retention.begin(step)  # now, when all ranks know of the commit
 
     def _prepare(self) -> None:
         """Read what travels along, once, and refuse now what a checkpoint of this run could not hold."""
         if not self._state.rank:
-            self._companions = read_companions(self._contents.companions)
+            contents = self._contents
+            self._companions = read_companions(contents.companions)
             target, first = step_directory(self.root, 0), Progress(0, self._layout)
-            check_plain(dict(self._contents.hf_config), target, "config")
-            results = results_to_come(self._table, self._layout.world)
+            check_plain(dict(contents.hf_config), target, "config")
+            self._stages = contents.family.declarations(contents.config, self._layout, split=contents.split)
+            tensors = self._tensors("F32")
+            files = files_to_come(tensors, self._layout.world)
             check_home(target)
-            check_same_tensors(self.root, read_back(lambda: self._manifest(first, results), target))
+            check_same_tensors(self.root, read_back(lambda: self._manifest(first, files, tensors), target))
 
     def _check_progress(self, progress: Progress) -> None:
         """Refuse what is new in this checkpoint and could not be read back, before a byte is written."""
@@ -229,9 +234,20 @@ class Saver:
         check_plain(progress.data, target, "data")
         check_plain(progress.memory, target, "memory")
 
-    def _manifest(self, progress: Progress, results: Sequence[tuple[StoredFile, str] | None]) -> Manifest:
+    def _tensors(self, dtype: str) -> dict[str, StoredTensor]:
+        moments = () if self._optimizer is None else MOMENTS
+        return stored_tensors(
+            self._stages, self._layout, dtype, frozen=self._contents.frozen, moments=moments
+        )
+
+    def _manifest(
+        self, progress: Progress, files: Sequence[StoredFile], tensors: dict[str, StoredTensor]
+    ) -> Manifest:
+        """Return the manifest, on rank 0."""
+        fixed = (name for stage in self._stages for name in buffer_names(stage))
         contents = self._contents
         return Manifest(
+            version=WITH_GRIDS,
             kind="training" if self._optimizer is not None else "weights",
             model_type=contents.family.model_type,
             config=dict(contents.hf_config),
@@ -241,17 +257,14 @@ class Saver:
             state={
                 "split": list(contents.split) if contents.split else None,
                 "memory": progress.memory,
-                "frozen": [*sorted(self._frozen)],
+                "frozen": [*sorted(contents.frozen.union(fixed))],  # what has no moments
             },
             adapter=contents.adapter,
             module=contents.family.module if isinstance(contents.family, ModuleFamily) else None,
             companions=tuple(companion.stored for companion in self._companions),
-            files=tuple(result[0] for result in results if result is not None),
-            tensors=stored_tensors(self._table, results, self._fixed),
+            files=tuple(files),
+            tensors=tensors,
         )
-
-    def _owns(self, place: Place) -> bool:
-        return any(one.rank == self._state.rank for one in self._table.get(place.name, ()))
 
     def _own_tensors(self) -> dict[str, Tensor]:
         """Return the tensors that this rank writes: the parts that it stores and owns."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -31,13 +31,15 @@ from .hugging_face.folder import HFFolder
 from .hugging_face.hub import local_folder
 from .manifest import Manifest, StoredAdapter
 from .moments import MOMENTS, moment_name
+from .part_table import CheckpointFiles, PartTable
 from .user_module_family import ModuleFamily, module_family
 from .verify import check_all
 
 
 @dataclass
 class Source:
-    """Give access to the tensors of a Hugging Face folder or a checkpoint.
+    """Give access to the tensors of a Hugging Face folder or a checkpoint. A checkpoint's files are opened
+    when they are needed.
 
     ``config``: Hugging Face's dict. ``companions``: the files that are copied along (tokenizer and the like).
     ``manifest``: ``None`` for a Hugging Face folder. ``catalog``: the tensors under the names of the source.
@@ -48,7 +50,7 @@ class Source:
     path: Path
     config: dict[str, Any]
     companions: list[Path]
-    files: list[TensorFile]
+    files: Sequence[TensorFile]
     catalog: Mapping[str, Whole]
     manifest: Manifest | None = None
     warnings: list[str] = field(default_factory=list)
@@ -148,7 +150,7 @@ def read_source(
     names: str | None = None,
     mtp: bool = False,
 ) -> Source:
-    """Open a Hugging Face folder, a checkpoint, or a run's newest checkpoint; reads headers, no weights.
+    """Open a Hugging Face folder, a checkpoint, or a run's newest checkpoint; reads no weights.
 
     While the source is in use, the run does not delete that checkpoint. An id such as ``org/model`` is looked
     up in the Hugging Face cache, or downloaded (see ``hub``). A folder of two kinds is refused;
@@ -160,9 +162,12 @@ def read_source(
     incomplete, or does not hold what its config says.
     """
     with naming_an_older_one(check_all):
-        return open_source(
+        source = open_source(
             path, allow_symlinks=allow_symlinks, module=module, config=config, names=names, mtp=mtp
         )
+    if source.manifest is None:
+        return source
+    return replace(source, files=CheckpointFiles(source.path, source.manifest, check_older=check_all))
 
 
 def foreign_format(path: str | Path) -> str | None:
@@ -221,25 +226,16 @@ def open_source(
 
 def _sharded(found: Found) -> Source:
     path, manifest = found.directory, found.manifest
-    catalog = {
-        name: Whole(
-            tensor.shape,
-            tensor.dtype,
-            tuple(Stored(part.file, name, part.box) for part in tensor.parts if part.role == "owner"),
-        )
-        for name, tensor in manifest.tensors.items()
-    }
     # Earlier releases took along whatever a tokenizer's folder held.
     companions = [path / one.name for one in manifest.companions if one.name in COMPANIONS]
-    files = list(manifest.open_files(path))
     config = dict(manifest.config)
     module = None if manifest.module is None else module_family(manifest.module, config)
     return Source(
         path,
         config,
         companions,
-        files,
-        catalog,
+        CheckpointFiles(path, manifest),
+        PartTable(manifest).catalog(),
         manifest,
         [*found.warnings],
         adapter=manifest.adapter,

@@ -115,7 +115,11 @@ def gather_stages(model: nn.Module, state: ParallelState) -> list[dict[str, Decl
     Raises ``BadInput`` for a parameter on two stages that is not declared so.
     """
     layout = state.layout
-    everywhere = together(lambda: declarations(model), world=layout.world, group=state.file_group)
+
+    def here() -> dict[str, Declaration]:
+        return declarations(model) if state.rank == layout.first_rank(state.at.pipeline) else {}
+
+    everywhere = together(here, world=layout.world, group=state.file_group)
     stages = [everywhere[layout.first_rank(stage)] for stage in range(layout.pipeline)]
     first: dict[str, int] = {}
     for number, stage in enumerate(stages):

@@ -16,6 +16,7 @@ from ..storage.strict_json import shown
 from .damage import naming_an_older_one
 from .find import open_checkpoint
 from .manifest import Damaged, Manifest
+from .part_table import CheckpointFiles
 
 
 def verify(
@@ -46,7 +47,7 @@ def _verify(
     threads: int = 2,
     progress: Callable[[int], None] = lambda read: None,
 ) -> None:
-    files = list(manifest.open_files(directory))
+    files = CheckpointFiles(directory, manifest)
     seen = [checksum_of(file) for file in files]
     _verify_rest(directory, manifest, files, seen, threads=threads, progress=progress)
 
@@ -90,7 +91,7 @@ def _verify_rest(
 
 def verify_files(directory: Path | str, manifest: Manifest, numbers: Iterable[int]) -> None:
     """Refuse the checkpoint unless these of its files are, byte for byte, those that were written."""
-    files = list(manifest.open_files(Path(directory)))
+    files = CheckpointFiles(Path(directory), manifest)
     for number in numbers:
         verify_file(files[number], manifest.files[number], checksum_of(files[number]))
 

@@ -12,6 +12,7 @@ MANIFEST = "manifest.json"
 STEP_NAME = re.compile(r"step-([0-9]+)")
 #: How the name ends of a damaged checkpoint that made way for a new one, and of a log's broken lines.
 DAMAGED, BROKEN = ".damaged", ".broken"
+_OF_RANK = re.compile(r"rank-([0-9]{5,})-of-([0-9]{5,})\.safetensors")
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 #: The same in the form before safetensors: archives of ``torch.save``.
@@ -25,6 +26,18 @@ _UNFINISHED = re.compile(r"(.+)\.tmp-[0-9a-f]{16}", re.DOTALL)
 #: The most bytes of a name, here and in every sibling of it.
 LONGEST_NAME = 255
 _ROOM = LONGEST_NAME - len(".tmp-") - 16
+
+
+def rank_file_name(rank: int, world: int) -> str:
+    """Return a name such as ``rank-00003-of-00008.safetensors``, of the file that a rank of a run writes."""
+    return f"rank-{rank:05d}-of-{world:05d}.safetensors"
+
+
+def rank_and_world(name: str) -> tuple[int, int] | None:
+    """Return what ``rank_file_name`` made this name of; ``None`` for any other name."""
+    found = _OF_RANK.fullmatch(name)
+    numbers = None if found is None else (int(found[1]), int(found[2]))
+    return numbers if numbers is not None and rank_file_name(*numbers) == name else None
 
 
 def beside(output: Path, suffix: str) -> Path:

@@ -14,9 +14,9 @@ from ...parallel_state import Box, Layout, buffer_names, holdings
 from ...storage.file_names import ADAPTER_MODEL
 from ..copies import Links, copies
 from ..hugging_face.writer import MAX_SHARD_SIZE, plan_shards
-from ..manifest import Part, StoredTensor
 from ..moments import MOMENTS, moment_name
 from ..source import Source
+from ..stored_tensor import Part, StoredTensor
 from .merge_lora import Merge
 from .transfer import Transfer
 

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 from trilith.checkpoints import Manifest, latest_checkpoint, verify
-from trilith.checkpoints.manifest import Part, StoredTensor
+from trilith.checkpoints.part_table import CheckpointFiles
+from trilith.checkpoints.stored_tensor import Part, StoredTensor
 from trilith.parallel_state import BadInput, Box, Layout
 from trilith.storage import TensorWriter, staging
 from trilith.storage.disk import Disk, DiskFailed
@@ -57,9 +58,8 @@ def read(directory: Path) -> float:
     """Return the one value of a whole checkpoint."""
     manifest = Manifest.load(directory)
     verify(directory, manifest)
-    (value,) = {
-        file.read(name).unique().item() for file in manifest.open_files(directory) for name in file.tensors
-    }
+    files = CheckpointFiles(directory, manifest)
+    (value,) = {file.read(name).unique().item() for file in files for name in file.tensors}
     return float(value)
 
 

@@ -31,7 +31,8 @@ TWELVE: dict[str, Any] = {
     "max_position_embeddings": 64,
     "tie_word_embeddings": True,
 }
-#: Written by the version that padded vocabularies alike in every layout.
+#: Written by the version that padded vocabularies alike in every layout; ``run_version_2``, by the last one
+#: whose manifest listed every part.
 BEFORE = Path(__file__).parents[1] / "checkpoints" / "written_before"
 LAYOUTS = [{"tensor": 4}, {"tensor": 3}, {"tensor": 4}]
 
@@ -85,11 +86,11 @@ def test_three_ranks_generate_what_one_does(between: tuple[Path, Path]) -> None:
     assert run_parallel(written_by, 3, between[1], Layout.of(tensor=3)) == [expected] * 3
 
 
-@pytest.mark.parametrize("kind", ["run", "module"])
+@pytest.mark.parametrize("kind", ["run", "module", "run_version_2"])
 def test_what_was_written_before_is_verified_and_cut_anew(kind: str, tmp_path: Path) -> None:
     folder = shutil.copytree(BEFORE / kind, tmp_path / kind)
     assert run(["verify", str(folder)]) == 0
-    tensor = {"run": "3", "module": "8"}[kind]
+    tensor = {"run": "3", "module": "8", "run_version_2": "3"}[kind]
     assert run(["reshard", str(folder), str(tmp_path / "cut"), "--tensor", tensor]) == 0
     assert run(["diff", str(folder), str(tmp_path / "cut")]) == 0
     for source, out in ((folder, "a"), (tmp_path / "cut", "b")):

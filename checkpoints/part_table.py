@@ -1,0 +1,109 @@
+"""Find the parts of a checkpoint's tensors: by tensor and box, or by file; and open the files.
+
+Every reader goes through here, so it does not matter whether a manifest lists its parts or states a grid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import cached_property
+from pathlib import Path
+from threading import Lock
+from typing import overload
+
+from ..parallel_state import BadCheckpoint, BadInput, Box
+from ..storage.regular import contained
+from ..storage.safetensors_reader import TensorFile
+from ..storage.strict_json import shown
+from .copies import GridParts, Stored, Whole
+from .damage import naming_an_older_one
+from .manifest import Damaged, Manifest
+
+
+class PartTable:
+    """Know where every tensor of a manifest lies. Parts of a grid are computed when they are asked for."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._tensors = manifest.tensors
+        self._numbers = manifest.numbers
+        self._ranks = {number: rank for rank, number in self._numbers.items()}
+
+    def catalog(self) -> dict[str, Whole]:
+        """Return every tensor with its owners' parts."""
+        found = {}
+        for name, one in self._tensors.items():
+            if one.grid is not None:
+                found[name] = Whole(one.shape, one.dtype, GridParts(name, one.shape, one.grid, self._numbers))
+            else:
+                owners = (part for part in one.parts if part.role == "owner")
+                parts = tuple(Stored(part.file, name, part.box) for part in owners)
+                found[name] = Whole(one.shape, one.dtype, parts)
+        return found
+
+    def in_file(self, number: int) -> dict[str, tuple[str, Box]]:
+        """Return the dtype and the box of each tensor that has a part, or a replica of one, in this file."""
+        found = {name: (self._tensors[name].dtype, box) for name, box in self._listed.get(number, {}).items()}
+        if (rank := self._ranks.get(number)) is not None:
+            for name, one in self._tensors.items():
+                if one.grid is not None and (box := one.grid.box_of(rank, one.shape)) is not None:
+                    found[name] = one.dtype, box
+        return found
+
+    @cached_property
+    def _listed(self) -> dict[int, dict[str, Box]]:
+        table: dict[int, dict[str, Box]] = {}
+        for name, one in self._tensors.items():
+            for part in one.parts:
+                table.setdefault(part.file, {})[name] = part.box
+        return table
+
+
+class CheckpointFiles(Sequence[TensorFile]):
+    """Hold the files of a checkpoint, in the manifest's order; each is opened when somebody asks for it.
+
+    Its header is then compared with the manifest. ``check_older``: an error about a damaged file also names
+    an older checkpoint of the run that passes this check. Safe to use from several threads at once.
+    """
+
+    def __init__(
+        self, directory: Path, manifest: Manifest, check_older: Callable[[Path], None] | None = None
+    ) -> None:
+        self._directory, self._manifest, self._table = directory, manifest, PartTable(manifest)
+        self._check_older = check_older
+        self._opened: dict[int, TensorFile] = {}
+        self._lock = Lock()
+
+    def __len__(self) -> int:
+        return len(self._manifest.files)
+
+    @overload
+    def __getitem__(self, number: int) -> TensorFile: ...
+
+    @overload
+    def __getitem__(self, number: slice) -> list[TensorFile]: ...
+
+    def __getitem__(self, number: int | slice) -> TensorFile | list[TensorFile]:
+        if isinstance(number, slice):
+            return [self[one] for one in range(len(self))[number]]
+        number = range(len(self))[number]
+        with self._lock:
+            if number not in self._opened:
+                check = self._check_older
+                with nullcontext() if check is None else naming_an_older_one(check):
+                    self._opened[number] = self._open(number)
+            return self._opened[number]
+
+    def _open(self, number: int) -> TensorFile:
+        path = contained(self._directory, self._manifest.files[number].name, kind=BadCheckpoint)
+        try:
+            file = TensorFile.open(path, expected=self._manifest.tensors)
+        except BadInput as bad:  # what is bad input elsewhere is a damaged checkpoint here
+            raise Damaged(bad.where, bad.key, expected=bad.expected, found=bad.found, todo=bad.todo) from None
+        promised = {name: (dtype, box.shape) for name, (dtype, box) in self._table.in_file(number).items()}
+        found = {name: (entry.dtype, entry.shape) for name, entry in file.tensors.items()}
+        if found != promised:
+            name = min(n for n in promised.keys() | found.keys() if promised.get(n) != found.get(n))
+            expected = promised.get(name, "no such tensor")
+            raise Damaged(path, shown(name), expected=expected, found=found.get(name, "no such tensor"))
+        return file

@@ -1,0 +1,78 @@
+"""Define what a manifest says about one tensor: its parts, listed one by one or stated by a grid."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Literal
+
+from ..parallel_state import BadCheckpoint, Box
+from ..storage.coverage import check_coverage
+from ..storage.dtypes import BITS
+from ..storage.records import Count, StrictRecord
+from ..storage.strict_json import shown
+from .grid import Grid
+
+Bounds = tuple[Count, ...]
+
+
+class Part(StrictRecord):
+    """Say that the box ``start`` to ``stop`` of a tensor lies under the tensor's name in ``files[file]``.
+
+    Of several parts that hold the same elements one is the ``owner``; the others are ``replica``s, so that
+    each file is complete by itself.
+    """
+
+    file: Count
+    start: Bounds
+    stop: Bounds
+    role: Literal["owner", "replica"] = "owner"
+
+    @property
+    def box(self) -> Box:
+        return Box(self.start, self.stop)
+
+
+class StoredTensor(StrictRecord):
+    """Describe a whole tensor: its dtype by the format's name, its shape, and either its ``parts`` or the
+    ``grid`` that they follow.
+
+    Read them through ``PartTable``, which does not care which of the two it is.
+    """
+
+    dtype: str
+    shape: Bounds
+    parts: tuple[Part, ...] = ()
+    grid: Grid | None = None
+
+    def check(self, where: object, name: str, files: int, ranks: Collection[int]) -> None:
+        """Refuse an unknown dtype, boxes outside the tensor, elements not owned once, and files that are not
+        there: of so many ``files``, ``ranks`` of a run wrote some.
+        """
+        if self.dtype not in BITS:
+            raise BadCheckpoint(where, shown(name), expected="a dtype", found=shown(self.dtype))
+        if self.grid is None:
+            self._check_parts(where, name, files)
+        elif self.parts:
+            raise BadCheckpoint(where, shown(name), expected="parts or a grid", found="both")
+        else:
+            self.grid.check(where, name, self.shape, ranks)
+
+    def _check_parts(self, where: object, name: str, files: int) -> None:
+        held = set()
+        for part in self.parts:
+            if part.file >= files or part.file in held:
+                expected = f"one part in each file below {files}"
+                raise BadCheckpoint(where, shown(name), expected=expected, found=f"file {part.file}")
+            held.add(part.file)
+            bounds = zip(part.start, part.stop, strict=False)
+            if len(part.start) != len(part.stop) or any(a > b for a, b in bounds):
+                found = f"start {list(part.start)}, stop {list(part.stop)}"
+                raise BadCheckpoint(where, shown(name), expected="start up to stop", found=found)
+        replicas = [part.box for part in self.parts if part.role == "replica"]
+        owners = [part.box for part in self.parts if part.role == "owner"]
+        check_coverage(where, shown(name), self.shape, owners)
+        if any(
+            len(b.stop) != len(self.shape) or any(s > n for s, n in zip(b.stop, self.shape, strict=True))
+            for b in replicas
+        ):
+            raise BadCheckpoint(where, shown(name), expected=f"replicas inside {list(self.shape)}")

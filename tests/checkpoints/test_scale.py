@@ -1,0 +1,260 @@
+"""Checkpoints of thousands of ranks: what a rank computes, gathers, writes and opens, without processes."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from trilith.checkpoints import Manifest, Progress, Saver, load_model, module_contents, read_source, verify
+from trilith.checkpoints.manifest import WITH_GRIDS
+from trilith.checkpoints.moments import MOMENTS, moment_name
+from trilith.checkpoints.part_table import PartTable
+from trilith.checkpoints.rank_files import files_to_come, own_boxes, stored_tensors, write_file
+from trilith.checkpoints.seal import seal
+from trilith.cli.app import run
+from trilith.models import family_of
+from trilith.parallel_state import BadCheckpoint, Box, Layout, ParallelState
+from trilith.recipes import load_recipe
+from trilith.storage.file_names import MANIFEST
+from trilith.storage.safetensors_reader import TensorFile
+from trilith.testing.tiny_models import TINIEST_LLAMA
+from trilith.training.run_plan import plan
+
+LAYOUT = Layout(tensor=2, data_shard=3, data_replicate=2, pipeline=2, zero=1)
+
+
+def write_stand_in(folder: Path, layout: Layout = LAYOUT) -> dict[str, torch.Tensor]:
+    """Write a run's checkpoint as its ranks would, one after the other; return the whole tensors."""
+    config = TINIEST_LLAMA | {"num_hidden_layers": 2}
+    family = family_of(config)
+    model = family.from_hf(config)
+    stages = family.declarations(model, layout)
+    tensors = stored_tensors(stages, layout, "F32", frozen=frozenset(), moments=MOMENTS)
+    generator = torch.Generator().manual_seed(0)
+    whole = {name: torch.randn(one.shape, generator=generator) for name, one in tensors.items()}
+    folder.mkdir(parents=True)
+    files = []
+    for rank, at in enumerate(layout.places()):
+        mine = own_boxes(stages[at.pipeline], layout, at)
+        parts = {name: whole[name][box.slices] for name, box in mine.items()}
+        for moment in MOMENTS:
+            names = {moment_name(moment, name): box for name, box in mine.items()}
+            parts |= {name: whole[name][box.slices] for name, box in names.items()}
+        if (written := write_file(folder, rank, layout.world, 1, parts, frozenset())) is not None:
+            files.append(written[0])
+    manifest = Manifest(
+        version=WITH_GRIDS, kind="training", model_type="llama", config=config, layout=layout, step=1,
+        state={"split": None, "memory": {"updates": 1}, "frozen": []},
+        files=tuple(files), tensors=tensors,
+    )  # fmt: skip
+    assert [file.name for file in files] == [file.name for file in files_to_come(tensors, layout.world)]
+    (folder / MANIFEST).write_bytes(manifest.accepted_bytes(folder))
+    return whole
+
+
+@pytest.fixture(scope="module")
+def stand_in(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+    folder = tmp_path_factory.mktemp("run") / "step-00000001"
+    return folder, write_stand_in(folder)
+
+
+def test_what_grids_say_is_read_verified_and_cut_anew_bit_for_bit(
+    stand_in: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    folder, whole = stand_in
+    assert json.loads((folder / MANIFEST).read_text())["version"] == 3
+    source = read_source(folder)
+    assert len(source.files) == 12  # of 24 ranks: the replicas write nothing
+    links = source.links()
+    for name, tensor in whole.items():
+        assert torch.equal(source.read(name, Box.whole(tuple(tensor.shape)), links), tensor), name
+    assert run(["verify", str(folder)]) == 0
+    assert run(["reshard", str(folder), str(tmp_path / "cut"), "--tensor", "2"]) == 0
+    assert run(["diff", str(folder), str(tmp_path / "cut")]) == 0
+    assert json.loads((tmp_path / "cut" / MANIFEST).read_text())["version"] == 2
+    model = load_model(folder)
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in model.named_parameters())
+
+
+def test_a_reader_opens_only_the_files_that_it_needs(
+    stand_in: tuple[Path, dict[str, torch.Tensor]],
+) -> None:
+    opened: list[str] = []
+    real = TensorFile.open
+
+    def noting(path: Path, **rest: Any) -> TensorFile:
+        opened.append(Path(path).name)
+        return real(path, **rest)
+
+    with mock.patch.object(TensorFile, "open", noting):
+        source = read_source(stand_in[0])
+        assert opened == []
+        name = "layers.1.mlp.down.weight"  # cut by columns for tensor ranks, by rows for data ranks
+        shape = source.catalog[name].shape
+        source.read(name, Box((0, 0), (1, 1)), source.links())
+        assert opened == ["rank-00012-of-00024.safetensors"]
+        source.read(name, Box.whole(shape), source.links())
+        assert len(opened) == len({*opened}) == 6
+
+
+def edited(folder: Path, change: Callable[[dict[str, Any]], object]) -> bytes:
+    """Return a checkpoint's manifest, changed and sealed anew."""
+    manifest = json.loads((folder / MANIFEST).read_text())
+    manifest.pop("seal")
+    change(manifest)
+    return seal((json.dumps(manifest)[:-1] + "\n}\n").encode())
+
+
+def first_cut(manifest: dict[str, Any]) -> dict[str, Any]:
+    cut: dict[str, Any] = manifest["tensors"]["layers.0.mlp.gate_up.up.weight"]["grid"]["cuts"][0]
+    return cut
+
+
+def grid(manifest: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = manifest["tensors"]["layers.0.mlp.gate_up.up.weight"]["grid"]
+    return found
+
+
+UP = "'layers.0.mlp.gate_up.up.weight'"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        pytest.param(lambda m: first_cut(m).update(count=1), f"{UP}: .*owned by nobody", id="a-part-missing"),
+        pytest.param(lambda m: first_cut(m).update(apart=2), f"{UP}: .*one part in each file", id="overlap"),
+        pytest.param(lambda m: first_cut(m).update(rows=-4), "rows", id="negative"),
+        pytest.param(lambda m: first_cut(m).update(rows=1, count=1 << 60), f"{UP}: ", id="a-huge-count"),
+        pytest.param(lambda m: first_cut(m).update(dim=2), f"{UP}: .*dim 2", id="no-such-dim"),
+        pytest.param(lambda m: grid(m).update(first=6), f"{UP}: .*none of rank 6", id="a-replicas-file"),
+        pytest.param(lambda m: grid(m).update(first=-1), "first", id="negative-rank"),
+        pytest.param(lambda m: grid(m).update(surprise=1), "surprise", id="unknown-field"),
+        pytest.param(lambda m: m["files"].pop(), "none of rank 17", id="a-file-missing"),
+        pytest.param(
+            lambda m: m["tensors"]["norm.weight"].update(parts=[{"file": 0, "start": [0], "stop": [1]}]),
+            "parts or a grid, found both", id="two-ways",
+        ),
+        pytest.param(lambda m: m["tensors"]["norm.weight"].pop("grid"), "owned by nobody", id="neither"),
+        pytest.param(lambda m: m.update(version=2), "parts in version 2, found a grid", id="of-version-2"),
+    ],
+)  # fmt: skip
+def test_a_damaged_grid_is_refused_as_damaged_parts_are(
+    stand_in: tuple[Path, dict[str, torch.Tensor]], change: Callable[[dict[str, Any]], object], says: str
+) -> None:
+    with pytest.raises(BadCheckpoint, match=says) as caught:
+        Manifest.parse(edited(stand_in[0], change), "manifest.json").check("manifest.json")
+    assert caught.value.exit_code == 4 and "\n" not in str(caught.value)
+
+
+def test_a_file_whose_box_is_not_the_grid_s_is_refused(
+    stand_in: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    folder = tmp_path / "step-00000001"
+    folder.mkdir()
+    for path in stand_in[0].glob("*.safetensors"):
+        (folder / path.name).write_bytes(path.read_bytes())
+
+    def uncut(manifest: dict[str, Any]) -> None:  # each tensor rank's first file would hold all rows
+        grid(manifest)["cuts"][1].update(rows=1 << 40)
+
+    (folder / MANIFEST).write_bytes(edited(stand_in[0], uncut))
+    with pytest.raises(BadCheckpoint, match=r"rank-0000.*layers\.0\.mlp\.gate_up\.up\.weight"):
+        verify(folder, Manifest.load(folder))
+
+
+def test_the_manifest_of_405b_on_16384_ranks_is_small_and_says_a_million_parts() -> None:
+    """In counts and bytes; benchmarks/manifests.py has the seconds."""
+    recipe = load_recipe("llama-3.1-405b-16384gpus")
+    made, layout = plan(recipe), recipe.layout
+    stages = made.family.declarations(made.config, layout, split=made.split)
+    tensors = stored_tensors(stages, layout, "F32", frozen=frozenset(), moments=MOMENTS)
+    ranks = files_to_come(tensors, layout.world)
+    files = tuple(file.model_copy(update={"size": 10**10, "crc32": 2**32 - 1}) for file in ranks)
+    manifest = Manifest(
+        version=WITH_GRIDS, kind="training", model_type="llama", config=dict(made.hf_config),
+        layout=layout, step=1, files=files, tensors=tensors,
+    )  # fmt: skip
+    parts = sum(len(whole.parts) for whole in PartTable(manifest).catalog().values())
+    assert layout.world == len(files) == 16384 and parts > 10**6
+    raw = manifest.to_bytes()
+    assert len(raw) < 3 << 20
+    again = Manifest.parse(raw, "405B")
+    again.check("405B")
+    assert again == manifest
+    # A rank's own share is what the grids of the whole model give it.
+    last = replace(layout.coordinates(layout.world - 1))
+    mine = own_boxes(stages[last.pipeline], layout, last)
+    held = PartTable(again).in_file(len(files) - 1)
+    assert {name: box for name, (_, box) in held.items() if not name.startswith("optimizer.")} == mine
+
+
+def saver_of(root: Path, model: nn.Module, **rest: Any) -> Saver:
+    contents = module_contents(model, None, state=ParallelState.alone())
+    return Saver(root, model, None, contents, state=ParallelState.alone(), **rest)
+
+
+@pytest.mark.parametrize("layers", [1, 40])
+def test_what_ranks_tell_each_other_of_a_save_does_not_grow_with_the_tensors(
+    layers: int, tmp_path: Path
+) -> None:
+    from trilith.checkpoints import save
+
+    told: list[bytes] = []
+
+    def noting(work: Callable[[], Any], **rest: Any) -> list[Any]:
+        results = [work()]
+        told.append(pickle.dumps(results))
+        return results
+
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(layers)))
+    with mock.patch.object(save, "together", noting), saver_of(tmp_path / "m", model) as saver:
+        saver.save(Progress(1, Layout()))
+    assert len(told) == 4 and max(map(len, told)) < 400
+
+
+def test_nobody_waits_for_the_deletion_of_the_oldest_checkpoint(tmp_path: Path) -> None:
+    """Saves return while a deletion is stuck; what is due is deleted before the saver is left."""
+    from trilith.checkpoints import retention
+
+    go, begun, real = threading.Event(), threading.Event(), retention.remove_checkpoint
+
+    def stuck(path: Path) -> None:
+        begun.set()
+        assert go.wait(60)
+        real(path)
+
+    model, said = nn.Linear(2, 2), list[str]()
+    with (
+        mock.patch.object(retention, "remove_checkpoint", stuck),
+        saver_of(tmp_path, model, keep=1, said=said.append) as saver,
+    ):
+        for step in (1, 2, 3, 4):
+            saver.save(Progress(step, Layout()))
+            if step == 2:
+                assert begun.wait(60)
+        assert said == [f"COMMITTED {tmp_path / f'step-{step:08d}'}" for step in (1, 2, 3, 4)]
+        assert len([*tmp_path.glob("step-*")]) == 4
+        go.set()
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000004"]
+    assert not [one for one in threading.enumerate() if one.name == "retention"]
+
+
+def test_what_cannot_be_deleted_is_told_and_ends_no_run(tmp_path: Path) -> None:
+    from trilith.checkpoints import retention
+
+    said: list[str] = []
+    refusing = mock.patch.object(retention, "remove_checkpoint", side_effect=PermissionError("not yours"))
+    with refusing, saver_of(tmp_path, nn.Linear(2, 2), keep=1, said=said.append) as saver:
+        for step in (1, 2):
+            saver.save(Progress(step, Layout()))
+    assert said[-1] == "old checkpoints stay: not yours"
+    assert len([*tmp_path.glob("step-*")]) == 2
