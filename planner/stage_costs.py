@@ -93,10 +93,12 @@ def _of_stage(work: Work, model: CausalLM, stage: Stage, known: dict[object, Cos
             reached.add(number)
     here = frozenset(map(id, model.layers.values()))
     ends = (stage.first, stage.last)
-    beside = ask((here, ends, tokens), lambda: model.cost_beside_blocks(tokens, stage))
-    loss = None
+    chunk, sums, loss = work.loss_chunk, work.loss_sums, None
+    beside = ask(
+        (here, ends, tokens, bool(chunk)),
+        lambda: model.cost_beside_blocks(tokens, stage, head_in_loss=bool(chunk)),
+    )
     if stage.last:
-        chunk, sums = work.loss_chunk, work.loss_sums
         one = ask(("loss", tokens, chunk, sums), partial(_loss, work, model))
         loss = sum([one] * len(model.mtp), one)
     return StageCost(stage.number, blocks, beside, frozenset(reached), loss)

@@ -115,16 +115,16 @@ class Decoder(CausalLM):
         others = ("rotary", "layers", "norm", "head", "mtp")
         return [module for name, module in self.named_children() if name not in others]
 
-    def cost_beside_blocks(self, tokens: Tokens, stage: Stage) -> Cost:
-        """Return the cost of a stage without its blocks: rotations, and the ends where it has them."""
+    def cost_beside_blocks(self, tokens: Tokens, stage: Stage, *, head_in_loss: bool = False) -> Cost:
         found = sum_costs(self.rotary.values(), tokens) + masks_cost(self.layers, tokens)
         if stage.first:
             found += sum_costs(self.entry, tokens)
         if stage.last:
             tied = self.config.tie_word_embeddings
             found += cost_of(self.norm, tokens)
-            every = tokens.times(1 + len(self.mtp))  # those that predict further come after the others
-            found += self.embed.project_cost(every) if tied else cost_of(self.head, every)
+            count = 1 + len(self.mtp)  # each block's hidden states come after the others, or by themselves
+            for every in [tokens] * count if head_in_loss else [tokens.times(count)]:
+                found += self.embed.project_cost(every) if tied else cost_of(self.head, every)
             for one in self.mtp.values():
                 found += cost_of(self.embed, tokens) + cost_of(one, tokens)
         return found

@@ -83,8 +83,11 @@ class CausalLM(nn.Module):
         """Return the modules before the first block."""
         raise AssertionError("each family has its own")
 
-    def cost_beside_blocks(self, tokens: Tokens, stage: Stage) -> Cost:
-        """Return the cost of a stage without its blocks: rotations, and the ends where it has them."""
+    def cost_beside_blocks(self, tokens: Tokens, stage: Stage, *, head_in_loss: bool = False) -> Cost:
+        """Return the cost of a stage without its blocks: rotations, and the ends where it has them.
+
+        ``head_in_loss``: the loss computes the logits, of each token that is predicted by itself.
+        """
         raise AssertionError("each family has its own")
 
     @property

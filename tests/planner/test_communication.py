@@ -180,6 +180,7 @@ CASES = [
     Case("cohere", TENSOR, MemorySection(checkpointing="selective")),
     Case("deepseek_v2", SEQUENCE, MemorySection(checkpointing="full")),
     Case("deepseek_v2", TENSOR, MemorySection(checkpointing="selective")),
+    Case("deepseek_v3", SEQUENCE, MemorySection(loss_chunk=5)),
     Case("phi", TENSOR, MemorySection(checkpointing="full")),
     Case("qwen3_next", SEQUENCE, MemorySection(checkpointing="selective")),
     Case("qwen3_next", TENSOR, MemorySection(checkpointing="full")),
