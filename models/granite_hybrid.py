@@ -189,5 +189,10 @@ NAMES: tuple[Rule, ...] = (
 )
 
 GRANITE_HYBRID = Family(
-    "granitemoehybrid", "GraniteMoeHybridForCausalLM", GraniteHybridConfig, GraniteHybrid, NAMES
+    "granitemoehybrid",
+    "GraniteMoeHybridForCausalLM",
+    GraniteHybridConfig,
+    GraniteHybrid,
+    NAMES,
+    experts_module="model.layers.{i}.block_sparse_moe.experts",
 )

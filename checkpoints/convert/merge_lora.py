@@ -21,7 +21,7 @@ class Product:
 
     ``adapted``: the name by which patterns give the rank. ``holder``: the module of A and B in PEFT's files.
     The tensor is that of one ``expert`` of so many (a linear: of one), and has the rows of B from ``start``;
-    without an ``expert`` it is the stack of all, (E, in, out).
+    without an ``expert`` it is the stack of all, (E, out, in), or (E, in, out) if it is ``transposed``.
     """
 
     adapted: str
@@ -30,6 +30,7 @@ class Product:
     experts: int = 1
     start: int = 0
     stop: int | None = None
+    transposed: bool = False
 
     @property
     def factors(self) -> tuple[str, str]:
@@ -43,7 +44,8 @@ def products(family: AdaptedFamily, config: ModelConfig) -> dict[str, Product]:
     found = {f"{site.name}.weight": Product(site.name, site.name) for site in family.sites(config)}
     for stack in family.stacks(config):
         if not stack.files:
-            found[stack.name] = Product(stack.name, stack.holder, None, stack.experts)
+            one = Product(stack.name, stack.holder, None, stack.experts, transposed=stack.transposed)
+            found[stack.stored] = one
         for expert, modules in enumerate(stack.files):
             for (_, start, stop), module in zip(stack.outputs, modules, strict=True):
                 one = Product(stack.name, stack.holder, expert, len(stack.files), start, stop)
@@ -94,10 +96,12 @@ class Merge:
         a, b = self._factors(product, dtype)
         rank = self._lora.rank_of(product.adapted)
         if product.expert is None:
-            stack, columns, rows = box.slices
+            stack, first, second = box.slices
+            rows, columns = (second, first) if product.transposed else (first, second)
             a_ERI = a.unflatten(0, (product.experts, rank))[stack, :, columns]
             b_ORE = b.unflatten(1, (rank, product.experts))[rows, :, stack]
-            delta = torch.einsum("ore,eri->eio", b_ORE, a_ERI).contiguous()
+            form = "ore,eri->eio" if product.transposed else "ore,eri->eoi"
+            delta = torch.einsum(form, b_ORE, a_ERI).contiguous()
             return self._sum(name, product, delta, numbers)
         a = a[product.expert * rank : (product.expert + 1) * rank]
         b = b[product.start : product.stop, product.expert :: product.experts]

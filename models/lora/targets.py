@@ -52,8 +52,8 @@ class ExpertSite:
     """Describe a stack of experts of transformers' model, one parameter (E, out, in) or (E, in, out).
 
     ``layer``: name of trilith's ``Experts``. ``outputs``: its products that transformers holds as one, and
-    their rows. ``files``: of each expert and output, the module in Hugging Face's files; none where the stack
-    is one tensor there as well, which is then (E, in, out).
+    their rows. ``files``: of each expert and output, the module in Hugging Face's files; none where the files
+    hold the stack as one tensor, which is then ``stored``, (E, in, out) if it is ``transposed``.
     """
 
     name: str
@@ -64,6 +64,8 @@ class ExpertSite:
     experts: int
     #: The module that holds A and B in PEFT's files.
     holder: str
+    stored: str = ""
+    transposed: bool = False
 
     def links(self, r: int) -> list[Link]:
         """Return the links of A and B to PEFT's tensors.
@@ -88,7 +90,7 @@ class ExpertSite:
 
 @cache
 def expert_sites(family: Family, config: ModelConfig) -> tuple[ExpertSite, ...]:
-    """Return every stack of experts whose matrices Hugging Face's files hold one by one, or as one stack."""
+    """Return every stack of experts, whose matrices Hugging Face's files hold one by one, or as one stack."""
     layers = {name: one for name, one in family.on_meta(config).named_modules() if isinstance(one, Experts)}
     files: dict[str, list[Link]] = {}
     for link in family.links(config)[0]:
@@ -100,17 +102,19 @@ def expert_sites(family: Family, config: ModelConfig) -> tuple[ExpertSite, ...]:
         for names in experts.products:
             links = [files.get(f"{layer}.{name}", []) for name in names]
             stacked = any(len(one.ours_box.start) == len(one.hf_box.start) for some in links for one in some)
-            if stacked and not experts.transposed:
-                continue  # the files hold them in another form
-            ends = [0, *accumulate(some[0].hf_box.shape[2 if stacked else 0] for some in links)]
+            shape, turned = links[0][0].hf_box.shape, experts.transposed
+            inner, outer = (shape[-2], -1) if turned else (shape[-1], -2)
+            ends = [0, *accumulate(some[0].hf_box.shape[outer] for some in links)]
             outputs = tuple(zip(names, ends, ends[1:], strict=False))
+            name = f"{holder}.{'_'.join(names)}_proj"
+            if stacked:
+                stored = links[0][0].hf
+                found.append(ExpertSite(name, layer, outputs, (), inner, shape[0], holder, stored, turned))
+                continue
             modules = tuple(
                 tuple(one.hf.removesuffix(".weight") for one in each) for each in zip(*links, strict=True)
             )
-            shape = links[0][0].hf_box.shape
-            places, count = ((), shape[0]) if stacked else (modules, len(links[0]))
-            name = f"{holder}.{'_'.join(names)}_proj"
-            found.append(ExpertSite(name, layer, outputs, places, shape[1], count, holder))
+            found.append(ExpertSite(name, layer, outputs, modules, inner, len(modules), holder))
     return tuple(found)
 
 

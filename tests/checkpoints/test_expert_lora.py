@@ -67,10 +67,12 @@ def test_a_runs_adapters_are_pefts_and_merged_they_give_its_logits(trained: Path
 
 
 @torch.no_grad()
-def test_stacks_that_lie_whole_in_the_files_are_merged_too(tmp_path: Path) -> None:
-    row = MODELS["gpt_oss"]
+@pytest.mark.parametrize("model", ["gpt_oss", "granitemoehybrid"])  # (E, in, out) and (E, out, in)
+def test_stacks_that_lie_whole_in_the_files_are_merged_too(model: str, tmp_path: Path) -> None:
+    row = MODELS[model]
     transformers_model(row).save_pretrained(tmp_path / "base")
-    lora = {**LORA, "target_modules": ["q_proj", "o_proj"]}
+    both = ["experts.gate_up_proj", "experts.down_proj"]
+    lora = {**LORA, "target_modules": ["q_proj", "o_proj"], "target_parameters": both}
     theirs: Any = peft.get_peft_model(transformers_model(row), peft.LoraConfig(task_type="CAUSAL_LM", **lora))
     for name, parameter in theirs.named_parameters():
         if "lora_" in name:

@@ -143,7 +143,9 @@ def test_adapters_go_to_peft_and_back(
     # In a model with experts peft takes modules that are named as an expert's matrices are for experts.
     targets = r".*(self_attn|linear_attn|mamba)\.\w+_proj\w*" if row in EXPERTS else "all-linear"
     family = FAMILIES[MODELS[row]["model_type"]]
-    stacks = {site.name.partition(".mlp.")[2] for site in expert_sites(family, family.from_hf(MODELS[row]))}
+    sites = expert_sites(family, family.from_hf(MODELS[row]))
+    assert bool(sites) == (row in EXPERTS)
+    stacks = {".".join(site.name.split(".")[-2:]) for site in sites}
     lora = peft.LoraConfig(
         task_type="CAUSAL_LM", target_modules=targets, target_parameters=[*stacks] or None, r=3, lora_alpha=6
     )

@@ -213,6 +213,8 @@ def saved(config: dict[str, Any], lora: LoraConfig | None) -> tuple[float, float
         pytest.param(BLOOM, None, id="bloom"),
         pytest.param(QWEN3_NEXT, None, id="qwen3_next-delta-net"),
         pytest.param(GRANITE_4, None, id="granitemoehybrid-mamba"),
+        pytest.param(GRANITE_4, STACKS, id="granitemoehybrid-lora-of-experts"),
+        pytest.param(GRANITE_4 | {"mamba_n_groups": 2}, None, id="granitemoehybrid-groups"),
         pytest.param(GRANITE_4 | {"num_local_experts": 0}, None, id="granitemoehybrid-dense"),
         pytest.param(QWEN3_5, None, id="qwen3_5-delta-net"),
         pytest.param(QWEN3_NEXT | FULL, None, id="qwen3_next-attention"),
