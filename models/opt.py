@@ -1,7 +1,10 @@
-"""OPT: GPT-2 with positions that begin at 2, ReLU, and in the 350M model norms after the branches."""
+"""OPT: GPT-2 with positions that begin at 2 and ReLU; in the 350M model norms come after the branches, and
+embeddings are narrower than hidden states.
+"""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -14,6 +17,7 @@ from ..layers import (
     Attention,
     LayerNorm,
     PositionEmbedding,
+    ReplicatedLinear,
     default_positions,
 )
 from ..parallel_state import BadInput
@@ -27,6 +31,7 @@ from .base.names import BOTH, Rename, Rule
 OFFSET = 2
 NAMES: tuple[Rule, ...] = (
     Rename("embed.weight", "model.decoder.embed_tokens.weight"),
+    Rename("project_in.weight", "model.decoder.project_in.weight"),
     Rename("position.weight", "model.decoder.embed_positions.weight"),
     *(
         Rename(f"{ours}.{kind}", f"model.decoder.{hf}.{kind}")
@@ -40,9 +45,11 @@ NAMES: tuple[Rule, ...] = (
             ("layers.{i}.attention_norm", "layers.{i}.self_attn_layer_norm"),
             ("layers.{i}.mlp_norm", "layers.{i}.final_layer_norm"),
             ("norm", "final_layer_norm"),
+            ("norm.norm", "final_layer_norm"),
         )
         for kind in BOTH
     ),
+    Rename("norm.project.weight", "model.decoder.project_out.weight"),
     Rename("head.weight", "lm_head.weight"),
 )
 
@@ -69,6 +76,7 @@ class OPTConfig(ModelConfig):
     num_hidden_layers: int = Field(gt=0, le=2**12)
     num_attention_heads: int = Field(gt=0, le=2**16)
     max_position_embeddings: int = Field(default=2048, gt=0, le=2**24)
+    word_embed_proj_dim: int = Field(gt=0, le=2**20)
     hidden_act: str = "relu"
     initializer_range: float = Field(default=0.02, ge=0, le=10)
     tie_word_embeddings: bool = True
@@ -78,8 +86,13 @@ class OPTConfig(ModelConfig):
     attention_dropout: float = Field(default=0.0, ge=0, lt=1)
 
     @classmethod
-    def read_keys(cls) -> set[str]:
-        return {"word_embed_proj_dim"}
+    def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
+        fields = super().read(raw, where)
+        return {"word_embed_proj_dim": fields.get("hidden_size"), **fields}
+
+    @property
+    def embedding_width(self) -> int:
+        return self.word_embed_proj_dim
 
     @property
     def head_dim(self) -> int:
@@ -92,12 +105,6 @@ class OPTConfig(ModelConfig):
         if self.hidden_act not in ACTIVATIONS:
             expected, found = f"one of {', '.join(ACTIVATIONS)}", repr(self.hidden_act)
             raise BadInput(where, "activation_function", expected=expected, found=found)
-
-    def check_stated(self, raw: Mapping[str, Any], where: str) -> None:
-        width = raw.get("word_embed_proj_dim")
-        if width is not None and width != self.hidden_size:
-            expected = f"hidden_size={self.hidden_size}: embeddings of another width are not supported"
-            raise BadInput(where, "word_embed_proj_dim", expected=expected, found=width)
 
     def to_hf(self) -> dict[str, Any]:
         # Transformers' default is a token whose embedding it does not train.
@@ -138,10 +145,26 @@ class OPT(Decoder):
         return LayerNorm(self.config.hidden_size, state=self.state)
 
     def make_last_norm(self) -> nn.Module:
-        return self.make_norm() if self.config.do_layer_norm_before else nn.Identity()
+        """Make the last norm, if there is one, and what brings hidden states to the embeddings' width."""
+        norm = self.make_norm() if self.config.do_layer_norm_before else nn.Identity()
+        if not self.projects:
+            return norm
+        wide, narrow = self.config.hidden_size, self.config.word_embed_proj_dim
+        return nn.Sequential(OrderedDict(norm=norm, project=self.projection(wide, narrow)))
+
+    @property
+    def projects(self) -> bool:
+        """Return whether embeddings are of another width than hidden states."""
+        return self.config.word_embed_proj_dim != self.config.hidden_size
+
+    def projection(self, width: int, made: int) -> ReplicatedLinear:
+        """Make a product between the two widths."""
+        return ReplicatedLinear(width, made, False, initial=self.initial, state=self.state)
 
     def add_entry(self) -> None:
         cfg = self.config
+        if self.projects:
+            self.project_in = self.projection(cfg.word_embed_proj_dim, cfg.hidden_size)
         self.position = PositionEmbedding(
             cfg.max_position_embeddings + OFFSET, cfg.hidden_size, initial=self.initial, state=self.state
         )
@@ -149,6 +172,8 @@ class OPT(Decoder):
     def enter(self, x_BSD: Tensor, positions: Tensor | None) -> Tensor:
         if positions is None:
             positions = default_positions(x_BSD, self.state, embedded=True)
+        if self.projects:
+            x_BSD = self.project_in(x_BSD)
         added: Tensor = self.position(x_BSD, positions + OFFSET)
         return added
 

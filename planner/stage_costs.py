@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from torch import nn
@@ -105,7 +105,8 @@ def _of_stage(work: Work, model: CausalLM, stage: Stage, known: dict[object, Cos
 
 
 def _loss(work: Work, model: CausalLM) -> Cost:
-    tokens, vocabulary, chunk = work.tokens, model.config.vocab_size, work.loss_chunk
+    tokens = replace(work.tokens, hidden=model.config.embedding_width)
+    vocabulary, chunk = model.config.vocab_size, work.loss_chunk
     if not chunk:
         return cross_entropy_cost(tokens, vocabulary, logit_cap=model.logit_cap, state=model.state)
     weight = model.embed.weight if model.config.tie_word_embeddings else model.head.weight

@@ -37,6 +37,12 @@ CLASSICS: dict[str, dict[str, Any]] = {
         **{"num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 64},
         **{"word_embed_proj_dim": 32},
     },
+    # Embeddings are narrower than hidden states, and norms come after the branches.
+    "opt-350m": {
+        **{"model_type": "opt", "vocab_size": 503, "hidden_size": 32, "ffn_dim": 88, "dropout": 0.0},
+        **{"num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 64},
+        **{"word_embed_proj_dim": 20, "do_layer_norm_before": False},
+    },
     # The number of heads is no power of two: some slopes lie between others.
     "bloom": {
         **{"model_type": "bloom", "vocab_size": 503, "hidden_size": 48, "n_layer": 3, "n_head": 12},
@@ -56,5 +62,6 @@ CLASSIC_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "opt",
         {"do_layer_norm_before": False, "enable_bias": False, "activation_function": "gelu"},
     ),
+    "opt-wide": ("opt", {"word_embed_proj_dim": 48, "num_hidden_layers": 2}),
     "bloom-untied": ("bloom", {"tie_word_embeddings": False, "n_head": 8}),
 }

@@ -116,7 +116,7 @@ def loss_chunk_of(recipe: Recipe, config: ModelConfig) -> int:
     tokens = Tokens(
         recipe.data.micro_batch,
         recipe.data.sequence_length // layout.context,
-        config.hidden_size,
+        config.embedding_width,
         dtype_named(recipe.compute_dtype).itemsize,
         fused=recipe.device == "cuda",
     )

@@ -164,6 +164,11 @@ class ModelConfig(BaseModel):
         """Refuse keys of the config.json that are not true of this model."""
 
     @property
+    def embedding_width(self) -> int:
+        """Return how many numbers the embedding of a token has, and the output layer takes."""
+        return self.hidden_size
+
+    @property
     def further_blocks(self) -> int:
         """Return the number of blocks that a checkpoint may hold after the last one and that are not
         modelled here.

@@ -48,7 +48,7 @@ class Decoder(CausalLM):
         if stage.first or (stage.last and shared):
             ends = shared and not (stage.first and stage.last)
             self.embed = VocabParallelEmbedding(
-                cfg.vocab_size, cfg.hidden_size, ends=ends, initial=self.initial, state=state
+                cfg.vocab_size, cfg.embedding_width, ends=ends, initial=self.initial, state=state
             )
         if stage.first:
             self.add_entry()
@@ -62,7 +62,11 @@ class Decoder(CausalLM):
             self.norm = self.make_last_norm()
             if not tied:
                 self.head = VocabParallelHead(
-                    cfg.hidden_size, cfg.vocab_size, bias=self.biased_head, initial=self.initial, state=state
+                    cfg.embedding_width,
+                    cfg.vocab_size,
+                    bias=self.biased_head,
+                    initial=self.initial,
+                    state=state,
                 )
 
     @property

@@ -31,6 +31,7 @@ from trilith.testing.tiny_models import EXPERTS, MODELS
 
 #: The first row of each family.
 FIRST = {family: next(row for row in MODELS if MODELS[row]["model_type"] == family) for family in FAMILIES}
+ROWS = [*FIRST.values(), pytest.param("opt-350m", marks=pytest.mark.slow)]  # has products at both ends
 LAYOUTS = [
     Layout.of(tensor=2, sequence=True),
     *(
@@ -77,7 +78,7 @@ def reference(theirs: Any) -> Any:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("row", FIRST.values())
+@pytest.mark.parametrize("row", ROWS)
 def test_every_output_and_gradient_in_a_layout_is_transformers(
     row: str, layout: Layout, theirs: Any, reference: Any, record_property: Callable[..., None]
 ) -> None:
@@ -88,7 +89,7 @@ def test_every_output_and_gradient_in_a_layout_is_transformers(
     record_property(MEASURED, [MODELS[row]["model_type"], ["transformers"], worst.relative])
 
 
-@pytest.mark.parametrize("row", FIRST.values())
+@pytest.mark.parametrize("row", ROWS)
 def test_there_and_through_a_layout_and_back_is_bitwise(row: str, theirs: Any, tmp_path: Path) -> None:
     model, source = theirs(row)
     sharded, back = tmp_path / "sharded", tmp_path / "back"
@@ -105,7 +106,7 @@ def test_there_and_through_a_layout_and_back_is_bitwise(row: str, theirs: Any, t
     assert torch.equal(again.eval()(ids).logits, model(ids).logits)
 
 
-@pytest.mark.parametrize("row", FIRST.values())
+@pytest.mark.parametrize("row", ROWS)
 def test_greedy_generation_is_transformers(
     row: str, tmp_path: Path, record_property: Callable[..., None]
 ) -> None:
@@ -134,7 +135,7 @@ def test_greedy_generation_is_transformers(
     record_property(MEASURED, [MODELS[row]["model_type"], ["generation"], others])
 
 
-@pytest.mark.parametrize("row", FIRST.values())
+@pytest.mark.parametrize("row", ROWS)
 def test_adapters_go_to_peft_and_back(
     row: str, theirs: Any, tmp_path: Path, record_property: Callable[..., None]
 ) -> None:

@@ -67,6 +67,16 @@ def test_an_output_layer_s_bias_is_cut_with_the_vocabulary_in_the_chunked_loss_t
     assert_same("gptj", Layout.of(tensor=2, sequence=True), memory=MemorySection(loss_chunk=5), z_loss=0.01)
 
 
+def test_embeddings_narrower_than_hidden_states_are_one_device_s(assert_same: Callable[..., None]) -> None:
+    assert_same("opt-350m", Layout.of(tensor=2, sequence=True), memory=MemorySection(loss_chunk=5))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [*ALL[1:], Layout.of(pipeline=2, context=2)], ids=str)
+def test_they_are_in_other_layouts_too(layout: Layout, assert_same: Callable[..., None]) -> None:
+    assert_same("opt-350m", layout)
+
+
 def test_biases_by_distance_are_of_positions_in_documents_over_context_ranks(
     assert_same: Callable[..., None],
 ) -> None:
