@@ -9,21 +9,24 @@ from pydantic import Field
 
 from ..layers import RotaryEmbedding
 from ..parallel_state import BadInput
-from .base.rope_config import read_rope
+from .base.config import without
+from .base.rope_config import RopeScaling, read_scaling, write_scaling
 from .layer_types import FULL, SLIDING, LayerTypesConfig
 
 
 class LayerRopesConfig(LayerTypesConfig):
     """The fields of window and rotation: ``rope_theta`` and ``rope_scaling`` are those of blocks without a
-    window, ``rope_local_base_freq`` is the theta of the others, which have no scaling.
+    window, ``rope_local_base_freq`` and ``rope_local_scaling`` those of the others.
 
-    Transformers 5 writes both as ``rope_parameters``, an object for each type of block.
+    Transformers 5 writes both as ``rope_parameters``, an object for each type of block; the older keys know
+    no scaling under a window.
     """
 
     #: The theta of blocks with a window, if nothing is stated; ``None``: ``rope_theta``.
     LOCAL_THETA: ClassVar[float | None] = None
 
     rope_local_base_freq: float = Field(gt=0)
+    rope_local_scaling: RopeScaling | None = None
 
     @classmethod
     def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -36,12 +39,10 @@ class LayerRopesConfig(LayerTypesConfig):
                 expected = f"an object each for {FULL} and {SLIDING}"
                 raise BadInput(where, "rope_parameters", expected=expected, found=repr(given)[:80])
             raw = {**raw, "rope_parameters": whole or None}
-            local = read_rope({"rope_parameters": window}, where)
+            local = window
         fields = super().read(raw, where)
-        if local.get("rope_scaling") is not None:
-            expected = "'default': only blocks without a window stretch their positions"
-            found = repr(local["rope_scaling"].rope_type)
-            raise BadInput(where, f"rope_parameters.{SLIDING}.rope_type", expected=expected, found=found)
+        most = {"max_position_embeddings": raw.get("max_position_embeddings")}
+        fields["rope_local_scaling"] = read_scaling(local, most, where, f"rope_parameters.{SLIDING}")
         both = raw.get("rope_local_base_freq"), local.get("rope_theta")
         stated = [one for one in both if one is not None]
         if len(stated) == 2 and stated[0] != stated[1]:
@@ -53,16 +54,26 @@ class LayerRopesConfig(LayerTypesConfig):
 
     def to_hf(self) -> dict[str, Any]:
         """Return both forms: transformers 4 reads the keys, transformers 5 the object for each type."""
-        said = super().to_hf()
-        scaling = {"rope_type": "default"} if said["rope_scaling"] is None else {**said["rope_scaling"]}
-        whole = scaling | {"rope_theta": self.rope_theta}
-        window = {"rope_type": "default", "rope_theta": self.rope_local_base_freq}
-        return {**said, "rope_parameters": {FULL: whole, SLIDING: window}}
+        said = without(super().to_hf(), "rope_local_scaling")
+        both = {
+            kind: (write_scaling(scaling) or {"rope_type": "default"}) | {"rope_theta": theta}
+            for kind, (theta, scaling) in self.by_type.items()
+        }
+        return {**said, "rope_parameters": both}
+
+    @property
+    def scalings(self) -> dict[str, RopeScaling | None]:
+        return {f"rope_parameters.{kind}": scaling for kind, (_, scaling) in self.by_type.items()}
+
+    @property
+    def by_type(self) -> dict[str, tuple[float, RopeScaling | None]]:
+        """Return theta and scaling by the names of the types of blocks."""
+        window = self.rope_local_base_freq, self.rope_local_scaling
+        return {FULL: (self.rope_theta, self.rope_scaling), SLIDING: window}
 
     def rotations(self) -> dict[str, RotaryEmbedding]:
         """Make both rotations, by the names of the types of blocks."""
-        scaling = self.rope_scaling.model_dump() if self.rope_scaling else None
         return {
-            FULL: RotaryEmbedding(self.rotary_dim, self.rope_theta, scaling),
-            SLIDING: RotaryEmbedding(self.rotary_dim, self.rope_local_base_freq),
+            kind: RotaryEmbedding(self.rotary_dim, theta, scaling.model_dump() if scaling else None)
+            for kind, (theta, scaling) in self.by_type.items()
         }

@@ -15,7 +15,7 @@ from .base.config import ModelConfig
 from .base.decoder import Decoder
 from .base.family import Family
 from .base.names import Rename, Rule, in_blocks
-from .base.rope_config import ROPE_KEYS, RopeScaling, read_rope, write_rope
+from .base.rope_config import ROPE_KEYS, RopeScaling, check_factors, read_rope, write_scaling
 
 
 class LlamaConfig(ModelConfig):
@@ -81,11 +81,8 @@ class LlamaConfig(ModelConfig):
             raise BadInput(
                 where, "hidden_act", expected=f"one of {', '.join(ACTIVATIONS)}", found=repr(self.hidden_act)
             )
-        for key in ("short_factor", "long_factor"):
-            factors = getattr(self.rope_scaling, key, None)
-            if factors is not None and len(factors) != self.rotary_dim // 2:
-                expected = f"{self.rotary_dim // 2} numbers, one for each pair that is rotated"
-                raise BadInput(where, f"rope_scaling.{key}", expected=expected, found=len(factors))
+        for key, scaling in self.scalings.items():
+            check_factors(scaling, self.rotary_dim // 2, where, key)
 
     @property
     def layer_type(self) -> str:
@@ -100,12 +97,19 @@ class LlamaConfig(ModelConfig):
             raise BadInput(where, "head_dim", expected=expected, found=self.head_dim)
 
     @property
+    def scalings(self) -> dict[str, RopeScaling | None]:
+        """Return how positions are stretched, by the keys that state it."""
+        return {"rope_scaling": self.rope_scaling}
+
+    @property
     def rotary_dim(self) -> int:
         """Return how many numbers of a head are rotated: the first ones; the others have no position."""
         return self.head_dim
 
     def to_hf(self) -> dict[str, Any]:
-        return write_rope(self.model_dump(exclude={"rope_scaling", *self.HARMLESS}), self.rope_scaling)
+        # Beside ``rope_theta`` both transformers 4 and 5 read it.
+        said = self.model_dump(exclude={"rope_scaling", *self.HARMLESS})
+        return {**said, "rope_scaling": write_scaling(self.rope_scaling)}
 
 
 # Ours -> Hugging Face's. A rule whose tensor the config leaves out (biases, an untied head) does nothing.

@@ -11,14 +11,8 @@ from typing import Any
 from .tiny_classics import CLASSIC_VARIANTS, CLASSICS
 from .tiny_deepseek import DEEPSEEK, DEEPSEEK_VARIANTS
 from .tiny_hybrids import HYBRID_VARIANTS, HYBRIDS
+from .tiny_ropes import LLAMA3, LONGROPE, ROPE_VARIANTS, ROPES, YARN
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
 #: The heads' width is not the hidden size; all biases, an odd vocabulary, a rope that is not the default.
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -41,17 +35,6 @@ PLAIN = {key: value for key, value in LLAMA.items() if not key.endswith("_bias")
 #: Without a width of the heads: it is the hidden size by their number.
 WHOLE = {key: value for key, value in PLAIN.items() if key != "head_dim"} | {"num_hidden_layers": 3}
 LAYER_NORM = {key: value for key, value in WHOLE.items() if key != "rms_norm_eps"} | {"layer_norm_eps": 1e-3}
-LONGROPE = {
-    "rope_type": "longrope",
-    "short_factor": [1.0, 1.02, 1.05],
-    "long_factor": [1.08, 1.6, 4.8],
-}
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
-#: Rotations by type of block, as transformers 5 writes them.
-ROPES = {
-    "full_attention": YARN | {"rope_theta": 5e3, "truncate": False},
-    "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
-}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "llama-tied": {**LLAMA, "tie_word_embeddings": True},
@@ -268,21 +251,8 @@ TINIEST_LLAMA: dict[str, Any] = {
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **DEEPSEEK_VARIANTS,
     "llama-multi-head": ("llama", {"num_key_value_heads": 4, "mlp_bias": False}),
-    "llama-linear": ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
     "llama-theta": ("llama", {"rope_scaling": None, "rope_theta": 5e5, "hidden_act": "gelu_pytorch_tanh"}),
-    "llama-yarn": ("llama", {"rope_scaling": YARN, "num_key_value_heads": 1}),
-    "llama-yarn-whole": (
-        "llama",
-        {"rope_scaling": YARN | {"truncate": False, "mscale": 0.7, "mscale_all_dim": 0.4}},
-    ),
-    "llama-dynamic": (
-        "llama",
-        {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": 24},
-    ),
-    "llama-proportional": (
-        "llama",
-        {"rope_scaling": {"rope_type": "proportional", "partial_rotary_factor": 0.5}},
-    ),
+    **ROPE_VARIANTS,
     "qwen2_moe-some": ("qwen2_moe", {"qkv_bias": False, "mlp_only_layers": [], "decoder_sparse_step": 2}),
     **HYBRID_VARIANTS,
     "gemma2-gelu": ("gemma2", {"hidden_activation": "gelu"}),

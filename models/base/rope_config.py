@@ -78,12 +78,21 @@ def read_rope(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
     return fields
 
 
-def write_rope(fields: dict[str, Any], scaling: RopeScaling | None) -> dict[str, Any]:
-    """Write the form that both transformers 4 and 5 read: ``rope_theta`` beside ``rope_scaling``."""
-    said = scaling.model_dump(exclude_none=True) if scaling else None
-    if said:
-        said = {key: [*value] if isinstance(value, tuple) else value for key, value in said.items()}
-    return {**fields, "rope_scaling": said}
+def write_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
+    """Return the object that ``read_scaling`` reads, or ``None`` where positions are not stretched."""
+    if scaling is None:
+        return None
+    said = scaling.model_dump(exclude_none=True)
+    return {key: [*value] if isinstance(value, tuple) else value for key, value in said.items()}
+
+
+def check_factors(scaling: RopeScaling | None, pairs: int, where: str, name: str) -> None:
+    """Refuse lists of factors (longrope) that have not one for each of the ``pairs`` that are rotated."""
+    for key in ("short_factor", "long_factor"):
+        factors = getattr(scaling, key, None)
+        if factors is not None and len(factors) != pairs:
+            expected = f"{pairs} numbers, one for each pair that is rotated"
+            raise BadInput(where, f"{name}.{key}", expected=expected, found=len(factors))
 
 
 def take_share(raw: Mapping[str, Any], where: str) -> tuple[dict[str, Any], object]:

@@ -192,7 +192,7 @@ REFUSED = [
         GEMMA3_CONFIG,
         "gemma3-window-rope",
         "rope_parameters.sliding_attention.rope_type",
-        {"rope_parameters": {"sliding_attention": LINEAR}},
+        {"rope_parameters": {"sliding_attention": {"rope_type": "nope", "factor": 2.0}}},
     ),
     of(
         GEMMA3_CONFIG,
