@@ -19,6 +19,7 @@ from ..parallel_state import (
 from .argument_checks import check_no_state
 from .collectives import copy_to_tensor, reduce_from_tensor
 from .cost import Cost, Send, Tokens, norm_cost
+from .head_groups import HeadGroups
 from .host_numbers import HostNumbers
 
 
@@ -148,16 +149,24 @@ class _HeadsNorm(DeclaredModule):
 
 
 class HeadsRMSNorm(_HeadsNorm):
-    """Compute ``x / rms(x) * weight`` over all heads together, those of all tensor ranks (OLMo 2).
+    """Compute ``x / rms(x) * weight`` over all heads together, those of all tensor ranks (OLMo 2), or over
+    each of several ``groups`` of neighbouring heads (Mamba-2).
 
-    (B, H, S, E) in and out; the weight is one vector over all heads. Collective over the tensor ranks: they
-    sum one number a token.
+    (B, H, S, E) in and out; the weight is one vector over all heads. Where tensor ranks share a group they
+    sum one number a token and group.
     """
 
     def __init__(
-        self, heads: int, head_dim: int, eps: float = 1e-6, *, state: ParallelState | None = None
+        self,
+        heads: int,
+        head_dim: int,
+        eps: float = 1e-6,
+        *,
+        groups: int = 1,
+        state: ParallelState | None = None,
     ) -> None:
         super().__init__(heads, head_dim, (heads * head_dim,), eps, state)
+        self.groups = HeadGroups(heads, groups, self.state)
 
     def forward(self, x_BHSE: Tensor) -> Tensor:
         """Return the normalised heads, of the same shape."""
@@ -166,24 +175,34 @@ class HeadsRMSNorm(_HeadsNorm):
         squares_BHS1 = x.square().sum(-1, keepdim=True)
         if self.rows is not None:  # a head on two ranks counts half on each
             squares_BHS1 = squares_BHS1 / self.copies.on(x.device, inner).view(-1, 1, 1)
-        sums_B1S1 = squares_BHS1.sum(1, keepdim=True)
-        sums_B1S1 = copy_to_tensor(reduce_from_tensor(sums_B1S1, self.state), self.state)
-        scale_B1S1 = (sums_B1S1 / (self.heads * self.head_dim) + self.eps).rsqrt()
-        y_BHSE: Tensor = x * scale_B1S1 * self.weight_here()
+        sums_BGS1 = self.groups.sums(squares_BHS1)
+        if self.groups.shared:
+            sums_BGS1 = self._over_ranks(sums_BGS1)
+        width = self.heads // self.groups.groups * self.head_dim
+        scale_BGS1 = (sums_BGS1 / width + self.eps).rsqrt()
+        y_BHSE: Tensor = x * self.groups.spread(scale_BGS1) * self.weight_here()
         return y_BHSE.to(x_BHSE.dtype)
+
+    def _over_ranks(self, sums_BGS1: Tensor) -> Tensor:
+        """Sum over the tensor ranks; the groups that have no heads here add nothing."""
+        held, groups = self.groups.held, self.groups.groups
+        whole = F.pad(sums_BGS1, (0, 0, 0, 0, held.start, groups - held.stop)) if groups > 1 else sums_BGS1
+        whole = copy_to_tensor(reduce_from_tensor(whole, self.state), self.state)
+        return whole[:, held.start : held.stop] if groups > 1 else whole
 
     def cost(self, tokens: Tokens) -> Cost:
         """Return the cost for the tokens of all heads here: single operators in at least fp32."""
-        state, width = self.state, self.head_dim * (1 + self.weight.requires_grad)
-        sums = tokens.count / len(self.copies.values) * tokens.inner  # one number a token
+        width, here = self.head_dim * (1 + self.weight.requires_grad), len(self.groups.held)
+        one = tokens.count / len(self.copies.values) * tokens.inner  # one number a token
+        sums, heads = self.groups.groups * one, len(self.copies.values) if here > 1 else 0
         sends = (
             Send("tensor", "all_reduce", sums, again="full", what="sums"),
             Send("tensor", "all_reduce", sums, forward=False, what="sums"),
         )
         return Cost(
-            kept=tokens.count * width * tokens.inner + sums,
+            kept=tokens.count * width * tokens.inner + (here + heads) * one,
             outputs=tokens.bytes(self.head_dim),
-            sends=sends if state.tensor_size > 1 else (),
+            sends=sends if self.groups.shared else (),
         )
 
 

@@ -34,7 +34,6 @@ class GraniteHybridConfig(GraniteConfig, ExpertsConfig):
     HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **without(GraniteConfig.HARMLESS, "num_local_experts"),
         "mlp_bias": (False,),
-        "mamba_n_groups": (1,),
         "time_step_limit": ((0.0, inf), [0.0, inf], [0.0, {"__float__": "Infinity"}]),
     }
     OWN_NAMES: ClassVar[Mapping[str, str]] = {"layers_block_type": "layer_types"}
@@ -47,6 +46,7 @@ class GraniteHybridConfig(GraniteConfig, ExpertsConfig):
     layer_types: tuple[str, ...] = ()
     mamba_n_heads: int = Field(default=128, gt=0, le=2**16)
     mamba_d_state: int = Field(default=256, gt=0, le=2**16)
+    mamba_n_groups: int = Field(default=1, gt=0)
     mamba_d_conv: int = Field(default=4, gt=0, le=2**8)
     mamba_expand: int = Field(default=2, gt=0, le=2**10)
     mamba_conv_bias: bool = True
@@ -89,6 +89,9 @@ class GraniteHybridConfig(GraniteConfig, ExpertsConfig):
         if self.mamba_expand * self.hidden_size % self.mamba_n_heads:
             expected = f"a divisor of mamba_expand x hidden_size = {self.mamba_expand * self.hidden_size}"
             raise BadInput(where, "mamba_n_heads", expected=expected, found=self.mamba_n_heads)
+        if self.mamba_n_heads % self.mamba_n_groups:
+            expected = f"a divisor of mamba_n_heads={self.mamba_n_heads}"
+            raise BadInput(where, "mamba_n_groups", expected=expected, found=self.mamba_n_groups)
 
     def has_experts(self, number: int) -> bool:
         return self.num_local_experts > 0
@@ -128,6 +131,7 @@ class GraniteHybrid(Granite):
             heads=cfg.mamba_n_heads,
             head_dim=cfg.mamba_d_head,
             state_dim=cfg.mamba_d_state,
+            groups=cfg.mamba_n_groups,
             kernel_size=cfg.mamba_d_conv,
             act=cfg.hidden_act,
             bias=cfg.mamba_proj_bias,

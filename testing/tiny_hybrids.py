@@ -32,8 +32,15 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         **{key: value for key, value in _SMALL.items() if key not in ("head_dim", "intermediate_size")},
         **{"model_type": "granitemoehybrid", "intermediate_size": 12, "shared_intermediate_size": 20},
         **{"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
-        **{"num_local_experts": 4, "num_experts_per_tok": 3, "mamba_n_heads": 8, "mamba_d_head": 12},
-        **{"mamba_d_state": 6, "mamba_d_conv": 3, "embedding_multiplier": 3.0, "attention_multiplier": 0.4},
+        # Groups of four heads, which two ranks and four ranks have to share.
+        **{"num_local_experts": 4, "num_experts_per_tok": 3, "mamba_n_heads": 12, "mamba_d_head": 8},
+        **{
+            "mamba_n_groups": 3,
+            "mamba_d_state": 6,
+            "mamba_d_conv": 3,
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.4,
+        },
         **{"residual_multiplier": 0.7, "logits_scaling": 2.0},
     },
 }
@@ -50,7 +57,8 @@ HYBRID_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {
             **{"num_local_experts": 0, "position_embedding_type": "rope", "attention_bias": True},
             **{"layer_types": ["full_attention", "linear_attention", "linear_attention"]},
-            **{"mamba_expand": 4, "mamba_d_head": 24, "mamba_conv_bias": False, "mamba_proj_bias": True},
+            **{"mamba_expand": 4, "mamba_d_head": 16, "mamba_conv_bias": False, "mamba_proj_bias": True},
+            "mamba_n_groups": 1,
             **{"tie_word_embeddings": True, "num_key_value_heads": 4},
             "rope_scaling": {"rope_type": "linear", "factor": 4.0},
         },

@@ -1,6 +1,6 @@
 """A Mamba-2 layer: a selective state space between a short convolution and a gated norm.
 
-B batch  S sequence  D hidden  H heads here  P head dim  N state dim
+B batch  S sequence  D hidden  H heads here  G groups of heads here  P head dim  N state dim
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from ...parallel_state import (
 from ..attention.inputs import AttentionInputs
 from ..column_parallel_linear import ColumnParallelLinear
 from ..cost import Cost, Send, Tokens, cost_of
+from ..head_groups import HeadGroups
 from ..norm import HeadsRMSNorm
 from ..row_parallel_linear import RowParallelLinear
 from .convolution import CausalConvolution
@@ -36,12 +37,12 @@ from .state_space import state_space
 
 
 class Mamba2(DeclaredModule):
-    """Compute Mamba-2's mixer with one group: all heads share what a token writes along and reads along.
+    """Compute Mamba-2's mixer: the heads of a group share what a token writes along and reads along (B, C).
 
     Input and output: (B, S, D), or (B, S / tensor, D) with sequence parallelism. Each tensor rank computes
-    whole heads; B and C are computed on all of them, and the norm over all heads sums one number a token over
-    the ranks. The state starts anew with each document, is handed on from context rank to context rank (see
-    ``Runs``), and is kept in the cache.
+    whole heads, with the B and C of their groups. Each group is normalised by itself; ranks that share one
+    sum one number a token and group. The state starts anew with each document, is handed on from context rank
+    to context rank (see ``Runs``), and is kept in the cache.
 
     Parameters: the products ``inner`` (gate z, x, B, C, dt), ``conv`` over x, B and C, ``A_log``, ``dt_bias``
     and ``D`` a head, ``norm``, ``out``. The state space itself is plain torch in chunks of 64 tokens on every
@@ -59,6 +60,7 @@ class Mamba2(DeclaredModule):
         heads: int,
         head_dim: int,
         state_dim: int,
+        groups: int = 1,
         kernel_size: int,
         act: str = "silu",
         bias: bool = False,
@@ -69,7 +71,8 @@ class Mamba2(DeclaredModule):
     ) -> None:
         super().__init__()
         self.state, self.head_dim, self.state_dim = alone_or(state), head_dim, state_dim
-        mixed = {"x": heads * head_dim, "B": state_dim, "C": state_dim}
+        self.groups = HeadGroups(heads, groups, self.state)
+        mixed = {"x": heads * head_dim, "B": groups * state_dim, "C": groups * state_dim}
         units = {"x": head_dim, "B": state_dim, "C": state_dim}
         self.inner = ColumnParallelLinear(
             hidden_size,
@@ -98,7 +101,7 @@ class Mamba2(DeclaredModule):
         }
         for name, start in starts.items():
             declare_parameter(self, name, replace(each, initial=start), self.state)
-        self.norm = HeadsRMSNorm(heads, head_dim, eps, state=state)
+        self.norm = HeadsRMSNorm(heads, head_dim, eps, groups=groups, state=state)
         self.out = RowParallelLinear(
             mixed["x"], hidden_size, bias, unit=head_dim, initial=initial, state=state
         )
@@ -117,7 +120,8 @@ class Mamba2(DeclaredModule):
         dt = F.softplus(dt.to(inner) + local(self.dt_bias))
         decay = -local(self.A_log).to(inner).exp() * dt
         x_BSHP = x.unflatten(-1, (-1, self.head_dim))
-        y_BSHP = self._states(runs, x_BSHP * dt.unsqueeze(-1), decay, b, c)
+        b_BSGN, c_BSGN = (one.unflatten(-1, (-1, self.state_dim)) for one in (b, c))
+        y_BSHP = self._states(runs, x_BSHP * dt.unsqueeze(-1), decay, b_BSGN, c_BSGN)
         y_BSHP = (y_BSHP + x_BSHP * local(self.D).unsqueeze(-1)).to(x_BSD.dtype)
         y_BSHP = y_BSHP * F.silu(z).view_as(y_BSHP)
         y_BSHP = self.norm(y_BSHP.transpose(1, 2)).transpose(1, 2)
@@ -133,7 +137,7 @@ class Mamba2(DeclaredModule):
         found = cost_of(made, tokens) + cost_of(self.conv, tokens) + cost_of(self.out, tokens)
         found += cost_of(self.norm, tokens.times(heads))
         # B, C and x as the convolution made them; the gate, both sides of its silu and what it multiplies.
-        kept = tokens.bytes(value + 2 * self.state_dim + 3 * value)
+        kept = tokens.bytes(value + 2 * len(self.groups.held) * self.state_dim + 3 * value)
         # x times its step; the step, the sum in its softplus, the decay.
         kept += tokens.count * tokens.inner * (value + 3 * heads) + 3 * heads * tokens.inner
         products = tokens.bytes(sum(part.here for part in made.parts))
@@ -150,14 +154,17 @@ class Mamba2(DeclaredModule):
     def _working(self, tokens: Tokens, heads: int) -> float:
         """Return the bytes of the states' intermediate results and their gradients, for a moment."""
         length, width, states = min(CHUNK, tokens.length), self.head_dim, self.state_dim
-        each = 5 * length + 6 * width + states + 4 * states * width / length
-        return tokens.count * tokens.inner * (6 * states + 2 * length + heads * each)
+        each, groups = 5 * length + 6 * width + states + 4 * states * width / length, len(self.groups.held)
+        if groups > 1:  # spread to the heads: the products of all pairs, B and C
+            each += 2 * length + 4 * states
+        return tokens.count * tokens.inner * (groups * (6 * states + 2 * length) + heads * each)
 
     def _flops(self, tokens: Tokens) -> float:
         """Return the products: of all pairs in a chunk, into the state and out of it."""
         length, states = min(CHUNK, tokens.length), self.state_dim
         value = self.inner.parts[0].here * self.state.tensor_size
-        return tokens.count * (2 * states * length + value * (2 * length + 4 * states))
+        pairs = 2 * self.groups.groups * states * length
+        return tokens.count * (pairs + value * (2 * length + 4 * states))
 
     def _sends(self, tokens: Tokens, heads: int) -> tuple[Send, ...]:
         """Return what context ranks tell each other of what their runs make of a state, see ``Runs``."""
@@ -175,11 +182,11 @@ class Mamba2(DeclaredModule):
         """Return the outputs of the state space, (B, S, H, P)."""
         x, decay, b, c = (runs.cut(one) for one in (x, decay, b, c))
         if runs.cache is not None:
-            y, last = state_space(x, decay, b, c, runs, runs.recall(self))
+            y, last = state_space(x, decay, b, c, runs, runs.recall(self), groups=self.groups)
             runs.remember(self, last)
             return y
 
         def space(x: Tensor, decay: Tensor, b: Tensor, c: Tensor) -> Tensor:
-            return state_space(x, decay, b, c, runs)[0]
+            return state_space(x, decay, b, c, runs, groups=self.groups)[0]
 
         return runs.join(recomputed(space, x, decay, b, c))

@@ -4,7 +4,8 @@ A state S (state dim x head dim) starts at 0. Each token t decays it and adds to
 its output is S^T C_t. Within a chunk all pairs of tokens are computed at once, as attention without softmax;
 between chunks the state is handed on. Source: Dao and Gu 2024 (section 6).
 
-R runs  L tokens of a run  H heads here  N chunks  T tokens of a chunk  P head dim  S state dim
+R runs  L tokens of a run  H heads here  G groups of heads here  N chunks  T tokens of a chunk  P head dim
+S state dim
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...parallel_state import ParallelState
 from ..autocast import without_autocast
+from ..head_groups import HeadGroups
 from .decay import Decay, in_chunks
 from .runs import Runs
 
@@ -21,20 +24,25 @@ from .runs import Runs
 def state_space(
     x_RLHP: Tensor,
     log_decay_RLH: Tensor,
-    into_RLS: Tensor,
-    out_RLS: Tensor,
+    into_RLGS: Tensor,
+    out_RLGS: Tensor,
     runs: Runs,
     first: Tensor | None = None,
+    *,
+    groups: HeadGroups | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs (R, L, H, P) and the state after each run (R, H, S, P), in at least fp32.
 
-    ``into_RLS`` and ``out_RLS``: B and C, which all heads share. ``first``: the state before each row; the
-    default: 0. Collective over the context ranks, in backward too.
+    ``into_RLGS`` and ``out_RLGS``: B and C, which the heads of a group share. ``first``: the state before
+    each row; the default: 0. ``groups``: which heads share them; the default: all. Collective over the
+    context ranks, in backward too.
     """
+    groups = groups or HeadGroups(x_RLHP.shape[2], 1, ParallelState.alone())
     inner = torch.promote_types(x_RLHP.dtype, torch.float32)
     length = x_RLHP.shape[1]
     x = in_chunks(x_RLHP.to(inner).transpose(1, 2), 2)  # (R, H, N, T, P)
-    b, c = (in_chunks(one.to(inner), 1).unsqueeze(1) for one in (into_RLS, out_RLS))  # (R, 1, N, T, S)
+    b, c = (in_chunks(one.to(inner).transpose(1, 2), 2) for one in (into_RLGS, out_RLGS))  # (R, G, N, T, S)
+    pairs, b, c = groups.spread(c @ b.mT), groups.spread(b), groups.spread(c)
     starts = None
     if runs.places is not None:
         starts = in_chunks((runs.places == 0).long(), 1).unsqueeze(1)
@@ -51,7 +59,7 @@ def state_space(
         )
         first = runs.states_before(whole, first, _after)
     before, last = _scan(through, written, first)
-    y = ((c @ b.mT) * left.between) @ x + (c @ before) * left.before.unsqueeze(-1)
+    y = (pairs * left.between) @ x + (c @ before) * left.before.unsqueeze(-1)
     return y.flatten(2, 3)[:, :, :length].transpose(1, 2), last
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 from trilith.layers import AttentionInputs, GatedDeltaNet, Mamba2, Tokens, cost_of, cut_sequence
+from trilith.layers.head_groups import HeadGroups
 from trilith.layers.recurrent.convolution import causal_convolution
 from trilith.layers.recurrent.decay import CHUNK
 from trilith.layers.recurrent.delta_rule import gated_delta_rule
@@ -71,18 +72,21 @@ def test_the_delta_rule_in_chunks_is_the_rule_token_by_token(packed: bool) -> No
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["one-document", "documents"])
-def test_the_state_space_in_chunks_is_the_recurrence_token_by_token(packed: bool) -> None:
+@pytest.mark.parametrize("groups", [1, 3])
+def test_the_state_space_in_chunks_is_the_recurrence_token_by_token(packed: bool, groups: int) -> None:
     torch.manual_seed(0)
-    shapes = [(2, 150, 3, 4), (2, 150, 3), (2, 150, 5), (2, 150, 5)]
+    shapes = [(2, 150, 6, 4), (2, 150, 6), (2, 150, groups, 5), (2, 150, groups, 5)]
     x, decay, b, c = (torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes)
     given = (x, -F.softplus(decay), b, c)
     row = places(DOCUMENTS) if packed else torch.arange(150).expand(2, -1)
-    y, last = state_space(*given, runs_of(row if packed else None, b))
-    state, found = x.new_zeros(2, 3, 5, 4), []
+    shared = HeadGroups(6, groups, ParallelState.alone())
+    y, last = state_space(*given, runs_of(row if packed else None, b.flatten(2)), groups=shared)
+    state, found = x.new_zeros(2, 6, 5, 4), []
+    into, out = (one.repeat_interleave(6 // groups, dim=2) for one in (b, c))
     for t in range(150):
         state = state * (row[:, t] > 0)[:, None, None, None] * given[1][:, t, :, None, None].exp()
-        state = state + torch.einsum("bs,bhp->bhsp", b[:, t], x[:, t])
-        found.append(torch.einsum("bhsp,bs->bhp", state, c[:, t]))
+        state = state + torch.einsum("bhs,bhp->bhsp", into[:, t], x[:, t])
+        found.append(torch.einsum("bhsp,bhs->bhp", state, out[:, t]))
     wanted = torch.stack(found, dim=1)
     assert float((y - wanted).detach().abs().max()) <= 1e-12
     assert float((last - state).detach().abs().max()) <= 1e-12

@@ -27,7 +27,7 @@ MODELS: dict[str, dict[str, Any]] = {
     # Biases by distance: of positions in the document, not of places in the cache.
     "bloom": {"model_type": "bloom", "vocab_size": 131, "hidden_size": 24, "n_layer": 2, "n_head": 6},
     "qwen3_next": FAMILIES["qwen3_next"] | {"vocab_size": 131},
-    "granitemoehybrid": FAMILIES["granitemoehybrid"] | {"vocab_size": 131},
+    "granitemoehybrid": FAMILIES["granitemoehybrid"] | {"vocab_size": 131, "mamba_n_groups": 1},
 }
 #: The pieces in which the 14 tokens arrive: a prompt, one token, several at once, one token.
 PIECES = (6, 1, 6, 1)

@@ -46,7 +46,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "bloom": {"model_type": "bloom", "vocab_size": VOCAB, "hidden_size": 24, "n_layer": 2, "n_head": 4},
     "qwen3_next": FAMILIES["qwen3_next"] | {"vocab_size": VOCAB},
-    "granitemoehybrid": FAMILIES["granitemoehybrid"] | {"vocab_size": VOCAB},
+    "granitemoehybrid": FAMILIES["granitemoehybrid"] | {"vocab_size": VOCAB, "mamba_n_groups": 1},
 }
 DROPPING = {**MODELS["gpt2"], "attn_pdrop": 0.5}
 #: Lengths of the documents in each row: rows differ, so that a micro-batch must get its own row's.

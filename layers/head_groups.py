@@ -1,0 +1,40 @@
+"""Groups of neighbouring heads that share something, such as what a Mamba-2 token writes along."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..parallel_state import BadInput, ParallelState, shared_units
+
+
+class HeadGroups:
+    """Tell which heads of this tensor rank are of which group. All groups have equally many heads.
+
+    ``held``: the groups of which heads are here, ``counts``: how many of each. Where the tensor axis does not
+    divide the groups, ranks share one (``shared``). Raises ``BadInput`` for groups that are not equal.
+    """
+
+    def __init__(self, heads: int, groups: int, state: ParallelState) -> None:
+        if heads % groups:
+            raise BadInput("heads", "groups", expected=f"a divisor of {heads} heads", found=groups)
+        size, index, each = state.tensor_size, state.tensor_index, heads // groups
+        here = range(heads * index // size, -(-heads * (index + 1) // size))
+        self.groups, self.shared = groups, groups % size > 0
+        self.held = shared_units(groups, size, index)
+        self.counts = [sum(head // each == group for head in here) for group in self.held]
+
+    def spread(self, x: Tensor) -> Tensor:
+        """Return what each head here has of its group: (B, groups here, ...) becomes (B, heads here, ...), or
+        (B, 1, ...) where there is one group.
+        """
+        if len(self.counts) == 1:
+            return x
+        parts = zip(x.split(1, dim=1), self.counts, strict=True)
+        return torch.cat([one.expand(-1, count, *x.shape[2:]) for one, count in parts], dim=1)
+
+    def sums(self, x: Tensor) -> Tensor:
+        """Sum over the heads of each group: (B, heads here, ...) becomes (B, groups here, ...)."""
+        if len(self.counts) == 1:
+            return x.sum(1, keepdim=True)
+        return torch.stack([one.sum(1) for one in x.split(self.counts, dim=1)], dim=1)
