@@ -23,10 +23,13 @@ class Decay:
     """
 
     def __init__(self, logs: Tensor, starts: Tensor | None) -> None:
-        total = logs.cumsum(-1)
-        later = torch.ones(logs.shape[-1], logs.shape[-1], dtype=torch.bool, device=logs.device).tril()
-        between = total.unsqueeze(-1) - total.unsqueeze(-2)
-        before, after, through = total, total[..., -1:] - total, total[..., -1]
+        length = logs.shape[-1]
+        later = torch.ones(length, length, dtype=torch.bool, device=logs.device).tril()
+        # Sums of the tokens between, and no differences of long sums, which would lose digits.
+        steps = logs.unsqueeze(-1).expand(*logs.shape, length).masked_fill(~later.tril(-1), 0.0)
+        between = steps.cumsum(-2)
+        before, after = logs.cumsum(-1), between[..., -1, :]
+        through = before[..., -1]
         if starts is not None:
             number = starts.cumsum(-1)  # of the document within the chunk; 0: it started earlier
             later = later & (number.unsqueeze(-1) == number.unsqueeze(-2))
