@@ -188,7 +188,13 @@ class Llama(Decoder):
     config: LlamaConfig
 
     def block(self, number: int) -> Block:
-        return PreNormBlock(self.attention(number), self.feed_forward(number), norm=self.make_norm)
+        parts = self.attention(number), self.feed_forward(number)
+        return PreNormBlock(*parts, norm=self.make_norm, dropout=self.branch_dropout, state=self.state)
+
+    @property
+    def branch_dropout(self) -> float:
+        """Return the dropout of what each branch of a block adds (StarCoder 2, Seed-OSS)."""
+        return 0.0
 
     def attention(self, number: int) -> Attention:
         bias = self.config.attention_bias

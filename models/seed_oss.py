@@ -8,7 +8,6 @@ from typing import Any
 from pydantic import Field
 
 from ..layers import Attention
-from .base.blocks import Block, PreNormBlock
 from .base.family import Family
 from .llama import NAMES, Llama, LlamaConfig, grouped_attention
 
@@ -40,14 +39,9 @@ class SeedOss(Llama):
 
     config: SeedOssConfig
 
-    def block(self, number: int) -> Block:
-        return PreNormBlock(
-            self.attention(number),
-            self.feed_forward(number),
-            norm=self.make_norm,
-            dropout=self.config.residual_dropout,
-            state=self.state,
-        )
+    @property
+    def branch_dropout(self) -> float:
+        return self.config.residual_dropout
 
     def attention(self, number: int) -> Attention:
         cfg = self.config

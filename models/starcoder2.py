@@ -9,7 +9,6 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from ..layers import MLP, Attention, Dropout, LayerNorm
-from .base.blocks import Block, PreNormBlock
 from .base.family import Family
 from .base.names import BOTH, Rename, in_blocks
 from .llama import ATTENTION, EMBEDDING, Llama, LlamaConfig, grouped_attention
@@ -69,14 +68,9 @@ class Starcoder2(Llama):
 
     config: Starcoder2Config
 
-    def block(self, number: int) -> Block:
-        return PreNormBlock(
-            self.attention(number),
-            self.feed_forward(number),
-            norm=self.make_norm,
-            dropout=self.config.residual_dropout,
-            state=self.state,
-        )
+    @property
+    def branch_dropout(self) -> float:
+        return self.config.residual_dropout
 
     def attention(self, number: int) -> Attention:
         bias, window = self.config.use_bias, self.config.sliding_window
