@@ -74,5 +74,8 @@ def family_of(raw: Mapping[str, Any], where: str = "config.json") -> Family:
     family = FAMILIES[kind]
     architectures = raw.get("architectures")
     if architectures and architectures != [family.architecture]:
-        raise BadInput(where, "architectures", expected=[family.architecture], found=architectures)
+        expected = f"[{family.architecture!r}], which predicts the next token"
+        todo = "A checkpoint that was saved as another class has another output layer or other blocks"
+        found = repr(architectures)[:80]
+        raise BadInput(where, "architectures", expected=expected, found=found, todo=todo)
     return family

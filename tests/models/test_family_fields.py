@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from itertools import combinations
 from typing import Any
@@ -14,7 +14,7 @@ from trilith.layers import gather_logits
 from trilith.models import FAMILIES
 from trilith.models.base.blocks import ParallelBlock
 from trilith.models.base.config import DENIED, INERT
-from trilith.parallel_state import BadInput
+from trilith.parallel_state import BadInput, declarations
 from trilith.testing.families import close, config_of, ours_from, transformers_model
 from trilith.testing.published_configs import PUBLISHED
 from trilith.testing.tiny_models import MODELS, VARIANTS
@@ -141,6 +141,17 @@ def test_dropping_a_field_that_the_family_computes_with_is_seen(family: str) -> 
     assert left == set(), "no row has another value than the default"
 
 
+def pairs_of(block: torch.nn.Module) -> Iterator[tuple[str, str, torch.Tensor, torch.Tensor]]:
+    """Yield every two tensors of a block of one shape, and each stack with that of the next experts."""
+    for (name, one), (other, another) in combinations(block.named_parameters(), 2):
+        if one.shape == another.shape:
+            yield name, other, one, another
+    stated = declarations(block)
+    for name, one in block.named_parameters():
+        if stated[name].experts:
+            yield name, f"{name} of the next expert", one, one.roll(1, 0)
+
+
 @pytest.mark.parametrize("row", CASES)
 @torch.no_grad()
 def test_swapping_two_tensors_of_a_block_is_seen(row: str) -> None:
@@ -150,10 +161,7 @@ def test_swapping_two_tensors_of_a_block_is_seen(row: str) -> None:
     named = {link.ours: link.hf for link in family.links(config)[0]}
     blind = []
     for number, block in list(model.layers.items())[:2]:  # of two kinds, where there are two
-        pairs = combinations(dict(block.named_parameters()).items(), 2)
-        for (name, one), (other, another) in pairs:
-            if one.shape != another.shape:
-                continue
+        for name, other, one, another in pairs_of(block):
             if (name, other) == SUMMED and isinstance(block, ParallelBlock):  # what is added is their sum
                 assert "mlp" in named[f"layers.{number}.{other}"]
                 assert "att" in named[f"layers.{number}.{name}"]
@@ -162,9 +170,10 @@ def test_swapping_two_tensors_of_a_block_is_seen(row: str) -> None:
                 continue
             if (name, other) == HEAD_NORMS and block.attention.rotary is None:
                 continue
-            kept, one.data, another.data = one.data, another.data, one.data
+            first, second = one.clone(), another.clone()
+            one.copy_(second), another.copy_(first)
             difference = float((gather_logits(model(IDS), 503) - wanted).abs().max())
-            one.data, another.data = kept, one.data
+            one.copy_(first), another.copy_(second)
             if difference <= close(CASES[row]):
                 blind.append((name, other))
     assert blind == []
