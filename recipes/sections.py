@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from ..data.rows import Documents, Overlong, Samples
 from ..layers import Checkpointing
 from ..models import LoraConfig
 from ..parallel_state import FILES_TIMEOUT, Layout
 from ..pipeline import ScheduleName, schedule_kind
+from ..runs.named_trackers import TrackerName
 from .section import MOST_AHEAD, Betas, Blocks, PathText, Ranks, Rows, Stages, Step, Wait
 from .section import Section as Section
 
@@ -374,10 +376,13 @@ class DebugSection(Section):
 class WatchSection(Section):
     """Further measurements that a run writes while training; see docs/watching.md."""
 
-    tensorboard: bool = Field(
-        default=False,
-        description="write TensorBoard event files in the run's folder; needs `pip install "
-        "'trilith[tensorboard]'`",
+    trackers: list[TrackerName] = Field(
+        default=[],
+        description="show the run in tensorboard (needs `pip install 'trilith[tensorboard]'`), wandb, mlflow or "
+        "trackio (each needs `pip install 'trilith[trackers]'` and its own package)",
+    )
+    project: str = Field(
+        default="trilith", min_length=1, description="name under which a tracker lists runs together"
     )
     peak_flops: float | None = Field(
         default=None,
@@ -397,3 +402,12 @@ class WatchSection(Section):
         default=[], description="steps, counted from 1, that torch.profiler records as a Chrome trace"
     )
     trace_ranks: list[int] = Field(default=[0], description="ranks that write traces")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _renamed(cls, given: Any) -> Any:
+        if isinstance(given, dict) and "tensorboard" in given:
+            raise PydanticCustomError(
+                "renamed", "Input should be trackers = ['tensorboard'] in the place of the key tensorboard"
+            )
+        return given

@@ -120,6 +120,11 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [line for line in read_good_lines(path) if _step(line) is not None]
 
 
+def steps_in(path: Path) -> int:
+    """Return how many steps a run has logged, up to the last; 0 if there is no file."""
+    return max((line["step"] + 1 for line in read_lines(path)), default=0)
+
+
 def is_whole(line: Mapping[str, Any]) -> bool:
     """Tell whether a line has all fields of a step, so that a report can show it.
 

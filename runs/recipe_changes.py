@@ -18,6 +18,12 @@ def flat_recipe(value: Any, prefix: str = "") -> dict[str, str]:
     return {prefix.rstrip("."): json.dumps(value, ensure_ascii=False)}
 
 
+def plain_recipe(recipe: Mapping[str, Any]) -> dict[str, bool | int | float | str | None]:
+    """Return each key of a recipe with its value; a list, which not every tracker takes, as JSON."""
+    flat = {key: (json.loads(text), text) for key, text in flat_recipe(dict(recipe)).items()}
+    return {key: text if isinstance(value, list | dict) else value for key, (value, text) in flat.items()}
+
+
 def recipe_changes(events: Path, recipe: Mapping[str, Any]) -> list[str]:
     """Return a text such as ``compute: "float32", now "bfloat16"`` for each key that differs from the recipe
     in the run's last event that has one.

@@ -20,7 +20,7 @@ from ..planner.stage_cut import StageCut, cut_stages
 from ..recipes.checks import check_experts
 from ..recipes.recipe import Recipe, read_config
 from ..recipes.sections import ParameterGroup
-from ..runs.tensorboard import check_tensorboard
+from ..runs.named_trackers import check_trackers
 from ..storage import companions_in
 from ..storage.output_file import check_place
 from .lora import plan_adapters
@@ -86,8 +86,7 @@ def plan(recipe: Recipe) -> Plan:
         )
     if recipe.experts is not None:
         check_experts(recipe.experts, family, config, adapters=recipe.lora is not None)
-    if recipe.watch.tensorboard:
-        check_tensorboard()
+    check_trackers(recipe.watch.trackers)
     adapter: StoredAdapter | None = None
     if recipe.lora is not None:
         if source is None:

@@ -14,6 +14,7 @@ from ..runs.heartbeat import status_folder, this_start
 from ..runs.launch import check_launch, check_local, launch, own_rank, process_group, under_torchrun
 from ..runs.lock import inherits_lock, lock_folder, only_run_in
 from ..runs.stop_signals import StopSignals
+from ..runs.trackers import Tracker
 from .run_plan import RunPlan, check_run
 from .trainer import Trainer
 
@@ -24,13 +25,16 @@ def run(
     *,
     ranks: int | None = None,
     quiet: bool = False,
+    trackers: Sequence[Tracker] = (),
 ) -> int:
     """Train a model as a recipe says, or resume its training; ``trilith train`` calls this function.
 
     ``recipe``: a TOML file, the name of a recipe that comes with trilith, or a ``Recipe``. ``overrides``
     change it, such as ``layout.tensor=2``. A layout of one rank trains in this process, and so does each
     process of torchrun. For other layouts the ranks are started here, and each reads the file by itself.
-    ``ranks``, if given, must be the layout's number of ranks. ``quiet``: no progress lines.
+    ``ranks``, if given, must be the layout's number of ranks. ``quiet``: no progress lines. ``trackers``:
+    objects that get the figures of each step beside those of the recipe's key ``watch.trackers``, such as an
+    ``accelerate.tracking.GeneralTracker`` of your own; the first rank calls them.
 
     Only one run may use a folder at a time. After SIGTERM or SIGINT the run saves and stops (``Preempted``).
     It writes each rank's heartbeat and last message into the folder, and names the rank that failed
@@ -46,15 +50,21 @@ def run(
         loaded, file = load_recipe(recipe, overrides), str(recipe)
     layout, out = loaded.layout, Path(loaded.out)
     if under_torchrun():
-        _train(loaded, None, quiet=quiet)
+        _train(loaded, None, quiet=quiet, trackers=trackers)
         return 0
     if ranks is not None:
         layout.check_world(ranks)
     check_local(layout, device=loaded.device)
     plan = check_run(loaded)  # bad input is said once and at once, before any rank starts
     if layout.world == 1:
-        _train(loaded, plan, quiet=quiet)
+        _train(loaded, plan, quiet=quiet, trackers=trackers)
         return 0
+    if trackers:
+        raise BadInput(
+            "run", "trackers", expected="ranks that torchrun has started, or one rank",
+            found=f"{layout.world} ranks to start, which cannot be handed an object",
+            todo="Start your script with torchrun",
+        )  # fmt: skip
     if file is None:
         raise BadInput(
             "run", "recipe", expected=f"a file, which the {layout.world} ranks can read", found="a Recipe",
@@ -65,7 +75,7 @@ def run(
         return launch(arguments, layout.world, status_folder(out), lock=lock)
 
 
-def _train(recipe: Recipe, plan: RunPlan | None, *, quiet: bool) -> None:
+def _train(recipe: Recipe, plan: RunPlan | None, *, quiet: bool, trackers: Sequence[Tracker]) -> None:
     """Train this process's rank of the run; ``plan``: the plan, if this process has already made it."""
     layout, out = recipe.layout, Path(recipe.out)
     check_launch(layout, device=recipe.device)
@@ -86,4 +96,4 @@ def _train(recipe: Recipe, plan: RunPlan | None, *, quiet: bool) -> None:
         only_run_in(out, state) as start,
     ):
         beat.publish(start)
-        Trainer(recipe, state, plan, beat=beat, signals=signals, quiet=quiet).run()
+        Trainer(recipe, state, plan, beat=beat, signals=signals, quiet=quiet, trackers=trackers).run()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -31,6 +31,7 @@ from ..runs.metrics import StepMetrics
 from ..runs.stop_signals import Preempted, StopSignals
 from ..runs.switches import KILL, SAVE, STOP, Killed, Switches
 from ..runs.terminal import Terminal
+from ..runs.trackers import Tracker
 from .adamw import set_learning_rate
 from .build import build, schedule_of
 from .lora import first_adapters
@@ -43,7 +44,7 @@ class Trainer:
     """Train one rank's part of a run. Collective: every rank makes one and calls ``run``.
 
     ``plan``: the result of ``check_run(recipe)`` in this process, if there is one already. ``beat`` and
-    ``signals`` belong to a supervised run, which ``training.run`` sets up.
+    ``signals`` belong to a supervised run, which ``training.run`` sets up. ``trackers``: see ``training.run``.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Trainer:
         beat: Heartbeat | None = None,
         signals: StopSignals | None = None,
         quiet: bool = False,
+        trackers: Sequence[Tracker] = (),
     ) -> None:
         self.recipe, self.state, self.plan = recipe, state, plan or check_run(recipe)
         self.out, self._made = Path(recipe.out), time.monotonic()
@@ -73,7 +75,7 @@ class Trainer:
             self.terminal.say(
                 f"float8: {len(as_before)} weights stay in bfloat16 (a side is no multiple of 16): {some}"
             )
-        self.watchers = Watchers(recipe, self.plan, parts, state, self.terminal, self._at)
+        self.watchers = Watchers(recipe, self.plan, parts, state, self.terminal, self._at, trackers)
 
     def run(self, after_step: Callable[[StepMetrics], None] | None = None) -> list[StepMetrics]:
         """Train from the newest complete checkpoint, or from the start, to the last step; return the steps'

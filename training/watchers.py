@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,11 +14,11 @@ from ..planner.flops import Mfu, peak_flops
 from ..recipes.recipe import Recipe
 from ..runs.events import Events
 from ..runs.memory_use import memory_used
-from ..runs.metrics import StepLog, StepMetrics
+from ..runs.metrics import StepLog, StepMetrics, steps_in
 from ..runs.profiler import Traces
-from ..runs.recipe_changes import recipe_changes
-from ..runs.tensorboard import EventFiles
+from ..runs.recipe_changes import plain_recipe, recipe_changes
 from ..runs.terminal import Terminal
+from ..runs.trackers import Tracker, Trackers
 from .build import Parts
 from .evaluation import Evaluator, perplexity
 from .forward import ForwardOnly
@@ -42,6 +42,7 @@ class Watchers:
         state: ParallelState,
         terminal: Terminal,
         at: Callable[[str, int], None],
+        trackers: Sequence[Tracker] = (),
     ) -> None:
         self.recipe, self.state, self.terminal, self.at = recipe, state, terminal, at
         self.out, self.first = Path(recipe.out), state.rank == 0
@@ -62,7 +63,8 @@ class Watchers:
         self._measured: dict[str, dict[str, float]] = {}
         self._metrics: StepLog | None = None
         self._norms: StepLog | None = None
-        self._board: EventFiles | None = None
+        self._given = trackers
+        self._trackers: Trackers | None = None
 
     def began(self, step: int, *, checkpoint: Path | None = None, progress: Progress | None = None) -> None:
         """Note that the run begins, or continues from a checkpoint, perhaps of another layout."""
@@ -93,14 +95,15 @@ class Watchers:
         """Keep the logs open, and note how the run ends."""
         with ExitStack() as stack:
             if self.first:
+                logged = steps_in(self.out / "metrics.jsonl") if start else 0
                 self._metrics = StepLog(self.out / "metrics.jsonl", start=start)
                 stack.callback(self._metrics.close)
             if self.first and self.norms is not None:
                 self._norms = StepLog(self.out / "norms.jsonl", start=start)
                 stack.callback(self._norms.close)
-            if self.first and self.recipe.watch.tensorboard:
-                self._board = EventFiles(self.out / "tensorboard", start=start)
-                stack.callback(self._board.close)
+                if self._given or self.recipe.watch.trackers:
+                    self._trackers = self._start_trackers(start, logged)
+                    stack.callback(self._trackers.close)
             self._done = stack.enter_context(self.events.until_the_end(self.recipe.steps))
             self._done[0] = start
             yield
@@ -143,13 +146,20 @@ class Watchers:
             self.terminal.evaluation(metrics)
         if self._metrics is not None:
             self._metrics.write(asdict(metrics))
-        if self._board is not None:
-            apart = ("step", "skipped")  # not a curve
-            self._board.write(
-                number + 1, {name: value for name, value in asdict(metrics).items() if name not in apart}
-            )
+        if self._trackers is not None:
+            figures = asdict(metrics)
+            del figures["step"]  # not a curve
+            self._trackers.log(number + 1, figures)
         self._done[0] = number + 1
         return metrics
+
+    def _start_trackers(self, start: int, logged: int) -> Trackers:
+        watch, recipe = self.recipe.watch, self.recipe.model_dump(mode="json", by_alias=True)
+        return Trackers(
+            watch.trackers, self._given, self.out,
+            project=watch.project, recipe=plain_recipe(recipe), start=start, logged=logged,
+            say=self.terminal.say,
+        )  # fmt: skip
 
     def _log_norms(self, number: int) -> None:
         assert self.norms is not None
@@ -158,11 +168,10 @@ class Watchers:
             self._measured["activations"] = self.activations.end()
         if self._norms is not None:
             self._norms.write({"step": number, **self._measured})
-        if self._board is not None:
+        if self._trackers is not None:
             for kind, norms in self._measured.items():
-                self._board.write(
-                    number + 1, {f"norms/{kind}/{name}": value for name, value in norms.items()}
-                )
+                figures = {f"norms/{kind}/{name}": value for name, value in norms.items()}
+                self._trackers.log(number + 1, figures)
         self._measured = {}
 
     def _norms_due(self, number: int) -> bool:

@@ -80,7 +80,7 @@ def from_deepspeed(
         found.set("log_every", every)
     _reduction(given, found)
     if given.section("tensorboard").flag("enabled"):
-        found.set("watch.tensorboard", True)
+        found.set("watch.trackers", ["tensorboard"])
     if not given.raw.keys() & _NAMES:
         raise BadInput(
             where,

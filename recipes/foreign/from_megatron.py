@@ -211,7 +211,7 @@ def _saving(given: Given, found: Translation, batch: int) -> None:
     if every := given.whole("log_interval"):
         found.set("log_every", every)
     if given.value("tensorboard_dir"):
-        found.set("watch.tensorboard", True)
+        found.set("watch.trackers", ["tensorboard"])
     load, save = given.value("load"), given.value("save")
     for key, path in (
         ("load", load if load != save else None),

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 from ...parallel_state import BadInput
+from ...runs.named_trackers import TrackerName
 from .from_accelerate import check_shards, into_deepspeed, parallelism, read_sizes
 from .from_deepspeed import deepspeed_file, with_arguments
 from .from_fsdp import fsdp
@@ -252,11 +253,14 @@ def _saving(given: Given, found: Translation, steps: int | None) -> None:
 
 def _watching(given: Given, found: Translation) -> None:
     reports = given.value("report_to") or []
+    known = []
     for name in reports if isinstance(reports, list) else [reports]:
-        if name == "tensorboard":
-            found.set("watch.tensorboard", True)
+        if name in get_args(TrackerName):
+            known.append(name)
         elif name not in ("none", "all"):
-            found.miss("report_to", name, "metrics are in metrics.jsonl")
+            found.miss("report_to", name, "give its Accelerate tracker to trilith.training.run")
+    if known:
+        found.set("watch.trackers", known)
     strategy = given.text("eval_strategy") or given.text("evaluation_strategy") or "no"
     every = given.number("eval_steps", least=0.0)
     if strategy != "no":

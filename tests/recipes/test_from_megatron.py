@@ -309,7 +309,7 @@ MAPPED: list[tuple[dict[str, Any], str, Any]] = [
     ({"save": "out"}, "out", "out"),
     ({"async_save": True}, "checkpoint.background", True),
     ({"log_interval": 3}, "log_every", 3),
-    ({"tensorboard_dir": "logs"}, "watch.tensorboard", True),
+    ({"tensorboard_dir": "logs"}, "watch.trackers", ["tensorboard"]),
     ({"data_path": ["a"]}, "data.tokens", "a"),
     ({"data_path": ["3", "a", "1", "b"]}, "data.weights", [3.0, 1.0]),
     ({"train_data_path": ["a"], "valid_data_path": ["b"]}, "evaluation.tokens", ["b"]),

@@ -101,7 +101,7 @@ TRAINER: dict[str, Any] = {
     "seed": 7,
     "neftune_noise_alpha": 5.0,
     "torch_compile": True,
-    "report_to": ["wandb", "tensorboard"],
+    "report_to": ["wandb", "comet_ml", "tensorboard"],
     "eval_strategy": "steps",
     "eval_steps": 100,
     "fsdp": "full_shard auto_wrap offload",
@@ -233,7 +233,7 @@ def test_trainer_with_fsdp(tmp_path: Path) -> None:
     assert found.values["steps"] == 2000
     lost = [line.split(" = ")[0] for line in found.missed]
     assert sorted(lost) == ["eval_strategy", "neftune_noise_alpha", "report_to", "torch_compile"]
-    assert recipe.watch.tensorboard
+    assert recipe.watch.trackers == ["wandb", "tensorboard"]
 
 
 def test_what_transformers_itself_writes_maps_without_noise(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from trilith.training.run_plan import plan
 #: 5 held-out samples: neither 2 data ranks nor micro-batches of 2 divide them.
 EVALUATION = {"every": 2, "samples": 5}
 LORA = {"r": 2, "target_modules": ["v_proj"]}
-WATCH = {"norms": 3, "activation_norms": True, "tensorboard": True}
+WATCH = {"norms": 3, "activation_norms": True, "trackers": ["tensorboard"]}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {},
     "tp2": {"tensor": 2},
@@ -173,8 +173,8 @@ def test_tensorboard_has_each_step_once_after_a_resume(place: Path) -> None:
 
 
 def test_tensorboard_that_is_not_installed_is_named(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trilith.runs.tensorboard.find_spec", lambda name: None)
-    raw = tiny_recipe(place / "none", place / "tokens", watch={"tensorboard": True})
+    monkeypatch.setattr("trilith.runs.named_trackers.find_spec", lambda name: None)
+    raw = tiny_recipe(place / "none", place / "tokens", watch={"trackers": ["tensorboard"]})
     with pytest.raises(BadInput, match=r"tensorboard: .*pip install 'trilith\[tensorboard\]'"):
         plan(parse_recipe(raw))
     plan(parse_recipe(tiny_recipe(place / "none", place / "tokens")))

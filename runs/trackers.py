@@ -1,0 +1,109 @@
+"""Hand the figures of a run to trackers, such as TensorBoard or Weights & Biases, each figure once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..parallel_state import BadInput
+from .named_trackers import NamedTrackers, TrackerName
+
+
+class Tracker(Protocol):
+    """Describe what a tracker can do; every ``accelerate.tracking.GeneralTracker`` can.
+
+    ``start`` is called first and ``finish`` last. ``store_init_configuration`` gets the recipe, once in a
+    run. ``log`` gets the numbers known after ``step`` steps, counted from 1, in one or several calls.
+    """
+
+    def start(self) -> None: ...
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None: ...
+
+    def log(self, values: dict[str, Any], step: int | None = None) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+class Trackers:
+    """Start the trackers of a run, and hand figures to them; for the first rank alone.
+
+    ``names`` are those of the recipe, ``others`` the objects that were given to ``run``. ``start``: how many
+    steps are done; ``logged``: the last step that an earlier attempt handed over. A resumed run that repeats
+    steps hands them over no second time, but for TensorBoard, whose files take back what comes after
+    ``start``. A tracker that fails later is left out from then on, and ``say`` is told why. Raises
+    ``BadInput`` if a tracker cannot be started.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[TrackerName],
+        others: Sequence[Tracker],
+        out: Path,
+        *,
+        project: str,
+        recipe: Mapping[str, Any],
+        start: int,
+        logged: int,
+        say: Callable[[str], None],
+    ) -> None:
+        self._say = say
+        self._named = NamedTrackers(out, project, start=start) if names else None
+        #: Each tracker that runs, with its name and the last step that it has.
+        self._running: list[tuple[str, Tracker, int]] = []
+        try:
+            if self._named is not None:
+                for name in names:
+                    has = logged if self._named.goes_on(name) else start
+                    tracker = self._begin(name, self._named.make(name), has)
+                    if not start and name != "tensorboard":  # there it would show as a run of its own
+                        tracker.store_init_configuration(dict(recipe))
+                self._named.remember()
+            for other in others:
+                self._begin(_name_of(other), other, logged)
+                if not start:
+                    other.store_init_configuration(dict(recipe))
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin(self, name: str, tracker: Tracker, has: int) -> Tracker:
+        try:
+            tracker.start()
+        except Exception as error:  # of a package of others, which may raise anything
+            raise BadInput(
+                "recipe", "watch.trackers", expected=f"{name} to start",
+                found=" ".join(f"{type(error).__name__}: {error}".split()),
+                todo="Without a network: WANDB_MODE=offline, or a MLFLOW_TRACKING_URI on this machine",
+            ) from error  # fmt: skip
+        self._running.append((name, tracker, has))
+        return tracker
+
+    def log(self, step: int, figures: Mapping[str, Any]) -> None:
+        """Hand over the numbers known after ``step`` steps; what is no number is left out."""
+        numbers = {name: value for name, value in figures.items() if type(value) in (int, float)}
+        for one in [*self._running]:
+            if step > one[2]:
+                self._try(one, lambda tracker: tracker.log(numbers, step=step))
+
+    def close(self) -> None:
+        """Tell the trackers that the run has ended."""
+        for one in [*self._running]:
+            self._try(one, lambda tracker: tracker.finish())
+        self._running = []
+        if self._named is not None:
+            self._named.close()
+
+    def _try(self, one: tuple[str, Tracker, int], call: Callable[[Tracker], None]) -> None:
+        """Call a tracker. A run of days must not end because a tracker's server does not answer."""
+        name, tracker, _ = one
+        try:
+            call(tracker)
+        except Exception as error:
+            self._running.remove(one)
+            self._say(f"tracker {name} failed and gets nothing more: {type(error).__name__}: {error}")
+
+
+def _name_of(tracker: Tracker) -> str:
+    return str(getattr(tracker, "name", type(tracker).__name__))

@@ -1,0 +1,181 @@
+"""Trackers get each figure once, a resumed run goes on in them, and none of them can end a run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from trilith.parallel_state import BadInput
+from trilith.recipes.recipe import parse_recipe
+from trilith.runs.named_trackers import check_trackers
+from trilith.runs.trackers import Tracker, Trackers
+from trilith.testing.short_runs import tiny_recipe, write_tokens
+from trilith.training import run
+
+
+class Notes:
+    """A tracker that keeps what it is given, and fails at the step it is told to."""
+
+    name = "notes"
+
+    def __init__(self, fails_at: int = 0) -> None:
+        self.config: dict[str, Any] = {}
+        self.logged: list[tuple[int | None, dict[str, Any]]] = []
+        self.fails_at, self.calls = fails_at, list[str]()
+
+    def start(self) -> None:
+        self.calls.append("start")
+        if self.fails_at < 0:
+            raise ConnectionError("no\nanswer")
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.config = values
+
+    def log(self, values: dict[str, Any], step: int | None = None) -> None:
+        if step == self.fails_at:
+            raise ConnectionError("no answer")
+        self.logged.append((step, values))
+
+    def finish(self) -> None:
+        self.calls.append("finish")
+
+    @property
+    def steps(self) -> list[int | None]:
+        return [step for step, _ in self.logged]
+
+
+def begin(out: Path, names: list[Any], others: list[Tracker], *, start: int, logged: int) -> Trackers:
+    said: list[str] = []
+    recipe = {"seed": 1}
+    made = Trackers(
+        names, others, out, project="p", recipe=recipe, start=start, logged=logged, say=said.append
+    )
+    vars(made)["said"] = said
+    return made
+
+
+def test_a_tracker_of_the_user_s_own_gets_each_step_once_over_a_resume(tmp_path: Path) -> None:
+    """Of a run in this process; the checkpoint of step 3 is lost, so that step 3 is done again."""
+    write_tokens(tmp_path / "tokens")
+    raw = tiny_recipe(tmp_path / "out", tmp_path / "tokens", steps=5, watch={"norms": 2})
+    raw["checkpoint"] = {"every": 2, "keep": 9}
+    first, second = Notes(), Notes()
+    run(parse_recipe(raw | {"stop_after": 3}), quiet=True, trackers=[first])
+    newest = tmp_path / "out" / "checkpoints" / "step-00000003"
+    newest.rename(newest.with_name("step-00000003.lost"))
+    run(parse_recipe(raw), quiet=True, trackers=[second])
+    assert first.calls == second.calls == ["start", "finish"]
+    assert first.config["optimizer.lr"] == raw["optimizer"]["lr"] and not second.config
+    assert [*dict.fromkeys(first.steps)] == [1, 2, 3] and [*dict.fromkeys(second.steps)] == [4, 5]
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    figures = {step: values for step, values in second.logged if "loss" in values}
+    assert {step: values["loss"] for step, values in figures.items()} == {
+        line["step"] + 1: line["loss"] for line in lines if line["step"] >= 3
+    }
+    assert any(name.startswith("norms/weights/") for step, values in second.logged for name in values)
+    assert all(type(value) in (int, float) for _, values in second.logged for value in values.values())
+
+
+def test_a_tracker_that_fails_is_left_out_and_the_others_go_on(tmp_path: Path) -> None:
+    bad, good = Notes(fails_at=2), Notes()
+    trackers = begin(tmp_path, [], [bad, good], start=0, logged=0)
+    for step in (1, 2, 3):
+        trackers.log(step, {"loss": 1.0, "skipped": None})
+    trackers.close()
+    assert bad.steps == [1] and good.steps == [1, 2, 3] and good.calls == ["start", "finish"]
+    assert vars(trackers)["said"] == [
+        "tracker notes failed and gets nothing more: ConnectionError: no answer"
+    ]
+
+
+def test_a_tracker_that_cannot_start_is_refused_and_the_started_ones_are_ended(tmp_path: Path) -> None:
+    good = Notes()
+    with pytest.raises(
+        BadInput, match=r"watch\.trackers: expected notes to start, found ConnectionError: no ans"
+    ):
+        begin(tmp_path, [], [good, Notes(fails_at=-1)], start=0, logged=0)
+    assert good.calls == ["start", "finish"]
+
+
+def install(monkeypatch: pytest.MonkeyPatch, name: str, **offers: Any) -> ModuleType:
+    """Stand in for a tracker's package, which the tests do without."""
+    module = ModuleType(name)
+    module.__spec__ = ModuleSpec(name, None)
+    for key, value in offers.items():
+        setattr(module, key, value)
+    monkeypatch.setitem(sys.modules, name, module)
+    return module
+
+
+def service(monkeypatch: pytest.MonkeyPatch, name: str) -> tuple[list[dict[str, Any]], list[int]]:
+    """Stand in for a package that Accelerate knows; return what it is begun with, and the steps it gets."""
+    begun: list[dict[str, Any]] = []
+    steps: list[int] = []
+    if name == "mlflow":
+        limits = SimpleNamespace(MAX_PARAM_VAL_LENGTH=99, MAX_PARAMS_TAGS_PER_BATCH=9)
+
+        def start_run(**options: Any) -> Any:
+            begun.append(options)
+            return SimpleNamespace(info=SimpleNamespace(run_id="theirs"))
+
+        install(
+            monkeypatch, name,
+            search_experiments=lambda filter_string: [], create_experiment=lambda **options: "1",
+            start_run=start_run, end_run=lambda: None, log_params=lambda values: None,
+            utils=SimpleNamespace(validation=limits),
+            log_metrics=lambda values, step: steps.append(step),
+        )  # fmt: skip
+        return begun, steps
+
+    def init(**options: Any) -> Any:
+        begun.append(options)
+        return SimpleNamespace(log=lambda values, step: steps.append(step), finish=lambda: None)
+
+    install(monkeypatch, name, init=init, config=SimpleNamespace(update=lambda values, **more: None))
+    return begun, steps
+
+
+@pytest.mark.parametrize(("name", "identity"), [("wandb", "id"), ("trackio", "name"), ("mlflow", "run_id")])
+def test_a_resumed_run_goes_on_in_the_same_run_of_a_named_tracker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: Any, identity: str
+) -> None:
+    from accelerate import PartialState
+
+    begun, steps = service(monkeypatch, name)
+    for start, logged, until in ((0, 0, 3), (2, 3, 5), (0, 0, 1)):
+        trackers = begin(tmp_path, [name], [], start=start, logged=logged)
+        for step in range(start + 1, until + 1):
+            trackers.log(step, {"loss": 1.0})
+        trackers.close()
+        assert not vars(trackers)["said"]
+    assert steps == [1, 2, 3, 4, 5, 1]
+    first, resumed, anew = (one[identity] for one in begun)
+    assert (resumed == first and anew != first) if name != "mlflow" else (first, resumed, anew) == (
+        *(None, "theirs"), None
+    )  # fmt: skip
+    assert not PartialState._shared_state  # Accelerate is as it was
+
+
+def test_a_package_that_is_missing_is_named_with_what_to_install() -> None:
+    with pytest.raises(BadInput, match=r"trackers: no_such: .*pip install 'trilith\[trackers\]' no_such"):
+        check_trackers(["no_such"])  # type: ignore[list-item]  # any name: those of the list may be installed
+
+
+def test_the_old_key_is_refused_with_the_new_one(tmp_path: Path) -> None:
+    with pytest.raises(
+        BadInput, match=r"expected trackers = \['tensorboard'\] in the place of the key tensorb"
+    ):
+        parse_recipe(tiny_recipe(tmp_path, tmp_path, watch={"tensorboard": True}))
+
+
+def test_objects_cannot_be_handed_to_ranks_that_are_started_here(tmp_path: Path) -> None:
+    write_tokens(tmp_path / "tokens")
+    raw = tiny_recipe(tmp_path / "out", tmp_path / "tokens", layout={"data": 2})
+    with pytest.raises(BadInput, match=r"run: trackers: .*2 ranks to start.*torchrun"):
+        run(parse_recipe(raw), trackers=[Notes()])
+    assert not (tmp_path / "out").exists()
