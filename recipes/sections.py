@@ -378,8 +378,8 @@ class WatchSection(Section):
 
     trackers: list[TrackerName] = Field(
         default=[],
-        description="show the run in tensorboard (needs `pip install 'trilith[tensorboard]'`), wandb, mlflow or "
-        "trackio (each needs `pip install 'trilith[trackers]'` and its own package)",
+        description="show the run in tensorboard (needs `pip install 'trilith[tensorboard]'`), wandb, mlflow "
+        "or trackio (each needs `pip install 'trilith[trackers]'` and its own package)",
     )
     project: str = Field(
         default="trilith", min_length=1, description="name under which a tracker lists runs together"
@@ -389,6 +389,12 @@ class WatchSection(Section):
         gt=0,
         description="peak FLOP/s of one device in the compute data type, for MFU; default: looked up by "
         "the device's name",
+    )
+    slow_rank: float = Field(
+        default=1.5,
+        ge=0,
+        description="name the slowest rank if its own work in a step, without waiting for others, takes more "
+        "than this many times the median; measured every log_every steps; 0: not measured",
     )
     norms: int = Field(
         default=0,

@@ -21,7 +21,8 @@ class StepMetrics:
     bytes, of the rank that uses most. MFU is a share, ``None`` if the peak of the devices is not known.
     ``skipped``: why nothing was updated (``overflow``, ``spike``), if so; ``skips``: how many steps were
     skipped so far. ``loss_scale``: of float16 alone. If no evaluation follows the step, its numbers are
-    absent.
+    absent. ``slow_rank``, on ``slow_host``: a rank that the others waited for, whose own work took
+    ``slow_times`` the median.
     """
 
     step: int
@@ -42,6 +43,9 @@ class StepMetrics:
     expert_load: float | None = None
     evaluation_loss: float | None = None
     evaluation_perplexity: float | None = None
+    slow_rank: int | None = None
+    slow_host: str | None = None
+    slow_times: float | None = None
 
 
 class StepLog:

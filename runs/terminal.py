@@ -44,6 +44,8 @@ class Terminal:
             parts.append(f"{metrics.memory / 2**30:.2f} GiB")
         if metrics.skipped:
             parts.append(f"skipped: {metrics.skipped}, {metrics.skips} so far")
+        if metrics.slow_rank is not None:
+            parts.append(f"slow: rank {metrics.slow_rank} on {metrics.slow_host}, {metrics.slow_times:.1f} x")
         self._console.print("  ".join([*parts, f"{_duration(left)} left"]))
 
     def evaluation(self, metrics: StepMetrics) -> None:

@@ -44,7 +44,7 @@ class Trainer:
     """Train one rank's part of a run. Collective: every rank makes one and calls ``run``.
 
     ``plan``: the result of ``check_run(recipe)`` in this process, if there is one already. ``beat`` and
-    ``signals`` belong to a supervised run, which ``training.run`` sets up. ``trackers``: see ``training.run``.
+    ``signals`` belong to a supervised run, which ``training.run`` sets up. ``trackers``: as there.
     """
 
     def __init__(

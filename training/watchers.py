@@ -24,6 +24,7 @@ from .evaluation import Evaluator, perplexity
 from .forward import ForwardOnly
 from .norms import Activations, Norms
 from .run_plan import RunPlan, flops_of
+from .stragglers import Stragglers
 
 
 class Watchers:
@@ -59,6 +60,9 @@ class Watchers:
         self.activations = Activations(model, links) if watch.norms and watch.activation_norms else None
         self.traces = Traces(
             self.out / "traces", steps=watch.trace_steps, ranks=watch.trace_ranks, rank=state.rank
+        )
+        self.stragglers = Stragglers(
+            state, every=recipe.log_every, times=watch.slow_rank, compiled=recipe.compiles
         )
         self._measured: dict[str, dict[str, float]] = {}
         self._metrics: StepLog | None = None
@@ -113,7 +117,7 @@ class Watchers:
         """Wrap step ``number``, from 0: forward, backward and update."""
         if self._norms_due(number) and self.activations is not None:
             self.activations.begin()
-        with self.traces.around(number + 1):
+        with self.traces.around(number + 1), self.stragglers.around(number):
             yield
 
     def gradients(self, number: int, scale: float) -> None:
@@ -136,6 +140,8 @@ class Watchers:
         if mfu is not None:
             metrics = replace(metrics, mfu_causal=mfu.causal, mfu_full=mfu.full)
         metrics = replace(metrics, memory=memory)
+        if slow := self.stragglers.slowest(metrics.seconds):
+            metrics = replace(metrics, slow_rank=slow.rank, slow_host=slow.host, slow_times=slow.times)
         self.terminal.step(metrics)
         if self._norms_due(number):
             self._log_norms(number)

@@ -22,6 +22,7 @@ from .kernels import assert_on_device, flash_attention, flash_attention_backward
 from .local_tensors import AdamW, foreach_copy_, foreach_mul_, foreach_norm, like, local_data, tensors_in
 from .pipelining import order_only
 from .private_names import COMPILER, PIPELINING, PRIVATE, require, self_check
+from .waiting_time import Waited, waiting_time
 
 __all__ = [
     "AdamW",
@@ -29,6 +30,7 @@ __all__ = [
     "PIPELINING",
     "PRIVATE",
     "TorchDispatchMode",
+    "Waited",
     "after_backward",
     "all_gather",
     "all_reduce",
@@ -60,5 +62,6 @@ __all__ = [
     "self_check",
     "sum_gradients",
     "tensors_in",
+    "waiting_time",
     "work_of",
 ]

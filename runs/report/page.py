@@ -117,6 +117,7 @@ def _facts(run: RunRecord) -> dict[str, str]:
         "median MFU": f"{middle[0]:.1%} (all of attention: {middle[1]:.1%})" if middle else "peak not known",
         "most memory": f"{max(memory) / 2**30:.2f} GiB" if memory else "unknown",
         "skipped steps": _skipped(run.skipped),
+        "slow ranks": "; ".join(run.slow_ranks) or "none noted",
         "last complete checkpoint": run.checkpoint or "none",
     }
 

@@ -40,6 +40,16 @@ class RunRecord:
         return [f"{step} ({why})" for step, why in found if why]
 
     @property
+    def slow_ranks(self) -> list[str]:
+        """Return a line for each rank that the others waited for, the one with the most steps first."""
+        found: dict[str, list[float]] = {}
+        for line in self.steps:
+            if isinstance(times := line.get("slow_times"), int | float):
+                found.setdefault(f"rank {line.get('slow_rank')} on {line.get('slow_host')}", []).append(times)
+        most = sorted(found.items(), key=lambda one: -len(one[1]))
+        return [f"{who}: {len(times)} times, up to {max(times):.1f} x the median" for who, times in most]
+
+    @property
     def state(self) -> str:
         """Return the state of the run in words."""
         last = next((one for one in reversed(self.events) if one["event"] != "saved"), None)

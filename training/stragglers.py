@@ -1,0 +1,86 @@
+"""Name the rank that the others wait for: now and then, ranks compare the time of their own work in a step.
+
+Ranks end a step together, because collectives hold the fast ones back. So a rank counts what is left of its
+step without the time that it waited in collectives.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median_low
+
+import torch
+import torch.distributed as dist
+
+from ..parallel_state import ParallelState
+from ..parallel_state.engine import Waited, waiting_time
+
+
+@dataclass(frozen=True, slots=True)
+class Slowest:
+    """Name a slow rank, its host, and how many times the median its own work took."""
+
+    rank: int
+    host: str
+    times: float
+
+
+class Stragglers:
+    """Measure every ``every``-th step of a run, on every rank.
+
+    A rank is slow if its own work takes more than ``times`` the median of the ranks of its pipeline stage,
+    which do the same work; 0 measures nothing. ``compiled``: the blocks are.
+    """
+
+    def __init__(self, state: ParallelState, *, every: int, times: float, compiled: bool) -> None:
+        self._state, self._every, self._times, self._compiled = state, every, times, compiled
+        self._waited: Waited | None = None
+        self._hosts: list[str] = []
+
+    @contextmanager
+    def around(self, number: int) -> Iterator[None]:
+        """Measure step ``number``, from 0, if its turn has come."""
+        self._waited = None
+        if not self._times or self._state.layout.world == 1 or (number + 1) % self._every:
+            yield
+            return
+        with waiting_time(self._state.device, compiled=self._compiled) as self._waited:
+            yield
+
+    def slowest(self, seconds: float) -> Slowest | None:
+        """Return the slowest rank after a step of ``seconds`` that was measured, if it is slow; collective in
+        such a step.
+        """
+        if self._waited is None:
+            return None
+        layout = self._state.layout
+        own = torch.tensor([max(0.0, seconds - self._waited.seconds)], dtype=torch.float64)
+        all_ranks = torch.empty(layout.world, dtype=torch.float64)
+        dist.all_gather_into_tensor(all_ranks, own)
+        if not self._hosts:
+            self._hosts = [""] * layout.world
+            dist.all_gather_object(self._hosts, socket.gethostname())
+        stages = [layout.coordinates(rank).pipeline for rank in range(layout.world)]
+        rank, times = slowest_of(all_ranks.tolist(), stages)
+        return Slowest(rank, self._hosts[rank], times) if times > self._times else None
+
+
+def slowest_of(seconds: Sequence[float], stages: Sequence[int]) -> tuple[int, float]:
+    """Return the rank whose seconds are most beside the median of its stage, and how many times as much.
+
+    A stage of one rank has nobody to compare with; if all are such, ranks of all stages are compared.
+    """
+    if len(set(stages)) == len(stages):
+        stages = [0] * len(stages)
+    median = {
+        stage: median_low([one for one, its in zip(seconds, stages, strict=True) if its == stage])
+        for stage in set(stages)
+    }
+    times = [
+        one / median[stage] if median[stage] else 1.0 for one, stage in zip(seconds, stages, strict=True)
+    ]
+    rank = max(range(len(times)), key=times.__getitem__)
+    return rank, times[rank]
