@@ -79,8 +79,7 @@ def slowest_of(seconds: Sequence[float], stages: Sequence[int]) -> tuple[int, fl
         stage: median_low([one for one, its in zip(seconds, stages, strict=True) if its == stage])
         for stage in set(stages)
     }
-    times = [
-        one / median[stage] if median[stage] else 1.0 for one, stage in zip(seconds, stages, strict=True)
-    ]
+    medians = [median[stage] for stage in stages]
+    times = [one / its if its else 1.0 for one, its in zip(seconds, medians, strict=True)]
     rank = max(range(len(times)), key=times.__getitem__)
     return rank, times[rank]
