@@ -1,12 +1,13 @@
 """Floor 9: measurements of the user's machine.
 
-Offers ``diagnose``, a check of the machine before a run, and ``measure``, which times training, links, saves
-and conversion here and compares each layout with one process.
+Offers ``diagnose``, a check of the machine before a run, ``preflight``, a comparison of a job's nodes, and
+``measure``, which times training, links, saves and conversion and compares each layout with one process.
 """
 
 from .doctor import diagnose
 from .finding import Finding
+from .nodes.preflight import Preflight, preflight
 from .row import Row
 from .run import Report, measure
 
-__all__ = ["Finding", "Report", "Row", "diagnose", "measure"]
+__all__ = ["Finding", "Preflight", "Report", "Row", "diagnose", "measure", "preflight"]

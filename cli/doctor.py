@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from .shared.say import say
+
+if TYPE_CHECKING:
+    from ..bench import Finding
 
 
 def doctor(
@@ -13,50 +19,120 @@ def doctor(
         list[Path] | None,
         typer.Argument(help="folders whose file systems to check too", metavar="FOLDER"),
     ] = None,
+    nodes: Annotated[
+        bool,
+        typer.Option("--nodes", help="compare the nodes on which torchrun or srun started this command"),
+    ] = False,
+    gbits: Annotated[
+        float | None,
+        typer.Option(min=0, help="with --nodes: rate that links should have, in 10^9 bits a second"),
+    ] = None,
+    exclude: Annotated[
+        bool,
+        typer.Option(
+            "--exclude",
+            help="with --nodes: add nodes with a fault to excluded_nodes.txt in the working directory, which "
+            "the Slurm script of trilith launch reads",
+        ),
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="print the findings as JSON, to send or to compare")
     ] = False,
 ) -> None:
-    """Check in a minute whether this machine is ready for training.
+    """Check in a minute whether this machine, or each node of a job, is ready for training.
 
     The doctor looks at versions, GPUs and their links, memory, cores, limits, file systems and environment
     variables, compiles a small C++ program, and has two ranks add numbers. Each line is ok, a warning
     (something works, but slowly or not everywhere) or a fault (something will fail), and says what to do. It
     checks this machine only, and leaves nothing behind. The exit code is 3 if there is a fault.
 
+    With --nodes it compares the nodes of a job: versions and GPUs, speed and room of the folders, clocks, and
+    the link between each two nodes over TCP. It names the nodes that differ, are slow or do not answer. The
+    first rank prints, and ends with 3 if there is a fault.
+
     Examples:
 
         trilith doctor
         trilith doctor /mnt/checkpoints --json
+        srun --ntasks-per-node=1 trilith doctor --nodes /shared/runs --exclude
+        torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint node1:29400 --no-python
+            trilith doctor --nodes
     """
-    import json
-    from dataclasses import asdict
-
     from ..bench import diagnose
     from ..parallel_state import BadInput
     from ..runs.console import plain_console
-    from .shared.say import say
 
     for folder in (Path.cwd(), *(folders or ())):  # the first one may have been deleted
-        if not folder.is_dir():
+        if not folder.is_dir() and not nodes:
             raise BadInput(folder, expected="a folder that exists", found="none")
-    console = plain_console()
+    if not nodes and (exclude or gbits is not None):
+        raise BadInput("doctor", "--exclude and --gbits", expected="--nodes beside them", found="none")
+    if nodes:
+        _compare(folders or (), gbits=gbits, exclude=exclude, as_json=as_json)
+        return
     with plain_console(stderr=True).status("checking") as status:
         found = diagnose(folders or (), say=lambda group: status.update(f"checking {group}"))
     if as_json:
-        say(json.dumps({"findings": [asdict(one) for one in found]}, indent=2))
+        _print_json(findings=found)
     else:
-        from rich.table import Table
-        from rich.text import Text
+        _print_table("Doctor", found)
+    _end(found)
 
-        table = Table(title="Doctor", title_justify="left")
-        for column in ("", "check", "found", "what to do"):
-            table.add_column(column, overflow="fold")
-        colours = {"ok": "green", "warning": "yellow", "fault": "red"}
-        for one in found:
-            table.add_row(Text(one.level, colours[one.level]), one.check, one.found, one.todo)
-        console.print(table)
-        counts = {level: sum(one.level == level for one in found) for level in colours}
-        console.print(", ".join(f"{count} {level}" for level, count in counts.items()))
+
+def _compare(folders: Sequence[Path], *, gbits: float | None, exclude: bool, as_json: bool) -> None:
+    from ..bench import preflight
+    from ..cluster import exclude_nodes
+
+    result = preflight(folders, gbits=gbits)
+    if result is None:
+        return
+    verdict = result.verdict
+    if as_json:
+        _print_json(
+            nodes=result.nodes, links=result.links, findings=verdict.findings, exclude=verdict.exclude
+        )
+    else:
+        _print_table("Nodes", verdict.findings)
+        if verdict.exclude:
+            say(f"leave out: {', '.join(verdict.exclude)}")
+    if exclude and verdict.exclude:
+        path = exclude_nodes(Path.cwd(), verdict.exclude)
+        if not as_json:
+            say(f"wrote {path}")
+    _end(verdict.findings)
+
+
+def _print_json(**parts: object) -> None:
+    import json
+    from dataclasses import asdict, is_dataclass
+
+    def plain(one: object) -> object:
+        if is_dataclass(one) and not isinstance(one, type):
+            return asdict(one)
+        raise TypeError(type(one))
+
+    say(json.dumps(parts, indent=2, default=plain))
+
+
+def _print_table(title: str, found: Sequence[Finding]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from ..runs.console import plain_console
+
+    table = Table(title=title, title_justify="left")
+    for column in ("", "check", "found", "what to do"):
+        table.add_column(column, overflow="fold")
+    colours = {"ok": "green", "warning": "yellow", "fault": "red"}
+    for one in found:
+        table.add_row(Text(one.level, colours[one.level]), one.check, one.found, one.todo)
+    console = plain_console()
+    console.print(table)
+    counts = {level: sum(one.level == level for one in found) for level in colours}
+    console.print(", ".join(f"{count} {level}" for level, count in counts.items()))
+
+
+def _end(found: Sequence[Finding]) -> None:
+    """End with 3 if there is a fault."""
     if any(one.level == "fault" for one in found):
         raise typer.Exit(3)

@@ -41,7 +41,7 @@ def join(here: Launched, card: Mapping[str, str], timeout: timedelta) -> dist.St
 def _join(here: Launched, card: Mapping[str, str], timeout: timedelta) -> dist.Store:
     rank, world = here.rank, here.world
     store = dist.PrefixStore(
-        f"trilith/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", _store(here, timeout)
+        f"trilith/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", open_store(here, timeout)
     )
     store.set(f"card/{rank}", json.dumps(dict(card)))
     if rank == 0:
@@ -61,7 +61,7 @@ def _join(here: Launched, card: Mapping[str, str], timeout: timedelta) -> dist.S
     return store
 
 
-def _store(here: Launched, timeout: timedelta) -> dist.Store:
+def open_store(here: Launched, timeout: timedelta) -> dist.Store:
     """Return torchrun's store, or one that rank 0 opens at MASTER_PORT; it waits for nobody."""
     host, port = here.host, here.port
     _check_name(here)

@@ -1,0 +1,111 @@
+"""Run the comparison of nodes: each process that torchrun or Slurm started calls it, the first one judges."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ...parallel_state import BadInput, Launched, launched
+from ...runs.rendezvous import open_store
+from ...system import quiet_libraries
+from ..finding import Finding
+from .facts import node_card
+from .judge import Verdict, judge
+from .links import Link, measure_links, report_links
+
+#: Seconds that a node may take to come, with its disk measured; and all links of a node, with broken ones.
+_COME, _LINKS = timedelta(seconds=120), timedelta(seconds=600)
+_LEAVE = timedelta(seconds=5)
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """Hold what the nodes said of themselves, the links between them, and the verdict."""
+
+    nodes: list[dict[str, Any]]
+    links: list[Link]
+    verdict: Verdict
+
+
+def preflight(
+    folders: Sequence[Path] = (), *, gbits: float | None = None, come: timedelta = _COME
+) -> Preflight | None:
+    """Compare the nodes on which this is called; returns the result on the first rank, ``None`` elsewhere.
+
+    One process of each node takes part, the one with the lowest rank. ``folders``: those of the run, the same
+    on each node; the working directory if none is given. ``gbits``: the rate that links should have, in 10^9
+    bits a second. ``come``: how long a node is waited for; one that does not come is named and the others are
+    still compared. Raises ``BadInput`` if nobody started this process on several nodes.
+    """
+    here = launched()
+    if here is None:
+        raise BadInput(
+            "doctor", "--nodes", expected="a process on each node, started by torchrun or srun",
+            found="none of their variables",
+            todo="For instance: srun --ntasks-per-node=1 trilith doctor --nodes FOLDER",
+        )  # fmt: skip
+    with quiet_libraries():
+        return _preflight(here, list(folders) or [Path.cwd()], gbits, come)
+
+
+def _preflight(here: Launched, folders: list[Path], gbits: float | None, come: timedelta) -> Preflight | None:
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"trilith/nodes/{attempt}", open_store(here, come))
+    store.set(f"card/{here.rank}", json.dumps(node_card(folders)))
+    if here.rank == 0:
+        _admit(store, here.world, come)
+    store.wait(["members"], 2 * come)
+    members: list[int] = json.loads(store.get("members"))
+    if here.rank in members:
+        number = members.index(here.rank)
+        report_links(store, number, measure_links(store, number, len(members)))
+    if here.rank:
+        store.set(f"left/{here.rank}", "")
+        return None
+    found = _result(store, members, here.world, gbits)
+    came = [rank for rank in range(1, here.world) if store.check([f"card/{rank}"])]
+    with suppress(RuntimeError):  # the store may be in this process: the others first read from it
+        store.wait([f"left/{rank}" for rank in came], _LEAVE)
+    return found
+
+
+def _admit(store: dist.Store, world: int, come: timedelta) -> None:
+    """Choose who takes part: of those that came in time, the lowest rank of each node."""
+    with suppress(RuntimeError):
+        store.wait([f"card/{rank}" for rank in range(world)], come)
+    first: dict[str, int] = {}
+    for rank in range(world):
+        if store.check([f"card/{rank}"]):
+            first.setdefault(json.loads(store.get(f"card/{rank}"))["name"], rank)
+    store.set("members", json.dumps([*first.values()]))
+
+
+def _result(store: dist.Store, members: list[int], world: int, gbits: float | None) -> Preflight:
+    cards = [json.loads(store.get(f"card/{rank}")) for rank in members]
+    with suppress(RuntimeError):
+        store.wait([f"links/{number}" for number in range(len(members))], _LINKS)
+    links = []
+    for number in range(len(members)):
+        if store.check([f"links/{number}"]):
+            links += [Link(**one) for one in json.loads(store.get(f"links/{number}"))]
+        else:
+            links += [
+                Link(number, other, error="the node fell silent") for other in range(number + 1, len(members))
+            ]
+    verdict = judge(cards, links, gbits=gbits)
+    missing = [rank for rank in range(world) if not store.check([f"card/{rank}"])]
+    came = f"{len(members)} nodes: {', '.join(str(card['name']) for card in cards)}"
+    first = Finding("nodes", "reached", "ok", came)
+    if missing:
+        todo = "Look at the nodes that are not named; the scheduler knows them all"
+        ranks = ", ".join(map(str, missing))
+        first = Finding("nodes", "reached", "fault", f"{came}; ranks {ranks} did not come", todo)
+    return Preflight(cards, links, Verdict([first, *verdict.findings], verdict.exclude))

@@ -1,0 +1,24 @@
+"""Keep the list of nodes that jobs should not use: ``excluded_nodes.txt`` beside the job's file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from ..storage.disk import writing
+from ..storage.small_files import read_text
+
+#: One node's name a line; the Slurm script of ``trilith launch`` reads it.
+EXCLUDED_NODES = "excluded_nodes.txt"
+
+
+def exclude_nodes(folder: Path, names: Iterable[str]) -> Path:
+    """Add names to the list in a folder, each once, and return its path; lines that are there stay."""
+    path = folder / EXCLUDED_NODES
+    known = read_text(path).splitlines() if path.exists() else []
+    lines = [*known, *(name for name in dict.fromkeys(names) if name not in known)]
+    temporary = path.with_name(path.name + ".tmp")
+    with writing(path):
+        temporary.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        temporary.replace(path)
+    return path

@@ -1,0 +1,179 @@
+"""The comparison of nodes: it names the slow, the different and the silent one, and no other."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from contextlib import redirect_stdout
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trilith.bench.nodes import facts, links
+from trilith.bench.nodes.facts import Folder, measure_folder
+from trilith.bench.nodes.judge import Verdict, judge
+from trilith.bench.nodes.links import Link, rounds
+from trilith.bench.nodes.preflight import preflight
+from trilith.cli.app import run
+from trilith.cluster import EXCLUDED_NODES, exclude_nodes
+from trilith.testing import run_fresh
+
+GOOD = {"free": 10**11, "written": 2e9, "read": 3e9, "error": ""}
+
+
+def cards(count: int, **odd: dict[str, Any]) -> list[dict[str, Any]]:
+    """Nodes a, b, c, ... that are alike but for those named in ``odd``."""
+    made = []
+    for name in "abcdefgh"[:count]:
+        change = odd.get(name, {})
+        alike = {"python": "3.11.2", "torch": "2.13.0", "GPUs": "8 x H100"} | change.get("facts", {})
+        made.append({"name": name, "facts": alike, "folders": {"/runs": GOOD | change.get("folder", {})}})
+    return made
+
+
+def meshed(count: int, **changes: dict[str, Any]) -> list[Link]:
+    """A link between each two nodes; ``changes`` names two nodes, such as ``ab``."""
+    found = []
+    for first in range(count):
+        for second in range(first + 1, count):
+            link = Link(first, second, rate=1e10, latency=20e-6, ahead=1e-4)
+            found.append(replace(link, **changes.get("abcdefgh"[first] + "abcdefgh"[second], {})))
+    return found
+
+
+def faults(verdict: Verdict) -> list[str]:
+    return [one.check for one in verdict.findings if one.level == "fault"]
+
+
+SLOW, GONE = {"rate": 1e9}, {"error": "Connection refused", "rate": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("odd", "exclude"),
+    [
+        ({}, []),
+        ({"c": {"facts": {"torch": "2.12.0"}}}, ["c"]),
+        ({"b": {"facts": {"GPUs": "7 x H100"}}}, ["b"]),
+        ({"a": {"folder": {"written": 1e8}}}, ["a"]),
+        ({"d": {"folder": {"error": "Read-only file system"}}}, ["d"]),
+        ({"d": {"folder": {"free": 10**9}}}, []),  # a warning
+    ],
+)
+def test_a_node_that_differs_or_has_a_slow_disk_is_left_out(odd: dict[str, Any], exclude: list[str]) -> None:
+    verdict = judge(cards(4, **odd), meshed(4))
+    assert verdict.exclude == exclude and bool(faults(verdict)) == bool(exclude)
+    assert all(exclude[0] in check for check in faults(verdict))
+
+
+@pytest.mark.parametrize("bad", [SLOW, GONE], ids=["slow", "broken"])
+def test_a_node_whose_links_are_bad_is_told_from_its_neighbours(bad: dict[str, Any]) -> None:
+    verdict = judge(cards(4), meshed(4, ac=bad, bc=bad, cd=bad))
+    assert verdict.exclude == ["c"] and faults(verdict) == ["c", "a - c", "b - c", "c - d"]
+    verdict = judge(cards(3), meshed(3, ac=bad, bc=bad))
+    assert verdict.exclude == ["c"]
+
+
+def test_one_bad_link_names_both_ends_and_leaves_nobody_out() -> None:
+    verdict = judge(cards(4), meshed(4, bd=GONE))
+    assert verdict.exclude == [] and faults(verdict) == ["b - d"]
+    assert faults(judge(cards(2), meshed(2, ab=GONE))) == ["a - b"]
+
+
+def test_two_nodes_are_compared_with_the_rate_that_the_link_should_have() -> None:
+    assert not faults(judge(cards(2), meshed(2, ab=SLOW)))
+    assert not faults(judge(cards(2), meshed(2, ab=SLOW), gbits=10))
+    verdict = judge(cards(2), meshed(2, ab=SLOW), gbits=100)
+    assert faults(verdict) == ["a - b"] and "expected 6.25 GB/s or more" in verdict.findings[-2].found
+
+
+def test_two_nodes_that_differ_are_both_told_and_neither_is_left_out() -> None:
+    verdict = judge(cards(2, b={"facts": {"torch": "2.12.0"}}), meshed(2))
+    assert faults(verdict) == ["torch on b"] and verdict.exclude == []
+
+
+def test_a_clock_that_is_off_is_told_also_if_it_is_the_first_node_s() -> None:
+    for ahead, who in (({"ac": {"ahead": 7.0}}, "c"), ({n: {"ahead": 7.0} for n in ("ab", "ac", "ad")}, "a")):
+        verdict = judge(cards(4), meshed(4, **ahead))
+        (told,) = [one for one in verdict.findings if one.group == "clock"]
+        assert (told.level, told.check) == ("warning", who) and verdict.exclude == []
+
+
+@pytest.mark.parametrize("count", range(1, 8))
+def test_each_two_nodes_meet_once_and_nobody_is_in_two_pairs_at_a_time(count: int) -> None:
+    seen = [*rounds(count)]
+    for pairs in seen:
+        ends = [end for pair in pairs for end in pair]
+        assert len(ends) == len(set(ends))
+    met = [pair for pairs in seen for pair in pairs]
+    assert sorted(met) == [(a, b) for a in range(count) for b in range(a + 1, count)]
+
+
+def test_a_folder_is_measured_and_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(facts, "_WRITTEN", 2 << 20)
+    found = measure_folder(tmp_path)
+    assert found.written > 0 and found.read > 0 and found.free > 0 and not [*tmp_path.iterdir()]
+    assert measure_folder(tmp_path / "none") == Folder(error="No such file or directory")
+
+
+def test_the_list_of_nodes_keeps_its_lines_and_has_each_name_once(tmp_path: Path) -> None:
+    (tmp_path / EXCLUDED_NODES).write_text("node9\n")
+    for names in (["node1", "node9"], ["node1", "node2"]):
+        exclude_nodes(tmp_path, names)
+    assert (tmp_path / EXCLUDED_NODES).read_text() == "node9\nnode1\nnode2\n"
+    assert [path.name for path in tmp_path.iterdir()] == [EXCLUDED_NODES]
+
+
+def odd_node(folder: str) -> None:
+    """Run the command on a node that is one of four: the second has another package, the third a slow link
+    and the fourth a slow disk.
+    """
+    rank, to_and_fro = int(os.environ["RANK"]), links._to_and_fro
+    os.environ["SLURMD_NODENAME"] = f"node{rank}"
+    facts.measure_folder = lambda place: Folder(10**11, 1e9 if rank != 3 else 1e7, 1e9)
+    if rank == 1:
+        facts._version = lambda package: "0.0.1"
+    if rank == 2:
+        links._to_and_fro = lambda *args: (facts.time.sleep(0.1), to_and_fro(*args))[1]
+    os.chdir(folder)
+    with open(Path(folder, f"said{rank}"), "w") as file, redirect_stdout(file):
+        code = run(["doctor", "--nodes", "--exclude", "--json", folder])
+    sys.exit(code)
+
+
+def test_the_command_names_the_slow_and_the_different_node(tmp_path: Path) -> None:
+    assert run_fresh(odd_node, 4, str(tmp_path), process_group=False) == [3, 0, 0, 0]
+    assert [(tmp_path / f"said{rank}").read_text() for rank in (1, 2, 3)] == [""] * 3
+    said = json.loads((tmp_path / "said0").read_text())
+    assert [node["name"] for node in said["nodes"]] == ["node0", "node1", "node2", "node3"]
+    assert len(said["links"]) == 6 and all(link["rate"] > 0 and not link["error"] for link in said["links"])
+    assert sorted(said["exclude"]) == ["node1", "node2", "node3"]
+    assert sorted((tmp_path / EXCLUDED_NODES).read_text().split()) == ["node1", "node2", "node3"]
+    assert {one["check"] for one in said["findings"] if one["level"] == "fault"} >= {
+        *("torch on node1", "node2", f"{tmp_path} on node3")
+    }
+
+
+def one_of_three(folder: str) -> None:
+    """Compare nodes of which the second never comes, and two ranks are on the first."""
+    rank = int(os.environ["RANK"])
+    os.environ["SLURMD_NODENAME"] = "first" if rank in (0, 2) else f"node{rank}"
+    facts.measure_folder = lambda place: Folder(10**11, 1e9, 1e9)
+    found = None if rank == 1 else preflight([Path(folder)], come=timedelta(seconds=3))
+    assert (found is None) == (rank != 0)
+    if found is not None:
+        (told, *_) = found.verdict.findings
+        assert told.level == "fault" and told.found == "2 nodes: first, node3; ranks 1 did not come"
+        assert [(link.first, link.second) for link in found.links] == [(0, 1)]
+
+
+def test_a_rank_that_does_not_come_is_named_and_the_others_are_compared(tmp_path: Path) -> None:
+    assert run_fresh(one_of_three, 4, str(tmp_path), process_group=False) == [0] * 4
+
+
+def test_without_a_launcher_the_command_says_how_to_start_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["doctor", "--nodes"]) == 2
+    assert "srun --ntasks-per-node=1 trilith doctor --nodes" in capsys.readouterr().err
+    assert run(["doctor", "--exclude"]) == 2
