@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..parallel_state import PeerFailed, rank_at_fault
+from .flight_recorder import write_record
 from .heartbeat import Heartbeat
 
 #: Words of gloo, NCCL and TORCH_DISTRIBUTED_DEBUG=DETAIL.
@@ -60,6 +61,8 @@ def last_word(beat: Heartbeat) -> Iterator[None]:
         if not is_collective_failure(error):
             beat.end(1, f"{type(error).__name__}: {error}", cause=cause)
             raise
+        if beat.run is not None:
+            write_record(beat.folder, beat.rank)
         text = f"{beat.place}: a collective failed: {beat.blame() or str(error).splitlines()[0]}"
         beat.end(PeerFailed.exit_code, text, cause=False)
         raise PeerFailed(text) from error

@@ -27,7 +27,7 @@ from .stop_signals import PREEMPTED
 #: A rank whose file is older than this many seconds is silent. Ranks beat once a second.
 SILENT_AFTER = 4.0
 _BEAT = 1.0
-_OF_A_RANK = re.compile(r"rank[0-9]+\.(json|tmp)")
+_OF_A_RANK = re.compile(r"(collectives-|nccl-)?rank[0-9]+(\.json|\.tmp)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +116,11 @@ class Heartbeat:
             self._write(first=True)
             self.run = run
             self._thread.start()
+
+    @property
+    def folder(self) -> Path:
+        """Return the folder that the status is written into."""
+        return self._path.parent
 
     def at(self, phase: str, step: int) -> None:
         """Note what this rank does now; a new phase is written at once, otherwise with the next beat."""
@@ -214,8 +219,10 @@ def read_status(folder: Path, *, run: str) -> list[RankStatus]:
 
 
 def clear_status(folder: Path) -> None:
-    """Delete the status of an earlier run, and files that its killed ranks had half written."""
-    for path in folder.glob("rank*"):
+    """Delete what ranks of an earlier run left: their status, half of it if they were killed, and records of
+    collectives.
+    """
+    for path in folder.glob("*rank*"):
         if _OF_A_RANK.fullmatch(path.name):
             path.unlink(missing_ok=True)
 

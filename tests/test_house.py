@@ -45,6 +45,7 @@ MOST_FILES, MOST_FAMILIES = 30, 60
 PRIVATE_TORCH = {
     "parallel_state/engine/autograd_and_compiler.py": "of the one room for it",
     "parallel_state/engine/collectives.py": "the same",
+    "parallel_state/engine/flight_recorder.py": "the same",
     "parallel_state/engine/fully_sharded.py": "the same",
     "parallel_state/engine/kernels.py": "the same",
     "parallel_state/engine/local_tensors.py": "the same",

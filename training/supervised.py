@@ -9,6 +9,7 @@ from pathlib import Path
 from ..parallel_state import BadInput
 from ..recipes.recipe import Recipe, load_recipe, with_overrides
 from ..runs.determinism import deterministic
+from ..runs.flight_recorder import keeping_nccl_record
 from ..runs.guard import watched
 from ..runs.heartbeat import status_folder, this_start
 from ..runs.launch import check_launch, check_local, launch, own_rank, process_group, under_torchrun
@@ -86,6 +87,7 @@ def _train(recipe: Recipe, plan: RunPlan | None, *, quiet: bool, trackers: Seque
         watched(
             status_folder(out), own_rank(), layout.world, run=this_start() if handed_on else None
         ) as beat,
+        keeping_nccl_record(status_folder(out)),
         process_group(
             layout,
             device=recipe.device,

@@ -22,6 +22,9 @@ def status(
     exit_code: Annotated[
         bool, typer.Option("--exit-code", help="end with the run's exit code, or with 1 while it runs")
     ] = False,
+    why: Annotated[
+        bool, typer.Option("--why", help="say which rank waited for which, and in which collective")
+    ] = False,
 ) -> None:
     """Say how the last start of a run ended, or how far it is.
 
@@ -29,14 +32,24 @@ def status(
     is finished, 75 it has saved and the same command goes on, 2 its input is bad, 3 a rank failed or was
     lost, 4 a checkpoint is damaged.
 
+    With --why it reads what torch's flight recorder kept on each rank that failed in a collective, and says
+    who waited for whom.
+
     Examples:
 
         trilith status run
         trilith status run --since run/job-started --exit-code
+        trilith status run --why
     """
+    from ...runs.flight_recorder import read_records_of, who_waits
+    from ...runs.heartbeat import status_folder
     from ...runs.outcome import outcome
 
     found = outcome(run, since=since)
     say(found.text)
+    if why:
+        records = read_records_of(status_folder(run))
+        for line in who_waits(records) or [f"{len(records)} ranks left a record of collectives: none waited"]:
+            say(line)
     if exit_code:
         raise typer.Exit(STILL_RUNNING if found.code is None else found.code)

@@ -17,6 +17,7 @@ from .collectives import (
     ring_exchange_wait,
     work_of,
 )
+from .flight_recorder import dump_on_timeout, recorded_collectives
 from .fully_sharded import computed_with, end_backward, fsdp_modules, gather_weights, sum_gradients
 from .kernels import assert_on_device, flash_attention, flash_attention_backward, scaled_mm
 from .local_tensors import AdamW, foreach_copy_, foreach_mul_, foreach_norm, like, local_data, tensors_in
@@ -41,6 +42,7 @@ __all__ = [
     "compiler_errors",
     "computed_with",
     "default_store",
+    "dump_on_timeout",
     "end_backward",
     "flash_attention",
     "flash_attention_backward",
@@ -53,6 +55,7 @@ __all__ = [
     "like",
     "local_data",
     "order_only",
+    "recorded_collectives",
     "reduce_scatter",
     "reduce_scatter_start",
     "require",

@@ -1,0 +1,137 @@
+"""Keep torch's record of collectives where a run failed, and say from it which rank waited for which."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..parallel_state import BadInput
+from ..parallel_state.engine import dump_on_timeout, recorded_collectives
+from ..storage.regular import read_small
+from ..storage.small_files import read_json
+from ..storage.torch_archive import Limits, read_records
+
+#: Files in the folder ``status`` of a run: written by a rank that fails in a collective, and by NCCL.
+_OURS, _NCCL = "collectives-rank", "nccl-rank"
+_NAME = re.compile(rf"(?:{_OURS}|{_NCCL})([0-9]+)(?:\.json)?")
+_MOST_BYTES = 64 << 20
+_PICKLED = Limits(nodes=5_000_000, waiting=200_000)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Hold one collective as one rank called it.
+
+    ``number`` counts the collectives of the group, from 1; ``ended``: whether this rank has its result.
+    """
+
+    group: str
+    ranks: tuple[int, ...]
+    number: int
+    name: str
+    shapes: str
+    ended: bool
+
+
+def keeping_nccl_record(folder: Path) -> AbstractContextManager[None]:
+    """Let NCCL write its record into the folder if it times out; ranks join inside the block."""
+    return dump_on_timeout(str(folder / _NCCL))
+
+
+def write_record(folder: Path, rank: int) -> None:
+    """Write what torch has recorded on this rank; a full disk must not hide what went wrong."""
+    with suppress(OSError, RuntimeError, ValueError):
+        records = {name: json.loads(text) for name, text in recorded_collectives().items()}
+        (folder / f"{_OURS}{rank}.json").write_text(json.dumps(records), encoding="utf-8")
+
+
+def read_records_of(folder: Path) -> dict[int, list[Call]]:
+    """Read what the ranks of a run's last start have written, by rank. A file that cannot be read is passed
+    over: its rank may have been killed while it wrote.
+    """
+    found: dict[int, list[Call]] = {}
+    for path in sorted(folder.glob("*-rank*")):
+        name = _NAME.fullmatch(path.name)
+        if name is None:
+            continue
+        with suppress(BadInput, KeyError, TypeError, ValueError, AttributeError):
+            found.setdefault(int(name[1]), []).extend(_calls(path))
+    return found
+
+
+def _calls(path: Path) -> list[Call]:
+    if path.suffix == ".json":
+        records = [*read_json(path, _MOST_BYTES).values()]
+    else:  # a pickle of plain data, which is read without running it
+        records = [read_records(read_small(path, _MOST_BYTES), path, {}, limits=_PICKLED)]
+    return [call for one in records for call in _calls_in(one)]
+
+
+def _calls_in(record: Any) -> Iterator[Call]:
+    groups = {str(key): value for key, value in record["pg_config"].items()}
+    for entry in record.get("entries", ()):
+        if entry["is_p2p"]:
+            continue
+        name, said = (str(one) for one in entry["process_group"])
+        ranks = groups.get(name, {}).get("ranks", "[]")
+        sizes, dtypes = entry["input_sizes"], entry["input_dtypes"]
+        shapes = ", ".join(f"{dtype} {list(size)}" for dtype, size in zip(dtypes, sizes, strict=False))
+        yield Call(
+            group=said if said not in ("", "undefined") else name,
+            ranks=tuple(json.loads(ranks)),
+            number=int(entry["collective_seq_id"]),
+            name=str(entry["profiling_name"]).partition(":")[2],
+            shapes=shapes,
+            ended=bool(entry["retired"]) or entry["state"] == "completed",
+        )
+
+
+def who_waits(records: Mapping[int, Sequence[Call]]) -> list[str]:
+    """Return a sentence for each collective in which a rank waited: who waits for whom, or who calls another
+    one.
+    """
+    return [_told(records, *place) for place in sorted(_waiting(records))]
+
+
+def _waiting(records: Mapping[int, Sequence[Call]]) -> set[tuple[str, tuple[int, ...], int]]:
+    """Return the first collective of each group that has not ended on some rank."""
+    first: dict[tuple[str, tuple[int, ...]], int] = {}
+    for calls in records.values():
+        for call in calls:
+            if not call.ended:
+                place = call.group, call.ranks
+                first[place] = min(call.number, first.get(place, call.number))
+    return {(*place, number) for place, number in first.items()}
+
+
+def _told(records: Mapping[int, Sequence[Call]], group: str, ranks: tuple[int, ...], number: int) -> str:
+    here = {
+        rank: call
+        for rank, calls in records.items()
+        for call in calls
+        if (call.group, call.ranks, call.number) == (group, ranks, number)
+    }
+    where = f"collective {number} of group {group}, ranks {list(ranks)}"
+    if len({call.name for call in here.values()}) > 1:
+        calls = [f"rank {rank} calls {call.name} {call.shapes}" for rank, call in sorted(here.items())]
+        return f"{where} differs: {'; '.join(calls)}"
+    waiting = [rank for rank, call in sorted(here.items()) if not call.ended]
+    who = f"rank {waiting[0]} waits" if len(waiting) == 1 else f"ranks {', '.join(map(str, waiting))} wait"
+    absent = [_absent(records, rank, group, ranks) for rank in ranks if rank not in here]
+    whom = f" for {' and '.join(absent)}" if absent else ": all ranks have called it, so the network failed"
+    call = here[waiting[0]]
+    return f"{who} in {call.name} {call.shapes} ({where}){whom}"
+
+
+def _absent(records: Mapping[int, Sequence[Call]], rank: int, group: str, ranks: tuple[int, ...]) -> str:
+    """Say what a rank that did not come did last in the group."""
+    if rank not in records:
+        return f"rank {rank}, which left no record"
+    last = [call for call in records[rank] if (call.group, call.ranks) == (group, ranks)][-1:]
+    said = f"{last[0].number}, {last[0].name}" if last else "none"
+    return f"rank {rank}, whose last call there was {said}"

@@ -1,0 +1,127 @@
+"""After a failure in a collective, the run's folder says which rank waited for which, and in which call."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from trilith.cli.app import run
+from trilith.parallel_state import PeerFailed
+from trilith.runs.flight_recorder import Call, keeping_nccl_record, read_records_of, who_waits
+from trilith.runs.guard import watched
+from trilith.runs.heartbeat import clear_status, status_folder
+from trilith.testing import run_fresh
+
+
+def call(number: int, *, ended: bool, name: str = "all_reduce", ranks: tuple[int, ...] = (0, 1, 2)) -> Call:
+    return Call("tensor", ranks, number, name, "float [4]", ended)
+
+
+WHERE = "(collective 2 of group tensor, ranks [0, 1, 2])"
+
+
+@pytest.mark.parametrize(
+    ("records", "says"),
+    [
+        ({}, []),
+        ({0: [call(1, ended=True)], 1: [call(1, ended=True)]}, []),
+        (
+            {0: [call(1, ended=True), call(2, ended=False)], 1: [call(1, ended=True)]},
+            [
+                f"rank 0 waits in all_reduce float [4] {WHERE} for rank 1, whose last call there was 1, "
+                "all_reduce and rank 2, which left no record"
+            ],
+        ),
+        (
+            {rank: [call(2, ended=rank == 2)] for rank in range(3)},
+            [
+                f"ranks 0, 1 wait in all_reduce float [4] {WHERE}: all ranks have called it, so the network "
+                "failed"
+            ],
+        ),
+        (
+            {0: [call(2, ended=False)], 1: [call(2, ended=False, name="broadcast")]},
+            [f"{WHERE[1:-1]} differs: rank 0 calls all_reduce float [4]; rank 1 calls broadcast float [4]"],
+        ),
+    ],
+)
+def test_it_says_who_waits_for_whom(records: dict[int, list[Call]], says: list[str]) -> None:
+    assert who_waits(records) == says
+
+
+def failing(out: str) -> None:
+    """Fail on rank 0, which waits for rank 1 in the third collective of a group; both pass a pickle by."""
+    rank = int(os.environ["RANK"])
+    folder = status_folder(Path(out))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=2))
+    group = dist.new_group([0, 1], group_desc="tensor")
+    numbers = torch.ones(4, 8)
+    with pytest.raises(PeerFailed), watched(folder, rank, 2, run="a"):
+        dist.all_reduce(numbers, group=group)
+        dist.broadcast(numbers, 0, group=group)
+        if rank == 1:
+            time.sleep(4)
+            raise PeerFailed("late")
+        dist.all_reduce(numbers, group=group)
+    if rank == 0:
+        raw: Any = torch._C._distributed_c10d  # what NCCL's watchdog writes, of gloo's collectives
+        (folder / "nccl-rank0").write_bytes(raw._dump_fr_trace(True, True, False))
+    os._exit(0)
+
+
+@pytest.fixture(scope="module")
+def failed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("flight")
+    assert run_fresh(failing, 2, str(out), process_group=False) == [0, 0]
+    return out
+
+
+def test_the_command_says_which_rank_did_not_come(failed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (failed / "status" / "nccl-rank0").rename(failed / "nccl")
+    assert run(["status", str(failed), "--why"]) == 0
+    said = capsys.readouterr().out.splitlines()[1:]
+    (failed / "nccl").rename(failed / "status" / "nccl-rank0")
+    assert said == [
+        "rank 0 waits in all_reduce float [4, 8] (collective 3 of group tensor, ranks [0, 1]) for rank 1, "
+        "which left no record"
+    ]
+
+
+def test_nccl_s_pickle_is_read_without_running_it(failed: Path, tmp_path: Path) -> None:
+    """The pickle of the same collectives says the same as the JSON; one that names anything is passed by."""
+    ours = read_records_of(status_folder(failed))[0]
+    half = len(ours) // 2
+    assert half and ours[:half] == ours[half:]
+    evil = b"\x80\x02cos\nsystem\nX\x04\x00\x00\x00true\x85R."
+    (tmp_path / "nccl-rank1").write_bytes(evil)
+    (tmp_path / "nccl-rank2").write_bytes((status_folder(failed) / "nccl-rank0").read_bytes()[:-5])
+    (tmp_path / "collectives-rank3.json").write_text(json.dumps({"gloo": {"pg_config": []}}))
+    assert not any(read_records_of(tmp_path).values())
+
+
+def test_the_next_start_removes_the_records(tmp_path: Path) -> None:
+    for name in ("rank0.json", "collectives-rank0.json", "nccl-rank1", "rank1.tmp", "frank.txt"):
+        (tmp_path / name).touch()
+    clear_status(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["frank.txt"]
+
+
+def test_nccl_writes_into_the_run_s_folder_unless_told_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = "TORCH_FR_DUMP_TEMP_FILE"
+    monkeypatch.delenv(place, raising=False)
+    with keeping_nccl_record(tmp_path):
+        assert os.environ[place] == str(tmp_path / "nccl-rank")
+    assert place not in os.environ
+    monkeypatch.setenv(place, "mine")
+    with keeping_nccl_record(tmp_path):
+        assert os.environ[place] == "mine"
+    assert os.environ[place] == "mine"
