@@ -41,9 +41,9 @@ from .sections import (
     ModelSection,
     OptimizerSection,
     Section,
-    WatchSection,
 )
 from .shipped import recipe_file
+from .watch_section import WatchSection
 
 
 class Recipe(Section):

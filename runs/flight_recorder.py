@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..parallel_state import BadInput
-from ..parallel_state.engine import dump_on_timeout, recorded_collectives
+from ..parallel_state.engine import dump_on_timeout, group_ranks, recorded_collectives
 from ..storage.regular import read_small
 from ..storage.small_files import read_json
 from ..storage.torch_archive import Limits, read_records
@@ -47,7 +47,8 @@ def write_record(folder: Path, rank: int) -> None:
     """Write what torch has recorded on this rank; a full disk must not hide what went wrong."""
     with suppress(OSError, RuntimeError, ValueError):
         records = {name: json.loads(text) for name, text in recorded_collectives().items()}
-        (folder / f"{_OURS}{rank}.json").write_text(json.dumps(records), encoding="utf-8")
+        path = folder / f"{_OURS}{rank}.json"
+        path.write_text(json.dumps({"groups": group_ranks(), "records": records}), encoding="utf-8")
 
 
 def read_records_of(folder: Path) -> dict[int, list[Call]]:
@@ -66,29 +67,34 @@ def read_records_of(folder: Path) -> dict[int, list[Call]]:
 
 def _calls(path: Path) -> list[Call]:
     if path.suffix == ".json":
-        records = [*read_json(path, _MOST_BYTES).values()]
-    else:  # a pickle of plain data, which is read without running it
-        records = [read_records(read_small(path, _MOST_BYTES), path, {}, limits=_PICKLED)]
-    return [call for one in records for call in _calls_in(one)]
+        read = read_json(path, _MOST_BYTES)
+        found = [_calls_in(record, read["groups"]) for record in read["records"].values()]
+        return [call for calls in found for call in calls]
+    # A pickle of plain data, which is read without running it.
+    record: Any = read_records(read_small(path, _MOST_BYTES), path, {}, limits=_PICKLED)
+    return _calls_in(record, {key: json.loads(group["ranks"]) for key, group in record["pg_config"].items()})
 
 
-def _calls_in(record: Any) -> Iterator[Call]:
-    groups = {str(key): value for key, value in record["pg_config"].items()}
-    for entry in record.get("entries", ()):
-        if entry["is_p2p"]:
-            continue
+def _calls_in(record: Mapping[str, Any], groups: Mapping[str, Sequence[int]]) -> list[Call]:
+    entries = [entry for entry in record.get("entries", ()) if not entry["is_p2p"]]
+    # gloo calls a collective that failed retired too: then the last one is what the rank waited in.
+    pending = [entry for entry in entries if not (entry["retired"] or entry["state"] == "completed")]
+    waited = {entry["record_id"] for entry in pending or entries[-1:]}
+    found = []
+    for entry in entries:
         name, said = (str(one) for one in entry["process_group"])
-        ranks = groups.get(name, {}).get("ranks", "[]")
-        sizes, dtypes = entry["input_sizes"], entry["input_dtypes"]
-        shapes = ", ".join(f"{dtype} {list(size)}" for dtype, size in zip(dtypes, sizes, strict=False))
-        yield Call(
-            group=said if said not in ("", "undefined") else name,
-            ranks=tuple(json.loads(ranks)),
-            number=int(entry["collective_seq_id"]),
-            name=str(entry["profiling_name"]).partition(":")[2],
-            shapes=shapes,
-            ended=bool(entry["retired"]) or entry["state"] == "completed",
+        pairs = zip(entry["input_dtypes"], entry["input_sizes"], strict=False)
+        found.append(
+            Call(
+                group=said if said not in ("", "undefined") else name,
+                ranks=tuple(groups[name]) if name in groups else (),
+                number=int(entry["collective_seq_id"]),
+                name=str(entry["profiling_name"]).partition(":")[2],
+                shapes=", ".join(f"{dtype} {list(size)}" for dtype, size in pairs),
+                ended=entry["record_id"] not in waited,
+            )
         )
+    return found
 
 
 def who_waits(records: Mapping[int, Sequence[Call]]) -> list[str]:

@@ -10,18 +10,24 @@ from typing import Any
 from .events import read_events
 
 
-def flat_recipe(value: Any, prefix: str = "") -> dict[str, str]:
+def flat_recipe(value: Any) -> dict[str, str]:
     """Return each key of a recipe, sections and key joined by dots, with its value as JSON."""
+    return {key: json.dumps(one, ensure_ascii=False) for key, one in _flat(value, "").items()}
+
+
+def _flat(value: Any, prefix: str) -> dict[str, Any]:
     if isinstance(value, dict) and value:
-        parts = (flat_recipe(one, f"{prefix}{name}.") for name, one in value.items())
-        return {key: text for part in parts for key, text in part.items()}
-    return {prefix.rstrip("."): json.dumps(value, ensure_ascii=False)}
+        parts = (_flat(one, f"{prefix}{name}.") for name, one in value.items())
+        return {key: one for part in parts for key, one in part.items()}
+    return {prefix.rstrip("."): value}
 
 
 def plain_recipe(recipe: Mapping[str, Any]) -> dict[str, bool | int | float | str | None]:
     """Return each key of a recipe with its value; a list, which not every tracker takes, as JSON."""
-    flat = {key: (json.loads(text), text) for key, text in flat_recipe(dict(recipe)).items()}
-    return {key: text if isinstance(value, list | dict) else value for key, (value, text) in flat.items()}
+    return {
+        key: json.dumps(value) if isinstance(value, list | dict) else value
+        for key, value in _flat(dict(recipe), "").items()
+    }
 
 
 def recipe_changes(events: Path, recipe: Mapping[str, Any]) -> list[str]:

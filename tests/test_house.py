@@ -65,6 +65,8 @@ READERS = {
     "system/machine.py": "/proc and /sys",
     "testing/forked.py": "/proc",
     "parallel_state/collective_order.py": "a store between ranks, no file",
+    "bench/nodes/preflight.py": "a store between ranks, no file",
+    "runs/flight_recorder.py": "torch's own texts, no file",
     "runs/rendezvous.py": "a store between ranks, no file",
     "data/text/chat_formats.py": "a text inside a record, no file",
     "data/text/documents.py": "streams data sets of any size in blocks",

@@ -8,13 +8,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-T = TypeVar("T")
 
 #: Seconds after which a link counts as broken.
 _BROKEN = timedelta(seconds=10)
@@ -92,7 +90,7 @@ def _measure(store: dist.Store, first: int, second: int, here: int) -> Link:
         return Link(first, second, error=text if len(text) <= 200 else f"{text[:200]}…")
 
 
-def _ping(group: dist.ProcessGroup, me: int) -> tuple[float, float]:
+def _ping(group: Any, me: int) -> tuple[float, float]:
     """Return the seconds of a message one way and how far the second's clock is ahead, by the fastest of
     several exchanges.
     """
@@ -113,7 +111,7 @@ def _ping(group: dist.ProcessGroup, me: int) -> tuple[float, float]:
     return best / 2, ahead
 
 
-def _rate(group: dist.ProcessGroup, me: int) -> float:
+def _rate(group: Any, me: int) -> float:
     """Return the bytes a second of a message to the second and back; a short one says how long it may be."""
     size = torch.tensor([_LEAST])
     seconds = _to_and_fro(group, me, _LEAST)
@@ -123,7 +121,7 @@ def _rate(group: dist.ProcessGroup, me: int) -> float:
     return bytes_sent / _to_and_fro(group, me, bytes_sent)
 
 
-def _to_and_fro(group: dist.ProcessGroup, me: int, size: int) -> float:
+def _to_and_fro(group: Any, me: int, size: int) -> float:
     """Return half the seconds in which ``size`` bytes go to the other end and come back."""
     data = torch.zeros(size, dtype=torch.uint8)
     began = time.perf_counter()
@@ -132,9 +130,9 @@ def _to_and_fro(group: dist.ProcessGroup, me: int, size: int) -> float:
     return (time.perf_counter() - began) / 2
 
 
-def _send(group: dist.ProcessGroup, data: Tensor, to: int) -> None:
+def _send(group: Any, data: Tensor, to: int) -> None:
     group.send([data], to, 0).wait()
 
 
-def _receive(group: dist.ProcessGroup, data: Tensor, source: int) -> None:
+def _receive(group: Any, data: Tensor, source: int) -> None:
     group.recv([data], source, 0).wait()

@@ -17,7 +17,7 @@ from .collectives import (
     ring_exchange_wait,
     work_of,
 )
-from .flight_recorder import dump_on_timeout, recorded_collectives
+from .flight_recorder import dump_on_timeout, group_ranks, recorded_collectives
 from .fully_sharded import computed_with, end_backward, fsdp_modules, gather_weights, sum_gradients
 from .kernels import assert_on_device, flash_attention, flash_attention_backward, scaled_mm
 from .local_tensors import AdamW, foreach_copy_, foreach_mul_, foreach_norm, like, local_data, tensors_in
@@ -52,6 +52,7 @@ __all__ = [
     "fsdp_modules",
     "gather_weights",
     "group_of_call",
+    "group_ranks",
     "like",
     "local_data",
     "order_only",

@@ -7,9 +7,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 
 #: Where NCCL's own watchdog writes when a collective times out: a path that a rank's number follows.
 _DUMP_PLACE = "TORCH_FR_DUMP_TEMP_FILE"
+
+
+def group_ranks() -> dict[str, list[int]]:
+    """Return the ranks of each process group by the group's name; gloo's records do not have them."""
+    names = dist.distributed_c10d._world.pg_names
+    return {name: dist.get_process_group_ranks(group) for group, name in names.items()}
 
 
 def recorded_collectives() -> dict[str, str]:

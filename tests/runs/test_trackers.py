@@ -60,7 +60,7 @@ def begin(out: Path, names: list[Any], others: list[Tracker], *, start: int, log
 
 
 def test_a_tracker_of_the_user_s_own_gets_each_step_once_over_a_resume(tmp_path: Path) -> None:
-    """Of a run in this process; the checkpoint of step 3 is lost, so that step 3 is done again."""
+    """Run in this process; the checkpoint of step 3 is lost, so that step 3 is done again."""
     write_tokens(tmp_path / "tokens")
     raw = tiny_recipe(tmp_path / "out", tmp_path / "tokens", steps=5, watch={"norms": 2})
     raw["checkpoint"] = {"every": 2, "keep": 9}
