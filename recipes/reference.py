@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 
 from . import sections
 from .recipe import Recipe
+from .watch_section import WatchSection
 
 #: A table in docs/training.md: the section's class, perhaps some of its keys, the table.
 TABLE = re.compile(r"<!-- (\w+)(?:: ([\w ]+))? -->\n(.*?)<!-- end -->", re.DOTALL)
@@ -66,7 +67,7 @@ SECTIONS: list[tuple[str, type[BaseModel]]] = [
     ("[memory]", sections.MemorySection),
     ("[checkpoint]", sections.CheckpointSection),
     ("[evaluation]", sections.EvaluationSection),
-    ("[watch]", sections.WatchSection),
+    ("[watch]", WatchSection),
     ("[debug]", sections.DebugSection),
 ]
 
