@@ -25,13 +25,13 @@ def doctor(
     ] = False,
     gbits: Annotated[
         float | None,
-        typer.Option(min=0, help="with --nodes: rate that links should have, in 10^9 bits a second"),
+        typer.Option(min=0, help="rate that links should have, in 10^9 bits a second, for --nodes"),
     ] = None,
     exclude: Annotated[
         bool,
         typer.Option(
             "--exclude",
-            help="with --nodes: add nodes with a fault to excluded_nodes.txt in the working directory, which "
+            help="add nodes that --nodes finds at fault to excluded_nodes.txt in the working directory, which "
             "the Slurm script of trilith launch reads",
         ),
     ] = False,
@@ -39,7 +39,7 @@ def doctor(
         bool, typer.Option("--json", help="print the findings as JSON, to send or to compare")
     ] = False,
 ) -> None:
-    """Check in a minute whether this machine, or each node of a job, is ready for training.
+    """Check in a minute whether a machine, or the nodes of a job, can train.
 
     The doctor looks at versions, GPUs and their links, memory, cores, limits, file systems and environment
     variables, compiles a small C++ program, and has two ranks add numbers. Each line is ok, a warning
@@ -55,8 +55,7 @@ def doctor(
         trilith doctor
         trilith doctor /mnt/checkpoints --json
         srun --ntasks-per-node=1 trilith doctor --nodes /shared/runs --exclude
-        torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint node1:29400 --no-python
-            trilith doctor --nodes
+        torchrun --nnodes 2 --rdzv-endpoint node1:29400 --rdzv-backend c10d --no-python trilith doctor --nodes
     """
     from ..bench import diagnose
     from ..parallel_state import BadInput
