@@ -31,8 +31,8 @@ def doctor(
         bool,
         typer.Option(
             "--exclude",
-            help="add nodes that --nodes finds at fault to excluded_nodes.txt in the working directory, which "
-            "the Slurm script of trilith launch reads",
+            help="add nodes that --nodes finds at fault to excluded_nodes.txt in the working directory, "
+            "which the Slurm script of trilith launch reads",
         ),
     ] = False,
     as_json: Annotated[
