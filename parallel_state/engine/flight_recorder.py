@@ -15,7 +15,7 @@ _DUMP_PLACE = "TORCH_FR_DUMP_TEMP_FILE"
 
 def group_ranks() -> dict[str, list[int]]:
     """Return the ranks of each process group by the group's name; gloo's records do not have them."""
-    names = dist.distributed_c10d._world.pg_names
+    names = dist.distributed_c10d._pg_names
     return {name: dist.get_process_group_ranks(group) for group, name in names.items()}
 
 

@@ -34,7 +34,7 @@ PRIVATE = (
     ("torch.distributed.ProcessGroup", "unbox"),
     ("torch._C._distributed_c10d", "_create_work_from_future"),
     ("torch.distributed.distributed_c10d", "_get_default_store"),
-    ("torch.distributed.distributed_c10d", "_world"),
+    ("torch.distributed.distributed_c10d", "_pg_names"),
     ("torch.distributed.distributed_c10d", "_resolve_process_group"),
     ("torch.distributed.fsdp.FSDPModule", "_get_fsdp_state"),
     (f"{_FSDP}_state.FSDPState", "_root_post_backward_final_callback"),
