@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from ..training.supervised import Fit
 
 
 def train(
@@ -26,6 +29,12 @@ def train(
         int | None,
         typer.Option("--nproc", help="number of local processes; default: the number of ranks in the layout"),
     ] = None,
+    fit: Annotated[
+        bool,
+        typer.Option(
+            "--fit", help="take the ranks that are here, in the fastest layout that is legal and fits"
+        ),
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="print no progress lines")] = False,
     dry: Annotated[
         bool,
@@ -49,6 +58,10 @@ def train(
     and exits with code 75. A dry run plans any number of ranks on this machine, without data and without GPU.
     docs/recipe.md lists all keys of a recipe.
 
+    After a lost host, --fit goes on with the ranks that are left: those that were started, or --nproc. The
+    planner chooses the layout, one line says which and why, and the curve stays the same. With as many ranks
+    as the recipe has, its layout stays.
+
     On several hosts, start the command with torchrun on each host. HOST is one of the hosts, and NAME is a
     new name for each run.
 
@@ -57,6 +70,7 @@ def train(
         trilith train recipe.toml
         trilith train recipe.toml layout.tensor=2 layout.data=4 steps=500
         trilith train llama-3.1-8b-8gpus --dry-run --device-memory 80GB
+        trilith train recipe.toml --fit --nproc 3
         torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 \\
             --rdzv-id NAME --no-python trilith train recipe.toml
     """
@@ -77,4 +91,9 @@ def train(
 
     from ..training import run
 
-    raise typer.Exit(run(recipe, overrides or [], ranks=nproc, quiet=quiet))
+    chosen: Fit | None = None
+    if fit:
+        from ..search.ranks_left import fit as layout_for
+
+        chosen = layout_for
+    raise typer.Exit(run(recipe, overrides or [], ranks=nproc, quiet=quiet, fit=chosen))

@@ -13,7 +13,7 @@ from typing import TextIO
 from ..parallel_state import Layout
 from ..runs.guard import watched
 from ..runs.heartbeat import this_start
-from ..runs.launch import check_launch, check_local, launch, own_rank, process_group, under_torchrun
+from ..runs.launch import check_launch, check_local, launch, own_rank, process_group, ranks_are_started
 from ..storage.disk import writing
 from ..storage.output_file import check_output_file, output_file
 from .continuation import Continuation
@@ -45,9 +45,9 @@ def run_generation(
     inputs = [one for one in (request.source, request.tokenizer, request.adapter) if one is not None]
     if out is not None:
         check_output_file(out, ours=_is_ours, force=force, inputs=inputs)
-    if not under_torchrun():
+    if not ranks_are_started():
         check_local(layout, device=device)
-    if layout.world > 1 and not under_torchrun():
+    if layout.world > 1 and not ranks_are_started():
         prepare(request, layout)  # bad input is said once and at once, before any rank starts
         with tempfile.TemporaryDirectory(prefix="trilith-generate-") as folder:
             code = launch([*words, "--status", folder], layout.world, Path(folder))

@@ -31,12 +31,12 @@ from .gradients import (
 )
 from .holdings import Holding, holdings, parts
 from .initial_weights import Constant, Initial, LogUniform, Normal, Own, Uniform, seed_of
+from .launchers import Launched, launched
 from .layout import AXES, Coordinates, Layout
 from .local_work import check_local_ranks, check_workers
 from .parameters import DeclaredModule, declare_parameter, initialize, local, stored_box
 from .state import BACKENDS, FILES_TIMEOUT, TIMEOUT, ParallelState, alone_or
 from .together import rank_at_fault, together
-from .torchrun import Launched, launched
 from .trained import NotTrained, has_gradients, refuse_untrained
 from .user_parameters import declare
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import cache
@@ -11,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .errors import BadInput
+from .launchers import launched
 from .layout import Coordinates, Layout
-from .torchrun import launched
 
 #: How long a rank waits for a peer before it counts as failed, unless told otherwise.
 TIMEOUT = timedelta(minutes=10)
@@ -282,7 +283,8 @@ def _expert_mesh(
 
 
 def _init_process_group(device: torch.device, timeout: timedelta) -> None:
-    if launched() is None:
+    here = launched()
+    if here is None:
         raise BadInput(
             "environment",
             "RANK",
@@ -290,6 +292,7 @@ def _init_process_group(device: torch.device, timeout: timedelta) -> None:
             found="neither",
             todo="Start with torchrun, or call torch.distributed.init_process_group first",
         )
+    os.environ.update(here.variables)  # torch reads no other launcher's
     dist.init_process_group(BACKENDS[device.type], timeout=timeout)
 
 

@@ -17,8 +17,8 @@ class Events:
 
     Each line has ``time`` (seconds since 1970), ``event`` and ``step``, how many steps were done. Events:
     ``started``, ``resumed`` (with the checkpoint and the layout that wrote it; both with layout, world size
-    and the whole recipe), ``saved``, ``stopped`` (asked to), ``failed``, ``finished``. A run that was killed
-    says nothing.
+    and the whole recipe, and with ``fitted``, a line, if the layout was chosen for the ranks that were left),
+    ``saved``, ``stopped`` (asked to), ``failed``, ``finished``. A run that was killed says nothing.
     """
 
     def __init__(self, path: Path | None) -> None:

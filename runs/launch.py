@@ -34,20 +34,20 @@ from ..system import visible
 from ..system.process_info import adopting_orphans
 from .heartbeat import blame, first_failure, make_folder, new_start, read_status
 from .own_ranks import OwnRanks
-from .rendezvous import join
+from .rendezvous import join, tell_spares
 from .stop_signals import PREEMPTED
 
 #: Seconds in which a rank that failed has to end by itself.
 _TO_LEAVE = 5.0
 
 
-def under_torchrun() -> bool:
-    """Tell whether the ranks were started already; raise ``BadInput`` for impossible variables."""
+def ranks_are_started() -> bool:
+    """Tell whether a launcher started this process as a rank; raise ``BadInput`` for impossible variables."""
     return launched() is not None
 
 
 def own_rank() -> int:
-    """Return this process's rank under torchrun; 0 if nobody started ranks."""
+    """Return this process's rank among those that a launcher started; 0 if nobody started ranks."""
     here = launched()
     return here.rank if here else 0
 
@@ -61,7 +61,7 @@ def check_device(device: str) -> None:
 def check_local(layout: Layout, *, device: str) -> None:
     """Refuse a device that is not here, or more ranks than this machine can run. Leaves no trace.
 
-    Only for ranks that nobody has started yet: where torchrun did, they may be spread over many machines.
+    Only for ranks that nobody has started yet: those of a launcher may be spread over many machines.
     """
     check_device(device)
     check_local_ranks(layout.world, devices=torch.cuda.device_count() if device == "cuda" else None)
@@ -92,6 +92,12 @@ def process_group(
     all ranks must agree, and they must agree in the versions of torch and of this library.
     """
     check_launch(layout, device=device)
+    if dist.is_initialized():
+        raise BadInput(
+            "run", "process group", expected="none yet: a run makes its own",
+            found=f"one of {dist.get_world_size()} ranks",
+            todo="Call run before Accelerator(), or torch.distributed.destroy_process_group() before it",
+        )  # fmt: skip
     here, world, rank = launched(), layout.world, own_rank()
     if device == "cuda":
         torch.cuda.set_device(here.local_rank if here else 0)
@@ -108,6 +114,8 @@ def process_group(
         if world == 1:  # nobody to wait for; the process may go on, and start a group again
             dist.destroy_process_group()
         raise
+    if here and rank == 0:
+        tell_spares(store)
     dist.destroy_process_group()
 
 

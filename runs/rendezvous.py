@@ -24,6 +24,8 @@ from ..system import quiet_libraries
 _MOST_NAMED = 8
 #: Rank 0 gives up on absent ranks a timeout after it came; the others wait this much longer for its verdict.
 _GRACE = timedelta(seconds=3)
+#: Set by the first rank when it leaves; no run is longer than the time that a spare waits for it.
+_LEFT, _LONGEST = "left", timedelta(days=365)
 _GOOD: dict[str, Any] = {"missing": "", "odd": None}
 
 
@@ -40,9 +42,7 @@ def join(here: Launched, card: Mapping[str, str], timeout: timedelta) -> dist.St
 
 def _join(here: Launched, card: Mapping[str, str], timeout: timedelta) -> dist.Store:
     rank, world = here.rank, here.world
-    store = dist.PrefixStore(
-        f"trilith/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", open_store(here, timeout)
-    )
+    store = _shared(here, timeout)
     store.set(f"card/{rank}", json.dumps(dict(card)))
     if rank == 0:
         verdict = _judge(store, world, timeout)
@@ -59,6 +59,29 @@ def _join(here: Launched, card: Mapping[str, str], timeout: timedelta) -> dist.S
         todo = "Start every rank with the same recipe, code and packages"
         raise BadInput("launch", key, expected=expected, found=found, todo=todo)
     return store
+
+
+def wait_as_spare(here: Launched, timeout: timedelta) -> None:
+    """Wait, as a rank that the layout does not use, until the first rank has left; take no part in the run.
+
+    A rank that ended at once would count as done with torchrun, which then starts it no more after a failure.
+    Raises ``PeerFailed`` if the first rank does not come within ``timeout``.
+    """
+    with quiet_libraries():
+        store = _shared(here, timeout)
+        with suppress(dist.DistError):  # the store is gone: so is the run
+            store.wait([_LEFT], _LONGEST)
+
+
+def tell_spares(store: dist.Store) -> None:
+    """Let the ranks that wait as spares end."""
+    store.set(_LEFT, "")
+
+
+def _shared(here: Launched, timeout: timedelta) -> dist.Store:
+    """Return the store of this start; a restart by torchrun begins with an empty one."""
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"trilith/{restart}", open_store(here, timeout))
 
 
 def open_store(here: Launched, timeout: timedelta) -> dist.Store:

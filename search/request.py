@@ -22,6 +22,8 @@ BATCH_TOKENS = 4 * 2**20
 #: Rows of a step of LoRA if nobody says how many.
 LORA_ROWS = 64
 _LONGEST = 8192
+#: Share of a device's memory to leave free, unless told otherwise.
+HEADROOM = 0.08
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ def read_request(
     sequence_length: int | None = None,
     global_batch: int | None = None,
     lora: int | None = None,
-    headroom: float = 0.08,
+    headroom: float = HEADROOM,
     tokens: float | None = None,
 ) -> Request:
     """Return the checked request for a model: a published size, a config.json, a Hugging Face folder, or a
@@ -89,6 +91,19 @@ def read_request(
     if tokens is not None:
         raw["steps"] = max(1, round(tokens / (data["global_batch"] * data["sequence_length"])))
     raw.setdefault("memory", {})["device_gb"] = machine.memory / 1e9
+    return request_of(name, raw, machine, gpus, headroom=headroom, tokens=tokens)
+
+
+def request_of(
+    name: str,
+    raw: dict[str, Any],
+    machine: Machine,
+    gpus: int,
+    *,
+    headroom: float = HEADROOM,
+    tokens: float | None = None,
+) -> Request:
+    """Return the request for a recipe as plain data, without what a search chooses."""
     recipe = parse_recipe(raw, f"plan {name}")
     if recipe.compute == "float8" or any(group.freeze for group in recipe.optimizer.groups):
         expected = "a recipe without float8 and without frozen groups of parameters"
@@ -106,12 +121,7 @@ def _template(model: str) -> tuple[str, dict[str, Any], int | None]:
     path = Path(model)
     if path.suffix == ".toml" or model in shipped_recipes():
         recipe = load_recipe(model)
-        raw = recipe.model_dump(exclude_unset=True, by_alias=True)
-        for section, keys in (("layout", None), ("memory", ("checkpointing", "checkpoint_every", "offload"))):
-            kept = {} if keys is None else {k: v for k, v in raw.get(section, {}).items() if k not in keys}
-            raw[section] = kept
-        raw["data"].pop("micro_batch", None)
-        return path.stem, raw | {"device": "cuda"}, recipe.layout.world
+        return path.stem, left_as_it_is(recipe) | {"device": "cuda"}, recipe.layout.world
     if path.is_dir():
         path = path / CONFIG
     if path.is_file():
@@ -120,6 +130,16 @@ def _template(model: str) -> tuple[str, dict[str, Any], int | None]:
         return name, _from_scratch(name, {"config": str(path)}), None
     size = _size(model)
     return size, _from_scratch(size, {"size": size}), None
+
+
+def left_as_it_is(recipe: Recipe) -> dict[str, Any]:
+    """Return a recipe as plain data, without what a search chooses."""
+    raw = recipe.model_dump(exclude_unset=True, by_alias=True)
+    for section, keys in (("layout", None), ("memory", ("checkpointing", "checkpoint_every", "offload"))):
+        kept = {} if keys is None else {k: v for k, v in raw.get(section, {}).items() if k not in keys}
+        raw[section] = kept
+    raw["data"].pop("micro_batch", None)
+    return raw
 
 
 def _size(model: str) -> str:

@@ -119,7 +119,7 @@ def dry_run(recipe: Recipe, *, rank: int | None = None, room: int | None = None)
     layout = recipe.layout
     found = rank_plan(recipe, planned, rank) if rank is not None else heaviest(recipe, planned)
     model = base.on_meta(planned.config)
-    room = room if room is not None else _room(recipe)
+    room = room if room is not None else device_room(recipe)
     micro_batches = _micro_batches(recipe)
     too_much = room is not None and found.total > room
     return DryRun(
@@ -237,7 +237,8 @@ def _micro_batches(recipe: Recipe) -> int:
     return recipe.data.global_batch // (recipe.layout.data * recipe.data.micro_batch)
 
 
-def _room(recipe: Recipe) -> int | None:
+def device_room(recipe: Recipe) -> int | None:
+    """Return the bytes of a device: those that the recipe states, or of the GPU here; ``None`` if unknown."""
     if recipe.memory.device_gb is not None:
         return int(recipe.memory.device_gb * 1e9)
     if recipe.device == "cuda" and torch.cuda.is_available():

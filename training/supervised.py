@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
-from ..parallel_state import BadInput
+import torch
+
+from ..parallel_state import BadInput, launched
 from ..recipes.recipe import Recipe, load_recipe, with_overrides
 from ..runs.determinism import deterministic
 from ..runs.flight_recorder import keeping_nccl_record
 from ..runs.guard import watched
 from ..runs.heartbeat import status_folder, this_start
-from ..runs.launch import check_launch, check_local, launch, own_rank, process_group, under_torchrun
+from ..runs.launch import check_launch, check_local, launch, own_rank, process_group, ranks_are_started
 from ..runs.lock import inherits_lock, lock_folder, only_run_in
+from ..runs.rendezvous import wait_as_spare
 from ..runs.stop_signals import StopSignals
 from ..runs.trackers import Tracker
 from .run_plan import RunPlan, check_run
 from .trainer import Trainer
+
+#: Given a recipe and the number of ranks that are left: the recipe in a layout of at most so many ranks, and
+#: a line that says which layout this is and why. ``trilith.search.fit`` is one.
+Fit = Callable[[Recipe, int], tuple[Recipe, str]]
 
 
 def run(
@@ -27,15 +36,21 @@ def run(
     ranks: int | None = None,
     quiet: bool = False,
     trackers: Sequence[Tracker] = (),
+    fit: Fit | None = None,
 ) -> int:
     """Train a model as a recipe says, or resume its training; ``trilith train`` calls this function.
 
     ``recipe``: a TOML file, the name of a recipe that comes with trilith, or a ``Recipe``. ``overrides``
     change it, such as ``layout.tensor=2``. A layout of one rank trains in this process, and so does each
-    process of torchrun. For other layouts the ranks are started here, and each reads the file by itself.
-    ``ranks``, if given, must be the layout's number of ranks. ``quiet``: no progress lines. ``trackers``:
-    objects that get the figures of each step beside those of the recipe's key ``watch.trackers``, such as an
-    ``accelerate.tracking.GeneralTracker`` of your own; the first rank calls them.
+    process that torchrun, srun or mpirun started. For other layouts the ranks are started here, and each
+    reads the file by itself. ``ranks``, if given, must be the layout's number of ranks. ``quiet``: no
+    progress lines. ``trackers``: objects that get the figures of each step beside those of the recipe's key
+    ``watch.trackers``, such as an ``accelerate.tracking.GeneralTracker`` of your own; the first rank calls
+    them.
+
+    With ``fit`` the recipe's layout gives way to one for the ranks that are left: those that a launcher
+    started, otherwise ``ranks``, otherwise one for each GPU of this machine. Ranks that this layout does not
+    use wait for the end.
 
     Only one run may use a folder at a time. After SIGTERM or SIGINT the run saves and stops (``Preempted``).
     It writes each rank's heartbeat and last message into the folder, and names the rank that failed
@@ -49,16 +64,25 @@ def run(
         loaded, file = with_overrides(recipe, overrides), None
     else:
         loaded, file = load_recipe(recipe, overrides), str(recipe)
+    here, fitted = launched(), ""
+    if fit is not None:
+        loaded, fitted = fit(loaded, here.world if here else ranks or _devices(loaded))
+        ranks = None
     layout, out = loaded.layout, Path(loaded.out)
-    if under_torchrun():
-        _train(loaded, None, quiet=quiet, trackers=trackers)
+    if here:
+        if fit is not None and here.rank >= layout.world:
+            wait_as_spare(here, timedelta(seconds=loaded.timeout))
+            return 0
+        if fit is not None:
+            os.environ.update(replace(here, world=layout.world).variables)
+        _train(loaded, None, quiet=quiet, fitted=fitted, trackers=trackers)
         return 0
     if ranks is not None:
         layout.check_world(ranks)
     check_local(layout, device=loaded.device)
     plan = check_run(loaded)  # bad input is said once and at once, before any rank starts
     if layout.world == 1:
-        _train(loaded, plan, quiet=quiet, trackers=trackers)
+        _train(loaded, plan, quiet=quiet, fitted=fitted, trackers=trackers)
         return 0
     if trackers:
         raise BadInput(
@@ -71,16 +95,27 @@ def run(
             "run", "recipe", expected=f"a file, which the {layout.world} ranks can read", found="a Recipe",
             todo="Give the file's name, or start the ranks with torchrun",
         )  # fmt: skip
-    arguments = ["train", file, *overrides, *(["--quiet"] if quiet else [])]
+    arguments = ["train", file, *overrides, *(["--quiet"] if quiet else []), *(["--fit"] if fit else [])]
     with lock_folder(out) as lock:
         return launch(arguments, layout.world, status_folder(out), lock=lock)
 
 
-def _train(recipe: Recipe, plan: RunPlan | None, *, quiet: bool, trackers: Sequence[Tracker]) -> None:
-    """Train this process's rank of the run; ``plan``: the plan, if this process has already made it."""
+def _devices(recipe: Recipe) -> int:
+    """Return the number of ranks that this machine has a device for; on a CPU those of the layout."""
+    return max(1, torch.cuda.device_count()) if recipe.device == "cuda" else recipe.layout.world
+
+
+def _train(
+    recipe: Recipe, plan: RunPlan | None, *, quiet: bool, trackers: Sequence[Tracker], fitted: str
+) -> None:
+    """Train this process's rank of the run.
+
+    ``plan``: the plan, if this process has already made it. ``fitted``: a line about the layout that was
+    chosen, for the run's record.
+    """
     layout, out = recipe.layout, Path(recipe.out)
     check_launch(layout, device=recipe.device)
-    handed_on = under_torchrun() and inherits_lock(out)
+    handed_on = ranks_are_started() and inherits_lock(out)
     with (
         deterministic(recipe.deterministic),
         StopSignals(recipe.grace) as signals,
@@ -98,4 +133,6 @@ def _train(recipe: Recipe, plan: RunPlan | None, *, quiet: bool, trackers: Seque
         only_run_in(out, state) as start,
     ):
         beat.publish(start)
-        Trainer(recipe, state, plan, beat=beat, signals=signals, quiet=quiet, trackers=trackers).run()
+        Trainer(
+            recipe, state, plan, beat=beat, signals=signals, quiet=quiet, trackers=trackers, fitted=fitted
+        ).run()

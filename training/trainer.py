@@ -45,6 +45,7 @@ class Trainer:
 
     ``plan``: the result of ``check_run(recipe)`` in this process, if there is one already. ``beat`` and
     ``signals`` belong to a supervised run, which ``training.run`` sets up. ``trackers``: as there.
+    ``fitted``: why the layout is not the recipe's, for the run's record.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Trainer:
         signals: StopSignals | None = None,
         quiet: bool = False,
         trackers: Sequence[Tracker] = (),
+        fitted: str = "",
     ) -> None:
         self.recipe, self.state, self.plan = recipe, state, plan or check_run(recipe)
         self.out, self._made = Path(recipe.out), time.monotonic()
@@ -75,7 +77,7 @@ class Trainer:
             self.terminal.say(
                 f"float8: {len(as_before)} weights stay in bfloat16 (a side is no multiple of 16): {some}"
             )
-        self.watchers = Watchers(recipe, self.plan, parts, state, self.terminal, self._at, trackers)
+        self.watchers = Watchers(recipe, self.plan, parts, state, self.terminal, self._at, trackers, fitted)
 
     def run(self, after_step: Callable[[StepMetrics], None] | None = None) -> list[StepMetrics]:
         """Train from the newest complete checkpoint, or from the start, to the last step; return the steps'

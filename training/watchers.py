@@ -32,7 +32,7 @@ class Watchers:
 
     The trainer calls, on every rank: ``began``; inside ``running`` for each step ``around`` it, ``gradients``
     once they are whole and before they are clipped, ``after`` the update. ``at(phase, step)`` is told of long
-    phases.
+    phases. ``fitted`` is a line about a layout that was chosen for the ranks that were left.
     """
 
     def __init__(
@@ -44,8 +44,10 @@ class Watchers:
         terminal: Terminal,
         at: Callable[[str, int], None],
         trackers: Sequence[Tracker] = (),
+        fitted: str = "",
     ) -> None:
         self.recipe, self.state, self.terminal, self.at = recipe, state, terminal, at
+        self.fitted = fitted
         self.out, self.first = Path(recipe.out), state.rank == 0
         watch, model, dtype = recipe.watch, parts.model, parts.step.dtype
         self.events = Events(self.out / "events.jsonl" if self.first else None)
@@ -78,6 +80,9 @@ class Watchers:
             "world": recipe.layout.world,
             "recipe": recipe.model_dump(mode="json", by_alias=True),
         }
+        if self.fitted:
+            facts["fitted"] = self.fitted
+            self.terminal.say(self.fitted)
         if checkpoint is None or progress is None:
             self.events.note("started", step, **facts, weights=recipe.model.init_from)
         else:

@@ -157,7 +157,8 @@ def _detail(one: dict[str, Any]) -> str:
 
 
 def _where(one: dict[str, Any]) -> str:
-    return f"on {one['world']} rank{'s' if one['world'] > 1 else ''} ({one['layout']})"
+    where = f"on {one['world']} rank{'s' if one['world'] > 1 else ''} ({one['layout']})"
+    return f"{where}; {one['fitted']}" if one.get("fitted") else where
 
 
 def _recipe(run: RunRecord) -> str:

@@ -1,0 +1,84 @@
+"""Choose a run's layout for the ranks that are left, as ``trilith train --fit`` does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from ..parallel_state import BadInput
+from ..planner.time import MACHINES, Machine
+from ..recipes.recipe import Recipe
+from ..training.dry_run import RUNTIME, device_room
+from .choice import recipe_of
+from .find import Found, find_layouts
+from .request import HEADROOM, left_as_it_is, request_of
+
+#: Layouts to find: the one to take, and the next, for comparison.
+_SHOWN = 2
+#: Bytes of a device whose memory nobody states: every layout fits.
+_UNKNOWN = 2.0**60
+
+
+def fit(recipe: Recipe, ranks: int) -> tuple[Recipe, str]:
+    """Return the recipe in the fastest layout for at most ``ranks`` ranks, and a line that says why this one.
+
+    Where the recipe's own number of ranks is there, its layout stays. Otherwise all ranks are tried first,
+    then one fewer, until a layout is legal and fits: the global batch may not divide evenly over all.
+    Everything that decides the curve stays: model, data and their order, global batch, optimizer. Raises
+    ``BadInput`` if nothing fits, and for a recipe that cannot be searched for.
+    """
+    machine, refused = _machine(recipe), None
+    raw = left_as_it_is(recipe)
+    raw.get("watch", {}).pop("trace_ranks", None)  # they may not be there
+    for used in range(ranks, 0, -1):
+        if used == recipe.layout.world:
+            return recipe, _line(recipe, ranks, used, "the recipe's own layout")
+        request = request_of(Path(recipe.out).name, raw, machine, used)
+        try:
+            found = find_layouts(request, shown=_SHOWN)
+        except BadInput as error:
+            refused = refused or error
+            continue
+        return recipe_of(request, found.best[0].choice), _line(recipe, ranks, used, _reason(found))
+    assert refused is not None
+    raise BadInput(
+        "train",
+        "--fit",
+        expected=f"a legal layout of at most {ranks} ranks that fits",
+        found=f"none: {refused.expected}, found {refused.found}",
+        todo="Start more ranks; `trilith plan RECIPE --gpus N` says what N ranks hold",
+    )
+
+
+def _line(recipe: Recipe, ranks: int, used: int, reason: str) -> str:
+    idle = ranks - used
+    waits = f"; ranks that wait: {idle}, for no layout of more than {used} is legal and fits" if idle else ""
+    return f"fit: ranks here: {ranks}, in the recipe: {recipe.layout.world}: {reason}{waits}"
+
+
+def _reason(found: Found) -> str:
+    best = found.best[0]
+    words = f"{best.choice}, by the plan the fastest of {found.legal:,} legal layouts"
+    if len(found.best) == 1:
+        return words
+    second = found.best[1]
+    return f"{words}; next is {second.choice}, {second.time.seconds / best.time.seconds:.2f} times as long"
+
+
+def _machine(recipe: Recipe) -> Machine:
+    """Return the machine that the ranks' layouts are compared on: this one's kind of GPU.
+
+    A GPU that the table has not, and a CPU, are compared as the table's first machine: only the order of
+    layouts counts. The memory is that of the device here, or what the recipe states.
+    """
+    name = torch.cuda.get_device_name() if recipe.device == "cuda" and torch.cuda.is_available() else ""
+    first, *others = MACHINES.values()
+    machine = next((one for one in (first, *others) if one.words in name), first)
+    room = device_room(recipe)
+    memory = _UNKNOWN if room is None else float(room)
+    if recipe.device == "cpu":
+        memory += RUNTIME / (1 - HEADROOM)  # which a search counts, and a CPU does not need
+    peaks = {"float64": machine.peaks["float32"] / 2, **machine.peaks}
+    return replace(machine, memory=memory, peaks=peaks)

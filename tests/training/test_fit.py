@@ -1,0 +1,104 @@
+"""``trilith train --fit``: the ranks that are left go on in a layout that the planner chooses; one curve."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trilith.cli.app import run
+from trilith.parallel_state import BadInput
+from trilith.recipes import parse_recipe
+from trilith.recipes.foreign.translation import to_toml
+from trilith.runs.events import read_events
+from trilith.search import fit
+from trilith.testing import ExitCode, run_fresh
+from trilith.testing.short_runs import losses, tiny_recipe, train, write_tokens
+from trilith.testing.tiny_models import TINY_LLAMA
+
+FOUR = {"tensor": 2, "data": 2, "zero": 1}
+
+
+def recipe(folder: Path, rows: int = 8, **changes: Any) -> dict[str, Any]:
+    sizes = {"data": {"global_batch": rows}, "model": {"config": {**TINY_LLAMA, "num_hidden_layers": 2}}}
+    return tiny_recipe(folder / "run", folder / "tokens", layout=FOUR, **sizes, **changes)
+
+
+def written(folder: Path, rows: int) -> Path:
+    """Write tokens and a recipe for four ranks; return the recipe's file."""
+    write_tokens(folder / "tokens")
+    file = folder / "recipe.toml"
+    file.write_text("".join(f"{key} = {to_toml(value)}\n" for key, value in recipe(folder, rows).items()))
+    return file
+
+
+def go_on(file: str) -> None:
+    sys.exit(run(["train", file, "--fit"]))
+
+
+def fitted(file: Path, ranks: int) -> list[ExitCode]:
+    return run_fresh(go_on, ranks, str(file), process_group=False, timeout=90)
+
+
+@pytest.mark.parametrize(
+    ("rows", "ranks", "used"),
+    [
+        pytest.param(8, 2, 2, id="4-to-2", marks=pytest.mark.slow),
+        pytest.param(12, 3, 3, id="4-to-3"),
+        pytest.param(8, 3, 2, id="4-to-3-of-which-one-waits"),
+    ],
+)
+def test_the_ranks_that_are_left_go_on_as_if_none_had_been_lost(
+    rows: int, ranks: int, used: int, tmp_path: Path
+) -> None:
+    file = written(tmp_path, rows)
+    train(recipe(tmp_path, rows) | {"stop_after": 3})
+    codes = fitted(file, ranks)
+    assert codes == [0] * ranks, [code.output for code in codes]
+    train(recipe(tmp_path, rows) | {"out": str(tmp_path / "whole"), "layout": {}})
+    whole, parts = losses(tmp_path / "whole"), losses(tmp_path / "run")
+    assert len(whole) == len(parts) == 6
+    for one, other in zip(whole, parts, strict=True):
+        assert other == pytest.approx(one, rel=1e-10)
+    (resumed,) = [one for one in read_events(tmp_path / "run" / "events.jsonl") if one["event"] == "resumed"]
+    line = resumed["fitted"]
+    assert line.startswith(f"fit: ranks here: {ranks}, in the recipe: 4: ")
+    assert codes[0].output.count(line) == 1 and line not in codes[-1].output
+    assert resumed["world"] == used and ("ranks that wait: 1" in line) == (used < ranks)
+
+
+def test_the_layout_is_legal_and_only_what_leaves_the_curve_alone_is_changed(tmp_path: Path) -> None:
+    write_tokens(tmp_path / "tokens")
+    before = parse_recipe(recipe(tmp_path, 12))
+    for ranks in (1, 2, 3, 6):
+        after, line = fit(before, ranks)
+        assert after.layout.world == ranks and "by the plan the fastest of" in line
+        same = {"layout_section": before.layout_section, "memory": before.memory}
+        same["data"] = after.data.model_copy(update={"micro_batch": before.data.micro_batch})
+        assert after.model_copy(update=same) == before
+    assert fit(before, 4) == (before, "fit: ranks here: 4, in the recipe: 4: the recipe's own layout")
+
+
+def test_where_nothing_fits_one_line_says_what_the_nearest_layout_needs(tmp_path: Path) -> None:
+    write_tokens(tmp_path / "tokens")
+    with pytest.raises(BadInput) as caught:
+        fit(parse_recipe(recipe(tmp_path, device="cuda", memory={"device_gb": 2.0})), 2)
+    said = str(caught.value)
+    assert said.startswith("train: --fit: expected a legal layout of at most 2 ranks that fits, found none: ")
+    assert "\n" not in said and "GB" in said and "Start more ranks" in said
+
+
+def test_a_layout_for_two_of_three_local_ranks_is_started_here(tmp_path: Path) -> None:
+    """Without a launcher, --nproc says how many ranks are left, and only those that are used are started."""
+    file = written(tmp_path, 8)
+    started: list[tuple[list[str], int]] = []
+
+    def launch(words: list[str], world: int, *_: Any, **__: Any) -> int:
+        started.append((words, world))
+        return 0
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trilith.training.supervised.launch", launch)
+        assert run(["train", str(file), "--fit", "--nproc", "3"]) == 0
+    assert started == [(["train", str(file), "--fit"], 2)]

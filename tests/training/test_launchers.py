@@ -1,0 +1,160 @@
+"""The lines of docs/clusters.md that call ``run`` under each launcher, and each launcher's variables."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from trilith.cli.app import run
+from trilith.testing import run_fresh
+from trilith.training import run as train
+
+Make = Callable[[int], Any]
+PAGE = Path(__file__).parents[2] / "docs" / "clusters.md"
+OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
+
+
+def free_port(first: int = 20_000, last: int = 29_999) -> int:
+    for port in range(first + os.getpid() % 5000, last):
+        with socket.socket() as holder:
+            try:
+                holder.bind(("", port))
+            except OSError:
+                continue
+            return port
+    raise OSError("no free port")
+
+
+def started_by_srun(recipe: str, port: int) -> None:
+    """Run as one of the tasks of a step on one host, with exactly the variables that srun sets."""
+    rank = os.environ["RANK"]
+    world = os.environ["WORLD_SIZE"]
+    for name in OURS:
+        os.environ.pop(name, None)
+    os.environ |= {"SLURM_JOB_ID": "40000", "SLURM_STEP_ID": str(port - 20_000), "SLURM_PROCID": rank}
+    os.environ |= {"SLURM_LOCALID": rank, "SLURM_NTASKS": world, "SLURM_STEP_NODELIST": "localhost"}
+    sys.exit(run(["train", recipe, "--quiet"]))
+
+
+def started_by_mpirun(recipe: str, port: int) -> None:
+    """Run as one of the processes of mpirun, with exactly its variables and those that -x adds."""
+    rank = os.environ["RANK"]
+    world = os.environ["WORLD_SIZE"]
+    for name in OURS:
+        os.environ.pop(name, None)
+    os.environ |= {"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_SIZE": world}
+    os.environ |= {"OMPI_COMM_WORLD_LOCAL_RANK": rank, "OMPI_COMM_WORLD_LOCAL_SIZE": world}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    sys.exit(run(["train", recipe, "--quiet"]))
+
+
+def started_by_ray(recipe: str, port: int) -> None:
+    """Run as Ray Train's worker does: torchrun's variables, and a process group that exists already."""
+    os.environ |= {
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "RAY_JOB_ID": "01000000",
+    }
+    dist.init_process_group("gloo")
+    dist.destroy_process_group()  # as the lines of the page do
+    sys.exit(train(recipe, quiet=True))
+
+
+@pytest.mark.parametrize(
+    "start",
+    [started_by_srun, pytest.param(started_by_mpirun, marks=pytest.mark.slow), started_by_ray],
+)
+def test_ranks_of_each_launcher_train_together(make: Make, start: Callable[[str, int], None]) -> None:
+    run = make(2)
+    codes = run_fresh(start, 2, str(run.recipe), free_port(), process_group=False)
+    assert codes == [0, 0], [code.output for code in codes]
+    assert run.steps_saved == [2]
+
+
+def with_a_group(recipe: str) -> None:
+    dist.init_process_group("gloo")
+    sys.exit(run(["train", recipe]))
+
+
+@pytest.mark.slow
+def test_a_process_group_that_is_there_is_refused_in_one_line(make: Make) -> None:
+    codes = run_fresh(with_a_group, 2, str(make(2).recipe), process_group=False)
+    assert codes == [2, 2]
+    for code in codes:
+        assert code.output.startswith(
+            "error: run: process group: expected none yet: a run makes its own, found"
+        )
+        assert code.output.count("\n") == 1
+
+
+def blocks(language: str) -> list[str]:
+    """Return the page's blocks of code in this language."""
+    return re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+
+
+def script() -> str:
+    return next(text for text in blocks("python") if text.startswith("# train.py"))
+
+
+def command(first: str) -> list[str]:
+    """Return the page's command that begins so."""
+    lines = [line for text in blocks("text") for line in text.splitlines() if line.startswith(first)]
+    return shlex.split(lines[0], comments=True)
+
+
+def test_the_page_s_lines_for_ray_train_are_python() -> None:
+    (text,) = [text for text in blocks("python") if "TorchTrainer" in text]
+    compile(text, str(PAGE), "exec")
+    assert text.index("destroy_process_group()") < text.index("run(")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+def test_the_page_s_lines_train_under_their_launcher(make: Make, launcher: str) -> None:
+    run = make(2)
+    (run.folder / "train.py").write_text(script())
+    words = [{"8": "2"}.get(word, word) for word in command(f"{launcher} ")]
+    words[0] = str(Path(sys.executable).parent / words[0])
+    environment = {name: value for name, value in os.environ.items() if name not in OURS}
+    done = subprocess.run(
+        words, cwd=run.folder, env=environment | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
+        capture_output=True, text=True, timeout=180, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert run.steps_saved == [2]
+
+
+@pytest.mark.slow
+def test_torchrun_takes_the_variables_of_kubeflow_s_plugin(make: Make) -> None:
+    """The command is that of the TrainJob, and each pod has exactly the variables that the plugin sets."""
+    run = make(2)
+    folder, port = Path(sys.executable).parent, free_port()
+    words = [str(folder / "torchrun"), "--no-python", str(folder / "trilith"), "train", str(run.recipe)]
+    clean = {name: value for name, value in os.environ.items() if name not in OURS}
+    pods = [
+        subprocess.Popen(
+            words,
+            env=clean
+            | {"OMP_NUM_THREADS": "1", "PET_NNODES": "2", "PET_NPROC_PER_NODE": "1"}
+            | {"PET_NODE_RANK": str(number), "PET_MASTER_ADDR": "localhost", "PET_MASTER_PORT": str(port)},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for number in range(2)
+    ]  # fmt: skip
+    try:
+        said = [pod.communicate(timeout=180)[0] for pod in pods]
+    finally:
+        for pod in pods:
+            pod.kill()
+            pod.communicate()
+    assert [pod.returncode for pod in pods] == [0, 0], said
+    assert run.steps_saved == [2]
