@@ -17,7 +17,9 @@ class Job:
 
     ``ranks``: on each of ``nodes`` hosts. ``minutes``: of a run between two saves by the scheduler's limit;
     ``warning``: minutes before the limit at which the run is asked to save. ``restarts``: how often a failed
-    job is started again. ``exclude``: hosts that are not used. ``image``: a container's.
+    job is started again. ``exclude``: hosts that are not used. ``image``: a container's. ``spares``: hosts
+    more than the job needs, which take the place of bad ones. ``fit``: go on with fewer hosts if some are
+    lost, with no fewer than ``least``.
     """
 
     name: str
@@ -34,11 +36,19 @@ class Job:
     account: str | None = None
     exclude: tuple[str, ...] = ()
     image: str = "trilith:latest"
+    spares: int = 0
+    fit: bool = False
+    least: int = 1
 
     @property
     def command(self) -> str:
-        """Return the words that each rank runs, quoted for a shell."""
-        return shlex.join(["trilith", "train", self.recipe, *self.overrides])
+        """Return what each rank runs, quoted for a shell."""
+        return shlex.join(self.words)
+
+    @property
+    def words(self) -> list[str]:
+        """Return the words that each rank runs."""
+        return ["trilith", "train", self.recipe, *self.overrides, *(["--fit"] if self.fit else [])]
 
     @property
     def time(self) -> str:
@@ -61,6 +71,9 @@ def job_of(
     account: str | None,
     exclude: Sequence[str],
     image: str,
+    spares: int,
+    fit: bool,
+    least: int | None,
 ) -> Job:
     """Derive the job from the recipe's layout; ``BadInput`` if its ranks do not fill the hosts evenly."""
     world = recipe.layout.world
@@ -81,6 +94,9 @@ def job_of(
         raise BadInput(
             "launch", "--warning", expected=f"fewer minutes than the limit of {minutes}", found=warning
         )
+    if least is not None and not (fit and least <= nodes):
+        expected = f"at most {nodes}, the job's nodes" if fit else "--fit with it"
+        raise BadInput("launch", "--least-nodes", expected=expected, found=least)
     found = name or Path(file).name.removesuffix(".toml")
     wrong = not found or any(not (one.isalnum() or one in "-_.") for one in found)
     if wrong:
@@ -100,4 +116,7 @@ def job_of(
         account=account,
         exclude=tuple(exclude),
         image=image,
+        spares=spares,
+        fit=fit,
+        least=(least or 1) if fit else nodes,
     )

@@ -33,7 +33,7 @@ def train_job(job: Job, file: str) -> str:
                 "image": job.image,
                 "numNodes": job.nodes,
                 "numProcPerNode": job.ranks,
-                "command": ["torchrun", "--no-python", "trilith", "train", job.recipe, *job.overrides],
+                "command": ["torchrun", "--no-python", *job.words],
                 "env": _environment(job),
                 "resourcesPerNode": {"limits": _limits(job)},
             },
@@ -49,7 +49,7 @@ def job_set(job: Job, file: str) -> str:
     words = [
         *("torchrun", f"--nnodes={job.nodes}", f"--nproc-per-node={job.ranks}", "--rdzv-backend=c10d"),
         *(f"--rdzv-endpoint={first}:{_PORT}", f"--rdzv-id={name}"),
-        *("--no-python", "trilith", "train", job.recipe, *job.overrides),
+        *("--no-python", *job.words),
     ]
     container = {
         "name": "trainer",

@@ -12,7 +12,7 @@ _SCRIPT = """\
 # Trains {recipe} on {nodes} nodes with {ranks} ranks each. Submit it with: sbatch {file}
 # Read it and adapt it; trilith does not need this file to stay as it is.
 #SBATCH --job-name={name}
-#SBATCH --nodes={nodes}
+#SBATCH --nodes={range}
 #SBATCH --ntasks-per-node=1            # one launcher a node; it starts the ranks
 {resources}
 #SBATCH --time={time}
@@ -28,8 +28,19 @@ mkdir -p "$out"
 
 {environment}
 
+# Nodes whose names stand in the run's file excluded-nodes, one a line, are left alone; {spares}
+# are asked for in their place. Whoever finds a bad node writes its name there.
+touch "$out/excluded-nodes"
+nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | grep --invert-match --line-regexp --fixed-strings \
+    --file="$out/excluded-nodes" | head -n {nodes})
+count=$(wc -w <<< "$nodes")
+if [ "$count" -lt {least} ]; then
+    echo "error: $count nodes of $SLURM_JOB_NODELIST are not excluded, {least} are needed" >&2
+    exit 2
+fi
+
 # The first node's address, by number: names of nodes need not be known to each other.
-head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+head=$(head -n 1 <<< "$nodes")
 address=$(srun --nodes=1 --ntasks=1 --nodelist="$head" hostname --all-ip-addresses | cut -d ' ' -f 1)
 restart=${{SLURM_RESTART_COUNT:-0}}
 port=$((20000 + (SLURM_JOB_ID * 7 + restart) % 20000))
@@ -38,14 +49,15 @@ port=$((20000 + (SLURM_JOB_ID * 7 + restart) % 20000))
 trap 'touch "$out/stop"' USR1
 
 # One launcher a node. The first is told that all meet there: its name may not resolve to its address.
-export address port restart
-launcher='exec torchrun --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node={ranks} \
+export address port restart count
+launcher='exec torchrun --nnodes="$count" --nproc-per-node={ranks} \
     --rdzv-backend=c10d --rdzv-endpoint="$address:$port" --rdzv-id="$SLURM_JOB_ID-$restart" \
     --rdzv-conf=is_host=$((SLURM_NODEID == 0)) \
     --local-addr="$(hostname --all-ip-addresses | cut -d " " -f 1)" --no-python "$@"'
 
 touch "$out/job-started"
-srun --kill-on-bad-exit=1 bash -c "$launcher" launcher {command} &
+srun --kill-on-bad-exit=1 --nodes="$count" --ntasks="$count" --nodelist="$(paste -sd, <<< "$nodes")" \
+    bash -c "$launcher" launcher {command} &
 while kill -0 $! 2> /dev/null; do wait $!; done  # a signal ends a wait, not the run
 
 # torchrun ends with 1 whatever its ranks ended with: the run's folder knows.
@@ -76,9 +88,13 @@ def slurm_script(job: Job, file: str) -> str:
     directives += [f"#SBATCH --exclude={','.join(job.exclude)}"] if job.exclude else []
     lines = [f"export {name}={value}  # {why}" for name, value, why in variables(gpu=job.gpu)]
     lines += [f"# export {name}={value}  # {why}" for name, value, why in optional(gpu=job.gpu)]
+    most = job.nodes + job.spares
     text = _SCRIPT.format(
         recipe=job.recipe,
         nodes=job.nodes,
+        least=job.least,
+        range=most if job.least == most else f"{job.least if job.fit else most}-{most}",
+        spares=f"{job.spares} more" if job.spares else "no spare nodes",
         ranks=job.ranks,
         file=file,
         name=job.name,

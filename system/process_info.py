@@ -73,6 +73,12 @@ def environment_of(pid: int) -> list[str]:
         return []
 
 
+def started_with(*variables: str) -> list[int]:
+    """Return the ids of the processes that were started with all of these ``NAME=value``."""
+    numbers = [int(path.name) for path in _PROC.glob("[0-9]*")]
+    return [number for number in numbers if set(variables) <= set(environment_of(number))]
+
+
 @dataclass(frozen=True, slots=True)
 class OwnMemory:
     """The memory of this process in bytes.

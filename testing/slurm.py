@@ -7,11 +7,14 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from ..system.process_info import started_with
 
 PACKAGES = (
     *("slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins"),
@@ -44,6 +47,22 @@ SlurmctldTimeout=10
 MinJobAge=300
 {nodes}
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+#: Which node's daemon started a process; the processes of jobs know it by SLURMD_NODENAME.
+_NODE = "TRILITH_TEST_NODE"
+#: Waits until the test that started it is gone, however it ends, and kills every process with its mark.
+_GUARD = """
+import os, signal, sys
+from trilith.system.process_info import started_with
+sys.stdin.read()
+while left := [pid for pid in started_with(sys.argv[1]) if pid != os.getpid()]:
+    for pid in left:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
 """
 
 
@@ -120,14 +139,19 @@ class Slurm:
         self._start(name, "slurmd-wlm", "-D", "-N", name, "-d", step)
 
     def lose(self, name: str) -> None:
-        """Kill the node's daemon, as a host that loses power: its jobs' processes are killed by the test."""
-        self.processes.pop(name).kill()
+        """Kill all that runs on the node, as a host that loses power: its daemon, and its jobs' processes."""
+        everything = [f"SLURM_CONF={self.folder / 'slurm.conf'}"]
+        for mark in (f"{_NODE}={name}", f"SLURMD_NODENAME={name}"):
+            for pid in started_with(*everything, mark):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        self.processes.pop(name).wait(10)
 
     def _start(self, name: str, program: str, *words: str) -> None:
         with open(self.folder / f"{name}.log", "ab") as log:
             self.processes[name] = subprocess.Popen(
                 [str(self.root / "usr/sbin" / program), *words],
-                env=self.environment,
+                env=self.environment | {_NODE: name},
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
@@ -136,7 +160,10 @@ class Slurm:
 
 @contextmanager
 def slurm(folder: Path, root: Path, nodes: Sequence[str] = ("n1", "n2")) -> Iterator[Slurm]:
-    """Start a controller and a daemon for each node, of one core each; end them with the block."""
+    """Start a controller and a daemon for each node, of one core each.
+
+    They and their jobs end with the block, or with this process, even if it is killed.
+    """
     ports = _free_ports(len(nodes) + 1)
     host = socket.gethostname().partition(".")[0]
     described = [
@@ -151,6 +178,10 @@ def slurm(folder: Path, root: Path, nodes: Sequence[str] = ("n1", "n2")) -> Iter
     )
     (folder / "slurm.conf").write_text(text)
     running = Slurm(folder, root, tuple(nodes))
+    guard = subprocess.Popen(
+        [sys.executable, "-c", _GUARD, f"SLURM_CONF={folder / 'slurm.conf'}"],
+        stdin=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
     try:
         running._start("controller", "slurmctld-wlm", "-D")
         for name in nodes:
@@ -158,23 +189,9 @@ def slurm(folder: Path, root: Path, nodes: Sequence[str] = ("n1", "n2")) -> Iter
         _wait_for_nodes(running)
         yield running
     finally:
-        for job in _jobs(running):
-            running.command("scancel", "--signal=KILL", "--full", job)
-        for process in reversed(running.processes.values()):
-            process.send_signal(signal.SIGTERM)
+        guard.communicate(timeout=30)
         for process in running.processes.values():
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-
-def _jobs(running: Slurm) -> list[str]:
-    try:
-        return running.command("squeue", "--noheader", "--format=%i").split()
-    except RuntimeError:
-        return []
+            process.wait(10)
 
 
 def _wait_for_nodes(running: Slurm, seconds: float = 60) -> None:

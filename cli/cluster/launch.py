@@ -56,6 +56,17 @@ def launch(
     exclude: Annotated[
         list[str] | None, typer.Option(help="host that the job must not use; may be given several times")
     ] = None,
+    spares: Annotated[
+        int, typer.Option(min=0, help="nodes to ask for besides, which take the place of bad ones (Slurm)")
+    ] = 0,
+    fit: Annotated[
+        bool,
+        typer.Option("--fit", help="go on with fewer nodes if some are lost, in a layout that fits them"),
+    ] = False,
+    least_nodes: Annotated[
+        int | None,
+        typer.Option(min=1, help="with --fit: Slurm starts the job once so many nodes are free; default: 1"),
+    ] = None,
     image: Annotated[
         str, typer.Option(help="container image with trilith, for Kubernetes")
     ] = "trilith:latest",
@@ -75,6 +86,7 @@ def launch(
 
         trilith launch slurm llama-3.1-70b-64gpus --partition gpu --minutes 1440
         trilith launch slurm recipe.toml --nodes 2 --ranks-per-node 8 --exclude node17 --submit
+        trilith launch slurm llama-3.1-70b-64gpus --fit --least-nodes 4
         trilith launch kubernetes recipe.toml --image registry/trilith:1
     """
     from ...cluster import WRITERS, job_of
@@ -82,6 +94,9 @@ def launch(
     from ...recipes.recipe import load_recipe
     from ...storage.output_file import output_file
 
+    if system != "slurm" and (spares or least_nodes is not None):
+        option = "--spares" if spares else "--least-nodes"
+        raise BadInput("launch", option, expected="slurm: other systems have no such number", found=system)
     job = job_of(
         load_recipe(recipe, overrides or []),
         recipe,
@@ -96,6 +111,9 @@ def launch(
         account=account,
         exclude=exclude or [],
         image=image,
+        spares=spares,
+        fit=fit,
+        least=least_nodes,
     )
     write, suffix = WRITERS[system]
     path = out or Path(job.name + suffix)

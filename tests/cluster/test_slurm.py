@@ -1,73 +1,193 @@
-"""Run the written sbatch script on a real Slurm: two nodes, a signal before the limit, a requeue."""
+"""Run the written sbatch script on a real Slurm: a signal before the limit, a requeue, lost and bad nodes."""
 
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from trilith.checkpoints import complete_checkpoints, read_source, verify
 from trilith.cli.app import run
-from trilith.recipes.foreign.translation import to_toml
-from trilith.testing.short_runs import losses, tiny_recipe, train, write_tokens
+from trilith.runs.events import read_events
+from trilith.system.process_info import started_with
+from trilith.testing.short_runs import losses
 from trilith.testing.slurm import NoSlurm, Slurm, slurm, unpack
+from trilith.testing.slurm_job import Submitted
 
 pytestmark = pytest.mark.timeout(500)
-STEPS = 200
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
-    folder = tmp_path_factory.mktemp("slurm")
+@pytest.fixture(scope="session")
+def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     try:
-        root = unpack(folder / "unpacked")
+        return unpack(tmp_path_factory.mktemp("slurm-packages"))
     except NoSlurm as reason:
         # A system without Debian's packages has no Slurm of ours; test_job_files.py reads the script there.
         pytest.skip(f"no Slurm to test with: {reason}")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory, unpacked: Path) -> Iterator[Slurm]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
         patch.setenv("OMP_NUM_THREADS", "1")
-        with slurm(folder / "run", root) as running:
+        with slurm(tmp_path_factory.mktemp("slurm") / "run", unpacked) as running:
             yield running
 
 
-def prepare(folder: Path) -> dict[str, Any]:
-    """Write a recipe of two ranks and its script for two nodes; return the recipe."""
-    tokens = write_tokens(folder / "tokens", count=40_000)
-    raw = tiny_recipe(folder / "run", tokens, steps=STEPS, layout={"data": 2}, log_every=1)
-    (folder / "recipe.toml").write_text("".join(f"{key} = {to_toml(value)}\n" for key, value in raw.items()))
-    script = ["--nodes", "2", "--minutes", "10", "--warning", "2", "--out", str(folder / "job.sbatch")]
-    assert run(["launch", "slurm", str(folder / "recipe.toml"), *script]) == 0
-    return raw
-
-
-def wait_for_steps(folder: Path, count: int, seconds: float = 200) -> None:
-    ends, metrics = time.monotonic() + seconds, folder / "run/metrics.jsonl"
-    while not metrics.exists() or len(metrics.read_text().splitlines()) < count:
-        assert time.monotonic() < ends, f"no step {count}: {[*folder.rglob('*.log')]}"
-        time.sleep(0.05)
-
-
-def said(folder: Path) -> str:
-    return "".join(path.read_text() for path in folder.glob("*.log"))
+def said(mine: Submitted) -> str:
+    """Return all that the job has printed."""
+    return "".join(path.read_text() for path in mine.folder.glob("*.log"))
 
 
 def test_a_job_saves_before_its_limit_goes_back_into_the_queue_and_goes_on_bitwise(
     cluster: Slurm, tmp_path: Path
 ) -> None:
-    raw = prepare(tmp_path)
+    steps = 200
+    mine = Submitted.write(run, tmp_path, "--nodes", "2", steps=steps)
     job = cluster.submit(tmp_path / "job.sbatch")
-    wait_for_steps(tmp_path, 5)
+    mine.wait_for_steps(5)
     cluster.command("scancel", "--batch", "--signal=USR1", job)  # as Slurm does two minutes before the limit
     state = cluster.wait(job, "PENDING", "COMPLETED", "FAILED")
-    assert state == "PENDING", said(tmp_path)
-    first = len(losses(tmp_path / "run"))
-    assert 5 <= first < STEPS
-    assert cluster.wait(job, "COMPLETED", "FAILED") == "COMPLETED", said(tmp_path)
-    assert f"stopped and saved after step {first}" in said(tmp_path)
-    train(raw | {"out": str(tmp_path / "whole")})
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
-    assert not (tmp_path / "run/stop").exists()
+    assert state == "PENDING", said(mine)
+    first = len(losses(mine.out))
+    assert 5 <= first < steps
+    assert cluster.wait(job, "COMPLETED", "FAILED") == "COMPLETED", said(mine)
+    assert f"stopped and saved after step {first}" in said(mine)
+    assert losses(mine.out) == mine.uninterrupted()
+    assert not (mine.out / "stop").exists()
+
+
+def nodes_used(cluster: Slurm, job: str) -> str:
+    """Return the nodes of the job, in Slurm's short form."""
+    shown = cluster.command("scontrol", "show", "job", job)
+    return next(word for word in shown.split() if word.startswith("NodeList=")).partition("=")[2]
+
+
+def test_a_node_in_the_run_s_exclusion_list_is_left_alone_and_a_spare_takes_its_place(
+    cluster: Slurm, tmp_path: Path
+) -> None:
+    """The launcher only notes where it runs; the job then ends with 2, because no rank has started."""
+    mine = Submitted.write(run, tmp_path, "--nodes", "1", "--spares", "1", steps=2, ranks=1)
+    mine.out.mkdir()
+    (mine.out / "excluded-nodes").write_text("n1\n")
+    script = (tmp_path / "job.sbatch").read_text()
+    noting = script.replace("launcher='exec", 'launcher=\'echo "$SLURMD_NODENAME" >> ran-on; exit; exec')
+    assert noting != script
+    (tmp_path / "job.sbatch").write_text(noting)
+    job = cluster.submit(tmp_path / "job.sbatch")
+    assert cluster.wait(job, "COMPLETED", "FAILED") == "FAILED", said(mine)
+    assert nodes_used(cluster, job) == "n[1-2]"
+    assert (tmp_path / "ran-on").read_text() == "n2\n"
+
+
+@pytest.mark.slow
+def test_a_node_that_the_scheduler_must_not_use_is_not_used(cluster: Slurm, tmp_path: Path) -> None:
+    mine = Submitted.write(run, tmp_path, "--nodes", "1", "--exclude", "n1", steps=2, ranks=1)
+    job = cluster.submit(tmp_path / "job.sbatch")
+    assert cluster.wait(job, "COMPLETED", "FAILED") == "COMPLETED", said(mine)
+    assert nodes_used(cluster, job) == "n2"
+
+
+@pytest.mark.slow
+def test_a_job_whose_nodes_are_all_excluded_ends_and_says_so(cluster: Slurm, tmp_path: Path) -> None:
+    mine = Submitted.write(run, tmp_path, "--nodes", "2", steps=2)
+    mine.out.mkdir()
+    (mine.out / "excluded-nodes").write_text("n2\n")
+    job = cluster.submit(tmp_path / "job.sbatch")
+    assert cluster.wait(job, "COMPLETED", "FAILED") == "FAILED"
+    assert "error: 1 nodes of n[1-2] are not excluded, 2 are needed" in said(mine)
+
+
+@pytest.mark.slow
+def test_a_job_goes_on_with_what_is_left_of_its_nodes_on_the_same_curve(
+    cluster: Slurm, tmp_path: Path
+) -> None:
+    steps = 400
+    mine = Submitted.write(
+        run, tmp_path, "--nodes", "2", "--fit", steps=steps, checkpoint={"every": 20, "keep": 3}
+    )
+    job = cluster.submit(tmp_path / "job.sbatch")
+    mine.wait_for_steps(45)
+    try:
+        cluster.lose("n2")
+        assert cluster.wait(job, "COMPLETED", "FAILED") == "COMPLETED", said(mine)
+        assert nodes_used(cluster, job) == "n1"
+    finally:
+        cluster.start_node("n2")
+    events = [one for one in read_events(mine.out / "events.jsonl") if one["event"] in ("started", "resumed")]
+    assert [one["world"] for one in events] == [2, 1]
+    assert events[1]["fitted"].startswith("fit: ranks here: 1, in the recipe: 2: ")
+    assert events[1]["step"] >= 40
+    whole, parts = mine.uninterrupted(), losses(mine.out)
+    assert len(whole) == len(parts) == steps
+    for one, other in zip(whole, parts, strict=True):
+        assert other == pytest.approx(one, rel=1e-10)
+
+
+@pytest.mark.slow
+def test_a_cancelled_job_leaves_nothing_running_and_nothing_half_written(
+    cluster: Slurm, tmp_path: Path
+) -> None:
+    mine = Submitted.write(run, tmp_path, "--nodes", "2", steps=100_000, checkpoint={"every": 5, "keep": 3})
+    job = cluster.submit(tmp_path / "job.sbatch")
+    mine.wait_for_steps(23)
+    cluster.command("scancel", job)
+    assert cluster.wait(job, "CANCELLED", "FAILED", "COMPLETED") == "CANCELLED", said(mine)
+    ends = time.monotonic() + 60
+    while left := started_with(f"SLURM_JOB_ID={job}", f"SLURM_CONF={cluster.folder / 'slurm.conf'}"):
+        assert time.monotonic() < ends, f"{left} still run"
+        time.sleep(0.2)
+    found = complete_checkpoints(mine.out / "checkpoints")
+    assert found
+    for path in found:
+        manifest = read_source(path).manifest
+        assert manifest is not None
+        verify(path, manifest)
+    assert run(["verify", str(mine.out)]) == 0
+    done = int(found[-1].name.removeprefix("step-"))
+    assert (
+        run(["train", str(tmp_path / "recipe.toml"), "--fit", "--nproc", "1", f"stop_after={done + 2}"]) == 0
+    )
+
+
+@pytest.mark.slow
+def test_tasks_of_srun_without_torchrun_are_the_ranks(cluster: Slurm, tmp_path: Path) -> None:
+    mine = Submitted.write(run, tmp_path, "--nodes", "2", steps=20)
+    (tmp_path / "plain.sbatch").write_text(
+        "#!/bin/bash\n#SBATCH --nodes=2 --ntasks-per-node=1 --output=plain.log\n"
+        "export MASTER_ADDR=127.0.0.1  # the nodes of this test have no names of their own\n"
+        "srun --kill-on-bad-exit=1 trilith train recipe.toml\n"
+    )
+    job = cluster.submit(tmp_path / "plain.sbatch")
+    assert cluster.wait(job, "COMPLETED", "FAILED") == "COMPLETED", said(mine)
+    assert losses(mine.out) == mine.uninterrupted()
+
+
+_HOLDER = """
+import sys, time
+from pathlib import Path
+from trilith.testing.slurm import slurm
+with slurm(Path(sys.argv[1]), Path(sys.argv[2])) as running:
+    print("up", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+def test_a_slurm_of_a_killed_test_ends(unpacked: Path, tmp_path: Path) -> None:
+    words = [sys.executable, "-c", _HOLDER, str(tmp_path / "run"), str(unpacked)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == "up\n"
+        mark = f"SLURM_CONF={tmp_path / 'run/slurm.conf'}"
+        assert len(started_with(mark)) >= 3
+        os.kill(holder.pid, signal.SIGKILL)
+    ends = time.monotonic() + 30
+    while left := started_with(mark):
+        assert time.monotonic() < ends, f"{left} still run"
+        time.sleep(0.2)
