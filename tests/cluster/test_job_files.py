@@ -63,9 +63,46 @@ def test_the_pods_of_a_job_set_meet_at_the_first(tmp_path: Path) -> None:
     assert {one["name"] for one in claims} == {one["name"] for one in container["volumeMounts"]}
 
 
+def lacks(there: Any, mine: Any, at: str = "") -> list[str]:
+    """Return the places at which ``there`` does not say what ``mine`` says; it may say more."""
+    if isinstance(mine, dict):
+        pairs = [(key, there.get(key) if isinstance(there, dict) else None) for key in mine]
+        return [one for key, value in pairs for one in lacks(value, mine[key], f"{at}.{key}")]
+    if isinstance(mine, list):
+        if not isinstance(there, list) or len(there) != len(mine):
+            return [at]
+        return [one for n, value in enumerate(mine) for one in lacks(there[n], value, f"{at}[{n}]")]
+    return [] if there == mine else [at]
+
+
+@pytest.mark.parametrize(
+    ("system", "module", "kind"),
+    [
+        ("kubernetes", "trainer_v1alpha1_train_job", "TrainerV1alpha1TrainJob"),
+        ("jobset", "jobset_v1alpha2_job_set", "JobsetV1alpha2JobSet"),
+    ],
+)
+@pytest.mark.parametrize("recipe", [RECIPE, "llama-3.2-1b-1gpu"])
+def test_the_published_schemas_of_kubernetes_objects_know_each_key_and_accept_each_value(
+    system: str, module: str, kind: str, recipe: str, tmp_path: Path
+) -> None:
+    """The models are generated from the schemas; they drop keys that a schema has not."""
+    name = f"kubeflow_trainer_api.models.{module}"
+    models = pytest.importorskip(name, reason="comes with the extra trilith[test]: kubeflow-trainer-api")
+    model, job = getattr(models, kind), loaded(tmp_path, system, recipe)
+    assert lacks(model.from_dict(job).to_dict(), job) == []
+    job["spec"]["retries"] = 3
+    assert lacks(model.from_dict(job).to_dict(), job) == [".spec.retries"], "an unknown key must be seen"
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        ([RECIPE, "--least-nodes", "2"], "--least-nodes: expected --fit with it, found 2"),
+        (
+            [RECIPE, "--fit", "--least-nodes", "9"],
+            "--least-nodes: expected at most 8, the job's nodes, found 9",
+        ),
         ([RECIPE, "--nodes", "7"], "layout: expected 70 ranks for 7 nodes x 10, found"),
         ([RECIPE, "--nodes", "4", "--ranks-per-node", "8"], "expected 32 ranks for 4 nodes x 8, found"),
         ([RECIPE, "--minutes", "5"], "--warning: expected fewer minutes than the limit of 5, found 5"),
@@ -80,6 +117,45 @@ def test_a_job_that_cannot_be_is_refused_and_nothing_is_written(
     assert run(["launch", "slurm", *words, "--out", str(out)]) == 2
     assert said in capsys.readouterr().err
     assert not out.exists()
+
+
+def test_only_slurm_is_asked_for_spare_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "job"
+    assert run(["launch", "jobset", RECIPE, "--spares", "1", "--out", str(out)]) == 2
+    assert (
+        "--spares: expected slurm: other systems have no such number, found jobset" in capsys.readouterr().err
+    )
+
+
+def test_a_job_that_may_shrink_asks_for_a_range_of_nodes(tmp_path: Path) -> None:
+    text = written(tmp_path, "slurm", RECIPE, "--fit", "--least-nodes", "4", "--spares", "2")
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    assert "#SBATCH --nodes=4-10\n" in text and 'if [ "$count" -lt 4 ]' in text and "| head -n 8)" in text
+    assert f"trilith train {RECIPE} --fit" in text
+    fixed = written(tmp_path, "slurm", RECIPE, "--spares", "2")
+    assert "#SBATCH --nodes=10\n" in fixed and 'if [ "$count" -lt 8 ]' in fixed and "--fit" not in fixed
+
+
+def test_a_slurm_script_has_all_that_a_run_on_many_hosts_needs(tmp_path: Path) -> None:
+    text = written(tmp_path, "slurm", RECIPE)
+    for needed in (
+        *(
+            "--kill-on-bad-exit=1",
+            "--dependency=singleton",
+            "excluded-nodes",
+            "--signal=B:USR1@",
+            "--requeue",
+        ),
+        *(
+            "hostname --all-ip-addresses",
+            "NCCL_DEBUG=WARN",
+            "NCCL_SOCKET_IFNAME",
+            "NCCL_IB_HCA",
+            "FI_PROVIDER",
+        ),
+        *("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT"),
+    ):
+        assert needed in text, needed
 
 
 def test_a_file_that_somebody_adapted_is_not_written_over(tmp_path: Path) -> None:
