@@ -93,7 +93,7 @@ def slurm_script(job: Job, file: str) -> str:
         recipe=job.recipe,
         nodes=job.nodes,
         least=job.least,
-        range=most if job.least == most else f"{job.least if job.fit else most}-{most}",
+        range=f"{job.least}-{most}" if job.least < job.nodes else most,
         spares=f"{job.spares} more" if job.spares else "no spare nodes",
         ranks=job.ranks,
         file=file,

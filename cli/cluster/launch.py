@@ -65,7 +65,7 @@ def launch(
     ] = False,
     least_nodes: Annotated[
         int | None,
-        typer.Option(min=1, help="with --fit: Slurm starts the job once so many nodes are free; default: 1"),
+        typer.Option(min=1, help="number of free nodes on which Slurm starts a job with --fit; default: 1"),
     ] = None,
     image: Annotated[
         str, typer.Option(help="container image with trilith, for Kubernetes")
