@@ -1,7 +1,8 @@
 """Megatron-style training for PyTorch: one model, any layout.
 
-The names below are those of the first pages; each comes from the door of a room, and its room is imported
-when the name is first asked for, so that ``import trilith`` is quick and imports no torch.
+The names below are those that the first pages of the docs use. Each comes from a room's ``__init__.py``. A
+room is imported when one of its names is first used, so ``import trilith`` is quick and does not import
+torch.
 """
 
 from importlib import import_module

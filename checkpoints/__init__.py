@@ -1,7 +1,8 @@
 """Floor 4: weights on disk: Hugging Face folders and sharded checkpoints.
 
-Offers ``load_model`` and ``convert``, ``save_model`` and ``restore_model`` for a model of the zoo,
-``save_module`` and ``load_module`` for any other, ``verify``, and what a training run saves and resumes with.
+Offers ``load_model``, ``save_model`` and ``restore_model`` for a model of the zoo; ``save_module`` and
+``load_module`` for any other module; ``convert`` and ``verify``; ``Saver`` and ``load_training``, with which
+a training run saves and resumes; and ``Manifest``, the index of a checkpoint.
 """
 
 from .convert.carry_out import ConversionOptions, carry_out, convert

@@ -1,6 +1,7 @@
 """Floor 3: from texts to token files, and from token files to batches, the same for every layout.
 
-Offers ``TokenFile``, what ``trilith tokenize`` writes, and ``Batch``, what a step is given.
+Offers ``TokenFile``, which reads the file that ``trilith tokenize`` writes, and ``Batch``, the input of a
+step.
 """
 
 from .batch import Batch

@@ -1,6 +1,7 @@
 """Floor 6: text from a model, on one rank or many.
 
-Offers ``generate``, from lists of token ids to their continuations in any layout, and ``Sampling``.
+Offers ``generate``, which continues lists of token ids in any layout, and ``Sampling``, how tokens are
+chosen.
 """
 
 from .generate import generate

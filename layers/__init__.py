@@ -1,7 +1,8 @@
 """Floor 2: parallel layers. With ``state=None`` each is its ``torch.nn`` counterpart on one device.
 
-Offers linear layers, embeddings, norms, attention, experts, dropout and losses that cut themselves when they
-are given a state, and activation checkpointing, LoRA and compilation for blocks made of them.
+Offers linear layers, embeddings, norms, attention, experts, dropout and losses. Given a ``ParallelState``,
+each holds only the part of one rank. Also offers activation checkpointing, LoRA and compilation for blocks of
+layers.
 """
 
 from .activation_checkpointing import Checkpointing, checkpoint_blocks, checkpointed, keep_aside

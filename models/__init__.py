@@ -1,8 +1,9 @@
 """Floor 3: the zoo, one file per family: config, Hugging Face names, block.
 
-Offers ``family_of``, from a config.json to its ``Family``, which builds a ``CausalLM`` for any layout;
-``adapted``, the same with LoRA; ``published_size``, a known model by its name; and the rules of which a table
-of names is made.
+Offers ``family_of``, which returns the ``Family`` of a config.json; a ``Family`` builds a ``CausalLM`` for
+any layout. ``adapted`` adds LoRA to a family. ``published_size`` finds a published model by its name.
+``Rename``, ``Split``, ``Stack`` and ``Transpose`` are the rules of which a table of Hugging Face names is
+made.
 """
 
 from .base.config import ModelConfig

@@ -1,7 +1,8 @@
 """Floor 1: how a model lies on many ranks, and nothing about what it computes.
 
-Offers ``Layout``, the numbers; ``ParallelState``, the layout seen from one rank; parameters that declare once
-how they are cut; sums and norms of their gradients; and the errors that users meet.
+Offers ``Layout``, the number of ranks along each axis; ``ParallelState``, the layout seen from one rank;
+parameters that declare once how they are cut; ``gradients.py``, which sums partial gradients, computes the
+global norm and clips; and the errors that users meet.
 """
 
 from .boxes import Box, shared_units

@@ -1,7 +1,8 @@
 """Floor 4: pipeline parallelism: schedules, their timetables, and the stages that run them.
 
-Offers the schedules by name (``schedule_kind``, ``check_schedule``), their ``bubble`` and ``timetable``, and
-``through_stages``, a forward pass alone.
+Offers the schedules (GPipe, 1F1B, interleaved 1F1B, zero-bubble) by name with ``schedule_kind`` and
+``check_schedule``; ``bubble``, the idle share of a schedule; ``timetable``, the actions of every rank in
+order; and ``through_stages``, a forward pass without a backward.
 """
 
 from .relay import through_stages

@@ -1,7 +1,7 @@
-"""Floor 5: what a rank will need, asked of modules on the meta device; nothing is started.
+"""Floor 5: the memory of a rank and the bytes that it sends, computed from modules on the meta device.
 
-Offers ``plan_memory``, the bytes of one rank; ``step_traffic``, what it sends in a step; and
-``changes_that_fit``, what to change where it does not fit.
+Offers ``plan_memory``, the bytes on one rank (parameters, gradients, moments, activations); ``step_traffic``,
+the collectives of a rank in one step; and ``changes_that_fit``, changes of a recipe that make it fit.
 """
 
 from .activations import Saved, saved_under

@@ -1,7 +1,8 @@
 """Floor 8: the search for the layout of a model on a machine, and what a search writes.
 
-Offers ``read_request`` for what is asked, ``find_layouts`` for the answer, and ``Choice``, one layout of it;
-``fit`` for a run's layout on the ranks that are left.
+Offers ``read_request``, which describes the model, the machine and the batch; ``find_layouts``, which returns
+the fastest layouts that fit; ``Choice``, one such layout; and ``fit``, which chooses a run's layout for the
+ranks that are left (``trilith train --fit``).
 """
 
 from .choice import Choice

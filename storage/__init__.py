@@ -1,7 +1,8 @@
 """Floor 2: files on disk, whatever is in them.
 
-Offers safetensors files read by the slice and written as a stream, and, by file: folders that appear whole or
-not at all, locks, journals, and small files read strictly.
+Offers ``TensorFile``, which reads slices of a safetensors file, and ``TensorWriter``, which writes one as a
+stream. Import by file: folders that appear whole or not at all (``staging.py``), locks, journals, strict
+JSON. ``torch_archive/`` reads files of ``torch.save`` and refuses hostile pickles.
 """
 
 from .companions import DECIDE_IDS, VOCABULARIES, companions_in

@@ -1,7 +1,8 @@
 """Floor 8: the public test harness.
 
-Offers ``run_parallel``, a function on many local ranks; ``assert_layout_invariant``, which compares a module
-of yours with one process; and ``LiveBytes``, the memory that tensors hold.
+Offers ``run_parallel``, which runs a function on several local ranks; ``assert_layout_invariant``, which
+compares your module in a layout with the same module on one process; and ``LiveBytes``, which measures the
+memory that tensors hold.
 """
 
 from .invariance.check import LayoutVariance, assert_layout_invariant

@@ -1,7 +1,8 @@
 """Floor 7: the training loop and its parts.
 
-Offers ``run``, a supervised run of a recipe; ``Trainer``, one rank of it; and for a loop of one's own the
-steps, the optimizer, ZeRO (``shard_over_data``), precision, learning rates and evaluation.
+Offers ``run``, which runs a recipe and supervises its ranks, and ``Trainer``, which trains on one rank. For
+your own loop it offers the steps, the optimizer, ZeRO (``shard_over_data``), precision, learning rates and
+evaluation.
 """
 
 from .adamw import make_adamw

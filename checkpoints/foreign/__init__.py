@@ -1,1 +1,1 @@
-"""Read checkpoints of other projects: what they hold, under which names, and which of our tensors that is."""
+"""Read checkpoints of other projects: find their tensors, and the trilith tensor for each foreign name."""

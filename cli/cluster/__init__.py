@@ -1,1 +1,1 @@
-"""Commands about a run on many hosts: the file that starts it, and how its last start ended."""
+"""Define the commands for runs on many hosts: ``trilith launch`` and ``trilith status``."""

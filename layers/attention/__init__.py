@@ -1,1 +1,1 @@
-"""Compute attention: over whole rows, in blocks, and over the rows of context ranks (all-gather or ring)."""
+"""Compute attention: over whole rows, in blocks, and over context ranks (all-gather or ring attention)."""

@@ -1,3 +1,1 @@
-"""Hold what all families share: the config, the family, the decoder, its blocks, and the table of Hugging
-Face names.
-"""
+"""Hold what all families share: config, family, decoder, blocks, and the rules of Hugging Face names."""

@@ -1,6 +1,6 @@
 """Use torch's private names, in this room only, and check that this version of torch still has them.
 
-Offers collectives that ``torch.compile`` traces, kernels, what FSDP hides, and ``self_check``.
+Offers collectives that ``torch.compile`` can trace, kernels, access to FSDP's internals, and ``self_check``.
 """
 
 from .autograd_and_compiler import TorchDispatchMode, after_backward, allow_graphs, compiler_errors

@@ -1,7 +1,7 @@
-"""Inside the planner: how long a step takes on a machine, by part, in any layout, without starting anything.
+"""Predict the seconds of a step on a machine, part by part, in any layout, without starting anything.
 
-Offers ``Machine``, by name (``machine_named``) or as measured (``machine_from_bench``), and ``step_time``,
-with ``spending`` for a run.
+Offers ``Machine``, by its name (``machine_named``) or from measurements (``machine_from_bench``);
+``step_time``, the seconds of one step; and ``spending``, the days, GPU-hours and energy of a whole run.
 """
 
 from .machines import MACHINES, Efficiency, Link, Machine, machine_named

@@ -1,7 +1,8 @@
-"""Read what ``torch.save`` wrote without running any of it: zip entries, records of a pickle, strided views.
+"""Read files of ``torch.save`` without running their pickles: zip entries, pickle records, strided views.
 
-``TorchArchive`` finds the tensors of one archive; ``ViewFile`` reads boxes of them by ``pread``. Names in a
-pickle stay names: nothing is imported and nothing that a file names is called.
+``TorchArchive`` finds the tensors of one archive; ``ViewFile`` reads boxes of these tensors by ``pread``.
+``pickle_machine.py`` refuses a pickle that names anything outside a fixed list. Nothing that a pickle names
+is imported or called.
 """
 
 from .archive import TorchArchive, archive_at
