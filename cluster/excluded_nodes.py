@@ -13,7 +13,7 @@ EXCLUDED_NODES = "excluded_nodes.txt"
 
 
 def exclude_nodes(folder: Path, names: Iterable[str]) -> Path:
-    """Add names to the list in a folder, each once, and return its path; lines that are there stay."""
+    """Add node names to the list in ``folder``, each once, and return the list's path; old lines stay."""
     path = folder / EXCLUDED_NODES
     known = read_text(path).splitlines() if path.exists() else []
     lines = [*known, *(name for name in dict.fromkeys(names) if name not in known)]

@@ -13,13 +13,13 @@ from ..recipes.recipe import Recipe
 
 @dataclass(frozen=True)
 class Job:
-    """Hold what a file for a scheduler says.
+    """Hold the values that a file for a scheduler states.
 
-    ``ranks``: on each of ``nodes`` hosts. ``minutes``: of a run between two saves by the scheduler's limit;
-    ``warning``: minutes before the limit at which the run is asked to save. ``restarts``: how often a failed
-    job is started again. ``exclude``: hosts that are not used. ``image``: a container's. ``spares``: hosts
-    more than the job needs, which take the place of bad ones. ``fit``: go on with fewer hosts if some are
-    lost, with no fewer than ``least``.
+    ``nodes``: number of hosts. ``ranks``: number of ranks on each host. ``minutes``: the scheduler's time
+    limit. ``warning``: how many minutes before the limit the run is asked to save. ``restarts``: how often a
+    failed job is started again. ``exclude``: hosts that are not used. ``image``: the container image.
+    ``spares``: hosts in addition to ``nodes``, which replace bad hosts. ``fit``: continue with fewer hosts if
+    some are lost, but with at least ``least``.
     """
 
     name: str

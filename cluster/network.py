@@ -22,10 +22,10 @@ OPTIONAL = (
 
 
 def variables(*, gpu: bool) -> Iterator[tuple[str, str, str]]:
-    """Yield name, value and reason of each variable that is set."""
+    """Yield name, value and reason of each variable that the file sets."""
     return ((name, value, why) for name, value, why, only in VARIABLES if gpu or not only)
 
 
 def optional(*, gpu: bool) -> Iterator[tuple[str, str, str]]:
-    """Yield name, an example and the reason of each variable that depends on the network."""
+    """Yield name, example value and reason of each variable that depends on the network."""
     return ((name, value, why) for name, value, why, only in OPTIONAL if gpu or not only)

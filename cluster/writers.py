@@ -9,7 +9,7 @@ from .kubernetes import job_set, train_job
 from .skypilot import skypilot_task
 from .slurm import slurm_script
 
-#: By the name that ``trilith launch`` takes: the writer, given the job and the file's name, and the suffix.
+#: For each name that ``trilith launch`` takes: the writer (a function of job and file name) and the suffix.
 WRITERS: dict[str, tuple[Callable[[Job, str], str], str]] = {
     "slurm": (slurm_script, ".sbatch"),
     "kubernetes": (train_job, ".trainjob.yaml"),

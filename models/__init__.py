@@ -1,8 +1,8 @@
 """Floor 3: the zoo, one file per family: config, Hugging Face names, block.
 
-Offers ``family_of``, which returns the ``Family`` of a config.json. A ``Family`` builds a ``CausalLM`` for any
-layout; ``adapted`` adds LoRA to it. ``published_size`` finds a published model by name. ``Rename``, ``Split``,
-``Stack`` and ``Transpose`` are the rules in a family's table of Hugging Face names.
+Offers ``family_of``, which returns the ``Family`` of a config.json; a family builds a ``CausalLM`` for any
+layout. ``adapted`` adds LoRA to a family. ``published_size`` finds a published model by name. ``Rename``,
+``Split``, ``Stack`` and ``Transpose`` are the rules in a family's table of Hugging Face names.
 """
 
 from .base.config import ModelConfig

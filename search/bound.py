@@ -1,4 +1,4 @@
-"""Bound the time of layouts from below, cheaply, from the time of one row and closed formulas."""
+"""Compute lower bounds of the time of layouts, cheaply: from the time of one row, by closed formulas."""
 
 from __future__ import annotations
 
@@ -22,23 +22,24 @@ class Bound:
         self._busiest = cache(self._busiest_rank)
 
     def of_cut(self, cut: Cut) -> float:
-        """Return seconds that no layout with this cut takes less than."""
+        """Return a lower bound, in seconds, for every layout with this cut."""
         return min(self.of_flow(cut, flow) for flow in cut.flows)
 
     def of_flow(self, cut: Cut, flow: Flow) -> float:
-        """Return a bound for every mode: none computes less than "none", and no micro-batch is more efficient
-        than the largest.
+        """Return a lower bound, in seconds, for every mode of activation checkpointing.
+
+        The mode "none" computes least, and the largest micro-batch is the most efficient one.
         """
         largest = max(one.micro_batch for one in cut.flows)
         row = self.evaluator.row_seconds(cut.layout, largest, "none", "1f1b")
         return self._pipeline(cut, flow, *row)
 
     def of_mode(self, cut: Cut, flow: Flow, mode: Checkpointing) -> float:
-        """Return a bound for every store."""
+        """Return a lower bound, in seconds, for every store of this cut, flow and mode."""
         return self._pipeline(cut, flow, *self._row(cut, flow, mode))
 
     def of_choice(self, cut: Cut, flow: Flow, choice: Choice) -> float:
-        """Return a bound for one layout, with what its data ranks exchange."""
+        """Return a lower bound, in seconds, for one layout, including the traffic of its data ranks."""
         row = self._row(cut, flow, choice.checkpointing)
         forward, backward = (self._share(cut, one) for one in row)
         return self._pipeline(cut, flow, *row) + self._exchanged(choice, forward, backward)

@@ -1,8 +1,8 @@
-"""List the layouts that are legal for a model on so many GPUs, by the checks that a recipe is checked with.
+"""List the legal layouts of a model on a given number of GPUs; a layout is legal if a recipe may have it.
 
-A layout is a *cut* (tensor, context, expert, pipeline and what belongs to them), a *flow* (schedule, stages
-of a rank, rows of a micro-batch), a mode of recomputation, and a *store* (ZeRO stage, replicas, offload).
-What is refused is refused for all layouts below it at once, and counted.
+A candidate has four parts: a *cut* (the tensor, context, expert and pipeline axes), a *flow* (schedule,
+stages on a rank, rows of a micro-batch), a mode of activation checkpointing, and a *store* (ZeRO stage,
+replicas, offload). If one part is refused, all layouts with this part are left out at once, and counted.
 """
 
 from __future__ import annotations
@@ -36,7 +36,11 @@ MODES: tuple[Checkpointing, ...] = get_args(Checkpointing)
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """State how micro-batches go through the pipeline. ``count``: micro-batches of a rank in a step."""
+    """State how micro-batches go through the pipeline. ``count``: number of micro-batches of a rank in a
+    step.
+
+    ``micro_batch`` is in rows. ``modes``: the modes of activation checkpointing that are legal with it.
+    """
 
     schedule: ScheduleName
     virtual_stages: int
@@ -51,7 +55,9 @@ class Flow:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """State what the data ranks share of weights, gradients and moments, and whether the host holds them."""
+    """State the ZeRO stage, the number of replicas of the shards, and whether states are offloaded to the
+    host.
+    """
 
     zero: int
     replicas: int
@@ -60,7 +66,7 @@ class Store:
 
 @dataclass(frozen=True)
 class Cut:
-    """Hold a way to cut the model, with ``data`` ranks left over."""
+    """Hold the axes that cut the model, the number of ``data`` ranks that remain, and the legal flows."""
 
     layout: Layout
     data: int
@@ -69,7 +75,7 @@ class Cut:
 
     @cached_property
     def stores(self) -> tuple[Store, ...]:
-        """Return every legal store, those that need least memory first."""
+        """Return every legal store; the one that needs least memory comes first."""
         return _stores(self.data, self.layout.context, self.layout.expert, self.offload)
 
     @property
@@ -78,7 +84,9 @@ class Cut:
         return sum(len(flow.modes) for flow in self.flows) * len(self.stores)
 
     def with_store(self, store: Store) -> Layout:
-        """Return the layout whose data ranks share as ``store`` says, with one stage on a pipeline rank."""
+        """Return the layout with the ZeRO stage and replicas of ``store``, and one stage on a pipeline
+        rank.
+        """
         shards = self.data // store.replicas if store.zero else 1
         return replace(
             self.layout,
@@ -108,7 +116,7 @@ def divisors(number: int) -> list[int]:
 
 
 def candidates(request: Request, tally: Tally, *, offload: bool = False) -> Iterator[Cut]:
-    """Yield every legal cut with its legal flows; count in ``tally`` what is refused.
+    """Yield every legal cut with its legal flows; count the refused layouts in ``tally``.
 
     ``offload``: whether the host holds weights, gradients and moments.
     """

@@ -1,4 +1,4 @@
-"""Define what a search chooses: a layout, its schedule, its micro-batches, and what saves memory."""
+"""Define a choice of the search: a layout, its schedule, its micro-batches, checkpointing and offload."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .request import Request
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """State a layout, its pipeline schedule, the rows that a rank computes at once, and what saves memory."""
+    """State a layout, its schedule, the rows of a micro-batch, activation checkpointing, and offload."""
 
     layout: Layout
     schedule: ScheduleName = "1f1b"
@@ -30,7 +30,7 @@ class Choice:
 
     @property
     def cut(self) -> tuple[object, ...]:
-        """Return what a search shows only once: the axes that cut the model."""
+        """Return the axes that cut the model; a search shows only the fastest layout of each cut."""
         one = self.layout
         return one.tensor, one.context, one.pipeline, one.expert
 
@@ -80,7 +80,7 @@ def raw_recipe(request: Request, choice: Choice) -> dict[str, Any]:
 
 
 def recipe_of(request: Request, choice: Choice) -> Recipe:
-    """Return the checked recipe of a choice; ``BadInput`` if a recipe may not say this."""
+    """Return the checked recipe of a choice; ``BadInput`` if the checks of a recipe refuse it."""
     return parse_recipe(raw_recipe(request, choice), f"plan {request.name}")
 
 

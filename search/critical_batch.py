@@ -6,7 +6,7 @@ import math
 
 
 def expected_loss(parameters: float, tokens: float) -> float:
-    """Return the loss that a model of this size reaches on so many tokens, in nats a token.
+    """Return the loss, in nats a token, that a model with ``parameters`` reaches after ``tokens`` tokens.
 
     Source: Hoffmann et al. 2022, section D.3 (their third approach), on their data.
     """
@@ -14,9 +14,9 @@ def expected_loss(parameters: float, tokens: float) -> float:
 
 
 def critical_batch(parameters: float, tokens: float) -> float:
-    """Return the critical batch in tokens, at the end of a training on so many tokens.
+    """Return the critical batch in tokens, at the end of a training on ``tokens`` tokens.
 
     Source: Kaplan et al. 2020, equation 1.4: 2e8 tokens over the loss to the power of 1 / 0.21. Earlier in
-    training, where the loss is higher, it is smaller.
+    training the loss is higher, and so the critical batch is smaller.
     """
     return 2e8 / math.pow(expected_loss(parameters, tokens), 1 / 0.21)

@@ -1,4 +1,4 @@
-"""Compute what a choice needs and how long it takes, from parts that many choices share."""
+"""Compute the memory and the time of a choice, from parts that are computed once for many choices."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .request import Request
 
 @dataclass(frozen=True)
 class Answer:
-    """Hold a choice that fits, with its time and the memory of the first rank of each pipeline rank."""
+    """Hold a choice with the time of its step and, for each pipeline rank, the memory of its first rank."""
 
     choice: Choice
     time: StepTime
@@ -40,7 +40,7 @@ class Answer:
 
     @cached_property
     def bytes(self) -> int:
-        """Return the bytes that the heaviest rank needs, the runtime's included."""
+        """Return the bytes that the heaviest rank needs, including those of the runtime."""
         return self.memory[self.heaviest].total + RUNTIME
 
 
@@ -126,8 +126,10 @@ class Evaluator:
     def row_seconds(
         self, layout: Layout, micro_batch: int, mode: Checkpointing, schedule: ScheduleName
     ) -> tuple[float, float]:
-        """Return the seconds of a forward and of a backward of a row of the whole model on one pipeline rank,
-        with what its blocks send; nothing that data ranks exchange is in it.
+        """Return the seconds of the forward and of the backward of one row through the whole model.
+
+        The seconds are those on one pipeline rank. They include the traffic of the blocks, but not the
+        traffic of the data ranks.
         """
         bare = replace(_without_data(layout), pipeline=1, virtual_stages=1, v_shape=False)
         compiled = self._compiled(mode, schedule, layout.pipeline > 1)

@@ -1,11 +1,12 @@
-"""Find the fastest layouts that fit: from the one that could be fastest on, until no other can be faster.
+"""Find the fastest layouts that fit, by a best-first search (Hart et al. 1968) over groups of layouts.
 
-Every layout has a lower bound of its time, and so has every group of layouts; the group with the least bound
-is opened next (best first, Hart et al. 1968). Bounds are cheap and become tighter on the way from a cut of
-the model to a single layout, and a single layout is timed in full. What is opened in this order is either
-among the fastest, or does not fit: so the reasons are those of layouts that would have been faster.
+Every group of layouts has a lower bound of its time; the group with the lowest bound is opened next. A group
+is first a cut of the model, then also a flow, a mode, and a store. Each of these steps makes the bound
+tighter, and a single layout at the end is timed in full. The search ends when no group left can hold a faster
+layout. A layout that is opened is among the fastest or does not fit, so the counted reasons are those of
+layouts that would have been faster.
 
-Weights on the host are tried only where nothing fits without.
+Offload (weights on the host) is tried only if no layout fits without it.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Found:
 
     @property
     def settled(self) -> int:
-        """Return how many legal layouts the search knows not to be better."""
+        """Return the number of legal layouts that do not fit, are slower, or are in ``best``."""
         return self.tally.count("memory") + self.tally.count("slower") + len(self.best)
 
 
@@ -72,7 +73,9 @@ class _Group:
 
     @property
     def choice(self) -> Choice:
-        """Return the layout of this group; of open stores the one that needs least memory."""
+        """Return the layout of this group; if the store is still open, with the store that needs least
+        memory.
+        """
         assert self.flow is not None and self.mode is not None
         store = self.store or self.cut.stores[0]
         virtual, v_shape = self.flow.virtual_stages, self.flow.v_shape
@@ -83,9 +86,10 @@ class _Group:
 def find_layouts(
     request: Request, *, shown: int = SHOWN, told: Callable[[Found], None] | None = None
 ) -> Found:
-    """Search for the fastest layouts of a request that fit. ``told``: called now and then with what is found.
+    """Search for the fastest layouts of a request that fit.
 
-    Raises ``BadInput`` if no layout is legal, or none fits; the message says what to change, with figures.
+    ``told``: called now and then with the result so far. Raises ``BadInput`` if no layout is legal or none
+    fits; the message says what to change, with figures.
     """
     search = _Search(request, shown, told)
     if not search.run() and not search.run(offload=True):

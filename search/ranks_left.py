@@ -22,12 +22,13 @@ _UNKNOWN = 2.0**60
 
 
 def fit(recipe: Recipe, ranks: int) -> tuple[Recipe, str]:
-    """Return the recipe in the fastest layout for at most ``ranks`` ranks, and a line that says why this one.
+    """Return the recipe with the fastest layout for at most ``ranks`` ranks, and a line with the reason.
 
-    Where the recipe's own number of ranks is there, its layout stays. Otherwise all ranks are tried first,
-    then one fewer, until a layout is legal and fits: the global batch may not divide evenly over all.
-    Everything that decides the curve stays: model, data and their order, global batch, optimizer. Raises
-    ``BadInput`` if nothing fits, and for a recipe that cannot be searched for.
+    If ``ranks`` is the recipe's own number of ranks, the recipe keeps its layout. Otherwise layouts of all
+    ranks are tried first, then of one rank fewer, and so on, until a layout is legal and fits: the global
+    batch may not divide evenly over all ranks. Everything that decides the loss curve stays: model, data and
+    their order, global batch, optimizer. Raises ``BadInput`` if no layout fits, and for a recipe with float8
+    or frozen groups of parameters, which the search does not plan.
     """
     machine, refused = _machine(recipe), None
     raw = left_as_it_is(recipe)

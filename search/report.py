@@ -34,7 +34,7 @@ def rows(found: Found) -> list[tuple[str, ...]]:
 
 
 def counted(found: Found) -> list[tuple[str, str, str, str]]:
-    """Return why the other layouts fall: kind, reason, number of layouts, and one example."""
+    """Return why other layouts were left out: kind, reason, number of layouts, and one example."""
     return [(one.kind, one.text, f"{one.layouts:,}", one.example) for one in found.tally]
 
 
@@ -63,7 +63,7 @@ def run_facts(found: Found) -> str | None:
 
 
 def as_json(found: Found) -> dict[str, Any]:
-    """Return everything that was found as plain data, with a mark of its kind."""
+    """Return everything that was found as plain data."""
     request = found.request
     return {
         "model": request.name,

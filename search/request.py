@@ -1,4 +1,4 @@
-"""Read what a search is asked: a model, the devices, the batch. Everything else is searched."""
+"""Read the request of a search: the model, the devices and the batch. The search chooses everything else."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ HEADROOM = 0.08
 
 @dataclass(frozen=True)
 class Request:
-    """State what a layout is searched for.
+    """State the model, the batch and the machine that a layout is searched for.
 
-    ``recipe`` holds all that the search leaves as it is: model, data, data types. Its layout is one rank's.
-    ``room``: bytes that a plan may fill of a device. ``raw``: the recipe as plain data, from which the one of
-    the found layout is written.
+    ``recipe`` holds everything that the search does not change: model, data, data types. Its layout is that
+    of one rank. ``room``: the bytes of a device that a rank may use. ``raw``: the recipe as plain data; the
+    recipe of a found layout is written from it.
     """
 
     name: str

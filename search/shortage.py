@@ -1,4 +1,4 @@
-"""Say in one line why a layout does not fit, and what to change where none does."""
+"""Say in one line why a layout does not fit, and what to change if no layout fits."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ _DOUBLINGS = 10
 
 
 def parts_of(plan: MemoryPlan) -> dict[str, int]:
-    """Return the bytes of a rank at its worst moment by kind, in words: of the loss and of a block's backward
-    only the one that needs more.
+    """Return the bytes of a rank at its worst moment, by the name of each kind.
+
+    The loss and a block's backward happen at different times, so only the larger of the two is included.
     """
     idle = "block" if plan.logits > plan.block else "logits"
     found = {words: getattr(plan, name) for name, words in KINDS.items() if name != idle}
@@ -39,7 +40,7 @@ def parts_of(plan: MemoryPlan) -> dict[str, int]:
 
 
 def shortage(plan: MemoryPlan, choice: Choice, rank: int, room: int) -> tuple[str, str]:
-    """Return the kind that needs most of a rank that is too full, and a line with the figures."""
+    """Return the kind that needs the most bytes on a rank that does not fit, and a line with the figures."""
     parts = sorted(parts_of(plan).items(), key=lambda one: -one[1])
     told = ", ".join(f"{words} {size / 1e9:.1f}" for words, size in parts[:3])
     total = plan.total + RUNTIME
@@ -60,7 +61,9 @@ def none_legal(request: Request, tally: Tally) -> BadInput:
 
 
 def none_fits(request: Request, tally: Tally) -> BadInput:
-    """Return the error for a request of which no layout fits, with what would, and the figures."""
+    """Return the error for a request of which no layout fits; it names changes that would fit, with
+    figures.
+    """
     reasons = [one for one in tally if one.kind == "memory"]
     nearest = min(reasons, key=lambda one: one.excess, default=None)
     found = "more with every layout" if nearest is None else nearest.example

@@ -1,4 +1,4 @@
-"""Name the strategy of a layout, say why it is this one, and warn of what slows or spoils a run."""
+"""Name the strategy of a layout, say why the search chose it, and warn of what makes a run slow or bad."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Count why layouts fall, by reason, with one example of each."""
+"""Count the layouts that a search leaves out, by reason, with one example of each reason."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..parallel_state import BadInput
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """State why ``layouts`` layouts fall. ``example``: what was found at one of them."""
+    """State why ``layouts`` layouts are left out. ``example``: the error or the figures of one of them."""
 
     kind: str
     text: str
@@ -31,14 +31,16 @@ class Tally:
         self.add("not legal", str(error.key), layouts, str(error))
 
     def add(self, kind: str, text: str, layouts: int, example: str, *, excess: float = 0.0) -> None:
-        """Count layouts. Of the examples, that with the least ``excess`` is kept: the nearest to legal."""
+        """Count layouts. The example with the least ``excess`` is kept, because it is the nearest to
+        fitting.
+        """
         key = kind, text
         self._counts[key] = self._counts.get(key, 0) + layouts
         if key not in self._examples or excess < self._examples[key][0]:
             self._examples[key] = excess, example
 
     def count(self, kind: str = "") -> int:
-        """Return the number of layouts that fell, of one kind or of all."""
+        """Return the number of layouts that were left out, for one kind of reason or for all."""
         return sum(count for (one, _), count in self._counts.items() if kind in ("", one))
 
     def __iter__(self) -> Iterator[Reason]:
