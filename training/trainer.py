@@ -23,7 +23,7 @@ from ..checkpoints import (
 )
 from ..data.batch import Batch
 from ..data.prefetch import Prefetch
-from ..parallel_state import BadInput, CollectiveOrder, NotTrained, ParallelState, fault, initialize, seed_of
+from ..parallel_state import CollectiveOrder, NotTrained, ParallelState, fault, initialize, seed_of
 from ..recipes.recipe import Recipe
 from ..runs.guard import last_word
 from ..runs.heartbeat import Heartbeat
@@ -36,6 +36,7 @@ from .adamw import set_learning_rate
 from .build import build, schedule_of
 from .lora import first_adapters
 from .not_finite import name_the_culprit
+from .progress_checks import check_progress, sample_order
 from .run_plan import RunPlan, check_run
 from .watchers import Watchers
 
@@ -132,10 +133,8 @@ class Trainer:
                 due = bool(every) and (number + 1) % every == 0
                 if number + 1 == stop or stop_requested or save or due:
                     self._at("save", number + 1)
-                    progress = Progress(
-                        number + 1, self.state.layout, self._identity(), self.update.remember()
-                    )
-                    saver.save(progress)
+                    order = sample_order(self.recipe, self.plan)
+                    saver.save(Progress(number + 1, self.state.layout, order, self.update.remember()))
                     self.switches.off(SAVE)
                 if stop_requested and number + 1 < stop:
                     saver.wait()
@@ -211,7 +210,7 @@ class Trainer:
             progress = load_training(
                 newest, self.model, self.optimizer, plan.family, plan.config, adapter=plan.adapter
             )
-            self._check_progress(newest, progress)
+            check_progress(self.recipe, plan, newest, progress, say=self.terminal.say)
             self.update.restore(progress.memory)
             self.terminal.say(f"resumed from {newest} (written by {progress.layout})")
             self.watchers.began(progress.step, checkpoint=newest, progress=progress)
@@ -224,33 +223,6 @@ class Trainer:
         begin_moments(self.model, self.optimizer)
         self.watchers.began(0)
         return 0
-
-    def _check_progress(self, newest: Path, progress: Progress) -> None:
-        """Refuse to resume with other samples, or with samples in another order."""
-        if progress.step > self.recipe.steps:
-            raise BadInput(
-                "recipe", "steps", expected=f"at least {progress.step}, the step of {newest}",
-                found=self.recipe.steps,
-                todo="Ask for more steps, or start a new run in another folder (out)",
-            )  # fmt: skip
-        if not progress.data:  # of another project, converted
-            self.terminal.say(f"{newest} states no data: the samples are those of step {progress.step} here")
-            return
-        for key, value in self._identity().items():
-            if progress.data.get(key) != value:
-                raise BadInput(
-                    newest, f"data.{key}", expected=progress.data.get(key), found=value,
-                    todo="Resume with the data that the run began with, or start a new run with init_from",
-                )  # fmt: skip
-
-    def _identity(self) -> dict[str, Any]:
-        """Return what determines the order of samples, besides the step."""
-        return {
-            "fingerprint": self.batches.fingerprint,
-            "sequence_length": self.recipe.data.sequence_length,
-            "global_batch": self.recipe.data.global_batch,
-            "seed": self.recipe.seed,
-        }
 
     def _batch(self, number: int) -> Batch:
         """Looked at here, on the host, before it is copied to a device that could only stop with it."""

@@ -1,0 +1,43 @@
+"""State what fixes the order of a run's samples, and refuse a checkpoint of another order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..checkpoints import Progress
+from ..parallel_state import BadInput
+from ..recipes.recipe import Recipe
+from .run_plan import RunPlan
+
+
+def sample_order(recipe: Recipe, plan: RunPlan) -> dict[str, Any]:
+    """Return what determines the order of samples, besides the step."""
+    return {
+        "fingerprint": plan.batches.fingerprint,
+        "sequence_length": recipe.data.sequence_length,
+        "global_batch": recipe.data.global_batch,
+        "seed": recipe.seed,
+    }
+
+
+def check_progress(
+    recipe: Recipe, plan: RunPlan, newest: Path, progress: Progress, *, say: Callable[[str], None]
+) -> None:
+    """Refuse to resume from ``newest`` with other samples, or with samples in another order."""
+    if progress.step > recipe.steps:
+        raise BadInput(
+            "recipe", "steps", expected=f"at least {progress.step}, the step of {newest}",
+            found=recipe.steps,
+            todo="Ask for more steps, or start a new run in another folder (out)",
+        )  # fmt: skip
+    if not progress.data:  # of another project, converted
+        say(f"{newest} states no data: the samples are those of step {progress.step} here")
+        return
+    for key, value in sample_order(recipe, plan).items():
+        if progress.data.get(key) != value:
+            raise BadInput(
+                newest, f"data.{key}", expected=progress.data.get(key), found=value,
+                todo="Resume with the data that the run began with, or start a new run with init_from",
+            )  # fmt: skip
