@@ -9,7 +9,7 @@ from pathlib import Path
 from ..parallel_state import BadCheckpoint, BadInput
 from ..storage.disk import DiskFailed
 from ..storage.file_names import DAMAGED, set_aside_name
-from ..storage.staging import remove_checkpoint
+from ..storage.leftovers import remove_checkpoint
 from ..storage.strict_json import shown
 from .find import complete_checkpoints, step_of
 from .hold import nobody_reads

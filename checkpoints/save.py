@@ -17,8 +17,9 @@ from ..parallel_state.together import together
 from ..storage.companions import Companion, read_companions
 from ..storage.disk import writing
 from ..storage.dtypes import BUFFER
+from ..storage.leftovers import clear_unfinished
 from ..storage.records import StoredFile
-from ..storage.staging import Staging, check_home, clear_unfinished
+from ..storage.staging import Staging, check_home
 from ..storage.strict_json import shown
 from .find import step_directory
 from .manifest import WITH_GRIDS, Manifest, StoredAdapter

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from ..parallel_state import BadInput
 from ..storage.disk import Disk
 from ..storage.file_names import leftovers
-from ..storage.staging import Staging, clear_leftovers
+from ..storage.leftovers import clear_leftovers
+from ..storage.staging import Staging
 from .token_index import TokenIndex, TokenPaths
 from .token_sums import Sums
 from .tokens import TokenFile

@@ -122,9 +122,10 @@ class ParallelState:
         return cls(layout, rank)
 
     @staticmethod
+    @cache
     def alone() -> ParallelState:
         """Return the state of one device, on which every collective is the identity."""
-        return _alone()
+        return ParallelState(Layout(), 0)
 
     @property
     def tensor_size(self) -> int:
@@ -237,11 +238,6 @@ def alone_or(state: object) -> ParallelState:
             todo="ParallelState.start(layout) makes one on each rank",
         )  # fmt: skip
     return state
-
-
-@cache
-def _alone() -> ParallelState:
-    return ParallelState(Layout(), 0)
 
 
 def _line(ranks: torch.Tensor, rank: int, axis: int) -> list[int]:

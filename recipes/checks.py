@@ -8,14 +8,13 @@ from ..layers import routers
 from ..models import Family, ModelConfig, published_size
 from ..parallel_state import BadInput, Layout, nearest_multiples
 from ..pipeline import schedule_kind
+from .optimizer_sections import LossScaleSection, OptimizerSection
 from .sections import (
     DataSection,
     DebugSection,
     ExpertsSection,
-    LossScaleSection,
     MemorySection,
     ModelSection,
-    OptimizerSection,
 )
 from .watch_section import WatchSection
 

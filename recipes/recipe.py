@@ -27,6 +27,7 @@ from .checks import (
     check_optimizer,
     check_precision,
 )
+from .optimizer_sections import LossScaleSection, OptimizerSection
 from .section import PathText, Wait
 from .sections import (
     CheckpointSection,
@@ -36,10 +37,8 @@ from .sections import (
     ExpertsSection,
     LayoutSection,
     LoraSection,
-    LossScaleSection,
     MemorySection,
     ModelSection,
-    OptimizerSection,
     Section,
 )
 from .shipped import recipe_file

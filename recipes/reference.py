@@ -9,7 +9,7 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from . import sections
+from . import optimizer_sections, sections
 from .recipe import Recipe
 from .watch_section import WatchSection
 
@@ -59,10 +59,10 @@ SECTIONS: list[tuple[str, type[BaseModel]]] = [
     ("[lora]", sections.LoraSection),
     ("[layout]", sections.LayoutSection),
     ("[data]", sections.DataSection),
-    ("[optimizer]", sections.OptimizerSection),
-    ("[[optimizer.groups]]", sections.ParameterGroup),
-    ("[optimizer.skip_spikes]", sections.SpikeSection),
-    ("[loss_scale]", sections.LossScaleSection),
+    ("[optimizer]", optimizer_sections.OptimizerSection),
+    ("[[optimizer.groups]]", optimizer_sections.ParameterGroup),
+    ("[optimizer.skip_spikes]", optimizer_sections.SpikeSection),
+    ("[loss_scale]", optimizer_sections.LossScaleSection),
     ("[experts]", sections.ExpertsSection),
     ("[memory]", sections.MemorySection),
     ("[checkpoint]", sections.CheckpointSection),
@@ -86,7 +86,7 @@ def with_tables(text: str) -> str:
 
     def table_of(found: re.Match[str]) -> str:
         name, keys = found[1], found[2]
-        model = Recipe if name == "Recipe" else getattr(sections, name)
+        (model,) = (one for _, one in SECTIONS if one.__name__ == name)
         head = f"<!-- {name}: {keys} -->" if keys else f"<!-- {name} -->"
         return f"{head}\n{table(model, (keys or '').split())}<!-- end -->"
 

@@ -26,7 +26,8 @@ from ..parallel_state import (
 )
 from ..parallel_state.engine import local_data
 from ..parallel_state.initial_weights import fill
-from ..recipes.sections import MemorySection, ParameterGroup
+from ..recipes.optimizer_sections import ParameterGroup
+from ..recipes.sections import MemorySection
 from ..training.adamw import make_adamw
 from ..training.build import spare_memory
 from ..training.data_parallel import resting_device, shard_over_data

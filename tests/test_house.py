@@ -85,7 +85,7 @@ UNPICKLERS = {
 UNPICKLING = {"pickle.load", "pickle.loads", "pickle.Unpickler", "torch.load", "marshal.loads", "shelve.open"}
 
 #: The most lines of a file. A file holds one idea that its name says: length alone is no reason to cut it.
-LIMIT = 400
+LIMIT = 300
 
 
 def sources() -> dict[str, str]:

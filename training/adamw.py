@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from ..parallel_state import declarations
 from ..parallel_state.engine import AdamW
-from ..recipes.sections import ParameterGroup
+from ..recipes.optimizer_sections import ParameterGroup
 
 
 def make_adamw(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..recipes.sections import LossScaleSection
+from ..recipes.optimizer_sections import LossScaleSection
 
 
 class LossScale:

@@ -11,7 +11,7 @@ from torch import nn
 from ..models import Family, ModelConfig
 from ..models.patterns import compiled
 from ..parallel_state import BadInput, buffer_names
-from ..recipes.sections import ParameterGroup
+from ..recipes.optimizer_sections import ParameterGroup
 
 
 def names_of(family: Family, config: ModelConfig) -> dict[str, tuple[str, ...]]:

@@ -18,8 +18,8 @@ from ..planner import sampled
 from ..planner.flops import TokenFlops, flops_per_token
 from ..planner.stage_cut import StageCut, cut_stages
 from ..recipes.checks import check_experts
+from ..recipes.optimizer_sections import ParameterGroup
 from ..recipes.recipe import Recipe, read_config
-from ..recipes.sections import ParameterGroup
 from ..runs.named_trackers import check_trackers
 from ..storage import companions_in
 from ..storage.output_file import check_place

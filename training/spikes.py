@@ -6,7 +6,7 @@ import statistics
 from collections import deque
 from typing import Any
 
-from ..recipes.sections import SpikeSection
+from ..recipes.optimizer_sections import SpikeSection
 
 
 class Spikes:

@@ -10,7 +10,7 @@ import torch
 from ...checkpoints import begin_moments
 from ...layers import Balancing, routers
 from ...models import CausalLM
-from ...recipes.sections import LossScaleSection
+from ...recipes.optimizer_sections import LossScaleSection
 from ...training.loss_scale import LossScale
 from ...training.update import Update
 from ..short_training import Case, build_rank, rank_batch

@@ -17,7 +17,8 @@ from trilith.models.base.config import DENIED, INERT
 from trilith.parallel_state import BadInput, declarations
 from trilith.testing.families import close, config_of, ours_from, transformers_model
 from trilith.testing.published_configs import PUBLISHED
-from trilith.testing.tiny_models import MODELS, VARIANTS
+from trilith.testing.tiny_models import MODELS
+from trilith.testing.tiny_variants import VARIANTS
 
 CASES = {**MODELS, **{name: MODELS[row] | changes for name, (row, changes) in VARIANTS.items()}}
 CASES |= PUBLISHED

@@ -16,7 +16,8 @@ from trilith.layers import IGNORE, gather_logits, valid_tokens, vocab_parallel_c
 from trilith.models import CausalLM, family_of
 from trilith.testing.families import DELTA_NETS, close, config_of, on_disk, ours_from, transformers_model
 from trilith.testing.published_configs import PUBLISHED
-from trilith.testing.tiny_models import MODELS, VARIANTS
+from trilith.testing.tiny_models import MODELS
+from trilith.testing.tiny_variants import VARIANTS
 
 VOCAB = 503
 CASES = {**MODELS, **{name: MODELS[row] | changes for name, (row, changes) in VARIANTS.items()}}

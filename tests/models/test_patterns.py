@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trilith.models import LoraConfig, patterns
 from trilith.parallel_state import BadInput
-from trilith.recipes.sections import ParameterGroup
+from trilith.recipes.optimizer_sections import ParameterGroup
 from trilith.training.parameter_groups import assign
 
 #: A name on which a pattern that tries all ways needs longer than anybody lives.

@@ -21,9 +21,10 @@ from trilith.parallel_state import BadInput, Box, Layout
 from trilith.storage import TensorWriter, staging
 from trilith.storage.disk import Disk, DiskFailed
 from trilith.storage.file_names import MANIFEST
+from trilith.storage.leftovers import clear_unfinished, remove_checkpoint
 from trilith.storage.lock import FileLock
 from trilith.storage.records import StoredFile
-from trilith.storage.staging import Staging, check_output, clear_unfinished, remove_checkpoint, staged
+from trilith.storage.staging import Staging, check_output, staged
 
 
 def save(output: Path, value: float, disk: Disk | None = None) -> None:

@@ -10,7 +10,7 @@ import torch
 from trilith.checkpoints import convert
 from trilith.models import family_of
 from trilith.parallel_state import BadInput
-from trilith.recipes.sections import ParameterGroup
+from trilith.recipes.optimizer_sections import ParameterGroup
 from trilith.testing import RankError
 from trilith.testing.short_runs import losses, tiny_recipe, train, whole_tensors, write_tokens
 from trilith.testing.tiny_models import MODELS, TINY_GLM, TINY_GPT2, TINY_LLAMA

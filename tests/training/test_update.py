@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from trilith.parallel_state import ParallelState, declarations
 from trilith.parallel_state.engine import local_data
+from trilith.recipes.optimizer_sections import LossScaleSection, SpikeSection
 from trilith.recipes.recipe import parse_recipe
-from trilith.recipes.sections import LossScaleSection, SpikeSection
 from trilith.runs.metrics import StepMetrics, read_metrics
 from trilith.testing import RankError, run_parallel
 from trilith.testing.short_runs import tiny_recipe, whole_tensors, write_tokens

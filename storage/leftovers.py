@@ -1,0 +1,72 @@
+"""Remove what killed runs left beside an output; take an output's lock; delete a checkpoint safely."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from contextlib import suppress
+from pathlib import Path
+
+from ..parallel_state import BadInput, fault
+from .disk import Disk, DiskFailed, writing
+from .file_names import beside, finished_name, leftovers, unfinished
+from .lock import FileLock
+
+#: In the name of a lock, as in all that is left beside an output: nobody's own file is called so.
+_LOCK = ".tmp-lock"
+_LEFT = re.compile(r"\.tmp-(lock|[0-9a-f]{16})$")
+
+
+def remove_checkpoint(directory: Path, disk: Disk | None = None) -> None:
+    """Delete a checkpoint. It loses its name first: killed half way, what is left is no checkpoint, and
+    ``clear_unfinished`` removes it.
+    """
+    disk = disk or Disk()
+    unnamed = unfinished(directory, secrets.token_hex(8))
+    with writing(directory):
+        disk.rename(directory, unnamed)
+        disk.sync_directory(directory.parent)
+    fault("commit.amid_removal", rank=0)
+    disk.remove_tree(unnamed)
+
+
+def clear_unfinished(root: Path, disk: Disk | None = None) -> None:
+    """Remove what killed runs left under ``root``, of whatever output, unless somebody is writing it now."""
+    names = [path.name for path in root.iterdir()] if root.is_dir() else []
+    # A lock alone is of a run that was killed before it made more, or after all was done.
+    found = {finished_name(name) or name.removesuffix(_LOCK) for name in names if _LEFT.search(name)}
+    for name in sorted(found):
+        clear_leftovers(root / name, disk)
+
+
+def clear_leftovers(output: Path, disk: Disk | None = None, *, lock_only: bool = False) -> None:
+    """Remove what killed runs left beside ``output``, unless somebody is writing it now."""
+    left = [] if lock_only else leftovers(output)
+    if not left and not beside(output, _LOCK).exists():
+        return
+    with suppress(OSError, BadInput, DiskFailed):  # it is held, or not ours to remove
+        lock = lock_output(output)
+        for path in left:
+            (disk or Disk()).remove_tree(path)
+        lock.remove()
+
+
+def bytes_of_leftovers(output: Path) -> int:
+    """Return the bytes on the disk that killed runs left for this output: reused, or removed first."""
+    return sum(
+        path.stat().st_blocks * 512
+        for left in leftovers(output)
+        for path in left.rglob("*")
+        if path.is_file()
+    )
+
+
+def lock_output(output: Path) -> FileLock:
+    """Take the lock of an output; ``BadInput`` where another process has it."""
+    path = beside(output, _LOCK)
+    with writing(path):
+        lock = FileLock.take(path)
+    if lock is None:
+        found, todo = "another process writing it", "Wait for it, or choose another output"
+        raise BadInput(output, expected="an output of our own", found=found, todo=todo)
+    return lock
