@@ -231,8 +231,8 @@ def test_G25_an_output_that_another_job_finished_before_the_lock_was_had_is_refu
         (output / "theirs").touch()
         return take(output)
 
-    take = staging._lock
-    monkeypatch.setattr(staging, "_lock", late)
+    take = staging.lock_output
+    monkeypatch.setattr(staging, "lock_output", late)
     with pytest.raises(BadInput, match="found one with files in it"):
         Staging.begin(tmp_path / "out")
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["out", "theirs"]
