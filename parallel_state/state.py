@@ -97,10 +97,21 @@ class ParallelState:
         ranks = torch.arange(layout.world).view(sizes)
         # Groups of our own, not those of torch's mesh: these bear our timeout, and of a mesh of one axis
         # torch takes the world's group, in which sends between neighbours would count among all ranks'
-        # collectives.
-        groups = [_group(_line(ranks, rank, axis), timeout) for axis in range(len(sizes))]
+        # collectives. A group has sockets and threads, so axes of one rank share one.
+        alone = _group([rank], timeout)
+
+        def along(whole: torch.Tensor, axis: int) -> dist.ProcessGroup:
+            return alone if whole.shape[axis] == 1 else _group(_line(whole, rank, axis), timeout)
+
+        groups = [along(ranks, axis) for axis in range(len(sizes))]
         mesh = DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=_MESH_AXES)
-        experts = _expert_mesh(layout, rank, groups, device, timeout) if layout.expert > 1 else None
+        experts = None
+        if layout.expert > 1:  # the second view shares the first and the last group, pipeline and tensor
+            again = ranks.view(layout.pipeline, *layout.data_sizes(experts=True), layout.tensor)
+            inner = [along(again, axis) for axis in (1, 2, 3)]
+            experts = DeviceMesh.from_group(
+                [groups[0], *inner, groups[-1]], device.type, mesh=again, mesh_dim_names=_EXPERT_AXES
+            )
         stages = _line(ranks, rank, 0)
         ends = [stages[0], stages[-1]] if rank in (stages[0], stages[-1]) else [rank]
         first = rank - layout.coordinates(rank).context * layout.tensor
@@ -258,24 +269,6 @@ def _group(ranks: Sequence[int], timeout: timedelta, backend: str | None = None)
         [*ranks], timeout=timeout, backend=backend, use_local_synchronization=True
     )
     return group
-
-
-def _expert_mesh(
-    layout: Layout,
-    rank: int,
-    groups: Sequence[dist.ProcessGroup],
-    device: torch.device,
-    timeout: timedelta,
-) -> DeviceMesh:
-    """Return the second view of the ranks, for experts.
-
-    It shares the first and the last of ``groups``, pipeline and tensor.
-    """
-    ranks = torch.arange(layout.world).view(layout.pipeline, *layout.data_sizes(experts=True), layout.tensor)
-    inner = [_group(_line(ranks, rank, axis), timeout) for axis in (1, 2, 3)]
-    return DeviceMesh.from_group(
-        [groups[0], *inner, groups[-1]], device.type, mesh=ranks, mesh_dim_names=_EXPERT_AXES
-    )
 
 
 def _init_process_group(device: torch.device, timeout: timedelta) -> None:

@@ -86,6 +86,21 @@ def groups(layout: Layout) -> dict[str, list[int]]:
     return found
 
 
+def axes_that_share_a_group(layout: Layout) -> set[str]:
+    state = ParallelState.start(layout)
+    assert state.mesh is not None
+    groups = {axis: state.mesh.get_group(axis) for axis in state.mesh.mesh_dim_names or ()}
+    return {one for one in groups for other in groups if one != other and groups[one] is groups[other]}
+
+
+def test_axes_of_one_rank_share_one_group_and_no_others_do() -> None:
+    """Each group has sockets, and threads that wake up a hundred times a second."""
+    for shared in run_parallel(axes_that_share_a_group, 2, Layout.of(tensor=2)):
+        assert shared == {"pipeline", "data_replicate", "fsdp"}
+    for shared in run_parallel(axes_that_share_a_group, 4, Layout.of(tensor=2, pipeline=2)):
+        assert shared == {"data_replicate", "fsdp"}
+
+
 def ranks_along(layout: Layout, axes: tuple[str, ...], rank: int) -> list[int]:
     """Return all ranks that differ from ``rank`` only along ``axes``, in rank order."""
     others = [axis for axis in AXES if axis not in axes]
