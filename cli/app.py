@@ -9,10 +9,12 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import cache
 from typing import Annotated, Any
 
 import typer
 import typer.core
+import typer.main
 
 from ..system import check_enough, refusal_of, visible
 from .bench import bench
@@ -82,6 +84,12 @@ def make_app(commands: Sequence[Callable[..., Any]] = COMMANDS) -> typer.Typer:
     return app
 
 
+@cache
+def _program(commands: tuple[Callable[..., Any], ...]) -> Callable[..., Any]:
+    """Return the command line of these commands. typer reads all their signatures: once in a process."""
+    return typer.main.get_command(make_app(commands))
+
+
 def _group(
     callback: Callable[..., Any], commands: Iterable[Callable[..., Any]], **options: Any
 ) -> typer.Typer:
@@ -146,7 +154,7 @@ def run(arguments: Sequence[str], commands: Sequence[Callable[..., Any]] = COMMA
     try:
         # As its context's ``obj`` a command finds its own words: with them it may start ranks of itself.
         words = list(arguments)
-        code = make_app(commands)(words, prog_name="trilith", standalone_mode=False, obj=words)
+        code = _program(tuple(commands))(words, prog_name="trilith", standalone_mode=False, obj=words)
         sys.stdout.flush()  # a full disk behind it, or a reader that is gone, is told here and not at the end
         return code if isinstance(code, int) else 0
     except (KeyboardInterrupt, typer.Abort):
