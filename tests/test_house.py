@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 
@@ -96,10 +97,30 @@ def sources() -> dict[str, str]:
     return {str(file.relative_to(ROOT)): file.read_text() for file in files}
 
 
+@cache
+def tree_of(text: str) -> ast.Module:
+    """Parse a file, once for all rules."""
+    return ast.parse(text)
+
+
+@cache
+def nodes_of(text: str) -> tuple[ast.AST, ...]:
+    """Return all nodes of a file, listed once for all rules."""
+    return tuple(ast.walk(tree_of(text)))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forget_the_files() -> Iterator[None]:
+    """Give the memory of all trees back: other tests of this process fork it."""
+    yield
+    nodes_of.cache_clear()
+    tree_of.cache_clear()
+
+
 def imported(path: str, text: str) -> Iterator[tuple[int, str]]:
     """Line and absolute name of everything that a file imports, wherever in the file."""
     package = ["trilith", *Path(path).parent.parts]
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes_of(text):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -166,7 +187,7 @@ def absolute_imports(files: dict[str, str]) -> list[str]:
     return [
         f"{path}:{node.lineno}: rooms import each other relatively"
         for path, text in files.items()
-        for node in ast.walk(ast.parse(text))
+        for node in nodes_of(text)
         if (
             isinstance(node, ast.ImportFrom)
             and not node.level
@@ -185,9 +206,8 @@ def private_torch(files: dict[str, str]) -> list[str]:
     found = []
     for path, text in files.items():
         names = [(line, name) for line, name in imported(path, text) if name.split(".")[0] == "torch"]
-        tree = ast.parse(text)
-        aliases = torch_names(tree)
-        for node in ast.walk(tree):
+        aliases = torch_names(text)
+        for node in nodes_of(text):
             if isinstance(node, ast.Attribute):
                 if node.attr in listed:
                     names.append((node.lineno, node.attr))
@@ -201,10 +221,10 @@ def private_torch(files: dict[str, str]) -> list[str]:
     return found
 
 
-def torch_names(tree: ast.Module) -> set[str]:
+def torch_names(text: str) -> set[str]:
     """The names by which a file knows torch and what it imported from there."""
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes_of(text):
         if isinstance(node, ast.Import):
             found |= {a.asname or a.name.split(".")[0] for a in node.names if a.name.split(".")[0] == "torch"}
         elif (
@@ -233,7 +253,7 @@ def prints(files: dict[str, str]) -> list[str]:
         f"{path}:{node.lineno}: a library does not print"
         for path, text in files.items()
         if not path.startswith("cli/")
-        for node in ast.walk(ast.parse(text))
+        for node in nodes_of(text)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
     ]
 
@@ -246,7 +266,7 @@ def own_readers(files: dict[str, str]) -> list[str]:
         f"{path}:{node.lineno}: reads by itself: use storage/small_files.py"
         for path, text in files.items()
         if path not in READERS
-        for node in ast.walk(ast.parse(text))
+        for node in nodes_of(text)
         if isinstance(node, ast.Attribute)
         and (
             node.attr in reading
@@ -261,9 +281,8 @@ def unpicklers(files: dict[str, str]) -> list[str]:
     for path, text in files.items():
         if not re.search("pickle|torch|marshal|shelve|find_class", text):
             continue
-        tree = ast.parse(text)
         names = [(line, name) for line, name in imported(path, text)]
-        for node in ast.walk(tree):
+        for node in nodes_of(text):
             if isinstance(node, ast.Attribute):
                 names.append((node.lineno, dotted_name(node) or f"?.{node.attr}"))
             elif isinstance(node, ast.Name | ast.FunctionDef):
@@ -297,7 +316,7 @@ NO_VERBS = {
 
 def unclear_docstrings(files: dict[str, str]) -> list[str]:
     """Find what doors offer without a docstring that begins with a verb, and such methods of classes."""
-    trees = {path: ast.parse(text) for path, text in files.items()}
+    trees = {path: tree_of(text) for path, text in files.items()}
     found = []
     for path, name in sorted({one for door in trees for one in offered(trees, door)}):
         for node in trees[path].body:
@@ -324,7 +343,7 @@ def begins_with_a_verb(text: str) -> bool:
 def clipped_docstrings(files: dict[str, str]) -> list[str]:
     """Find docstrings, those of private functions too, whose first word is in ``CLIPPED``."""
     kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    nodes = [(path, node) for path, text in files.items() for node in ast.walk(ast.parse(text))]
+    nodes = [(path, node) for path, text in files.items() for node in nodes_of(text)]
     found = [(path, ast.get_docstring(node) or "") for path, node in nodes if isinstance(node, kinds)]
     return [f"{path}: {text[:60]!r}" for path, text in found if re.match(r"\w*", text)[0] in CLIPPED]
 
@@ -380,12 +399,11 @@ def relative_imports(files: dict[str, str]) -> list[str]:
     """Find relative imports that run in test files: a rank loads a test file by path, in no package."""
     found = []
     for path, text in files.items():
-        tree = ast.parse(text)
-        for block in [node for node in ast.walk(tree) if isinstance(node, ast.If)]:
-            if dotted_name(block.test) == "TYPE_CHECKING":
-                block.body = [ast.Pass()]
-        nodes = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level]
-        found += [f"{path}:{node.lineno}: a test file imports another" for node in nodes]
+        blocks = [node for node in nodes_of(text) if isinstance(node, ast.If)]
+        typing_only = [one for one in blocks if dotted_name(one.test) == "TYPE_CHECKING"]
+        unrun = {inner for block in typing_only for one in block.body for inner in ast.walk(one)}
+        nodes = [node for node in nodes_of(text) if isinstance(node, ast.ImportFrom) and node.level]
+        found += [f"{path}:{node.lineno}: a test file imports another" for node in nodes if node not in unrun]
     return found
 
 
