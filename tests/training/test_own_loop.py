@@ -131,13 +131,25 @@ def reset(name: str, layout: Layout, seed: int | None) -> Pieces:
     return pieces(model, state)
 
 
+def reset_all(layout: Layout) -> dict[tuple[str, int | None], Pieces]:
+    return {(name, seed): reset(name, layout, seed) for name in LAYERS for seed in (None, 11)}
+
+
+@pytest.fixture(scope="module")
+def cut() -> list[list[dict[tuple[str, int | None], Pieces]]]:
+    """Return what each rank holds of each layer that was reset, in both layouts: a call for each layout."""
+    return [run_parallel(reset_all, world, Layout(tensor=world)) for world in (2, 3)]
+
+
 @pytest.mark.parametrize("name", LAYERS)
-def test_every_layer_is_reset_to_the_same_bits_in_every_layout(name: str) -> None:
+def test_every_layer_is_reset_to_the_same_bits_in_every_layout(
+    name: str, cut: list[list[dict[tuple[str, int | None], Pieces]]]
+) -> None:
     for seed in (None, 11):
         expected = assemble([reset(name, Layout(), seed)])
         assert expected and not any(bool(one.isnan().any()) for one in expected.values())
-        for layout in (Layout(tensor=2), Layout(tensor=3)):
-            found = assemble(run_parallel(reset, layout.world, name, layout, seed))
+        for ranks in cut:
+            found = assemble([rank[name, seed] for rank in ranks])
             assert expected.keys() == found.keys()
             assert all(torch.equal(one, found[key]) for key, one in expected.items())
     torch.manual_seed(5)
