@@ -20,9 +20,9 @@ ALL = [
     Layout.of(pipeline=2, data=2, zero=1),
 ]
 MIXED = [
+    Layout.of(tensor=2, data=2, expert=2, zero=3, sequence=True),
     Layout.of(data=2, expert=2, zero=2),
     Layout.of(context=2, expert=2, zero=1),
-    Layout.of(tensor=2, data=2, expert=2, zero=3, sequence=True),
 ]
 #: Families of the covering array of ``test_combinations``.
 IN_ARRAY = {"llama", "gpt2", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "glm4_moe", "gemma2"}
