@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import gc
 import os
 import resource
 import signal
@@ -161,6 +162,7 @@ def _is_open(fd: int) -> bool:
 
 def _become(work: Callable[[], int], folder: Path, err: int) -> None:
     code = 99
+    gc.freeze()  # or the first collection here would copy every page that the parent has objects on
     try:
         os.setsid()
         os.chdir(folder)

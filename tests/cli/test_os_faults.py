@@ -230,6 +230,7 @@ def inputs() -> Iterator[Path]:
         '{"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}'
     )
     write_tokens(folder / "tokens")
+    run(["--help"])  # what it reads and imports, forks need not read again
     (folder / "run").mkdir()
     (folder / "run" / "metrics.jsonl").write_text(json.dumps(STEP) + "\n")
     (folder / "ended" / "status").mkdir(parents=True)
