@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 from trilith.cli.app import COMMANDS
-from trilith.recipes import Recipe, optimizer_sections, sections
+from trilith.recipes import Recipe, optimizer_sections, sections, watch_section
 from trilith.recipes.recipe import parse_recipe
 from trilith.recipes.reference import SECTIONS, TABLE, reference, table
 from trilith.runs.metrics import read_metrics
@@ -24,7 +24,8 @@ TABLES = TABLE.findall(DOC.read_text())
 def test_the_reference_has_every_section_and_key() -> None:
     assert {model for _, model in SECTIONS} == {
         one
-        for one in [Recipe, *vars(sections).values(), *vars(optimizer_sections).values()]
+        for file in (sections, optimizer_sections, watch_section)
+        for one in (Recipe, *vars(file).values())
         if isinstance(one, type)
         and issubclass(one, BaseModel)
         and one.__name__ not in ("Section", "LoraConfig", "BaseModel")
