@@ -31,8 +31,8 @@ def doctor(
         bool,
         typer.Option(
             "--exclude",
-            help="add nodes that --nodes finds at fault to excluded_nodes.txt in the working directory, "
-            "which the Slurm script of trilith launch reads",
+            help="add nodes that --nodes finds at fault to the file excluded-nodes in the first FOLDER, the "
+            "run's, where the Slurm script of trilith launch reads it",
         ),
     ] = False,
     as_json: Annotated[
@@ -95,7 +95,7 @@ def _compare(folders: Sequence[Path], *, gbits: float | None, exclude: bool, as_
         if verdict.exclude:
             say(f"leave out: {', '.join(verdict.exclude)}")
     if exclude and verdict.exclude:
-        path = exclude_nodes(Path.cwd(), verdict.exclude)
+        path = exclude_nodes(folders[0] if folders else Path.cwd(), verdict.exclude)
         if not as_json:
             say(f"wrote {path}")
     _end(verdict.findings)

@@ -1,4 +1,4 @@
-"""Keep the list of nodes that jobs should not use: ``excluded_nodes.txt`` beside the job's file."""
+"""Keep the list of nodes that jobs should not use: ``excluded-nodes`` in the run's folder."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..storage.disk import writing
 from ..storage.small_files import read_text
 
 #: One node's name a line; the Slurm script of ``trilith launch`` reads it.
-EXCLUDED_NODES = "excluded_nodes.txt"
+EXCLUDED_NODES = "excluded-nodes"
 
 
 def exclude_nodes(folder: Path, names: Iterable[str]) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from ..storage.torch_archive import Limits, read_records
 _OURS, _NCCL = "collectives-rank", "nccl-rank"
 _NAME = re.compile(rf"(?:{_OURS}|{_NCCL})([0-9]+)(?:\.json)?")
 _MOST_BYTES = 64 << 20
+#: Calls of each group that a rank writes, and ranks that read each other's records when they fail.
+_NEWEST, _MOST_RANKS = 50, 64
 _PICKLED = Limits(nodes=5_000_000, waiting=200_000)
 
 
@@ -46,9 +49,30 @@ def keeping_nccl_record(folder: Path) -> AbstractContextManager[None]:
 def write_record(folder: Path, rank: int) -> None:
     """Write what torch has recorded on this rank; a full disk must not hide what went wrong."""
     with suppress(OSError, RuntimeError, ValueError):
-        records = {name: json.loads(text) for name, text in recorded_collectives().items()}
+        records = {name: _newest(json.loads(text)) for name, text in recorded_collectives().items()}
         path = folder / f"{_OURS}{rank}.json"
         path.write_text(json.dumps({"groups": group_ranks(), "records": records}), encoding="utf-8")
+
+
+def _newest(record: dict[str, Any]) -> dict[str, Any]:
+    """Leave out all but the last calls in each group."""
+    entries, seen = [], Counter[str]()
+    for entry in reversed(record.get("entries", [])):
+        seen[str(entry["process_group"])] += 1
+        if seen[str(entry["process_group"])] <= _NEWEST:
+            entries.append(entry)
+    return {"entries": entries[::-1]}
+
+
+def what_it_waited_for(folder: Path, world: int) -> str:
+    """Return who waited for whom, once all ranks have left a record; else an empty text.
+
+    Every rank calls this, so it reads nothing where there are many ranks.
+    """
+    if world > _MOST_RANKS:
+        return ""
+    records = read_records_of(folder)
+    return "; ".join(who_waits(records)) if len(records) == world else ""
 
 
 def read_records_of(folder: Path) -> dict[int, list[Call]]:
@@ -122,7 +146,8 @@ def _told(records: Mapping[int, Sequence[Call]], group: str, ranks: tuple[int, .
         for call in calls
         if (call.group, call.ranks, call.number) == (group, ranks, number)
     }
-    where = f"collective {number} of group {group}, ranks {list(ranks)}"
+    # torch names the groups of a device mesh by long hashes.
+    where = f"collective {number} of ranks {list(ranks)}" + (f", group {group}" if len(group) < 20 else "")
     if len({call.name for call in here.values()}) > 1:
         calls = [f"rank {rank} calls {call.name} {call.shapes}" for rank, call in sorted(here.items())]
         return f"{where} differs: {'; '.join(calls)}"

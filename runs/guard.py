@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..parallel_state import PeerFailed, rank_at_fault
-from .flight_recorder import write_record
+from .flight_recorder import what_it_waited_for, write_record
 from .heartbeat import Heartbeat
 
 #: Words of gloo, NCCL and TORCH_DISTRIBUTED_DEBUG=DETAIL.
@@ -63,7 +63,8 @@ def last_word(beat: Heartbeat) -> Iterator[None]:
             raise
         if beat.run is not None:
             write_record(beat.folder, beat.rank)
-        text = f"{beat.place}: a collective failed: {beat.blame() or str(error).splitlines()[0]}"
+        why = beat.blame() or what_it_waited_for(beat.folder, beat.world) or str(error).splitlines()[0]
+        text = f"{beat.place}: a collective failed: {why}"
         beat.end(PeerFailed.exit_code, text, cause=False)
         raise PeerFailed(text) from error
 

@@ -26,7 +26,7 @@ def call(number: int, *, ended: bool, name: str = "all_reduce", ranks: tuple[int
     return Call("tensor", ranks, number, name, "float [4]", ended)
 
 
-WHERE = "(collective 2 of group tensor, ranks [0, 1, 2])"
+WHERE = "(collective 2 of ranks [0, 1, 2], group tensor)"
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def failed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_command_says_which_rank_did_not_come(failed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["status", str(failed), "--why"]) == 0
     assert capsys.readouterr().out.splitlines()[1:] == [
-        "rank 0 waits in all_reduce Float [4, 8] (collective 3 of group tensor, ranks [0, 1]) for rank 1, "
+        "rank 0 waits in all_reduce Float [4, 8] (collective 3 of ranks [0, 1], group tensor) for rank 1, "
         "which left no record"
     ]
 

@@ -1,0 +1,131 @@
+"""Hosts with networks of their own on this machine: a link is cut in a step, a link is slow."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trilith.recipes.foreign.translation import to_toml
+from trilith.runs.heartbeat import all_status, status_folder
+from trilith.system.process_info import process_info
+from trilith.testing.networks import Hosts, NoNetworks, hosts
+from trilith.testing.short_runs import losses, tiny_recipe, train, write_tokens
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+TIMEOUT = 10.0
+
+
+@pytest.fixture
+def network(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    try:
+        with hosts(request.param) as made:
+            yield made
+    except NoNetworks as reason:
+        pytest.skip(f"this machine lets us make no network namespaces: {reason}")
+
+
+def wait_until(done: Callable[[], bool], seconds: float, what: str) -> float:
+    """Return after how many seconds it was so."""
+    began = time.monotonic()
+    while not done():
+        assert time.monotonic() - began < seconds, what
+        time.sleep(0.05)
+    return time.monotonic() - began
+
+
+def lives(pid: int) -> bool:
+    info = process_info(pid)
+    return info is not None and info.alive
+
+
+def start_all(network: Hosts, words: list[str], folder: Path) -> list[Any]:
+    return [
+        network.start(name, network.torchrun(name, words), folder / f"{name}.log") for name in network.names
+    ]
+
+
+@pytest.mark.parametrize("network", [2], indirect=True)
+def test_a_link_that_is_cut_in_a_step_is_named_and_the_run_goes_on_when_it_is_back(
+    network: Hosts, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    tokens = write_tokens(tmp_path / "tokens", count=40_000)
+    raw = tiny_recipe(out, tokens, steps=400, layout={"data": 2}, timeout=TIMEOUT)
+    raw["checkpoint"] = {"every": 20, "keep": 2}
+    (tmp_path / "recipe.toml").write_text(
+        "".join(f"{key} = {to_toml(value)}\n" for key, value in raw.items())
+    )
+    words = ["trilith", "train", str(tmp_path / "recipe.toml")]
+
+    def logs() -> str:
+        return "\n".join(path.read_text() for path in tmp_path.glob("*.log"))
+
+    def steps() -> int:
+        path = out / "metrics.jsonl"
+        return len(path.read_text().splitlines()) if path.exists() else 0
+
+    running = start_all(network, words, tmp_path)
+    wait_until(lambda: steps() > 30, 200, "no 30 steps\n")
+    network.cut("node2")
+    stopped = steps()
+
+    def ended() -> bool:
+        return [status.code for status in all_status(status_folder(out))] == [3, 3]
+
+    seconds = wait_until(ended, TIMEOUT + 5, "the ranks did not say within timeout + 5 s that they failed")
+    told = [status.error for status in all_status(status_folder(out))]
+    print(f"\nnamed {seconds:.1f} s after the cut: {told}")
+    assert all("all ranks have called it, so the network failed" in one for one in told)
+    ranks = [status.pid for status in all_status(status_folder(out))]
+    wait_until(lambda: not any(map(lives, ranks)), 10, "a rank that failed goes on")
+    assert 30 < stopped < raw["steps"]
+
+    network.restore("node2")  # which lets torchrun's two agents, which wait for each other, end
+    wait_until(lambda: all(one.poll() is not None for one in running), 120, "torchrun goes on")
+    assert all(one.returncode for one in running)
+    again = start_all(network, words, tmp_path)
+    wait_until(lambda: all(one.poll() is not None for one in again), 200, "the resumed run goes on")
+    assert [one.returncode for one in again] == [0, 0], logs()
+    assert "resumed from" in logs()
+    train(raw | {"out": str(tmp_path / "whole")})
+    assert losses(out) == losses(tmp_path / "whole")
+
+
+def compare(network: Hosts, folder: Path, *options: str) -> dict[str, Any]:
+    """Run the comparison of nodes on all hosts; return what the first says."""
+    words = ["trilith", "doctor", "--nodes", "--json", *options, str(folder)]
+    for one in start_all(network, words, folder):
+        one.wait(120)
+    text = (folder / "node1.log").read_text()
+    found: dict[str, Any] = json.JSONDecoder().raw_decode(text[text.index("{\n") :])[0]
+    return found
+
+
+def named(found: dict[str, Any]) -> list[str]:
+    return [one["check"] for one in found["findings"] if one["group"] == "links" and one["level"] == "fault"]
+
+
+@pytest.mark.parametrize("network", [3], indirect=True)
+def test_the_node_with_the_slow_link_is_named(network: Hosts, tmp_path: Path) -> None:
+    assert compare(network, tmp_path)["exclude"] == []
+    network.slow("node3", 50)
+    found = compare(network, tmp_path)
+    print(f"\n{[(link['first'], link['second'], link['rate']) for link in found['links']]}")
+    assert {*named(found)} >= {"node3", "node1 - node3", "node2 - node3"} and found["exclude"] == ["node3"]
+
+
+@pytest.mark.parametrize("network", [2], indirect=True)
+def test_a_slow_link_of_two_nodes_is_named_by_the_rate_that_it_should_have(
+    network: Hosts, tmp_path: Path
+) -> None:
+    assert named(compare(network, tmp_path, "--gbits", "1")) == []
+    network.slow("node1", 50)
+    assert named(compare(network, tmp_path, "--gbits", "1")) == ["node1 - node2"]
