@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -159,6 +160,54 @@ def test_a_resumed_run_goes_on_in_the_same_run_of_a_named_tracker(
         *(None, "theirs"), None
     )  # fmt: skip
     assert not PartialState._shared_state  # Accelerate is as it was
+
+
+def two_attempts(out: Path, name: Any) -> None:
+    """Log steps 1 to 3, then resume after step 2 and go on to step 5."""
+    for start, logged, until in ((0, 0, 3), (2, 3, 5)):
+        trackers = begin(out, [name], [], start=start, logged=logged)
+        for step in range(start + 1, until + 1):
+            trackers.log(step, {"loss": 1.0 / step})
+        trackers.close()
+        assert not vars(trackers)["said"]
+
+
+def wandb_steps(file: Path) -> list[int]:
+    """Return the steps in a file of wandb's: LevelDB's log format around protobuf records."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    raw, at, found = file.read_bytes(), 7, []
+    while at + 7 <= len(raw):
+        length = int.from_bytes(raw[at + 4 : at + 6], "little")
+        record = Record()
+        record.ParseFromString(raw[at + 7 : at + 7 + length])
+        found += [
+            int(item.value_json) for item in record.history.item if "_step" in (item.key, *item.nested_key)
+        ]
+        at += 7 + length
+    return found
+
+
+@pytest.mark.slow
+def test_wandb_itself_offline_has_each_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="wandb is no dependency of the tests")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    two_attempts(tmp_path, "wandb")
+    files = sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert [step for file in files for step in wandb_steps(file)] == [1, 2, 3, 4, 5]
+    assert len({file.name for file in files}) == 1  # one run for wandb
+
+
+@pytest.mark.slow
+def test_trackio_itself_has_each_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("trackio", reason="trackio is no dependency of the tests")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    two_attempts(tmp_path, "trackio")
+    with sqlite3.connect(tmp_path / "trackio" / "p.db") as base:
+        rows = base.execute("select run_name, step from metrics order by step").fetchall()
+    assert [step for _, step in rows] == [1, 2, 3, 4, 5] and len({name for name, _ in rows}) == 1
 
 
 def test_a_package_that_is_missing_is_named_with_what_to_install() -> None:
