@@ -15,7 +15,9 @@ from .manifest import Damaged
 
 @contextmanager
 def naming_an_older_one(check: Callable[[Path], None]) -> Iterator[None]:
-    """Add to an error about a damaged checkpoint of a run which older one passes ``check``."""
+    """Add the newest older checkpoint that passes ``check`` to an error about a damaged checkpoint of a
+    run.
+    """
     try:
         yield
     except Damaged as error:
@@ -40,7 +42,7 @@ def newest_good(candidates: list[Path], check: Callable[[Path], None]) -> Path |
 
 
 def with_older(error: Damaged, older: Path | None) -> Damaged:
-    """Return the same error with what to do: continue from ``older``, if there is one."""
+    """Return the same error with the advice to continue from ``older``, if it is not ``None``."""
     if older is None:
         return error
     aside = set_aside_name(error.checkpoint, DAMAGED)

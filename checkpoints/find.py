@@ -19,7 +19,7 @@ _TRIES = 100
 class Found:
     """Hold a complete checkpoint, and a line for the user about each newer one that is not complete.
 
-    As long as ``held`` lives, retention does not delete it.
+    Retention does not delete the checkpoint as long as the object ``held`` lives.
     """
 
     directory: Path
@@ -53,8 +53,9 @@ def open_checkpoint(directory: Path | str) -> Found:
 
 
 def latest_checkpoint(root: Path | str) -> Found:
-    """Return the complete checkpoint of the highest step, held against deletion; ``BadCheckpoint`` says
-    what is there.
+    """Return the complete checkpoint of the highest step, held against deletion.
+
+    Raises ``BadCheckpoint`` if there is none; the error says what the folder has instead.
     """
     root = Path(root)
     if not root.is_dir():

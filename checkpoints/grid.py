@@ -1,7 +1,7 @@
-"""State by one rule where the parts of a tensor lie: which box is in the file of which rank.
+"""State by one rule which box of a tensor is in the file of which rank.
 
-A run cuts each tensor evenly, so a line for each part would repeat the rule a thousand times. A grid is the
-rule; its parts are computed when somebody needs them, and only those.
+A run cuts each tensor evenly, so a line for each part would repeat the same rule a thousand times. A grid is
+this rule. Single parts are computed from it when they are needed.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Piece = tuple[int, int, int]
 
 
 class GridCut(StrictRecord):
-    """Cut dim ``dim`` into ``count`` pieces of ``rows`` rows; each piece is in the file of the rank that is
-    ``apart`` after the rank of the piece before.
+    """Cut dim ``dim`` into ``count`` pieces of ``rows`` rows, each in the file of another rank.
 
-    Rows end where the tensor, or the piece that is being cut, ends: the last pieces may be shorter, or empty.
+    If one piece is in the file of rank r, the next piece is in the file of rank r + ``apart``. A piece ends
+    where the tensor, or the piece that is being cut, ends: so the last pieces may be shorter, or empty.
     """
 
     dim: Count
@@ -36,10 +36,11 @@ class GridCut(StrictRecord):
 
 
 class Grid(StrictRecord):
-    """Say that the piece at the start of every dim is in the file of rank ``first``, and the others follow by
-    ``cuts``, each of which cuts the pieces of those before it.
+    """State the parts of a whole tensor: the first part is in the file of rank ``first``.
 
-    Empty pieces are in no file. No element has two parts, because cuts never overlap.
+    ``cuts`` are applied in their order, and each cuts all pieces that the earlier cuts made. The first part
+    is the piece that starts at index 0 of every dim. Empty pieces are in no file. No element is in two parts,
+    because the pieces of a cut never overlap.
     """
 
     first: Count
@@ -47,9 +48,9 @@ class Grid(StrictRecord):
 
     @classmethod
     def of(cls, stated: Declaration, layout: Layout, pipeline: int) -> Grid:
-        """Return where the ranks of a pipeline rank's stages store a parameter between steps.
+        """Return the grid of a parameter as the ranks of one pipeline rank store it between steps.
 
-        It gives the boxes of ``Declaration.shard_box``, without padding, to the ranks that own them.
+        Its parts are the boxes of ``Declaration.shard_box`` without padding, in the files of their owners.
         """
         _, shards, experts = layout.data_sizes(stated.experts)
         sizes, cuts = [*stated.held_shape(layout)], list[GridCut]()
@@ -83,7 +84,7 @@ class Grid(StrictRecord):
                 yield self.first + sum(piece[2] for piece in pieces), box
 
     def number(self, shape: tuple[int, ...]) -> int:
-        """Return the number of parts; computed, however many there are."""
+        """Return the number of parts, without making them."""
         return prod(_number(self._cuts_of(dim), size) for dim, size in enumerate(shape)) if all(shape) else 0
 
     def box_of(self, rank: int, shape: tuple[int, ...]) -> Box | None:

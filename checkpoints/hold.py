@@ -1,8 +1,9 @@
-"""Keep a checkpoint from being deleted while it is read: readers lock its directory, retention checks.
+"""Keep a checkpoint from being deleted while it is read: readers lock its directory, retention checks the
+lock.
 
-A run with ``keep = 1`` deletes a checkpoint as soon as the next is committed, while others may be reading it.
-The lock is the system's (flock), shared by readers, and goes with the process that holds it. Where a file
-system has no such locks, nothing is held, and a reader may get an error because files are gone.
+A run with ``keep = 1`` deletes a checkpoint as soon as the next one is committed, even if another process is
+reading it. The lock is the operating system's (flock); several readers may share it, and it ends with the
+process. On a file system without such locks a reader may get an error because files were deleted.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Hold:
 
 
 def hold(directory: Path) -> Hold:
-    """Hold a directory; ``BadCheckpoint`` for one that is being deleted, or is gone."""
+    """Lock a directory against deletion; ``BadCheckpoint`` if it is being deleted or does not exist."""
     try:
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:

@@ -98,14 +98,14 @@ def read_converted(path: Path, source: Source) -> Source:
 
 
 def check_base(adapter: StoredAdapter, base: Source, where: object) -> None:
-    """Refuse a base whose weights are not those that the adapters were trained on."""
+    """Refuse a base if the adapters were trained on other weights."""
     if adapter.fingerprint is not None:
         here = StoredAdapter(lora=adapter.lora, base=str(base.path), fingerprint=fingerprint(base))
         check_same_base(adapter, here, where)
 
 
 def check_same_base(trained: StoredAdapter, here: StoredAdapter, where: object) -> None:
-    """Refuse adapters whose base was another than the one ``here``."""
+    """Refuse adapters whose base is not the base ``here``."""
     if trained.fingerprint != here.fingerprint:
         raise BadCheckpoint(
             where,

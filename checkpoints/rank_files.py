@@ -18,9 +18,9 @@ from .stored_tensor import StoredTensor
 
 
 def own_boxes(stated: Mapping[str, Declaration], layout: Layout, at: Coordinates) -> dict[str, Box]:
-    """Return the box that this rank writes of each parameter, without those of which it writes nothing.
+    """Return the box of each parameter that this rank writes; parameters without such a box are left out.
 
-    ``stated``: the declarations of the rank's own stages; no other rank's are needed.
+    ``stated``: the declarations of the rank's own stages.
     """
     found = {}
     for name, one in stated.items():
@@ -39,7 +39,7 @@ def stored_tensors(
     frozen: frozenset[str],
     moments: Sequence[str],
 ) -> dict[str, StoredTensor]:
-    """Describe every tensor as the manifest does; declarations and layout alone say which rank writes what.
+    """Return the manifest's entry of every tensor, computed from declarations and layout alone.
 
     All tensors have one ``dtype``, except buffers, which have their own. Moments lie where their parameters
     lie; ``frozen`` parameters and buffers have none.

@@ -1,4 +1,4 @@
-"""List what a rank stores of a model: for each parameter and its moments a box without padding."""
+"""List the boxes of a model that a rank stores: one for each parameter, without padding."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Place:
 
 
 def places(model: nn.Module, state: ParallelState) -> list[Place]:
-    """List every parameter of the model, also those of which this rank stores nothing but padding."""
+    """List every parameter of the model; the box is empty if this rank stores only padding of it."""
     stated = declarations(model)
     found = []
     for name, parameter in model.named_parameters():
@@ -47,10 +47,10 @@ def places(model: nn.Module, state: ParallelState) -> list[Place]:
 def stored_parts(
     model: nn.Module, state: ParallelState, choose: Callable[[nn.Parameter], Tensor | None] | None = None
 ) -> Iterator[tuple[str, Tensor, Box]]:
-    """Yield what this rank stores: name, local tensor without padding (it shares memory), and its box.
+    """Yield, for each parameter, its name, this rank's part of the tensor, and the box of this part.
 
-    ``choose`` replaces a parameter with another tensor of its shape, such as a moment, or with nothing.
-    Parameters of which this rank stores nothing are left out.
+    The part has no padding and shares the memory of the parameter. ``choose`` replaces a parameter by another
+    tensor of its shape, such as a moment, or leaves it out with ``None``. Empty parts are left out.
     """
     for place in places(model, state):
         chosen = place.parameter if choose is None else choose(place.parameter)

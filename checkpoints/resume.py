@@ -1,4 +1,4 @@
-"""Going on with a run: its newest complete checkpoint, read in any layout. ``saving`` writes them."""
+"""Resume a run: find its newest complete checkpoint and read it in any layout. ``save.py`` writes it."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from .verify_together import naming_an_older_one_together, verify_share
 
 @dataclass(frozen=True)
 class Progress:
-    """State how far a run is: the steps done, the layout that did them, the fields that fix the order of its
-    samples.
+    """State how far a run is: ``step``, the number of steps done, and the ``layout`` that did the last of
+    them.
 
-    ``state``: plain data that the training loop stores. ``updates``: the number of steps that were not
-    skipped.
+    ``data``: plain data that fixes the order of the samples. ``memory``: plain data of the training loop,
+    such as the number of updates (``Update.remember``, ``together_updates``).
     """
 
     step: int
@@ -45,10 +45,9 @@ class Progress:
 def newest_checkpoint(
     root: Path, state: ParallelState, *, say: Callable[[str], None] = lambda text: None
 ) -> Path | None:
-    """Return the newest complete checkpoint in a run's folder, the same on every rank; ``None`` if there is
-    none yet.
+    """Return the newest complete checkpoint in a run's folder, or ``None``; the same on every rank.
 
-    Rank 0 looks and tells the others. Incomplete checkpoints are passed over with the reason.
+    Rank 0 looks and tells the others. For each incomplete checkpoint that it skips, ``say`` gets the reason.
     """
 
     def look() -> tuple[str | None, tuple[str, ...]]:
@@ -68,11 +67,12 @@ def newest_checkpoint(
 
 @contextmanager
 def newest_in(path: str | Path, state: ParallelState) -> Iterator[Path]:
-    """Yield the newest complete checkpoint of a folder of several, alike on every rank, or else ``path``.
+    """Yield the newest complete checkpoint in a folder of checkpoints, or else ``path``; the same on every
+    rank.
 
-    Collective. Only rank 0 looks, because ranks that look by themselves might find different ones of a run
-    that saves. It holds what it found during the block, so that the run does not delete it meanwhile; the
-    block must end with a collective.
+    Collective. Only rank 0 looks, because a run may save meanwhile, and then ranks could find different
+    checkpoints. Rank 0 holds the checkpoint during the block, so that the run does not delete it; the block
+    must end with a collective.
     """
     path = Path(path)
     held: list[Found] = []
@@ -125,8 +125,9 @@ def load_training(
 
 
 def check_same_dtype(source: Source, model: nn.Module) -> None:
-    """Refuse a training checkpoint in another dtype than that of the parameters that ``model`` trains: a cast
-    would change weights and moments, and the run would go on with other numbers.
+    """Refuse a training checkpoint whose dtype is not that of the trained parameters of ``model``.
+
+    A cast would change weights and moments, and the run would continue with other numbers.
     """
     stored = {TORCH[one.dtype] for name, one in source.catalog.items() if name.startswith("optimizer.")}
     here = {one.dtype for one in model.parameters() if one.requires_grad}
@@ -156,8 +157,10 @@ def restore_progress(
     optimizer: torch.optim.Optimizer | None,
     state: ParallelState,
 ) -> Progress:
-    """Fill the optimizer's moments, if there is one, and return where the run stood. The weights are filled
-    before. ``BadCheckpoint`` for a parameter that is trained now and was frozen then.
+    """Fill the moments of the optimizer, if there is one, and return the run's progress.
+
+    Call it after the weights are filled. Raises ``BadCheckpoint`` for a parameter that is trained now but was
+    frozen in the run that saved.
     """
     check_progress(manifest, source.path / MANIFEST)
     memory = manifest.state.get("memory")

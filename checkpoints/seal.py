@@ -1,7 +1,8 @@
-"""Write and check a manifest's text and its seal: the SHA-256 of all before it, as the last key.
+"""Write a manifest's text with its seal, and check it. The seal, its last key, is the SHA-256 of the text
+before.
 
-With it a reader tells that not one bit of the manifest changed since it was written. It protects against
-damage, not against somebody who writes a manifest of his own.
+With the seal a reader notices if one bit of the manifest has changed since it was written. It protects
+against damage, not against a person who writes another manifest.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def seal(text: bytes) -> bytes:
 
 
 def open_seal(raw: bytes, where: object) -> bytes:
-    """Give the JSON object without its seal; ``BadCheckpoint`` if the seal is missing or does not fit."""
+    """Return the JSON object without its seal; ``BadCheckpoint`` if the seal is missing or wrong."""
     body, mark, rest = raw.rpartition(_MARK)
     match = _REST.fullmatch(rest)
     if not mark or match is None:

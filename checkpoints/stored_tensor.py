@@ -18,8 +18,8 @@ Bounds = tuple[Count, ...]
 class Part(StrictRecord):
     """Say that the box ``start`` to ``stop`` of a tensor lies under the tensor's name in ``files[file]``.
 
-    Of several parts that hold the same elements one is the ``owner``; the others are ``replica``s, so that
-    each file is complete by itself.
+    If several parts hold the same elements, one of them is the ``owner``. The others are ``replica`` parts,
+    which make each file complete by itself.
     """
 
     file: Count
@@ -36,7 +36,7 @@ class StoredTensor(StrictRecord):
     """Describe a whole tensor: its dtype by the format's name, its shape, and either its ``parts`` or the
     ``grid`` that they follow.
 
-    Read them through ``PartTable``, which does not care which of the two it is.
+    Read the parts through ``PartTable``, which returns the same for both forms.
     """
 
     dtype: str
@@ -45,8 +45,10 @@ class StoredTensor(StrictRecord):
     grid: Grid | None = None
 
     def check(self, where: object, name: str, files: int, ranks: Collection[int]) -> None:
-        """Refuse an unknown dtype, boxes outside the tensor, elements not owned once, and files that are not
-        there: of so many ``files``, ``ranks`` of a run wrote some.
+        """Refuse an unknown dtype, boxes outside the tensor, elements without exactly one owner, and missing
+        files.
+
+        ``files``: the number of files in the manifest. ``ranks``: the ranks of a run that wrote a file.
         """
         if self.dtype not in BITS:
             raise BadCheckpoint(where, shown(name), expected="a dtype", found=shown(self.dtype))

@@ -25,7 +25,7 @@ _KINDS: dict[str, type[Rename | Transpose | Stack]] = {
 
 
 class StoredCut(StrictRecord):
-    """See ``parallel_state.Cut``."""
+    """Record a cut of a parameter, with the fields of ``parallel_state.Cut``."""
 
     dim: int
     axis: str
@@ -109,7 +109,7 @@ class StoredModule(StrictRecord):
 
 
 class ModuleConfig(ModelConfig):
-    """Stand for a module's configuration, of which nothing is known and nothing is used."""
+    """Stand for the configuration of a user's module; trilith reads no field of it."""
 
     vocab_size: int = 0
     hidden_size: int = 0
@@ -184,7 +184,7 @@ def module_family(module: StoredModule, config: Mapping[str, JsonValue]) -> Modu
 
 
 def check_names(rules: Sequence[Rule], shapes: Mapping[str, tuple[int, ...]], blocks: int) -> None:
-    """Refuse a table that leaves out a parameter, names one twice, or one of no parameter at all."""
+    """Refuse a table of names that leaves out a parameter, names one twice, or names an unknown one."""
     covered: dict[str, str] = {}
     for rule in rules:
         ours = rule.ours if isinstance(rule, Split) else (rule.ours,)

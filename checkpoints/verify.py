@@ -1,4 +1,6 @@
-"""Reading every byte of a checkpoint once: checksums against the manifest, replicas against their owners."""
+"""Read every byte of a checkpoint once: compare checksums with the manifest, and replicas with their
+owners.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ def verify(
 
 
 def check_all(directory: Path) -> None:
-    """Read every byte of a checkpoint, and of no other one."""
+    """Read every byte of this checkpoint, but do not look for an older one if it is damaged."""
     found = open_checkpoint(directory)
     _verify(directory, found.manifest)
 
@@ -90,15 +92,15 @@ def _verify_rest(
 
 
 def verify_files(directory: Path | str, manifest: Manifest, numbers: Iterable[int]) -> None:
-    """Refuse the checkpoint unless these of its files are, byte for byte, those that were written."""
+    """Refuse the checkpoint if a byte of these files is not the byte that was written."""
     files = CheckpointFiles(Path(directory), manifest)
     for number in numbers:
         verify_file(files[number], manifest.files[number], checksum_of(files[number]))
 
 
 def checksum_of(file: TensorFile) -> Checksum:
-    """Return an empty checksum that will keep the sums apart that are compared: those that the file states
-    itself, or else those of its tensors.
+    """Return an empty checksum for a file that computes separate sums: one for each sum that the file states
+    itself, or else one for each tensor.
     """
     return Checksum([begin for begin, *_ in file.sums] or (entry.begin for entry in file.tensors.values()))
 
@@ -106,8 +108,10 @@ def checksum_of(file: TensorFile) -> Checksum:
 def verify_sums(
     file: TensorFile, seen: Checksum, progress: Callable[[int], None] = lambda read: None
 ) -> None:
-    """Refuse a file of another project unless the stretches that hold tensors have the CRC-32 that the file
-    states; bytes whose sums are in ``seen`` are not read again.
+    """Refuse a file of another project if the bytes of its tensors do not have the CRC-32 that the file
+    states.
+
+    Bytes whose sums are in ``seen`` are not read again.
     """
     stretches = [(begin, end) for begin, end, _ in file.sums]
     if not stretches:
@@ -140,7 +144,7 @@ def verify_file(
 
 
 def verify_companions(directory: Path, manifest: Manifest) -> None:
-    """Refuse the checkpoint unless what travels along is, byte for byte, what was written."""
+    """Refuse the checkpoint if a byte of its companions (tokenizer files and the like) has changed."""
     for stored in manifest.companions:
         path, seen = contained(directory, stored.name, kind=BadCheckpoint), Checksum()
         with open_regular(path, kind=BadCheckpoint) as (fd, _):

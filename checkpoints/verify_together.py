@@ -20,10 +20,10 @@ from .verify import verify_companions, verify_files
 
 
 def check_bytes(source: Source, state: ParallelState) -> None:
-    """Refuse a checkpoint that is not, byte for byte, what was written; a Hugging Face folder has no sums.
+    """Refuse a checkpoint if one of its bytes has changed; a Hugging Face folder has no checksums to compare.
 
-    Collective. The error, alike on every rank, names the newest older checkpoint of the run that is good.
-    Also refused are ranks that opened different checkpoints, because a run saved a new one between.
+    Collective. The error is the same on every rank and names the newest older checkpoint that is good. It is
+    also an error if the ranks opened different checkpoints, because a run saved a new one meanwhile.
     """
     manifest = source.manifest
     if manifest is None:
@@ -47,7 +47,7 @@ def check_bytes(source: Source, state: ParallelState) -> None:
 
 
 def verify_share(path: Path, manifest: Manifest, state: ParallelState) -> None:
-    """Read this rank's share of the files against their checksums; rank 0 also what travels along."""
+    """Compare this rank's share of the files with their checksums; rank 0 also checks the companions."""
     rank, world, _ = _ranks(state)
     if rank == 0:
         verify_companions(path, manifest)

@@ -1,4 +1,4 @@
-"""A box: the rectangular part of a whole tensor that somebody holds, wants, or stored in a file.
+"""Define a box: a rectangular part of a whole tensor, such as the part of one rank or of one file.
 
 Plans make millions: ``map`` over operators, rather than generators, keeps each at a microsecond or two.
 """
@@ -11,8 +11,8 @@ from operator import add, le, lt, neg, sub
 
 
 def shared_units(units: int, size: int, index: int) -> range:
-    """Return the units, such as key/value heads, that rank ``index`` of ``size`` needs where the ranks do not
-    divide them: all that its equal share of the whole touches.
+    """Return the units, such as key/value heads, that rank ``index`` of ``size`` ranks needs if ``size`` does
+    not divide them: all units that overlap the rank's equal share of the whole.
 
     >>> [shared_units(3, 2, rank) for rank in (0, 1)]
     [range(0, 2), range(1, 3)]

@@ -1,4 +1,6 @@
-"""Wrappers of torch's around a module that is cut here: they average gradients that this library sums."""
+"""Refuse torch's own wrappers (DDP, FSDP) around a parallel module: they average gradients, trilith sums
+them.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,9 @@ def mark_shared(model: nn.Module) -> None:
 
 
 def check_state(model: nn.Module, state: ParallelState, where: str) -> None:
-    """Refuse a state that is not the one ``model`` was cut with, such as none where there are several ranks:
-    each rank would take its part for the whole. Also refuse what ``refuse_foreign`` does.
+    """Refuse a state other than the one that ``model`` was cut with; also call ``refuse_foreign``.
+
+    For example, without a state each of several ranks would take its part of a weight for the whole weight.
     """
     if state.layout.world > 1:
         refuse_foreign(model, where)

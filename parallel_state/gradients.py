@@ -20,8 +20,9 @@ from .state import ParallelState, alone_or
 class Gradients:
     """Finish a model's gradients after each backward: sum partial ones, measure the norm, clip.
 
-    The parameters and how they are cut are looked up once, so make it when they are those that the optimizer
-    holds. ``where`` names the caller in an error. No method makes the host wait for the device.
+    The parameters and their declarations are looked up once. So make this object after ``shard_over_data``,
+    when the model's parameters are the same objects as the optimizer's. ``where`` names the caller in an
+    error. No method makes the host wait for the device.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class Gradients:
         self._counts: tuple[tuple[bool, ...], Tensor] | None = None
 
     def finalize(self, *, reduce: torch.dtype | None = None) -> None:
-        """Do what ``finalize_gradients`` says."""
+        """Sum the partial gradients, in place; see ``finalize_gradients``."""
         state = self.state
         if state.tensor_size > 1:
             partial = [one for _, one, declaration in self._all if "tensor" in declaration.partial]
@@ -49,7 +50,7 @@ class Gradients:
             _sum_together([one for _, one, stated in self._all if stated.ends], state.ends_group, reduce)
 
     def norm(self) -> Tensor:
-        """Return what ``gradient_norm`` says."""
+        """Return the global 2-norm of the gradients; see ``gradient_norm``."""
         found = [(name, grad) for name, grad in self._present() if grad.numel()]
         total = torch.zeros((), dtype=self._dtype, device=self.device)
         if found:
@@ -63,7 +64,7 @@ class Gradients:
         return total.sqrt()
 
     def clip(self, max_norm: float, *, loss_scale: float = 1.0) -> Tensor:
-        """Return what ``clip_gradients`` says."""
+        """Clip the gradients, in place, and return their norm before; see ``clip_gradients``."""
         norm = self.norm() / loss_scale
         if max_norm == 0 and loss_scale == 1.0:
             return norm
@@ -75,9 +76,10 @@ class Gradients:
         return norm
 
     def count(self, *, unused: Callable[[str], Any] = lambda name: False) -> tuple[int, int]:
-        """Return the number of trained parameters of this rank, and of those without a gradient.
+        """Return two counts of this rank: its trained parameters, and how many of them have no gradient.
 
-        ``unused`` tells, by its name, whether a step may leave a parameter without one.
+        ``unused`` tells from a parameter's name whether a step may leave it without a gradient; such
+        parameters are not counted.
         """
         trained = [one for name, one, _ in self._all if one.requires_grad and not unused(name)]
         return len(trained), sum(one.grad is None for one in trained)

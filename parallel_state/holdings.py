@@ -1,4 +1,4 @@
-"""The pure plan of who holds what: computed alike on every rank from declarations and a layout, with no
+"""Compute which rank holds which box of each tensor, from declarations and a layout, without any
 collective.
 """
 
@@ -14,8 +14,8 @@ from .layout import Layout
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """State that ``rank`` holds ``box`` of a tensor; of the ranks that hold the same elements one is the
-    ``owner``.
+    """State that ``rank`` holds ``box`` of a tensor. Exactly one of the ranks with the same box is the
+    owner.
     """
 
     rank: int
@@ -30,11 +30,11 @@ def holdings(
     sharded: bool = True,
     replicas: bool = False,
 ) -> dict[str, list[Holding]]:
-    """Return, for every tensor, the boxes that ranks hold of it, without padding.
+    """Return, for every tensor, which rank holds which box, without padding.
 
     ``stages``: the declarations of each pipeline stage (``Family.declarations``). ``sharded`` also cuts over
-    the data axes, as between training steps. ``replicas`` also lists the ranks that hold copies, and, with an
-    empty box, those that hold only padding. The owners' boxes are disjoint and cover each tensor.
+    the data axes, as between training steps. ``replicas`` also lists ranks that hold copies; a rank that
+    holds only padding is then listed with an empty box. The owners' boxes are disjoint and cover each tensor.
     """
     assert len(stages) == layout.pipeline, (len(stages), layout)
     found: dict[str, list[Holding]] = {name: [] for stage in stages for name in stage}
@@ -51,9 +51,7 @@ def holdings(
 
 
 def parts(wanted: Box, held: Iterable[Holding]) -> list[tuple[Holding, Box]]:
-    """Return which owners hold which part of ``wanted``; together the parts are all of it, each element
-    once.
-    """
+    """Return the owners of ``wanted`` with their parts, which cover ``wanted`` and do not overlap."""
     found = []
     for holding in held:
         overlap = holding.box.intersect(wanted) if holding.owner else None

@@ -67,7 +67,9 @@ def refuse_untrained(
 
 
 def _largest(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """Return a number that is 0 only if every gradient on this rank is: on a device their largest element."""
+    """Return a scalar that is 0 only if every gradient on this rank is 0; on a GPU it is the largest
+    element.
+    """
     grads = [local_data(one.grad) for one in parameters if one.grad is not None]
     grads = [grad for grad in grads if grad.numel()]
     if all(grad.device.type == "cpu" for grad in grads):  # the first gradient says it, nearly always

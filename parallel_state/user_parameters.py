@@ -1,4 +1,4 @@
-"""Parameters that a user's module registered itself: saying how they are cut, and their first values."""
+"""Declare how the parameters of a user's own module are cut, and compute their first values."""
 
 from __future__ import annotations
 
@@ -50,10 +50,12 @@ def declare(
 def own_values(
     module: nn.Module, path: str, stated: Mapping[str, Declaration], seed: int
 ) -> dict[str, Tensor]:
-    """Return what ``module.reset_parameters()`` makes of the module's whole parameters, on the CPU in fp32.
+    """Return the whole parameters of ``module`` as ``module.reset_parameters()`` fills them, on the CPU in
+    fp32.
 
-    ``stated``: by the names of the model that has the module at ``path``. Raises ``BadInput`` if the module
-    has no ``reset_parameters``, or that leaves a parameter as it was.
+    ``stated``: the declarations, by the names that the parameters have in the whole model; ``path`` is the
+    module's name there. Raises ``BadInput`` if the module has no ``reset_parameters``, or if that function
+    does not change a parameter.
     """
     here = dict(module.named_parameters(recurse=False))
     names = {leaf: f"{path}.{leaf}" if path else leaf for leaf in here}

@@ -67,7 +67,7 @@ class Step:
             raise BadInput("step", "model", expected=expected, found="none", todo=todo)
 
     def check_samples(self, samples: int) -> None:
-        """Raise ``BadInput`` where ``micro_batch`` does not divide the samples of this data rank."""
+        """Raise ``BadInput`` if ``micro_batch`` does not divide the number of samples of this data rank."""
         if samples % self.micro_batch:
             expected = f"a divisor of the {samples} samples of a data rank"
             raise BadInput("step", "micro_batch", expected=expected, found=self.micro_batch)
@@ -94,10 +94,10 @@ class Step:
         return self._gradients
 
     def sum_over_ranks(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """Add up ``numbers``, which the ranks of a tensor group hold alike, over all ranks; after the last
-        backward pass. Does not wait for the device.
+        """Sum ``numbers`` over all ranks, counting each tensor group once; call it after the last backward.
 
-        Returns the sums and, summed with them, the two counts for ``refuse``.
+        Returns the sums and the two counts for ``refuse``, which are summed in the same collective. Does not
+        wait for the device.
         """
         unused = re.compile(self.unused or "(?!)")  # by default a pattern that nothing matches
         counts = torch.tensor(self.gradients.count(unused=unused.search), dtype=numbers.dtype)

@@ -1,6 +1,6 @@
-"""Compute with weights of another data type than the optimizer's, on a rank that shares them with no other.
+"""Compute with weights of another data type than the optimizer's, on a rank that shares no weights.
 
-FSDP2 casts too, but on one rank it also copies each weight into a buffer and out of it, and each gradient.
+FSDP2 can cast too, but on a single rank it also copies each weight and each gradient through a buffer.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ class _Pair:
 class ComputeWeights(AbstractContextManager["ComputeWeights"]):
     """Hold the weights that forward and backward compute with, in ``precision.compute``.
 
-    In the ``with`` block the model's modules hold copies of its parameters, made at its beginning. At its end
-    they hold the parameters again, whose ``.grad`` has grown by the gradients of the copies. Those are added
-    up over the backward passes of the block in ``precision.reduce``. A forward outside such a block makes one
-    that ends with its backward. ``fixed``: names of parameters that stay as they are.
+    At the beginning of a ``with`` block, the model's modules get copies of the parameters in this data type.
+    At the end of the block they get the parameters back, and the gradients of the copies are added to the
+    parameters' ``.grad``. Within a block, gradients of several backward passes are summed in
+    ``precision.reduce``. A forward outside a ``with`` block starts a block of its own, which ends with its
+    backward. ``fixed``: names of parameters that are not copied.
     """
 
     def __init__(self, model: nn.Module, precision: Precision, *, fixed: Iterable[str] = ()) -> None:

@@ -95,7 +95,9 @@ class DryRun:
         return f"{', '.join(keys)} do not suffice, alone or together"
 
     def check(self, where: str) -> None:
-        """Raise ``BadInput`` if the rank does not fit its device; say by how much, and what would help."""
+        """Raise ``BadInput`` if the rank does not fit its device; it names the excess and changes that
+        would fit.
+        """
         if self.room is None or self.rank.total <= self.room:
             return
         ways = "; or ".join(f"{fit.overrides} ({fit.total / 1e9:.1f} GB)" for fit in self.fits)
@@ -109,10 +111,11 @@ class DryRun:
 
 
 def dry_run(recipe: Recipe, *, rank: int | None = None, room: int | None = None) -> DryRun:
-    """Think through a checked recipe for ``rank``, by default the one that needs most memory.
+    """Compute the dry run of a checked recipe for ``rank``; default: the rank that needs most memory.
 
-    ``room``: bytes of a device; default: the recipe's ``memory.device_gb``, else the GPU's here if the recipe
-    runs on one. Raises ``BadInput`` for what the recipe could not build, and for a rank that is not there.
+    ``room``: bytes of a device. The default is the recipe's ``memory.device_gb``, or else the memory of this
+    machine's GPU if the recipe runs on one. Raises ``BadInput`` if the run could not be built from the
+    recipe, and for a rank that the layout does not have.
     """
     planned, missing = plan_without_weights(recipe)
     base = planned.family.base if isinstance(planned.family, AdaptedFamily) else planned.family

@@ -21,8 +21,8 @@ class Evaluator:
     """Compute the mean loss in nats over the tokens of the held-out samples: ``evaluate()``. Collective.
 
     The result is equal on every rank. There is no gradient, no dropout and no label smoothing, and torch's
-    random state stays as it is. If the data ranks do not divide the samples, the last ranks get rows that do
-    not count.
+    random state does not change. If the number of samples is not a multiple of the data ranks, the last ranks
+    get additional rows that do not count.
     """
 
     def __init__(self, forward: ForwardOnly, step: TrainStep, held_out: HeldOut) -> None:

@@ -64,11 +64,11 @@ class Schedule:
 
 
 def scaled_rate(lr: float, rule: str | None, *, batch: int, reference: int | None) -> tuple[float, str]:
-    """Return the peak for a global batch of ``batch`` samples, and a line that says how it came about.
+    """Return the peak learning rate for a global batch of ``batch`` samples, and a line that explains it.
 
-    ``lr`` is known to be good for ``reference`` samples a step. ``linear`` multiplies it by the batches'
-    ratio (Goyal et al. 2017); ``sqrt`` by the ratio's square root (Krizhevsky 2014; for Adam, Malladi et al.
-    2022). Without a rule, returns ``lr`` and no line.
+    ``lr`` is a good peak for ``reference`` samples in a step. The rule ``linear`` multiplies ``lr`` by
+    ``batch / reference`` (Goyal et al. 2017); ``sqrt`` multiplies it by the square root of this ratio
+    (Krizhevsky 2014; for Adam, Malladi et al. 2022). Without a rule, returns ``lr`` and an empty line.
     """
     if rule is None or reference is None:
         return lr, ""

@@ -14,7 +14,9 @@ _TODO = "Return (losses.sum(), how_many): the step divides by the counts of all 
 
 
 def sum_and_count(returned: Any) -> tuple[Tensor, Tensor | int]:
-    """Give back what a loss returned; ``BadInput`` unless it is a scalar tensor and a number."""
+    """Return the sum and the count that a loss returned; ``BadInput`` unless they are a scalar and a
+    number.
+    """
     pair = isinstance(returned, tuple) and len(returned) == 2
     if not pair or not isinstance(returned[0], Tensor) or returned[0].ndim or not _is_number(returned[1]):
         found = f"{type(returned).__name__} of {len(returned)}" if isinstance(returned, tuple) else None
@@ -34,11 +36,12 @@ def sum_and_count(returned: Any) -> tuple[Tensor, Tensor | int]:
 
 
 def is_mean(loss: Callable[..., Any], given: Any, part: Mapping[str, Tensor]) -> bool | None:
-    """Tell whether the loss returns a mean beside a count: the same for a sample as for that sample twice.
+    """Tell whether a loss wrongly returns a mean where it should return a sum, beside its count.
 
-    A sum is then twice as large, whatever the loss is. ``None`` where it cannot be told: nothing counts in
-    the first sample, the loss is zero, its count does not grow with the samples, or the model gives
-    anything but tensors with the samples on dim 0, in tuples or dicts.
+    The first sample is given once, and then twice. A sum is then twice as large, but a mean stays the same.
+    Returns ``None`` if this test says nothing: no label of the first sample counts, the loss is zero, the
+    count does not grow with the samples, or the model's output is not made of tensors with the samples on
+    dim 0, in tuples or dicts.
     """
     tensors, size = [*_tensors(given)], len(next(iter(part.values())))
     if not tensors or any(not isinstance(one, Tensor) or not one.ndim or len(one) != size for one in tensors):
@@ -77,7 +80,7 @@ def _first_sample(given: Any, times: int) -> Any:
 
 
 def refuse_mean() -> None:
-    """Refuse a loss that ``is_mean``; every rank does so."""
+    """Raise ``BadInput`` for a loss that returns a mean (see ``is_mean``); every rank must call this."""
     raise BadInput(
         "step", "loss", expected="the sum of the losses, with their number",
         found="a mean: one sample given twice has the same loss as once, and twice the count",

@@ -59,7 +59,9 @@ class Norms:
 
 
 def hugging_face_names(model: nn.Module, links: Iterable[Link]) -> dict[str, str]:
-    """Return the HF name of each parameter here, or its own name if Hugging Face has no one tensor for it."""
+    """Return the Hugging Face name of each parameter on this rank; its own name if several tensors hold
+    it.
+    """
     ties = {(link.ours, link.hf) for link in links if not link.copy}
     several = Counter(ours for ours, _ in ties)
     theirs = {ours: hf for ours, hf in ties if several[ours] == 1}

@@ -24,9 +24,9 @@ from .forward import ForwardOnly
 class Origin:
     """State where the first value that is not finite appeared; the minimum over ranks is the first in time.
 
-    ``order`` counts the outputs of modules in a micro-batch. Ranks of one stage call the same modules in the
-    same order, and a bad value of one rank reaches its neighbours a few outputs later. If it reaches them
-    inside one module, the rank whose part of the module's weights is bad comes first.
+    ``order`` counts the outputs of modules in a micro-batch. The ranks of one stage call the same modules in
+    the same order, and a collective brings a bad value of one rank to the other ranks a few outputs later. If
+    several ranks report the same module, the rank whose part of the module's weights is bad comes first.
     """
 
     micro_batch: int
@@ -40,9 +40,10 @@ class Origin:
 def name_the_culprit(model: CausalLM, step: int, forward: ForwardOnly, batch: Batch) -> NoReturn:
     """Raise ``PeerFailed`` that names the first module whose output is not finite; call it before the update.
 
-    Loss and norm are the same on every rank, so all ranks call it. The forward pass is run again, and each
-    module's output is checked on every rank. If all outputs are finite, the fault is in the backward pass,
-    and the last parameter with a bad gradient is the nearest. ``step`` counts from 1.
+    All ranks must call it, which they do because loss and norm are the same on every rank. It runs the
+    forward pass again and checks the output of each module on every rank. If all outputs are finite, the
+    fault is in the backward pass; then the error names the last parameter whose gradient is not finite.
+    ``step`` counts from 1.
     """
     state = model.state
     # A compiled block would hide its modules.

@@ -1,4 +1,4 @@
-"""In which number formats a step computes, reduces gradients, and keeps its weights."""
+"""Define the data types in which a step computes, sums gradients, and keeps its weights."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """State three dtypes: ``master`` of weights and moments, ``compute`` of forward and backward, ``reduce``
-    of sums.
-
-    The sums are those of gradients over micro-batches and ranks.
+    """State three dtypes: ``master`` of weights and moments, ``compute`` of forward and backward, and
+    ``reduce`` of the sums of gradients over micro-batches and ranks.
     """
 
     master: torch.dtype = torch.float32

@@ -21,7 +21,7 @@ from ..parallel_state.engine import Waited, waiting_time
 
 @dataclass(frozen=True, slots=True)
 class Slowest:
-    """Name a slow rank, its host, and how many times the median its own work took."""
+    """Name a slow rank and its host; ``times`` is the time of its own work over the median."""
 
     rank: int
     host: str
@@ -69,9 +69,10 @@ class Stragglers:
 
 
 def slowest_of(seconds: Sequence[float], stages: Sequence[int]) -> tuple[int, float]:
-    """Return the rank whose seconds are most beside the median of its stage, and how many times as much.
+    """Return the slowest rank, compared with the median of its stage, and its seconds over this median.
 
-    A stage of one rank has nobody to compare with; if all are such, ranks of all stages are compared.
+    A stage with a single rank has no other rank to compare with. If every stage has one rank, each rank is
+    compared with the median of all ranks.
     """
     if len(set(stages)) == len(stages):
         stages = [0] * len(stages)

@@ -242,7 +242,7 @@ def own_samples(samples: Samples, state: ParallelState | None = None) -> Samples
 
 
 def count_samples(samples: Samples) -> int:
-    """Return how many there are; ``BadInput`` where tensors disagree or there are none."""
+    """Return the number of samples; ``BadInput`` if there are none, or if tensors differ in this number."""
     for name, one in samples.items():
         if not isinstance(one, Tensor) or not one.ndim:
             found = f"{type(one).__name__}" if not isinstance(one, Tensor) else "a tensor without dims"

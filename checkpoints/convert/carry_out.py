@@ -1,4 +1,6 @@
-"""Conversion and resharding: Hugging Face folder or checkpoint in, Hugging Face folder or checkpoint out."""
+"""Convert and reshard: from a Hugging Face folder or a checkpoint to a Hugging Face folder or a
+checkpoint.
+"""
 
 from __future__ import annotations
 

@@ -65,13 +65,13 @@ def execute(
 ) -> Report:
     """Make every target from ``files``; ``Copy.file`` counts in them.
 
-    ``change`` says, by the name of a tensor, what is done to its numbers on the way, a block at a time.
-    ``block`` is in bytes, ``BLOCK`` unless given. ``seen``, one a file if any, collects the checksums of
-    what is read. Work that ``finished`` knows as done, and whose bytes are in the files as it says, is not
-    done again. ``progress`` is called with the bytes made since the last call, from any of ``threads``.
-    ``BadInput`` names the first number that is not finite, unless ``allow_nonfinite``; ``BadCheckpoint`` a
-    plan that does not set every element exactly once. The first error ends the work; targets are then not to
-    be used. Tensors in memory are filled with NaN first.
+    ``change`` returns, for the name of a tensor, a function that changes its numbers block by block.
+    ``block``: bytes of a block; the default is ``BLOCK``. ``seen``: one checksum for each file, which
+    collects the sums of the bytes that are read. Work that ``finished`` notes as done is not done again, if
+    its bytes in the files have the noted sums. ``progress`` is called with the bytes made since the last
+    call, from any of ``threads``. Raises ``BadInput`` for the first number that is not finite, unless
+    ``allow_nonfinite``, and ``BadCheckpoint`` for a plan that does not set every element exactly once. The
+    first error ends the work; the targets must then not be used. Tensors in memory are filled with NaN first.
     """
     groups: dict[object, Group] = defaultdict(list)
     for transfer, target in transfers:

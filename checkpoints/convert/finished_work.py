@@ -17,11 +17,11 @@ EVERY = 1 << 30
 
 
 class FinishedWork:
-    """A journal of the pieces of work whose bytes are on the disk. Safe to use from several threads at once.
+    """Keep a journal of the pieces of work whose bytes are on the disk. Several threads may use it at once.
 
-    ``done`` has, by the number of a piece, the CRC-32 of each tensor that it wrote. The sums are compared
-    with what is in the files before a piece is taken as done. ``sync`` puts what was written so far on the
-    disk, every ``every`` bytes.
+    ``done``: for the number of each piece, the CRC-32 of each tensor that it wrote. Before a piece counts as
+    done, these sums are compared with the files. ``sync`` flushes everything written so far to the disk; it
+    is called after every ``every`` bytes.
     """
 
     def __init__(self, path: Path, sync: Callable[[], None], *, every: int = EVERY, disk: Disk | None = None):
@@ -33,7 +33,7 @@ class FinishedWork:
         self._lock = Lock()
 
     def note(self, number: int, nbytes: int, sums: Callable[[], list[int]]) -> None:
-        """Note that a piece of work was written. A later call syncs it to the disk and asks for its sums."""
+        """Note that a piece of work was written; a later call flushes it to the disk and records its sums."""
         with self._lock:
             self._pending.append((number, sums))
             self._bytes += nbytes

@@ -17,11 +17,12 @@ from .transfer import Change
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """Say what is added to one of the base's tensors: which rows and columns of which B, and of which A.
+    """State which part of a product B A is added to one tensor of the base.
 
-    ``adapted``: the name by which patterns give the rank. ``holder``: the module of A and B in PEFT's files.
-    The tensor is that of one ``expert`` of so many (a linear: of one), and has the rows of B from ``start``;
-    without an ``expert`` it is the stack of all, (E, out, in), or (E, in, out) if it is ``transposed``.
+    ``adapted``: the name that patterns for the rank are matched with. ``holder``: the module of A and B in
+    PEFT's files. The tensor gets the rows of B from ``start`` up to ``stop``. It belongs to one ``expert``
+    out of ``experts`` (1 for a linear layer). If ``expert`` is ``None``, the tensor is the stack of all
+    experts, (E, out, in), or (E, in, out) if ``transposed``.
     """
 
     adapted: str
@@ -81,7 +82,7 @@ class Merge:
         return max(4 * sum(Box.whole(self._shapes[name]).size for name in one.factors) for one in every)
 
     def change(self, name: str) -> Change | None:
-        """Return what is done to the tensor of this name, if anything."""
+        """Return the function that adds the adapter to this tensor, or ``None`` if it has no adapter."""
         product = self._products.get(name)
         if product is None:
             return None

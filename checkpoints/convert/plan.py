@@ -1,7 +1,7 @@
-"""Plan a conversion: which files are written, which tensors they hold, which bytes those come from.
+"""Plan a conversion: the files to write, the tensors of each file, and the source bytes of each tensor.
 
-Computed from headers and declarations alone; it can be printed, and works for models far larger than this
-machine.
+A plan is computed from headers and declarations alone. It can be printed, also for a model far larger than
+the memory of this machine.
 """
 
 from __future__ import annotations

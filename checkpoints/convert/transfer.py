@@ -54,7 +54,7 @@ def check(transfer: Transfer) -> None:
 
 
 def shared(transfer: Transfer) -> object:
-    """Return equal keys for transfers of the same rows of the same stored tensors: they are made together."""
+    """Return a key; transfers with equal keys read the same rows of the same stored tensors, in one go."""
     rows = (transfer.box.start[:1], transfer.box.stop[:1])
     return transfer.name, rows, frozenset((copy.file, copy.key, copy.transpose) for copy in transfer.copies)
 
@@ -65,8 +65,9 @@ def hull(a: Box, b: Box) -> Box:
 
 
 def spread(groups: Sequence[Group], threads: int) -> list[tuple[int, Group]]:
-    """Return the groups with their numbers, ordered so that each thread works in another stretch of the
-    whole: writes to one file wait for each other in the kernel.
+    """Return the numbered groups in an order in which each thread works in another stretch of the plan.
+
+    Threads that write to the same file wait for each other in the operating system.
     """
     numbered = [*enumerate(groups)]
     each = -(-len(numbered) // max(1, threads))
