@@ -26,7 +26,7 @@ VERSION: Final = 2
 _UNSEALED: Final = 1
 #: What a run writes: the parts of its tensors follow grids.
 WITH_GRIDS: Final = 3
-_MAX_BYTES = 1 << 30
+MAX_BYTES = 1 << 30
 #: More ranks than any machine has: a layout beyond it is damage.
 _MOST_RANKS = 1 << 24
 
@@ -88,7 +88,7 @@ class Manifest(StrictRecord):
         path = contained(directory, MANIFEST, kind=BadCheckpoint)
         if not path.exists():
             raise BadCheckpoint(directory, expected=f"a complete checkpoint with {MANIFEST}", found="none")
-        manifest = cls.parse(read_small(path, _MAX_BYTES, kind=BadCheckpoint), path)
+        manifest = cls.parse(read_small(path, MAX_BYTES, kind=BadCheckpoint), path)
         manifest.check(path)
         manifest.check_place(Path(os.path.abspath(directory)))
         manifest._check_files(directory)

@@ -19,16 +19,19 @@ from ..storage.disk import writing
 from ..storage.dtypes import BUFFER
 from ..storage.leftovers import clear_unfinished
 from ..storage.records import StoredFile
+from ..storage.remote_folder import RemoteFolder
 from ..storage.staging import Staging, check_home
 from ..storage.strict_json import shown
+from .after_commit import AfterCommit
 from .find import step_directory
 from .manifest import WITH_GRIDS, Manifest, StoredAdapter
+from .mirror import Mirror
 from .moments import MOMENTS, moment_name, moment_of
 from .rank_files import files_to_come, own_boxes, stored_tensors, write_file
 from .rank_storage import places
 from .readable import check_plain, read_back
 from .resume import Progress
-from .retention import Retention, check_same_tensors, set_aside
+from .retention import check_same_tensors, set_aside
 from .stored_tensor import StoredTensor
 from .user_module_family import ModuleFamily
 
@@ -67,6 +70,7 @@ class Saver:
     so destroy a process group only after it; after an error it waits only some seconds, because the other
     ranks wait to hear of it.
 
+    ``mirror``: path or URL of a second place, to which a thread of rank 0 copies each committed checkpoint.
     ``said`` is called with a line on each committed checkpoint, from the thread that calls ``save``, ``wait``
     or ``poll``. ``state``: needed for a module that does not have it. Without an ``optimizer`` the
     checkpoints hold weights only.
@@ -82,6 +86,7 @@ class Saver:
         state: ParallelState | None = None,
         keep: int = 2,
         background: bool = False,
+        mirror: str | None = None,
         said: Callable[[str], None] = lambda line: None,
     ) -> None:
         if type(keep) is not int or keep < 1:
@@ -99,29 +104,31 @@ class Saver:
         boxes = own_boxes(mine, self._layout, state.at)
         self._mine = [place for place in places(model, state) if place.name in boxes]
         assert all(place.box == boxes[place.name] for place in self._mine), boxes
+        self._lines: list[str] = []
+        self._after = AfterCommit(root, keep, self._lines.append)
+        self._mirror = mirror
         self._stages: list[dict[str, Declaration]] = []
         self._companions: list[Companion] = []
         self._together(self._prepare)
         self._copies: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        self._lines: list[str] = []
-        self._retention = Retention(root, keep, self._lines.append)
 
     def __enter__(self) -> Self:
         if not self._state.rank:
             clear_unfinished(self.root)
+            self._after.resume()
         return self
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         if error is None:
             self.wait()
-            self._retention.wait()
+            self._after.wait()
             self.poll()
             return
         if self._thread is not None:
             self._thread.join(_LAST_CHANCE)
-        self._retention.wait(_LAST_CHANCE)
+        self._after.wait(_LAST_CHANCE)
 
     @property
     def failed(self) -> bool:
@@ -214,7 +221,7 @@ class Saver:
                 one.abandon()
         if not rank:
             fault("checkpoint.before_retention", rank=0, step=step)
-            self._retention.begin(step)  # now, when all ranks know of the commit
+            self._after.begin(step)  # now, when all ranks know of the commit
 
     def _prepare(self) -> None:
         """Read what travels along, once, and refuse now what a checkpoint of this run could not hold."""
@@ -227,7 +234,11 @@ class Saver:
             tensors = self._tensors("F32")
             files = files_to_come(tensors, self._layout.world)
             check_home(target)
-            check_same_tensors(self.root, read_back(lambda: self._manifest(first, files, tensors), target))
+            manifest = read_back(lambda: self._manifest(first, files, tensors), target)
+            check_same_tensors(self.root, manifest)
+            if self._mirror is not None:
+                self._after.mirror = Mirror(RemoteFolder(self._mirror), self.keep)
+                self._after.mirror.check(self.root, manifest)
 
     def _check_progress(self, progress: Progress) -> None:
         """Refuse what is new in this checkpoint and could not be read back, before a byte is written."""

@@ -222,6 +222,11 @@ class CheckpointSection(Section):
         default=False,
         description="continue while a copy of weights and moments is written; needs memory for the copy",
     )
+    mirror: PathText | None = Field(
+        default=None,
+        description="a second place for the newest checkpoints, a folder or a URL of fsspec such as "
+        "s3://bucket/run; they are copied there in the background",
+    )
     timeout: Wait = Field(
         default=FILES_TIMEOUT.total_seconds(),
         description="seconds to wait for a rank that writes or checks its part before it counts as failed",

@@ -23,6 +23,7 @@ from ..recipes.recipe import Recipe, read_config
 from ..runs.named_trackers import check_trackers
 from ..storage import companions_in
 from ..storage.output_file import check_place
+from ..storage.remote_folder import RemoteFolder
 from .lora import plan_adapters
 from .parameter_groups import assign, freeze, names_of
 from .run_data import HeldOut, open_data, open_held_out
@@ -144,6 +145,8 @@ def check_run(recipe: Recipe) -> RunPlan:
     starts them, so that bad input is said once and at once. Raises ``BadInput``.
     """
     planned = plan(recipe)
+    if recipe.checkpoint.mirror is not None:
+        RemoteFolder(recipe.checkpoint.mirror)  # refuses a URL that no installed package understands
     batches = open_data(recipe)
     check_vocabulary(batches.vocab_size, planned.config.vocab_size, "recipe: data.tokens")
     held_out = open_held_out(recipe, planned.config.vocab_size)

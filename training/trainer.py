@@ -171,6 +171,7 @@ class Trainer:
             ),
             keep=self.recipe.checkpoint.keep,
             background=self.recipe.checkpoint.background,
+            mirror=self.recipe.checkpoint.mirror,
             said=self.watchers.of_saving,
         )
 

@@ -1,0 +1,114 @@
+"""Do what follows a commit while the run goes on: copy the checkpoint to a mirror, delete old ones.
+
+Rank 0 does both in threads, because nobody may wait for thousands of files, nor for a network.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from ..parallel_state import BadCheckpoint, BadInput, MachineFailed
+from .find import complete_checkpoints, step_directory, step_of
+from .hold import Hold, hold
+from .mirror import Mirror
+from .retention import delete_old
+
+T = TypeVar("T")
+
+
+class LatestOnly(Generic[T]):
+    """Call ``work`` in a thread that nobody waits for, with what was last given to ``begin``.
+
+    What is given while it works waits for its turn, and only the latest is done. ``work`` raises nothing.
+    """
+
+    def __init__(self, name: str, work: Callable[[T], None]) -> None:
+        self._name, self._work = name, work
+        self._lock = threading.Lock()
+        self._next: list[T] = []
+        self._thread: threading.Thread | None = None
+
+    def begin(self, item: T) -> None:
+        """Begin the work on ``item``, or note it as next in the place of another; return at once."""
+        with self._lock:
+            self._next = [item]
+            if self._thread is not None and self._thread.is_alive():
+                return  # it looks once more before it ends
+            # Not a daemon: a program that just ends waits for it.
+            self._thread = threading.Thread(target=self._run, name=self._name)
+            self._thread.start()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until nothing is left to do, at most so many seconds."""
+        with self._lock:
+            thread = self._thread
+        if thread is not None:
+            thread.join(timeout)
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._next:
+                    self._thread = None
+                    return
+                item = self._next.pop()
+            self._work(item)
+            del item  # with what it holds
+
+
+class AfterCommit:
+    """Keep the newest ``keep`` checkpoints in ``root``, and copies of them in a mirror if there is one.
+
+    An error here ends no run: ``said`` is called, from a thread, with a line on it, and the next commit tries
+    again. A kill leaves nothing that counts as a checkpoint and is none; the next start clears it.
+    """
+
+    def __init__(self, root: Path, keep: int, said: Callable[[str], None]) -> None:
+        self._root, self._keep, self._said = root, keep, said
+        self.mirror: Mirror | None = None
+        self._retention = LatestOnly("retention", self._retain)
+        self._copying = LatestOnly("mirror", self._copy)
+        self._committed: int | None = None
+
+    def resume(self) -> None:
+        """Begin to copy the newest checkpoint, if a kill came between its commit and its copy."""
+        if self._root.is_dir():
+            for path in complete_checkpoints(self._root)[-1:]:
+                self._begin_copy(path)
+
+    def begin(self, step: int) -> None:
+        """Begin what is due now that the checkpoint of ``step`` is committed; return at once."""
+        self._committed = step
+        self._begin_copy(step_directory(self._root, step))
+        self._retention.begin(step)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until nothing is left to do, some seconds for each thread at most."""
+        self._copying.wait(timeout)
+        if self.mirror is not None and self._committed is not None:
+            self._retention.begin(self._committed)  # of what was held while it was copied
+        self._retention.wait(timeout)
+
+    def _begin_copy(self, path: Path) -> None:
+        if self.mirror is not None:
+            with suppress(BadCheckpoint):  # somebody deletes it
+                self._copying.begin((path, hold(path)))  # held, so that it is not deleted meanwhile
+
+    def _retain(self, step: int) -> None:
+        try:
+            for path in delete_old(self._root, self._keep, step):
+                self._said(f"{path} stays until the next save: it is being read")
+        except (OSError, BadInput, MachineFailed) as error:
+            self._said(f"old checkpoints stay: {error}")
+
+    def _copy(self, held: tuple[Path, Hold]) -> None:
+        assert self.mirror is not None
+        try:
+            if (url := self.mirror.copy(held[0])) is not None:
+                self._said(f"MIRRORED {url}")
+        except (OSError, BadInput, MachineFailed) as error:
+            self._said(f"step {step_of(held[0])} is not in the mirror: {error}")

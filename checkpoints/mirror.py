@@ -1,0 +1,110 @@
+"""Copy the committed checkpoints of a run to a second place: a folder, or an object store that fsspec knows.
+
+There is no rename there, so the manifest is written last, and a folder without one is no checkpoint. A copy
+is removed in the other order, its manifest first.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..parallel_state import BadCheckpoint, BadInput
+from ..storage.file_names import MANIFEST, STEP_NAME
+from ..storage.output_file import check_outside
+from ..storage.records import StoredFile
+from ..storage.regular import read_small
+from ..storage.remote_folder import RemoteFolder
+from .find import complete_checkpoints, step_directory, step_of
+from .manifest import MAX_BYTES, Damaged, Manifest
+from .retention import check_same_model
+
+_TRIAL = "trial.tmp"
+
+
+class Mirror:
+    """Keep copies of the newest ``keep`` checkpoints of a run in ``folder``.
+
+    One process writes there. Killed at any point, it leaves copies that are complete, and folders that are no
+    checkpoint, which the next copy clears.
+    """
+
+    def __init__(self, folder: RemoteFolder, keep: int) -> None:
+        self.folder, self._keep = folder, keep
+
+    def check(self, root: Path, manifest: Manifest) -> None:
+        """Refuse, before the run begins, a place inside the run's checkpoints or around them, one that cannot
+        be written to, and one with checkpoints of another model, or of another run if ``root`` has none.
+        """
+        url, local = self.folder.url, self.folder.local
+        if local is not None:
+            check_outside(local, [root])
+            if local.resolve() in root.resolve().parents:
+                raise BadInput(url, expected="a place outside the run's folder", found="one around it")
+        new = not (root.is_dir() and complete_checkpoints(root))
+        for step in self._steps()[::-1]:
+            if new:
+                todo = "Give each run a place of its own"
+                raise BadInput(url, expected="no checkpoints", found=self._name(step), todo=todo)
+            if (other := self._good(step)) is not None:
+                check_same_model(f"{url}/{self._name(step)}", other, manifest)
+                break
+        self.folder.write(_TRIAL, b"trilith")
+        self.folder.remove(_TRIAL)
+
+    def copy(self, directory: Path) -> str | None:
+        """Copy a committed checkpoint, then delete copies older than the newest ``keep``.
+
+        Returns its URL, or ``None`` if the copy was there already. Raises ``BadCheckpoint`` for a checkpoint
+        that is damaged (nothing of it then counts as copied), and ``RemoteFailed``.
+        """
+        step, raw = step_of(directory), read_small(directory / MANIFEST, MAX_BYTES, kind=BadCheckpoint)
+        name, manifest = directory.name, Manifest.parse(raw, directory / MANIFEST)
+        there = self.folder.read(f"{name}/{MANIFEST}") == raw and self._good(step) is not None
+        if not there:
+            self._remove(name)
+            for file in (*manifest.files, *manifest.companions):
+                self._copy(directory / file.name, f"{name}/{file.name}", file)
+            self.folder.sync(name)
+            self.folder.write(f"{name}/{MANIFEST}", raw)
+            self.folder.sync(name)
+            self.folder.sync()
+        self._retain(step)
+        return None if there else f"{self.folder.url}/{name}"
+
+    def _copy(self, source: Path, name: str, file: StoredFile) -> None:
+        found = self.folder.copy(source, name)
+        if found != file.crc32:
+            raise Damaged(source, "CRC-32", expected=f"{file.crc32:08x}", found=f"{found:08x}")
+
+    def _retain(self, step: int) -> None:
+        """Delete old copies, and folders up to ``step`` that never became one. What is damaged stays."""
+        steps = [one for one in self._steps() if one <= step]
+        for one in steps:
+            if MANIFEST not in self.folder.sizes(self._name(one)):
+                self._remove(self._name(one))
+        good = [one for one in steps if self._good(one) is not None]
+        for one in good[: -self._keep]:
+            self._remove(self._name(one))
+
+    def _remove(self, name: str) -> None:
+        """Remove a copy: first what makes it a checkpoint."""
+        self.folder.remove(f"{name}/{MANIFEST}")
+        self.folder.remove(name)
+
+    def _steps(self) -> list[int]:
+        names = (name for name, size in self.folder.sizes().items() if size is None)
+        return sorted(int(found[1]) for name in names if (found := STEP_NAME.fullmatch(name)) is not None)
+
+    def _name(self, step: int) -> str:
+        return step_directory(Path(), step).name
+
+    def _good(self, step: int) -> Manifest | None:
+        """Return the manifest of a copy whose files are all there, with their sizes."""
+        where = f"{self.folder.url}/{self._name(step)}"
+        raw, sizes = self.folder.read(f"{self._name(step)}/{MANIFEST}"), self.folder.sizes(self._name(step))
+        try:
+            manifest = Manifest.parse(raw or b"", where)
+        except BadCheckpoint:
+            return None
+        whole = all(sizes.get(file.name) == file.size for file in (*manifest.files, *manifest.companions))
+        return manifest if whole else None

@@ -1,0 +1,130 @@
+"""Reach a folder by its path or by a URL that fsspec knows (``s3://``, ``gs://``, ``memory://``).
+
+Object stores have no rename and no half-written files; a local folder has both. So only what all of them can
+do is used: list, write a whole file, read it, remove it.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ..parallel_state import BadInput, MachineFailed
+from .crc import crc32
+from .disk import Disk
+from .regular import open_regular
+
+_PIECE = 4 << 20
+
+
+class RemoteFailed(MachineFailed):
+    """Report that another place could not be read or written."""
+
+
+class RemoteFolder:
+    """Read and write the files of a folder, which is made when the first file is written.
+
+    ``BadInput`` for a URL that no installed package understands. What fails later is a ``RemoteFailed``.
+    """
+
+    def __init__(self, url: str) -> None:
+        from fsspec.core import url_to_fs
+
+        self.url = url.rstrip("/")
+        try:
+            self._system, self._root = url_to_fs(url)
+        except (ImportError, ValueError, OSError) as error:
+            expected = "a path, or a URL whose file system is installed"
+            raise BadInput(url, expected=expected, found=str(error).splitlines()[0]) from None
+
+    @property
+    def local(self) -> Path | None:
+        """Return the path of a folder on this machine."""
+        protocol = self._system.protocol
+        return (
+            Path(self._root) if "file" in ((protocol,) if isinstance(protocol, str) else protocol) else None
+        )
+
+    def sizes(self, folder: str = "") -> dict[str, int | None]:
+        """Return the names in the folder, or in one inside it: the bytes of a file, ``None`` for a folder."""
+        with self._reaching(folder):
+            self._system.invalidate_cache()
+            try:
+                found = self._system.ls(self._path(folder), detail=True)
+            except FileNotFoundError:
+                return {}
+            return {
+                posixpath.basename(one["name"].rstrip("/")): one["size"] if one["type"] == "file" else None
+                for one in found
+                if one["name"].strip("/") != self._path(folder).strip("/")
+            }
+
+    def read(self, name: str) -> bytes | None:
+        """Return all bytes of a file; ``None`` if there is none."""
+        with self._reaching(name):
+            try:
+                return bytes(self._system.cat_file(self._path(name)))
+            except FileNotFoundError:
+                return None
+
+    def copy(self, source: Path, name: str) -> int:
+        """Write a copy of a file; it is on the disk, or in the store, when this returns its CRC-32."""
+        crc = 0
+        with self._writing(name) as out, open_regular(source) as (fd, _):
+            while piece := os.read(fd, _PIECE):
+                crc = crc32(piece, crc)
+                self._put(out, piece)
+        return crc
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a small file in one piece."""
+        with self._writing(name) as out:
+            self._put(out, data)
+
+    def remove(self, name: str) -> None:
+        """Remove a file, or a folder with all that is in it; it may be gone already."""
+        with self._reaching(name):
+            try:
+                self._system.rm(self._path(name), recursive=True)
+            except FileNotFoundError:
+                return
+
+    def sync(self, folder: str = "") -> None:
+        """Make the names in a folder survive a power cut; an object store needs nothing for that."""
+        if self.local is not None:
+            with self._reaching(folder):
+                Disk().sync_directory(self.local / folder)
+
+    def _path(self, name: str) -> str:
+        return posixpath.join(self._root, name) if name else self._root
+
+    @contextmanager
+    def _writing(self, name: str) -> Iterator[Any]:
+        path = self._path(name)
+        with self._reaching(name):
+            self._system.makedirs(posixpath.dirname(path), exist_ok=True)
+            with self._system.open(path, "wb") as out:
+                yield out
+                if self.local is not None:
+                    out.flush()
+                    os.fsync(out.fileno())
+
+    @contextmanager
+    def _reaching(self, name: str) -> Iterator[None]:
+        """Turn an error of any store into one line that names the file."""
+        try:
+            yield
+        except RemoteFailed:
+            raise
+        except Exception as error:  # each store has errors of its own
+            said = str(error).splitlines()
+            raise RemoteFailed(
+                f"{self.url}/{name}: {type(error).__name__}: {said[0] if said else ''}"
+            ) from error
+
+    def _put(self, out: Any, piece: bytes) -> None:
+        out.write(piece)

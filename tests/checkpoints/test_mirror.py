@@ -1,0 +1,253 @@
+"""A mirror has whole copies of the newest checkpoints or none, wherever the copying stops."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import fsspec
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from trilith.checkpoints import Manifest, Progress, Saver, module_contents, save_module, verify
+from trilith.checkpoints.mirror import Mirror
+from trilith.parallel_state import BadCheckpoint, BadInput, Layout, ParallelState
+from trilith.recipes import parse_recipe
+from trilith.storage import remote_folder
+from trilith.storage.file_names import MANIFEST
+from trilith.storage.remote_folder import RemoteFailed, RemoteFolder
+from trilith.testing.short_runs import run_recipe, tiny_recipe, write_tokens
+from trilith.testing.tiny_models import TINIEST_LLAMA
+from trilith.training import check_run
+
+
+@pytest.fixture(params=["local", "memory"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """Yield the path or URL of an empty place."""
+    yield str(tmp_path / "mirror") if request.param == "local" else "memory://mirror"
+    fsspec.filesystem("memory").store.clear()
+    fsspec.filesystem("memory").pseudo_dirs[:] = [""]
+
+
+def saver_of(root: Path, model: nn.Module, **rest: Any) -> Saver:
+    contents = module_contents(model, None, state=ParallelState.alone())
+    return Saver(root, model, None, contents, state=ParallelState.alone(), **rest)
+
+
+def written(root: Path, step: int, width: int = 8) -> Path:
+    """Write a checkpoint whose numbers are those of its step."""
+    model = nn.Linear(width, width)
+    with torch.no_grad():
+        model.weight.copy_(torch.arange(float(width * width)).view(width, width) + step)
+    return save_module(root, model, step=step, keep=9)
+
+
+def fetched(place: str, to: Path) -> Path:
+    """Copy the whole mirror into a folder, as a user would."""
+    system, root = fsspec.core.url_to_fs(place)
+    shutil.rmtree(to, ignore_errors=True)
+    to.mkdir(parents=True)
+    for path in system.find(root):
+        target = to / path.removeprefix(root).strip("/")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(system.cat_file(path))
+    return to
+
+
+def accepted(folder: Path) -> list[int]:
+    """Return the steps of the checkpoints that a reader takes."""
+    found = []
+    for path in sorted(folder.glob("step-*")):
+        try:
+            verify(path, Manifest.load(path))
+        except BadCheckpoint:
+            continue
+        found.append(int(path.name.removeprefix("step-")))
+    return found
+
+
+def same(a: Path, b: Path) -> bool:
+    return {p.name: p.read_bytes() for p in a.iterdir()} == {p.name: p.read_bytes() for p in b.iterdir()}
+
+
+def test_committed_checkpoints_are_copied_and_the_newest_kept_in_both(place: str, tmp_path: Path) -> None:
+    said: list[str] = []
+    with saver_of(tmp_path / "run", nn.Linear(3, 2), keep=2, mirror=place, said=said.append) as saver:
+        for step in (1, 2, 3, 4):
+            saver.save(Progress(step, Layout()))
+            saver._after.wait()
+    copies = fetched(place, tmp_path / "fetched")
+    assert accepted(copies) == accepted(tmp_path / "run") == [3, 4]
+    assert sorted(path.name for path in copies.iterdir()) == ["step-00000003", "step-00000004"]
+    assert all(same(copies / path.name, path) for path in (tmp_path / "run").iterdir())
+    assert [line for line in said if line.startswith("MIRRORED")] == [
+        f"MIRRORED {place}/step-{step:08d}" for step in (1, 2, 3, 4)
+    ]
+
+
+class Crash(BaseException):
+    """The process ends here: nothing after it happens."""
+
+
+def crashing(at: int) -> tuple[Any, list[str]]:
+    """Return patches that end the work at operation ``at``: half of what is written then arrives."""
+    done: list[str] = []
+    put, remove = RemoteFolder._put, RemoteFolder.remove
+
+    def step(what: str) -> bool:
+        done.append(what)
+        return len(done) == at
+
+    def half(folder: RemoteFolder, out: Any, piece: bytes) -> None:
+        if step("write"):
+            put(folder, out, piece[: len(piece) // 2])
+            raise Crash
+        put(folder, out, piece)
+
+    def no_more(folder: RemoteFolder, name: str) -> None:
+        if step(f"remove {name}"):
+            raise Crash
+        remove(folder, name)
+
+    return mock.patch.multiple(RemoteFolder, _put=half, remove=no_more), done
+
+
+def test_a_crash_at_any_operation_leaves_whole_copies_and_loses_none(place: str, tmp_path: Path) -> None:
+    """Step 2 comes after step 1, and one is kept; half of a file, or of a manifest, may have arrived."""
+    first, second = written(tmp_path / "run", 1), written(tmp_path / "run", 2)
+    at, operations = 0, list[str]()
+    while at <= len(operations):
+        at += 1
+        url = f"{place}-{at}"
+        mirror = Mirror(RemoteFolder(url), keep=1)
+        mirror.copy(first)
+        patch, operations = crashing(at)
+        with mock.patch.object(remote_folder, "_PIECE", 100), patch:
+            try:
+                mirror.copy(second)
+            except Crash:
+                pass
+            else:
+                break
+        there = accepted(fetched(url, tmp_path / "fetched"))
+        assert there in ([1], [1, 2], [2]), (at, operations)
+        for step, original in ((1, first), (2, second)):
+            copy = tmp_path / "fetched" / original.name
+            assert step not in there or same(copy, original), (at, operations)
+        mirror.copy(second)  # the next commit, or the next start
+        assert sorted(path.name for path in fetched(url, tmp_path / "fetched").iterdir()) == [second.name]
+        assert same(tmp_path / "fetched" / second.name, second)
+    assert at > 10 and {one.split()[0] for one in operations} == {"write", "remove"}
+
+
+def test_a_start_copies_what_a_kill_left_uncopied_and_nothing_twice(place: str, tmp_path: Path) -> None:
+    said: list[str] = []
+    with saver_of(tmp_path / "run", nn.Linear(3, 2)) as saver:
+        saver.save(Progress(1, Layout()))
+    for _ in range(2):
+        with saver_of(tmp_path / "run", nn.Linear(3, 2), mirror=place, said=said.append):
+            pass
+    assert said == [f"MIRRORED {place}/step-00000001"]
+    assert accepted(fetched(place, tmp_path / "fetched")) == [1]
+
+
+def test_a_damaged_checkpoint_is_not_copied(place: str, tmp_path: Path) -> None:
+    mirror, path = Mirror(RemoteFolder(place), keep=1), written(tmp_path / "run", 1)
+    (file,) = path.glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(BadCheckpoint, match="CRC-32"):
+        mirror.copy(path)
+    assert not (fetched(place, tmp_path / "fetched") / path.name / MANIFEST).exists()
+
+
+def test_a_mirror_that_fails_ends_no_run_and_the_next_commit_reaches_it(place: str, tmp_path: Path) -> None:
+    said: list[str] = []
+    with saver_of(tmp_path / "run", nn.Linear(3, 2), mirror=place, said=said.append) as saver:
+        with mock.patch.object(RemoteFolder, "_put", side_effect=ConnectionError("no route\nto host")):
+            saver.save(Progress(1, Layout()))
+            saver._after.wait()
+        saver.save(Progress(2, Layout()))
+    assert any(line.startswith("step 1 is not in the mirror: ") and "no route" in line for line in said)
+    assert not any("\n" in line for line in said)
+    assert accepted(fetched(place, tmp_path / "fetched")) == [2]
+
+
+def test_nobody_waits_for_a_copy_and_what_is_copied_stays_until_it_is(place: str, tmp_path: Path) -> None:
+    go, begun, real = threading.Event(), threading.Event(), RemoteFolder.copy
+
+    def stuck(folder: RemoteFolder, source: Path, name: str) -> int:
+        begun.set()
+        assert go.wait(60)
+        return real(folder, source, name)
+
+    root, stopping = tmp_path / "run", mock.patch.object(RemoteFolder, "copy", stuck)
+    with stopping, saver_of(root, nn.Linear(3, 2), keep=1, mirror=place) as saver:
+        for step in (1, 2, 3):
+            saver.save(Progress(step, Layout()))
+            assert begun.wait(60)
+        saver._after._retention.wait()
+        assert accepted(root) == [1, 3]  # step 2 was never begun, for step 3 came
+        go.set()
+    assert accepted(root) == accepted(fetched(place, tmp_path / "fetched")) == [3]
+
+
+@pytest.mark.parametrize(
+    ("where", "says"),
+    [
+        pytest.param("nosuch://bucket", "file system is installed", id="unknown-protocol"),
+        pytest.param("{root}/sub", "outside the input", id="inside"),
+        pytest.param("{root}/..", "outside the run's folder", id="around"),
+    ],
+)
+def test_a_place_that_cannot_be_a_mirror_is_refused_before_the_first_step(
+    where: str, says: str, tmp_path: Path
+) -> None:
+    root = tmp_path / "run" / "checkpoints"
+    root.mkdir(parents=True)
+    with pytest.raises(BadInput, match=says) as caught:
+        saver_of(root, nn.Linear(3, 2), mirror=where.format(root=root))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_mirror_of_another_run_or_model_is_refused(place: str, tmp_path: Path) -> None:
+    Mirror(RemoteFolder(place), keep=1).copy(written(tmp_path / "other", 5))
+    with pytest.raises(BadInput, match="no checkpoints, found step-00000005"):
+        saver_of(tmp_path / "new", nn.Linear(8, 8), mirror=place)
+    save_module(tmp_path / "older", nn.Linear(3, 2), step=1)
+    with pytest.raises(BadInput, match="same model"):
+        saver_of(tmp_path / "older", nn.Linear(3, 2), mirror=place)
+
+
+def test_a_place_that_refuses_to_be_written_is_told_before_the_first_step(tmp_path: Path) -> None:
+    refusing = mock.patch.object(RemoteFolder, "_put", side_effect=PermissionError("not yours"))
+    with refusing, pytest.raises(RemoteFailed, match="PermissionError: not yours"):
+        saver_of(tmp_path / "run", nn.Linear(3, 2), mirror="memory://locked")
+
+
+def test_a_run_whose_recipe_names_a_mirror_copies_its_checkpoints_byte_for_byte(tmp_path: Path) -> None:
+    tokens = write_tokens(tmp_path / "tokens")
+    mirrored = {"mirror": str(tmp_path / "mirror"), "every": 1, "keep": 1}
+    raw = tiny_recipe(tmp_path / "run", tokens, steps=2, model={"config": TINIEST_LLAMA}, checkpoint=mirrored)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        run_recipe(raw)
+    finally:
+        dist.destroy_process_group()
+    (own,), (copy,) = ((tmp_path / name).iterdir() for name in ("run/checkpoints", "mirror"))
+    assert own.name == copy.name == "step-00000002" and same(own, copy)
+
+
+def test_a_recipe_with_an_unknown_store_is_refused_by_the_process_that_starts_the_ranks(
+    tmp_path: Path,
+) -> None:
+    tokens = write_tokens(tmp_path / "tokens")
+    raw = tiny_recipe(tmp_path / "run", tokens, checkpoint={"mirror": "nosuch://bucket"})
+    with pytest.raises(BadInput, match=r"checkpoint\.mirror|nosuch"):
+        check_run(parse_recipe(raw))
