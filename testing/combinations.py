@@ -19,8 +19,8 @@ from .tiny_models import EXPERTS, MODELS
 
 # The array has one of several families with the same blocks and layers; test_families has every family.
 FAMILIES = (
-    *("llama", "llama-tied", "llama-kv1", "gpt2", "mistral", "qwen2", "qwen3"),
-    *("mixtral", "qwen3_moe", "glm4_moe", "gemma2"),
+    *("llama", "llama-tied", "llama-kv1", "gpt2", "mistral", "gemma2", "mixtral", "glm4_moe"),
+    *("deepseek_v3", "qwen3_next", "granitemoehybrid"),
 )
 
 

@@ -8,6 +8,7 @@ import pytest
 from trilith.models import FAMILIES
 from trilith.parallel_state import Layout
 from trilith.recipes.sections import MemorySection
+from trilith.testing.combinations import FAMILIES as IN_COMBINATIONS
 from trilith.testing.models_page import MEASURED, axes_of
 from trilith.testing.tiny_models import EXPERTS, MODELS
 
@@ -25,7 +26,7 @@ MIXED = [
     Layout.of(context=2, expert=2, zero=1),
 ]
 #: Families of the covering array of ``test_combinations``.
-IN_ARRAY = {"llama", "gpt2", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "glm4_moe", "gemma2"}
+IN_ARRAY = {MODELS[row]["model_type"] for row in IN_COMBINATIONS}
 
 
 def cases() -> list[object]:

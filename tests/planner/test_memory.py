@@ -57,7 +57,28 @@ GPT_OSS = LLAMA | {
     **{"sliding_window": 64, "intermediate_size": 64, "num_key_value_heads": 8},
     "layer_types": ["sliding_attention", *["full_attention"] * 2, "sliding_attention"],
 }
+DEEPSEEK = {
+    **{key: value for key, value in LLAMA.items() if key != "num_key_value_heads"},
+    **{"model_type": "deepseek_v3", "num_key_value_heads": 8, "q_lora_rank": 48, "kv_lora_rank": 32},
+    **{"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "moe_intermediate_size": 64},
+    **{"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    "first_k_dense_replace": 1,
+}
+QWEN3_NEXT = LLAMA | {
+    **{"model_type": "qwen3_next", "head_dim": 8, "full_attention_interval": 2, "num_experts": 8},
+    **{"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 8},
+    **{"linear_value_head_dim": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+    "shared_expert_intermediate_size": 64,
+}
+GRANITE_4 = LLAMA | {
+    **{"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"] * 2, "mamba_n_heads": 8},
+    **{"mamba_d_state": 16, "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64},
+    "shared_intermediate_size": 64,
+}
 CONFIGS = {
+    "deepseek_v3": DEEPSEEK,
+    "qwen3_next": QWEN3_NEXT,
+    "granitemoehybrid": GRANITE_4,
     "gpt_oss": GPT_OSS,
     "llama": LLAMA,
     "three": THREE,
@@ -166,13 +187,13 @@ LOOP: dict[str, Any] = {"virtual_stages": 2}
 SHAPED: dict[str, Any] = {"virtual_stages": 2, "v_shape": True}
 LORA = LoraConfig(r=8, lora_dropout=0.05)
 CASES = [
-    Case("llama", Layout.of(data=2, zero=1)),
-    Case("llama", Layout.of(data=2, zero=3)),
+    Case("granitemoehybrid", Layout.of(data=2, zero=1)),
+    Case("deepseek_v3", Layout.of(data=2, zero=3)),
     Case("three", Layout.of(tensor=3)),
     Case("llama", Layout.of(pipeline=2), MemorySection(checkpointing="full"), micro_batch=4, micro_batches=4),
     Case("llama", SEQUENCE, MemorySection(checkpointing="selective"), torch.bfloat16, micro_batch=4),
     Case("llama", Layout(), MemorySection(loss_chunk=64), torch.bfloat16, micro_batch=4),
-    Case("llama", Layout()),
+    Case("qwen3_next", Layout()),
     Case("llama", Layout(), MemorySection(loss_chunk=64), lora=LORA),
     Case(
         "llama",
@@ -197,6 +218,13 @@ SLOW = [
         micro_batch=16,
         float8="tensorwise",
     ),
+    Case("llama", Layout.of(data=2, zero=1)),
+    Case("llama", Layout.of(data=2, zero=3)),
+    Case("llama", Layout()),
+    *(Case(model, SEQUENCE) for model in ("deepseek_v3", "qwen3_next", "granitemoehybrid")),
+    Case("deepseek_v3", Layout(), MemorySection(checkpointing="full", loss_chunk=64), micro_batch=4),
+    Case("qwen3_next", SEQUENCE, MemorySection(checkpointing="selective"), torch.bfloat16, micro_batch=4),
+    Case("granitemoehybrid", Layout.of(context=2), MemorySection(checkpointing="selective")),
     Case("gpt2", Layout.of(data=2, zero=2)),
     Case("gpt2", SEQUENCE),
     Case("gpt2", Layout(), MemorySection(checkpointing="every")),
