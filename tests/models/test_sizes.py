@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
-from trilith.models import published_size, published_sizes
+from trilith.models import FAMILIES, published_size, published_sizes
 from trilith.parallel_state import BadInput, declarations
 
 SIZES = published_sizes()
@@ -33,6 +33,10 @@ def test_transformers_counts_the_same_from_the_config_that_is_written(name: str)
     with torch.device("meta"):
         theirs: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**raw))
     assert theirs.num_parameters() == size.parameters
+
+
+def test_every_family_has_a_published_size() -> None:
+    assert {size.family.model_type for size in SIZES.values()} == FAMILIES.keys()
 
 
 def test_every_key_of_a_row_is_one_that_its_family_reads(recwarn: pytest.WarningsRecorder) -> None:
