@@ -11,10 +11,10 @@ every      the input alone of every n-th block; the others keep everything
 full       the input alone of every block
 =========  ==========================================================================================
 
-Loss and gradients are bit for bit those without it: dropout draws the same masks again, also after an
-attention that is kept and had drawn its own. Recomputed
-collectives come in the same order on all ranks of a group, since these hold parts of one block. Sources: Chen
-et al. 2016; Korthikanti et al. 2022, section 5.
+Loss and gradients are bit for bit the same as without checkpointing: dropout draws the same masks again, even
+if the selective mode keeps an attention that has drawn masks of its own. Recomputed collectives come in the
+same order on all ranks of a group, because these ranks hold parts of the same block. Sources: Chen et al.
+2016; Korthikanti et al. 2022, section 5.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def checkpoint_blocks(
     every: int = 1,
     keep_attention: bool = True,
 ) -> None:
-    """Make these blocks, given with their global numbers, compute activations again in backward. In place.
+    """Make these blocks, given with their global numbers, recompute activations in backward; in place.
 
     No module is added, so no parameter changes its name. FSDP's hooks stay outside, on the block itself: a
     block is gathered once for its recomputation and its backward. Without gradients (evaluation, generation)

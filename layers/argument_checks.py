@@ -8,7 +8,9 @@ from ..parallel_state import BadInput, ParallelState
 
 
 def check_no_state(value: object, layer: str, key: str) -> None:
-    """Refuse a state given by position: the layer would take it for another argument, and be unsharded."""
+    """Refuse a state that is given by position: the layer would take it for another argument and cut
+    nothing.
+    """
     if isinstance(value, ParallelState):
         todo = "The state is a keyword: state=..."
         raise BadInput(layer, key, expected="no state", found="a ParallelState", todo=todo)

@@ -1,4 +1,4 @@
-"""Arithmetic that stays in its own dtype inside an autocast region of the user's."""
+"""Compute in the dtype that a layer chose, also inside a user's autocast region."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ R = TypeVar("R")
 def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
     """Turn autocast off while ``function`` runs, for the device of its first tensor.
 
-    Autocast would compute its products in 16 bits, whatever dtype their factors were brought to before.
+    Autocast would compute the products of ``function`` in 16 bits, even if their factors were cast to fp32.
     """
 
     @wraps(function)

@@ -1,12 +1,12 @@
-"""Compute the output layer and its cross entropy together, a few tokens at a time: logits are never whole.
+"""Compute the output layer and its cross entropy together, for a chunk of tokens at a time.
 
-The gradients of hidden states and weight come out of the same pass: nothing is computed twice. What is kept
-until backward is the gradient of the weight (in at least fp32) and of the hidden states; what is needed in
-between are the logits of one chunk.
+The logits of all tokens never exist at once. The gradients of the hidden states and of the weight are
+computed in the forward pass, so nothing is computed twice. They are kept until backward, the weight's in at
+least fp32. While they are computed, the logits of one chunk exist.
 
-One autograd function gives both gradients here, so a schedule that separates the gradient of the input from
-that of the weights (zero bubble) has nothing to separate in the head. It would run this backward twice, which
-is refused. GPipe, 1F1B and interleaved 1F1B do not separate them.
+Zero-bubble schedules compute the gradient of a stage's input first and the gradients of its weights later.
+Here one autograd function gives both, so they cannot be separated: such a schedule would run this backward
+twice, which is refused. GPipe, 1F1B and interleaved 1F1B run it once.
 """
 
 from __future__ import annotations
@@ -123,13 +123,13 @@ def chunked_cross_entropy(
     ``hidden``: (B, S, D), or (B, S / tensor, D) with sequence parallelism. ``weight``: (padded / tensor, D),
     this rank's rows; ``bias``: (padded / tensor,). ``labels``: (B, S), shifted. ``chunk``: number of tokens
     whose logits exist at once (``automatic_chunk`` chooses one). ``logit_cap``: bound of the logits (see
-    ``bounded``). ``scale``: a tensor of one number; a factor that is applied afterwards rounds the gradients
-    once more. ``sums``: dtype in which the weight's gradient is summed over the chunks;
-    default: at least fp32. ``compiled``: as for ``vocab_parallel_cross_entropy``.
+    ``bounded``). ``scale``: a tensor of one number; multiplying the result instead would round the gradients
+    once more. ``sums``: dtype in which the weight's gradient is summed over the chunks; default: at least
+    fp32. ``compiled``: as for ``vocab_parallel_cross_entropy``.
 
-    The memory beyond inputs and gradients is the logits of a chunk, in the dtype of the hidden states, and
-    the sum, which the gradient then lies in. Each chunk has two small all-reduces over the tensor axis.
-    Backward may run once, and raises ``RuntimeError`` if it runs again.
+    Beside inputs and gradients, memory holds the logits of a chunk, in the dtype of the hidden states, and
+    the sum of the weight's gradient. Each chunk has two small all-reduces over the tensor axis. Backward may
+    run only once; a second time it raises ``RuntimeError``.
     """
     state = alone_or(state)
     if chunk < 1:
@@ -157,13 +157,15 @@ def automatic_chunk(
     trained: bool = True,
     state: ParallelState | None = None,
 ) -> int:
-    """Return the number of tokens whose logits ``chunked_cross_entropy`` should make at once, or 0 for the
-    plain loss.
+    """Return the number of tokens whose logits ``chunked_cross_entropy`` should make at once; 0: the plain
+    loss.
 
-    The plain loss where all logits take at most ``LOGITS`` bytes. Else all tokens, unless a chunk and the sum
-    of the weight's gradient need less: then so many tokens that their logits take a quarter of the sum; on a
-    GPU, where reading and writing the sum takes as long as the product of a thousand tokens, all of it; and
-    at least ``LOGITS``. ``sums``: bytes of a number of the sum. ``trained``: whether there is one.
+    The plain loss is taken if all logits need at most ``LOGITS`` bytes. Otherwise a chunk's logits may take a
+    quarter of the bytes of the sum (the weight's gradient), but at least ``LOGITS`` bytes. On a GPU with a
+    trained weight they may take as many bytes as the sum, because there reading and writing the sum takes as
+    long as the product of a thousand tokens. If all logits need no more than such a chunk and the sum
+    together, one chunk has all tokens. ``sums``: bytes of one number of the sum. ``trained``: whether the
+    weight gets a gradient, so that there is a sum.
     """
     state = alone_or(state)
     columns = padded_vocabulary(vocab_size, state.tensor_size) // state.tensor_size

@@ -1,6 +1,6 @@
-"""Collective pairs: what carries an activation between whole, split and partial along the tensor axis.
+"""Define collective pairs, which change an activation between whole, split and partial on the tensor axis.
 
-Each pair names a forward and the backward that is its transpose:
+Each pair is a forward and the backward that is its transpose:
 
 ==================  ==================  ==================  =================================
 pair                forward             backward            Megatron's name
@@ -13,8 +13,9 @@ gather_sequence     all-gather          reduce-scatter      gather_from_sequence
 scatter_sequence    reduce-scatter      all-gather          reduce_scatter_to_sequence_region
 ==================  ==================  ==================  =================================
 
-"Whole" is the same on every rank and so is its gradient; "partial" sums to the value over the ranks. On one
-tensor rank each is the identity and launches nothing. Source: Shoeybi et al. 2019 (section 3), Korthikanti et
+A "whole" activation is equal on every rank, and so is its gradient. A "split" activation is cut into one
+piece for each rank. A "partial" activation is a term on each rank, and the value is their sum. On one tensor
+rank each pair is the identity and launches nothing. Source: Shoeybi et al. 2019 (section 3), Korthikanti et
 al. 2022 (section 4).
 """
 
@@ -148,19 +149,20 @@ def scatter_sequence(x: Tensor, state: ParallelState, *, dim: int = 1) -> Tensor
 
 
 def enter_tensor(x: Tensor, state: ParallelState) -> Tensor:
-    """Bring an activation from between the blocks into column-parallel products, with one collective for
-    all of them.
+    """Make an activation from between the blocks whole, as the input of one or more column-parallel products.
+
+    With sequence parallelism it is gathered along the sequence; without, its gradient is all-reduced.
     """
     return gather_sequence(x, state) if state.sequence else copy_to_tensor(x, state)
 
 
 def leave_tensor(x: Tensor, state: ParallelState) -> Tensor:
-    """Bring the partial sums of a row-parallel product back to between the blocks."""
+    """Sum the partial output of a row-parallel product; with sequence parallelism keep this rank's tokens."""
     return scatter_sequence(x, state) if state.sequence else reduce_from_tensor(x, state)
 
 
 def enter_sends(tokens: Tokens, width: int, state: ParallelState) -> tuple[Send, ...]:
-    """Return what ``enter_tensor`` sends of ``width`` numbers a token, forward and backward."""
+    """Return the collectives of ``enter_tensor``, forward and backward, for ``width`` numbers a token."""
     size = tokens.bytes(width)
     if state.tensor_size == 1:
         return ()
@@ -173,7 +175,7 @@ def enter_sends(tokens: Tokens, width: int, state: ParallelState) -> tuple[Send,
 
 
 def leave_sends(tokens: Tokens, width: int, state: ParallelState) -> tuple[Send, ...]:
-    """Return what ``leave_tensor`` sends of ``width`` numbers a token, forward and backward."""
+    """Return the collectives of ``leave_tensor``, forward and backward, for ``width`` numbers a token."""
     size = tokens.bytes(width)
     if state.tensor_size == 1:
         return ()
@@ -193,7 +195,7 @@ def own_piece(x: Tensor, dim: int, state: ParallelState) -> Tensor:
 
 
 def check_sequence(x: Tensor, dim: int) -> None:
-    """Refuse an input without a sequence: its last dim would be taken for one."""
+    """Refuse an input without a sequence dim: another dim would be cut in its place."""
     if x.ndim <= dim + 1:
         raise BadInput(
             "sequence parallelism",

@@ -38,8 +38,8 @@ class ColumnParallelLinear(DeclaredModule):
 
     ``unit``: number of rows that stay together (a head); a mapping has one for each output. Outputs named in
     ``shared`` (key and value heads) may have fewer units than there are ranks, or a number that the ranks do
-    not divide. Then every rank stores all of them and computes those that its part of the other outputs
-    needs; their gradients are summed.
+    not divide. Then every rank stores all units of this output, but computes only the units that its part of
+    the other outputs needs. The gradients of such an output are summed over the ranks.
 
     Input: (..., in), or (B, S / tensor, in) with sequence parallelism. With ``entered`` the input is what
     ``enter_tensor`` returned: several layers then share one collective. Output: (..., out / tensor), or whole
@@ -137,7 +137,9 @@ class ColumnParallelLinear(DeclaredModule):
 
 
 class _Rows:
-    """Weight and bias of one output of a column-parallel linear, and the rows that this rank computes."""
+    """Hold weight and bias of one output of a column-parallel linear, and the rows that this rank
+    computes.
+    """
 
     def __init__(
         self,

@@ -52,9 +52,9 @@ def column_products(
 ) -> list[Tensor]:
     """Return ``x W^T + b`` for each weight and bias, after ``enter_tensor``.
 
-    In backward the gradient of ``x`` is summed over the tensor ranks while those of the weights are computed.
-    Raises ``BadInput`` for an input without a sequence under sequence parallelism.
-    Inside an autocast region autograd does the same one after the other, since it follows autocast's casts.
+    In backward the gradient of ``x`` is summed over the tensor ranks while the gradients of the weights are
+    computed. Inside an autocast region autograd does one after the other, because it must follow autocast's
+    casts. Raises ``BadInput`` for an input without a sequence dim under sequence parallelism.
     """
     kind = x.device.type
     cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)

@@ -1,4 +1,6 @@
-"""A model's blocks through ``torch.compile``, in as few graphs as they allow, each without a break."""
+"""Compile a model's blocks with ``torch.compile``, in as few graphs as possible, each without a graph
+break.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ def compile_blocks(
     A block that cannot be one graph is compiled in its largest parts that can (see ``parts_in_one_graph``).
     No module is added, so no parameter changes its name. FSDP's hooks and activation checkpointing, which
     must come after this call, stay outside the graphs. On a CPU torch's inductor needs a C++ compiler.
-    ``or_without``: a part whose forward torch fails to compile goes on without, after a warning.
+    ``or_without``: if torch fails to compile a part, this part runs uncompiled after a warning.
     """
     parts = [part for block in blocks for part in parts_in_one_graph(block)]
     if backend == "inductor":
@@ -66,9 +68,9 @@ def _one_graph(module: nn.Module) -> bool:
 
 
 def keep_compiled_code() -> None:
-    """Let torch keep compiled code where it outlives a restart, unless the user said where.
+    """Let torch store compiled code in the user's cache folder, where it outlives a restart of the machine.
 
-    Torch's own place is the folder for temporary files.
+    Torch's own default is the folder for temporary files. A folder that the user has set stays.
     """
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(home / "trilith" / "inductor"))

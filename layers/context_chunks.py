@@ -1,7 +1,8 @@
-"""A sequence over c context ranks: 2 c equal chunks, rank i holds the i-th and the i-th from the end.
+"""Cut a sequence over c context ranks into 2 c equal chunks; rank i holds the i-th and the i-th from the end.
 
-Cut in order, the last rank's tokens would see all the others and the first rank's almost none. So cut, every
-rank has as much attention to compute, in all and while any one rank's keys are at hand. Source: Brandon et
+If each rank held one run of the sequence, the last rank's tokens would see all other tokens, and the first
+rank's tokens almost none. With two chunks every rank computes the same amount of attention, in total and with
+the keys of each single rank. Source: Brandon et
 al. 2023 (striped attention, on the imbalance); Llama 3, section 3.3.2; Megatron-LM's context parallelism.
 """
 

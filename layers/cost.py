@@ -53,7 +53,7 @@ class Tokens:
         return self.count * width * self.compute
 
     def times(self, number: float) -> Tokens:
-        """Return as many times the rows: the heads of a token, or the experts that it goes through."""
+        """Return ``number`` times as many rows, such as one row for each head or each expert of a token."""
         return replace(self, rows=self.rows * number)
 
     def between_blocks(self, state: ParallelState) -> Tokens:
@@ -63,11 +63,12 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Count collectives of one ``kind`` over an ``axis``; ``bytes``: what a rank gives to all of them.
+    """Count collectives of one ``kind`` over an ``axis``; ``bytes``: the bytes that a rank gives to all of
+    them.
 
-    ``again``: whether a block that is computed again in its backward launches them again: never, under full
-    checkpointing alone (sums, which selective checkpointing keeps), or always. ``needed``: a backward needs
-    what a sum makes, also where the sum ends a block. ``what`` is sent, where it is not hidden states.
+    ``again``: when activation checkpointing repeats the collectives: ``never``; ``full``: only if it is full,
+    because selective checkpointing keeps the results of sums; or ``always``. ``needed``: the backward needs
+    the result of this sum, even if the sum ends a block. ``what``: what is sent; empty for hidden states.
     """
 
     axis: Literal["tensor", "context"]
@@ -82,16 +83,18 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Hold the cost of a module for some tokens; costs add up.
+    """Hold the cost of a module for some tokens; costs of several modules are added with ``+``.
 
-    ``kept``: bytes from the forward until the backward. ``selective``: bytes that selective checkpointing
-    keeps in their place (products, attention, sums over the ranks); ``both``: bytes that are kept either way.
-    ``working``: bytes that its backward needs for a moment; of several modules the most counts. ``outputs``:
-    bytes of what norms and products make, whose gradients wait where a schedule splits the backward.
+    ``kept``: bytes that are kept from the forward until the backward. ``selective``: bytes that selective
+    checkpointing keeps instead (products, attention, sums over the ranks). ``both``: bytes that are in
+    ``kept`` and in ``selective``. ``working``: bytes that the backward needs for a moment; a sum of costs has
+    the largest. ``outputs``: bytes of the outputs of norms and products; their gradients are kept for a while
+    if a schedule splits the backward in two.
 
-    FLOPs are those of all tensor ranks together in one forward, a multiplication and its addition being two:
-    ``matrices`` those of weights, ``trained`` those of trained weights among them, ``attention`` those of
-    scores as if each token saw its whole sequence, ``other`` those that no convention of MFU counts.
+    FLOPs are counted over all tensor ranks in one forward; a multiplication and an addition are two.
+    ``matrices``: products with weights; ``trained``: the part of them whose weights are trained.
+    ``attention``: scores, as if each token saw its whole sequence. ``other``: FLOPs that no convention of MFU
+    counts.
     """
 
     kept: float = 0.0
@@ -173,7 +176,7 @@ def name_module(error: UnknownCost, model: nn.Module) -> UnknownCost:
 
 
 def matrix(tokens: Tokens, numbers: float, *, trained: bool) -> Cost:
-    """Return the FLOPs of a product with a matrix of so many numbers."""
+    """Return the FLOPs of the product of each token with a matrix of this many numbers."""
     flops = 2.0 * tokens.count * numbers
     return Cost(matrices=flops, trained=flops * trained)
 

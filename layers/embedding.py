@@ -1,4 +1,4 @@
-"""The vocabulary, cut over the tensor axis: embedding at one end of the model, logits at the other."""
+"""Define the embedding and the output layer, whose vocabulary is cut over the tensor axis."""
 
 from __future__ import annotations
 

@@ -9,10 +9,10 @@ rowwise     a row of a product's left matrix, and a  e4m3                     e4
 ==========  =======================================  =======================  ==========================
 
 A scale brings the largest magnitude near the largest float8 number. It is a power of two and changes no
-digit: a number rounds to the same float8 number under every scale, unless it is some 2^14 times smaller than
-the largest one. Tensor ranks that hold pieces of what has one scale agree on the largest magnitude.
-Micro-batches, data ranks and context ranks have scales of their own. Sources: Micikevicius et al. 2022;
-torchao's float8 training.
+digit: a number rounds to the same float8 number under every scale, unless it is about 2^14 times smaller than
+the largest one. If several tensor ranks hold pieces of a tensor or row with one scale, they agree on the
+largest magnitude. Micro-batches, data ranks and context ranks have scales of their own. Sources: Micikevicius
+et al. 2022; torchao's float8 training.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def use_float8(model: nn.Module, scaling: Scaling) -> list[str]:
 
     Weights, gradients and activations between the products keep their dtype. Output layers, embeddings,
     routers, stacks of experts, replicated linears and LoRA's matrices multiply as before. Call it before the
-    model is compiled. Returns the names of the weights that stay as well: on this rank they have a side that
-    is no multiple of 16.
+    model is compiled. Returns the names of the linear weights that do not use float8, because on this rank
+    one of their sides is not a multiple of 16.
     """
     left = []
     for name, module in model.named_modules():
@@ -67,7 +67,9 @@ def use_float8(model: nn.Module, scaling: Scaling) -> list[str]:
 
 @dataclass(frozen=True)
 class Float8:
-    """Compute the products of a parallel linear in float8. ``cut``: what the ranks share of its weights."""
+    """Compute the products of a parallel linear in float8. ``cut``: the dim in which ranks cut its
+    weights.
+    """
 
     scaling: Scaling
     cut: Literal["rows", "columns"]
@@ -87,9 +89,9 @@ class Float8:
         return found
 
     def cost(self, tokens: Tokens, in_features: int, rows: Sequence[int]) -> Cost:
-        """Return the cost beside that of the products: casts, and what the ranks agree on.
+        """Return the cost in addition to the products: casts, and the all-reduces of the scales.
 
-        ``in_features`` and ``rows`` are those of this rank's weights.
+        ``in_features`` and ``rows``: the sizes of this rank's weights.
         """
         fitting = [one for one in rows if fits(one, in_features)]
         if not fitting:
@@ -110,10 +112,11 @@ class Float8:
         return Cost(working=cast, sends=tuple(sends))
 
     def tops(self, *matrices: tuple[Tensor, int], cut: bool) -> list[Tensor]:
-        """Return the largest magnitudes: of a whole matrix, (1, 1), or rowwise along a dim, which stays.
+        """Return the largest magnitudes of each matrix: (1, 1) of the whole, or rowwise along a dim of size
+        1.
 
-        ``matrices``: each with this dim. ``cut``: whether the ranks hold pieces of what has one scale; they
-        agree in one collective for all matrices.
+        ``matrices``: each matrix with the dim that rowwise scaling reduces. ``cut``: whether several ranks
+        hold pieces of a tensor or row with one scale; one all-reduce for all matrices then finds the maximum.
         """
         rowwise = self.scaling == "rowwise"
         found = [x.abs().amax(dim if rowwise else (0, 1), keepdim=True).float() for x, dim in matrices]

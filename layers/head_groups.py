@@ -9,10 +9,11 @@ from ..parallel_state import BadInput, ParallelState, shared_units
 
 
 class HeadGroups:
-    """Tell which heads of this tensor rank are of which group. All groups have equally many heads.
+    """Tell which group each head of this tensor rank belongs to. All groups have the same number of heads.
 
-    ``held``: the groups of which heads are here, ``counts``: how many of each. Where the tensor axis does not
-    divide the groups, ranks share one (``shared``). Raises ``BadInput`` for groups that are not equal.
+    ``held``: the groups that have heads on this rank; ``counts``: the number of these heads for each group.
+    ``shared``: whether some groups have heads on several ranks, because the tensor axis does not divide the
+    number of groups. Raises ``BadInput`` if the groups cannot be equal.
     """
 
     def __init__(self, heads: int, groups: int, state: ParallelState) -> None:
@@ -25,8 +26,10 @@ class HeadGroups:
         self.counts = [sum(head // each == group for head in here) for group in self.held]
 
     def spread(self, x: Tensor) -> Tensor:
-        """Return what each head here has of its group: (B, groups here, ...) becomes (B, heads here, ...), or
-        (B, 1, ...) where there is one group.
+        """Repeat each group's entry for the heads of the group: (B, groups here, ...) to (B, heads here,
+        ...).
+
+        If this rank has one group, ``x`` is returned as it is, (B, 1, ...).
         """
         if len(self.counts) == 1:
             return x

@@ -1,4 +1,6 @@
-"""Keep numbers of the host on each device that computes with them: a copy at each call would wait for it."""
+"""Keep constant numbers on each device that uses them, because a copy at each call would wait for the
+device.
+"""
 
 from __future__ import annotations
 

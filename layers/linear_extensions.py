@@ -16,7 +16,7 @@ class Adapter(Protocol):
 
     @property
     def keeps_input(self) -> bool:
-        """Return whether its backward needs the linear's input as it is."""
+        """Return whether the adapter's backward needs the unchanged input of the linear layer."""
 
     def __call__(self, x: Tensor) -> list[tuple[int, Tensor]]:
         """Return the terms to add to the outputs, each with the output's number.
@@ -25,7 +25,7 @@ class Adapter(Protocol):
         """
 
     def cost(self, tokens: Tokens) -> Cost:
-        """Return the cost without the input, if it is kept as it is."""
+        """Return the cost without the linear's input, if the adapter keeps this input unchanged."""
 
 
 class Products(Protocol):
@@ -35,7 +35,7 @@ class Products(Protocol):
         """Return ``x W^T + b`` for each weight and bias that this rank computes with."""
 
     def cost(self, tokens: Tokens, in_features: int, rows: Sequence[int]) -> Cost:
-        """Return the cost beside that of the products, for weights of so many rows and columns."""
+        """Return the cost in addition to the products, for weights with these rows and ``in_features``."""
 
 
 def initial_of_bias(initial: Initial) -> Initial:

@@ -92,7 +92,7 @@ def cross_entropy_cost(
 
 
 def loss_sends(tokens: Tokens, chunks: int, state: ParallelState) -> tuple[Send, ...]:
-    """Return what a loss in so many pieces sends: of each token its maximum, and three sums."""
+    """Return the collectives of a loss in this many chunks: for each token a maximum and three sums."""
     size = 4 * tokens.count * tokens.inner
     return (Send("tensor", "all_reduce", size, count=2 * chunks, what="loss"),) * (state.tensor_size > 1)
 

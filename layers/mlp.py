@@ -1,4 +1,4 @@
-"""The two feed-forward nets of the zoo: gated (Llama) and plain (GPT-2)."""
+"""Define the two feed-forward nets of the zoo: gated (Llama) and plain (GPT-2)."""
 
 from __future__ import annotations
 

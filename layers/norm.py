@@ -152,8 +152,8 @@ class HeadsRMSNorm(_HeadsNorm):
     """Compute ``x / rms(x) * weight`` over all heads together, those of all tensor ranks (OLMo 2), or over
     each of several ``groups`` of neighbouring heads (Mamba-2).
 
-    (B, H, S, E) in and out; the weight is one vector over all heads. Where tensor ranks share a group they
-    sum one number a token and group.
+    Input and output: (B, H, S, E); the weight is one vector over all heads. Tensor ranks that share a group
+    sum one number for each token and group.
     """
 
     def __init__(

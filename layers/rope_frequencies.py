@@ -24,10 +24,10 @@ def inverse_frequencies(
 ) -> Tensor:
     """Return the angle per position of each pair of dims: fp32, (head_dim / 2,).
 
-    ``scaling`` bears the keys of a config's ``rope_scaling``: ``rope_type``, ``factor`` and its type's own.
-    ``long``: of a document with more tokens than ``original_max_position_embeddings`` (longrope). Of dynamic
-    scaling these are the angles within that length, see ``dynamic_frequencies``. Raises ``BadInput`` for
-    another type, or a number that is missing.
+    ``scaling`` has the keys of a config's ``rope_scaling``: ``rope_type``, ``factor`` and the keys of this
+    type. ``long``: whether the document has more tokens than ``original_max_position_embeddings`` (longrope).
+    With dynamic scaling the angles are those of a document within this length; see ``dynamic_frequencies``
+    for longer ones. Raises ``BadInput`` for an unknown type or a missing number.
     """
     kind = str(scaling.get("rope_type", "default")) if scaling else "default"
     if kind not in SCALINGS:

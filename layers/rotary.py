@@ -1,4 +1,4 @@
-"""Rotary position embedding, in Hugging Face's half-split convention or with neighbours as pairs."""
+"""Compute rotary position embedding, in Hugging Face's half-split convention or with neighbours as pairs."""
 
 from __future__ import annotations
 

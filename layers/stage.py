@@ -15,8 +15,9 @@ class Stage:
     """List the ``blocks`` of a pipeline stage; the first stage also embeds, the last one also makes the
     logits.
 
-    All that one rank holds is a ``Stage`` too. If a rank holds several of the model's stages, they are its
-    ``parts``, in the model's order, and between two of them the activations visit other ranks.
+    A ``Stage`` also describes all blocks of one rank. If a rank holds several stages of the model, they are
+    the ``parts`` of its ``Stage``, in the model's order; between two parts the activations go through other
+    ranks.
     """
 
     blocks: tuple[int, ...]
@@ -89,8 +90,10 @@ def split_blocks(num_layers: int, stages: int, split: Sequence[int] | None = Non
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """List the members, with parameters, of every ``ModuleList``, ``ModuleDict`` or ``Sequential`` of a model
-    that is in no other; none where there is no such list.
+    """List a model's blocks: the members of its ``ModuleList``, ``ModuleDict`` and ``Sequential`` modules.
+
+    Only members with parameters count, and only lists that are inside no other list. Without such a list the
+    result is empty.
     """
     found = []
     for child in model.children():

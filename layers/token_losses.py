@@ -48,7 +48,7 @@ class LossTerms:
 
 
 class Rows(NamedTuple):
-    """Hold what the gradient needs of each token, (N,) each.
+    """Hold the numbers that the gradient needs for each token, (N,) each.
 
     ``top``: the largest logit. ``total``: sum of ``exp(logit - top)``. ``target``: the label's column here,
     0 if it is ``elsewhere``. ``valid``: whether the token counts.
@@ -64,7 +64,7 @@ class Rows(NamedTuple):
 def token_losses(
     x_NV: Tensor, labels_N: Tensor, terms: LossTerms, state: ParallelState
 ) -> tuple[Tensor, Rows]:
-    """Return the tokens' losses, (N,), and what their gradient needs; two small all-reduces."""
+    """Return the tokens' losses, (N,), and the ``Rows`` for their gradient, with two small all-reduces."""
     columns = terms.true_columns(x_NV.shape[-1], state)
     target = labels_N - state.tensor_index * x_NV.shape[-1]
     elsewhere = (target < 0) | (target >= columns)
@@ -117,7 +117,7 @@ def logits_gradient(
 
 
 def block_bytes(tokens: Tokens, columns: float) -> float:
-    """Return the bytes of what the arithmetic needs beside logits and gradient, if it is not compiled."""
+    """Return the bytes that the uncompiled arithmetic needs in addition to logits and gradient."""
     return 2 * tokens.inner * min(tokens.count * columns, _BLOCK if tokens.fused else BLOCK_ON_CPU)
 
 

@@ -59,10 +59,10 @@ class Traffic:
 
 
 def block_traffic(work: Work, cost: Cost, *, again: bool = False) -> list[Traffic]:
-    """Return what a block sends for one micro-batch; ``again``: what it sends once more where it forgets.
+    """Return what a block sends for one micro-batch; ``again``: what it sends when it is recomputed.
 
-    Selective checkpointing keeps sums, and gathers again. Otherwise all is sent again, but for a last sum
-    that nothing in the block needs.
+    Selective checkpointing keeps the results of sums and repeats only the gathers. Full checkpointing repeats
+    all collectives of the forward, except a last sum whose result the block does not need.
     """
     found = []
     for send in cost.sends:

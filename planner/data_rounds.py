@@ -26,11 +26,11 @@ class DataRounds:
 
 
 def data_rounds(work: Work, *, root: bool) -> DataRounds:
-    """Return the counts of a step; ``root``: of the group that holds what is in no block.
+    """Return the counts of a step for a group; ``root``: the group of all parameters that are in no block.
 
-    With ZeRO 3 the root's weights stay whole from forward to backward. A stage of a pipeline, which runs
-    other forwards in between, gathers them again. Replicas sum once in a step; under a pipeline, after each
-    micro-batch.
+    With ZeRO 3 the root's weights stay whole from forward to backward, except in a pipeline: there a stage
+    runs other forwards in between and gathers the root again, unless the loss is computed in chunks. Replicas
+    sum once in a step; under a pipeline, after each reduce-scatter.
     """
     layout, rounds = work.layout, work.micro_batches
     once, each = int(layout.zero in (1, 2)), rounds * (layout.zero == 3)

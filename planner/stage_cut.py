@@ -14,7 +14,7 @@ from ..pipeline.cut import cut_by_cost, stage_costs
 
 @dataclass(frozen=True, slots=True)
 class StageCut:
-    """State the blocks of each stage, and each stage's cost: FLOPs of a token's forward."""
+    """State the number of blocks of each stage, and its cost in FLOPs of one token's forward."""
 
     counts: tuple[int, ...]
     costs: tuple[float, ...]

@@ -1,4 +1,6 @@
-"""Find the changes of a recipe that make its plan fit the device, those that cost least time first."""
+"""Find the changes of a recipe that make its plan fit the device; the change that costs least time comes
+first.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,9 @@ def changes_that_fit(
     """Return the changes, cheapest first, that bring ``total`` down to ``room``: each alone, or else several
     together.
 
-    ``total`` gives the bytes under some changes, and ``None`` if a recipe cannot have them. If no single
-    change is enough, changes are added in order until they are, without those that do not help.
+    ``total`` returns the bytes of a rank under some changes, or ``None`` if a recipe cannot have them. If no
+    single change is enough, changes are added one after the other until they are enough; a change that does
+    not lower the bytes is left out. ``room``: bytes of the device. ``most``: how many results to return.
     """
     alone = [Fit((change,), size) for change in changes if (size := total([change])) is not None]
     enough = [fit for fit in alone if fit.total <= room]

@@ -1,4 +1,5 @@
-"""Attention with linear biases: a score falls with the distance of its key, by a slope of each head's own.
+"""Compute attention's linear biases (ALiBi): a score falls with the distance of its key, by a slope of the
+head.
 
 B batch  H query heads here  Q queries  T keys.  Source: Press et al. 2022.
 """
@@ -21,8 +22,8 @@ ScoreBias = Callable[[slice, torch.dtype], Tensor]
 def alibi_slopes(heads: int) -> tuple[float, ...]:
     """Return the slope of each head, in fp32: a geometric sequence that ends at 2 ** -8.
 
-    A number of heads that is no power of two takes the slopes of the next lower one, and between them every
-    other slope of twice as many.
+    If the number of heads n is not a power of two, let p be the next lower one. The first p heads then have
+    the slopes of p heads, and the others have every second slope of 2 p heads.
 
     >>> alibi_slopes(3)
     (0.0625, 0.00390625, 0.25)

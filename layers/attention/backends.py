@@ -11,9 +11,9 @@ flex       FlexAttention, compiled for what is asked: documents, windows, soft c
 blockwise  written out, some rows of scores at a time, in forward and backward; everything, on any device
 =========  ==============================================================================================
 
-``auto`` takes ``sdpa`` for rows of one document without more, and for anything else the first of ``varlen``,
-``sdpa`` and ``blockwise`` that can. It never takes ``flex``, which a recipe can pin: nobody has
-measured it.
+``auto`` takes ``sdpa`` for rows of one document without a window, bias or other change of the scores. For
+anything else it takes the first of ``varlen``, ``sdpa`` and ``blockwise`` that can compute it. It never takes
+``flex``, because nobody has measured it; a recipe can pin it.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ HALF = (torch.bfloat16, torch.float16)
 class AttentionCall:
     """Describe one call of attention, as far as the choice of a backend depends on it.
 
-    ``width``: that of queries and keys; ``value_width``: that of values. ``masked``: documents or a window
-    hide keys that causality alone would show. ``cached``: the queries follow keys of a cache. ``score``: what
-    is done to the scores besides.
+    ``width``: head dim of queries and keys; ``value_width``: head dim of values. ``masked``: documents or a
+    window hide keys that causality alone would show. ``cached``: the queries follow keys of a cache.
+    ``score``: a further change of the scores, such as "soft cap"; empty if there is none.
     """
 
     device: str

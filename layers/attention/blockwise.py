@@ -1,6 +1,7 @@
-"""Attention of a block of queries over a block of keys, in pieces that can be put together and taken back.
+"""Compute attention of a block of queries over a block of keys, so that several blocks can be combined.
 
-Each piece comes with the log of each query's sum of exponentials, by which it is weighed against the others.
+Each block's output comes with a log-sum for each query: the logarithm of the sum of exponentials of its
+scores. Log-sums give the weights with which outputs of several blocks are added.
 B batch  H query heads  K key/value heads  G query heads a key/value head  Q queries  T keys  E head dim
 
 Sources: Milakov and Gimelshein 2018; Dao et al. 2022 (FlashAttention), whose backward needs no more than the
@@ -141,11 +142,12 @@ def blockwise_attention(
 ) -> Tensor:
     """Compute attention whose scores exist only a few rows at a time, in forward and in backward.
 
-    Returns (B, H, S, E), like ``q``. For what torch's public operators do not compute, or not without all
-    scores at once: a ``soft_cap``, ``sinks`` (H,), one more score of each head (see ``sinks.py``), and a
-    ``bias``. ``mask``: (B or 1, 1, S, T), true where a query sees a key; without one, ``causal`` says whether
-    keys and queries are the same tokens in order. Dropout follows torch's generator. ``fused``: whether
-    torch's fused operators may compute a block that they can (see ``fused_is_right``).
+    Returns (B, H, S, E), like ``q``. It computes what torch's public operators cannot compute, or only with
+    all scores at once: a ``soft_cap``; ``sinks`` (H,), one more score of each head (see ``sinks.py``); and a
+    ``bias``. ``mask``: (B or 1, 1, S, T), true where a query sees a key; without a mask, ``causal`` says
+    whether keys and queries are the same tokens in order. Dropout follows torch's generator. ``fused``:
+    whether torch's fused operators may compute the blocks for which they are able to (see
+    ``fused_is_right``).
     """
     scale = q_BHSE.shape[-1] ** -0.5 if scale is None else scale
     seed = int(torch.randint(2**62, (), device="cpu")) if dropout else 0
@@ -186,7 +188,7 @@ def widened(v_BKTE: Tensor, q_BHQE: Tensor) -> Tensor:
 
 
 def scores_bytes(tokens: Tokens, heads: int, keys: float, *, dropout: bool, bounded: bool) -> float:
-    """Return the bytes of scores that are written out, and of what is made of them, in a backward."""
+    """Return the bytes that a backward needs for scores in memory and for the tensors computed from them."""
     row = tokens.rows * heads * keys
     at_once = min(tokens.length, max(1, _AT_ONCE // row))
     copies = _COPIES + bounded + 3 * dropout + (at_once < tokens.length)  # one is left of the rows before

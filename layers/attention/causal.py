@@ -1,4 +1,4 @@
-"""Causal attention over the heads that this rank holds.    B batch  S sequence  H heads here  E head dim"""
+"""Compute causal attention over the heads of this rank.    B batch  S sequence  H heads here  E head dim"""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def causal_attention(
 def call_of(
     q_BHSE: Tensor, value_width: int, scope: AttentionScope, *, dropout: float, score: Score, width: int = 0
 ) -> AttentionCall:
-    """Describe a call for the choice of its backend; ``width``: that of the heads, if ``q`` is a stand-in."""
+    """Describe a call for the choice of its backend; ``width``: the head dim, if ``q`` is only a stand-in."""
     return AttentionCall(
         q_BHSE.device.type,
         q_BHSE.dtype,
@@ -142,7 +142,7 @@ def call_in_plan(call: AttentionCall, tokens: Tokens, window: int | None) -> Att
 
 
 def score_name(*, soft_cap: bool, sinks: bool, alibi: Alibi | None) -> Score:
-    """Return what is done to scores besides, in a word."""
+    """Return the name of a further change of the scores (``AttentionCall.score``)."""
     if alibi is not None:
         return "rounded ALiBi" if alibi.rounded else "ALiBi"
     return "soft cap" if soft_cap else "sinks" if sinks else ""

@@ -1,9 +1,9 @@
-"""Causal attention of this context rank's queries over the keys and values of all context ranks.
+"""Compute causal attention of this context rank's queries over the keys and values of all context ranks.
 
-Keys and values come all at once (all-gather) or from rank to rank around a ring (``layout.ring``), one rank's
-at a time while those before are computed with; either way the blocks are the same. Forward puts the blocks
-together by their log-sums. Backward fetches the keys and values again, rather than keeping them, and sends
-their gradients home: by a reduce-scatter, or around the ring behind the keys and values.
+Keys and values come all at once (all-gather), or around a ring (``layout.ring``): a rank computes with the
+keys and values of one rank while it receives those of the next. The blocks of attention are the same in both
+cases. Forward combines the blocks by their log-sums. Backward does not keep the other ranks' keys and values,
+but fetches them again, and returns their gradients by a reduce-scatter, or around the ring behind them.
 
 B batch  S tokens here  H query heads here  K key/value heads here  E head dim
 

@@ -1,7 +1,7 @@
-"""Attention by FlexAttention, which compiles a kernel for the scores and the mask that a model has.
+"""Compute attention by FlexAttention, which compiles a kernel for the scores and the mask of a model.
 
-A mask is a function of two tokens, and a list of the blocks of keys that each block of queries needs, so no
-score that is not seen is computed. Source: Dong et al. 2024 (FlexAttention).
+A mask is a function of two tokens, with a list of the blocks of keys that each block of queries needs. Blocks
+that a mask hides completely are not computed. Source: Dong et al. 2024 (FlexAttention).
 
 B batch  S sequence  H query heads here  K key/value heads here  E head dim
 """

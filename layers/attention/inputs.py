@@ -1,4 +1,4 @@
-"""Hold what all attention layers of a forward take besides hidden states: rotations and masks, made once."""
+"""Make the rotations and masks of one forward pass, once, for all of its attention layers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .visible import document_lengths, exceeds
 
 
 class AttentionLayer(Protocol):
-    """Describe what a forward must know of an attention layer."""
+    """Describe the properties of an attention layer that a forward pass needs."""
 
     window: int | None
 
@@ -91,8 +91,10 @@ class AttentionInputs:
 
     @property
     def documents(self) -> Tensor | None:
-        """Return each token's place in its document, (B, S), or ``None`` if no document starts after the
-        first token of a row; with a cache always the places. Looked up once a forward.
+        """Return each token's place in its document, (B, S), or ``None`` if each row is known to be one
+        document.
+
+        With a cache the places are always returned. They are computed once in a forward.
         """
         if not self._looked:
             self._looked, self._documents = True, self._look()

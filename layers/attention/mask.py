@@ -91,7 +91,7 @@ class AttentionScope:
 
     @property
     def mask(self) -> Tensor | None:
-        """Return (B, 1, S, T), true where a query sees a key, or ``None``: it sees all before it."""
+        """Return (B, 1, S, T), true where a query sees a key; ``None`` if it sees all earlier keys."""
         return self._once("mask", self._dense) if self.masked else None
 
     def bias(self, dtype: torch.dtype) -> Tensor | None:

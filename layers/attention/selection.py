@@ -18,7 +18,7 @@ AttentionModule = Attention | MultiHeadLatentAttention
 
 
 def attention_kinds(model: nn.Module) -> tuple[AttentionModule, ...]:
-    """Return one attention layer of each kind: those that have the same window and make equal calls."""
+    """Return one attention layer of each kind; layers of one kind have the same window and equal calls."""
     stand_in, scope = torch.empty((1, 1, 1, 0), device="meta"), AttentionScope()
     found: dict[object, AttentionModule] = {}
     for one in model.modules():
@@ -28,7 +28,9 @@ def attention_kinds(model: nn.Module) -> tuple[AttentionModule, ...]:
 
 
 def masks_cost(model: nn.Module, tokens: Tokens) -> Cost:
-    """Count the dense masks of windows that rows exceed, which all blocks and rows share."""
+    """Return the cost of dense masks for windows shorter than a row; all blocks and rows share these
+    masks.
+    """
     kept = {}
     for one in attention_kinds(model):
         if isinstance(one, MultiHeadLatentAttention) or one.state.context_size > 1:
@@ -55,7 +57,7 @@ def attention_backends(
     packed: bool,
     backend: PinnedBackend = "auto",
 ) -> dict[str, str]:
-    """Return what computes each kind of attention in rows of ``length`` tokens, in words.
+    """Return, in words, the backend of each kind of attention in rows of ``length`` tokens.
 
     ``packed``: rows hold several documents. Raises ``BadInput`` if the pinned ``backend`` cannot compute one
     of them.

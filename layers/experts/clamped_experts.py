@@ -1,4 +1,4 @@
-"""Experts of GPT-OSS: biased, with a gate that is clamped and an upper product that counts from 1."""
+"""Define the experts of GPT-OSS: with biases, a clamped gate, and 1 added to the upper product."""
 
 from __future__ import annotations
 

@@ -37,9 +37,9 @@ class Dispatch:
 
     Made from the experts that each token chose, (N, K) int64. ``to_experts`` brings rows to this rank's
     experts; ``counts`` is the number of rows for each of them, in order. ``back`` returns the experts'
-    outputs. All ranks of the expert group make a dispatch at the same time, also those without tokens. With
-    several ranks of experts the host waits once for the numbers of rows, else not at all. Source: Gale et al.
-    2022 (no token is dropped), Lepikhin et al. 2020 (the exchange).
+    outputs. All ranks of the expert group make a dispatch at the same time, also ranks without tokens. With
+    several expert ranks the host waits once for the numbers of rows; with one it does not wait. Source: Gale
+    et al. 2022 (no token is dropped), Lepikhin et al. 2020 (the exchange).
     """
 
     def __init__(self, experts_NK: Tensor, num_experts: int, *, state: ParallelState) -> None:

@@ -84,7 +84,7 @@ class Experts(DeclaredModule):
 
     @property
     def products(self) -> tuple[tuple[str, ...], ...]:
-        """Return the names of the stacks, those together that multiply the same rows."""
+        """Return the names of the stacks, in groups that multiply the same rows."""
         return (("gate", "up") if self.gated else ("up",)), ("down",)
 
     def forward(self, x_MD: Tensor, counts: Sequence[int]) -> Tensor:

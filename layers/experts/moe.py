@@ -1,4 +1,4 @@
-"""A mixture of experts in place of a block's feed-forward net."""
+"""Define a mixture of experts, which replaces the feed-forward net of a block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The router of a mixture of experts: which experts a token goes to, and with what weight.
+"""Define the router of a mixture of experts, which chooses the experts of each token and their weights.
 
 B batch  S sequence  D hidden  E experts  K experts a token  G groups of experts
 """

@@ -1,4 +1,4 @@
-"""Decay within chunks of tokens: how much of what a token wrote is left for a later one.
+"""Compute decays within chunks of tokens: the share of what a token wrote that is left for a later token.
 
 ... heads, rows  N chunks  T tokens of a chunk (queries first, then keys)
 """

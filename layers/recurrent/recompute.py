@@ -1,4 +1,4 @@
-"""Keep the inputs of a function for its backward, and nothing that it makes on the way."""
+"""Compute a function again in its backward, so that only its inputs are kept."""
 
 from __future__ import annotations
 

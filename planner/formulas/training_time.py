@@ -70,7 +70,7 @@ def device_hours(seconds: float, devices: int) -> float:
 
 
 def price(hours: float, price_per_hour: float) -> float:
-    """Return the price of so many GPU-hours, in the currency of ``price_per_hour``."""
+    """Return the price of this many GPU-hours, in the currency of ``price_per_hour``."""
     return hours * price_per_hour
 
 

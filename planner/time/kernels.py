@@ -57,7 +57,7 @@ class Kernels:
         self._memory = machine.bandwidth * reached.memory
 
     def moved(self, size: float) -> float:
-        """Return the seconds in which so many bytes are read or written."""
+        """Return the seconds in which this many bytes are read or written."""
         return size / self._memory
 
     def compute(self, cost: Cost, modules: int, heavier: tuple[float, float] = (1.0, 1.0)) -> Seconds:
@@ -95,7 +95,7 @@ class Kernels:
         return cost.attention / 2 / self.tensor / self._attention
 
     def loss(self, logits: float, modules: int = 2) -> Seconds:
-        """Time a loss over so many bytes of logits."""
+        """Time a loss over this many bytes of logits."""
         there, back = (self.moved(passes * logits) for passes in LOSS_PASSES)
         launched = modules * OPERATORS[self.mode] * self.machine.efficiency.launch
         return Seconds(forward=self._with(there, launched), inputs=self._with(back, launched))

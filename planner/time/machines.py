@@ -1,4 +1,4 @@
-"""The machines that a plan can be timed for: what their makers state, and what share of it is reached.
+"""Describe the machines that a step can be timed for: the makers' figures, and the share that is reached.
 
 Rates are of one device: FLOP/s without sparsity, bytes a second of its memory, bytes a second in one
 direction of its links. ``MACHINES`` holds the makers' figures; the share of them that is reached is an
@@ -18,8 +18,8 @@ from ..flops import peak_named
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """State a link of one device: bytes a second in one direction, and the seconds that a message takes
-    besides.
+    """State a link of one device: ``rate`` in bytes a second in one direction, and ``latency``, the seconds
+    that each message takes in addition.
     """
 
     name: str
@@ -29,10 +29,11 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """State the share of the makers' figures that is reached, and where these numbers come from.
+    """State the shares of the makers' figures that are reached, and the ``source`` of these shares.
 
-    ``products``, ``attention``: of the FLOP/s. ``memory``: of the bytes a second, by operators that do little
-    else. ``launch``: seconds that the host takes to start an operator, however small it is.
+    ``products``, ``attention``: shares of the FLOP/s. ``memory``: share of the memory's bytes a second,
+    reached by operators that mostly read and write. ``launch``: seconds that the host needs to start any
+    operator.
     """
 
     products: float
