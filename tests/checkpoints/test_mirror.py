@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -71,6 +72,15 @@ def accepted(folder: Path) -> list[int]:
     return found
 
 
+def stated(folder: Path) -> list[int]:
+    """Return the steps of the folders with a manifest that is whole."""
+    found = []
+    for path in sorted(folder.glob(f"step-*/{MANIFEST}")):
+        with suppress(BadCheckpoint):
+            found.append(Manifest.parse(path.read_bytes(), path).step)
+    return [step for step in found if step is not None]
+
+
 def same(a: Path, b: Path) -> bool:
     return {p.name: p.read_bytes() for p in a.iterdir()} == {p.name: p.read_bytes() for p in b.iterdir()}
 
@@ -95,7 +105,7 @@ class Crash(BaseException):
 
 
 def crashing(at: int) -> tuple[Any, list[str]]:
-    """Return patches that end the work at operation ``at``: half of what is written then arrives."""
+    """Return patches that end the work at operation ``at``: half of it is still done."""
     done: list[str] = []
     put, remove = RemoteFolder._put, RemoteFolder.remove
 
@@ -111,6 +121,8 @@ def crashing(at: int) -> tuple[Any, list[str]]:
 
     def no_more(folder: RemoteFolder, name: str) -> None:
         if step(f"remove {name}"):
+            for inner in [one for one in folder.sizes(name) if one != MANIFEST][:1]:
+                remove(folder, f"{name}/{inner}")
             raise Crash
         remove(folder, name)
 
@@ -136,6 +148,7 @@ def test_a_crash_at_any_operation_leaves_whole_copies_and_loses_none(place: str,
                 break
         there = accepted(fetched(url, tmp_path / "fetched"))
         assert there in ([1], [1, 2], [2]), (at, operations)
+        assert stated(tmp_path / "fetched") == there, (at, operations)
         for step, original in ((1, first), (2, second)):
             copy = tmp_path / "fetched" / original.name
             assert step not in there or same(copy, original), (at, operations)
