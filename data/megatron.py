@@ -9,6 +9,7 @@ several kinds a mode for each sequence (int8). ``GPTDataset`` reads a sequence f
 
 from __future__ import annotations
 
+import math
 import os
 import struct
 from collections.abc import Sequence
@@ -183,7 +184,10 @@ def parse_blend(words: Sequence[str], where: object) -> tuple[list[str], list[fl
     if None in weights:
         at = 2 * weights.index(None)
         raise BadInput(where, "data path", expected=f"a weight before {words[at + 1]}", found=words[at])
-    return [*words[1::2]], [weight for weight in weights if weight is not None]
+    given = [weight for weight in weights if weight is not None]
+    if not all(0 < weight < math.inf for weight in given):
+        raise BadInput(where, "data path", expected="finite weights above 0", found=" ".join(words[::2]))
+    return [*words[1::2]], given
 
 
 def _weight(word: str) -> float | None:

@@ -115,7 +115,7 @@ def _parts(source: Source, names: str | None) -> tuple[Parts, dict[str, tuple[in
         return {name: [(name, Piece.whole(name, shape))] for name, shape in hf.items()}, hf
     kind, config, table = source.family.model_type, source.model_config, table_named(names)
     shapes = foreign_shapes(table, kind, hf, config)
-    found = pieces(table, kind, shapes, hf, config)
+    found = pieces(table, kind, shapes, hf, config, source.path)
     if missing := [name for name in hf if name not in found]:
         todo = "The table has no rule for it, so the checkpoint would be incomplete"
         raise BadInput(

@@ -58,7 +58,7 @@ def assemble(found: ForeignCheckpoint, table: Table, family: Family, config: Mod
     _, hf = family.links(config)
     with_head = hf_shapes(family, config)
     shapes = {name: tensor.shape for name, tensor in found.tensors.items()}
-    tied = pieces(table, family.model_type, shapes, with_head, config)
+    tied = pieces(table, family.model_type, shapes, with_head, config, found.path)
     ignored = [ignored_names(family, config), *map(re.compile, table.ignored)]
     _check_names(found, table, ignored, hf, tied)
     if family.tied_head in tied and family.tied_head not in hf:

@@ -160,7 +160,13 @@ class _Files:
         file = self._known[name]
         if not 0 <= begin <= begin + length <= file.size:
             found = f"a file of {file.size:,} bytes"
-            raise BadInput(file.path, shown(key), expected=f"{length:,} bytes at {begin:,}", found=found)
+            raise BadInput(
+                file.path,
+                shown(key),
+                expected=f"{length:,} bytes from byte {begin:,} on",
+                found=found,
+                todo="Copy it again: it was cut short",
+            )
         with open_regular(file.path) as (fd, _):
             archive = archive_at(fd, begin, begin + length, file.path)
         if not isinstance(archive.value, View):

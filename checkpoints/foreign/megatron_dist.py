@@ -88,10 +88,6 @@ def read(path: Path) -> ForeignCheckpoint:
     found.step = common["iteration"] if type(common.get("iteration")) is int else None
     if extra:
         found.skipped.append(f"{extra} entries _extra_state are not read: they hold no weights")
-    if not arguments.known:
-        found.skipped.append(
-            "it states no arguments (Megatron-LM and Megatron-Bridge do), so the config cannot be compared"
-        )
     _take_states(found, states, left, common)
     found.tensors = dict(_numbered(found.tensors, folder))
     found.moments = {kind: dict(_numbered(every, folder)) for kind, every in found.moments.items()}

@@ -19,4 +19,9 @@ def step_folder(path: Path) -> Path:
     text = read_small(path / TRACKER, 64).decode("ascii", "replace").strip()
     if text != "release" and not text.isdecimal():
         raise BadInput(path / TRACKER, expected="the number of a step, or release", found=shown(text))
-    return path / (text if text == "release" else f"iter_{int(text):07d}")
+    folder = path / (text if text == "release" else f"iter_{int(text):07d}")
+    if not folder.is_dir():
+        found = f"{folder.name}, which is not there"
+        todo = "Name the folder of a step that is there"
+        raise BadInput(path / TRACKER, expected=f"a step in {path}", found=found, todo=todo)
+    return folder

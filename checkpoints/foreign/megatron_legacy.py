@@ -86,9 +86,12 @@ def read(path: Path) -> ForeignCheckpoint:
             raise BadInput(file, "args", expected="Megatron's arguments", found="none", todo=todo)
         _check_version(value, file)
         arguments.check()
+        step = value["iteration"] if type(value.get("iteration")) is int else None
         if not ranks:
-            first, found.stated = arguments, arguments.stated()
-            found.step = value["iteration"] if type(value.get("iteration")) is int else None
+            first, found.stated, found.step = arguments, arguments.stated(), step
+        if step != found.step:
+            todo = "The ranks' files are not of one checkpoint: copy all of them again"
+            raise BadInput(file, "iteration", expected=found.step, found=step, todo=todo)
         views = ViewFile.of(file)
         views.know(archive.entries)
         rank = _Rank(views, *_coordinates(matched, arguments, file))

@@ -114,12 +114,17 @@ def known_tables() -> dict[str, Path]:
 
 
 def pieces(
-    table: Table, model_type: str, foreign: Mapping[str, Shape], hf: Mapping[str, Shape], config: ModelConfig
+    table: Table,
+    model_type: str,
+    foreign: Mapping[str, Shape],
+    hf: Mapping[str, Shape],
+    config: ModelConfig,
+    where: object,
 ) -> dict[str, list[Piece]]:
     """Return, for each tensor of Hugging Face that the rules find, the pieces that it is made of.
 
     ``foreign`` and ``hf``: all tensors with their shapes. Rules for tensors that the model does not have give
-    nothing. ``BadInput`` names a rule whose two sides differ in shape.
+    nothing. ``BadInput`` names ``where`` (the foreign checkpoint) and a rule whose two sides differ in shape.
     """
     found: dict[str, list[Piece]] = {}
     for rule in table.rule:
@@ -127,7 +132,7 @@ def pieces(
             continue
         for ours, theirs in _instances(rule, hf, foreign, table.prefix, config):
             if all(table.prefix + name in foreign for name, _ in theirs):
-                for name, made in _tie(rule, ours, theirs, table.prefix, foreign, hf, config):
+                for name, made in _tie(rule, ours, theirs, table.prefix, foreign, hf, config, where):
                     found.setdefault(name, []).append(made)
     return found
 
@@ -204,6 +209,7 @@ def _tie(
     foreign: Mapping[str, Shape],
     hf: Mapping[str, Shape],
     config: ModelConfig,
+    where: object,
 ) -> Iterator[tuple[str, Piece]]:
     """Yield the pieces of one instance of a rule: both sides are laid out along ``dim`` and cut together."""
     shapes = [foreign[prefix + name][len(index) :] for name, index in theirs]
@@ -222,6 +228,7 @@ def _tie(
         or (total_ours < total_theirs and not rule.padded)
     ):
         raise BadInput(
+            where,
             prefix + theirs[0][0],
             expected=" and ".join(f"{name} {[*hf[name]]}" for name, _ in ours),
             found=" and ".join(f"{[*foreign[prefix + name]]}" for name, _ in theirs),

@@ -157,9 +157,11 @@ def _data(given: Given, found: Translation) -> None:
     if words is None:
         found.blank("data.tokens", "what `trilith tokenize` wrote")
     else:
-        _blend(given, found, words)
+        _blend(found, words)
     if held is not None:
-        names, _ = parse_blend(_words(held), found.where)
+        names, weights = parse_blend(_words(held), found.where)
+        if weights is not None:
+            found.miss("valid_data_path", held, "held-out files have no weights: each is read by its size")
         if not any("$" in name for name in names):
             found.set("evaluation.tokens", names)
             found.set("evaluation.every", given.whole("eval_interval", 1000, least=1))
@@ -184,10 +186,8 @@ def _data(given: Given, found: Translation) -> None:
         found.miss("tokenizer_type", kind, "set model.tokenizer to a Hugging Face folder")
 
 
-def _blend(given: Given, found: Translation, words: Any) -> None:
+def _blend(found: Translation, words: Any) -> None:
     names, weights = parse_blend(_words(words), found.where)
-    if weights is not None and not all(weight > 0 for weight in weights):
-        raise given.bad("data_path", "weights above 0", " ".join(map(str, words)))
     if any("$" in name for name in names):
         found.blank(
             "data.tokens", f"{' '.join(names)}, with an index: trilith tokenize PREFIX --from megatron"

@@ -36,6 +36,10 @@ def model_shape(given: Given, found: Translation) -> dict[str, Any] | None:
     if None in [given.whole(key, least=1) for key in needed]:
         found.blank("model.init_from", "a Hugging Face folder, or model.config to start from scratch")
         return None
+    if given.raw.get("max_position_embeddings") is None and given.raw.get("seq_length") is None:
+        found.blank("model.init_from", "a Hugging Face folder, or model.config to start from scratch")
+        found.miss("max_position_embeddings", None, "the file says no length, so the model is not known")
+        return None
     fields, why = _fields(given)
     if fields is None:
         found.blank("model.init_from", "a Hugging Face folder, or model.config to start from scratch")

@@ -51,7 +51,7 @@ def read_records(
             machine.at = stream.tell()
             code = stream.read(1)
             if not code:
-                machine.refuse("an end", "none")
+                machine.refuse("further opcodes", "the end of the pickle: it was cut short")
             if code not in _OPCODES:  # before its argument is decoded: some old ones import a codec
                 machine.refuse("an opcode that torch writes", _name_of(code))
             name, decode = _OPCODES[code]

@@ -161,7 +161,8 @@ def test_a_blend_is_read_as_megatron_reads_it() -> None:
     assert parse_blend(["a", "b"], "x") == (["a", "b"], None)
     assert parse_blend(["1", "a", "2.5", "b"], "x") == (["a", "b"], [1.0, 2.5])
     assert parse_blend(["1", "a", "2"], "x") == (["1", "a", "2"], None)
-    for words in ([], ["1", "a", "b", "c"]):
+    wrong = [[], ["1", "a", "b", "c"], *(["1", "a", weight, "b"] for weight in ("0", "-1", "nan", "inf"))]
+    for words in wrong:
         with pytest.raises(BadInput, match="data path"):
             parse_blend(words, "x")
 

@@ -425,7 +425,7 @@ def test_no_argument_vanishes(name: str) -> None:
         ({"tensor_model_parallel_size": "two"}, "tensor_model_parallel_size: expected a number"),
         ({"micro_batch_size": 0}, "micro_batch_size: expected a number of at least 1"),
         ({"data_path": ["1", "a", "b", "c"]}, "expected a weight before c, found b"),
-        ({"data_path": ["0", "a", "1", "b"]}, "data_path: expected weights above 0"),
+        ({"data_path": ["0", "a", "1", "b"]}, "data path: expected finite weights above 0"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -439,6 +439,14 @@ def test_a_model_that_no_family_is_stays_to_be_filled_in() -> None:
     for changes in ({"multi_latent_attention": True}, {"squared_relu": True}, {"rotary_percent": 0.5}):
         found = translated(SMALL | changes)
         assert "model.init_from" in found.blanks and "the model" in lost(found)
+    lengths = ("seq_length", "max_position_embeddings")
+    found = translated({key: value for key, value in SMALL.items() if key not in lengths})
+    assert "model.init_from" in found.blanks and "max_position_embeddings" in lost(found)
+
+
+def test_weights_of_held_out_data_are_listed() -> None:
+    found = translated(SMALL | {"train_data_path": ["a"], "valid_data_path": ["1", "b", "3", "c"]})
+    assert found.values["evaluation.tokens"] == ["b", "c"] and "valid_data_path" in lost(found)
 
 
 @pytest.mark.parametrize(

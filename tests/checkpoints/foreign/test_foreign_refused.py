@@ -11,7 +11,7 @@ import pytest
 import torch
 from forms import WEIGHTS
 from safetensors.torch import load_file, save_file
-from trilith.checkpoints import convert
+from trilith.checkpoints import convert, read_source
 from trilith.cli.app import run
 from trilith.parallel_state import BadCheckpoint, BadInput
 
@@ -66,6 +66,18 @@ def test_a_config_of_another_model_is_refused_by_both_names(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_checkpoint_that_states_nothing_about_its_model_gets_a_warning(made: Path, tmp_path: Path) -> None:
+    """The shapes fit twice as many heads of half the size, and the rows would be put in a wrong order."""
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 2}
+    said = json.loads((made / "hf" / "config.json").read_text()) | heads
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    for form in ("titan", "model.pt"):
+        warnings = read_source(made / form, config=tmp_path).warnings
+        assert [line for line in warnings if "states nothing about the model" in line], form
+    warnings = read_source(made / "llama3", config=made / "hf").warnings
+    assert not [line for line in warnings if "states nothing" in line]
+
+
 def test_a_checkpoint_without_its_config_or_with_one_too_many_is_refused(made: Path, tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="--config with a Hugging Face folder"):
         convert(made / "titan", tmp_path / "out")
@@ -80,9 +92,14 @@ def test_a_missing_chunk_or_part_is_refused(made: Path, tmp_path: Path) -> None:
     (tmp_path / "titan" / "__1_0.distcp").unlink()
     with pytest.raises(BadInput, match=r"__1_0\.distcp"):
         convert(tmp_path / "titan", tmp_path / "out", config=made / "hf")
+    shutil.copytree(made / "titan", tmp_path / "short")
+    cut = tmp_path / "short" / "__1_0.distcp"
+    cut.write_bytes(cut.read_bytes()[:-1])
+    with pytest.raises(BadInput, match=r"__1_0\.distcp: .*found a file of .*cut short"):
+        convert(tmp_path / "short", tmp_path / "out", config=made / "hf")
     shutil.copytree(made / "llama2", tmp_path / "llama2")
     (tmp_path / "llama2" / "consolidated.01.pth").unlink()
-    with pytest.raises(BadInput, match=r"output\.weight|tok_embeddings"):
+    with pytest.raises(BadInput, match=r"wo\.weight.*16 columns.*8 in 1 parts.*after consolidated\.00"):
         convert(tmp_path / "llama2", tmp_path / "out", config=made / "hf")
 
 

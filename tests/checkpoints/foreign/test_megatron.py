@@ -153,7 +153,7 @@ def test_numbered_layers_with_norms_of_transformer_engine_are_read(prefix: str, 
     plan = convert(written, tmp_path / "hf", config=config_of(m, tmp_path), to="hf")
     assert plan.source.trains
     assert_same(tmp_path / "hf", m)
-    assert any("states no arguments" in line for line in plan.source.warnings)
+    assert any("states nothing about the model" in line for line in plan.source.warnings)
 
 
 def test_the_model_in_megatron_bridges_file_is_compared_with_the_config(tmp_path: Path) -> None:
@@ -290,6 +290,9 @@ def test_the_folder_of_a_run_means_its_newest_step(tmp_path: Path) -> None:
     (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("3\n")
     convert(tmp_path / "run", tmp_path / "hf", config=config_of(m, tmp_path), to="hf")
     assert_same(tmp_path / "hf", m)
+    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("9\n")
+    with pytest.raises(BadInput, match=r"latest_checkpointed.*found iter_0000009, which is not there"):
+        read_source(tmp_path / "run", config=tmp_path / "config")
 
 
 def test_more_layers_than_a_model_has_are_refused(tmp_path: Path) -> None:

@@ -91,6 +91,14 @@ def test_a_missing_rank_is_refused_by_name(tmp_path: Path) -> None:
         read_source(written, config=config(tmp_path))
 
 
+def test_ranks_of_two_steps_are_refused(tmp_path: Path) -> None:
+    written = write_legacy(tmp_path / "iter_0000003", LLAMA, 2)
+    path = written / "mp_rank_01" / "model_optim_rng.pt"
+    torch.save(torch.load(path, weights_only=False) | {"iteration": 4}, path)
+    with pytest.raises(BadInput, match=r"mp_rank_01.*iteration: expected 3, found 4.*not of one checkpoint"):
+        read_source(written, config=config(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("other", "said"),
     [

@@ -97,14 +97,14 @@ def tried(found: ForeignCheckpoint, rule: Rule, wanted: dict[str, Tensor]) -> di
     """Assemble only the wanted tensors: those of block 1 of a family that has no other ones."""
     hf = {name: tuple(weight.shape) for name, weight in wanted.items()}
     shapes = {name: one.shape for name, one in found.tensors.items()}
-    tied = pieces(Table(rule=[rule]), "llama", shapes, hf, MODEL)
+    tied = pieces(Table(rule=[rule]), "llama", shapes, hf, MODEL, found.path)
     return {name: [*assembled(found, name, hf[name], tied[name], found.tensors).chunks] for name in hf}
 
 
 def test_rules_for_other_families_and_uneven_shapes_are_not_used(tmp_path: Path) -> None:
     rule = Rule(foreign="{i}.up", hf=UP, only=["gpt2"])
-    assert pieces(Table(rule=[rule]), "llama", {"1.up": (24, 16)}, HF, MODEL) == {}
-    with pytest.raises(BadInput, match=r"1\.up: expected .*\[24, 16\], found \[29, 16\].*wrong table"):
-        pieces(Table(rule=[Rule(foreign="{i}.up", hf=UP)]), "llama", {"1.up": (29, 16)}, HF, MODEL)
+    assert pieces(Table(rule=[rule]), "llama", {"1.up": (24, 16)}, HF, MODEL, "here") == {}
+    with pytest.raises(BadInput, match=r"^here: 1\.up: expected .*\[24, 16\], found \[29, 16\].*wrong table"):
+        pieces(Table(rule=[Rule(foreign="{i}.up", hf=UP)]), "llama", {"1.up": (29, 16)}, HF, MODEL, "here")
     with pytest.raises(BadInput, match=r"21 of 21 missing"):
         assemble(ForeignCheckpoint(tmp_path, "none", {}), Table(rule=[rule]), FAMILY, MODEL)
