@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from forms import WEIGHTS
 from safetensors.torch import load_file, save_file
-from trilith.checkpoints import convert, read_source
+from trilith.checkpoints import convert, read_foreign, read_source
 from trilith.cli.app import run
 from trilith.parallel_state import BadCheckpoint, BadInput
 
@@ -101,6 +102,20 @@ def test_a_missing_chunk_or_part_is_refused(made: Path, tmp_path: Path) -> None:
     (tmp_path / "llama2" / "consolidated.01.pth").unlink()
     with pytest.raises(BadInput, match=r"wo\.weight.*16 columns.*8 in 1 parts.*after consolidated\.00"):
         convert(tmp_path / "llama2", tmp_path / "out", config=made / "hf")
+
+
+@pytest.mark.parametrize(("kept", "said"), [([0], "owned by nobody"), ([0, 1, 1], "owned 2 times")])
+def test_a_metadata_that_lists_a_chunk_never_or_twice_is_refused(
+    kept: list[int], said: str, made: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(made / "titan", tmp_path / "titan")
+    path = tmp_path / "titan" / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    chunks = metadata.state_dict_metadata["tok_embeddings.weight"].chunks
+    chunks[:] = [chunks[number] for number in kept]
+    path.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(BadInput, match=said):
+        read_foreign(tmp_path / "titan")
 
 
 def test_quantised_forms_are_refused_by_name(made: Path, tmp_path: Path) -> None:
