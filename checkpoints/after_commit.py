@@ -1,6 +1,6 @@
-"""Do what follows a commit while the run goes on: copy the checkpoint to a mirror, delete old ones.
+"""Copy a committed checkpoint to a mirror and delete old checkpoints, while the run goes on.
 
-Rank 0 does both in threads, because nobody may wait for thousands of files, nor for a network.
+Rank 0 does both in threads, because no rank should wait for thousands of files or for a network.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ T = TypeVar("T")
 
 
 class LatestOnly(Generic[T]):
-    """Call ``work`` in a thread that nobody waits for, with what was last given to ``begin``.
+    """Call ``work`` in a thread with the item that was last given to ``begin``.
 
-    What is given while it works waits for its turn, and only the latest is done. ``work`` raises nothing.
+    Items that are given while the thread works must wait; only the latest of them is used. ``work`` must not
+    raise.
     """
 
     def __init__(self, name: str, work: Callable[[T], None]) -> None:
@@ -33,7 +34,7 @@ class LatestOnly(Generic[T]):
         self._thread: threading.Thread | None = None
 
     def begin(self, item: T) -> None:
-        """Begin the work on ``item``, or note it as next in the place of another; return at once."""
+        """Begin the work on ``item``; if the thread is busy, make it the next item. Returns at once."""
         with self._lock:
             self._next = [item]
             if self._thread is not None and self._thread.is_alive():
@@ -43,7 +44,7 @@ class LatestOnly(Generic[T]):
             self._thread.start()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until nothing is left to do, at most so many seconds."""
+        """Wait until nothing is left to do, at most this many seconds."""
         with self._lock:
             thread = self._thread
         if thread is not None:
@@ -63,8 +64,9 @@ class LatestOnly(Generic[T]):
 class AfterCommit:
     """Keep the newest ``keep`` checkpoints in ``root``, and copies of them in a mirror if there is one.
 
-    An error here ends no run: ``said`` is called, from a thread, with a line on it, and the next commit tries
-    again. A kill leaves nothing that counts as a checkpoint and is none; the next start clears it.
+    An error here does not end the run: ``said`` is called, from a thread, with a line about the error, and
+    the next commit tries again. If the run is killed meanwhile, a folder may be left that is not a
+    checkpoint. No reader takes it for one, and the next start deletes it.
     """
 
     def __init__(self, root: Path, keep: int, said: Callable[[str], None]) -> None:
@@ -75,13 +77,15 @@ class AfterCommit:
         self._committed: int | None = None
 
     def resume(self) -> None:
-        """Begin to copy the newest checkpoint, if a kill came between its commit and its copy."""
+        """Begin to copy the newest checkpoint, in case the run was killed between its commit and its copy."""
         if self._root.is_dir():
             for path in complete_checkpoints(self._root)[-1:]:
                 self._begin_copy(path)
 
     def begin(self, step: int) -> None:
-        """Begin what is due now that the checkpoint of ``step`` is committed; return at once."""
+        """Begin to copy the checkpoint of ``step``, just committed, and to delete old ones; return at
+        once.
+        """
         self._committed = step
         self._begin_copy(step_directory(self._root, step))
         self._retention.begin(step)

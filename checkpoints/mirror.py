@@ -1,7 +1,7 @@
 """Copy the committed checkpoints of a run to a second place: a folder, or an object store that fsspec knows.
 
-There is no rename there, so the manifest is written last, and a folder without one is no checkpoint. A copy
-is removed in the other order, its manifest first.
+An object store has no rename, so the manifest is written last: a folder without a manifest is not a
+checkpoint. When a copy is deleted, its manifest is deleted first.
 """
 
 from __future__ import annotations
@@ -24,16 +24,18 @@ _TRIAL = "trial.tmp"
 class Mirror:
     """Keep copies of the newest ``keep`` checkpoints of a run in ``folder``.
 
-    One process writes there. Killed at any point, it leaves copies that are complete, and folders that are no
-    checkpoint, which the next copy clears.
+    Only one process may write there. If it is killed, at any point, the folder holds complete copies, and
+    perhaps folders that are not checkpoints, which the next copy deletes.
     """
 
     def __init__(self, folder: RemoteFolder, keep: int) -> None:
         self.folder, self._keep = folder, keep
 
     def check(self, root: Path, manifest: Manifest) -> None:
-        """Refuse, before the run begins, a place inside the run's checkpoints or around them, one that cannot
-        be written to, and one with checkpoints of another model, or of another run if ``root`` has none.
+        """Refuse an unfit place, before the run begins; raises ``BadInput``.
+
+        A place is unfit if it is inside ``root`` or contains it, if it cannot be written to,
+        if it has checkpoints of another model, or if it has any checkpoint while ``root`` has none.
         """
         url, local = self.folder.url, self.folder.local
         if local is not None:

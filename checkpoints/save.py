@@ -1,4 +1,4 @@
-"""Writing a run's checkpoints: weights, moments, step, data position; at once, or while the run goes on."""
+"""Write a run's checkpoints: weights, moments, step, data position; at once, or while the run goes on."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Contents:
 class Saver:
     """Write and commit ``root/step-N``, then delete checkpoints older than the newest ``keep``.
 
-    Making a saver is collective: what no checkpoint can hold is refused then, before the first step.
+    Making a saver is collective. Data that a checkpoint cannot hold is refused then, before the first step.
     Declarations and layout alone determine which rank writes which box; only the files' sizes and checksums
     are gathered. If one rank fails, every rank raises the same error, nothing is committed, and older
     checkpoints stay.

@@ -28,8 +28,8 @@ mkdir -p "$out"
 
 {environment}
 
-# Nodes whose names stand in the run's file excluded-nodes, one a line, are left alone; {spares}
-# are asked for in their place. Whoever finds a bad node writes its name there.
+# The job does not use nodes whose names are in the run's file excluded-nodes, one name on each line. It asks
+# for {spares} to replace them. To exclude a bad node, write its name into this file.
 touch "$out/excluded-nodes"
 nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | grep --invert-match --line-regexp --fixed-strings \
     --file="$out/excluded-nodes" | head -n {nodes})

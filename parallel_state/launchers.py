@@ -1,7 +1,8 @@
-"""Read who started this process as one of several ranks: torchrun, Open MPI's mpirun, or Slurm's srun.
+"""Find the launcher that started this process as one of several ranks: torchrun, Open MPI's mpirun, or srun.
 
-Each of them sets variables. ``LAUNCHERS`` is the only place that knows their names, and the first launcher in
-it whose variables are set counts: mpirun starts its ranks through srun, and both start torchrun.
+Each launcher sets environment variables, whose names are only in ``LAUNCHERS``. Variables of several
+launchers may be set, because mpirun may start its ranks through srun, and both may start torchrun. Then the
+first of these launchers in ``LAUNCHERS`` is used.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Launched:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Return torchrun's variables that say the same, for whatever reads these alone."""
+        """Return the same facts as torchrun's variables, for code that reads only those."""
         values = (self.rank, self.world, self.local_rank, self.host, self.port)
         names = (_TORCHRUN.rank, _TORCHRUN.world, _TORCHRUN.local_rank, *_MEETING)
         return {name: str(value) for name, value in zip(names, values, strict=True)}
@@ -143,7 +144,7 @@ def _port(launcher: _Launcher) -> int:
 
 
 def first_host(nodes: str) -> str:
-    """Return the first host of Slurm's short form of a list of hosts.
+    """Return the first host of a list of hosts in Slurm's short form.
 
     >>> first_host("gpu[007-009,12]-a,login")
     'gpu007-a'

@@ -65,7 +65,7 @@ def _newest(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def what_it_waited_for(folder: Path, world: int) -> str:
-    """Return who waited for whom, once all ranks have left a record; else an empty text.
+    """Return which rank waited for which, once all ranks have left a record; until then an empty text.
 
     Every rank calls this, so it reads nothing where there are many ranks.
     """

@@ -61,7 +61,7 @@ class RankStatus:
         return now is None or not now.alive or (self.started != 0 and now.started != self.started)
 
     def silent(self, now: float) -> bool:
-        """Tell whether the rank has not ended and yet does not run.
+        """Tell whether the rank has stopped without an end: it is silent.
 
         Its process is gone or stopped on this host, or its last beat was long before ``now``.
         """
@@ -80,9 +80,9 @@ def _stopped(pid: int) -> bool:
 class Heartbeat:
     """Write this rank's status every second from a thread.
 
-    So a rank that waits is known to be alive, and one that was stopped or killed to be silent. Leaving the
-    context without ``end`` notes a good end. Nothing is written before ``publish``: until then the folder may
-    be another run's.
+    So other ranks can tell a rank that waits from a rank that was stopped or killed, which falls silent.
+    Leaving the context without ``end`` notes a good end. Nothing is written before ``publish``, because until
+    then the folder may belong to another run.
     """
 
     def __init__(self, folder: Path, rank: int, world: int) -> None:

@@ -86,10 +86,10 @@ def process_group(
     files_timeout: timedelta = FILES_TIMEOUT,
     alike: Mapping[str, str] | None = None,
 ) -> Iterator[ParallelState]:
-    """Join (or, on one rank, make) the process group and take it down at the end; gives this rank's state.
+    """Join (or, on one rank, make) the process group and take it down at the end; yield this rank's state.
 
-    ``timeout`` bounds every wait for a peer, ``files_timeout`` those for files; ``alike`` are facts in which
-    all ranks must agree, and they must agree in the versions of torch and of this library.
+    ``timeout`` bounds every wait for a peer, ``files_timeout`` every wait for files. ``alike``: facts that
+    must be the same on all ranks, in addition to the versions of torch and trilith.
     """
     check_launch(layout, device=device)
     if dist.is_initialized():
@@ -120,12 +120,13 @@ def process_group(
 
 
 def launch(arguments: Sequence[str], world: int, status: Path, *, lock: int | None = None) -> int:
-    """Run ``trilith <arguments>`` on ``world`` local ranks through torchrun; the exit code of the first that
-    failed.
+    """Run ``trilith <arguments>`` on ``world`` local ranks through torchrun; return the exit code of the rank
+    that failed first, or 0.
 
-    torchrun flattens every exit code to 1, so the ranks' own words are read from the folder ``status``, which
-    is this launch's alone. SIGTERM and SIGINT go on to torchrun, which hands them to the ranks; if this
-    process or torchrun is killed, the ranks save and leave. ``lock`` is a descriptor that all of them hold.
+    torchrun replaces every exit code by 1, so the ranks' own codes and messages are read from the folder
+    ``status``, which no other launch uses. SIGTERM and SIGINT are passed on to torchrun, which passes them to
+    the ranks. If this process or torchrun is killed, the ranks save and end. ``lock``: a descriptor that the
+    ranks inherit.
     """
     check_local_ranks(world)
     make_folder(status)

@@ -1,7 +1,7 @@
 """Allow one run at a time in a folder: two would write over each other's metrics and checkpoints.
 
-The system gives the lock up when the last process that holds it ends, however it ends, so a killed run
-blocks nobody for long, and ranks that outlive it by some seconds are waited for.
+The operating system releases the lock when the last process that holds it ends, even if it is killed. So a
+killed run does not block the folder for long; a new run waits some seconds for ranks that still run.
 """
 
 from __future__ import annotations

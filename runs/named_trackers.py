@@ -50,7 +50,7 @@ class NamedTrackers:
         self._state = PartialState() if not PartialState._shared_state else None
 
     def goes_on(self, name: TrackerName) -> bool:
-        """Tell whether the tracker has steps of this run that it cannot take back."""
+        """Tell whether the tracker has steps of this run that it cannot drop."""
         return name in self._known
 
     def make(self, name: TrackerName) -> Any:

@@ -19,7 +19,7 @@ class Traces:
 
     @contextmanager
     def around(self, step: int) -> Iterator[None]:
-        """Run a step inside; nothing is measured or slowed unless a trace of the step was asked for."""
+        """Trace the step in the ``with`` block if the recipe asks for a trace of it; otherwise do nothing."""
         if step not in self.steps:
             yield
             return

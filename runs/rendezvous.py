@@ -1,8 +1,8 @@
-"""Check, before any collective, that every rank has come and that all are about to run the same.
+"""Check, before any collective, that every rank has come and that all ranks are about to run the same recipe.
 
-Ranks meet at torch's key-value store. Each leaves a card that says what it is about to run. Rank 0 compares
-the cards and writes one verdict, which all read. So an error names a rank that is missing or different,
-within the timeout, and no rank waits for it in a collective.
+Ranks meet at torch's key-value store. Each rank writes a card with the facts of its run. Rank 0 compares the
+cards and writes one verdict, which all ranks read. So within the timeout an error names the rank that is
+missing or different, and no rank waits for it in a collective.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _join(here: Launched, card: Mapping[str, str], timeout: timedelta) -> dist.S
 def wait_as_spare(here: Launched, timeout: timedelta) -> None:
     """Wait, as a rank that the layout does not use, until the first rank has left; take no part in the run.
 
-    A rank that ended at once would count as done with torchrun, which then starts it no more after a failure.
+    If such a rank ended at once, torchrun would count it as finished and not start it again after a failure.
     Raises ``PeerFailed`` if the first rank does not come within ``timeout``.
     """
     with quiet_libraries():

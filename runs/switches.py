@@ -1,4 +1,4 @@
-"""Steer a run by files in its folder, for those who may not send it a signal.
+"""Steer a run by files in its folder, for users who may not send it a signal.
 
 ``touch RUN/stop`` ends the run after the step at hand, with a checkpoint, as SIGTERM does (exit code 75).
 ``touch RUN/save`` saves after the step at hand, and the run goes on. ``touch RUN/kill`` ends it after the

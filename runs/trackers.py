@@ -29,10 +29,10 @@ class Tracker(Protocol):
 class Trackers:
     """Start the trackers of a run, and hand figures to them; for the first rank alone.
 
-    ``names`` are those of the recipe, ``others`` the objects that were given to ``run``. ``start``: how many
-    steps are done; ``logged``: the last step that an earlier attempt handed over. A resumed run that repeats
-    steps hands them over no second time, but for TensorBoard, whose files take back what comes after
-    ``start``. A tracker that fails later is left out from then on, and ``say`` is told why. Raises
+    ``names``: the trackers of the recipe; ``others``: the objects that were given to ``run``. ``start``: the
+    number of steps done; ``logged``: the last step that an earlier attempt handed over. If a resumed run
+    repeats steps, trackers do not get them a second time, except TensorBoard, whose files can drop the steps
+    after ``start``. A tracker that fails later is no longer called, and ``say`` gets the reason. Raises
     ``BadInput`` if a tracker cannot be started.
     """
 
@@ -81,7 +81,7 @@ class Trackers:
         return tracker
 
     def log(self, step: int, figures: Mapping[str, Any]) -> None:
-        """Hand over the numbers known after ``step`` steps; what is no number is left out."""
+        """Hand over the numbers known after ``step`` steps; other values are left out."""
         numbers = {name: value for name, value in figures.items() if type(value) in (int, float)}
         for one in [*self._running]:
             if step > one[2]:

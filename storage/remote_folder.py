@@ -1,7 +1,7 @@
 """Reach a folder by its path or by a URL that fsspec knows (``s3://``, ``gs://``, ``memory://``).
 
-Object stores have no rename and no half-written files; a local folder has both. So only what all of them can
-do is used: list, write a whole file, read it, remove it.
+An object store has no rename and no half-written files; a local folder has both. So this module uses only the
+operations that all of them have: list, write a whole file, read it, remove it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class RemoteFailed(MachineFailed):
 class RemoteFolder:
     """Read and write the files of a folder, which is made when the first file is written.
 
-    ``BadInput`` for a URL that no installed package understands. What fails later is a ``RemoteFailed``.
+    Raises ``BadInput`` for a URL that no installed package understands, and ``RemoteFailed`` for later
+    errors.
     """
 
     def __init__(self, url: str) -> None:

@@ -1,4 +1,4 @@
-"""Make small networks on this machine for tests: hosts of their own, joined by links that can be slow or cut.
+"""Make small networks on this machine for tests: hosts that are joined by links, which can be slow or cut.
 
 A host is a network namespace with a name of its own. Its link is a pair of interfaces that ends in a bridge,
 as a cable ends in a switch. Needs Linux, ``ip`` and ``tc`` and the right to make namespaces.
@@ -93,7 +93,7 @@ class Hosts:
         _ip("-n", self._hub, "link", "set", name, "up")
 
     def slow(self, name: str, megabits: int) -> None:
-        """Let a host send no more than so many 10^6 bits a second."""
+        """Limit what a host sends to this many 10^6 bits a second."""
         shape = ["rate", f"{megabits}mbit", "burst", "64kbit", "latency", "200ms"]
         _run("ip", "netns", "exec", self._space(name), "tc", "qdisc", "replace", "dev", INTERFACE, "root",
              "tbf", *shape)  # fmt: skip
@@ -104,7 +104,7 @@ class Hosts:
 
 @contextmanager
 def hosts(count: int) -> Iterator[Hosts]:
-    """Make so many hosts for the block; ``NoNetworks`` says why that is not possible here."""
+    """Make ``count`` hosts for the ``with`` block; ``NoNetworks`` says why that is not possible here."""
     made = Hosts(count)
     try:
         made.make()
