@@ -189,6 +189,18 @@ def caught_by(tree: Path, mutant: Mutant) -> str | None:
     return failed[0].removeprefix("FAILED ") if result.returncode == 1 and failed else None
 
 
+def failed_without(tree: Path, mutants: list[Mutant]) -> str:
+    """Run the mutants' tests on the tree as it is; return what pytest says if one fails."""
+    chosen_by_name = {mutant.tests for mutant in mutants if "-k" in mutant.tests}
+    plain = {
+        word for mutant in mutants if mutant.tests not in chosen_by_name for word in mutant.tests.split()
+    }
+    for tests in filter(None, [" ".join(sorted(plain)), *sorted(chosen_by_name)]):
+        if (result := run_tests(tree, tests)).returncode:
+            return result.stdout or "pytest said nothing"
+    return ""
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("only", nargs="*", help="only mutants whose name contains one of these")
@@ -213,19 +225,16 @@ def main() -> int:
             finally:
                 trees.put(tree)
 
-        every = " ".join(
-            sorted({word for mutant in chosen for word in mutant.tests.split() if word[:2] != "-k"})
-        )
-        clean = lanes.submit(on_a_tree, lambda tree: run_tests(tree, every))
+        clean = lanes.submit(on_a_tree, lambda tree: failed_without(tree, chosen))
         caught = 0
         results = lanes.map(lambda mutant: on_a_tree(lambda tree: caught_by(tree, mutant)), chosen)
         for mutant, test in zip(chosen, results, strict=True):
             caught += test is not None
             print(f"{'caught' if test else 'MISSED'}  {mutant.name}\n        {test or ''}", flush=True)
         print(f"{caught}/{len(chosen)} caught")
-        if clean.result().returncode:
-            print(clean.result().stdout[-3000:], "these tests fail without any mutant", sep="\n")
-    return int(caught < len(chosen) or clean.result().returncode != 0)
+        if failed := clean.result():
+            print(failed[-3000:], "these tests fail without any mutant", sep="\n")
+    return int(caught < len(chosen) or bool(failed))
 
 
 if __name__ == "__main__":
