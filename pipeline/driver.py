@@ -2,8 +2,8 @@
 
 Torch's own stage keeps whole gradients until the last micro-batch, and wants gathered weights to stay. Here
 FSDP's hooks gather and drop a block at a time, as without a pipeline (``zero`` 3), and gradients are summed
-over the data ranks as soon as those of a micro-batch are there (``zero`` 2 and 3), be they made in one
-backward pass or in two.
+over the data ranks as soon as those of a micro-batch are there (``zero`` 2 and 3), or those of a block in
+the stage's last micro-batch (``zero`` 0 and 1), be they made in one backward pass or in two.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class StageModule(nn.Module):
         super().__init__()
         self._run, self.root = forward, None if root is None else (root,)  # a tuple: no submodule
         self.uses = nn.ModuleList(uses)
-        self.sharded = [one for module in uses for one in fsdp_modules(module)]
-        if root is not None and root not in self.sharded:
-            self.sharded.append(root)
+        #: What FSDP shards of this stage alone, and with the root, which several stages may share.
+        self.own = [one for module in uses for one in fsdp_modules(module) if one is not root]
+        self.sharded = self.own if root is None else [*self.own, root]
 
     def forward(self, *inputs: Any, **keywords: Any) -> Tensor:
         return self._run(*inputs, **keywords)
@@ -46,7 +46,7 @@ class StageModule(nn.Module):
 
 
 class DrivenStage(PipelineStage):
-    """Extend torch's stage: gradients are summed at every micro-batch from ``zero`` 2 on."""
+    """Extend torch's stage: gradients are summed at every micro-batch from ``zero`` 2 on, or at the last."""
 
     def __init__(
         self,
@@ -67,9 +67,12 @@ class DrivenStage(PipelineStage):
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         """Run one micro-batch's backward; a whole backward runs FSDP's hooks, which sum block by block."""
-        self._sync(self.sums_each and full_backward)
+        sums = self._to_sum(last_backward) if full_backward else []
+        for module in sums:
+            module.set_requires_gradient_sync(True, recurse=False)
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-        self._sync(False)
+        for module in sums:
+            module.set_requires_gradient_sync(False, recurse=False)
 
     # Two private methods of torch; the first is called before torch 2.13 only.
 
@@ -93,12 +96,11 @@ class DrivenStage(PipelineStage):
         if self.gathers_each:
             gather_weights(self.module.sharded)
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-        if self.sums_each:
-            sum_gradients(self.module.sharded)
+        sum_gradients(self._to_sum(last_backward))
 
-    def _sync(self, now: bool) -> None:
-        for module in self.module.sharded:
-            module.set_requires_gradient_sync(now, recurse=False)
+    def _to_sum(self, last: bool) -> list[FSDPModule]:
+        """Return what this pass sums. The root waits for the step's end, unless each micro-batch sums."""
+        return self.module.sharded if self.sums_each else self.module.own if last else []
 
 
 def before_schedule(roots: Sequence[FSDPModule], *, zero: int) -> None:

@@ -81,7 +81,7 @@ class Bound:
                 summed += links.seconds("replicas", "all_reduce", size)
             gathered = links.seconds("data", "all_gather", held.padded * work.compute)
             if layout.zero < 2:
-                found = summed if layout.pipeline > 1 else max(0.0, summed - backward)
+                found = max(0.0, summed - backward)
             elif layout.zero == 2:
                 found = max(0.0, rounds * summed - backward)
             else:

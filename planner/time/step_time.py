@@ -266,7 +266,8 @@ class StepTimer:
             if layout.zero < 2:
                 every, last = sum(map(self._reduce, groups)), self._reduce(held.root)
                 backward = sum(one.total("inputs") + one.total("weights") for one in stages)
-                found += every if layout.pipeline > 1 else max(last, every - backward)
+                apart = layout.pipeline > 1 and schedule_kind(work.schedule).two_backwards
+                found += every if apart else max(last, every - backward)
         size = max(work.master, work.reduce)
         found += self.links.seconds("tensor", "all_reduce", held.every.partial * size)
         found += self.links.seconds("ends", "all_reduce", held.every.ends * size)
