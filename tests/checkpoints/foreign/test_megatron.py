@@ -236,6 +236,31 @@ def test_an_argument_that_disagrees_with_the_config_is_refused_by_both_names(
         read_source(written, config=config_of(MODELS["llama"], tmp_path))
 
 
+LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+@pytest.mark.parametrize(
+    ("stated", "scaling", "said"),
+    [
+        (
+            {"use_rope_scaling": True, "rope_scaling_factor": 32.0},
+            {"rope_type": "llama3", **LLAMA_3},
+            "llama3 32.0",
+        ),
+        ({"rotary_seq_len_interpolation_factor": 4}, {"rope_type": "linear"}, "linear 4"),
+    ],
+    ids=["llama3", "linear"],
+)
+def test_a_factor_of_the_scaled_rotation_that_differs_is_refused(
+    stated: dict[str, Any], scaling: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    embedding = {"embedding.word_embeddings.weight": torch.zeros(32, 16)}
+    written = write_dist(tmp_path / "iter_0000003", embedding, args=other_args(**stated))
+    config = config_of(MODELS["llama"], tmp_path, rope_scaling=scaling | {"factor": 8.0})
+    with pytest.raises(BadInput, match=f"rope_scaling: expected {said}, .*found .*8.0"):
+        read_source(written, config=config)
+
+
 @pytest.mark.parametrize(
     ("field", "changed", "argument"),
     [
