@@ -1,4 +1,4 @@
-"""A linear layer that every tensor rank holds whole, for the tokens between the blocks."""
+"""Define a linear layer that every tensor rank holds whole, for the tokens between the blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The angles of rotary position embedding, for each type of scaling that config files know.
+"""Compute the angles of rotary position embedding, for each type of scaling that config files know.
 
 Sources: Su et al. 2021; Chen et al. 2023 (linear); Peng et al. 2023 (yarn; dynamic in its section 3.3); Ding
 et al. 2024 (longrope); Llama 3.1's release (llama3); transformers 5 (proportional). The formulas are those of

@@ -1,4 +1,4 @@
-"""The config fields and blocks of hybrids: gated delta nets, and gated attention in every n-th block."""
+"""Define config fields and blocks of hybrids: gated delta nets, and gated attention in every n-th block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The config fields, names and layers that Llama's relatives with experts share."""
+"""Define the config fields, names and layers that Llama's relatives with experts share."""
 
 from __future__ import annotations
 

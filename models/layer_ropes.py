@@ -1,4 +1,6 @@
-"""The config fields of Llama's relatives whose blocks with a window are rotated otherwise than the others."""
+"""Define config fields for families whose blocks with a window have another rotation than the other
+blocks.
+"""
 
 from __future__ import annotations
 

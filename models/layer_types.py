@@ -1,4 +1,6 @@
-"""The config fields of Llama's relatives whose blocks see a window of tokens, or all before them."""
+"""Define config fields for families in which some blocks see a window of tokens and others all earlier
+tokens.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The config fields of families whose checkpoints hold blocks of multi-token prediction."""
+"""Define the config fields of families whose checkpoints hold blocks of multi-token prediction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The config fields of Llama's relatives that rotate a share of each head."""
+"""Define the config fields of Llama's relatives that rotate a share of each head."""
 
 from __future__ import annotations
 

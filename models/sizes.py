@@ -1,4 +1,4 @@
-"""The table of published sizes, by name: which family, with which config, and how many parameters."""
+"""List the published sizes of models by name: the family, the config, and the number of parameters."""
 
 from __future__ import annotations
 

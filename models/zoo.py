@@ -1,4 +1,4 @@
-"""The table of families, by Hugging Face's ``model_type``."""
+"""List the families by Hugging Face's ``model_type``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The one statement of how a parameter is cut, from which everything else follows."""
+"""Define the declaration of how a parameter is cut: loading, saving, gradient sums and norms follow from
+it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A layout seen from one rank: its coordinates, its device mesh, its process groups."""
+"""Define the layout seen from one rank: its coordinates, its device mesh, its process groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One stage of a pipeline as torch's schedules drive it, its parameters sharded over the data axes or not.
+"""Run one stage of a pipeline under torch's schedules, with parameters sharded over the data axes or not.
 
 Torch's own stage keeps whole gradients until the last micro-batch, and wants gathered weights to stay. Here
 FSDP's hooks gather and drop a block at a time, as without a pipeline (``zero`` 3), and gradients are summed

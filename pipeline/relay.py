@@ -1,4 +1,6 @@
-"""One forward through the stages of a pipeline, one after the other; hidden states go from rank to rank."""
+"""Run one forward through the stages of a pipeline, one after the other, sending hidden states between
+ranks.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pipeline of a step: torch's schedules over this rank's stages of a model, by name."""
+"""Run the pipeline of a step: one of torch's schedules, by its name, over this rank's stages of a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The schedules of a pipeline by name: what each asks of a layout, its idle time, what a rank holds at once.
+"""Define the pipeline schedules by name: what a layout must have for each, and its idle time.
 
 ======================  ==============================  ===========  =======================================
 name                    stages of a rank                backward     source

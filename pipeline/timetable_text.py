@@ -1,4 +1,4 @@
-"""A timetable for a terminal: one line a rank, a column or two a unit of time."""
+"""Return a timetable as lines of text: one line for each rank, one or two columns for each unit of time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The small files that travel with the weights unchanged: tokenizer, generation config, chat template.
+"""Find and copy the small files that go along with the weights: tokenizer, generation config, chat template.
 
 They are known by name. Whatever else lies in a folder stays there, so no pickle, no code and no file of the
 system that somebody linked to comes into a checkpoint.

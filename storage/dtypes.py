@@ -1,4 +1,4 @@
-"""The element types a safetensors file can name, and which of them torch can hold."""
+"""List the element types that a safetensors file can name, and torch's dtypes for them."""
 
 from __future__ import annotations
 

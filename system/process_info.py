@@ -23,7 +23,7 @@ _SET_PARENT_DEATH_SIGNAL, _SET_SUBREAPER, _GET_SUBREAPER = 1, 36, 37
 
 @dataclass(frozen=True, slots=True)
 class ProcessInfo:
-    """A process: ``state`` is Linux's letter (Z for a dead one not yet waited for, T for a stopped one),
+    """Describe a process: ``state`` is Linux's letter (Z: dead, but not waited for yet; T: stopped),
     ``started`` the time of its start, in ticks since the machine's.
     """
 
@@ -66,7 +66,7 @@ def children_of(pid: int) -> list[ProcessInfo]:
 
 
 def environment_of(pid: int) -> list[str]:
-    """The ``NAME=value`` that the process was started with; empty where that is not known."""
+    """Return the environment, as ``NAME=value``, that the process was started with; empty if not known."""
     try:
         return (_PROC / str(pid) / "environ").read_text(errors="replace").split("\0")
     except OSError:
@@ -81,7 +81,7 @@ def started_with(*variables: str) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class OwnMemory:
-    """The memory of this process in bytes.
+    """Hold the memory of this process in bytes.
 
     ``virtual``: all its address space. ``resident``: what lies in RAM now. ``anonymous``: the part of that
     which comes from no file. ``data``: what ``RLIMIT_DATA`` counts.

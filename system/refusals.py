@@ -102,7 +102,7 @@ def refusal_of(error: BaseException) -> Refusal | None:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error, then what it was raised because of."""
+    """Yield the error, then the errors that caused it."""
     seen: set[int] = set()
     here: BaseException | None = error
     while here is not None and id(here) not in seen:

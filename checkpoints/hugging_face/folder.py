@@ -1,4 +1,4 @@
-"""A Hugging Face model folder as a source: its config, where each tensor lies, and the files that go with it.
+"""Read a Hugging Face model folder: its config, the file of each tensor, and the files that are copied along.
 
 Safetensors and JSON are opened, and archives of ``torch.save`` (the form before safetensors) by a reader that
 runs nothing of them. Whatever makes the folder ambiguous — an index that disagrees with the

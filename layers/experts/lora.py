@@ -75,7 +75,7 @@ def attach_expert_lora(
 
 
 class _StackedLowRank:
-    """The products of one stack of A with the B of each output that it serves."""
+    """Compute the products of one stack of A with the B of each output that it serves."""
 
     def __init__(self, experts: Experts, outputs: tuple[str, ...], scale: float) -> None:
         self.experts, self.outputs, self.scale = experts, outputs, scale

@@ -1,4 +1,4 @@
-"""The short causal convolution before a recurrence: each channel is a sum over its last few tokens.
+"""Compute the short causal convolution before a recurrence: a sum over the last few tokens of each channel.
 
 B batch  R runs  L tokens of a run  C channels here  K kernel size
 """

@@ -1,4 +1,4 @@
-"""The gated delta rule in chunks, in plain torch.
+"""Compute the gated delta rule in chunks, in plain torch.
 
 A state S (key dim x value dim) starts at 0. Each token t decays it and then moves what it answers to the
 token's key towards the token's value: S <- a_t S, S <- S + b_t k_t (v_t - S^T k_t)^T; its output is S^T q_t.

@@ -1,4 +1,4 @@
-"""A gated delta net: linear attention whose state is corrected rather than only added to.
+"""Define a gated delta net: linear attention whose state is corrected by each token, not only added to.
 
 B batch  S sequence  D hidden  K key heads here  H value heads here  E key dim  V value dim
 """

@@ -1,4 +1,4 @@
-"""A Mamba-2 layer: a selective state space between a short convolution and a gated norm.
+"""Define a Mamba-2 layer: a selective state space between a short convolution and a gated norm.
 
 B batch  S sequence  D hidden  H heads here  G groups of heads here  P head dim  N state dim
 """

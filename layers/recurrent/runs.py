@@ -1,10 +1,11 @@
-"""The runs of consecutive tokens that a rank holds, and what comes before each: from other ranks or a cache.
+"""Cut a rank's tokens into runs of consecutive tokens, and compute the recurrent state before each run.
 
 On one context rank a row is one run. Over c context ranks a rank holds two chunks of each row, far apart (see
-``context_chunks``), and so two runs. A recurrence needs, before a run, the state after all tokens that come
-earlier in the row. It is linear in that state: each rank computes, with no state before them, what its runs
-make of any state, all ranks gather these maps, and each puts together those of the earlier runs. So the ranks
-compute at the same time, in the balanced order of attention, and send a state's size and not the tokens.
+``context_chunks``), and so two runs. Before a run, a recurrence needs the state after all earlier tokens of
+the row. The new state is a linear map of this state. So each rank first computes the maps of its own runs,
+without knowing the states before them. Then all ranks gather the maps, and each rank combines the maps of the
+earlier runs. In this way the ranks compute at the same time, and they send maps of a state's size, not
+tokens.
 
 B batch  R runs: B on one context rank, otherwise 2 B  L tokens of a run  C channels
 """
@@ -70,11 +71,11 @@ class Runs:
         return torch.stack((found[early], found[late]), dim=1).flatten(0, 1)
 
     def recall(self, module: nn.Module) -> Tensor | None:
-        """Return what ``module`` remembered of the cached tokens, or ``None`` without any."""
+        """Return the state that ``module`` stored for the cached tokens, or ``None`` if there are none."""
         return None if self.cache is None else self.cache.recall(module)
 
     def remember(self, module: nn.Module, x: Tensor) -> None:
-        """Store what ``module`` needs of these tokens for those that follow; without a cache do nothing."""
+        """Store the state that ``module`` needs for the tokens that follow; without a cache do nothing."""
         if self.cache is not None:
             self.cache.remember(module, x)
 

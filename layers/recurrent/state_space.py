@@ -1,4 +1,4 @@
-"""The selective state space of Mamba-2 in chunks, in plain torch.
+"""Compute the selective state space of Mamba-2 in chunks, in plain torch.
 
 A state S (state dim x head dim) starts at 0. Each token t decays it and adds to it: S <- a_t S + B_t x_t^T;
 its output is S^T C_t. Within a chunk all pairs of tokens are computed at once, as attention without softmax;

@@ -1,4 +1,4 @@
-"""The table of names, ours and Hugging Face's, as data read in both directions; the inverse is derived.
+"""Define the rules of a table of names, trilith's and Hugging Face's; one table is used in both directions.
 
 A family lists rules with ``{i}`` for a block's number, and ``{config.NAME}`` where Hugging Face's name
 depends on the config. ``expand`` turns them into links: element-for-element ties between a box of one of our

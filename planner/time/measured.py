@@ -1,4 +1,4 @@
-"""A machine as ``trilith bench`` measured it: its figures take the place of the table and of assumptions."""
+"""Make a machine from the measurements of ``trilith bench``, in place of the table and its assumptions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The seconds of one pipeline stage for one micro-batch, by what they are spent on."""
+"""Add up the seconds of one pipeline stage for one micro-batch, by what they are spent on."""
 
 from __future__ import annotations
 
