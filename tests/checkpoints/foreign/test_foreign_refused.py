@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from forms import WEIGHTS
+from forms import WEIGHTS, save
 from safetensors.torch import load_file, save_file
 from trilith.checkpoints import convert, read_foreign, read_source
 from trilith.cli.app import run
@@ -116,6 +116,26 @@ def test_a_metadata_that_lists_a_chunk_never_or_twice_is_refused(
     path.write_bytes(pickle.dumps(metadata))
     with pytest.raises(BadInput, match=said):
         read_foreign(tmp_path / "titan")
+
+
+def test_compressed_chunks_and_steps_that_differ_between_weights_are_refused(
+    made: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(made / "titan", tmp_path / "packed")
+    path = tmp_path / "packed" / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    next(iter(metadata.storage_data.values())).transform_descriptors = ["zstd"]
+    path.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(BadInput, match="without storage transforms"):
+        read_foreign(tmp_path / "packed")
+    hf = load_file(made / "hf" / WEIGHTS)
+    state = {
+        name: {"exp_avg": one, "exp_avg_sq": one, "step": torch.tensor(float(number > 3))}
+        for number, (name, one) in enumerate(hf.items())
+    }
+    save({"model": hf, "optim": {"state": state}}, tmp_path / "steps")
+    with pytest.raises(BadInput, match="as many updates of every weight"):
+        read_foreign(tmp_path / "steps")
 
 
 def test_quantised_forms_are_refused_by_name(made: Path, tmp_path: Path) -> None:
