@@ -18,6 +18,9 @@ import torch.distributed as dist
 from ..parallel_state import ParallelState
 from ..parallel_state.engine import Waited, waiting_time
 
+#: Seconds by which a rank may be slower whatever the ratio: steps of tiny models vary by as much.
+_NOISE = 0.05
+
 
 @dataclass(frozen=True, slots=True)
 class Slowest:
@@ -32,7 +35,7 @@ class Stragglers:
     """Measure every ``every``-th step of a run, on every rank.
 
     A rank is slow if its own work takes more than ``times`` the median of the ranks of its pipeline stage,
-    which do the same work; 0 measures nothing. ``compiled``: the blocks are.
+    which do the same work, and more than ``_NOISE``; 0 measures nothing. ``compiled``: the blocks are.
     """
 
     def __init__(self, state: ParallelState, *, every: int, times: float, compiled: bool) -> None:
@@ -58,14 +61,16 @@ class Stragglers:
             return None
         layout = self._state.layout
         own = torch.tensor([max(0.0, seconds - self._waited.seconds)], dtype=torch.float64)
-        all_ranks = torch.empty(layout.world, dtype=torch.float64)
-        dist.all_gather_into_tensor(all_ranks, own)
+        gathered = [torch.empty_like(own) for _ in range(layout.world)]
+        dist.all_gather(gathered, own)
+        everyone = [float(one) for one in gathered]
         if not self._hosts:
             self._hosts = [""] * layout.world
             dist.all_gather_object(self._hosts, socket.gethostname())
         stages = [layout.coordinates(rank).pipeline for rank in range(layout.world)]
-        rank, times = slowest_of(all_ranks.tolist(), stages)
-        return Slowest(rank, self._hosts[rank], times) if times > self._times else None
+        rank, times = slowest_of(everyone, stages)
+        matters = everyone[rank] - everyone[rank] / times >= _NOISE
+        return Slowest(rank, self._hosts[rank], times) if times > self._times and matters else None
 
 
 def slowest_of(seconds: Sequence[float], stages: Sequence[int]) -> tuple[int, float]:
