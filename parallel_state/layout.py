@@ -23,6 +23,14 @@ class Coordinates:
     tensor: int = 0
 
 
+#: The numbers of a layout with the smallest legal one, and its switches.
+_LEAST = {
+    **dict.fromkeys(("tensor", "context", "data_shard", "data_replicate", "pipeline", "expert"), 1),
+    **{"zero": 0, "virtual_stages": 1},
+}
+_SWITCHES = ("sequence", "ring", "v_shape")
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """Hold the numbers that say how one model is cut over many ranks.
@@ -51,15 +59,14 @@ class Layout:
     v_shape: bool = False
 
     def __post_init__(self) -> None:
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if f.type == "bool":
-                if not isinstance(value, bool):
-                    raise BadInput("layout", f.name, expected="true or false", found=repr(value))
-            elif not isinstance(value, int) or isinstance(value, bool) or value < (f.name != "zero"):
-                least = 0 if f.name == "zero" else 1
+        for name in _SWITCHES:
+            if not isinstance(value := getattr(self, name), bool):
+                raise BadInput("layout", name, expected="true or false", found=repr(value))
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 expected = f"a whole number from {least} up"
-                raise BadInput("layout", f.name, expected=expected, found=repr(value))
+                raise BadInput("layout", name, expected=expected, found=repr(value))
         if self.zero > 3:
             raise BadInput("layout", "zero", expected="0, 1, 2 or 3", found=self.zero)
         if self.zero == 0 and self.data_shard > 1:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ..parallel_state import BadInput, Layout, engine
 from .schedules import check_schedule, schedule_kind
@@ -99,33 +99,73 @@ def timetable(
     ``costs``: those of every stage, or of each stage of the model in order. ``sending``: the time from the
     end of an action until another rank has its result. Raises ``BadInput`` if the schedule cannot run.
     """
-    order = actions(name, layout.pipeline, layout.virtual_stages, layout.v_shape, micro_batches)
+    order = _in_order(name, layout.pipeline, layout.virtual_stages, layout.v_shape, micro_batches)
     of_stage = [costs] * layout.stages if isinstance(costs, Mapping) else costs
-    done: dict[tuple[str, int, int], float] = {}
-    ranks: list[list[Timed]] = [[] for _ in order]
-    at, last = [0] * len(order), layout.stages - 1
-    home = [layout.rank_of_stage(stage) for stage in range(layout.stages)]
-    while any(at[rank] < len(order[rank]) for rank in range(len(order))):
-        moved = False
-        for rank, todo in enumerate(order):
+    ranks: list[list[Timed]] = [[] for _ in range(layout.pipeline)]
+    for one, *times in zip(order, *_times(order, layout.pipeline, of_stage, sending), strict=True):
+        ranks[one.rank].append(Timed(one.action, *times))
+    return Timetable(layout, tuple(map(tuple, ranks)))
+
+
+class _Placed(NamedTuple):
+    """State an action and what it waits for: the action ``needs`` of the order, ``away`` on another rank."""
+
+    action: Action
+    rank: int
+    needs: int | None
+    away: bool
+    #: With whose result it sends its own, see ``Action.paired``.
+    after: Action | None
+
+
+@cache
+def _in_order(
+    name: str, pipeline: int, virtual_stages: int, v_shape: bool, micro_batches: int
+) -> tuple[_Placed, ...]:
+    """Return all ranks' actions in an order in which each comes after those that it waits for.
+
+    The order does not depend on costs, so the steps of many layouts are timed by one.
+    """
+    ranks = actions(name, pipeline, virtual_stages, v_shape, micro_batches)
+    layout = Layout.of(pipeline=pipeline, virtual_stages=virtual_stages, v_shape=v_shape)
+    last, home = layout.stages - 1, [layout.rank_of_stage(stage) for stage in range(layout.stages)]
+    done: dict[tuple[str, int, int], int] = {}
+    found: list[_Placed] = []
+    at = [0] * pipeline
+    while any(at[rank] < len(todo) for rank, todo in enumerate(ranks)):
+        before = len(found)
+        for rank, todo in enumerate(ranks):
             while at[rank] < len(todo):
                 one = todo[at[rank]]
                 needs = _needs(one, last)
                 if needs is not None and needs not in done:
                     break
-                start = ranks[rank][-1].stop if ranks[rank] else 0.0
-                if needs is not None:
-                    start = max(start, done[needs] + sending * (home[needs[1]] != rank))
-                stop = start + of_stage[one.stage][one.kind]
-                ranks[rank].append(Timed(one, start, stop))
                 # A whole backward, too, gives the gradient of the input, which the stage before waits for.
-                gives = "I" if one.kind == "B" else one.kind
+                done["I" if one.kind == "B" else one.kind, one.stage, one.micro_batch] = len(found)
                 after = todo[at[rank] + 1] if one.paired else None
-                later = 0.0 if after is None else of_stage[after.stage][after.kind]
-                done[gives, one.stage, one.micro_batch] = stop + later
-                at[rank], moved = at[rank] + 1, True
-        assert moved, "a schedule that waits for itself"
-    return Timetable(layout, tuple(map(tuple, ranks)))
+                away = needs is not None and home[needs[1]] != rank
+                found.append(_Placed(one, rank, None if needs is None else done[needs], away, after))
+                at[rank] += 1
+        assert len(found) > before, "a schedule that waits for itself"
+    return tuple(found)
+
+
+def _times(
+    order: Sequence[_Placed], ranks: int, of_stage: Sequence[Mapping[Kind, float]], sending: float
+) -> tuple[list[float], list[float]]:
+    """Return when each action of an order starts and stops."""
+    free, ready = [0.0] * ranks, [0.0] * len(order)
+    starts, stops = [0.0] * len(order), [0.0] * len(order)
+    for number, (one, rank, needs, away, after) in enumerate(order):
+        start = free[rank]
+        if needs is not None:
+            come = ready[needs] + sending if away else ready[needs]
+            if come > start:
+                start = come
+        stop = start + of_stage[one.stage][one.kind]
+        starts[number], stops[number], free[rank] = start, stop, stop
+        ready[number] = stop if after is None else stop + of_stage[after.stage][after.kind]
+    return starts, stops
 
 
 #: Rounds of a pipeline's micro-batches after which each further round takes equally long.
@@ -138,13 +178,25 @@ def step_length(
     """Return the length of ``timetable``, of many micro-batches too: a few rounds are timed, and each
     further round takes as long as the last of these.
     """
-    extra, rest = divmod(micro_batches, layout.pipeline)
-    least = _ROUNDS * layout.pipeline + rest
-    fewer = [least + layout.pipeline * more for more in (0, 1)]
-    if extra <= _ROUNDS + 1 or not all(schedule_kind(name).runs(layout.pipeline, one) for one in fewer):
-        return timetable(name, layout, micro_batches, costs, sending).length
-    first, second = (timetable(name, layout, one, costs, sending).length for one in fewer)
-    return second + (second - first) * (extra - _ROUNDS - 1)
+
+    def length(number: int) -> float:
+        order = _in_order(name, layout.pipeline, layout.virtual_stages, layout.v_shape, number)
+        return max(_times(order, layout.pipeline, costs, sending)[1])
+
+    more = few_micro_batches(name, layout, micro_batches)
+    if more == micro_batches:
+        return length(micro_batches)
+    first, second = length(more - layout.pipeline), length(more)
+    return second + (second - first) * ((micro_batches - more) // layout.pipeline)
+
+
+def few_micro_batches(name: str, layout: Layout, micro_batches: int) -> int:
+    """Return a number of micro-batches whose timetable shows all that happens in one of ``micro_batches``."""
+    least = _ROUNDS * layout.pipeline + micro_batches % layout.pipeline
+    more, runs = least + layout.pipeline, schedule_kind(name).runs
+    if micro_batches <= more or not all(runs(layout.pipeline, one) for one in (least, more)):
+        return micro_batches
+    return more
 
 
 def _needs(one: Action, last: int) -> tuple[str, int, int] | None:

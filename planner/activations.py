@@ -35,7 +35,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..layers import Checkpointing, Cost, checkpointed
+from ..layers import Checkpointing, Cost
 from .step_shape import Work
 
 
@@ -47,12 +47,6 @@ class Saved:
 
     kept: float
     recomputed: float
-
-
-def saved_in_block(work: Work, cost: Cost, number: int) -> Saved:
-    """Return what block ``number`` keeps and recomputes under the step's mode of checkpointing."""
-    forgets = checkpointed(number, work.checkpointing, work.checkpoint_every)
-    return saved_under(work.checkpointing if forgets else "none", cost, work)
 
 
 def saved_under(mode: Checkpointing, cost: Cost, work: Work) -> Saved:

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ..layers import Cost, checkpointed
+from ..layers import Cost
 from ..pipeline.schedules import schedule_kind
 from ..pipeline.timetable import held_at_once
-from .activations import Saved, saved_in_block
+from .activations import saved_under
 from .rank_parameters import RankParameters, rank_parameters
 from .stage_costs import StageCost, stage_costs
 from .step_shape import Work
@@ -127,17 +127,13 @@ def _activations(work: Work, stages: Sequence[StageCost]) -> tuple[int, int]:
     """Return bytes: (kept by all micro-batches in flight, needed besides by one block in its backward)."""
     held = held_at_once(work.schedule, work.layout, work.micro_batches, work.at.pipeline)
     kept, recomputed = 0.0, 0.0
-    known: dict[tuple[int, bool], Saved] = {}  # many blocks share a cost
     for stage in stages:
-        here = held[stage.number]
-        saved = []
-        for number in stage.reached:
-            cost = stage.blocks[number]
-            key = id(cost), checkpointed(number, work.checkpointing, work.checkpoint_every)
-            if key not in known:
-                known[key] = saved_in_block(work, cost, number)
-            saved.append(known[key])
-        of_one = stage.beside.kept + sum(block.kept for block in saved)
+        here, of_one = held[stage.number], stage.beside.kept
+        recomputed = max(recomputed, stage.beside.working)
+        for cost, forgets, number in stage.alike(work.checkpointing, work.checkpoint_every):
+            saved = saved_under(work.checkpointing if forgets else "none", cost, work)
+            of_one += number * saved.kept
+            recomputed = max(recomputed, saved.recomputed)
         if work.layout.pipeline > 1:
             of_one += work.between_stages  # a stage keeps its output until its backward
         kept += here.micro_batches * of_one
@@ -146,7 +142,6 @@ def _activations(work: Work, stages: Sequence[StageCost]) -> tuple[int, int]:
         if here.halfway:  # the gradient of what each norm and product of a block makes
             every = [*stage.blocks.values(), stage.beside]
             kept += here.halfway * sum(block.outputs for block in every)
-        recomputed = max(recomputed, stage.beside.working, *(block.recomputed for block in saved))
     return int(kept), int(recomputed)
 
 

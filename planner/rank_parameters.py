@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -39,6 +40,10 @@ class Group:
     buffers: int = 0
     #: Bytes of the buffers and of the stored parameters that are not trained.
     fixed_bytes: int = 0
+
+    def times(self, number: int) -> Group:
+        """Return the counts of so many groups like this one."""
+        return Group(*(number * one for one in _counts(self)))
 
     def __add__(self, more: Group) -> Group:
         return Group(*(one + other for one, other in zip(_counts(self), _counts(more), strict=True)))
@@ -92,7 +97,14 @@ class RankParameters:
     @cached_property
     def every(self) -> Group:
         """Return the sum of all groups."""
-        return sum(self.groups.values(), Group())
+        return sum((one.times(number) for one, number in self.kinds), Group())
+
+    @cached_property
+    def kinds(self) -> list[tuple[Group, int]]:
+        """Return each group once, with how many there are: blocks that are alike share one."""
+        numbers = Counter(map(id, self.groups.values()))
+        one_of = {id(one): one for one in self.groups.values()}
+        return [(one_of[key], number) for key, number in numbers.items()]
 
     @property
     def root(self) -> Group:
@@ -101,11 +113,16 @@ class RankParameters:
     @cached_property
     def largest_block(self) -> int:
         """Return the most elements that a block computes with."""
-        return max((one.here for name, one in self.groups.items() if name), default=0)
+        return max((one.here for one in self._blocks), default=0)
 
     @cached_property
     def largest_trained_block(self) -> int:
-        return max((one.trained for name, one in self.groups.items() if name), default=0)
+        return max((one.trained for one in self._blocks), default=0)
+
+    @cached_property
+    def _blocks(self) -> list[Group]:
+        """Return each block's group once."""
+        return list({id(one): one for name, one in self.groups.items() if name}.values())
 
 
 def rank_parameters(model: nn.Module, state: ParallelState) -> RankParameters:

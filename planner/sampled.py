@@ -60,19 +60,24 @@ class SampledModel:
         layout = state.layout
         tied, further = self.config.tie_word_embeddings, self.config.mtp_blocks > 0
         ends = (tied or further) and not (stage.first and stage.last)
-        groups = {}
-        flat = replace(layout, pipeline=1, virtual_stages=1, v_shape=False)
-        for number in stage.blocks:
-            key = self.kinds[number], flat, state.rank % flat.world
+        flat = _of_one_stage(layout)
+        rank = state.rank % flat.world
+
+        def count(module: nn.Module, ends: bool | None = None) -> Group:
+            key = id(module), flat, rank, ends
             if key not in self._counted:
-                self._counted[key] = _count(self._blocks[key[0]], state)
-            groups[f"layers.{number}"] = self._counted[key]
+                self._counted[key] = _count(module, state, ends=ends)
+            return self._counted[key]
+
+        here = [self.kinds[number] for number in stage.blocks]
+        of_kind = {kind: count(self._blocks[kind]) for kind in set(here)}
+        groups = {f"layers.{number}": of_kind[kind] for number, kind in zip(stage.blocks, here, strict=True)}
         modules = list(self._model.entry) if stage.first else []
         if stage.last:
             modules += [self._model.norm] + ([] if tied else [self._model.head])
             modules += [self._model.embed] if tied or further else []
-            groups |= {f"mtp.{name}": _count(one, state) for name, one in self._model.mtp.items()}
-        root = [_count(one, state, ends=ends and one is self._model.embed) for one in dict.fromkeys(modules)]
+            groups |= {f"mtp.{name}": count(one) for name, one in self._model.mtp.items()}
+        root = [count(one, ends and one is self._model.embed) for one in dict.fromkeys(modules)]
         return RankParameters({"": sum(root, Group()), **groups})
 
     def costs(self, work: Work, split: Sequence[int] | None = None) -> list[StageCost]:
@@ -93,7 +98,12 @@ class SampledModel:
         return found
 
 
-def _count(module: nn.Module, state: ParallelState, *, ends: bool | None = None) -> Group:
+@cache
+def _of_one_stage(layout: Layout) -> Layout:
+    return replace(layout, pipeline=1, virtual_stages=1, v_shape=False)
+
+
+def _count(module: nn.Module, state: ParallelState, *, ends: bool | None) -> Group:
     named = dict(module.named_parameters())
     return count_parameters(
         ((named[name], one) for name, one in declarations(module).items()), state, ends=ends

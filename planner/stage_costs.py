@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from torch import nn
 
 from ..layers import (
+    Checkpointing,
     Cost,
     Stage,
     Tokens,
     UnknownCost,
+    checkpointed,
     chunked_cross_entropy_cost,
     cost_of,
     cross_entropy_cost,
@@ -37,6 +40,20 @@ class StageCost:
     reached: frozenset[int]
     #: On the last stage.
     loss: Cost | None = None
+    _alike: dict[tuple[Checkpointing, int], list[tuple[Cost, bool, int]]] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
+
+    def alike(self, mode: Checkpointing, every: int) -> list[tuple[Cost, bool, int]]:
+        """Return the costs of the blocks that a backward comes to, whether checkpointing forgets what they
+        keep, and how many blocks have this cost: many blocks share one.
+        """
+        if (mode, every) not in self._alike:
+            kinds = Counter((id(self.blocks[n]), checkpointed(n, mode, every)) for n in self.reached)
+            cost_of_id = {id(cost): cost for cost in self.blocks.values()}
+            found = [(cost_of_id[key], forgets, number) for (key, forgets), number in kinds.items()]
+            self._alike[mode, every] = found
+        return self._alike[mode, every]
 
 
 def stage_costs(work: Work, model: nn.Module, loss: Cost | None = None) -> list[StageCost]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from ..layers import Checkpointing, Tokens
 from ..parallel_state import Coordinates, Layout, ParallelState
@@ -42,13 +43,13 @@ class Work:
     def at(self) -> Coordinates:
         return self.state.at
 
-    @property
+    @cached_property
     def tokens(self) -> Tokens:
         """Return the tokens of a micro-batch: this rank's piece of each row over the context axis."""
         length = self.sequence_length // self.layout.context
         return Tokens(self.micro_batch, length, self.hidden, self.compute, self.fused)
 
-    @property
+    @cached_property
     def between_stages(self) -> int:
         """Return the bytes that a stage gives to the next one for a micro-batch."""
         return int(self.tokens.between_blocks(self.state).bytes(self.hidden))

@@ -20,6 +20,7 @@ class Bound:
     def __init__(self, evaluator: Evaluator) -> None:
         self.evaluator = evaluator
         self._busiest = cache(self._busiest_rank)
+        self._sizes = cache(self._of_layout)
 
     def of_cut(self, cut: Cut) -> float:
         """Return a lower bound, in seconds, for every layout with this cut."""
@@ -69,29 +70,36 @@ class Bound:
         """Return seconds of what data ranks exchange in a step, as far as nothing hides it, and of the
         optimizer. ``forward``, ``backward``: of all micro-batches of a pipeline rank.
         """
-        layout, work = choice.layout, self.evaluator.work(choice)
-        machine = self.evaluator.request.machine
-        of_rank = self.evaluator.held(layout, 0)
-        held, found = of_rank.every, 0.0
+        layout, found = choice.layout, 0.0
+        summed, gathered, without_root, updated = self._sizes(layout)
         if not layout.holds_alone:
-            links, rounds = Links(layout, machine), work.micro_batches
-            size = held.trained_padded * work.reduce
-            summed = links.seconds("data", "reduce_scatter", layout.data_sizes()[1] * size)
-            if layout.zero < 2 or layout.pipeline > 1:  # otherwise once a step: left out of a lower bound
-                summed += links.seconds("replicas", "all_reduce", size)
-            gathered = links.seconds("data", "all_gather", held.padded * work.compute)
+            rounds = choice.micro_batches(self.evaluator.rows)
             if layout.zero < 2:
                 found = max(0.0, summed - backward)
             elif layout.zero == 2:
                 found = max(0.0, rounds * summed - backward)
             else:
-                again = held.padded
-                if not data_rounds(work, root=True).backward:
-                    again -= of_rank.root.padded
-                regathered = links.seconds("data", "all_gather", again * work.compute)
+                again = data_rounds(self.evaluator.work(choice), root=True).backward
                 found = max(0.0, rounds * gathered - forward)
-                found += max(0.0, rounds * (regathered + summed) - backward)
-        return found + 10 * held.trained_stored * work.master / machine.bandwidth
+                found += max(0.0, rounds * ((gathered if again else without_root) + summed) - backward)
+        return found + updated
+
+    def _of_layout(self, layout: Layout) -> tuple[float, float, float, float]:
+        """Return seconds in which the data ranks sum all gradients, gather all weights, gather those of
+        blocks alone, and update them.
+        """
+        machine, sizes = self.evaluator.request.machine, self.evaluator.sizes
+        of_rank = self.evaluator.held(layout, 0)
+        held, links = of_rank.every, Links(layout, machine)
+        size = held.trained_padded * sizes["reduce"]
+        summed = links.seconds("data", "reduce_scatter", layout.data_sizes()[1] * size)
+        if layout.zero < 2 or layout.pipeline > 1:  # otherwise once a step: left out of a lower bound
+            summed += links.seconds("replicas", "all_reduce", size)
+        gathered, without_root = (
+            links.seconds("data", "all_gather", numbers * sizes["compute"])
+            for numbers in (held.padded, held.padded - of_rank.root.padded)
+        )
+        return summed, gathered, without_root, 10 * held.trained_stored * sizes["master"] / machine.bandwidth
 
 
 @cache

@@ -83,17 +83,24 @@ class Cut:
         """Return the number of legal layouts with this cut."""
         return sum(len(flow.modes) for flow in self.flows) * len(self.stores)
 
-    def with_store(self, store: Store) -> Layout:
-        """Return the layout with the ZeRO stage and replicas of ``store``, and one stage on a pipeline
-        rank.
-        """
-        shards = self.data // store.replicas if store.zero else 1
-        return replace(
-            self.layout,
-            zero=store.zero,
-            data_shard=shards,
-            data_replicate=self.data // shards,
-        )
+    def layout_of(self, flow: Flow, store: Store) -> Layout:
+        """Return the layout with the stages of ``flow``, whose data ranks share as ``store`` says."""
+        key = flow.virtual_stages, flow.v_shape, store
+        if key not in self._layouts:
+            shards = self.data // store.replicas if store.zero else 1
+            self._layouts[key] = replace(
+                self.layout,
+                zero=store.zero,
+                data_shard=shards,
+                data_replicate=self.data // shards,
+                virtual_stages=flow.virtual_stages,
+                v_shape=flow.v_shape,
+            )
+        return self._layouts[key]
+
+    @cached_property
+    def _layouts(self) -> dict[tuple[int, bool, Store], Layout]:
+        return {}
 
 
 @cache

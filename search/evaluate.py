@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
@@ -55,7 +56,7 @@ class Evaluator:
         self._frozen = (
             dtype_named(recipe.compute_dtype) if isinstance(request.family, AdaptedFamily) else None
         )
-        self._sizes: dict[str, Any] = {
+        self.sizes: dict[str, Any] = {
             "master": dtype_named(recipe.dtype).itemsize,
             "compute": dtype_named(recipe.compute_dtype).itemsize,
             "reduce": dtype_named(recipe.reduce or recipe.dtype).itemsize,
@@ -86,7 +87,7 @@ class Evaluator:
             checkpointing=choice.checkpointing,
             loss_chunk=self.loss_chunk(choice),
             offload=choice.offload,
-            **self._sizes,
+            **self.sizes,
         )
 
     def memory(self, choice: Choice, pipeline: int) -> MemoryPlan:
@@ -96,12 +97,16 @@ class Evaluator:
         costs = self._stage_costs(layout, choice.micro_batch, work.loss_chunk, pipeline)
         return memory_of(work, self.held(choice.layout, pipeline), costs)
 
-    def answer(self, choice: Choice) -> Answer:
-        """Evaluate a choice as a whole."""
+    def memory_of_ranks(self, choice: Choice) -> list[MemoryPlan]:
+        """Return the memory of the first rank of each pipeline rank."""
+        return [self.memory(choice, rank) for rank in range(choice.layout.pipeline)]
+
+    def answer(self, choice: Choice, memory: Sequence[MemoryPlan] | None = None) -> Answer:
+        """Evaluate a choice as a whole. ``memory``: that of its pipeline ranks, if it is known."""
         layout = choice.layout
         compiled = self._compiled(choice.checkpointing, choice.schedule, layout.pipeline > 1)
         timer = self._timer(choice, compiled)
-        memory = tuple(self.memory(choice, rank) for rank in range(layout.pipeline))
+        memory = tuple(self.memory_of_ranks(choice) if memory is None else memory)
         cut = self.cut(layout.pipeline, layout.virtual_stages, layout.v_shape)
         return Answer(choice, timer.time(), memory, cut, self.loss_chunk(choice))
 
@@ -131,16 +136,15 @@ class Evaluator:
         The seconds are those on one pipeline rank. They include the traffic of the blocks, but not the
         traffic of the data ranks.
         """
-        bare = replace(_without_data(layout), pipeline=1, virtual_stages=1, v_shape=False)
         compiled = self._compiled(mode, schedule, layout.pipeline > 1)
-        return self._rows(bare, micro_batch, mode, compiled)
+        return self._rows(_bare(layout), micro_batch, mode, compiled)
 
     def _row_seconds(
         self, bare: Layout, micro_batch: int, mode: Checkpointing, compiled: bool
     ) -> tuple[float, float]:
         choice = Choice(bare, "1f1b", micro_batch, mode)
-        ((forward, backward),) = self._timer(choice, compiled).time().stages
-        return forward / micro_batch, backward / micro_batch
+        (stage,) = self._timer(choice, compiled).time().stages
+        return stage["F"] / micro_batch, stage["B"] / micro_batch
 
     def _cut(self, pipeline: int, virtual: int, v_shape: bool) -> StageCut:
         layout = Layout.of(pipeline=pipeline, virtual_stages=virtual, v_shape=v_shape)
@@ -187,3 +191,9 @@ class Evaluator:
 def _without_data(layout: Layout) -> Layout:
     """Return the layout with as few data ranks as its experts allow, which share nothing."""
     return replace(layout, zero=0, data_shard=1, data_replicate=layout.expert)
+
+
+@cache
+def _bare(layout: Layout) -> Layout:
+    """Return the layout with one pipeline rank, and with as few data ranks as its experts allow."""
+    return replace(_without_data(layout), pipeline=1, virtual_stages=1, v_shape=False)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from heapq import heappop, heappush
 from itertools import count
 
@@ -71,15 +72,14 @@ class _Group:
             return self.cut.layouts
         return 1 if self.store is not None else len(self.cut.stores)
 
-    @property
+    @cached_property
     def choice(self) -> Choice:
         """Return the layout of this group; if the store is still open, with the store that needs least
         memory.
         """
         assert self.flow is not None and self.mode is not None
         store = self.store or self.cut.stores[0]
-        virtual, v_shape = self.flow.virtual_stages, self.flow.v_shape
-        layout = replace(self.cut.with_store(store), virtual_stages=virtual, v_shape=v_shape)
+        layout = self.cut.layout_of(self.flow, store)
         return Choice(layout, self.flow.schedule, self.flow.micro_batch, self.mode, store.offload)
 
 
@@ -195,10 +195,12 @@ class _Search:
 
     def _time(self, bound: float, group: _Group) -> None:
         """Evaluate a layout in full, and open it again if every one of its ranks fits."""
-        answer = self.evaluator.answer(group.choice)
-        if answer.bytes > self.request.room:
-            self._count_memory(group.choice, answer.heaviest, answer.memory[answer.heaviest], 1)
+        memory = self.evaluator.memory_of_ranks(group.choice)
+        heaviest = max(range(len(memory)), key=lambda rank: memory[rank].total)
+        if memory[heaviest].total + RUNTIME > self.request.room:
+            self._count_memory(group.choice, heaviest, memory[heaviest], 1)
             return
+        answer = self.evaluator.answer(group.choice, memory)
         cut, seconds = answer.choice.cut, answer.time.seconds
         self._least[cut] = min(seconds, self._least.get(cut, seconds))
         self._gaps[group.cut.layout, group.flow, group.mode] = seconds - bound

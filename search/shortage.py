@@ -109,9 +109,7 @@ def _least_of(cut: Cut, evaluator: Evaluator, best: int | None) -> int:
     for flow in cut.flows:
         if flow.micro_batch > 1 or flow.schedule not in ("1f1b", "interleaved"):
             continue
-        layout = replace(
-            cut.with_store(cut.stores[0]), virtual_stages=flow.virtual_stages, v_shape=flow.v_shape
-        )
+        layout = cut.layout_of(flow, cut.stores[0])
         choice = Choice(layout, flow.schedule, 1, flow.modes[-1], cut.stores[0].offload)
         total = 0
         for rank in range(layout.pipeline):

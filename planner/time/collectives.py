@@ -59,10 +59,13 @@ class Links:
 
     def __init__(self, layout: Layout, machine: Machine) -> None:
         self.layout, self.machine = layout, machine
+        self._places: dict[str, Placement] = {}  # asked for hundreds of times in a step
 
     def place(self, axis: str) -> Placement:
-        ranks, stride = group_of(self.layout, axis)
-        return placement(ranks, max(stride, 1), self.machine.gpus)
+        if axis not in self._places:
+            ranks, stride = group_of(self.layout, axis)
+            self._places[axis] = placement(ranks, max(stride, 1), self.machine.gpus)
+        return self._places[axis]
 
     def rate(self, axis: str, kind: str = "") -> float:
         """Return the bytes a second that a rank sends along an axis."""

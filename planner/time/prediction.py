@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ...pipeline.timetable import Kind
 from ..flops import Mfu, TokenFlops, Utilization
 
 #: The parts of a step, in the order in which they are shown.
@@ -38,8 +39,9 @@ class StepTime:
     peak: float
     #: Seconds that each pipeline rank is busy with micro-batches, in order.
     busy: Sequence[float]
-    #: Seconds of a forward and of a backward of each stage, exposed sends included.
-    stages: Sequence[tuple[float, float]]
+    #: Seconds of each stage's actions of one micro-batch, exposed sends included; ``sending`` between stages.
+    stages: Sequence[Mapping[Kind, float]]
+    sending: float
     source: str
 
     @property

@@ -88,12 +88,12 @@ class StepTimer:
         of_rank = [[stages[number] for number in layout.stages_of(n)] for n in range(layout.pipeline)]
         busy = [rounds * sum(sum(one.parts().values()) for one in some) for some in of_rank]
         slowest = max(range(layout.pipeline), key=lambda n: busy[n])
+        costs_of, sending = [one.costs for one in ordered], 0.0
         parts = dict.fromkeys(PARTS, 0.0)
         for one in of_rank[slowest]:
             for name, seconds in one.parts().items():
                 parts[name] += rounds * seconds
         if layout.pipeline > 1:
-            costs_of = [one.costs for one in ordered]
             sending = self.links.seconds("pipeline", "send", self.work.between_stages, 1)
             schedule = self.work.schedule
             alone = step_length(schedule, layout, rounds, costs_of, 0.0)
@@ -106,7 +106,7 @@ class StepTimer:
         tokens = self.work.micro_batch * rounds * layout.data * self.work.sequence_length
         return StepTime(
             parts, tokens, layout.world, flops, self.machine.stated or self.machine.peak(self.dtype), busy,
-            [(one.costs["F"], one.costs["B"]) for one in ordered], self.machine.efficiency.source,
+            costs_of, sending, self.machine.efficiency.source,
         )  # fmt: skip
 
     def _stage(self, stage: StageCost, held: RankParameters) -> StageSeconds:
@@ -259,12 +259,14 @@ class StepTimer:
         layout, held, work = self.layout, self.held[pipeline], self.work
         found = 0.0
         if not layout.holds_alone:
-            groups = list(held.groups.values())
+            groups = held.kinds
             if layout.zero in (1, 2):  # weights, beside the first forward
-                every, first = sum(map(self._gather, groups)), self._gather(held.root)
+                every = sum(number * self._gather(one) for one, number in groups)
+                first = self._gather(held.root)
                 found += max(first, every - sum(one.total("forward") for one in stages))
             if layout.zero < 2:
-                every, last = sum(map(self._reduce, groups)), self._reduce(held.root)
+                every = sum(number * self._reduce(one) for one, number in groups)
+                last = self._reduce(held.root)
                 backward = sum(one.total("inputs") + one.total("weights") for one in stages)
                 apart = layout.pipeline > 1 and schedule_kind(work.schedule).two_backwards
                 found += every if apart else max(last, every - backward)
