@@ -76,9 +76,7 @@ def explain_pipeline(
     """Explain a pipeline: blocks of a stage, bytes between stages, seconds for them, and the bubble."""
     found = explain_bubble(stages, micro_batches, virtual, schedule=schedule, target=target)
     found.title = "pipeline parallelism: blocks of a stage, bytes between stages, and waiting"
-    found.put_in("L", layers, "blocks of the model", "--layers")
-    found.put_in("N", tokens, "tokens of a micro-batch on a rank", "--tokens")
-    found.put_in("D", hidden, "hidden size", "--hidden")
+    found.put_in_usual(L=layers, N=tokens, D=hidden)
     found.put_in_link(number_bytes, bandwidth)
     held = next(one.value for one in found.given if one.symbol == "v")
     found.step("blocks", "L / (p * v)", layers / (stages * held), "blocks", "are a stage, on average")
@@ -137,10 +135,7 @@ def explain_tensor_parallel(
     found = Explanation("tensor parallelism: each rank holds a piece of every matrix")
     found.put_in("I", inputs, "inputs of a matrix", "--inputs")
     found.put_in("O", outputs, "outputs of a matrix", "--outputs")
-    found.put_in("t", tensor, "tensor ranks", "--tensor")
-    found.put_in("N", tokens, "tokens of a micro-batch: its rows times their length", "--tokens")
-    found.put_in("D", hidden, "hidden size", "--hidden")
-    found.put_in("L", layers, "blocks", "--layers")
+    found.put_in_usual(t=tensor, N=tokens, D=hidden, L=layers)
     found.put_in_link(number_bytes, bandwidth)
     found.step("column", "O / t", outputs / tensor, f"outputs x {inputs:,} inputs", "are a column shard")
     found.step("row", "I / t", inputs / tensor, f"inputs x {outputs:,} outputs", "are a row shard")
@@ -176,12 +171,11 @@ def explain_context(
 ) -> Explanation:
     """Explain context parallelism: tokens of a rank, keys and values that travel, by all-gather or a ring."""
     found = Explanation("context parallelism: each rank has a piece of every row")
-    found.put_in("S", sequence, "tokens of a row", "--sequence")
-    found.put_in("b", micro_batch, "rows of a micro-batch", "--micro-batch")
+    found.put_in_usual(S=sequence, b=micro_batch)
     found.put_in("c", context, "context ranks", "--context")
     found.put_in("h", key_value_heads, "key/value heads", "--key-value-heads")
     found.put_in("d", head_width, "numbers of a head", "--head-width")
-    found.put_in("t", tensor, "tensor ranks, which share the heads", "--tensor")
+    found.put_in_usual(t=tensor)
     found.put_in_link(number_bytes, bandwidth)
     tokens, width = sequence * micro_batch / context, 2 * key_value_heads * head_width / tensor
     found.step("N", "S * b / c", tokens, "tokens", "are on each rank")
@@ -214,8 +208,7 @@ def explain_experts(
 ) -> Explanation:
     """Explain expert parallelism: experts of a rank, and the all-to-alls that bring tokens to them."""
     found = Explanation("expert parallelism: each rank holds some experts, and tokens go to theirs")
-    found.put_in("N", tokens, "tokens of a micro-batch on a rank", "--tokens")
-    found.put_in("D", hidden, "hidden size", "--hidden")
+    found.put_in_usual(N=tokens, D=hidden)
     found.put_in("k", experts_of_token, "experts that a token goes through", "--experts-of-token")
     found.put_in("e", expert, "expert ranks", "--expert")
     found.put_in("E", experts, "experts of a block", "--experts")

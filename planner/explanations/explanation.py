@@ -33,6 +33,20 @@ class Step:
     unit: str
 
 
+#: Meaning and option of each symbol that stands for the same in every explanation that has it.
+_USUAL = {
+    "L": ("blocks", "--layers"),
+    "D": ("hidden size", "--hidden"),
+    "N": ("tokens of a micro-batch on a rank", "--tokens"),
+    "S": ("tokens of a row", "--sequence"),
+    "b": ("rows of a micro-batch", "--micro-batch"),
+    "t": ("tensor ranks", "--tensor"),
+    "p": ("pipeline ranks", "--pipeline"),
+    "G": ("GPUs", "--gpus"),
+    "F": ("FLOP/s of a GPU at its peak, dense bf16", "--peak"),
+}
+
+
 @dataclass(slots=True)
 class Explanation:
     """Collect the given numbers and the steps; a step's symbol may stand in the formulas after it."""
@@ -46,6 +60,11 @@ class Explanation:
     def put_in(self, symbol: str, value: float, meaning: str, option: str = "") -> None:
         """Add a given number."""
         self.given.append(Given(symbol, value, meaning, option))
+
+    def put_in_usual(self, **values: float) -> None:
+        """Add given numbers that mean the same in many explanations, by their symbols."""
+        for symbol, value in values.items():
+            self.put_in(symbol, value, *_USUAL[symbol])
 
     def put_in_link(self, number_bytes: float, bandwidth: float) -> None:
         """Add the size of a number, ``w``, and the rate of the link, ``W``."""

@@ -85,8 +85,7 @@ def explain_memory(
         parameters, layers, hidden, heads = of.parameters, of.layers, of.hidden, of.heads
     found = Explanation("the memory of a rank: weights, gradients, optimizer, activations")
     found.put_in("P", parameters, "parameters of the model", "--parameters")
-    found.put_in("t", tensor, "tensor ranks", "--tensor")
-    found.put_in("p", pipeline, "pipeline ranks", "--pipeline")
+    found.put_in_usual(t=tensor, p=pipeline)
     found.put_in("N", data, "data ranks", "--data")
     _sizes(found, weight_bytes, gradient_bytes, optimizer_bytes)
     found.step("own", "P / (t * p)", own := parameters / (tensor * pipeline), "parameters", "are a rank's")
@@ -102,11 +101,9 @@ def explain_memory(
     found.step("weights", f"own * w{cut[0]}", held.weights, "bytes", f"with ZeRO {zero} (--zero)")
     found.step("gradients", f"own * g{cut[1]}", held.gradients, "bytes", f"with ZeRO {zero}")
     found.step("optimizer", f"own * o{cut[2]}", held.optimizer, "bytes", f"with ZeRO {zero}")
-    found.put_in("L", layers, "blocks of the model", "--layers")
-    found.put_in("D", hidden, "hidden size", "--hidden")
+    found.put_in_usual(L=layers, D=hidden)
     found.put_in("h", heads, "heads", "--heads")
-    found.put_in("S", sequence, "tokens of a row", "--sequence")
-    found.put_in("b", micro_batch, "rows of a micro-batch", "--micro-batch")
+    found.put_in_usual(S=sequence, b=micro_batch)
     block = block_activation_bytes(
         sequence * micro_batch,
         hidden,

@@ -35,8 +35,7 @@ def explain_training_time(
     found = Explanation("training time: FLOPs of a run over the FLOPs that the devices carry out")
     found.put_in("P", parameters, "parameters that a token meets", "--parameters")
     found.put_in("T", tokens, "tokens of the run", "--tokens")
-    found.put_in("G", gpus, "GPUs", "--gpus")
-    found.put_in("F", peak, "FLOP/s of a GPU at its peak, dense bf16", "--peak")
+    found.put_in_usual(G=gpus, F=peak)
     found.put_in("u", mfu, "MFU: share of the peak that the model's FLOPs take", "--mfu")
     flops = training_flops(parameters, tokens)
     found.step(
@@ -74,11 +73,9 @@ def explain_mfu(
     found = Explanation("MFU: the share of the peak that the model's own FLOPs take")
     found.put_in("R", rate, "tokens a second, all GPUs together", "--rate")
     found.put_in("P", parameters, "parameters in matrices, without the embedding table", "--parameters")
-    found.put_in("L", layers, "blocks", "--layers")
+    found.put_in_usual(L=layers)
     found.put_in("A", width, "query heads times their width", "--width")
-    found.put_in("S", sequence, "tokens of a row", "--sequence")
-    found.put_in("G", gpus, "GPUs", "--gpus")
-    found.put_in("F", peak, "FLOP/s of a GPU at its peak, dense bf16", "--peak")
+    found.put_in_usual(S=sequence, G=gpus, F=peak)
     both = {}
     for name, half, causal in (("full", "12", False), ("causal", "6", True)):
         both[name] = flops_of_token(parameters, layers, width, sequence, causal=causal)
