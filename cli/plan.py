@@ -14,6 +14,7 @@ from .shared.sizes import parse_amount, parse_counts
 
 if TYPE_CHECKING:
     from ..search.find import Found
+    from ..search.request import Request
 
 
 def plan(
@@ -41,6 +42,12 @@ def plan(
     global_batch: Annotated[int | None, typer.Option(min=1, help="rows of a step, over all ranks")] = None,
     lora: Annotated[int | None, typer.Option(min=1, help="train LoRA adapters of this rank")] = None,
     tokens: Annotated[str | None, typer.Option(help="tokens of the whole training, such as 15T")] = None,
+    generate: Annotated[
+        bool, typer.Option("--generate", help="plan `trilith generate` in the place of training")
+    ] = False,
+    dtype: Annotated[
+        str, typer.Option(help="data type of weights and cache, for --generate", metavar="DTYPE")
+    ] = "bfloat16",
     headroom: Annotated[
         float, typer.Option(min=0, max=0.9, help="share of a GPU's memory to leave free")
     ] = 0.08,
@@ -58,17 +65,21 @@ def plan(
     layout of each cut of the model, up to ten. Times are predictions: docs/planning.md says what they rest
     on. `trilith train RECIPE --dry-run` accepts the recipe that --write makes.
 
+    With --generate the command lists, for `trilith generate`, what a rank holds in each layout: weights, the
+    cache of keys and values of --global-batch rows (default: 16) of --seq tokens, and how many rows fit.
+
     Examples:
 
         trilith plan llama-3.1-8b --gpus 8
         trilith plan llama-3.1-405b --gpus 16384 --gpu h100-80gb --seq 8192 --global-batch 2048
         trilith plan llama-3.1-70b --gpus 64 --tokens 15T --write recipe.toml --html plan.html
         trilith plan llama-3.1-8b --gpus 8,16,32,64 --global-batch 128
+        trilith plan llama-3.1-70b --gpus 4 --generate --seq 8192,32768
         trilith plan smollm2-135m --gpus 2 --seq 512 --global-batch 8 --machine bench.json
     """
     from ..parallel_state import BadInput
     from ..planner.time import machine_from_bench, machine_named
-    from ..search.report import MARK, as_json, make_page, recipe_toml
+    from ..search.report import MARK, as_json, make_page, make_sweep_page, recipe_toml
     from ..search.request import read_request
     from ..storage.output_file import check_output_file, output_file
     from .shared.say import say
@@ -78,10 +89,12 @@ def plan(
 
     counts: Sequence[int | None] = _counts(gpus, "--gpus") or [None]
     lengths: Sequence[int | None] = _counts(seq, "--seq") or [None]
-    if len(counts) * len(lengths) > 1 and (write or html):
-        raise BadInput(
-            "plan", "--write, --html", expected="one number of GPUs and one --seq", found="several"
-        )
+    several = len(counts) * len(lengths) > 1
+    if several and write:
+        raise BadInput("plan", "--write", expected="one number of GPUs and one --seq", found="several")
+    if generate and (write or html or lora or tokens):
+        expected = "--generate without --write, --html, --lora and --tokens, which are of training"
+        raise BadInput("plan", "--generate", expected=expected, found="one of them")
     if write is not None:
         check_output_file(write, force=force)
     if html is not None:
@@ -91,31 +104,37 @@ def plan(
     else:
         device = machine_from_bench(machine, gpus_per_node=gpus_per_node)
     amount = None if tokens is None else parse_amount(tokens, "--tokens")
-    results = []
-    for count in counts:
-        for length in lengths:
-            request = read_request(
-                model, device, count, sequence_length=length, global_batch=global_batch, lora=lora,
-                headroom=headroom, tokens=amount,
-            )  # fmt: skip
-            results.append(_search(request, 10 if len(counts) * len(lengths) == 1 else 1))
+    rows = 16 if generate and global_batch is None else global_batch
+    requests = [
+        read_request(
+            model, device, count, sequence_length=length, global_batch=rows, lora=lora,
+            headroom=headroom, tokens=amount,
+        )
+        for count in counts
+        for length in lengths
+    ]  # fmt: skip
+    if generate:
+        _print_generation(requests, dtype, json)
+        return
+    results = [_search(request, 1 if several else 10) for request in requests]
     if json:
         import json as json_module
 
         found = [as_json(one) for one in results]
-        say(json_module.dumps(found[0] if len(found) == 1 else found, indent=2))
-    elif len(results) > 1:
+        say(json_module.dumps(found if several else found[0], indent=2))
+    elif several:
         _print_sweep(results)
     else:
         _print(results[0])
     with ExitStack() as stack:  # both files can be written, or neither is
         files = []
         if write is not None:
-            files.append((stack.enter_context(output_file(write, force=force)), recipe_toml))
+            files.append((stack.enter_context(output_file(write, force=force)), recipe_toml(results[0])))
         if html is not None:
-            files.append((stack.enter_context(output_file(html, ours=is_page, force=force)), make_page))
-        for file, text_of in files:
-            file.write_text(text_of(results[0]), encoding="utf-8")
+            page = make_sweep_page(results) if several else make_page(results[0])
+            files.append((stack.enter_context(output_file(html, ours=is_page, force=force)), page))
+        for file, text in files:
+            file.write_text(text, encoding="utf-8")
     for path in (write, html):
         if path is not None and not json:
             say(f"wrote {path}")
@@ -131,15 +150,13 @@ def _counts(text: str | None, option: str) -> list[int] | None:
     return found
 
 
-def _search(request: object, shown: int) -> Found:
+def _search(request: Request, shown: int) -> Found:
     """Search with a progress bar on a terminal."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     from ..runs.console import plain_console
     from ..search.find import find_layouts
-    from ..search.request import Request
 
-    assert isinstance(request, Request)
     console = plain_console(stderr=True)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -174,13 +191,31 @@ def _print(found: Found) -> None:
 
 
 def _print_sweep(results: list[Found]) -> None:
+    from ..search.report import SWEEP_HEAD, sweep_rows
+
+    _table(SWEEP_HEAD, sweep_rows(results), left=2)
+
+
+def _print_generation(requests: Sequence[Request], dtype: str, json: bool) -> None:
+    from ..parallel_state import dtype_named
+    from ..search.generation_layouts import generation_layouts
+    from .shared.say import say
+
+    found = [one for request in requests for one in generation_layouts(request, dtype_named(dtype))]
+    if json:
+        import json as json_module
+
+        say(json_module.dumps([one.as_json() for one in found], indent=2))
+        return
+    data = found[0].request.recipe.data
+    head = ("GPUs", "tokens of a row", "layout", "weights", f"cache of {data.global_batch:,} rows", "reading",
+            "GB in all", "rows that fit")  # fmt: skip
     rows = []
-    for found in results:
-        best, request = found.best[0], found.request
-        length, rate = request.recipe.data.sequence_length, best.time.rate
-        rows.append((f"{request.gpus:,}", f"{length:,}", str(best.choice), f"{best.time.seconds:.3f}",
-                     f"{rate:,.0f}", f"{rate / request.gpus:,.0f}", f"{best.bytes / 1e9:.1f}"))  # fmt: skip
-    _table(("GPUs", "tokens of a row", "layout", "seconds", "tokens/s", "of a GPU", "GB"), rows, left=2)
+    for one in found:
+        memory, length = one.memory, one.request.recipe.data.sequence_length
+        sizes = (f"{size / 1e9:.1f}" for size in (memory.weights, memory.cache, memory.reading, one.bytes))
+        rows.append((f"{one.layout.world:,}", f"{length:,}", str(one.layout), *sizes, f"{one.most:,}"))
+    _table(head, rows, left=2)
 
 
 def _table(head: Sequence[str], rows: Sequence[tuple[str, ...]], *, left: int) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import matplotlib
 from matplotlib import pyplot as plt
+from matplotlib.colors import to_rgba
 from matplotlib.patches import Patch
 
 from ..parallel_state import BadInput
@@ -17,6 +18,8 @@ FORMATS = (".png", ".svg", ".pdf")
 #: In each picture's metadata: by which it is known as one of ours.
 _MARK = "trilith schedule"
 
+#: Bars of a rank above which they are drawn as an image.
+_MOST_BARS = 100
 COLORS: dict[Kind, str] = {"F": "#5fa8d3", "B": "#4d7c3a", "I": "#8cb369", "W": "#f4a259"}
 MEANING: dict[Kind, str] = {
     "F": "forward",
@@ -58,7 +61,7 @@ def draw_timetables(
         layout="constrained",
     )
     for (name, table), (times, sums) in zip(tables.items(), rows, strict=True):
-        _draw_times(times, table, several=table.layout.virtual_stages > 1)
+        draw_times(times, table)
         times.set_title(f"{name}: {table.bubble:.1%} of the step is waiting", loc="left", fontsize=10)
         times.set_xlabel(units[name], fontsize=9)
         _draw_sums(sums, table)
@@ -72,23 +75,24 @@ def draw_timetables(
     plt.close(figure)
 
 
-def _draw_times(axes: Any, table: Timetable, *, several: bool) -> None:
-    """Draw a bar for each action with its micro-batch's number; a rank's later stages are paler and lower."""
-    whole = table.length
+def draw_times(axes: Any, table: Timetable) -> None:
+    """Draw a bar for each action with its micro-batch's number; a rank's later stages are paler.
+
+    So many bars that numbers would not fit become one image, also in a picture that is otherwise lines.
+    """
+    whole, several = table.length, table.layout.virtual_stages
     for rank, row in enumerate(table.ranks):
         stages = table.layout.stages_of(rank)
+        pale = {stage: 1 - 0.5 * later / max(1, several - 1) for later, stage in enumerate(stages)}
+        bars = axes.broken_barh(
+            [(one.start, one.stop - one.start) for one in row],
+            (rank - 0.43, 0.86),
+            facecolors=[to_rgba(COLORS[one.action.kind], pale[one.action.stage]) for one in row],
+            edgecolor="white",
+            linewidth=0.6 if len(row) <= _MOST_BARS else 0,
+        )
+        bars.set_rasterized(len(row) > _MOST_BARS)
         for one in row:
-            later = stages.index(one.action.stage)
-            axes.barh(
-                rank,
-                one.stop - one.start,
-                left=one.start,
-                height=0.86,
-                color=COLORS[one.action.kind],
-                alpha=1 - 0.5 * later / max(1, len(stages) - 1) if several else 1,
-                edgecolor="white",
-                linewidth=0.6,
-            )
             if one.stop - one.start > 0.008 * whole:
                 axes.text(
                     (one.start + one.stop) / 2, rank, str(one.action.micro_batch), ha="center", va="center",

@@ -1,12 +1,14 @@
-"""Draw what a search found: memory against time, and the memory of each pipeline rank."""
+"""Draw what searches found: memory against time, memory by pipeline rank, the timetable, and sweeps."""
 
 from __future__ import annotations
 
 import io
 import re
 from collections.abc import Sequence
+from itertools import cycle
 from typing import Any
 
+from ..pipeline.timetable import few_micro_batches, timetable
 from .find import Found
 from .shortage import parts_of
 
@@ -69,6 +71,65 @@ def memory_of_stages(found: Found) -> str:
     axes.set_xlabel("GB")
     axes.set_ylabel("pipeline rank")
     axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    return _svg(figure)
+
+
+def timetable_of(found: Found) -> str:
+    """Return SVG: when each pipeline rank of the fastest layout computes which micro-batch.
+
+    Of a step with many micro-batches only as many are drawn as show how it begins, goes on and ends.
+    """
+    from matplotlib.patches import Patch
+
+    from ..pipeline.timetable_picture import COLORS, MEANING, draw_times
+
+    best, request = found.best[0], found.request
+    layout, schedule = best.choice.layout, best.choice.schedule
+    whole = best.choice.micro_batches(request.recipe.data.global_batch)
+    drawn = few_micro_batches(schedule, layout, whole)
+    table = timetable(schedule, layout, drawn, best.time.stages, best.time.sending)
+    figure, axes = _figure(1, min(9.0, 1.5 + 0.3 * layout.pipeline))
+    draw_times(axes, table)
+    axes.set_yticks(range(0, layout.pipeline, max(1, layout.pipeline // 16)))
+    axes.set_yticklabels([str(int(rank)) for rank in axes.get_yticks()])
+    axes.tick_params(colors=_INK, labelsize=10)
+    axes.set_xlabel("seconds" + (f", of a step with {drawn} of {whole:,} micro-batches" * (drawn < whole)))
+    axes.set_ylabel("pipeline rank")
+    kinds = {one.action.kind for rank in table.ranks for one in rank}
+    patches = [Patch(facecolor=COLORS[kind], label=MEANING[kind]) for kind in MEANING if kind in kinds]
+    figure.legend(handles=patches, loc="outside upper left", ncols=len(patches), frameon=False)
+    return _svg(figure)
+
+
+def sweep(results: Sequence[Found]) -> str:
+    """Return SVG: tokens a second of the fastest layout of each search, against GPUs or tokens of a row."""
+    points = [
+        (one.request.gpus, one.request.recipe.data.sequence_length, one.best[0].time.rate) for one in results
+    ]
+    figure, axes = _figure(1, 3.6)
+    over_gpus = len({gpus for gpus, _, _ in points}) > 1
+    lines: dict[int, list[tuple[int, float]]] = {}
+    for gpus, length, rate in sorted(points):
+        lines.setdefault(length if over_gpus else gpus, []).append((gpus if over_gpus else length, rate))
+    for colour, (name, line) in zip(cycle(_COLOURS), lines.items(), strict=False):
+        label = f"{name:,} tokens of a row" if over_gpus else f"{name:,} GPUs"
+        axes.plot(*zip(*line, strict=True), marker="o", color=colour, label=label)
+        if over_gpus:
+            (first, rate), (last, _) = line[0], line[-1]
+            axes.plot([first, last], [rate, rate * last / first], ":", linewidth=1, color=colour)
+    axes.set_xscale("log", base=2)
+    if over_gpus:
+        axes.set_yscale("log", base=2)
+        axes.plot([], [], ":", linewidth=1, color=_INK, label="as many times as GPUs")
+    else:
+        axes.set_ylim(0)
+    ticks = sorted({x for line in lines.values() for x, _ in line})
+    axes.set_xticks(ticks, [f"{one:,}" for one in ticks])
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.minorticks_off()
+    axes.set_xlabel("GPUs" if over_gpus else "tokens of a row")
+    axes.set_ylabel("tokens a second")
+    axes.legend(frameon=False)
     return _svg(figure)
 
 

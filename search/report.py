@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 from typing import Any
 
@@ -10,11 +11,12 @@ from ..runs.report.html import folded, table, whole_page
 from .choice import raw_recipe, recipe_text
 from .evaluate import Answer
 from .find import Found
-from .pictures import memory_of_stages, pareto
+from .pictures import memory_of_stages, pareto, sweep, timetable_of
 from .strategy import reasons, strategy, warnings
 
 MARK = '<meta name="generator" content="trilith plan">'
 HEAD = ("", "layout", "seconds", "tokens/s", "MFU", "waits", "GB")
+SWEEP_HEAD = ("GPUs", "tokens of a row", "layout", "seconds", "tokens/s", "of a GPU", "GB")
 
 
 def rows(found: Found) -> list[tuple[str, ...]]:
@@ -31,6 +33,17 @@ def rows(found: Found) -> list[tuple[str, ...]]:
         )
         for number, one in enumerate(found.best, 1)
     ]
+
+
+def sweep_rows(results: Sequence[Found]) -> list[tuple[str, ...]]:
+    """Return the table of the fastest layout of each search, one row each, as text."""
+    rows = []
+    for found in results:
+        best, request = found.best[0], found.request
+        length, rate = request.recipe.data.sequence_length, best.time.rate
+        rows.append((f"{request.gpus:,}", f"{length:,}", str(best.choice), f"{best.time.seconds:.3f}",
+                     f"{rate:,.0f}", f"{rate / request.gpus:,.0f}", f"{best.bytes / 1e9:.1f}"))  # fmt: skip
+    return rows
 
 
 def counted(found: Found) -> list[tuple[str, str, str, str]]:
@@ -126,8 +139,33 @@ def make_page(found: Found) -> str:
         f"<figure><figcaption>Memory against time</figcaption>{pareto(found)}</figure>",
         "<h2>Memory of the fastest layout</h2>",
         f"<figure><figcaption>By pipeline rank</figcaption>{memory_of_stages(found)}</figure>",
+        *_schedule(found),
         "<h2>Why the others fall</h2>",
         table(counted(found), head=("", "reason", "layouts", "example")),
         folded("The recipe", f"<pre>{escape(recipe_toml(found))}</pre>"),
     ]
     return whole_page(f"trilith plan {request.name}", "".join(body), mark=MARK)
+
+
+def _schedule(found: Found) -> list[str]:
+    """Return the timetable of the fastest layout, if it has a pipeline."""
+    best = found.best[0]
+    if best.choice.layout.pipeline == 1:
+        return []
+    return [
+        "<h2>Timetable of the fastest layout</h2>",
+        f"<figure><figcaption>When each pipeline rank computes</figcaption>{timetable_of(found)}</figure>",
+    ]
+
+
+def make_sweep_page(results: Sequence[Found]) -> str:
+    """Return the report of several searches as one page: how tokens a second grow with GPUs or tokens of a
+    row.
+    """
+    name = results[0].request.name
+    body = [
+        f"<h1>Layouts of {escape(name)}</h1>",
+        f"<figure><figcaption>Tokens a second of the fastest layouts</figcaption>{sweep(results)}</figure>",
+        table(sweep_rows(results), head=SWEEP_HEAD),
+    ]
+    return whole_page(f"trilith plan {name}", "".join(body), mark=MARK)

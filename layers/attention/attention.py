@@ -151,6 +151,10 @@ class Attention(nn.Module):
         found += cost_of(self.q_norm, tokens.times(heads)) + cost_of(self.k_norm, tokens.times(key_heads))
         return found + self._cost_of_scores(tokens, query, key_value) + cost_of(self.out, tokens)
 
+    def cache_bytes(self, tokens: Tokens) -> float:
+        """Return the bytes that a ``KeyValueCache`` of these tokens keeps: keys and values."""
+        return 2 * tokens.bytes(self.qkv.parts[1].here)
+
     def planned_backend(self, tokens: Tokens) -> Backend:
         """Return the backend on one context rank, for rows of one document."""
         call = self.call(torch.empty((1, 1, 1, 0), device="meta"), AttentionScope())

@@ -162,6 +162,10 @@ class MultiHeadLatentAttention(nn.Module):
         )
         return found + self._cost_of_scores(tokens)
 
+    def cache_bytes(self, tokens: Tokens) -> float:
+        """Return the bytes that a ``KeyValueCache`` of these tokens keeps: latents and rotated keys."""
+        return tokens.bytes(sum(self.latent_parts))
+
     def _cost_of_scores(self, tokens: Tokens) -> Cost:
         ranks, whole = self.state.context_size, tokens.length * self.state.context_size
         heads, count = self.heads // self.state.tensor_size, tokens.count

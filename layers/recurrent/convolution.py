@@ -113,6 +113,10 @@ class CausalConvolution(DeclaredModule):
             other=2.0 * tokens.count * self.kernel_size * sum(self.channels.values()),
         )
 
+    def cache_bytes(self, tokens: Tokens) -> float:
+        """Return the bytes that a ``KeyValueCache`` keeps: the last inputs of each row."""
+        return tokens.rows * (self.kernel_size - 1) * sum(self.here) * tokens.compute
+
     def _every(self, leaf: str) -> Tensor | None:
         found = []
         for name in self.channels:

@@ -138,6 +138,10 @@ class GatedDeltaNet(DeclaredModule):
             other=self._flops(tokens),
         )
 
+    def cache_bytes(self, tokens: Tokens) -> float:
+        """Return the bytes that a ``KeyValueCache`` keeps: each row's state, however many tokens it has."""
+        return tokens.rows * self.ba.parts[0].here * self.key_dim * self.value_dim * tokens.inner
+
     def _working(self, tokens: Tokens, query: int, heads: int) -> float:
         """Return the bytes of the rule's intermediate results and their gradients, which backward makes for
         a moment; factors as measured.

@@ -151,6 +151,10 @@ class Mamba2(DeclaredModule):
             other=self._flops(tokens),
         )
 
+    def cache_bytes(self, tokens: Tokens) -> float:
+        """Return the bytes that a ``KeyValueCache`` keeps: each row's state, however many tokens it has."""
+        return tokens.rows * self.inner.parts[0].here * self.state_dim * tokens.inner
+
     def _working(self, tokens: Tokens, heads: int) -> float:
         """Return the bytes of the states' intermediate results and their gradients, for a moment."""
         length, width, states = min(CHUNK, tokens.length), self.head_dim, self.state_dim

@@ -1,0 +1,83 @@
+"""The planned memory of generation against what ``generate`` really holds, on the CPU."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from trilith.generation import generate
+from trilith.layers import KeyValueCache
+from trilith.models import family_of, published_size
+from trilith.parallel_state import Layout, initialize
+from trilith.planner.generation_memory import GenerationMemory, generation_memory, rows_that_fit
+from trilith.testing import LiveBytes
+from trilith.testing.tiny_models import MODELS
+
+#: Keys and values with windows; latents (MLA); recurrent states of both kinds beside keys and values.
+NAMES = ("gemma3_text", "deepseek_v3", "qwen3_next", "granitemoehybrid")
+LENGTH, NEW = 60, 12
+
+
+def tensors_of(cache: KeyValueCache) -> list[torch.Tensor]:
+    both = [tensor for pair in cache._held.values() for tensor in pair]
+    places = [one for one in (cache._documents, cache._positions) if one is not None]
+    return [*both, *cache._states.values(), *places]
+
+
+def held(name: str, dtype: torch.dtype) -> GenerationMemory:
+    """Generate on one rank from prompts of three lengths; return the bytes that it held, measured."""
+    family = family_of(MODELS[name])
+    config = family.from_hf(MODELS[name])
+    gc.collect()
+    caches: list[KeyValueCache] = []
+    made = KeyValueCache.__init__
+
+    def noted(self: KeyValueCache, *arguments: Any) -> None:
+        caches.append(self)
+        made(self, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch, LiveBytes() as memory:
+        patch.setattr(KeyValueCache, "__init__", noted)
+        model = family.build(config, dtype=dtype)
+        model.to_empty(device="cpu")
+        initialize(model, 0)
+        weights = sum(one.nbytes for one in (*model.parameters(), *model.buffers()))
+        prompts = [[5] * length for length in (LENGTH - NEW, 3, 17)]
+        generate(model, prompts, max_new_tokens=NEW)
+    kept = [tensor for one in caches for tensor in tensors_of(one)]
+    cache = sum(tensor.nbytes for tensor in kept)
+    return GenerationMemory(weights, cache, memory.peak - weights - cache)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_and_cache_are_exact_and_the_peak_is_not_above_the_plan(name: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        measured, family = held(name, dtype), family_of(MODELS[name])
+        config = family.from_hf(MODELS[name])
+        # The last new token is never read.
+        (plan,) = generation_memory(family, config, Layout(), dtype, rows=3, length=LENGTH - 1, fused=False)
+        assert (measured.weights, measured.cache) == (plan.weights, plan.cache)
+        assert 0 < measured.reading <= plan.reading
+
+
+def test_as_many_rows_fit_as_the_plan_of_one_more_does_not() -> None:
+    size = published_size("llama-3.1-8b").with_fields({})
+    family = family_of(size)
+    config, layout, room = family.from_hf(size), Layout.of(tensor=2, pipeline=2), int(40e9)
+    for length in (2048, 32768):
+        most = rows_that_fit(family, config, layout, torch.bfloat16, length=length, room=room)
+        assert most > 1
+        for rows, fits in ((most, True), (most + 1, False)):
+            plan = generation_memory(family, config, layout, torch.bfloat16, rows=rows, length=length)
+            assert (max(one.total for one in plan) <= room) == fits
+    assert rows_that_fit(family, config, layout, torch.bfloat16, length=2048, room=int(1e9)) == 0
+
+
+def test_the_cache_of_llama_8b_is_the_textbooks() -> None:
+    """2 tensors x 32 blocks x 8 heads x 128 numbers x 2 bytes: 128 KiB a token, and 16 bytes of its place."""
+    size = published_size("llama-3.1-8b").with_fields({})
+    family = family_of(size)
+    (plan,) = generation_memory(family, family.from_hf(size), Layout(), torch.bfloat16, rows=4, length=1000)
+    assert plan.cache == 4 * 1000 * (2 * 32 * 8 * 128 * 2 + 16)
