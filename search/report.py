@@ -37,7 +37,7 @@ def rows(found: Found) -> list[tuple[str, ...]]:
 
 def sweep_rows(results: Sequence[Found]) -> list[tuple[str, ...]]:
     """Return the table of the fastest layout of each search, one row each, as text."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for found in results:
         best, request = found.best[0], found.request
         length, rate = request.recipe.data.sequence_length, best.time.rate

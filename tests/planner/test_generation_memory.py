@@ -10,7 +10,7 @@ import torch
 from trilith.generation import generate
 from trilith.layers import KeyValueCache
 from trilith.models import family_of, published_size
-from trilith.parallel_state import Layout, initialize
+from trilith.parallel_state import Layout, ParallelState, initialize
 from trilith.planner.generation_memory import GenerationMemory, generation_memory, rows_that_fit
 from trilith.testing import LiveBytes
 from trilith.testing.tiny_models import MODELS
@@ -40,7 +40,7 @@ def held(name: str, dtype: torch.dtype) -> GenerationMemory:
 
     with pytest.MonkeyPatch.context() as patch, LiveBytes() as memory:
         patch.setattr(KeyValueCache, "__init__", noted)
-        model = family.build(config, dtype=dtype)
+        model = family.build(config, state=ParallelState.alone(), dtype=dtype)  # as the command does
         model.to_empty(device="cpu")
         initialize(model, 0)
         weights = sum(one.nbytes for one in (*model.parameters(), *model.buffers()))

@@ -129,6 +129,26 @@ def test_several_numbers_of_gpus_and_rows_are_a_table(capsys: pytest.CaptureFixt
     assert run([*words[:-1], "--write", "recipe.toml"]) == 2 and not Path("recipe.toml").exists()
 
 
+def test_generation_lists_layouts_by_the_rows_that_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "llama-3.2-1b", "--gpus", "2", "--gpu", "l40s", "--seq", "2048", "--generate"]
+    assert run([*words, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert {(one["tensor"], one["pipeline"]) for one in told} == {(1, 2), (2, 1)}
+    rows = [one["rows_that_fit"] for one in told]
+    assert rows == sorted(rows, reverse=True) and rows[-1] > 16 and told[0]["rows"] == 16
+    assert run(words) == 0 and "reading" in capsys.readouterr().out
+    assert run([*words, "--write", "recipe.toml"]) == 2 and not Path("recipe.toml").exists()
+    assert run([*words, "--headroom", "0.9", "--dtype", "float32"]) == 2
+    assert "Take more --gpus" in capsys.readouterr().err
+
+
+def test_the_page_of_several_searches_is_a_chart(tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    words = ["plan", "llama-3.2-1b", "--gpus", "1,2", "--seq", "512", "--global-batch", "4"]
+    assert run([*words, "--html", str(page)]) == 0
+    assert page.read_text().count("<svg") == 1
+
+
 def test_adapters_fit_where_the_whole_model_cannot_be_trained(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "llama-3.1-8b", "--gpus", "1", "--gpu", "l40s", "--seq", "1024", "--global-batch", "4"]
     assert run([*words, "--json"]) == 2
