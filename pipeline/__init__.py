@@ -5,6 +5,7 @@ Offers the schedules (GPipe, 1F1B, interleaved 1F1B, zero-bubble) by name with `
 order; and ``through_stages``, a forward pass without a backward.
 """
 
+from .order import Action
 from .relay import through_stages
 from .schedules import (
     SCHEDULE_NAMES,
@@ -16,7 +17,7 @@ from .schedules import (
     micro_batches_for,
     schedule_kind,
 )
-from .timetable import Action, Held, Timed, Timetable, held_at_once, layout_of, timetable
+from .timetable import Held, Timed, Timetable, held_at_once, layout_of, timetable
 
 __all__ = [
     "Action",

@@ -12,7 +12,8 @@ from matplotlib.patches import Patch
 
 from ..parallel_state import BadInput
 from ..storage.output_file import check_output_file, output_file
-from .timetable import Kind, Timetable
+from .order import Kind
+from .timetable import Timetable
 
 FORMATS = (".png", ".svg", ".pdf")
 #: In each picture's metadata: by which it is known as one of ours.

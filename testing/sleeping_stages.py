@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..parallel_state import Layout, ParallelState
+from ..pipeline.order import Action, Kind, actions
 from ..pipeline.runner import Travels, make_schedule
-from ..pipeline.timetable import UNIT_COSTS, Action, Kind, Timed, Timetable, actions
+from ..pipeline.timetable import UNIT_COSTS, Timed, Timetable
 from .ranks.pool import run_parallel
 
 _Note = Callable[[Kind], None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ...pipeline.timetable import Kind
+from ...pipeline.order import Kind
 
 
 @dataclass

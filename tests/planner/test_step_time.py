@@ -11,7 +11,8 @@ import pytest
 from trilith.models import family_of, published_size
 from trilith.parallel_state import BadInput, Layout, ParallelState
 from trilith.pipeline import bubble, timetable
-from trilith.pipeline.timetable import UNIT_COSTS, Kind, layout_of, step_length
+from trilith.pipeline.order import Kind
+from trilith.pipeline.timetable import UNIT_COSTS, layout_of, step_length
 from trilith.planner import Work, sampled
 from trilith.planner.time import (
     MACHINES,
