@@ -52,13 +52,19 @@ def config_of(theirs: Any) -> dict[str, Any]:
     return {**theirs.config.to_dict(), "architectures": [type(theirs).__name__]}
 
 
-def ours_from(theirs: Any, raw: Mapping[str, Any] | None = None) -> tuple[Family, ModelConfig, CausalLM]:
-    """Build our model with their weights, through the table of names; ``raw`` replaces their config."""
+def ours_from(
+    theirs: Any, raw: Mapping[str, Any] | None = None, stored: Mapping[str, Tensor] | None = None
+) -> tuple[Family, ModelConfig, CausalLM]:
+    """Build our model with their weights, through the table of names; ``raw`` replaces their config.
+
+    ``stored``: what ``on_disk`` gives for their weights, where the caller has it already.
+    """
     raw = config_of(theirs) if raw is None else raw
     family = family_of(raw)
     config = family.from_hf(raw)
     model = family.build(config, device="cpu").eval()
-    parameters, tensors = dict(model.named_parameters()), on_disk(theirs, theirs.state_dict())
+    parameters = dict(model.named_parameters())
+    tensors = dict(on_disk(theirs, theirs.state_dict()) if stored is None else stored)
     if theirs.config.tie_word_embeddings:
         del tensors[family.tied_head]
     for link in family.links(config)[0]:
