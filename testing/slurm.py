@@ -133,6 +133,10 @@ class Slurm:
             time.sleep(0.3)
         return now
 
+    def wait_until_idle(self, seconds: float = 60) -> None:
+        """Wait until every node is free: a job that takes a range of nodes starts on those that are."""
+        _wait_for_nodes(self, seconds)
+
     def start_node(self, name: str) -> None:
         """Start the node's daemon."""
         step = str(self.root / "usr/sbin/slurmstepd-wlm")

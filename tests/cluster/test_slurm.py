@@ -112,6 +112,7 @@ def test_a_job_goes_on_with_what_is_left_of_its_nodes_on_the_same_curve(
     mine = Submitted.write(
         run, tmp_path, "--nodes", "2", "--fit", steps=steps, checkpoint={"every": 20, "keep": 3}
     )
+    cluster.wait_until_idle()
     job = cluster.submit(tmp_path / "job.sbatch")
     mine.wait_for_steps(45)
     try:
