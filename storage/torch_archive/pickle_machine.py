@@ -14,6 +14,11 @@ PLAIN = {
     *("BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE"),
     *("BINUNICODE8", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8"),
 }
+#: Opcodes that make an object with room for others, or a place in the memo: each takes some 100 bytes.
+CONTAINERS = {
+    *("EMPTY_LIST", "EMPTY_DICT", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "REDUCE", "NEWOBJ"),
+    *("GLOBAL", "STACK_GLOBAL", "MEMOIZE", "BINPUT", "LONG_BINPUT"),
+}
 CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 _TODO = "It is no file of tensors as torch writes it, or damaged; nothing of it was run"
 

@@ -17,7 +17,7 @@ from io import BytesIO
 
 from ...parallel_state import BadInput
 from ..strict_json import shown
-from .pickle_machine import CONSTANTS, PLAIN, STEPS, Machine
+from .pickle_machine import CONSTANTS, CONTAINERS, PLAIN, STEPS, Machine
 from .records import USUAL, Limits, Maker
 
 #: Each known opcode with its name and what decodes its argument, if it has one.
@@ -45,9 +45,9 @@ def read_records(
     caller that walks the result must count its steps.
     """
     machine, stream = Machine(where, allowed, persistent, limits), BytesIO(raw)
-    nodes = min(limits.nodes, limits.first_nodes + len(raw) // 2)
+    containers = limits.containers + len(raw) // 5
     try:
-        for _ in range(nodes):
+        for _ in range(limits.nodes):
             machine.at = stream.tell()
             code = stream.read(1)
             if not code:
@@ -59,11 +59,14 @@ def read_records(
             if name == "STOP":
                 return machine.result()
             machine.step(name, argument)
+            containers -= name in CONTAINERS
+            if containers < 0:
+                machine.refuse(f"at most one list, dict, tuple or record for 5 of {len(raw):,} bytes", "more")
     except BadInput:
         raise
     except (ValueError, TypeError, IndexError, OverflowError) as error:  # decoding failed, an empty stack
         machine.refuse("a whole pickle", shown(f"{type(error).__name__}: {error}"))
-    machine.refuse(f"at most {nodes:,} opcodes in {len(raw):,} bytes", "more")
+    machine.refuse(f"at most {limits.nodes:,} opcodes", "more")
 
 
 def _name_of(code: bytes) -> str:

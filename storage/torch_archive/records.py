@@ -35,14 +35,14 @@ class Record:
 class Limits:
     """Bound what a file may ask for.
 
-    ``nodes``: opcodes, each of which makes at most one object of some 100 bytes. ``first_nodes``: so many
-    opcodes whatever the file's size, and further ones only for every second byte: torch's own files have at
-    most 0.38 opcodes a byte. ``waiting``: objects that are not yet part of another one. ``depth``: levels of
-    tuples, lists and dicts inside one another.
+    ``nodes``: opcodes, each of which makes at most one object of some 100 bytes. ``containers``: lists,
+    dicts, tuples, records and places in the memo, whatever the file's size; further ones only for every
+    fifth byte, because torch's own files have at most 0.17 of them a byte. ``waiting``: objects that are
+    not yet part of another one. ``depth``: levels of tuples, lists and dicts inside one another.
     """
 
     nodes: int = 1_000_000
-    first_nodes: int = 50_000
+    containers: int = 50_000
     waiting: int = 50_000
     depth: int = 100
     integer_bits: int = 512

@@ -193,9 +193,18 @@ def test_a_pickle_of_more_opcodes_than_the_limit_is_refused_at_the_limit() -> No
         read_records(b"\x80\x02]" + b"Na" * 500 + b".", "here", {}, limits=limits)
 
 
-def test_a_pickle_has_no_more_opcodes_than_torch_needs_for_its_bytes() -> None:
-    with pytest.raises(BadInput, match=r"at most 1,050,\d+ opcodes in 2,000,\d+ bytes"):
-        read_records(b"\x80\x02]" + b"]a" * 1_000_000 + b".", "pickle", {}, limits=Limits(nodes=1 << 60))
+@pytest.mark.parametrize("piece", [b"]a", b"}a", b")\x85a", b"]\x94a"])
+def test_a_pickle_makes_no_more_containers_than_torch_needs_for_its_bytes(piece: bytes) -> None:
+    raw = b"\x80\x04]" + piece * (2_000_000 // len(piece)) + b"."
+    tracemalloc.start()
+    try:
+        with pytest.raises(
+            BadInput, match=r"at most one list, dict, tuple or record for 5 of 2,000,\d+ bytes"
+        ):
+            read_records(raw, "pickle", {}, limits=Limits(nodes=1 << 60))
+        assert tracemalloc.get_traced_memory()[1] < BYTES
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("kind", ["os.system in protocol 4", "getattr", "deep tuples", "shared lists"])
