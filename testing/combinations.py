@@ -159,9 +159,10 @@ def covering(choices: Sequence[Choice]) -> list[Choice]:
     """
     held = {choice: pairs(choice) for choice in choices}
     having: dict[tuple[object, ...], list[Choice]] = {}
-    for choice, its in held.items():
-        for pair in its:
-            having.setdefault(pair, []).append(choice)
+    for choice in held:
+        # Not in the order of a set, which differs between processes: all lanes must find the same array.
+        for two in combinations(vars(choice).items(), 2):
+            having.setdefault(two, []).append(choice)
     found = []
     while having:
         rarest = min(having.values(), key=len)[:60]
