@@ -113,6 +113,8 @@ def test_there_and_through_a_layout_and_back_is_bitwise(row: str, theirs: Any, t
     assert {key: value for key, value in written.items() if stated[key] != value} == {}
     assert stated.keys() == written.keys()
     again: Any = type(model).from_pretrained(back)
+    for one in (*again.parameters(), *again.buffers()):  # a mapped file is aligned otherwise: other last bits
+        one.data = one.data.clone()
     ids = torch.randint(503, (1, 9))
     assert torch.equal(again.eval()(ids).logits, model(ids).logits)
 
