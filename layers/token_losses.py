@@ -110,9 +110,10 @@ def logits_gradient(
     out[:, columns:] = 0.0
     if columns:
         kept = torch.where(rows.elsewhere.unsqueeze(-1), out.gather(-1, target), of_label.to(out.dtype))
-        each = torch.arange(len(out), device=out.device)
-        # On a CPU scatter_ converts a whole bf16 tensor to fp32 and back.
-        out.index_put_((each, rows.target), kept.squeeze(-1))
+        if out.device.type == "cpu":  # where scatter_ converts a whole bf16 tensor to fp32 and back
+            out.index_put_((torch.arange(len(out)), rows.target), kept.squeeze(-1))
+        else:
+            out.scatter_(-1, target, kept)
     return out
 
 

@@ -4,7 +4,6 @@ embeddings are narrower than hidden states.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -15,10 +14,13 @@ from ..layers import (
     ACTIVATIONS,
     MLP,
     Attention,
+    Cost,
     LayerNorm,
     PositionEmbedding,
     ReplicatedLinear,
+    Tokens,
     default_positions,
+    sum_costs,
 )
 from ..parallel_state import BadInput
 from .base.blocks import AddNormBlock, Block, PreNormBlock
@@ -112,6 +114,21 @@ class OPTConfig(ModelConfig):
         return {**fields, "pad_token_id": None}
 
 
+class ProjectedNorm(nn.Module):
+    """Normalise hidden states, where the model does, and bring them to the embeddings' width."""
+
+    def __init__(self, norm: nn.Module, project: ReplicatedLinear) -> None:
+        super().__init__()
+        self.norm, self.project = norm, project
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        projected: Tensor = self.project(self.norm(x_BSD))
+        return projected
+
+    def cost(self, tokens: Tokens) -> Cost:
+        return sum_costs((self.norm, self.project), tokens)
+
+
 class OPT(Decoder):
     """Compute OPT, or this pipeline rank's stage of it. Source: Zhang et al. 2022."""
 
@@ -150,7 +167,7 @@ class OPT(Decoder):
         if not self.projects:
             return norm
         wide, narrow = self.config.hidden_size, self.config.word_embed_proj_dim
-        return nn.Sequential(OrderedDict(norm=norm, project=self.projection(wide, narrow)))
+        return ProjectedNorm(norm, self.projection(wide, narrow))
 
     @property
     def projects(self) -> bool:

@@ -14,20 +14,25 @@ from torch import Tensor
 _ops = torch.ops._c10d_functional
 
 
+def wait_tensor(x: Tensor) -> Tensor:
+    """Wait until ``x``, the result of a collective, is there. Waits are timed by replacing this function."""
+    return cast(Tensor, _ops.wait_tensor(x))
+
+
 def all_reduce(x: Tensor, group: dist.ProcessGroup, op: str = "sum") -> Tensor:
     """Return a new tensor: ``x`` reduced (``sum`` or ``max``) over the ranks of ``group``."""
     out = _ops.all_reduce(x.contiguous(), op, group.group_name)
-    return cast(Tensor, _ops.wait_tensor(out))
+    return wait_tensor(out)
 
 
 def all_gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Concatenate the ranks' tensors, which have one shape, along ``dim``."""
     size = group.size()
-    out = _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), size, group.group_name))
+    out = wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), size, group.group_name))
     if dim == 0 or x.ndim == 0:
-        return cast(Tensor, out)
+        return out
     if _first_of_all(x, dim):  # one row, say: the pieces lie as they should
-        return cast(Tensor, out.view(*x.shape[:dim], size * x.shape[dim], *x.shape[dim + 1 :]))
+        return out.view(*x.shape[:dim], size * x.shape[dim], *x.shape[dim + 1 :])
     return torch.cat(out.chunk(size, dim=0), dim=dim)
 
 
@@ -45,7 +50,7 @@ def reduce_scatter_start(x: Tensor, dim: int, group: dist.ProcessGroup) -> Calla
     elif dim != 0:
         x = torch.cat(x.chunk(size, dim=dim), dim=0)
     out = _ops.reduce_scatter_tensor(x.contiguous(), "sum", size, group.group_name)
-    return lambda: cast(Tensor, _ops.wait_tensor(out)).view(shape)
+    return lambda: wait_tensor(out).view(shape)
 
 
 def all_reduce_start(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
@@ -53,7 +58,7 @@ def all_reduce_start(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor
     for the sum and gives it.
     """
     out = _ops.all_reduce(x.contiguous(), "sum", group.group_name)
-    return lambda: cast(Tensor, _ops.wait_tensor(out))
+    return lambda: wait_tensor(out)
 
 
 def _first_of_all(x: Tensor, dim: int) -> bool:
@@ -67,7 +72,7 @@ def all_to_all(x: Tensor, received: Sequence[int], sent: Sequence[int], group: d
     The host knows the numbers of rows; any of them may be 0.
     """
     out = _ops.all_to_all_single(x.contiguous(), [*received], [*sent], group.group_name)
-    return cast(Tensor, _ops.wait_tensor(out))
+    return wait_tensor(out)
 
 
 def ring_exchange_start(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -85,7 +90,7 @@ def ring_exchange_start(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def ring_exchange_wait(coming: Tensor, like: Tensor) -> Tensor:
     """Wait for the previous rank's piece and return it, in the shape of ``like``."""
-    return cast(Tensor, _ops.wait_tensor(coming)).view(like.shape)
+    return wait_tensor(coming).view(like.shape)
 
 
 def default_store() -> dist.Store:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_ops = torch.ops._c10d_functional
+from . import collectives
 
 
 @dataclass
@@ -49,7 +49,10 @@ def waiting_time(device: torch.device, *, compiled: bool = False) -> Iterator[Wa
 
         return wait
 
-    places: list[tuple[Any, str]] = [(dist.Work, "wait"), *([] if compiled else [(_ops, "wait_tensor")])]
+    places: list[tuple[Any, str]] = [
+        (dist.Work, "wait"),
+        *([] if compiled else [(collectives, "wait_tensor")]),
+    ]
     before = [getattr(owner, name) for owner, name in places]
     try:
         for (owner, name), call in zip(places, before, strict=True):

@@ -72,17 +72,18 @@ def data_step_bytes(
     micro_batches: int = 1,
     weight_bytes: float = 2,
     gradient_bytes: float = 2,
+    ends: float = 0,
 ) -> float:
     """Return the bytes of a step over the data axis, for the ``parameters`` of a rank's stage and shard.
 
     ZeRO 0 all-reduces the gradients once; 1 reduce-scatters them and gathers the weights, as many bytes. 2
     reduce-scatters for each micro-batch, since it keeps no whole gradients; 3 also gathers the weights twice
-    for each, forward and backward. Source: Rajbhandari et al. 2020, section 7.
+    for each, forward and backward, but for ``ends``: the parameters that end the forward and begin the
+    backward pass. Source: Rajbhandari et al. 2020, section 7.
     """
-    gradients, weights = parameters * gradient_bytes, parameters * weight_bytes / data_ranks
+    gradients = parameters * gradient_bytes
     if zero == 0:
         return ring_wire_bytes("all_reduce", gradients, data_ranks)
-    sums = micro_batches if zero >= 2 else 1
-    gathers = 2 * micro_batches if zero == 3 else 1
-    summed = sums * ring_wire_bytes("reduce_scatter", gradients, data_ranks)
-    return summed + gathers * ring_wire_bytes("all_gather", weights, data_ranks)
+    summed = ring_wire_bytes("reduce_scatter", gradients, data_ranks) * (micro_batches if zero >= 2 else 1)
+    gathered = micro_batches * (2 * parameters - ends) if zero == 3 else parameters
+    return summed + ring_wire_bytes("all_gather", gathered * weight_bytes / data_ranks, data_ranks)

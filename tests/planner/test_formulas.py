@@ -64,9 +64,11 @@ def test_bytes_between_two_stages_are_the_plan_s() -> None:
 def test_bytes_of_a_step_over_the_data_ranks_are_the_plan_s(zero: int) -> None:
     work, model = planned(Layout.of(data=4, zero=zero))
     sent = [one for one in step_traffic(work, model) if one.axis in ("data", "replicas")]
-    numbers = rank_parameters(model, work.state).every.here
+    held = rank_parameters(model, work.state)
     # The plan sums gradients in fp32.
-    expected = data_step_bytes(numbers, 4, zero=zero, micro_batches=ROUNDS, gradient_bytes=4)
+    expected = data_step_bytes(
+        held.every.here, 4, zero=zero, micro_batches=ROUNDS, gradient_bytes=4, ends=held.root.here
+    )
     assert sum(one.wire for one in sent) == expected
 
 
