@@ -147,6 +147,7 @@ def test_a_resumed_run_goes_on_in_the_same_run_of_a_named_tracker(
 ) -> None:
     from accelerate import PartialState
 
+    monkeypatch.setattr(PartialState, "_shared_state", {})  # another test of this process may have one
     begun, steps = service(monkeypatch, name)
     for start, logged, until in ((0, 0, 3), (2, 3, 5), (0, 0, 1)):
         trackers = begin(tmp_path, [name], [], start=start, logged=logged)
