@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 
+from .excluded_nodes import EXCLUDED_NODES
 from .job import Job
 from .network import optional, variables
 
@@ -28,11 +29,11 @@ mkdir -p "$out"
 
 {environment}
 
-# The job does not use nodes whose names are in the run's file excluded-nodes, one name on each line. It asks
+# The job does not use nodes whose names are in the run's file {excluded}, one name on each line. It asks
 # for {spares} to replace them. To exclude a bad node, write its name into this file.
-touch "$out/excluded-nodes"
+touch "$out/{excluded}"
 nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | grep --invert-match --line-regexp --fixed-strings \
-    --file="$out/excluded-nodes" | head -n {nodes})
+    --file="$out/{excluded}" | head -n {nodes})
 count=$(wc -w <<< "$nodes")
 if [ "$count" -lt {least} ]; then
     echo "error: $count nodes of $SLURM_JOB_NODELIST are not excluded, {least} are needed" >&2
@@ -90,6 +91,7 @@ def slurm_script(job: Job, file: str) -> str:
     lines += [f"# export {name}={value}  # {why}" for name, value, why in optional(gpu=job.gpu)]
     most = job.nodes + job.spares
     text = _SCRIPT.format(
+        excluded=EXCLUDED_NODES,
         recipe=job.recipe,
         nodes=job.nodes,
         least=job.least,

@@ -29,6 +29,7 @@ def network(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         with hosts(request.param) as made:
             yield made
     except NoNetworks as reason:
+        # Only root with CAP_NET_ADMIN may make them; test_nodes.py judges links by measured numbers without.
         pytest.skip(f"this machine lets us make no network namespaces: {reason}")
 
 
