@@ -7,6 +7,7 @@ import gc
 import os
 import queue
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -20,6 +21,9 @@ import torch.distributed as dist
 from .messages import Call, Leave, Raised, Ready, Returned
 from .pickling import pack, pack_exception, unpack
 from .reset import forget, forget_groups
+
+#: The number of modules when a call last left new ones behind.
+_imported = 0
 
 
 def main(parent: Connection) -> NoReturn:
@@ -87,9 +91,13 @@ def enter(call: Call) -> None:
 
 
 def _leave() -> None:
+    global _imported
     if dist.is_initialized():
         dist.destroy_process_group()
     forget_groups()
     # Models and their groups lie in cycles. Until these are collected, every group keeps threads that wake a
     # hundred times a second; and they are better ended here than somewhere in the next call.
     gc.collect()
+    if len(sys.modules) > _imported:
+        gc.freeze()  # what has been imported stays, and no later collection need walk it
+        _imported = len(sys.modules)
