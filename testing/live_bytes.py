@@ -30,6 +30,7 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self, *first: Any) -> None:
         super().__init__()
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._most: dict[int, int] = {}  # the most bytes that each of them has had
         self._note(list(_storages([list(one) if isinstance(one, Iterator) else one for one in first])))
         self.peak = self.now
 
@@ -42,19 +43,25 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given = {id(storage) for storage in _storages([args, kwargs or {}])}
+        given = {id(storage): storage for storage in _storages([args, kwargs or {}])}
         out = func(*args, **(kwargs or {}))
         # A view of what is not counted is not counted either.
         self._note([storage for storage in _storages(out) if id(storage) not in given])
-        self.peak = max(self.peak, self.now)
+        for key, storage in given.items():
+            if key in self._most:
+                self._most[key] = max(self._most[key], storage.nbytes())
+        if sum(tuple(self._most.values())) > self.peak:  # or there are no more: asking each is slow
+            self.peak = max(self.peak, self.now)
         return out
 
     def _note(self, storages: list[torch.UntypedStorage]) -> None:
         for storage in storages:
             self._storages[id(storage)] = weakref.ref(storage, partial(self._forget, id(storage)))
+            self._most[id(storage)] = storage.nbytes()
 
     def _forget(self, key: int, gone: object) -> None:
         self._storages.pop(key, None)
+        self._most.pop(key, None)
 
 
 def _storages(value: Any) -> Iterator[torch.UntypedStorage]:
