@@ -16,7 +16,6 @@ from trilith.parallel_state import BadInput
 from trilith.pipeline import SCHEDULE_NAMES
 from trilith.recipes.recipe import parse_recipe
 from trilith.testing.combinations import FAMILIES, LONG, Choice, covering_array, draw, pairs
-from trilith.testing.tiny_models import MODELS
 from trilith.training.run_plan import plan
 
 COVERING = covering_array()
@@ -29,7 +28,7 @@ def refused(choice: Choice) -> BadInput | None:
     raw = {
         "out": "-",
         "steps": 1,
-        "model": {"config": MODELS[choice.model]},
+        "model": {"config": choice.config},
         "layout": choice.section,
         "memory": choice.memory,
         "data": data | {"global_batch": choice.samples},

@@ -43,11 +43,17 @@ def test_several_stages_a_rank_equal_one_device(
     assert_same(model, layout, schedule=name, documents=True)
 
 
-def whole_gradients(name: str, zero: int) -> list[int]:
-    """Count, after each backward of a step, the elements of blocks' gradients that wait to be summed."""
+def whole_gradients(name: str) -> list[list[int]]:
+    """Count, after each backward of a step, the elements of blocks' gradients that wait to be summed: for
+    each stage of ZeRO from 1.
+    """
+    return [waiting_gradients(name, zero) for zero in (1, 2, 3)]
+
+
+def waiting_gradients(name: str, zero: int) -> list[int]:
     state = ParallelState.start(Layout.of(pipeline=2, data=2, zero=zero, **SCHEDULES[name]))
     family = family_of(MODELS["llama"])
-    model = family.build(family.from_hf(MODELS["llama"]), state=state)
+    model = family.build(family.from_hf(MODELS["llama"] | {"num_hidden_layers": 4}), state=state)
     shard_over_data(model, state, Precision(torch.float32, torch.float32, torch.float32))
     model.to_empty(device="cpu")
     initialize(model, 0, state=state)
@@ -88,7 +94,7 @@ def observed_backwards(look: Callable[..., None]) -> Iterator[None]:
 @pytest.mark.parametrize("name", ["1f1b", "interleaved-zero-bubble", "zbv", "dualpipev"])
 def test_gradients_are_summed_at_every_micro_batch(name: str) -> None:
     """From ZeRO-2 on none is left whole between micro-batches; below, they add up until the last one."""
-    for zero in (1, 2, 3):
-        for waiting in run_parallel(whole_gradients, 4, name, zero):
+    for rank in run_parallel(whole_gradients, 4, name):
+        for zero, waiting in enumerate(rank, 1):
             assert (max(waiting) == 0) == (zero >= 2), (zero, waiting)
             assert waiting[-1] == 0, (zero, waiting)

@@ -100,6 +100,15 @@ class Case:
     schedule: str = "1f1b"
     float8: Scaling | None = None
 
+    @property
+    def config(self) -> dict[str, Any]:
+        """Return the model's config. Along tensor and context ranks each block sends for itself: two do."""
+        config = MODELS[self.model]
+        if self.layout.pipeline > 1 or self.layout.data > 1:
+            return config
+        kinds = {key: config[key][:2] for key in ("layer_types",) if key in config}
+        return config | kinds | {"n_layer" if "n_layer" in config else "num_hidden_layers": 2}
+
 
 Totals = dict[str, tuple[int, int]]
 
@@ -111,8 +120,8 @@ def all_measured(cases: list[Case]) -> list[tuple[Totals, Totals]]:
 def measured_and_planned(case: Case) -> tuple[Totals, Totals]:
     """Return, measured and planned for a step, the collectives of each kind and their bytes."""
     state = ParallelState.start(case.layout)
-    family = family_of(MODELS[case.model])
-    config = family.from_hf(MODELS[case.model])
+    family = family_of(case.config)
+    config = family.from_hf(case.config)
     model = family.build(config, state=state)
     if case.float8 is not None:
         assert use_float8(model, case.float8) == []

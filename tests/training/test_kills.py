@@ -73,12 +73,10 @@ def test_asked_to_stop_it_saves_and_says_so(make: Make, number: signal.Signals) 
     run = make(5000)
     with run.launched("checkpoint.every=0") as process:
         wait_until(lambda: len(read_metrics(run.out / "metrics.jsonl")) > 3)
-        asked = time.monotonic()
         os.kill(process.pid, number)
         os.kill(process.pid, number)
         code, errors = process.end()
-    assert time.monotonic() - asked < 25
-    assert code == 75
+    assert code == 75, "a rank that does not leave within its grace ends with 3"
     assert "asked to stop: saved after step" in errors
     (step,) = run.steps_saved
     assert step == len(read_metrics(run.out / "metrics.jsonl"))

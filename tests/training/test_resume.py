@@ -76,12 +76,13 @@ def tokens(tmp_path: Path) -> Path:
 def test_resuming_in_the_same_layout_is_bitwise(
     tmp_path: Path, tokens: Path, layout: dict[str, Any], changes: dict[str, Any]
 ) -> None:
-    train(tiny_recipe(tmp_path / "whole", tokens, layout=layout, **changes))
-    train(tiny_recipe(tmp_path / "parts", tokens, layout=layout, stop_after=2, **changes))
-    train(tiny_recipe(tmp_path / "parts", tokens, layout=layout, stop_after=4, **changes))
-    train(tiny_recipe(tmp_path / "parts", tokens, layout=layout, **changes))
+    raw = {"layout": layout, "steps": 3, **changes}
+    train(tiny_recipe(tmp_path / "whole", tokens, **raw))
+    train(tiny_recipe(tmp_path / "parts", tokens, **raw, stop_after=1))
+    train(tiny_recipe(tmp_path / "parts", tokens, **raw, stop_after=2))
+    train(tiny_recipe(tmp_path / "parts", tokens, **raw))
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
-    assert len(losses(tmp_path / "whole")) == 6
+    assert len(losses(tmp_path / "whole")) == 3
     whole, parts = whole_tensors(tmp_path / "whole"), whole_tensors(tmp_path / "parts")
     assert whole.keys() == parts.keys()
     assert any(name.startswith("optimizer.exp_avg_sq.") for name in whole)
@@ -92,9 +93,9 @@ def test_resuming_in_the_same_layout_is_bitwise(
 def test_saving_in_the_background_changes_no_bit_D2(tmp_path: Path, tokens: Path) -> None:
     layout = {"tensor": 2, "data": 2, "zero": 1}
     background = {"checkpoint": {"background": True, "every": 1}}
-    train(tiny_recipe(tmp_path / "whole", tokens, layout=layout))
-    train(tiny_recipe(tmp_path / "parts", tokens, layout=layout, stop_after=3, **background))
-    train(tiny_recipe(tmp_path / "parts", tokens, layout=layout, **background))
+    train(tiny_recipe(tmp_path / "whole", tokens, layout=layout, steps=4))
+    train(tiny_recipe(tmp_path / "parts", tokens, layout=layout, steps=4, stop_after=2, **background))
+    train(tiny_recipe(tmp_path / "parts", tokens, layout=layout, steps=4, **background))
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     whole, parts = whole_tensors(tmp_path / "whole"), whole_tensors(tmp_path / "parts")
     assert whole.keys() == parts.keys()
@@ -105,7 +106,7 @@ def test_saving_in_the_background_changes_no_bit_D2(tmp_path: Path, tokens: Path
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the output folder of a run on one process that was never stopped."""
     folder = tmp_path_factory.mktemp("one-process")
-    train(tiny_recipe(folder / "whole", write_tokens(folder / "tokens")))
+    train(tiny_recipe(folder / "whole", write_tokens(folder / "tokens"), steps=4))
     return folder / "whole"
 
 
@@ -113,10 +114,11 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_resuming_in_another_layout_goes_on_as_if_nothing_had_changed(
     tmp_path: Path, tokens: Path, one_process: Path, before: dict[str, Any], after: dict[str, Any]
 ) -> None:
-    train(tiny_recipe(tmp_path / "parts", tokens, layout=before, stop_after=3, data={"micro_batch": 1}))
-    train(tiny_recipe(tmp_path / "parts", tokens, layout=after, data={"micro_batch": 1}))
+    raw = {"steps": 4, "data": {"micro_batch": 1}}
+    train(tiny_recipe(tmp_path / "parts", tokens, layout=before, stop_after=2, **raw))
+    train(tiny_recipe(tmp_path / "parts", tokens, layout=after, **raw))
     whole, parts = losses(one_process), losses(tmp_path / "parts")
-    assert len(whole) == len(parts) == 6
+    assert len(whole) == len(parts) == 4
     for one, other in zip(whole, parts, strict=True):
         assert other == pytest.approx(one, rel=1e-10)
     expected, found = whole_tensors(one_process), whole_tensors(tmp_path / "parts")
@@ -130,20 +132,19 @@ def test_resuming_in_another_layout_goes_on_as_if_nothing_had_changed(
 def test_going_on_under_another_schedule_changes_nothing(tmp_path: Path, tokens: Path) -> None:
     """Each rank then holds other blocks; evaluation on the way does not disturb either."""
     four = {"model": {"config": {**TINY_LLAMA, "num_hidden_layers": 4}}, "data": {"micro_batch": 1}}
-    watched = {"evaluation": {"tokens": str(tokens), "every": 1, "samples": 3}}
-    train(tiny_recipe(tmp_path / "whole", tokens, **four, **watched))
+    four |= {"steps": 3, "evaluation": {"tokens": str(tokens), "every": 1, "samples": 3}}
+    train(tiny_recipe(tmp_path / "whole", tokens, **four))
     steps = [
         {"pipeline": 2, "schedule": "zbv", "data": 2, "zero": 3},
         {"pipeline": 2, "schedule": "interleaved"},
         {"pipeline": 2, "schedule": "1f1b"},
     ]
-    for number, layout in enumerate(steps):
-        stop = 2 * (number + 1)
-        train(tiny_recipe(tmp_path / "parts", tokens, layout=layout, stop_after=stop, **four, **watched))
+    for number, layout in enumerate(steps, 1):
+        train(tiny_recipe(tmp_path / "parts", tokens, layout=layout, stop_after=number, **four))
     for one, other in zip(losses(tmp_path / "whole"), losses(tmp_path / "parts"), strict=True):
         assert other == pytest.approx(one, rel=1e-10)
     evaluated = [read_evaluations(tmp_path / name) for name in ("whole", "parts")]
-    assert len(evaluated[0]) == 6 and evaluated[1] == pytest.approx(evaluated[0], rel=1e-10)
+    assert len(evaluated[0]) == 3 and evaluated[1] == pytest.approx(evaluated[0], rel=1e-10)
     expected, found = whole_tensors(tmp_path / "whole"), whole_tensors(tmp_path / "parts")
     assert expected.keys() == found.keys()
     for name, tensor in expected.items():
