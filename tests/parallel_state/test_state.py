@@ -41,9 +41,9 @@ def test_405b_is_planned_on_the_meta_device_without_processes() -> None:
     family = family_of(LLAMA_405B)
     config = family.from_hf(LLAMA_405B)
     layout = Layout.of(tensor=8, pipeline=16, data=128, zero=1)
-    start = time.perf_counter()
+    start = time.process_time()
     stages = family.declarations(config, layout)
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     names = {name: stated for stage in stages for name, stated in stage.items()}
     assert sum(torch.Size(stated.shape).numel() for stated in names.values()) == 405_853_388_800
     assert sorted(len(stage) // 9 for stage in stages) == [7, 7] + [8] * 14

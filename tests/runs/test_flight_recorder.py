@@ -62,14 +62,15 @@ def failing(out: str) -> None:
     """Fail on rank 0, which waits for rank 1 in the third collective of a group; both pass a pickle by."""
     rank = int(os.environ["RANK"])
     folder = status_folder(Path(out))
-    dist.init_process_group("gloo", timeout=timedelta(seconds=2))
-    group = dist.new_group([0, 1], group_desc="tensor")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=2), group_desc="tensor")
     numbers = torch.ones(4, 8)
     with pytest.raises(PeerFailed), watched(folder, rank, 2, run="a"):
         dist.all_reduce(numbers, group=group)
         dist.broadcast(numbers, 0, group=group)
         if rank == 1:
-            time.sleep(4)
+            while not (Path(out) / "dumped").exists():  # rank 0 has given up
+                time.sleep(0.02)
             raise PeerFailed("late")
         dist.all_reduce(numbers, group=group)
     if rank == 0:

@@ -114,10 +114,8 @@ def test_survivors_of_a_killed_rank_end_by_themselves():
 
 
 def test_ranks_that_do_not_end_are_named_shown_and_killed():
-    start = time.monotonic()
-    with pytest.raises(RankError, match="rank 0 did not end within 8 s") as caught:
-        run_fresh(wait_in_vain, 2, timeout=8, group_timeout=1)
-    assert time.monotonic() - start < 60
+    with pytest.raises(RankError, match="rank 0 did not end within 4 s") as caught:
+        run_fresh(wait_in_vain, 2, timeout=4, group_timeout=1)
     assert [failure.rank for failure in caught.value.failures] == [0]
     assert "wait_in_vain" in caught.value.failures[0].output
 
