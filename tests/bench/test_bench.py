@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,10 @@ Patch = pytest.MonkeyPatch
 
 
 def test_the_quick_bench_measures_every_part_and_leaves_a_json_and_a_page(
-    tmp_path: Path, capsys: Out
+    tmp_path: Path, monkeypatch: Patch, capsys: Out
 ) -> None:
-    out = tmp_path / "new" / "out"
+    out, finding = tmp_path / "new" / "out", Finding("disk", str(tmp_path), "ok", "written", "")
+    monkeypatch.setattr(run_module, "diagnose", lambda folders: [finding])  # test_doctor.py has a real one
     assert run(["bench", "--quick", "--device", "cpu", "--out", str(out)]) == 0, capsys.readouterr()
     assert sorted(path.name for path in out.iterdir()) == ["bench.html", "bench.json"]
     report = json.loads((out / "bench.json").read_text())
@@ -37,7 +39,8 @@ def test_the_quick_bench_measures_every_part_and_leaves_a_json_and_a_page(
     assert [*dict.fromkeys(row["part"] for row in report["rows"])] == [*PARTS]
     assert {row["status"] for row in rows.values()} == {"done", "passed"}
     assert all(row["figures"] and None not in row["figures"].values() for row in rows.values())
-    assert report["machine"]["torch"] == torch.__version__ and report["doctor"]
+    assert report["machine"]["torch"] == torch.__version__
+    assert report["doctor"] == [asdict(finding)]
     assert machine_from_bench(out / "bench.json").efficiency.source.startswith("measured")
     layer = rows["layers: MLP 16 wide at tensor 1"]["figures"]
     assert layer["operators, ours"] == layer["operators, torch.nn"]
