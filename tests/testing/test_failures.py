@@ -31,6 +31,7 @@ def get_pid():
 
 
 def raise_on(rank, delay=0.0):
+    dist.barrier()  # whoever leaves while gloo still connects the ranks can leave the others hanging
     if dist.get_rank() == rank:
         time.sleep(delay)
         raise BadInput("rank", rank, expected="none")
@@ -70,6 +71,7 @@ def fail_and_hang():
 
 
 def die_on(rank, how):
+    dist.barrier()  # as in raise_on
     if dist.get_rank() == rank:
         print("last words")
         os.kill(os.getpid(), how) if how else os._exit(7)
@@ -85,11 +87,11 @@ def exits():
 
 
 def test_a_rank_that_raises_is_named_with_its_traceback_and_its_exception():
-    start = time.monotonic()
     with pytest.raises(RankError) as caught:
         run_parallel(raise_on, 4, 2)
-    assert time.monotonic() - start < GRACE, "the others' collectives break at once"
     error = caught.value
+    kinds = [failure.kind for failure in error.failures]
+    assert kinds == ["raised"] * 4, "the others' collectives break at once"
     assert error.rank == 2
     assert str(error).startswith(
         "rank 2 raised trilith.parallel_state.errors.BadInput: rank: 2: expected none"
@@ -183,10 +185,10 @@ def test_a_rank_stuck_while_another_has_failed_does_not_hold_up_the_report():
 )
 def test_a_death_is_reported_at_once_with_its_rank_and_signal(how, words):
     run_parallel(get_pid, 3)
-    start = time.monotonic()
     with pytest.raises(RankError) as caught:
         run_parallel(die_on, 3, 1, how)
-    assert time.monotonic() - start < GRACE, "not after the timeout"
+    kinds = [failure.kind for failure in caught.value.failures]
+    assert kinds == ["died", "raised", "raised"], "neither the timeout nor the grace passed"
     assert caught.value.rank == 1
     assert str(caught.value).startswith(words)
     assert "last words" in caught.value.failures[0].output
