@@ -19,10 +19,10 @@ same order on all ranks of a group, because these ranks hold parts of the same b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -41,6 +41,7 @@ Checkpointing = Literal["none", "selective", "every", "full"]
 
 _Contexts = tuple[AbstractContextManager[None], AbstractContextManager[None]]
 
+_PRODUCTS = {"aten::mm": "product", "aten::_scaled_mm": "product", "aten::addmm": "sum and product"}
 _SUMS = ("_c10d_functional::all_reduce", "_c10d_functional::reduce_scatter_tensor")
 
 
@@ -93,11 +94,25 @@ def _forgetful(forward: Callable[..., Any], *, selective: bool, keep_attention: 
 
 
 def _contexts(policy: Callable[..., CheckpointPolicy], device: torch.device) -> _Contexts:
+    """Return the contexts of a forward and of its recomputation.
+
+    On a GPU, attention with dropout is one operator, which draws random numbers. Recomputation uses its kept
+    output and does not run it, so the random generators would stay behind, and every later mask of the block
+    would differ. The forward therefore notes where each attention leaves the generators, and the
+    recomputation moves them there.
+    """
     forward, again = create_selective_checkpoint_contexts(policy)
-    left: list[list[Tensor]] = []
-    generators = _generators(device)
-    first = _Both(_Counted(forward), _Note(left, generators))
-    return first, _Both(_Counted(again), _Repeat(left, generators))
+    generators, left = _generators(device), list[list[Tensor]]()
+    noted = iter(left)
+
+    def note() -> None:
+        left.append([generator.get_state() for generator in generators])
+
+    def move() -> None:
+        for generator, state in zip(generators, next(noted), strict=True):
+            generator.set_state(state)
+
+    return _Counted(forward, note), _Counted(again, move)
 
 
 def keep_aside(module: nn.Module) -> None:
@@ -126,11 +141,15 @@ def _back(*given: Any) -> None:
 
 
 class _Counted(TorchDispatchMode):
-    """Apply torch's mode of selective checkpointing to all operators except those of excluded hooks."""
+    """Apply torch's mode of selective checkpointing to all operators except those of excluded hooks.
 
-    def __init__(self, mode: Any) -> None:
+    ``after_attention`` is called after each attention. One mode does both, because every operator of a block
+    passes through each mode in Python.
+    """
+
+    def __init__(self, mode: Any, after_attention: Callable[[], None]) -> None:
         super().__init__()
-        self._mode = mode
+        self._mode, self._after_attention = mode, after_attention
 
     def __enter__(self) -> Any:
         _ASIDE.set(False)  # a repetition ends as soon as all is there, perhaps amid such a hook
@@ -139,55 +158,9 @@ class _Counted(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _ASIDE.get():
             return func(*args, **(kwargs or {}))
-        return self._mode.__torch_dispatch__(func, types, args, kwargs or {})
-
-
-class _Both(AbstractContextManager[None]):
-    """Enter two context managers, ``inner`` within ``outer``."""
-
-    def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> None:
-        self._both = (outer, inner)
-        self._open = ExitStack()
-
-    def __enter__(self) -> None:
-        for one in self._both:
-            self._open.enter_context(one)
-
-    def __exit__(self, *raised: Any) -> None:
-        self._open.__exit__(*raised)
-
-
-class _Note(TorchDispatchMode):
-    """Note where each attention leaves the random generators.
-
-    On a GPU, attention with dropout is one operator, which draws random numbers. Recomputation uses its kept
-    output and does not run it. Without this note the generators would stay behind, and every later mask of
-    the block would differ.
-    """
-
-    def __init__(self, left: list[list[Tensor]], generators: Sequence[torch.Generator]) -> None:
-        super().__init__()
-        self._left, self._generators = left, generators
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if _is_attention(_name(func)):
-            self._left.append([generator.get_state() for generator in self._generators])
-        return out
-
-
-class _Repeat(TorchDispatchMode):
-    """Move the generators, after each attention that is not run again, to where it had left them."""
-
-    def __init__(self, left: list[list[Tensor]], generators: Sequence[torch.Generator]) -> None:
-        super().__init__()
-        self._left, self._generators = iter(left), generators
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if _is_attention(_name(func)):
-            for generator, state in zip(self._generators, next(self._left), strict=True):
-                generator.set_state(state)
+        out = self._mode.__torch_dispatch__(func, types, args, kwargs or {})
+        if _kind(func) == "attention":
+            self._after_attention()
         return out
 
 
@@ -214,19 +187,20 @@ def _policy(
     parallelism). On one device the feed-forward's last product joins the residual stream, and nothing needs
     it again.
     """
-    name = _name(op)
-    if name in ("aten::mm", "aten::addmm", "aten::_scaled_mm"):
-        inner: int = arguments[1 if name == "aten::addmm" else 0].shape[-1]
+    kind = _kind(op)
+    if kind in ("product", "sum and product"):
+        inner: int = arguments[1 if kind == "sum and product" else 0].shape[-1]
         return _KEEP if inner == hidden_size else _AGAIN
-    return _KEEP if name in _SUMS or (keep_attention and _is_attention(name)) else _AGAIN
+    return _KEEP if kind == "sum of ranks" or (keep_attention and kind == "attention") else _AGAIN
 
 
-def _name(op: Any) -> str:
-    return str(op.name()) if hasattr(op, "name") and callable(op.name) else str(op)
-
-
-def _is_attention(name: str) -> bool:
-    return "attention" in name or "attn" in name
+@cache  # asked for every operator of every block
+def _kind(op: Any) -> str:
+    """Name the kind of an operator, as far as its output may be kept; "" if it is always recomputed."""
+    name = str(op.name()) if hasattr(op, "name") and callable(op.name) else str(op)
+    if name in _SUMS:
+        return "sum of ranks"
+    return _PRODUCTS.get(name) or ("attention" if "attention" in name or "attn" in name else "")
 
 
 _KEEP, _AGAIN = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
