@@ -57,7 +57,8 @@ class _Chunked(torch.autograd.Function):
             sums = w_VD.dtype  # one product: nothing is summed
         logits_CV = x_ND.new_empty(chunk, len(w_VD))
         dx_ND = torch.empty_like(x_ND) if wanted[0] else None
-        dw_VD = torch.zeros_like(w_VD, dtype=sums) if wanted[1] else None
+        unwritten = torch.empty_like if len(y_N) else torch.zeros_like
+        dw_VD = unwritten(w_VD, dtype=sums) if wanted[1] else None
         db_V = w_VD.new_zeros(len(w_VD), dtype=scale.dtype) if wanted[2] else None
         loss = torch.zeros_like(scale)
         for start in range(0, len(y_N), chunk):
@@ -75,7 +76,7 @@ class _Chunked(torch.autograd.Function):
             if dx_ND is not None:
                 torch.mm(grad_CV, w_VD, out=dx_ND[start : start + chunk])
             if dw_VD is not None:
-                _add_product(dw_VD, grad_CV.t(), x_CD)
+                _add_product(dw_VD, grad_CV.t(), x_CD, first=start == 0)
         ctx.save_for_backward(dx_ND, dw_VD, db_V)
         ctx.shape, ctx.dtype, ctx.ran = hidden.shape, weight.dtype, False
         return loss * scale
@@ -161,11 +162,11 @@ def automatic_chunk(
     loss.
 
     The plain loss is taken if all logits need at most ``LOGITS`` bytes. Otherwise a chunk's logits may take a
-    quarter of the bytes of the sum (the weight's gradient), but at least ``LOGITS`` bytes. On a GPU with a
-    trained weight they may take as many bytes as the sum, because there reading and writing the sum takes as
-    long as the product of a thousand tokens. If all logits need no more than such a chunk and the sum
-    together, one chunk has all tokens. ``sums``: bytes of one number of the sum. ``trained``: whether the
-    weight gets a gradient, so that there is a sum.
+    third of the bytes of the sum (the weight's gradient), but at least ``LOGITS`` bytes: each chunk reads and
+    writes the whole sum once. On a GPU with a trained weight they may take as many bytes as the sum, because
+    there reading and writing the sum takes as long as the product of a thousand tokens. If all logits need no
+    more than such a chunk and the sum together, one chunk has all tokens. ``sums``: bytes of one number of
+    the sum. ``trained``: whether the weight gets a gradient, so that there is a sum.
     """
     state = alone_or(state)
     columns = padded_vocabulary(vocab_size, state.tensor_size) // state.tensor_size
@@ -173,11 +174,12 @@ def automatic_chunk(
     if whole <= LOGITS:
         return 0
     total = columns * tokens.hidden * max(sums, tokens.compute)
-    most = max(LOGITS, total if trained and tokens.fused else total // 4)
+    most = max(LOGITS, total if trained and tokens.fused else total // 3)
     if whole <= most + total * trained:
         return int(tokens.count)
     chunk = most // (columns * tokens.compute)
-    return int(max(chunk // 128 * 128, min(chunk, 128), 1))
+    step = 128 if tokens.fused else 32  # rows that kernels of products take at once
+    return int(max(chunk // step * step, min(chunk, step), 1))
 
 
 def chunked_cross_entropy_cost(
@@ -209,17 +211,23 @@ def chunked_cross_entropy_cost(
     )
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add ``a @ b`` to ``total``; it is not rounded on the way to a sum of more digits."""
+def _add_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
+    """Add ``a @ b`` to ``total``; it is not rounded on the way to a sum of more digits.
+
+    ``first``: ``total`` holds nothing yet, and is written without being read.
+    """
+    beta = 0 if first else 1
     if a.dtype == total.dtype:
-        total.addmm_(a, b)
+        total.addmm_(a, b, beta=beta)
         return
     exact = a.is_cuda and total.dtype == torch.float32  # a product of 16 bits that is not rounded to them
     for rows, part in zip(a.split(_ROWS), total.split(_ROWS), strict=True):
-        if exact:
-            part += torch.mm(rows, b, out_dtype=total.dtype)
+        if not exact:
+            part.addmm_(rows.to(total.dtype), b.to(total.dtype), beta=beta)
+        elif first:
+            part.copy_(torch.mm(rows, b, out_dtype=total.dtype))
         else:
-            part.addmm_(rows.to(total.dtype), b.to(total.dtype))
+            part += torch.mm(rows, b, out_dtype=total.dtype)
 
 
 def _scaled(total: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
