@@ -9,6 +9,7 @@ from typing import Any
 from ...parallel_state import BadInput
 from ...storage.small_files import read_json
 from ..flops import peak_named
+from .kernels import OPERATORS
 from .machines import Efficiency, Link, Machine
 
 #: What bench calls a dtype.
@@ -54,7 +55,7 @@ def machine_from_bench(path: str | Path, *, gpus_per_node: int | None = None) ->
         products=1.0,
         attention=attention[main] / products[main],
         memory=1.0,
-        launch=_figure(speed, "operator of one number: us", path) / 1e6,
+        launch=_figure(speed, "module, forward and backward: us", path) / 1e6 / (3 * OPERATORS["eager"]),
         source=f"measured: {path}",
         links={"": min(share.values(), default=1.0), **share},
     )

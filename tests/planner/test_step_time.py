@@ -202,7 +202,7 @@ BENCH: dict[str, Any] = {
         {"part": "speed", "status": "done", "figures": {
             "matmul, bf16: TFLOP/s": 0.02, "matmul, fp32: TFLOP/s": 0.05,
             "attention, bf16: TFLOP/s": 0.01, "attention, fp32: TFLOP/s": 0.025,
-            "operator of one number: us": 1.5, "copy: GB/s read and written": 10.0,
+            "module, forward and backward: us": 12.6, "copy: GB/s read and written": 10.0,
         }},
         {"part": "links", "status": "done", "figures": {
             "all-reduce: GB/s": 2.0, "all-gather: GB/s": 1.0, "reduce-scatter: GB/s": 0.5,
@@ -227,7 +227,7 @@ def test_a_measured_machine_takes_the_place_of_the_table(tmp_path: Path) -> None
 
 def test_a_file_that_lacks_a_figure_is_refused_with_the_command_that_measures_it(tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
-    for index, key in ((0, "operator of one number: us"), (0, "matmul, fp32: TFLOP/s")):
+    for index, key in ((0, "module, forward and backward: us"), (0, "matmul, fp32: TFLOP/s")):
         lacking = json.loads(json.dumps(BENCH))
         del lacking["rows"][index]["figures"][key]
         path.write_text(json.dumps(lacking))
