@@ -117,7 +117,7 @@ def opened_for_writing() -> Iterator[list[str]]:
 
 
 def tried(read: Any, path: Path) -> bool:
-    """Return whether the file was accepted. Any error but ``BadInput``, or a second of processor time, fails."""
+    """Return whether the file was accepted; any error but ``BadInput``, or a second of computing, fails."""
     began = time.thread_time()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
