@@ -1,9 +1,9 @@
 """Named points at which a test can make a rank fail; in a run without ``TRILITH_FAULT`` they do nothing.
 
-``TRILITH_FAULT="rank=1;at=checkpoint.after_data;step=3;act=kill"``: at that point of that step (of any, if
-left out) rank 1 is killed. ``time=2`` means the second time that the rank comes there. Acts: ``kill``
-(SIGKILL), ``stop`` (SIGSTOP), ``raise``, ``enospc``, ``memory`` (none is left), ``sleep:SECONDS``. Once a
-process.
+``TRILITH_FAULT="rank=1;at=checkpoint.after_data;step=3;act=kill"``: at that point of that step rank 1 is
+killed. Without ``step`` it is any step, without ``rank`` whichever rank comes there. ``time=2`` means the
+second time that the rank comes there. Acts: ``kill`` (SIGKILL), ``stop`` (SIGSTOP), ``raise``, ``enospc``,
+``memory`` (none is left), ``sleep:SECONDS``. Once a process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ def fault(point: str, *, rank: int, step: int | None = None) -> None:
     if not wanted:
         return
     fields = dict(part.split("=", 1) for part in wanted.split(";"))
-    if fields["at"] != point or int(fields["rank"]) != rank or str(step) != fields.get("step", str(step)):
+    if (fields["at"], fields.get("rank", str(rank))) != (point, str(rank)):
+        return
+    if str(step) != fields.get("step", str(step)):
         return
     _met += 1
     if _met != int(fields.get("time", 1)):

@@ -14,6 +14,7 @@ import secrets
 import socket
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -70,6 +71,10 @@ class RankStatus:
         if self.gone or (self.host == socket.gethostname() and _stopped(self.pid)):
             return True
         return now - self.time > SILENT_AFTER
+
+    def unheard(self, since: float) -> bool:
+        """Tell whether the rank runs on another host and has not beaten after ``since`` (the disk's time)."""
+        return self.code is None and self.host != socket.gethostname() and self.time <= since
 
 
 def _stopped(pid: int) -> bool:
@@ -131,6 +136,7 @@ class Heartbeat:
         """Return which of the other ranks failed or fell silent; empty if that is not known."""
         if self.run is None:
             return ""
+        self._write()  # so that beats of other hosts can be told to be newer than the failure
         return blame(self._path.parent, self.world, but=self.rank, run=self.run)
 
     @property
@@ -241,20 +247,25 @@ def first_failure(folder: Path, *, run: str) -> RankStatus | None:
 def blame(folder: Path, world: int, *, but: int, run: str, wait: float = 1.5) -> str:
     """Return a sentence that names the other ranks of this start that failed or fell silent.
 
-    Returns an empty text if all are alive after ``wait`` seconds.
+    Returns an empty text if all are alive after ``wait`` seconds. This host cannot see the processes of
+    another host. So the call waits longer, until each rank of another host has beaten once more, has ended or
+    is silent.
     """
-    deadline = time.monotonic() + wait
+    began, first = time.monotonic(), None
     while True:
-        said = _accusations(folder, world, but, run)
-        if said or time.monotonic() > deadline:
+        known = {status.rank: status for status in read_status(folder, run=run)}
+        # By the clock of the disk, as the beats are: those of hosts differ.
+        now = known[but].time if but in known else time.time()
+        first = now if first is None else first
+        said = _accusations(known, world, but, now)
+        unheard = wait > 0 and any(one.unheard(first) for one in known.values() if one.rank != but)
+        longest = wait + SILENT_AFTER if unheard else wait
+        if said or time.monotonic() - began >= longest:
             return said
         time.sleep(0.1)
 
 
-def _accusations(folder: Path, world: int, but: int, run: str) -> str:
-    known = {status.rank: status for status in read_status(folder, run=run)}
-    # By the clock of the disk, as the beats are: those of hosts differ.
-    now = known[but].time if but in known else time.time()
+def _accusations(known: Mapping[int, RankStatus], world: int, but: int, now: float) -> str:
     said = []
     for rank in set(range(world)) - {but}:
         status = known.get(rank)
@@ -264,6 +275,7 @@ def _accusations(folder: Path, world: int, but: int, run: str) -> str:
             said.append(f"rank {rank} failed in {status.phase} of step {status.step}: {status.error}")
         elif status.silent(now):
             said.append(
-                f"rank {rank} died or hangs in {status.phase} of step {status.step} (pid {status.pid})"
+                f"rank {rank} died or hangs in {status.phase} of step {status.step} "
+                f"(pid {status.pid} on {status.host})"
             )
     return "; ".join(said)

@@ -18,6 +18,10 @@ GRACE = 25.0
 PREEMPTED = 75
 
 
+#: Numbers by which ranks tell each other why to stop. Add the rank to the second one.
+_ASKED, _LAUNCHER_OF_FIRST = 1, 2
+
+
 class Preempted(RuntimeError):
     """Report that the run was asked to stop and has saved."""
 
@@ -34,6 +38,8 @@ class StopSignals:
 
     def __init__(self, grace: float = GRACE) -> None:
         self.stop_requested, self.grace = False, grace
+        self._launcher_died = False
+        self._launcher = os.getppid()
         self._left = threading.Event()
         self._before: dict[int, Any] = {}
 
@@ -50,8 +56,18 @@ class StopSignals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    def asked(self, rank: int) -> int:
+        """Return 0 if nobody has asked this rank to stop, otherwise a number for ``why_stopped``.
+
+        The largest number of any rank says why the run stops.
+        """
+        if self._launcher_died:  # the system then sends the signal, see ``end_with_parent``
+            return _LAUNCHER_OF_FIRST + rank
+        return _ASKED if self.stop_requested else 0
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         if not self.stop_requested:
+            self._launcher_died = os.getppid() != self._launcher
             self.stop_requested = True
             threading.Thread(target=self._leave, name="grace", daemon=True).start()
 
@@ -60,3 +76,10 @@ class StopSignals:
             sys.stderr.write(f"error: asked to stop, and the step at hand took over {self.grace:g} s\n")
             sys.stderr.flush()
             os._exit(PeerFailed.exit_code)
+
+
+def why_stopped(asked: int) -> str:
+    """Return the words for the largest number that ``StopSignals.asked`` returned on any rank."""
+    if asked < _LAUNCHER_OF_FIRST:
+        return "asked to stop"
+    return f"the launcher of rank {asked - _LAUNCHER_OF_FIRST} died"

@@ -28,7 +28,7 @@ from ..recipes.recipe import Recipe
 from ..runs.guard import last_word
 from ..runs.heartbeat import Heartbeat
 from ..runs.metrics import StepMetrics
-from ..runs.stop_signals import Preempted, StopSignals
+from ..runs.stop_signals import Preempted, StopSignals, why_stopped
 from ..runs.switches import KILL, SAVE, STOP, Killed, Switches
 from ..runs.terminal import Terminal
 from ..runs.trackers import Tracker
@@ -114,7 +114,7 @@ class Trainer:
                         f"first step done {time.monotonic() - self._made:.1f} s after the start"
                     )
                 stop_requested, failed, memory, save, kill = self._most_of_any_rank(
-                    self.signals.stop_requested or self.switches.on(STOP),
+                    self.signals.asked(self.state.rank) or self.switches.on(STOP),
                     saver.failed,
                     self.watchers.memory,
                     self.switches.on(SAVE),
@@ -139,8 +139,9 @@ class Trainer:
                 if stop_requested and number + 1 < stop:
                     saver.wait()
                     self.switches.off(STOP)
+                    why = why_stopped(stop_requested)
                     raise Preempted(
-                        f"asked to stop: saved after step {number + 1}; the same command goes on from there"
+                        f"{why}: saved after step {number + 1}; the same command goes on from there"
                     )
         return done
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trilith.runs.heartbeat import Heartbeat, RankStatus, blame, first_failure, read_status
+from trilith.runs.heartbeat import SILENT_AFTER, Heartbeat, RankStatus, blame, first_failure, read_status
 from trilith.runs.stop_signals import PREEMPTED
 from trilith.system.process_info import start_of
 
@@ -32,7 +32,7 @@ def test_a_silent_rank_is_told_by_the_clock_of_the_disk(tmp_path: Path) -> None:
     leave(tmp_path, 2, age=110)
     assert (
         blame(tmp_path, 3, but=0, run="now", wait=0)
-        == f"rank 2 died or hangs in step of step 3 (pid {os.getpid()})"
+        == f"rank 2 died or hangs in step of step 3 (pid {os.getpid()} on elsewhere)"
     )
 
 
@@ -40,6 +40,44 @@ def test_a_process_that_is_gone_is_silent_at_once(tmp_path: Path) -> None:
     leave(tmp_path, 0)
     leave(tmp_path, 1, host=socket.gethostname(), pid=2**22 - 1)
     assert "rank 1 died" in blame(tmp_path, 2, but=0, run="now", wait=0)
+
+
+class Clock:
+    """Stand for time that passes only in sleep, and for ranks that beat meanwhile."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.now, self.began = folder, 0.0, time.time()
+        monkeypatch.setattr("trilith.runs.heartbeat.time.monotonic", lambda: self.now)
+        monkeypatch.setattr("trilith.runs.heartbeat.time.sleep", self.sleep)
+        self.beating = {0}
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        for rank in self.beating:
+            os.utime(self.folder / f"rank{rank}.json", (self.began + self.now,) * 2)
+
+
+def test_a_rank_that_died_on_another_host_is_waited_for_until_it_is_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last beat is new, and this host cannot see its process."""
+    clock = Clock(tmp_path, monkeypatch)
+    for rank, age in enumerate((0.0, 0.5, 0.5)):
+        leave(tmp_path, rank, age=age)
+    clock.beating = {0, 2}
+    assert "rank 1 died or hangs" in blame(tmp_path, 3, but=0, run="now")
+    assert SILENT_AFTER - 0.5 < clock.now < SILENT_AFTER + 0.5
+
+
+def test_ranks_of_another_host_that_beat_once_more_are_waited_for_no_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(tmp_path, monkeypatch)
+    leave(tmp_path, 0)
+    leave(tmp_path, 1, age=0.5)
+    clock.beating = {0, 1}
+    assert blame(tmp_path, 2, but=0, run="now", wait=1.5) == ""
+    assert 1.5 <= clock.now < 1.8
 
 
 @pytest.mark.parametrize("rubbish", [b"", b"{", b"\xff", b"[]", b'{"rank": 1}', b'{"rank": 1, "new": 2}'])
