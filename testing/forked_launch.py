@@ -6,7 +6,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -82,25 +84,66 @@ def launch_forked(command: Command, words: list[str], folder: str) -> None:
     process id is in the file ``launcher-R`` of ``folder``, R the rank of the call. What goes to standard
     output is dropped.
     """
-    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+    _leave_the_test(Path(folder), "launcher")
+    with mock.patch("trilith.runs.launch.subprocess.Popen", _start_torchrun), _forked_ranks(command):
+        sys.exit(command(words))
 
-    number = os.environ["RANK"]
+
+@dataclass(frozen=True)
+class Node:
+    """Describe a host of a test: its name, its address (127.0.0.1, ...), and the ``TRILITH_FAULT`` of its
+    ranks.
+    """
+
+    name: str
+    address: str
+    fault: str = ""
+
+
+def node_forked(command: Command, words: list[str], folder: str, nodes: list[Node], port: int) -> None:
+    """Be torchrun on node R, with one rank: a function for ``run_fresh`` on as many ranks as there are nodes.
+
+    R is the rank of the call. The first node is the head, where torchruns meet; ``port`` must be free.
+    torchrun gives rank 0 to the node whose address is the first by its letters. As on hosts of their own,
+    torchrun and rank know the node's name as that of their host, so they do not look for each other's
+    processes. The process id of torchrun is in the file ``torchrun-R`` of ``folder``; the rest is as in
+    ``launch_forked``.
+    """
+    from torch.distributed.run import main as torchrun
+
+    number = _leave_the_test(Path(folder), "torchrun")
+    node = nodes[number]
+    os.environ["TRILITH_FAULT"] = node.fault
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{nodes[0].address}:{port}", "--rdzv-id", "one"]
+    meeting += [f"--rdzv-conf=is_host={int(number == 0)}", "--local-addr", node.address]
+    shape = ["--nnodes", str(len(nodes)), "--nproc-per-node", "1"]
+    with mock.patch("socket.gethostname", lambda: node.name), _forked_ranks(command):
+        torchrun([*shape, *meeting, "--no-python", "python", "-m", "trilith.cli", *words])
+
+
+def _leave_the_test(folder: Path, what: str) -> int:
+    """Drop the test's variables and standard output, and note the process id; return the rank of the call."""
+    number = int(os.environ["RANK"])
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
-    (Path(folder) / f"launcher-{number}").write_text(str(os.getpid()))
+    (folder / f"{what}-{number}").write_text(str(os.getpid()))
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
+    return number
+
+
+@contextmanager
+def _forked_ranks(command: Command) -> Iterator[None]:
+    """Let torchrun, in this process, fork its ranks during the block."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
     def be_a_rank(started: Sequence[str]) -> None:
         sys.exit(command([*started[started.index("trilith.cli") + 1 :]]))
 
-    with (
-        mock.patch("trilith.runs.launch.subprocess.Popen", _start_torchrun),
-        mock.patch.object(
-            SubprocessHandler, "_popen", lambda _, started, env: Forked(be_a_rank, started, env, session=True)
-        ),
+    with mock.patch.object(
+        SubprocessHandler, "_popen", lambda _, started, env: Forked(be_a_rank, started, env, session=True)
     ):
-        sys.exit(command(words))
+        yield
 
 
 def _start_torchrun(words: Sequence[str], *, env: Mapping[str, str], stdin: int, stderr: Any) -> Forked:
