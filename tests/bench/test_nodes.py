@@ -101,6 +101,13 @@ def test_a_clock_that_is_off_is_told_also_if_it_is_the_first_node_s() -> None:
         assert (told.level, told.check) == ("warning", who) and verdict.exclude == []
 
 
+def test_a_full_disk_and_a_long_latency_are_warnings_that_leave_nobody_out() -> None:
+    verdict = judge(cards(4, d={"folder": {"free": 10**9}}), meshed(4, bc={"latency": 2e-3}))
+    warned = [(one.group, one.check) for one in verdict.findings if one.level == "warning"]
+    assert warned == [("folders", "/runs on d"), ("links", "b - c")]
+    assert faults(verdict) == verdict.exclude == []
+
+
 @pytest.mark.parametrize("count", range(1, 8))
 def test_each_two_nodes_meet_once_and_nobody_is_in_two_pairs_at_a_time(count: int) -> None:
     seen = [*rounds(count)]

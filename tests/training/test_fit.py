@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,12 @@ def written(folder: Path, rows: int) -> Path:
 
 
 def go_on(file: str) -> None:
-    sys.exit(run(["train", file, "--fit"]))
+    """Train, and note which checkpoints there were when this rank ended."""
+    number, folder = os.environ["RANK"], Path(file).parent
+    code = run(["train", file, "--fit"])
+    there = [path.name for path in (folder / "run" / "checkpoints").iterdir()]
+    (folder / f"ended-{number}").write_text(" ".join(there))
+    sys.exit(code)
 
 
 def fitted(file: Path, ranks: int) -> list[ExitCode]:
@@ -66,6 +72,8 @@ def test_the_ranks_that_are_left_go_on_as_if_none_had_been_lost(
     assert line.startswith(f"fit: ranks here: {ranks}, in the recipe: 4: ")
     assert codes[0].output.count(line) == 1 and line not in codes[-1].output
     assert resumed["world"] == used and ("ranks that wait: 1" in line) == (used < ranks)
+    for rank in range(ranks):
+        assert "step-00000006" in (tmp_path / f"ended-{rank}").read_text(), "a rank did not wait for the end"
 
 
 def test_the_layout_is_legal_and_only_what_leaves_the_curve_alone_is_changed(tmp_path: Path) -> None:
@@ -78,6 +86,29 @@ def test_the_layout_is_legal_and_only_what_leaves_the_curve_alone_is_changed(tmp
         same["data"] = after.data.model_copy(update={"micro_batch": before.data.micro_batch})
         assert after.model_copy(update=same) == before
     assert fit(before, 4) == (before, "fit: ranks here: 4, in the recipe: 4: the recipe's own layout")
+
+
+def test_ranks_to_trace_that_may_be_lost_are_left_out_and_the_rest_of_the_section_stays(
+    tmp_path: Path,
+) -> None:
+    write_tokens(tmp_path / "tokens")
+    before = parse_recipe(recipe(tmp_path, watch={"trace_steps": [2], "trace_ranks": [3], "norms": 2}))
+    watch = fit(before, 2)[0].watch
+    assert (watch.trace_steps, watch.norms) == ([2], 2) and 3 not in watch.trace_ranks
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": "float32", "compute": "float8"},
+        {"optimizer": {"groups": [{"match": "embed", "freeze": True}]}},
+    ],
+    ids=["float8", "frozen"],
+)
+def test_what_the_search_does_not_plan_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+    write_tokens(tmp_path / "tokens")
+    with pytest.raises(BadInput, match="expected a recipe without float8 and without frozen groups"):
+        fit(parse_recipe(recipe(tmp_path, **changes)), 2)
 
 
 def test_where_nothing_fits_one_line_says_what_the_nearest_layout_needs(tmp_path: Path) -> None:
