@@ -14,6 +14,7 @@ from .hugging_face.folder import HFFolder
 from .load import check_whole, load_model, load_source, load_weights, read_with_adapter
 from .lora import check_base, fingerprint, read_adapter, read_converted, read_lora, stored_adapter
 from .manifest import Manifest, StoredAdapter
+from .mirror import restore_if_none
 from .model import restore_model, save_model
 from .moments import begin_moments
 from .possible import check_model
@@ -62,6 +63,7 @@ __all__ = [
     "read_lora",
     "read_source",
     "read_with_adapter",
+    "restore_if_none",
     "restore_model",
     "save_model",
     "save_module",

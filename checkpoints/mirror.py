@@ -1,4 +1,6 @@
-"""Copy the committed checkpoints of a run to a second place: a folder, or an object store that fsspec knows.
+"""Copy the committed checkpoints of a run to a second place, and the newest one back.
+
+The second place is a folder, or an object store that fsspec knows.
 
 An object store has no rename, so the manifest is written last: a folder without a manifest is not a
 checkpoint. When a copy is deleted, its manifest is deleted first.
@@ -6,19 +8,23 @@ checkpoint. When a copy is deleted, its manifest is deleted first.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
-from ..parallel_state import BadCheckpoint, BadInput
+from ..parallel_state import BadCheckpoint, BadInput, ParallelState
+from ..parallel_state.together import together
 from ..storage.file_names import MANIFEST, STEP_NAME
 from ..storage.output_file import check_outside
 from ..storage.records import StoredFile
 from ..storage.regular import read_small
 from ..storage.remote_folder import RemoteFolder
+from ..storage.staging import staged
 from .find import complete_checkpoints, step_directory, step_of
 from .manifest import MAX_BYTES, Damaged, Manifest
 from .retention import check_same_model
 
 _TRIAL = "trial.tmp"
+_TODO = "Give each run a place of its own; to go on from that checkpoint, set checkpoint.restore=true"
 
 
 class Mirror:
@@ -45,7 +51,7 @@ class Mirror:
         new = not (root.is_dir() and complete_checkpoints(root))
         for step in self._steps()[::-1]:
             if new:
-                todo = "Give each run a place of its own"
+                todo = _TODO
                 raise BadInput(url, expected="no checkpoints", found=self._name(step), todo=todo)
             if (other := self._good(step)) is not None:
                 check_same_model(f"{url}/{self._name(step)}", other, manifest)
@@ -72,6 +78,40 @@ class Mirror:
             self.folder.sync()
         self._retain(step)
         return None if there else f"{self.folder.url}/{name}"
+
+    def restore(self, root: Path) -> tuple[Path | None, list[str]]:
+        """Copy the newest whole copy into ``root``, a run's folder of checkpoints that has none.
+
+        Returns the new checkpoint (``None`` if the mirror has no whole copy), and a line about each newer
+        copy that is damaged. Every byte is compared with its checksum. If the process is killed, at any
+        point, ``root`` has the whole checkpoint or none. Raises ``RemoteFailed``, and ``BadInput`` if the
+        disk is too small.
+        """
+        said: list[str] = []
+        for step in self._steps()[::-1]:
+            name = self._name(step)
+            if (manifest := self._good(step)) is None:
+                said.append(f"{self.folder.url}/{name} is not a whole copy")
+                continue
+            raw = self.folder.read(f"{name}/{MANIFEST}")
+            files = (*manifest.files, *manifest.companions)
+            try:
+                manifest.check_place(root / name)
+                with staged(root / name, need=sum(file.size for file in files)) as staging:
+                    for file in files:
+                        self._bring(f"{name}/{file.name}", staging.directory / file.name, file)
+                    staging.publish(raw)
+            except BadCheckpoint as error:
+                said.append(str(error))
+                continue
+            return root / name, said
+        return None, said
+
+    def _bring(self, name: str, target: Path, file: StoredFile) -> None:
+        found = self.folder.fetch(name, target)
+        if found != file.crc32:
+            where = f"{self.folder.url}/{name}"
+            raise Damaged(where, "CRC-32", expected=f"{file.crc32:08x}", found=f"{found:08x}")
 
     def _copy(self, source: Path, name: str, file: StoredFile) -> None:
         found = self.folder.copy(source, name)
@@ -110,3 +150,21 @@ class Mirror:
             return None
         whole = all(sizes.get(file.name) == file.size for file in (*manifest.files, *manifest.companions))
         return manifest if whole else None
+
+
+def restore_if_none(
+    url: str, root: Path, state: ParallelState, *, say: Callable[[str], None] = lambda line: None
+) -> None:
+    """Copy the newest checkpoint of a mirror into ``root``, unless ``root`` has a checkpoint. Collective.
+
+    Rank 0 copies. ``say`` gets a line about what was found; see ``Mirror.restore``.
+    """
+
+    def work() -> list[str]:
+        if state.rank or (root.is_dir() and complete_checkpoints(root)):
+            return []
+        path, said = Mirror(RemoteFolder(url), keep=1).restore(root)
+        return [*said, f"no checkpoint in {url}" if path is None else f"restored {path} from {url}"]
+
+    for line in together(work, world=state.layout.world, group=state.file_group)[0]:
+        say(line)

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..parallel_state import BadInput
+from ..storage.fetched import as_url, fetched
 from .token_index import (
     TokenIndex,
     TokenPaths,
@@ -53,13 +54,15 @@ class TokenFile:
 
     @classmethod
     def open(cls, path: str | Path) -> TokenFile:
-        """Open a token file by its name or by any of its files, and read 4 MiB of tokens.
+        """Open a token file by its name, its URL, or any of its files, and read 4 MiB of tokens.
+
+        The files at a URL are copied to this host first (see ``storage.fetched``).
 
         Checks the seal of the index, sizes, offsets, the hashes of offsets and checksums, and samples of the
         tokens. Raises ``BadInput`` for files that are missing, empty, cut short, of another data set, or that
         contradict the index.
         """
-        paths = TokenPaths.of(path)
+        paths = _local(path)
         index = read_index(paths.index)
         check_tokens(paths.tokens, index)
         documents = read_documents(paths.documents, index)
@@ -149,3 +152,13 @@ def _compare_hash(path: Path, parts: Iterable[NDArray[Any]], expected: str) -> N
         digest.update(np.ascontiguousarray(part).data)
     if digest.hexdigest() != expected:
         raise BadInput(path, "sha256", expected=expected, found=digest.hexdigest())
+
+
+def _local(path: str | Path) -> TokenPaths:
+    """Name a token file's files on this host."""
+    if (url := as_url(path)) is None:
+        return TokenPaths.of(path)
+    folder, _, name = url.rpartition("/")
+    named = TokenPaths.of(name)
+    names = {file.name for file in named.all}
+    return TokenPaths(fetched(folder, lambda file: file in names) / named.name)

@@ -10,6 +10,7 @@ from ..parallel_state import BadInput, Layout, nearest_multiples
 from ..pipeline import schedule_kind
 from .optimizer_sections import LossScaleSection, OptimizerSection
 from .sections import (
+    CheckpointSection,
     DataSection,
     DebugSection,
     ExpertsSection,
@@ -33,6 +34,14 @@ def check_model(section: ModelSection, where: str) -> None:
         todo = "Fields in [model.config] replace those of the size"
         expected = "no path in model.config beside it"
         raise BadInput(where, "model.size", expected=expected, found=section.size, todo=todo)
+
+
+def check_checkpoint(section: CheckpointSection, where: str) -> None:
+    """Refuse a recipe that restores from a mirror and names none."""
+    if section.restore and section.mirror is None:
+        raise BadInput(
+            where, "checkpoint.restore", expected="checkpoint.mirror, the place to restore from", found="none"
+        )
 
 
 def check_optimizer(section: OptimizerSection, steps: int, where: str) -> None:

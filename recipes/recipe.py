@@ -19,6 +19,7 @@ from ..storage.small_files import parse_toml, read_json, read_toml
 from ..storage.strict_json import DEEPEST
 from .checks import (
     check_batch,
+    check_checkpoint,
     check_compile,
     check_float8,
     check_idle,
@@ -175,6 +176,7 @@ class Recipe(Section):
         """Refuse numbers that do not fit each other, before anything is read or started."""
         check_model(self.model, where)
         check_optimizer(self.optimizer, self.steps, where)
+        check_checkpoint(self.checkpoint, where)
         check_precision(self.dtype, self.compute, self.loss_scale, where)
         check_float8(
             self.compute, self.dtype, self.float8_scaling, self.layout, self.pipeline_schedule, where

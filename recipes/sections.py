@@ -227,6 +227,10 @@ class CheckpointSection(Section):
         description="a second place for the newest checkpoints, a folder or a URL of fsspec such as "
         "s3://bucket/run; they are copied there in the background",
     )
+    restore: bool = Field(
+        default=False,
+        description="if the run's folder has no checkpoint, copy the newest one of mirror into it first",
+    )
     timeout: Wait = Field(
         default=FILES_TIMEOUT.total_seconds(),
         description="seconds to wait for a rank that writes or checks its part before it counts as failed",

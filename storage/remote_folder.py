@@ -10,12 +10,13 @@ import os
 import posixpath
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..parallel_state import BadInput, MachineFailed
 from .crc import crc32
-from .disk import Disk
+from .disk import Disk, writing
 from .regular import open_regular
 
 _PIECE = 4 << 20
@@ -23,6 +24,14 @@ _PIECE = 4 << 20
 
 class RemoteFailed(MachineFailed):
     """Report that another place could not be read or written."""
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Version:
+    """Describe a file: its bytes, and a text that is another one if the file changes (time, ETag)."""
+
+    size: int
+    text: str
 
 
 class RemoteFolder:
@@ -52,6 +61,20 @@ class RemoteFolder:
 
     def sizes(self, folder: str = "") -> dict[str, int | None]:
         """Return the names in the folder, or in one inside it: the bytes of a file, ``None`` for a folder."""
+        return {
+            name: one["size"] if one["type"] == "file" else None
+            for name, one in self._entries(folder).items()
+        }
+
+    def versions(self) -> dict[str, Version]:
+        """Return the version of each file in the folder."""
+        return {
+            name: Version(one["size"], repr(sorted(one.items(), key=lambda pair: pair[0])))
+            for name, one in self._entries("").items()
+            if one["type"] == "file"
+        }
+
+    def _entries(self, folder: str) -> dict[str, dict[str, Any]]:
         with self._reaching(folder):
             self._system.invalidate_cache()
             try:
@@ -59,7 +82,7 @@ class RemoteFolder:
             except FileNotFoundError:
                 return {}
             return {
-                posixpath.basename(one["name"].rstrip("/")): one["size"] if one["type"] == "file" else None
+                posixpath.basename(one["name"].rstrip("/")): one
                 for one in found
                 if one["name"].strip("/") != self._path(folder).strip("/")
             }
@@ -80,6 +103,35 @@ class RemoteFolder:
                 crc = crc32(piece, crc)
                 self._put(out, piece)
         return crc
+
+    def fetch(self, name: str, target: Path) -> int:
+        """Copy a file here, to ``target``, which must not exist; it is on the disk when this returns its
+        CRC-32.
+        """
+        disk, crc, done = Disk(), 0, 0
+        with writing(target):
+            fd = disk.create(target)
+        try:
+            for piece in self._pieces(name):
+                with writing(target):
+                    disk.write(fd, memoryview(piece), done)
+                crc, done = crc32(piece, crc), done + len(piece)
+            with writing(target):
+                disk.sync(fd)
+        finally:
+            disk.close(fd)
+        return crc
+
+    def _pieces(self, name: str) -> Iterator[bytes]:
+        with self._reaching(name):
+            file = self._system.open(self._path(name), "rb")
+        with file:
+            while True:
+                with self._reaching(name):
+                    piece = bytes(file.read(_PIECE))
+                if not piece:
+                    return
+                yield piece
 
     def write(self, name: str, data: bytes) -> None:
         """Write a small file in one piece."""

@@ -20,6 +20,7 @@ from ..checkpoints import (
     load_training,
     load_weights,
     newest_checkpoint,
+    restore_if_none,
 )
 from ..data.batch import Batch
 from ..data.prefetch import Prefetch
@@ -202,6 +203,9 @@ class Trainer:
             self.terminal.say(
                 "blocks are compiled" if reason is None else f"blocks are not compiled: {reason}"
             )
+        saving = self.recipe.checkpoint
+        if saving.restore and saving.mirror is not None:
+            restore_if_none(saving.mirror, self.checkpoints, self.state, say=self.terminal.say)
         newest = newest_checkpoint(self.checkpoints, self.state, say=self.terminal.say)
         plan, lora = self.plan, self.recipe.lora
         if lora is not None and plan.base is not None:

@@ -1,11 +1,15 @@
-"""Resolve a model's id on the Hugging Face hub to a folder: files from the cache, or fetched into it."""
+"""Find the folder that a model's id on the Hugging Face hub, or a URL, stands for; fetch what is not here."""
 
 from __future__ import annotations
 
 import re
+from fnmatch import fnmatch
 from pathlib import Path
 
 from ...parallel_state import BadInput
+from ...storage.fetched import as_url, fetched
+from ...storage.file_names import MANIFEST, STEP_NAME
+from ...storage.remote_folder import RemoteFolder
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -14,11 +18,15 @@ FILES = ["*.safetensors", "*.json", "*.model", "*.jinja", "*.txt"]
 
 
 def local_folder(name: str | Path) -> Path:
-    """Return the folder ``name``, or the cached snapshot of the hub's model with this id (``org/model``).
+    """Return the folder ``name``, or the cached snapshot of the hub's model with this id (``org/model``), or
+    a copy of the folder at a URL that fsspec knows (see ``fetched``).
 
     A folder of that name comes first. Files that the cache lacks are fetched, unless ``HF_HUB_OFFLINE`` is
-    set. Raises ``BadInput`` if it is neither here nor on the hub.
+    set. A folder of checkpoints at a URL stands for the newest one. Raises ``BadInput`` if it is neither here
+    nor there.
     """
+    if (url := as_url(name)) is not None:
+        return fetched(_newest(url), lambda file: any(fnmatch(file, pattern) for pattern in FILES))
     path = Path(name)
     if path.exists() or not _ID.fullmatch(str(name)):
         return path
@@ -34,6 +42,14 @@ def local_folder(name: str | Path) -> Path:
             found=f"no such folder, and {_reason(error)}",
             todo="Check the name, your access and the network, or download it elsewhere and give its folder",
         ) from error
+
+
+def _newest(url: str) -> str:
+    """Return the URL of the newest checkpoint in a folder of checkpoints; other URLs as they are."""
+    folder = RemoteFolder(url)
+    steps = [name for name, size in folder.sizes().items() if size is None and STEP_NAME.fullmatch(name)]
+    whole = [name for name in steps if MANIFEST in folder.sizes(name)]
+    return f"{folder.url}/{max(whole, key=lambda name: int(name.removeprefix('step-')))}" if whole else url
 
 
 def _reason(error: Exception) -> str:

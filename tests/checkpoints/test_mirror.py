@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,21 +15,55 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from trilith.checkpoints import Manifest, Progress, Saver, module_contents, save_module, verify
+from trilith.checkpoints import (
+    Manifest,
+    Progress,
+    Saver,
+    complete_checkpoints,
+    module_contents,
+    save_module,
+    verify,
+)
 from trilith.checkpoints.mirror import Mirror
 from trilith.parallel_state import BadCheckpoint, BadInput, Layout, ParallelState
 from trilith.recipes import parse_recipe
 from trilith.storage import remote_folder
+from trilith.storage.disk import Disk
 from trilith.storage.file_names import MANIFEST
+from trilith.storage.leftovers import clear_unfinished
 from trilith.storage.remote_folder import RemoteFailed, RemoteFolder
+from trilith.storage.staging import Staging
 from trilith.testing.short_runs import run_recipe, tiny_recipe, write_tokens
 from trilith.testing.tiny_models import TINIEST_LLAMA
 from trilith.training import check_run
 
 
-@pytest.fixture(params=["local", "memory"])
+@contextmanager
+def bucket() -> Iterator[str]:
+    """Serve S3 from this process; yield the URL of an empty bucket."""
+    reason = "pip install 'moto[server]' s3fs: no dependency of the tests"
+    moto = pytest.importorskip("moto.server", reason=reason)
+    pytest.importorskip("s3fs", reason=reason)
+    server = moto.ThreadedMotoServer(port=0)
+    server.start()
+    host, port = server.get_host_and_port()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION"):
+            patch.setenv(name, "us-east-1")
+        fsspec.filesystem("s3", skip_instance_cache=True).mkdir("bucket")
+        yield "s3://bucket/mirror"
+        fsspec.get_filesystem_class("s3").clear_instance_cache()
+    server.stop()
+
+
+@pytest.fixture(params=["local", "memory", pytest.param("s3", marks=pytest.mark.slow)])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """Yield the path or URL of an empty place."""
+    if request.param == "s3":
+        with bucket() as url:
+            yield url
+        return
     yield str(tmp_path / "mirror") if request.param == "local" else "memory://mirror"
     fsspec.filesystem("memory").store.clear()
     fsspec.filesystem("memory").pseudo_dirs[:] = [""]
@@ -264,3 +298,107 @@ def test_a_recipe_with_an_unknown_store_is_refused_by_the_process_that_starts_th
     raw = tiny_recipe(tmp_path / "run", tokens, checkpoint={"mirror": "nosuch://bucket"})
     with pytest.raises(BadInput, match=r"checkpoint\.mirror|nosuch"):
         check_run(parse_recipe(raw))
+
+
+def test_the_newest_whole_copy_comes_back_byte_for_byte(place: str, tmp_path: Path) -> None:
+    mirror = Mirror(RemoteFolder(place), keep=9)
+    for step in (1, 2, 3):
+        mirror.copy(written(tmp_path / "run", step))
+    mirror.folder.remove(f"step-00000003/{MANIFEST}")  # as a copy that a kill cut short
+    path, said = mirror.restore(tmp_path / "new")
+    assert path == tmp_path / "new" / "step-00000002" and same(path, tmp_path / "run" / path.name)
+    assert said == [f"{place}/step-00000003 is not a whole copy"]
+    assert [*(tmp_path / "new").iterdir()] == [path]
+
+
+def test_a_copy_with_a_wrong_bit_is_told_and_an_older_one_restored(place: str, tmp_path: Path) -> None:
+    mirror = Mirror(RemoteFolder(place), keep=9)
+    for step in (1, 2):
+        mirror.copy(written(tmp_path / "run", step))
+    (file,) = (tmp_path / "run" / "step-00000002").glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    mirror.folder.write(f"step-00000002/{file.name}", bytes(data))
+    path, said = mirror.restore(tmp_path / "new")
+    assert path == tmp_path / "new" / "step-00000001" and same(path, tmp_path / "run" / path.name)
+    (line,) = said
+    assert f"{place}/step-00000002/{file.name}: CRC-32: expected " in line
+    assert Mirror(RemoteFolder(f"{place}-empty"), keep=1).restore(tmp_path / "none") == (None, [])
+
+
+def let_go(staging: Staging) -> None:
+    """Leave everything as it is, as a kill does."""
+    staging._lock.release()
+
+
+def test_a_restore_that_is_killed_anywhere_leaves_a_whole_checkpoint_or_none(
+    place: str, tmp_path: Path
+) -> None:
+    """Half of a write may have arrived. The next start completes the work, and leaves nothing else."""
+    original = written(tmp_path / "run", 2)
+    mirror, at, operations = Mirror(RemoteFolder(place), keep=1), 0, list[str]()
+    mirror.copy(original)
+    real = {name: getattr(Disk, name) for name in ("create", "write", "sync", "rename", "make_directory")}
+
+    def counted(name: str) -> Any:
+        def call(disk: Disk, *given: Any) -> Any:
+            operations.append(name)
+            if len(operations) == at:
+                if name == "write":
+                    real[name](disk, given[0], given[1][: len(given[1]) // 2], *given[2:])
+                raise Crash
+            return real[name](disk, *given)
+
+        return call
+
+    while True:
+        at, root = at + 1, tmp_path / f"new-{at}"
+        operations.clear()
+        with (
+            mock.patch.object(remote_folder, "_PIECE", 100),
+            mock.patch.multiple(Staging, abandon=let_go, leave=let_go),
+            pytest.MonkeyPatch.context() as patch,
+        ):
+            for name in real:
+                patch.setattr(Disk, name, counted(name))
+            try:
+                mirror.restore(root)
+            except Crash:
+                pass
+            else:
+                break
+        for path in complete_checkpoints(root) if root.is_dir() else []:  # as a start looks for them
+            assert same(path, original), (at, operations)
+        if not (root / original.name).exists():
+            mirror.restore(root)
+        assert same(root / original.name, original)
+        clear_unfinished(root)  # as each start does
+        assert [path.name for path in root.iterdir()] == [original.name], (at, operations)
+    assert at > 10 and {*operations} == {*real}
+
+
+def test_a_run_whose_folder_is_lost_goes_on_from_its_mirror(tmp_path: Path) -> None:
+    tokens = write_tokens(tmp_path / "tokens")
+    mirrored = {"mirror": str(tmp_path / "mirror"), "every": 1, "keep": 9}
+    raw = tiny_recipe(tmp_path / "run", tokens, steps=4, model={"config": TINIEST_LLAMA}, checkpoint=mirrored)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        run_recipe(raw | {"stop_after": 2})
+        shutil.rmtree(tmp_path / "run")
+        with pytest.raises(BadInput, match=r"no checkpoints, found step-00000002.*checkpoint\.restore=true"):
+            run_recipe(raw)
+        restoring = raw | {"checkpoint": mirrored | {"restore": True}}
+        assert [one.step for one in run_recipe(restoring)] == [2, 3]
+        whole = {**raw, "out": str(tmp_path / "whole"), "checkpoint": {"every": 1, "keep": 9}}
+        run_recipe(whole)
+    finally:
+        dist.destroy_process_group()
+    for step in (3, 4):
+        name = f"checkpoints/step-{step:08d}"
+        assert same(tmp_path / "run" / name, tmp_path / "whole" / name)
+
+
+def test_a_recipe_that_restores_from_no_mirror_is_refused(tmp_path: Path) -> None:
+    raw = tiny_recipe(tmp_path / "run", tmp_path / "tokens", checkpoint={"restore": True})
+    with pytest.raises(BadInput, match=r"checkpoint\.restore: expected checkpoint\.mirror"):
+        parse_recipe(raw)

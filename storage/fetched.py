@@ -1,0 +1,139 @@
+"""Copy files from a URL to this host, into a folder of the user's cache, which has bounded space.
+
+Only the files that are asked for are copied, and each version of them once: if a file at the URL changes, the
+next call copies anew. A copy is whole or absent. When the cache is full, the copies that were not used for
+the longest time are deleted, except those that a process is using.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from ..parallel_state import BadInput
+from .disk import Disk
+from .leftovers import remove_checkpoint
+from .lock import FileLock, try_lock
+from .remote_folder import RemoteFailed, RemoteFolder
+from .staging import staged
+
+#: A scheme of two letters or more, and one slash where a ``Path`` has joined the two.
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/{1,2}([^/].*)")
+#: Environment variables: the folder for the copies, and its most bytes in 10^9.
+CACHE, CACHE_GB = "TRILITH_CACHE", "TRILITH_CACHE_GB"
+_DEFAULT_GB = 200.0
+_LOCK, _LOOK_EVERY = "fetching.lock", 0.2
+#: Folders that this process uses, locked until it ends.
+_in_use: dict[Path, int] = {}
+
+
+def as_url(name: str | Path) -> str | None:
+    """Return the URL that a name is, such as ``s3://bucket/model``; ``None`` for a path of this machine."""
+    found = _URL.fullmatch(str(name))
+    if found is None or found[1] == "file" or Path(name).exists():
+        return None
+    return f"{found[1]}://{found[2]}"
+
+
+def fetched(url: str, wanted: Callable[[str], bool]) -> Path:
+    """Return a local folder with the wanted files of the folder at ``url``; subfolders are left out.
+
+    The size of each file is compared with its size at the URL. The folder stays until this process ends.
+    Processes that fetch at the same time wait for each other. Raises ``BadInput`` if there is no wanted file,
+    or if all of them are larger than the cache may be, and ``RemoteFailed``.
+    """
+    folder = RemoteFolder(url)
+    files = {name: one for name, one in folder.versions().items() if wanted(name)}
+    if not files:
+        raise BadInput(url, expected="a folder with files to read", found="none")
+    version = hashlib.sha256(repr((folder.url, sorted(files.items()))).encode()).hexdigest()[:32]
+    target = _cache() / version / folder.url.rpartition("/")[2]
+    while not _use(target):
+        target.parent.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock.take(target.parent.parent / _LOCK)
+        if lock is None:
+            time.sleep(_LOOK_EVERY)
+            continue
+        try:
+            if not target.is_dir():
+                _make_room(url, sum(one.size for one in files.values()))
+                _copy(folder, {name: one.size for name, one in files.items()}, target)
+        finally:
+            lock.release()
+    return target
+
+
+def _cache() -> Path:
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get(CACHE) or Path(home) / "trilith" / "fetched")
+
+
+def _copy(folder: RemoteFolder, sizes: dict[str, int], target: Path) -> None:
+    with staged(target, need=sum(sizes.values())) as staging:
+        for name, size in sizes.items():
+            folder.fetch(name, staging.directory / name)
+            found = (staging.directory / name).stat().st_size
+            if found != size:
+                raise RemoteFailed(f"{folder.url}/{name}: expected {size} bytes, found {found}")
+        staging.publish()
+
+
+def _use(target: Path) -> bool:
+    """Keep a folder from being deleted while this process lives; false if it is not there."""
+    if target not in _in_use:
+        try:
+            fd = os.open(target, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError:
+            return False
+        if not (try_lock(fd, shared=True) and target.exists()):  # somebody deletes it
+            os.close(fd)
+            return False
+        _in_use[target] = fd
+    os.utime(target)
+    return True
+
+
+def _make_room(url: str, need: int) -> None:
+    """Delete copies, the longest unused first, until ``need`` bytes more are within the bound."""
+    most = _most_bytes()
+    if need > most:
+        raise BadInput(
+            url, expected=f"at most {most / 1e9:g} GB, as {CACHE_GB} says", found=f"{need / 1e9:.3g} GB"
+        )
+    copies = sorted(_cache().glob("*/*/"), key=lambda path: path.stat().st_mtime)
+    sizes = {copy: sum(file.stat().st_size for file in copy.iterdir()) for copy in copies}
+    left = sum(sizes.values())
+    for copy in copies:
+        if left + need > most and _delete(copy):
+            left -= sizes[copy]
+    if left + need > most:
+        todo = f"Set {CACHE_GB} to a larger number, or end the processes that use the copies in {_cache()}"
+        raise BadInput(
+            url, expected=f"{need / 1e9:.3g} GB of the {most / 1e9:g} GB that copies may take",
+            found=f"{left / 1e9:.3g} GB in use", todo=todo,
+        )  # fmt: skip
+
+
+def _delete(copy: Path) -> bool:
+    """Delete a copy that no process uses; return whether it is gone."""
+    fd = os.open(copy, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        if not try_lock(fd):
+            return False
+        remove_checkpoint(copy)
+    finally:
+        os.close(fd)
+    Disk().remove_tree(copy.parent)
+    return True
+
+
+def _most_bytes() -> float:
+    said = os.environ.get(CACHE_GB, "")
+    try:
+        return float(said or _DEFAULT_GB) * 1e9
+    except ValueError:
+        raise BadInput("environment", CACHE_GB, expected="a number of 10^9 bytes", found=said) from None

@@ -1,0 +1,202 @@
+"""Weights and token files at a URL are copied to this host, whole or not at all, in bounded space."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import fsspec
+import pytest
+from trilith.checkpoints import convert
+from trilith.checkpoints.hugging_face.hub import local_folder
+from trilith.cli.app import run
+from trilith.data import TokenFile
+from trilith.parallel_state import BadInput
+from trilith.storage import fetched as fetching
+from trilith.storage import remote_folder
+from trilith.storage.disk import Disk
+from trilith.storage.fetched import as_url, fetched
+from trilith.storage.remote_folder import RemoteFailed, RemoteFolder
+from trilith.storage.staging import Staging
+from trilith.testing.hf_folders import contents, write_hf_folder
+from trilith.testing.short_runs import write_tokens
+from trilith.testing.tiny_models import TINIEST_LLAMA
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Give each test a cache and a store of its own."""
+    monkeypatch.setenv(fetching.CACHE, str(tmp_path / "cache"))
+    yield tmp_path / "cache"
+    end_use()
+    fsspec.filesystem("memory").store.clear()
+    fsspec.filesystem("memory").pseudo_dirs[:] = [""]
+
+
+def end_use() -> None:
+    """Use no copy any more, as a process that has ended."""
+    while fetching._in_use:
+        os.close(fetching._in_use.popitem()[1])
+
+
+def put(url: str, folder: Path) -> None:
+    """Copy the files of a folder to a URL."""
+    remote = RemoteFolder(url)
+    for file in folder.iterdir():
+        remote.copy(file, file.name)
+
+
+def everything(name: str) -> bool:
+    return True
+
+
+def test_a_model_at_a_url_is_converted_as_the_local_one_and_is_copied_once(tmp_path: Path) -> None:
+    write_hf_folder(tmp_path / "hf", TINIEST_LLAMA)
+    put("memory://models/tiny", tmp_path / "hf")
+    RemoteFolder("memory://models/tiny").write("code.py", b"raise SystemExit")
+    RemoteFolder("memory://models/tiny").write("pytorch_model.bin", b"a pickle")
+    assert run(["convert", "memory://models/tiny", str(tmp_path / "there"), "--tensor", "2"]) == 0
+    convert(tmp_path / "hf", tmp_path / "here", tensor=2)
+    assert contents(tmp_path / "there") == contents(tmp_path / "here")
+    copy = local_folder("memory://models/tiny")
+    assert copy.name == "tiny" and contents(copy) == contents(tmp_path / "hf"), "no code, no pickle"
+    with mock.patch.object(RemoteFolder, "fetch", side_effect=AssertionError):
+        assert local_folder(Path("memory://models/tiny")) == copy
+
+
+def test_the_newest_checkpoint_of_a_mirror_is_read_from_its_url(tmp_path: Path) -> None:
+    write_hf_folder(tmp_path / "hf", TINIEST_LLAMA)
+    for step in (2, 10):
+        convert(tmp_path / "hf", tmp_path / f"of-{step}", tensor=step // 2 % 4)
+        put(f"memory://run/step-{step:08d}", tmp_path / f"of-{step}")
+    RemoteFolder("memory://run").write("step-00000012/half.safetensors", b"without a manifest")
+    assert contents(local_folder("memory://run")) == contents(tmp_path / "of-10")
+    assert run(["convert", "memory://run", str(tmp_path / "back"), "--to", "hf"]) == 0
+    assert run(["diff", str(tmp_path / "back"), str(tmp_path / "hf")]) == 0
+
+
+def test_a_token_file_at_a_url_gives_the_same_ids(tmp_path: Path) -> None:
+    here = TokenFile.open(write_tokens(tmp_path / "tokens" / "corpus"))
+    write_tokens(tmp_path / "tokens" / "other")
+    put("memory://data", tmp_path / "tokens")
+    for name in ("memory://data/corpus", Path("memory://data/corpus.bin")):
+        there = TokenFile.open(name)
+        assert there.fingerprint == here.fingerprint
+        assert (there.ids(0, 4000) == here.ids(0, 4000)).all()
+    assert {path.name.partition(".")[0] for path in there.path.parent.iterdir()} == {"corpus"}
+
+
+def test_a_file_that_has_changed_at_the_url_is_copied_anew() -> None:
+    remote = RemoteFolder("memory://place")
+    for text in (b"first", b"other"):
+        remote.write("a", text)
+        assert (fetched("memory://place", everything) / "a").read_bytes() == text
+
+
+class Crash(BaseException):
+    """The process ends here: nothing after it happens."""
+
+
+def let_go(staging: Staging) -> None:
+    """Leave everything as it is, as a kill does."""
+    staging._lock.release()
+
+
+def test_a_fetch_that_is_killed_anywhere_leaves_a_whole_copy_or_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = {"a": os.urandom(300), "b": os.urandom(150)}
+    for name, text in data.items():
+        RemoteFolder("memory://place").write(name, text)
+    operations, at = list[str](), 0
+    real = {name: getattr(Disk, name) for name in ("create", "write", "sync", "rename", "make_directory")}
+
+    def counted(name: str) -> Any:
+        def call(disk: Disk, *given: Any) -> Any:
+            operations.append(name)
+            if len(operations) == at:
+                raise Crash
+            return real[name](disk, *given)
+
+        return call
+
+    while True:
+        at += 1
+        operations.clear()
+        monkeypatch.setenv(fetching.CACHE, str(tmp_path / f"cache-{at}"))
+        with (
+            mock.patch.object(remote_folder, "_PIECE", 100),
+            mock.patch.multiple(Staging, abandon=let_go, leave=let_go),
+            pytest.MonkeyPatch.context() as patch,
+        ):
+            for name in real:
+                patch.setattr(Disk, name, counted(name))
+            try:
+                fetched("memory://place", everything)
+            except Crash:
+                pass
+            else:
+                break
+        end_use()
+        for copy in (tmp_path / f"cache-{at}").glob("*/place"):
+            assert {path.name: path.read_bytes() for path in copy.iterdir()} == data, (at, operations)
+        copy = fetched("memory://place", everything)
+        assert {path.name: path.read_bytes() for path in copy.iterdir()} == data
+        assert [path.name for path in copy.parent.iterdir()] == ["place"], (at, operations)
+    assert at > 10 and {*operations} == {*real}
+
+
+def test_a_file_that_arrives_short_is_not_a_copy(cache: Path) -> None:
+    RemoteFolder("memory://place").write("a", b"1234")
+    with (
+        mock.patch.object(RemoteFolder, "_pieces", lambda folder, name: [b"123"]),
+        pytest.raises(RemoteFailed, match="a: expected 4 bytes, found 3"),
+    ):
+        fetched("memory://place", everything)
+    assert not [*cache.glob("*/*")]
+
+
+def test_the_copy_unused_for_longest_makes_room_and_one_in_use_never_does(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in "abcd":
+        RemoteFolder(f"memory://{name}").write("file", bytes(1000))
+    monkeypatch.setenv(fetching.CACHE_GB, "2.5e-6")
+    for age, name in enumerate("ab"):
+        os.utime(fetched(f"memory://{name}", everything), (age, age))
+    with pytest.raises(
+        BadInput, match=r"memory://c: expected .* found 2e-06 GB in use\. Set TRILITH_CACHE_GB"
+    ):
+        fetched("memory://c", everything)
+    end_use()
+    fetched("memory://c", everything)
+    assert {path.name for path in cache.glob("*/*")} == {"b", "c"}
+    fetched("memory://b", everything)
+    end_use()
+    os.utime(next(cache.glob("*/c")), (5, 5))
+    fetched("memory://d", everything)
+    assert {path.name for path in cache.glob("*/*")} == {"b", "d"}
+    monkeypatch.setenv(fetching.CACHE_GB, "0.5e-6")
+    with pytest.raises(BadInput, match="expected at most 5e-07 GB, as TRILITH_CACHE_GB says, found 1e-06 GB"):
+        fetched("memory://a", everything)
+
+
+def test_what_is_no_url_stays_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "s3:" / "bucket").mkdir(parents=True)
+    for name in ("org/model", "a/b.json", "/x", "file:///tmp/x", "c:/model", "s3://bucket", ""):
+        assert as_url(name) is None and as_url(Path(name)) is None
+    assert as_url(Path("gs://bucket/a")) == as_url("gs://bucket/a") == "gs://bucket/a"
+
+
+def test_a_url_without_weights_or_without_a_store_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for url, says in (
+        ("memory://nothing", "expected a folder with files to read, found none"),
+        ("nosuch://bucket", "expected a path, or a URL whose file system is installed"),
+    ):
+        assert run(["inspect", url]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"error: {url}: {says}") and said.count("\n") == 1
