@@ -1,6 +1,7 @@
-"""Compute with weights of another data type than the optimizer's, on a rank that shares no weights.
+"""Compute with other tensors than the optimizer's, on a rank that shares no weights with another data rank.
 
-FSDP2 can cast too, but on a single rank it also copies each weight and each gradient through a buffer.
+They are casts to another data type, or the plain tensors inside DTensors. FSDP2 can cast too, but on a single
+rank it also copies each weight and each gradient through a buffer.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ..parallel_state import engine
 from ..parallel_state.engine import local_data
@@ -36,14 +38,19 @@ class ComputeWeights(AbstractContextManager["ComputeWeights"]):
     parameters' ``.grad``. Within a block, gradients of several backward passes are summed in
     ``precision.reduce``. A forward outside a ``with`` block starts a block of its own, which ends with its
     backward. ``fixed``: names of parameters that are not copied.
+
+    If all data types are the same, nothing is copied. Only parameters that are DTensors are then replaced, by
+    plain tensors in the same memory: DTensor's work for each use of a weight takes 2 % of a step on a CPU. A
+    forward outside a ``with`` block uses the parameters themselves.
     """
 
     def __init__(self, model: nn.Module, precision: Precision, *, fixed: Iterable[str] = ()) -> None:
         self.model, self.precision, self.fixed = model, precision, frozenset(fixed)
         self._pairs: list[_Pair] = []
         self._depth, self._of_forward = 0, False
-        model.register_forward_pre_hook(self._before_forward, prepend=True)
-        model.register_forward_hook(self._after_forward, always_call=True)
+        if precision.casts:
+            model.register_forward_pre_hook(self._before_forward, prepend=True)
+            model.register_forward_hook(self._after_forward, always_call=True)
 
     def __enter__(self) -> ComputeWeights:
         self._depth += 1
@@ -53,6 +60,8 @@ class ComputeWeights(AbstractContextManager["ComputeWeights"]):
             with torch.no_grad():
                 engine.foreach_copy_([one.copy for one in cast], [local_data(one.master) for one in cast])
             for one in self._pairs:
+                if one.copy.dtype == one.master.dtype:  # the same memory, wherever it is by now
+                    one.copy.data = local_data(one.master)
                 one.copy.requires_grad_(one.master.requires_grad)
                 for module, leaf in one.holders:
                     setattr(module, leaf, one.copy)
@@ -74,7 +83,7 @@ class ComputeWeights(AbstractContextManager["ComputeWeights"]):
         modules = dict(self.model.named_modules())
         found: dict[nn.Parameter, _Pair] = {}
         for name, master in self.model.named_parameters(remove_duplicate=False):
-            if name in self.fixed:
+            if name in self.fixed or not (self.precision.casts or isinstance(master, DTensor)):
                 continue
             if master not in found:
                 copy = nn.Parameter(local_data(master).to(self.precision.compute), master.requires_grad)

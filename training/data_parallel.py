@@ -21,7 +21,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from ..layers import find_blocks, keep_aside
 from ..models import CausalLM
@@ -43,15 +43,16 @@ def shard_over_data(
     """Shard the parameters of any model over the data axes with FSDP2 (ZeRO 1 to 3, or DDP), in place.
 
     FSDP handles one block at a time. A rank that shares its weights with no other needs it only to
-    ``offload``; its weights are cast by ``ComputeWeights``, or used as they are. The model may be on the meta
-    device; ``model.to_empty`` and ``initialize`` or a load come after this call, on the host if ``offload``
-    keeps weights, gradients and moments there (``resting_device``). ``blocks``: the modules that ZeRO 3
-    gathers at a time, each with a ``forward``; the default is ``find_blocks``.
+    ``offload``; its weights are cast by ``ComputeWeights``, which also takes them out of DTensors, or used as
+    they are. The model may be on the meta device; ``model.to_empty`` and ``initialize`` or a load come after
+    this call, on the host if ``offload`` keeps weights, gradients and moments there (``resting_device``).
+    ``blocks``: the modules that ZeRO 3 gathers at a time, each with a ``forward``; the default is
+    ``find_blocks``.
     """
     refuse_foreign(model, "shard_over_data")
     fixed = buffer_names(declarations(model))
     if state.layout.holds_alone and not offload:
-        if not precision.master == precision.compute == precision.reduce:
+        if precision.casts or any(isinstance(one, DTensor) for one in model.parameters()):
             model.__dict__["compute_weights"] = ComputeWeights(model, precision, fixed=fixed)
         return model
     regather, mesh, policy = state.layout.zero == 3, state.data_mesh, precision.policy

@@ -19,6 +19,11 @@ class Precision:
     reduce: torch.dtype = torch.float32
 
     @property
+    def casts(self) -> bool:
+        """Tell whether the three differ."""
+        return not self.master == self.compute == self.reduce
+
+    @property
     def policy(self) -> MixedPrecisionPolicy:
         """Return FSDP2's policy, which casts weights on all-gather and gradients before they are summed."""
         return MixedPrecisionPolicy(

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from trilith.data import Batch
 from trilith.models import CausalLM, family_of
 from trilith.parallel_state import Layout, ParallelState, clip_gradients, initialize
@@ -115,3 +116,39 @@ def test_an_error_in_a_forward_leaves_the_model_with_its_parameters() -> None:
         with pytest.raises(ZeroDivisionError):
             run()
         assert all(one is other for one, other in zip(model.parameters(), mine, strict=True))
+
+
+def through_dtensors(layout: Layout, parameters: bool) -> tuple[int, list[Tensor]]:
+    """Take two steps in fp32; return how often a DTensor was asked for its local tensor, and the gradients.
+
+    ``parameters``: compute with the parameters themselves. The weights lie elsewhere in the second step.
+    """
+    state, asked, found = ParallelState.start(layout), [0], []
+    model, inner = made(state, CASES["fp32"]), DTensor.to_local
+    if parameters:
+        del model.__dict__["compute_weights"]
+    step = TrainStep(model, micro_batch=2)
+
+    def counted(self: DTensor) -> Tensor:
+        asked[0] += 1
+        return inner(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DTensor, "to_local", counted)
+        for _ in range(2):
+            loss = step(batch())
+            grads = [one.grad for one in model.parameters()]
+            assert all(isinstance(one, DTensor) for one in grads)
+            found += [loss, *(local_data(one).clone() for one in grads if one is not None)]
+            model.zero_grad()
+            model.double().float()
+            initialize(model, 2, state=state)
+    return asked[0], found
+
+
+@pytest.mark.parametrize("layout", [Layout.of(tensor=2), Layout.of(tensor=2, sequence=True)], ids=str)
+def test_a_tensor_rank_computes_with_plain_tensors_and_the_same_bits(layout: Layout) -> None:
+    plain, themselves = (run_parallel(through_dtensors, 2, layout, one) for one in (False, True))
+    for (asked, ours), (asked_too, theirs) in zip(plain, themselves, strict=True):
+        assert asked == 0 and asked_too > 0
+        assert len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
