@@ -16,7 +16,8 @@ class Rope:
     """Rotate queries or keys by the positions of one batch; made once a forward and given to every block.
 
     A head may be wider than the angles; the numbers after them get no position. ``interleaved``: the two
-    numbers of a pair are neighbours (GPT-J, Cohere); otherwise they are half a head apart.
+    numbers of a pair are neighbours (GPT-J, Cohere); otherwise they are half a head apart. ``sin`` has a
+    minus for the first number of a pair, so that no number of a head is negated.
     """
 
     def __init__(self, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> None:
@@ -30,9 +31,9 @@ class Rope:
             return torch.cat((self(turned).transpose(1, 2), still.transpose(1, 2)), dim=-1).transpose(1, 2)
         if self.interleaved:
             first, second = x_BHSE[..., ::2], x_BHSE[..., 1::2]
-            return x_BHSE * self.cos + torch.stack((-second, first), dim=-1).flatten(-2) * self.sin
+            return x_BHSE * self.cos + torch.stack((second, first), dim=-1).flatten(-2) * self.sin
         first, second = x_BHSE.chunk(2, dim=-1)
-        return x_BHSE * self.cos + torch.cat((-second, first), dim=-1) * self.sin
+        return x_BHSE * self.cos + torch.cat((second, first), dim=-1) * self.sin
 
 
 class RotaryEmbedding(nn.Module):
@@ -81,6 +82,7 @@ class RotaryEmbedding(nn.Module):
         if pair.ndim == 3:
             pair = pair.unsqueeze(1)  # (B, 1, S, E) meets (B, H, S, E)
         cos, sin = pair.cos(), pair.sin()
+        (sin[..., ::2] if self.interleaved else sin[..., : sin.shape[-1] // 2]).neg_()
         if self._factor != 1:
             cos, sin = cos * self._factor, sin * self._factor
         return Rope(cos.to(dtype), sin.to(dtype), interleaved=self.interleaved)

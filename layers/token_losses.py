@@ -144,24 +144,43 @@ def _write(
         _compiled(_write_rows)(out, x, top, factor, every, terms.logit_cap)
         return
     for rows in _blocks(out):
-        here = (None if one is None else one[rows] for one in (x, top, factor, every))
-        _write_rows(out[rows], *here, terms.logit_cap)
+        x_here, every_here = (None if one is None else one[rows] for one in (x, every))
+        _write_rows(out[rows], x_here, top[rows], factor[rows], every_here, terms.logit_cap)
 
 
 def _row_sums(x: Tensor, cap: float | None, spread: bool) -> tuple[Tensor, Tensor, Tensor]:
     y, _ = _bounded(x, cap)
-    top = y.amax(-1)
-    return top, (y - top.unsqueeze(-1)).exp_().sum(-1), y.sum(-1) if spread else torch.zeros_like(top)
+    top, total = y.amax(-1), y.sum(-1) if spread else None
+    shifted = y - top.unsqueeze(-1) if _is_logits(y, x, cap) else y.sub_(top.unsqueeze(-1))
+    return top, shifted.exp_().sum(-1), torch.zeros_like(top) if total is None else total
 
 
-def _write_rows(out: Tensor, x: Tensor | None, *rest: Any) -> None:
-    out.copy_(_gradient(out if x is None else x, *rest))
+def _write_rows(
+    out: Tensor, x: Tensor | None, top: Tensor, factor: Tensor, every: Tensor | None, cap: float | None
+) -> None:
+    into = None if torch.compiler.is_compiling() else out
+    found = _gradient(out if x is None else x, top, factor, every, cap, into)
+    if found is not into:
+        out.copy_(found)
 
 
-def _gradient(x: Tensor, top: Tensor, factor: Tensor, every: Tensor | None, cap: float | None) -> Tensor:
-    """Return ``factor * exp(logit - top) - every`` of each logit, times the slope of its bound."""
+def _gradient(
+    x: Tensor,
+    top: Tensor,
+    factor: Tensor,
+    every: Tensor | None,
+    cap: float | None,
+    into: Tensor | None = None,
+) -> Tensor:
+    """Return ``factor * exp(logit - top) - every`` of each logit, times the slope of its bound.
+
+    The result is ``into``, which may be ``x``, if logits of this dtype are computed with as they are.
+    """
     y, share = _bounded(x, cap)
-    found = (y - top.unsqueeze(-1)).exp_().mul_(factor.unsqueeze(-1))
+    if _is_logits(y, x, cap):
+        found = torch.sub(y, top.unsqueeze(-1), out=into).exp_().mul_(factor.unsqueeze(-1))
+    else:
+        found = y.sub_(top.unsqueeze(-1)).exp_().mul_(factor.unsqueeze(-1))
     if every is not None:
         found -= every.unsqueeze(-1)
     return found if share is None else found.mul_(1 - share**2)
@@ -174,6 +193,11 @@ def _bounded(x: Tensor, cap: float | None) -> tuple[Tensor, Tensor | None]:
         return y, None
     share = (y / cap).tanh_()
     return share * cap, share
+
+
+def _is_logits(y: Tensor, x: Tensor, cap: float | None) -> bool:
+    """Tell whether ``_bounded`` gave the logits ``x`` themselves, which must stay as they are."""
+    return cap is None and y.dtype == x.dtype
 
 
 def _inner(x: Tensor) -> torch.dtype:
