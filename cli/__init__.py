@@ -4,11 +4,14 @@ Offers ``main``, which ``trilith`` in a shell runs.
 """
 
 import sys
+import warnings
 from typing import NoReturn
 
 
 def main() -> NoReturn:
     """Run the command line; ``trilith`` in a shell calls this."""
     from .app import run
+    from .shared.say import format_warning
 
+    warnings.formatwarning = format_warning
     sys.exit(run(sys.argv[1:]))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..layers import MLP, Alibi, Attention, LayerNorm, alibi_slopes
 from ..parallel_state import BadInput
 from .base.blocks import Block, PreNormBlock
-from .base.config import ModelConfig
+from .base.config import ModelConfig, names
 from .base.decoder import Decoder
 from .base.family import Family
 from .base.names import BOTH, Rename, Rule, fused_qkv
@@ -49,6 +49,7 @@ class BloomConfig(ModelConfig):
         "layer_norm_epsilon": "layer_norm_eps",
         "seq_length": "max_position_embeddings",
     }
+    NOT_KEYS: ClassVar[frozenset[str]] = names("layer_norm_eps")
     HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "apply_residual_connection_post_layernorm": (False,),
         "slow_but_exact": (False, True),  # the same numbers, summed in another order
@@ -97,7 +98,7 @@ class BloomConfig(ModelConfig):
 
 
 class Bloom(Decoder):
-    """Compute Bloom, or this pipeline rank's stage of it. Source: Scao et al. 2022."""
+    """Compute Bloom, or the stage that this pipeline rank holds. Source: Scao et al. 2022."""
 
     config: BloomConfig
 

@@ -27,7 +27,7 @@ NAMES = (
 
 
 class CohereConfig(LlamaConfig):
-    """The fields of a Command R config.json that the model computes with."""
+    """List the fields of a Command R config.json that the model computes with."""
 
     HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **without(LlamaConfig.HARMLESS, "logit_scale", "use_qk_norm"),
@@ -45,7 +45,7 @@ class CohereConfig(LlamaConfig):
 
 
 class Cohere(Llama):
-    """Command R, or this pipeline rank's stage of it."""
+    """Compute Command R, or the stage that this pipeline rank holds."""
 
     config: CohereConfig
 

@@ -15,7 +15,7 @@ from .llama import grouped_attention
 
 
 class Cohere2Config(CohereConfig, LayerTypesConfig):
-    """The fields of a Command R7B config.json that the model computes with."""
+    """List the fields of a Command R7B config.json that the model computes with."""
 
     PATTERN: ClassVar[int] = 4
     HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
@@ -32,7 +32,7 @@ class Cohere2Config(CohereConfig, LayerTypesConfig):
 
 
 class Cohere2(Cohere):
-    """Command R7B, or this pipeline rank's stage of it."""
+    """Compute Command R7B, or the stage that this pipeline rank holds."""
 
     config: Cohere2Config
 

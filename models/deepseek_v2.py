@@ -11,6 +11,7 @@ from torch import nn
 from ..layers import MultiHeadLatentAttention, RotaryEmbedding, TopKRouter, yarn_scale
 from ..parallel_state import BadInput
 from .base.blocks import Block, PreNormBlock
+from .base.config import names
 from .base.family import Family
 from .base.names import Rule, in_blocks
 from .grouped_experts import GROUPED_EXPERT_NAMES, GroupedExpertsConfig, grouped_experts
@@ -18,7 +19,7 @@ from .llama import EMBEDDING, ENDS, GATED_MLP, PRE_NORMS, Llama
 
 
 class LatentAttentionConfig(GroupedExpertsConfig):
-    """The fields of a DeepSeek config.json with multi-head latent attention; defaults are transformers'.
+    """List the fields of a DeepSeek config.json with multi-head latent attention, and transformers' defaults.
 
     ``head_dim`` is what DeepSeek calls ``qk_rope_head_dim``: as many numbers of a head are rotated.
     """
@@ -73,7 +74,7 @@ class LatentAttentionConfig(GroupedExpertsConfig):
 
     @property
     def attention_scale(self) -> float:
-        """Return the factor of the scores, in which yarn's ``mscale_all_dim`` counts twice."""
+        """Return the factor of the scores. Yarn's scale by ``mscale_all_dim`` is in it twice."""
         scaling = self.rope_scaling
         stretch = 1.0
         if scaling is not None and scaling.mscale_all_dim:
@@ -86,7 +87,7 @@ class LatentAttentionConfig(GroupedExpertsConfig):
 
 
 class DeepseekV2Config(LatentAttentionConfig):
-    """The fields of a DeepSeek-V2 config.json that the model computes with.
+    """List the fields of a DeepSeek-V2 config.json that the model computes with.
 
     ``topk_method``: ``greedy``, or ``group_limited_greedy``, where a token's experts are in its best groups.
     """
@@ -96,6 +97,7 @@ class DeepseekV2Config(LatentAttentionConfig):
         "norm_topk_prob": (False,),
         "scoring_func": ("softmax",),
     }
+    NOT_KEYS: ClassVar[frozenset[str]] = names("num_local_experts")
 
     num_local_experts: int = Field(default=64, gt=0, le=2**12)
     moe_intermediate_size: int = Field(default=1407, gt=0, le=2**22)
@@ -111,7 +113,7 @@ class DeepseekV2Config(LatentAttentionConfig):
 
 
 class DeepseekV2(Llama):
-    """DeepSeek-V2, or this pipeline rank's stage of it."""
+    """Compute DeepSeek-V2, or the stage that this pipeline rank holds."""
 
     config: LatentAttentionConfig
 
@@ -136,7 +138,7 @@ class DeepseekV2(Llama):
         )
 
     def feed_forward(self, number: int) -> nn.Module:
-        """One net in the first blocks; then experts, and beside them one more net for all tokens."""
+        """Make one feed-forward in the first blocks; in the others, experts and a shared feed-forward."""
         if not self.config.has_experts(number):
             return super().feed_forward(number)
         return grouped_experts(self.config, self.router(), self.state)

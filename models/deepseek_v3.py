@@ -15,7 +15,7 @@ from .multi_token import MultiTokenConfig
 
 
 class DeepseekV3Config(LatentAttentionConfig, MultiTokenConfig):
-    """The fields of a DeepSeek-V3 config.json that the model computes with.
+    """List the fields of a DeepSeek-V3 config.json that the model computes with.
 
     ``rope_interleave``: the numbers of a rotated pair are neighbours.
     """
@@ -47,7 +47,7 @@ class DeepseekV3Config(LatentAttentionConfig, MultiTokenConfig):
 
 
 class DeepseekV3(DeepseekV2):
-    """DeepSeek-V3, or this pipeline rank's stage of it."""
+    """Compute DeepSeek-V3, or the stage that this pipeline rank holds."""
 
     config: DeepseekV3Config
 

@@ -23,7 +23,7 @@ _INTERVAL = "full_attention_interval"
 
 
 class DeltaNetConfig(PartialRotaryConfig):
-    """The fields that tell which blocks have a delta net, and its shape; the others have attention."""
+    """List the fields that tell which blocks have a delta net, and its shape; the others have attention."""
 
     HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **PartialRotaryConfig.HARMLESS,

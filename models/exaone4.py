@@ -18,7 +18,7 @@ from .qwen import HEAD_NORMS
 
 
 class Exaone4Config(LayerTypesConfig):
-    """The fields of an EXAONE 4 config.json that the model computes with; the defaults are transformers'."""
+    """List the fields of an EXAONE 4 config.json that the model computes with, and transformers' defaults."""
 
     PATTERN: ClassVar[int] = 4
     HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
@@ -46,7 +46,7 @@ class Exaone4Config(LayerTypesConfig):
 
 
 class Exaone4(Llama):
-    """EXAONE 4, or this pipeline rank's stage of it."""
+    """Compute EXAONE 4, or the stage that this pipeline rank holds."""
 
     config: Exaone4Config
 

@@ -58,7 +58,7 @@ class ExpertsConfig(LlamaConfig):
 
 
 class NarrowExpertsConfig(ExpertsConfig):
-    """The fields where experts have a width of their own, and some blocks may have one net instead."""
+    """List the fields where experts have a width of their own, and some blocks may have one net instead."""
 
     HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {**LlamaConfig.HARMLESS, "mlp_bias": (False,)}
 

@@ -11,6 +11,7 @@ from torch import nn
 from ..layers import MLP, Alibi, Attention, LayerNorm, RotaryEmbedding, alibi_slopes
 from ..parallel_state import BadInput
 from .base.blocks import Block, ParallelBlock, PreNormBlock
+from .base.config import names
 from .base.family import Family
 from .base.names import BOTH, Rename, Rule, fused_qkv
 from .llama import Llama, LlamaConfig, grouped_attention
@@ -46,11 +47,15 @@ class FalconConfig(LlamaConfig):
         "activation": "hidden_act",
         "layer_norm_epsilon": "layer_norm_eps",
     }
+    NOT_KEYS: ClassVar[frozenset[str]] = names(
+        "num_key_value_heads intermediate_size hidden_act layer_norm_eps"
+    )
     HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **LlamaConfig.HARMLESS,
         **dict.fromkeys(("attention_bias", "mlp_bias", "rms_norm_eps"), ()),  # bias, layer_norm_epsilon
         **dict.fromkeys(("attention_dropout", "hidden_dropout"), (0, 0.0)),
         "apply_residual_connection_post_layernorm": (False,),
+        "n_embed": (),  # hidden_size
     }
 
     hidden_act: str = "gelu"
@@ -106,7 +111,7 @@ class FalconConfig(LlamaConfig):
 
 
 class Falcon(Llama):
-    """Compute Falcon, or this pipeline rank's stage of it. Source: Almazrouei et al. 2023."""
+    """Compute Falcon, or the stage that this pipeline rank holds. Source: Almazrouei et al. 2023."""
 
     config: FalconConfig
 

@@ -15,7 +15,7 @@ from .llama import NAMES, Llama, LlamaConfig
 
 
 class GemmaConfig(LlamaConfig):
-    """The fields of a Gemma config.json that the model computes with; the defaults are transformers'."""
+    """List the fields of a Gemma config.json that the model computes with, and transformers' defaults."""
 
     HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **LlamaConfig.HARMLESS,
@@ -37,7 +37,7 @@ class GemmaConfig(LlamaConfig):
 
 
 class Gemma(Llama):
-    """Gemma, or this pipeline rank's stage of it."""
+    """Compute Gemma, or the stage that this pipeline rank holds."""
 
     config: GemmaConfig
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..layers import Attention, RMSNorm
 from .base.blocks import Block, SandwichBlock
+from .base.config import names
 from .base.family import Family
 from .base.names import in_blocks
 from .layer_types import LayerTypesConfig
@@ -31,9 +32,10 @@ NAMES = (
 
 
 class Gemma2Config(LayerTypesConfig):
-    """The fields of a Gemma 2 config.json that the model computes with; the defaults are transformers'."""
+    """List the fields of a Gemma 2 config.json that the model computes with, and transformers' defaults."""
 
     OWN_NAMES: ClassVar[Mapping[str, str]] = {"hidden_activation": "hidden_act"}
+    NOT_KEYS: ClassVar[frozenset[str]] = names("hidden_act")
     HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **LlamaConfig.HARMLESS,
         **dict.fromkeys(("mlp_bias", "use_bidirectional_attention"), (False,)),
@@ -61,7 +63,7 @@ class Gemma2Config(LayerTypesConfig):
 
 
 class Gemma2(Llama):
-    """Gemma 2, or this pipeline rank's stage of it."""
+    """Compute Gemma 2, or the stage that this pipeline rank holds."""
 
     config: Gemma2Config
 

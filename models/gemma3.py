@@ -23,10 +23,12 @@ _WINDOW, _PATTERN = "sliding_window_attention_size", "global_local_attention_pat
 
 
 class Gemma3Config(Gemma2Config, LayerRopesConfig):
-    """The fields of a Gemma 3 config.json that the model computes with; the defaults are transformers'."""
+    """List the fields of a Gemma 3 config.json that the model computes with, and transformers' defaults."""
 
     PATTERN: ClassVar[int] = 6
     LOCAL_THETA: ClassVar[float | None] = 10000.0
+    OWN_NAMES: ClassVar[Mapping[str, str]] = {**Gemma2Config.OWN_NAMES, **LayerRopesConfig.OWN_NAMES}
+    NOT_KEYS: ClassVar[frozenset[str]] = Gemma2Config.NOT_KEYS | LayerRopesConfig.NOT_KEYS
     HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **without(Gemma2Config.HARMLESS, *HEAD_NORMS),
         **dict.fromkeys(HEAD_NORMS, (True,)),
@@ -67,7 +69,7 @@ class Gemma3Config(Gemma2Config, LayerRopesConfig):
 
 
 class Gemma3(Gemma2):
-    """Gemma 3, or this pipeline rank's stage of it."""
+    """Compute Gemma 3, or the stage that this pipeline rank holds."""
 
     config: Gemma3Config
 

@@ -31,7 +31,7 @@ NAMES: tuple[Rule, ...] = (
 
 
 class Glm4Config(PartialRotaryConfig):
-    """The fields of a GLM-4 config.json that the model computes with; the defaults are transformers'.
+    """List the fields of a GLM-4 config.json that the model computes with, and transformers' defaults.
 
     ``attention_bias``: on queries, keys and values.
     """
@@ -57,7 +57,7 @@ class Glm4Config(PartialRotaryConfig):
 
 
 class Glm4(Llama):
-    """GLM-4, or this pipeline rank's stage of it."""
+    """Compute GLM-4, or the stage that this pipeline rank holds."""
 
     config: Glm4Config
 

@@ -20,7 +20,7 @@ from .qwen import QWEN3
 
 
 class Glm4MoeConfig(PartialRotaryConfig, MultiTokenConfig):
-    """The fields of a GLM-4.5 config.json that the model computes with."""
+    """List the fields of a GLM-4.5 config.json that the model computes with."""
 
     HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
         # It has a choice in these two.
@@ -45,7 +45,7 @@ class Glm4MoeConfig(PartialRotaryConfig, MultiTokenConfig):
 
 
 class Glm4Moe(Llama):
-    """GLM-4.5, or this pipeline rank's stage of it."""
+    """Compute GLM-4.5, or the stage that this pipeline rank holds."""
 
     config: Glm4MoeConfig
 

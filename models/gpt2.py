@@ -20,7 +20,7 @@ from ..layers import (
 )
 from ..parallel_state import BadInput, Normal
 from .base.blocks import Block, PreNormBlock
-from .base.config import ModelConfig
+from .base.config import ModelConfig, names
 from .base.decoder import Decoder
 from .base.family import Family
 from .base.names import Rename, Rule, Split, Transpose
@@ -40,6 +40,7 @@ class GPT2Config(ModelConfig):
         "activation_function": "hidden_act",
         "layer_norm_epsilon": "layer_norm_eps",
     }
+    NOT_KEYS: ClassVar[frozenset[str]] = names("intermediate_size hidden_act layer_norm_eps")
     HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "scale_attn_weights": (True,),
         "scale_attn_by_inverse_layer_idx": (False,),
@@ -122,7 +123,7 @@ NAMES: tuple[Rule, ...] = (
 
 
 class GPT2(Decoder):
-    """Compute GPT-2, or this pipeline rank's stage of it. Source: Radford et al. 2019."""
+    """Compute GPT-2, or the stage that this pipeline rank holds. Source: Radford et al. 2019."""
 
     config: GPT2Config
 

@@ -9,8 +9,8 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from ..layers import MLP, Attention, Dropout, LayerNorm
-from ..parallel_state import BadInput
 from .base.blocks import Block, ParallelBlock, PreNormBlock
+from .base.config import names
 from .base.family import Family
 from .base.names import BOTH, Rename, Rule, fused_qkv
 from .llama import Llama, grouped_attention
@@ -42,6 +42,7 @@ class GPTNeoXConfig(PartialRotaryConfig):
         "rotary_pct": "partial_rotary_factor",
         "rotary_emb_base": "rope_theta",
     }
+    NOT_KEYS: ClassVar[frozenset[str]] = names("partial_rotary_factor rope_theta")
     HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **{key: one for key, one in PartialRotaryConfig.HARMLESS.items() if key != "rotary_pct"},
         **dict.fromkeys(("num_key_value_heads", "rms_norm_eps"), ()),  # each head has its own; layer_norm_eps
@@ -57,14 +58,7 @@ class GPTNeoXConfig(PartialRotaryConfig):
 
     @classmethod
     def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-        common = {key: value for key, value in raw.items() if key not in cls.OWN_NAMES}
-        for theirs, ours in cls.OWN_NAMES.items():
-            value, other = raw.get(theirs), raw.get(ours)
-            if value is not None and other is not None and value != other:
-                raise BadInput(where, theirs, expected=f"{other!r}, as {ours} says", found=repr(value))
-            if value is not None:
-                common[ours] = value
-        return super().read(common, where)
+        return super().read({cls.OWN_NAMES.get(key, key): value for key, value in raw.items()}, where)
 
     def check(self, where: str) -> None:
         super().check(where)
@@ -75,7 +69,7 @@ class GPTNeoXConfig(PartialRotaryConfig):
 
 
 class GPTNeoX(Llama):
-    """Compute GPT-NeoX, or this pipeline rank's stage of it. Source: Black et al. 2022."""
+    """Compute GPT-NeoX, or the stage that this pipeline rank holds. Source: Black et al. 2022."""
 
     config: GPTNeoXConfig
 

@@ -47,7 +47,7 @@ _YARN = {
 
 
 class GptOssConfig(LayerTypesConfig, ExpertsConfig):
-    """The fields of a GPT-OSS config.json that the model computes with; the defaults are transformers'."""
+    """List the fields of a GPT-OSS config.json that the model computes with, and transformers' defaults."""
 
     HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **LlamaConfig.HARMLESS,
@@ -93,7 +93,7 @@ class GptOssConfig(LayerTypesConfig, ExpertsConfig):
 
 
 class GptOss(Llama):
-    """GPT-OSS, or this pipeline rank's stage of it."""
+    """Compute GPT-OSS, or the stage that this pipeline rank holds."""
 
     config: GptOssConfig
 

@@ -67,7 +67,7 @@ class GPTJConfig(GPT2Config):
 
 
 class GPTJ(Decoder):
-    """Compute GPT-J, or this pipeline rank's stage of it. Source: Wang and Komatsuzaki 2021."""
+    """Compute GPT-J, or the stage that this pipeline rank holds. Source: Wang and Komatsuzaki 2021."""
 
     config: GPTJConfig
     biased_head = True

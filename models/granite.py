@@ -18,7 +18,7 @@ _FACTORS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier
 
 
 class GraniteConfig(LlamaConfig):
-    """The fields of a Granite config.json that the model computes with."""
+    """List the fields of a Granite config.json that the model computes with."""
 
     HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = without(LlamaConfig.HARMLESS, *_FACTORS)
 
@@ -30,7 +30,7 @@ class GraniteConfig(LlamaConfig):
 
 
 class Granite(Llama):
-    """Granite 3, or this pipeline rank's stage of it."""
+    """Compute Granite 3, or the stage that this pipeline rank holds."""
 
     config: GraniteConfig
 

@@ -22,14 +22,17 @@ from .llama import ATTENTION, EMBEDDING, ENDS, LlamaConfig, grouped_attention
 
 #: What transformers 4 called the types of blocks.
 _OLDER = {"mamba": LINEAR, "attention": FULL}
-#: How long a chunk is changes no number; where it is stated we choose our own.
+#: The length of a chunk changes no result, so this key is accepted and not used: we choose our own length.
 _CHUNK = "mamba_chunk_size"
-#: It follows from the others, or is "auto".
+#: The width of a mixer's head, or "auto". It follows from other fields, so it is only compared with them.
 _WIDTH = "mamba_d_head"
 
 
 class GraniteHybridConfig(GraniteConfig, ExpertsConfig):
-    """The fields of a Granite 4 config.json; ``num_local_experts`` 0: a block has its shared net alone."""
+    """List the fields of a Granite 4 config.json that the model computes with.
+
+    With ``num_local_experts`` 0 a block has no experts: all tokens pass its shared feed-forward alone.
+    """
 
     HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **without(GraniteConfig.HARMLESS, "num_local_experts"),
@@ -78,7 +81,7 @@ class GraniteHybridConfig(GraniteConfig, ExpertsConfig):
 
     @property
     def mamba_d_head(self) -> int:
-        """Return the width of a mixer's head."""
+        """Return the width of a head of a Mamba-2 mixer."""
         return self.mamba_expand * self.hidden_size // self.mamba_n_heads
 
     def check(self, where: str) -> None:
@@ -108,7 +111,7 @@ class GraniteHybridConfig(GraniteConfig, ExpertsConfig):
 
 
 class GraniteHybrid(Granite):
-    """Granite 4, or this pipeline rank's stage of it."""
+    """Compute Granite 4, or the stage that this pipeline rank holds."""
 
     config: GraniteHybridConfig
 
@@ -152,7 +155,7 @@ class GraniteHybrid(Granite):
 
 
 def _shared(ours: str) -> tuple[Rule, ...]:
-    """Return the names of the net that all tokens pass, which is ``ours`` here."""
+    """Return the names of the feed-forward that all tokens pass; ``ours`` is its name in our block."""
     theirs = "model.layers.{i}.shared_mlp"
     both = tuple(f"layers.{{i}}.{ours}.gate_up.{one}.weight" for one in ("gate", "up"))
     down = Rename(f"layers.{{i}}.{ours}.down.weight", f"{theirs}.output_linear.weight")
@@ -160,7 +163,7 @@ def _shared(ours: str) -> tuple[Rule, ...]:
 
 
 def _mamba(kind: str) -> tuple[Rule, ...]:
-    """Return the names of what brings a mixer's input in, and of its convolution."""
+    """Return the names of a mixer's input projection and of its convolution; ``kind``: weight or bias."""
     inner = tuple(f"layers.{{i}}.mixer.inner.{one}.{kind}" for one in ("z", "x", "B", "C", "dt"))
     conv = tuple(f"layers.{{i}}.mixer.conv.{one}.{kind}" for one in ("x", "B", "C"))
     theirs = "model.layers.{i}.mamba"

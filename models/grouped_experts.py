@@ -14,7 +14,7 @@ from .expert_block import EXPERT_NAMES, NarrowExpertsConfig, mixture
 
 
 class GroupedExpertsConfig(NarrowExpertsConfig):
-    """The fields of such experts. The first ``first_k_dense_replace`` blocks have none.
+    """List the fields of such experts. The first ``first_k_dense_replace`` blocks have none.
 
     transformers has no balance loss for these families, so there is none by default.
     """

@@ -11,21 +11,23 @@ from pydantic import Field
 
 from ..layers import RotaryEmbedding
 from ..parallel_state import BadInput
-from .base.config import without
+from .base.config import names, without
 from .base.rope_config import RopeScaling, read_scaling, write_scaling
 from .layer_types import FULL, SLIDING, LayerTypesConfig
 
 
 class LayerRopesConfig(LayerTypesConfig):
-    """The fields of window and rotation: ``rope_theta`` and ``rope_scaling`` are those of blocks without a
-    window, ``rope_local_base_freq`` and ``rope_local_scaling`` those of the others.
+    """List the fields of windows and of rotations.
 
-    Transformers 5 writes both as ``rope_parameters``, an object for each type of block; the older keys know
-    no scaling under a window.
+    ``rope_theta`` and ``rope_scaling`` hold for blocks without a window, ``rope_local_base_freq`` and
+    ``rope_local_scaling`` for blocks with one. Transformers 5 writes ``rope_parameters``, an object for each
+    type of block. The older keys have no scaling under a window, so ``rope_local_scaling`` is no key.
     """
 
     #: The theta of blocks with a window, if nothing is stated; ``None``: ``rope_theta``.
     LOCAL_THETA: ClassVar[float | None] = None
+    OWN_NAMES: ClassVar[Mapping[str, str]] = {f"rope_parameters.{SLIDING}": "rope_local_scaling"}
+    NOT_KEYS: ClassVar[frozenset[str]] = names("rope_local_scaling")
 
     rope_local_base_freq: float = Field(gt=0)
     rope_local_scaling: RopeScaling | None = None

@@ -98,12 +98,12 @@ class LlamaConfig(ModelConfig):
 
     @property
     def scalings(self) -> dict[str, RopeScaling | None]:
-        """Return how positions are stretched, by the keys that state it."""
+        """Return each scaling of positions, under the key of the config.json that states it."""
         return {"rope_scaling": self.rope_scaling}
 
     @property
     def rotary_dim(self) -> int:
-        """Return how many numbers of a head are rotated: the first ones; the others have no position."""
+        """Return how many numbers of a head are rotated: the first ones. The others see no position."""
         return self.head_dim
 
     def to_hf(self) -> dict[str, Any]:
@@ -150,7 +150,7 @@ def grouped_attention(
 ) -> Attention:
     """Make the attention of Llama and its relatives from the fields that their configs share.
 
-    ``head_norms``: each head of queries and keys has an RMSNorm; the others are ``Attention``'s.
+    ``head_norms``: each head of queries and keys has an RMSNorm. ``Attention`` explains the other arguments.
     """
 
     def head_norm(heads: int) -> nn.Module:
@@ -179,10 +179,9 @@ def grouped_attention(
 
 
 class Llama(Decoder):
-    """Compute Llama, or this pipeline rank's stage of it; related families change the attention or the
-    feed-forward.
+    """Compute Llama, or the stage that this pipeline rank holds. Source: Touvron et al. 2023.
 
-    Source: Touvron et al. 2023.
+    Related families change the attention or the feed-forward.
     """
 
     config: LlamaConfig
@@ -193,7 +192,7 @@ class Llama(Decoder):
 
     @property
     def branch_dropout(self) -> float:
-        """Return the dropout of what each branch of a block adds (StarCoder 2, Seed-OSS)."""
+        """Return the dropout on each branch of a block, before it is added (StarCoder 2, Seed-OSS)."""
         return 0.0
 
     def attention(self, number: int) -> Attention:

@@ -13,7 +13,7 @@ from .llama import NAMES, Llama, LlamaConfig, grouped_attention
 
 
 class MistralConfig(LlamaConfig):
-    """The fields of a Mistral config.json; ``sliding_window`` null: no window (from version 0.2 on)."""
+    """List the fields of a Mistral config.json; ``sliding_window`` null: no window (from version 0.2 on)."""
 
     HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **LlamaConfig.HARMLESS,
@@ -36,7 +36,7 @@ class MistralConfig(LlamaConfig):
 
 
 class Mistral(Llama):
-    """Mistral, or this pipeline rank's stage of it."""
+    """Compute Mistral, or the stage that this pipeline rank holds."""
 
     config: MistralConfig
 

@@ -16,7 +16,7 @@ from .mistral import Mistral, MistralConfig
 
 
 class MixtralConfig(MistralConfig, ExpertsConfig):
-    """The fields of a Mixtral config.json that the model computes with."""
+    """List the fields of a Mixtral config.json that the model computes with."""
 
     HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **MistralConfig.HARMLESS,
@@ -38,7 +38,7 @@ class MixtralConfig(MistralConfig, ExpertsConfig):
 
 
 class Mixtral(Mistral):
-    """Mixtral, or this pipeline rank's stage of it."""
+    """Compute Mixtral, or the stage that this pipeline rank holds."""
 
     config: MixtralConfig
 

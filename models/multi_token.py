@@ -12,7 +12,7 @@ from .grouped_experts import GroupedExpertsConfig
 
 
 class MultiTokenConfig(GroupedExpertsConfig):
-    """The fields of such blocks. ``num_nextn_predict_layers``: how many there are after the last block.
+    """List the fields of such blocks. ``num_nextn_predict_layers``: how many there are after the last block.
 
     ``mtp``: the model has them, and they can be trained. Without it their tensors are not read, as by
     transformers, whose configs do not have this field.

@@ -26,7 +26,7 @@ NAMES = (
 
 
 class Olmo2Config(LlamaConfig):
-    """The fields of an OLMo 2 config.json that the model computes with."""
+    """List the fields of an OLMo 2 config.json that the model computes with."""
 
     HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **LlamaConfig.HARMLESS,
@@ -39,7 +39,7 @@ class Olmo2Config(LlamaConfig):
 
 
 class Olmo2(Llama):
-    """OLMo 2, or this pipeline rank's stage of it."""
+    """Compute OLMo 2, or the stage that this pipeline rank holds."""
 
     config: Olmo2Config
 

@@ -15,7 +15,7 @@ from .olmo2 import NAMES, Olmo2, Olmo2Config
 
 
 class Olmo3Config(Olmo2Config, LayerRopesConfig):
-    """The fields of an OLMo 3 config.json that the model computes with."""
+    """List the fields of an OLMo 3 config.json that the model computes with."""
 
     PATTERN: ClassVar[int] = 4
 
@@ -23,7 +23,7 @@ class Olmo3Config(Olmo2Config, LayerRopesConfig):
 
 
 class Olmo3(Olmo2):
-    """OLMo 3, or this pipeline rank's stage of it."""
+    """Compute OLMo 3, or the stage that this pipeline rank holds."""
 
     config: Olmo3Config
 

@@ -24,7 +24,7 @@ from ..layers import (
 )
 from ..parallel_state import BadInput
 from .base.blocks import AddNormBlock, Block, PreNormBlock
-from .base.config import ModelConfig
+from .base.config import ModelConfig, names
 from .base.decoder import Decoder
 from .base.family import Family
 from .base.names import BOTH, Rename, Rule
@@ -66,6 +66,7 @@ class OPTConfig(ModelConfig):
         "activation_function": "hidden_act",
         "init_std": "initializer_range",
     }
+    NOT_KEYS: ClassVar[frozenset[str]] = names("intermediate_size hidden_act initializer_range")
     HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "_remove_final_layer_norm": (False,),
         "layer_norm_elementwise_affine": (True,),
@@ -115,7 +116,7 @@ class OPTConfig(ModelConfig):
 
 
 class ProjectedNorm(nn.Module):
-    """Normalise hidden states, where the model does, and bring them to the embeddings' width."""
+    """Normalise hidden states, if the model has a last norm, and project them to the embeddings' width."""
 
     def __init__(self, norm: nn.Module, project: ReplicatedLinear) -> None:
         super().__init__()
@@ -130,7 +131,7 @@ class ProjectedNorm(nn.Module):
 
 
 class OPT(Decoder):
-    """Compute OPT, or this pipeline rank's stage of it. Source: Zhang et al. 2022."""
+    """Compute OPT, or the stage that this pipeline rank holds. Source: Zhang et al. 2022."""
 
     config: OPTConfig
 
@@ -162,7 +163,7 @@ class OPT(Decoder):
         return LayerNorm(self.config.hidden_size, state=self.state)
 
     def make_last_norm(self) -> nn.Module:
-        """Make the last norm, if there is one, and what brings hidden states to the embeddings' width."""
+        """Make the last norm and the projection to the embeddings' width, where the model has them."""
         norm = self.make_norm() if self.config.do_layer_norm_before else nn.Identity()
         if not self.projects:
             return norm
@@ -175,7 +176,7 @@ class OPT(Decoder):
         return self.config.word_embed_proj_dim != self.config.hidden_size
 
     def projection(self, width: int, made: int) -> ReplicatedLinear:
-        """Make a product between the two widths."""
+        """Make a linear layer from one of the two widths to the other."""
         return ReplicatedLinear(width, made, False, initial=self.initial, state=self.state)
 
     def add_entry(self) -> None:

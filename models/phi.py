@@ -39,6 +39,7 @@ class PhiConfig(GPTNeoXConfig):
     """List the fields of a Phi config.json that the model computes with."""
 
     OWN_NAMES: ClassVar[Mapping[str, str]] = {}
+    NOT_KEYS: ClassVar[frozenset[str]] = frozenset()
     HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **without(GPTNeoXConfig.HARMLESS, "qk_layernorm", "num_key_value_heads"),
         **dict.fromkeys(("attention_bias", "use_parallel_residual"), (True,)),
@@ -53,7 +54,7 @@ class PhiConfig(GPTNeoXConfig):
 
 
 class Phi(GPTNeoX):
-    """Compute Phi, or this pipeline rank's stage of it. Source: Gunasekar et al. 2023."""
+    """Compute Phi, or the stage that this pipeline rank holds. Source: Gunasekar et al. 2023."""
 
     config: PhiConfig
     biased_head = True

@@ -36,7 +36,7 @@ NAMES: tuple[Rule, ...] = (
 
 
 class Phi3Config(PartialRotaryConfig):
-    """The fields of a Phi 3 config.json that the model computes with.
+    """List the fields of a Phi 3 config.json that the model computes with.
 
     ``original_max_position_embeddings`` is where longrope changes its factors, wherever a config has it.
     """
@@ -73,7 +73,7 @@ class Phi3Config(PartialRotaryConfig):
 
 
 class Phi3(Llama):
-    """Phi 3, or this pipeline rank's stage of it."""
+    """Compute Phi 3, or the stage that this pipeline rank holds."""
 
     config: Phi3Config
 

@@ -21,7 +21,7 @@ WINDOWS = ("use_sliding_window", "sliding_window", "max_window_layers")
 
 
 class Qwen2Config(LlamaConfig):
-    """The fields of a Qwen 2 or 2.5 config.json that the model computes with."""
+    """List the fields of a Qwen 2 or 2.5 config.json that the model computes with."""
 
     HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **LlamaConfig.HARMLESS,
@@ -42,14 +42,14 @@ class Qwen2Config(LlamaConfig):
 
 
 class Qwen2(Llama):
-    """Qwen 2 or 2.5, or this pipeline rank's stage of it."""
+    """Compute Qwen 2 or 2.5, or the stage that this pipeline rank holds."""
 
     def attention(self, number: int) -> Attention:
         return grouped_attention(self.config, self.state, qkv_bias=True)
 
 
 class Qwen3Config(LlamaConfig):
-    """The fields of a Qwen 3 config.json that the model computes with."""
+    """List the fields of a Qwen 3 config.json that the model computes with."""
 
     HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **LlamaConfig.HARMLESS,
@@ -71,7 +71,7 @@ class Qwen3Config(LlamaConfig):
 
 
 class Qwen3(Llama):
-    """Qwen 3, or this pipeline rank's stage of it."""
+    """Compute Qwen 3, or the stage that this pipeline rank holds."""
 
     def attention(self, number: int) -> Attention:
         bias = self.config.attention_bias

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..layers import Attention, GatedMLP, GatedShared, MoE
 from ..parallel_state import Normal, ParallelState
-from .base.config import without
+from .base.config import names, without
 from .base.family import Family
 from .base.names import Rename, Rule, in_blocks
 from .expert_block import EXPERT_NAMES, mixture, softmax_router
@@ -20,7 +20,9 @@ from .qwen_moe import Qwen3MoeConfig
 
 
 class SharedExpertConfig(Qwen3MoeConfig):
-    """The fields of Qwen's experts, and the width of the net for all tokens beside them."""
+    """List the fields of Qwen's experts, and the width of the net for all tokens beside them."""
+
+    NOT_KEYS: ClassVar[frozenset[str]] = names("num_local_experts")
 
     shared_expert_intermediate_size: int = Field(default=5632, gt=0, le=2**22)
 
@@ -31,7 +33,7 @@ class SharedExpertConfig(Qwen3MoeConfig):
 
 
 class Qwen2MoeConfig(SharedExpertConfig):
-    """The fields of a Qwen 2 config.json with experts; blocks of ``mlp_only_layers`` have none."""
+    """List the fields of a Qwen 2 config.json with experts; blocks of ``mlp_only_layers`` have none."""
 
     HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **without(Qwen3MoeConfig.HARMLESS, *HEAD_NORMS),
@@ -50,7 +52,7 @@ class Qwen2MoeConfig(SharedExpertConfig):
 
 
 class Qwen2Moe(Llama):
-    """Qwen 2 with experts, or this pipeline rank's stage of it."""
+    """Compute Qwen 2 with experts, or the stage that this pipeline rank holds."""
 
     config: Qwen2MoeConfig
 

@@ -15,7 +15,7 @@ _OF_IMAGES = ("mrope_section", "mrope_interleaved")
 
 
 class Qwen35Config(DeltaNetConfig):
-    """The fields of a Qwen 3.5 text config.json."""
+    """List the fields of a Qwen 3.5 text config.json."""
 
     @classmethod
     def read(cls, raw: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from .qwen2_moe import SHARED_MIXTURE_NAMES, SharedExpertConfig, shared_mixture
 
 
 class Qwen3NextConfig(DeltaNetConfig, SharedExpertConfig):
-    """The fields of a Qwen3-Next config.json; blocks of ``mlp_only_layers`` have one net.
+    """List the fields of a Qwen3-Next config.json; blocks of ``mlp_only_layers`` have one net.
 
     Published checkpoints hold one block more, under ``mtp``, which predicts further tokens; it is left out,
     as transformers does.
@@ -43,7 +43,7 @@ class Qwen3NextConfig(DeltaNetConfig, SharedExpertConfig):
 
 
 class Qwen3Next(DeltaNetHybrid):
-    """Qwen3-Next, or this pipeline rank's stage of it."""
+    """Compute Qwen3-Next, or the stage that this pipeline rank holds."""
 
     config: Qwen3NextConfig
 

@@ -16,7 +16,7 @@ from .qwen import HEAD_NORMS, QWEN3, Qwen3, check_no_windows
 
 
 class Qwen3MoeConfig(NarrowExpertsConfig):
-    """The fields of a Qwen 3 config.json with experts; blocks of ``mlp_only_layers`` have none."""
+    """List the fields of a Qwen 3 config.json with experts; blocks of ``mlp_only_layers`` have none."""
 
     HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **NarrowExpertsConfig.HARMLESS,
@@ -61,7 +61,7 @@ class Qwen3MoeConfig(NarrowExpertsConfig):
 
 
 class Qwen3Moe(Qwen3):
-    """Qwen 3 with experts, or this pipeline rank's stage of it."""
+    """Compute Qwen 3 with experts, or the stage that this pipeline rank holds."""
 
     config: Qwen3MoeConfig
 

@@ -13,7 +13,7 @@ from .llama import NAMES, Llama, LlamaConfig, grouped_attention
 
 
 class SeedOssConfig(LlamaConfig):
-    """The fields of a Seed-OSS config.json that the model computes with; the defaults are transformers'.
+    """List the fields of a Seed-OSS config.json that the model computes with, and transformers' defaults.
 
     ``attention_bias``: on queries, keys and values; ``attention_out_bias``: on the product after attention.
     """
@@ -35,7 +35,7 @@ class SeedOssConfig(LlamaConfig):
 
 
 class SeedOss(Llama):
-    """Seed-OSS, or this pipeline rank's stage of it."""
+    """Compute Seed-OSS, or the stage that this pipeline rank holds."""
 
     config: SeedOssConfig
 

@@ -15,7 +15,7 @@ from .qwen import WINDOWS, check_no_windows
 
 
 class SmolLM3Config(LlamaConfig):
-    """The fields of a SmolLM 3 config.json that the model computes with; the defaults are transformers'.
+    """List the fields of a SmolLM 3 config.json that the model computes with, and transformers' defaults.
 
     ``no_rope_layers``: 1 for each block that rotates its heads, 0 for one that does not.
     """
@@ -57,7 +57,7 @@ class SmolLM3Config(LlamaConfig):
 
 
 class SmolLM3(Llama):
-    """SmolLM 3, or this pipeline rank's stage of it."""
+    """Compute SmolLM 3, or the stage that this pipeline rank holds."""
 
     config: SmolLM3Config
 

@@ -34,7 +34,7 @@ NAMES: tuple[Rule, ...] = (
 
 
 class StableLmConfig(PartialRotaryConfig):
-    """The fields of a StableLM config.json that the model computes with."""
+    """List the fields of a StableLM config.json that the model computes with."""
 
     HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **without(PartialRotaryConfig.HARMLESS, "qk_layernorm"),
@@ -56,7 +56,7 @@ class StableLmConfig(PartialRotaryConfig):
 
 
 class StableLm(Llama):
-    """StableLM, or this pipeline rank's stage of it."""
+    """Compute StableLM, or the stage that this pipeline rank holds."""
 
     config: StableLmConfig
 

@@ -9,6 +9,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from ..layers import MLP, Attention, Dropout, LayerNorm
+from .base.config import names
 from .base.family import Family
 from .base.names import BOTH, Rename, in_blocks
 from .llama import ATTENTION, EMBEDDING, Llama, LlamaConfig, grouped_attention
@@ -29,9 +30,10 @@ NAMES = (
 
 
 class Starcoder2Config(LlamaConfig):
-    """The fields of a StarCoder 2 config.json that the model computes with."""
+    """List the fields of a StarCoder 2 config.json that the model computes with."""
 
     OWN_NAMES: ClassVar[Mapping[str, str]] = {"norm_epsilon": "layer_norm_eps"}
+    NOT_KEYS: ClassVar[frozenset[str]] = names("layer_norm_eps")
     HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **LlamaConfig.HARMLESS,
         **dict.fromkeys(
@@ -64,7 +66,7 @@ class Starcoder2Config(LlamaConfig):
 
 
 class Starcoder2(Llama):
-    """StarCoder 2, or this pipeline rank's stage of it."""
+    """Compute StarCoder 2, or the stage that this pipeline rank holds."""
 
     config: Starcoder2Config
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
 from ..layers import PinnedBackend, Scaling
-from ..models import published_size
-from ..models.base.config import check_keys
+from ..models import family_of, published_size
+from ..models.base.config import DENIED, check_keys
 from ..parallel_state import TIMEOUT, BadInput, Layout, from_validation
 from ..pipeline import ScheduleName, check_schedule
 from ..runs.stop_signals import GRACE
@@ -261,8 +262,24 @@ def read_config(section: ModelSection) -> dict[str, Any]:
     """Return the config.json's dict of a model that starts from scratch."""
     if isinstance(section.config, str):
         found = read_json(Path(section.config))
-    elif section.size is not None:
-        found = published_size(section.size).with_fields(section.config or {})
     else:
-        found = dict(section.config or {})
+        stated = section.config or {}
+        found = dict(stated) if section.size is None else published_size(section.size).with_fields(stated)
+        _check_written(found)
     return found if section.mtp is None else {**found, "mtp": True}
+
+
+def _check_written(fields: Mapping[str, Any]) -> None:
+    """Refuse a key that the family does not know.
+
+    In a config.json such a key gives a warning, since other programs write some; in a recipe it is a mistake.
+    """
+    where = "recipe: model.config"
+    family = family_of(fields, where)
+    for key in family.config.unknown_keys(fields):
+        if key not in DENIED:  # which is legal where it is off
+            known = [family.config.spelled(name) for name in family.config.model_fields]
+            near = get_close_matches(key, known, n=3)
+            todo = f"Nearest: {', '.join(near)}" if near else ""
+            expected = f"a key that {family.model_type} reads"
+            raise BadInput(where, key[:80], expected=expected, found="an unknown key", todo=todo)

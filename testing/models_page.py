@@ -32,6 +32,9 @@ gradient and every weight of a tiny model of the family.
 - **generation**: how many of 128 greedy tokens differ from those of transformers.
 - `-`: the family refuses it. `not measured`: nobody has run these tests for the family yet.
 
+Every family predicts the next token. Encoders (BERT, ModernBERT) and their masked-language-model loss are not
+built.
+
 """
 
 Cells = dict[str, dict[str, str]]

@@ -24,13 +24,15 @@ def without(table: Mapping[str, Any], *keys: str) -> dict[str, Any]:
 #: Keys of a config.json that do not change the forward pass of a causal language model.
 INERT = names("""
     _attn_implementation _attn_implementation_autoset _name_or_path _commit_hash architectures
-    _sliding_window_pattern auto_map aux_loss_alpha bad_words_ids begin_suppress_tokens bos_token_id
-    cache_implementation
+    _sliding_window_pattern attn_implementation auto_map aux_loss_alpha bad_words_ids
+    begin_suppress_tokens bos_token_id cache_implementation
     chunk_size_feed_forward classifier_dropout decoder_start_token_id diversity_penalty do_sample
-    dtype early_stopping encoder_no_repeat_ngram_size eos_token_id ep_size exponential_decay_length_penalty
-    finetuning_task forced_bos_token_id forced_eos_token_id gradient_checkpointing id2label
+    dtype early_stopping encoder_no_repeat_ngram_size eos_token_id ep_size experts_implementation
+    exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id
+    gradient_checkpointing id2label
     is_decoder keys_to_ignore_at_inference label2id length_penalty max_length
-    min_length model_type n_ctx no_repeat_ngram_size num_beam_groups num_beams num_return_sequences
+    min_length model_type n_ctx name_or_path no_repeat_ngram_size num_beam_groups num_beams num_labels
+    num_return_sequences
     output_attentions output_past output_hidden_states output_scores pad_token_id prefix
     pretraining_tp problem_type remove_invalid_values repetition_penalty return_dict
     return_dict_in_generate sep_token_id seq_aux suppress_tokens task_specific_params
@@ -48,6 +50,7 @@ DENIED = names("""
     rope_interleaved alibi layer_types use_sliding_window no_rope_layers attention_chunk_size
     scale_embedding scale_depth pruned_heads add_cross_attention is_encoder_decoder clip_qkv
     compression_config use_parallel_residual rotary_pct rotary_dim qk_norm attn_temperature_tuning
+    per_layer_config
 """)
 
 
@@ -81,6 +84,9 @@ class ModelConfig(BaseModel):
     #: Keys that the family has no choice in, and the values that say what it does anyway. Any other value is
     #: refused. They are no fields of the config, even where the class that this one inherits from has one.
     HARMLESS: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+    #: Fields whose names are no keys of the family's config.json: transformers ignores a key of this name
+    #: and reads the family's own (``OWN_NAMES``). Such a key may repeat what the own key says, and no more.
+    NOT_KEYS: ClassVar[frozenset[str]] = frozenset()
 
     vocab_size: int
     hidden_size: int
@@ -100,12 +106,13 @@ class ModelConfig(BaseModel):
         """
         check_keys(raw, where)
         raw = cls._without_unread(raw)
+        repeated = {key: raw[key] for key in sorted(cls.NOT_KEYS & raw.keys())}
+        raw = without(raw, *repeated)
         for key in sorted(cls.HARMLESS.keys() & raw):
             _judge_fixed(key, raw[key], cls.HARMLESS[key], where)
         raw = {key: value for key, value in raw.items() if key not in cls.HARMLESS}
         fields = cls.read(raw, where)
-        unknown = set(raw) - set(cls.model_fields) - set(cls.OWN_NAMES) - INERT - cls.read_keys()
-        for key in sorted(unknown):
+        for key in cls.unknown_keys(raw):
             _judge(key, raw[key], where)
         if raw.get("auto_map"):
             warnings.warn(f"{where}: auto_map is ignored; no code from a checkpoint is run", stacklevel=2)
@@ -119,10 +126,20 @@ class ModelConfig(BaseModel):
             config = cls(**fields)
         except ValidationError as error:
             raise from_validation(where, error, spelled=lambda key: cls.spelled(key or "config")) from None
+        for key, value in repeated.items():
+            config._check_repeated(key, value, where)
         config._check_count(where)
         config.check(where)
         config.check_stated(raw, where)
         return config
+
+    def _check_repeated(self, key: str, value: object, where: str) -> None:
+        """Refuse a key that is not read and says something else than the family's own key."""
+        stated = getattr(self, key)
+        if value is not None and value != stated:
+            expected = f"absent or {repr(stated)[:80]}, as {self.spelled(key)} says"
+            todo = f"transformers does not read this key: state it as {self.spelled(key)}"
+            raise BadInput(where, key, expected=expected, found=repr(value)[:80], todo=todo)
 
     def _check_count(self, where: str) -> None:
         """Refuse more blocks than could be listed."""
@@ -151,6 +168,12 @@ class ModelConfig(BaseModel):
     def read_keys(cls) -> set[str]:
         """Return the keys that ``read`` uses in addition to the names of the fields."""
         return set()
+
+    @classmethod
+    def unknown_keys(cls, raw: Mapping[str, Any]) -> list[str]:
+        """Return the keys that the family neither reads nor knows to have no effect."""
+        known = {*cls.model_fields, *cls.OWN_NAMES, *cls.HARMLESS, *cls.read_keys()}
+        return sorted(raw.keys() - known - INERT)
 
     @classmethod
     def spelled(cls, name: str) -> str:
@@ -248,4 +271,5 @@ def _judge(key: str, value: object, where: str) -> None:
                 found=repr(value)[:80],
             )
     else:
-        warnings.warn(f"{where}: {key}={value!r} is unknown and ignored", stacklevel=3)
+        said = f"{key[:80]}={repr(value)[:80]}"
+        warnings.warn(f"{where}: {said} is unknown and ignored", stacklevel=3)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import sys
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
+from trilith.cli import main
 from trilith.cli.app import run
 from trilith.testing.tiny_models import TINY_LLAMA
 
@@ -46,6 +50,22 @@ def test_verify_prints_the_sums_and_sees_a_flipped_bit(tmp_path: Path, hf: Path,
     file.write_bytes(data)
     assert run(["verify", str(tmp_path / "a")]) == 4
     assert "CRC-32" in capsys.readouterr().err
+
+
+def test_a_key_of_a_config_that_is_unknown_is_told_in_one_line(
+    hf: Path, monkeypatch: pytest.MonkeyPatch, capsys: Out
+) -> None:
+    config = hf / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"some\nkey\x1b": 3}))
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)  # put back after the test
+    monkeypatch.setattr(sys, "argv", ["trilith", "inspect", str(hf)])
+    with pytest.warns(UserWarning, match="unknown") as told, pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    shown = {warnings.formatwarning(one.message, one.category, one.filename, one.lineno) for one in told}
+    assert shown == {f"warning: {config}: some key\\x1b=3 is unknown and ignored\n"}
+    assert len({(one.filename, one.lineno) for one in told}) == 1  # Python shows it once
+    assert "UserWarning: other" in warnings.formatwarning("other", UserWarning, torch.__file__, 1)
 
 
 def test_inspect_shows_the_layout_and_a_tensor(tmp_path: Path, hf: Path, capsys: Out) -> None:

@@ -485,6 +485,30 @@ def test_a_key_that_says_what_the_family_does_anyway_changes_nothing(kind: str, 
     assert key not in FAMILIES[kind].to_hf(plain)
 
 
+NOT_KEYS = [
+    (kind, key) for kind, family in sorted(FAMILIES.items()) for key in sorted(family.config.NOT_KEYS)
+]
+
+
+@pytest.mark.parametrize(("kind", "key"), NOT_KEYS)
+def test_our_name_of_a_field_is_no_key_and_may_only_repeat_what_the_family_s_own_key_says(
+    kind: str, key: str
+) -> None:
+    """transformers reads the own key alone: a config that says something else under ours is two models."""
+    base = BY_TYPE[kind]
+    plain = read(base, {})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for value in (None, getattr(plain, key)):
+            assert read(base, {key: value}) == plain
+    with pytest.raises(BadInput, match=rf"config\.json: {key}: expected absent or .*, as ") as error:
+        read(base, {key: {"rope_type": "linear", "factor": 2.0} if "scaling" in key else 7})
+    assert error.value.todo == (
+        f"transformers does not read this key: state it as {FAMILIES[kind].config.spelled(key)}"
+    )
+    assert FAMILIES[kind].config.spelled(key) != key
+
+
 @pytest.mark.parametrize("kind", sorted(FAMILIES))
 def test_switches_change_the_parameters_exactly_as_in_transformers(kind: str) -> None:
     """Every boolean field of the config and of the table changes the same biases and norms."""
@@ -529,6 +553,12 @@ def test_a_scaling_is_read_from_either_form_and_written_back(form: str, scaling:
 def test_an_unknown_key_is_ignored_with_a_warning(key: str, value: object) -> None:
     with pytest.warns(UserWarning, match=f"{key}={value!r} is unknown and ignored"):
         read(LLAMA_CONFIG, {key: value})
+
+
+def test_an_unknown_key_s_name_and_value_are_shortened_in_its_warning() -> None:
+    with pytest.warns(UserWarning, match="is unknown and ignored") as told:
+        read(LLAMA_CONFIG, {"k" * 5000: "v" * 5000})
+    assert len(str(told[0].message)) < 250
 
 
 def test_no_code_of_a_checkpoint_runs_D25() -> None:

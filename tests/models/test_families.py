@@ -27,7 +27,10 @@ from trilith.testing.models_page import MEASURED
 from trilith.testing.parity.case import Observation, Question, differences
 from trilith.testing.parity.ours import observe_ours
 from trilith.testing.parity.transformers import observe_hf
+from trilith.testing.published_configs import PUBLISHED
 from trilith.testing.tiny_models import EXPERTS, MODELS
+
+CASES = MODELS | PUBLISHED
 
 #: The first row of each family.
 FIRST = {family: next(row for row in MODELS if MODELS[row]["model_type"] == family) for family in FAMILIES}
@@ -55,7 +58,7 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     def get(row: str) -> tuple[Any, Path]:
         if row not in made:
-            model, folder = transformers_model(MODELS[row]), tmp_path_factory.mktemp(row)
+            model, folder = transformers_model(CASES[row]), tmp_path_factory.mktemp(row)
             model.save_pretrained(folder)
             made[row] = model, folder
         return made[row]
@@ -84,7 +87,7 @@ def in_layouts() -> list[Any]:
             id=f"{row}-{layout}",
             marks=[] if row in IN_EVERY_RUN and layout == LAYOUTS[0] else pytest.mark.slow,
         )
-        for row in (*FIRST.values(), "opt-350m")
+        for row in (*FIRST.values(), "opt-350m", *PUBLISHED)
         for layout in LAYOUTS
     ]
 
@@ -97,7 +100,7 @@ def test_every_output_and_gradient_in_a_layout_is_transformers(
     assert {one.name for one in found} >= {"logits", "the step", "layers.0", "embed.weight"}
     worst = max(found, key=lambda one: one.relative)
     assert worst.relative <= 1e-4, worst
-    record_property(MEASURED, [MODELS[row]["model_type"], ["transformers"], worst.relative])
+    record_property(MEASURED, [CASES[row]["model_type"], ["transformers"], worst.relative])
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -119,7 +122,7 @@ def test_there_and_through_a_layout_and_back_is_bitwise(row: str, theirs: Any, t
     assert torch.equal(again.eval()(ids).logits, model(ids).logits)
 
 
-@pytest.mark.parametrize("row", FIRST.values())
+@pytest.mark.parametrize("row", [*FIRST.values(), "opt-350m"])
 def test_greedy_generation_is_transformers(
     row: str, tmp_path: Path, record_property: Callable[..., None]
 ) -> None:

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 from trilith.layers import Attention, attention_kinds, cost_of, masks_cost
-from trilith.models import LoraConfig, adapted, family_of
-from trilith.parallel_state import ParallelState, initialize
-from trilith.planner import Work
+from trilith.models import FAMILIES, LoraConfig, adapted, family_of
+from trilith.parallel_state import Layout, ParallelState, initialize
+from trilith.planner import Work, rank_parameters
 
 LENGTH = 32
 LLAMA: dict[str, Any] = {
@@ -155,86 +155,102 @@ def saved(config: dict[str, Any], lora: LoraConfig | None) -> tuple[float, float
     return sum(found.values()) - shared, cost_of(block, tokens).kept
 
 
-@pytest.mark.parametrize(
-    ("config", "lora"),
-    [
-        pytest.param(LLAMA, None, id="llama"),
-        pytest.param(MIXTRAL, None, id="mixtral"),
-        pytest.param(GLM, None, id="glm4_moe"),
-        pytest.param(GEMMA2, None, id="gemma2"),
-        pytest.param(GEMMA2 | NO_CAPS, None, id="gemma2-no-caps"),
-        pytest.param(GEMMA3, None, id="gemma3-window-head-norms"),
-        pytest.param(GEMMA3 | {"sliding_window_pattern": 1}, None, id="gemma3-head-norms"),
-        pytest.param(MISTRAL, None, id="mistral-window"),
-        pytest.param(QWEN3, None, id="qwen3-head-norms"),
-        pytest.param(OLMO2, None, id="olmo2"),
-        pytest.param(OLMO3, None, id="olmo3-window"),
-        pytest.param(GPT_OSS, None, id="gpt_oss-window"),
-        pytest.param(GPT_OSS | {"sliding_window": None}, None, id="gpt_oss"),
-        pytest.param(GPT_OSS, STACKS, id="gpt_oss-lora-of-experts"),
-        pytest.param(LLAMA | {"model_type": "qwen2"}, None, id="qwen2"),
-        pytest.param(QWEN3_MOE, None, id="qwen3_moe"),
-        pytest.param(LLAMA | {"model_type": "smollm3"}, None, id="smollm3"),
-        pytest.param(LLAMA | {"model_type": "glm4", "head_dim": 16}, None, id="glm4"),
-        pytest.param(SEED_OSS, None, id="seed_oss-dropout"),
-        pytest.param(EXAONE4, None, id="exaone4-window"),
-        pytest.param(COHERE, None, id="cohere-head-norms"),
-        pytest.param(COHERE2, None, id="cohere2"),
-        pytest.param(STABLELM, None, id="stablelm"),
-        pytest.param(STABLELM_12B, None, id="stablelm-parallel"),
-        pytest.param(GEMMA, None, id="gemma"),
-        pytest.param(GRANITE, None, id="granite"),
-        pytest.param(PHI3, None, id="phi3"),
-        pytest.param(STARCODER2, None, id="starcoder2"),
-        pytest.param(QWEN2_MOE, None, id="qwen2_moe"),
-        pytest.param(GPT_NEOX, None, id="gpt_neox"),
-        pytest.param(GPT_NEOX | {"use_parallel_residual": False}, None, id="gpt_neox-in-turn"),
-        pytest.param(GPT_NEOX | {"hidden_dropout": 0.1}, None, id="gpt_neox-dropout"),
-        pytest.param(DEEPSEEK, None, id="deepseek_v2"),
-        pytest.param(
-            DEEPSEEK
-            | {"model_type": "deepseek_v3", "num_key_value_heads": 4, "n_group": 1, "topk_group": 1}
-            | {"first_k_dense_replace": 0},
-            None,
-            id="deepseek_v3",
-        ),
-        pytest.param(DEEPSEEK | {"q_lora_rank": None}, None, id="deepseek_v2-lite"),
-        pytest.param(DEEPSEEK | {"v_head_dim": 24}, None, id="deepseek_v2-wide-values"),
-        pytest.param(DEEPSEEK | {"attention_dropout": 0.1}, None, id="deepseek_v2-attention"),
-        pytest.param(DEEPSEEK, EVERY, id="deepseek_v2-lora"),
-        pytest.param(GPTJ, None, id="gptj"),
-        pytest.param(PHI, None, id="phi"),
-        pytest.param(PHI | {"qk_layernorm": True}, None, id="phi-head-norms"),
-        pytest.param(FALCON, None, id="falcon-7b"),
-        pytest.param(FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2}, None, id="falcon-40b"),
-        pytest.param(FALCON | {"alibi": True, "parallel_attn": False, "bias": True}, None, id="falcon-rw"),
-        pytest.param(OPT, None, id="opt"),
-        pytest.param(OPT | {"do_layer_norm_before": False}, None, id="opt-norms-after"),
-        pytest.param(BLOOM, None, id="bloom"),
-        pytest.param(QWEN3_NEXT, None, id="qwen3_next-delta-net"),
-        pytest.param(GRANITE_4, None, id="granitemoehybrid-mamba"),
-        pytest.param(GRANITE_4, STACKS, id="granitemoehybrid-lora-of-experts"),
-        pytest.param(GRANITE_4 | {"mamba_n_groups": 2}, None, id="granitemoehybrid-groups"),
-        pytest.param(GRANITE_4 | {"num_local_experts": 0}, None, id="granitemoehybrid-dense"),
-        pytest.param(QWEN3_5, None, id="qwen3_5-delta-net"),
-        pytest.param(QWEN3_NEXT | FULL, None, id="qwen3_next-attention"),
-        pytest.param(QWEN3_NEXT, EVERY, id="qwen3_next-lora"),
-        pytest.param(GPT2, None, id="gpt2"),
-        pytest.param(GPT2 | {"resid_pdrop": 0.1}, None, id="gpt2-resid"),
-        pytest.param(GPT2 | {"attn_pdrop": 0.1}, None, id="gpt2-attention"),
-        pytest.param(LLAMA | {"attention_dropout": 0.1}, None, id="llama-attention"),
-        pytest.param(LLAMA, EVERY, id="lora"),
-        pytest.param(MIXTRAL, STACKS, id="lora-of-experts"),
-        pytest.param(MIXTRAL, STACKS.model_copy(update={"target_modules": ()}), id="lora-of-experts-alone"),
-        pytest.param(LLAMA, EVERY.model_copy(update={"lora_dropout": 0.05}), id="lora-dropout"),
-        pytest.param(GPT2, EVERY.model_copy(update={"lora_dropout": 0.05}), id="gpt2-lora-dropout"),
-        pytest.param(
-            LLAMA,
-            LoraConfig(r=4, lora_dropout=0.05, target_modules=("q_proj", "v_proj")),
-            id="lora-of-q-and-v",
-        ),
-    ],
-)
+CASES = [
+    pytest.param(LLAMA, None, id="llama"),
+    pytest.param(MIXTRAL, None, id="mixtral"),
+    pytest.param(GLM, None, id="glm4_moe"),
+    pytest.param(GEMMA2, None, id="gemma2"),
+    pytest.param(GEMMA2 | NO_CAPS, None, id="gemma2-no-caps"),
+    pytest.param(GEMMA3, None, id="gemma3-window-head-norms"),
+    pytest.param(GEMMA3 | {"sliding_window_pattern": 1}, None, id="gemma3-head-norms"),
+    pytest.param(MISTRAL, None, id="mistral-window"),
+    pytest.param(QWEN3, None, id="qwen3-head-norms"),
+    pytest.param(OLMO2, None, id="olmo2"),
+    pytest.param(OLMO3, None, id="olmo3-window"),
+    pytest.param(GPT_OSS, None, id="gpt_oss-window"),
+    pytest.param(GPT_OSS | {"sliding_window": None}, None, id="gpt_oss"),
+    pytest.param(GPT_OSS, STACKS, id="gpt_oss-lora-of-experts"),
+    pytest.param(LLAMA | {"model_type": "qwen2"}, None, id="qwen2"),
+    pytest.param(QWEN3_MOE, None, id="qwen3_moe"),
+    pytest.param(LLAMA | {"model_type": "smollm3"}, None, id="smollm3"),
+    pytest.param(LLAMA | {"model_type": "glm4", "head_dim": 16}, None, id="glm4"),
+    pytest.param(SEED_OSS, None, id="seed_oss-dropout"),
+    pytest.param(EXAONE4, None, id="exaone4-window"),
+    pytest.param(COHERE, None, id="cohere-head-norms"),
+    pytest.param(COHERE2, None, id="cohere2"),
+    pytest.param(STABLELM, None, id="stablelm"),
+    pytest.param(STABLELM_12B, None, id="stablelm-parallel"),
+    pytest.param(GEMMA, None, id="gemma"),
+    pytest.param(GRANITE, None, id="granite"),
+    pytest.param(PHI3, None, id="phi3"),
+    pytest.param(STARCODER2, None, id="starcoder2"),
+    pytest.param(QWEN2_MOE, None, id="qwen2_moe"),
+    pytest.param(GPT_NEOX, None, id="gpt_neox"),
+    pytest.param(GPT_NEOX | {"use_parallel_residual": False}, None, id="gpt_neox-in-turn"),
+    pytest.param(GPT_NEOX | {"hidden_dropout": 0.1}, None, id="gpt_neox-dropout"),
+    pytest.param(DEEPSEEK, None, id="deepseek_v2"),
+    pytest.param(
+        DEEPSEEK
+        | {"model_type": "deepseek_v3", "num_key_value_heads": 4, "n_group": 1, "topk_group": 1}
+        | {"first_k_dense_replace": 0},
+        None,
+        id="deepseek_v3",
+    ),
+    pytest.param(DEEPSEEK | {"q_lora_rank": None}, None, id="deepseek_v2-lite"),
+    pytest.param(DEEPSEEK | {"v_head_dim": 24}, None, id="deepseek_v2-wide-values"),
+    pytest.param(DEEPSEEK | {"attention_dropout": 0.1}, None, id="deepseek_v2-attention"),
+    pytest.param(DEEPSEEK, EVERY, id="deepseek_v2-lora"),
+    pytest.param(GPTJ, None, id="gptj"),
+    pytest.param(PHI, None, id="phi"),
+    pytest.param(PHI | {"qk_layernorm": True}, None, id="phi-head-norms"),
+    pytest.param(FALCON, None, id="falcon-7b"),
+    pytest.param(FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2}, None, id="falcon-40b"),
+    pytest.param(FALCON | {"alibi": True, "parallel_attn": False, "bias": True}, None, id="falcon-rw"),
+    pytest.param(OPT, None, id="opt"),
+    pytest.param(OPT | {"do_layer_norm_before": False}, None, id="opt-norms-after"),
+    pytest.param(BLOOM, None, id="bloom"),
+    pytest.param(QWEN3_NEXT, None, id="qwen3_next-delta-net"),
+    pytest.param(GRANITE_4, None, id="granitemoehybrid-mamba"),
+    pytest.param(GRANITE_4, STACKS, id="granitemoehybrid-lora-of-experts"),
+    pytest.param(GRANITE_4 | {"mamba_n_groups": 2}, None, id="granitemoehybrid-groups"),
+    pytest.param(GRANITE_4 | {"num_local_experts": 0}, None, id="granitemoehybrid-dense"),
+    pytest.param(QWEN3_5, None, id="qwen3_5-delta-net"),
+    pytest.param(QWEN3_NEXT | FULL, None, id="qwen3_next-attention"),
+    pytest.param(QWEN3_NEXT, EVERY, id="qwen3_next-lora"),
+    pytest.param(GPT2, None, id="gpt2"),
+    pytest.param(GPT2 | {"resid_pdrop": 0.1}, None, id="gpt2-resid"),
+    pytest.param(GPT2 | {"attn_pdrop": 0.1}, None, id="gpt2-attention"),
+    pytest.param(LLAMA | {"attention_dropout": 0.1}, None, id="llama-attention"),
+    pytest.param(LLAMA, EVERY, id="lora"),
+    pytest.param(MIXTRAL, STACKS, id="lora-of-experts"),
+    pytest.param(MIXTRAL, STACKS.model_copy(update={"target_modules": ()}), id="lora-of-experts-alone"),
+    pytest.param(LLAMA, EVERY.model_copy(update={"lora_dropout": 0.05}), id="lora-dropout"),
+    pytest.param(GPT2, EVERY.model_copy(update={"lora_dropout": 0.05}), id="gpt2-lora-dropout"),
+    pytest.param(
+        LLAMA,
+        LoraConfig(r=4, lora_dropout=0.05, target_modules=("q_proj", "v_proj")),
+        id="lora-of-q-and-v",
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "lora"), CASES)
 def test_what_a_block_keeps_is_what_autograd_saves(config: dict[str, Any], lora: LoraConfig | None) -> None:
     found, planned = saved(config, lora)
     assert 0.99 < found / planned <= 1
+
+
+def test_every_family_has_a_case() -> None:
+    assert {str(case.values[0]["model_type"]) for case in CASES} == FAMILIES.keys()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_parameters_that_a_rank_is_planned_to_hold_are_those_that_it_builds(family: str) -> None:
+    raw = next(case.values[0] for case in CASES if case.values[0]["model_type"] == family)
+    config = FAMILIES[family].from_hf(raw)
+    for layout in (Layout(), Layout.of(tensor=2, sequence=True)):
+        for rank in range(layout.world):
+            state = ParallelState.stand_in(layout, rank)
+            model = FAMILIES[family].build(config, state=state)
+            every = rank_parameters(model, state).every
+            assert every.here + every.buffers == sum(one.numel() for one in model.parameters())

@@ -13,6 +13,7 @@ from trilith.models import GPT2Config, published_size
 from trilith.parallel_state import BadInput
 from trilith.recipes.recipe import parse_recipe, read_config
 from trilith.testing.short_runs import tiny_recipe, train, write_tokens
+from trilith.testing.tiny_models import TINY_LLAMA
 from trilith.training.dry_run import dry_run
 
 SMALL = {"vocab_size": 131, "num_hidden_layers": 2}
@@ -67,3 +68,19 @@ def test_a_size_beside_another_model_and_a_size_that_is_none_are_refused(
 ) -> None:
     with pytest.raises(BadInput, match=words):
         parse_recipe(recipe_of(tmp_path, model))
+
+
+@pytest.mark.parametrize("stated", [{"size": "llama-3.2-1b", "config": {}}, {"config": TINY_LLAMA}])
+def test_a_key_that_the_family_does_not_read_is_refused_in_a_recipe(
+    tmp_path: Path, stated: dict[str, Any]
+) -> None:
+    """In a config.json, which other programs write too, it gives a warning."""
+
+    def config(**more: Any) -> dict[str, Any]:
+        model = {**stated, "config": stated["config"] | more}
+        return read_config(parse_recipe(recipe_of(tmp_path, model)).model)
+
+    words = "recipe: model.config: rope_thetta: expected a key that llama reads, .*Nearest: rope_theta"
+    with pytest.raises(BadInput, match=words):
+        config(rope_thetta=5e5)
+    assert config(rope_theta=5e5, use_sliding_window=False, bos_token_id=1)["rope_theta"] == 5e5
