@@ -128,8 +128,9 @@ def test_greedy_generation_is_transformers(
 ) -> None:
     # With tied embeddings, all as random as here, a token is mostly followed by itself.
     new, untied = 32, {**MODELS[row], "tie_word_embeddings": False}
+    spread = 1.0 if row == "opt-350m" else 0.5  # its norms come last and undo much of what its blocks add
     for seed in range(5):  # until a model writes more than a few tokens over and over
-        model = transformers_model(untied, spread=0.5, seed=seed)
+        model = transformers_model(untied, spread=spread, seed=seed)
         expected = [
             model.generate(
                 torch.tensor([prompt]), max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0
