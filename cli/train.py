@@ -58,7 +58,7 @@ def train(
     and exits with code 75. A dry run plans any number of ranks on this machine, without data and without GPU.
     docs/recipe.md lists all keys of a recipe.
 
-    After a lost host, --fit goes on with the ranks that are left: those that were started, or --nproc. The
+    After a lost host, --fit goes on with the ranks that are left: all that were started, or --nproc. The
     planner chooses the layout, one line says which and why, and the curve stays the same. With as many ranks
     as the recipe has, its layout stays.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from ..parallel_state import Layout
 from .order import Action, Kind, actions
@@ -76,29 +76,44 @@ def timetable(
     ``costs``: those of every stage, or of each stage of the model in order. ``sending``: the time from the
     end of an action until another rank has its result. Raises ``BadInput`` if the schedule cannot run.
     """
-    order = _in_order(name, layout.pipeline, layout.virtual_stages, layout.v_shape, micro_batches)
+    order, placed = _in_order(name, layout.pipeline, layout.virtual_stages, layout.v_shape, micro_batches)
     of_stage = [costs] * layout.stages if isinstance(costs, Mapping) else costs
     ranks: list[list[Timed]] = [[] for _ in range(layout.pipeline)]
-    for one, *times in zip(order, *_times(order, layout.pipeline, of_stage, sending), strict=True):
-        ranks[one.rank].append(Timed(one.action, *times))
+    for action, one, *times in zip(
+        order, placed, *_times(placed, layout.pipeline, of_stage, sending), strict=True
+    ):
+        ranks[one.rank].append(Timed(action, *times))
     return Timetable(layout, tuple(map(tuple, ranks)))
 
 
 class _Placed(NamedTuple):
-    """State an action and what it waits for: the action ``needs`` of the order, ``away`` on another rank."""
+    """State what an action waits for, in numbers, because a timetable may have 100,000 actions.
 
-    action: Action
+    ``cost``, ``after``: places in a table of the costs of all stages (``_cost_of``); ``after`` is the action
+    with whose result it sends its own (``Action.paired``), or -1. ``needs``: the number of the action that
+    it waits for, or -1. ``away``: whether that action runs on another rank.
+    """
+
+    cost: int
     rank: int
-    needs: int | None
+    needs: int
     away: bool
-    #: With whose result it sends its own, see ``Action.paired``.
-    after: Action | None
+    after: int
+
+
+_KINDS: tuple[Kind, ...] = get_args(Kind)
+_NUMBER = {kind: number for number, kind in enumerate(_KINDS)}
+
+
+def _cost_of(action: Action) -> int:
+    """Return the place of an action's cost in a table that lists, stage by stage, the costs of each kind."""
+    return action.stage * len(_KINDS) + _NUMBER[action.kind]
 
 
 @cache
 def _in_order(
     name: str, pipeline: int, virtual_stages: int, v_shape: bool, micro_batches: int
-) -> tuple[_Placed, ...]:
+) -> tuple[tuple[Action, ...], tuple[_Placed, ...]]:
     """Return all ranks' actions in an order in which each comes after those that it waits for.
 
     The order does not depend on costs, so the steps of many layouts are timed by one.
@@ -107,6 +122,7 @@ def _in_order(
     layout = Layout.of(pipeline=pipeline, virtual_stages=virtual_stages, v_shape=v_shape)
     last, home = layout.stages - 1, [layout.rank_of_stage(stage) for stage in range(layout.stages)]
     done: dict[tuple[str, int, int], int] = {}
+    order: list[Action] = []
     found: list[_Placed] = []
     at = [0] * pipeline
     while any(at[rank] < len(todo) for rank, todo in enumerate(ranks)):
@@ -119,29 +135,31 @@ def _in_order(
                     break
                 # A whole backward, too, gives the gradient of the input, which the stage before waits for.
                 done["I" if one.kind == "B" else one.kind, one.stage, one.micro_batch] = len(found)
-                after = todo[at[rank] + 1] if one.paired else None
+                after = _cost_of(todo[at[rank] + 1]) if one.paired else -1
                 away = needs is not None and home[needs[1]] != rank
-                found.append(_Placed(one, rank, None if needs is None else done[needs], away, after))
+                order.append(one)
+                found.append(_Placed(_cost_of(one), rank, -1 if needs is None else done[needs], away, after))
                 at[rank] += 1
         assert len(found) > before, "a schedule that waits for itself"
-    return tuple(found)
+    return tuple(order), tuple(found)
 
 
 def _times(
     order: Sequence[_Placed], ranks: int, of_stage: Sequence[Mapping[Kind, float]], sending: float
 ) -> tuple[list[float], list[float]]:
     """Return when each action of an order starts and stops."""
+    cost_of = [costs[kind] for costs in of_stage for kind in _KINDS]
     free, ready = [0.0] * ranks, [0.0] * len(order)
     starts, stops = [0.0] * len(order), [0.0] * len(order)
-    for number, (one, rank, needs, away, after) in enumerate(order):
+    for number, (cost, rank, needs, away, after) in enumerate(order):
         start = free[rank]
-        if needs is not None:
+        if needs >= 0:
             come = ready[needs] + sending if away else ready[needs]
             if come > start:
                 start = come
-        stop = start + of_stage[one.stage][one.kind]
+        stop = start + cost_of[cost]
         starts[number], stops[number], free[rank] = start, stop, stop
-        ready[number] = stop if after is None else stop + of_stage[after.stage][after.kind]
+        ready[number] = stop if after < 0 else stop + cost_of[after]
     return starts, stops
 
 
@@ -157,7 +175,7 @@ def step_length(
     """
 
     def length(number: int) -> float:
-        order = _in_order(name, layout.pipeline, layout.virtual_stages, layout.v_shape, number)
+        _, order = _in_order(name, layout.pipeline, layout.virtual_stages, layout.v_shape, number)
         return max(_times(order, layout.pipeline, costs, sending)[1])
 
     more = few_micro_batches(name, layout, micro_batches)

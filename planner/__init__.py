@@ -11,11 +11,11 @@ from .rank_parameters import RankParameters, rank_parameters
 from .sampled import SampledModel, sampled
 from .stage_costs import StageCost, model_cost, stage_costs
 from .step_shape import Work
-from .suggestions import Change, Fit, changes_that_fit
+from .suggestions import Change, Remedy, changes_that_fit
 
 __all__ = [
     "Change",
-    "Fit",
+    "Remedy",
     "MemoryPlan",
     "RankParameters",
     "SampledModel",

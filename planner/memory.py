@@ -130,10 +130,11 @@ def _activations(work: Work, stages: Sequence[StageCost]) -> tuple[int, int]:
     for stage in stages:
         here, of_one = held[stage.number], stage.beside.kept
         recomputed = max(recomputed, stage.beside.working)
-        for cost, forgets, number in stage.alike(work.checkpointing, work.checkpoint_every):
-            saved = saved_under(work.checkpointing if forgets else "none", cost, work)
-            of_one += number * saved.kept
-            recomputed = max(recomputed, saved.recomputed)
+        for one in stage.alike(work.checkpointing, work.checkpoint_every):
+            if one.reached:
+                saved = saved_under(work.checkpointing if one.forgets else "none", one.cost, work)
+                of_one += one.count * saved.kept
+                recomputed = max(recomputed, saved.recomputed)
         if work.layout.pipeline > 1:
             of_one += work.between_stages  # a stage keeps its output until its backward
         kept += here.micro_batches * of_one

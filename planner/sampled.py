@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..layers import Cost, Stage
+from ..layers import Cost, Stage, all_stages
 from ..models import AdaptedFamily, CausalLM, Family, ModelConfig
 from ..models.base.decoder import Decoder
 from ..parallel_state import Layout, ParallelState, declarations
@@ -44,6 +44,7 @@ class SampledModel:
         for number, kind in enumerate(self.kinds):
             self._blocks.setdefault(kind, self._model.layers[str(number)])
         self._stages: dict[object, Stage] = {}
+        self._alike_ranks: dict[object, list[int]] = {}
         self._counted: dict[object, Group] = {}
         self._known: dict[object, Cost] = {}
 
@@ -53,6 +54,25 @@ class SampledModel:
         if key not in self._stages:
             self._stages[key] = Stage.of(len(self.kinds), split=split, state=state)
         return self._stages[key]
+
+    def alike_ranks(self, layout: Layout, split: Sequence[int] | None, every: int) -> list[int]:
+        """Return, for each pipeline rank, the first rank whose stages are like its stages.
+
+        Stages are alike if they have as many blocks of each kind, at the same places among ``every`` blocks,
+        and the same ends.
+        """
+        key = layout.pipeline, layout.virtual_stages, layout.v_shape, split and tuple(split), every
+        if key not in self._alike_ranks:
+            stages = all_stages(len(self.kinds), layout.stages, split)
+            first: dict[object, int] = {}
+            found = []
+            for rank in range(layout.pipeline):
+                parts = [stages[number] for number in layout.stages_of(rank)]
+                kinds = [sorted((self.kinds[n], n % every) for n in one.blocks) for one in parts]
+                shape = repr([(some, one.first, one.last) for some, one in zip(kinds, parts, strict=True)])
+                found.append(first.setdefault(shape, rank))
+            self._alike_ranks[key] = found
+        return self._alike_ranks[key]
 
     def parameters(self, state: ParallelState, split: Sequence[int] | None = None) -> RankParameters:
         """Count the parameters of a rank."""

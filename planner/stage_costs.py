@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import NamedTuple
 
 from torch import nn
 
@@ -26,6 +26,19 @@ from ..parallel_state import BadInput
 from .step_shape import Work
 
 
+class Alike(NamedTuple):
+    """State one block of several that are alike: its number and its cost, and how many there are.
+
+    ``forgets``: whether checkpointing drops what they keep; ``reached``: whether a backward comes to them.
+    """
+
+    number: int
+    cost: Cost
+    forgets: bool
+    reached: bool
+    count: int
+
+
 @dataclass(frozen=True)
 class StageCost:
     """Hold the costs of one stage for one micro-batch.
@@ -40,19 +53,23 @@ class StageCost:
     reached: frozenset[int]
     #: On the last stage.
     loss: Cost | None = None
-    _alike: dict[tuple[Checkpointing, int], list[tuple[Cost, bool, int]]] = field(
+    _alike: dict[tuple[Checkpointing, int], list[Alike]] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
 
-    def alike(self, mode: Checkpointing, every: int) -> list[tuple[Cost, bool, int]]:
-        """Return the costs of the blocks that a backward comes to, whether checkpointing forgets what they
-        keep, and how many blocks have this cost: many blocks share one.
+    def alike(self, mode: Checkpointing, every: int) -> list[Alike]:
+        """Return one block of each kind; blocks that share a cost are alike, if checkpointing treats them
+        alike.
         """
         if (mode, every) not in self._alike:
-            kinds = Counter((id(self.blocks[n]), checkpointed(n, mode, every)) for n in self.reached)
-            cost_of_id = {id(cost): cost for cost in self.blocks.values()}
-            found = [(cost_of_id[key], forgets, number) for (key, forgets), number in kinds.items()]
-            self._alike[mode, every] = found
+            kinds: dict[tuple[int, bool, bool], list[int]] = {}
+            for number, cost in self.blocks.items():
+                key = id(cost), checkpointed(number, mode, every), number in self.reached
+                kinds.setdefault(key, []).append(number)
+            self._alike[mode, every] = [
+                Alike(numbers[0], self.blocks[numbers[0]], forgets, reached, len(numbers))
+                for (_, forgets, reached), numbers in kinds.items()
+            ]
         return self._alike[mode, every]
 
 

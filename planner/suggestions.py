@@ -21,7 +21,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Fit:
+class Remedy:
     """State a change, or several together, and the bytes that the heaviest rank then needs."""
 
     changes: tuple[Change, ...]
@@ -34,7 +34,7 @@ class Fit:
 
 def changes_that_fit(
     changes: Sequence[Change], total: Callable[[Sequence[Change]], int | None], room: int, *, most: int = 3
-) -> list[Fit]:
+) -> list[Remedy]:
     """Return the changes, cheapest first, that bring ``total`` down to ``room``: each alone, or else several
     together.
 
@@ -42,7 +42,7 @@ def changes_that_fit(
     single change is enough, changes are added one after the other until they are enough; a change that does
     not lower the bytes is left out. ``room``: bytes of the device. ``most``: how many results to return.
     """
-    alone = [Fit((change,), size) for change in changes if (size := total([change])) is not None]
+    alone = [Remedy((change,), size) for change in changes if (size := total([change])) is not None]
     enough = [fit for fit in alone if fit.total <= room]
     if enough:
         return enough[:most]
@@ -55,5 +55,5 @@ def changes_that_fit(
             continue
         together, best = tried, size
         if size <= room:
-            return [Fit(tuple(together), size)]
+            return [Remedy(tuple(together), size)]
     return []

@@ -21,6 +21,7 @@ from ..pipeline.schedules import check_schedule
 from ..recipes.checks import check_batch, check_compile, check_float8, check_memory_of_pipeline
 from ..recipes.recipe import Recipe
 from ..recipes.sections import DataSection, MemorySection
+from .choice import Choice
 from .request import Request
 from .tally import Tally
 
@@ -75,7 +76,7 @@ class Cut:
 
     @cached_property
     def stores(self) -> tuple[Store, ...]:
-        """Return every legal store; the one that needs least memory comes first."""
+        """Return every legal store: the highest ZeRO stage and the fewest replicas first."""
         return _stores(self.data, self.layout.context, self.layout.expert, self.offload)
 
     @property
@@ -97,6 +98,16 @@ class Cut:
                 v_shape=flow.v_shape,
             )
         return self._layouts[key]
+
+    def choice(self, flow: Flow, mode: Checkpointing, store: Store | None = None) -> Choice:
+        """Return one layout of this cut; without ``store``, one with the first store."""
+        store = store or self.stores[0]
+        return Choice(self.layout_of(flow, store), flow.schedule, flow.micro_batch, mode, store.offload)
+
+    @cached_property
+    def least_stores(self) -> tuple[Store, ...]:
+        """Return the store of each ZeRO stage that needs least memory: the one with the fewest replicas."""
+        return tuple({one.zero: one for one in reversed(self.stores)}.values())[::-1]
 
     @cached_property
     def _layouts(self) -> dict[tuple[int, bool, Store], Layout]:

@@ -67,8 +67,9 @@ class Evaluator:
         self._chunk = cache(self._loss_chunk)
         self._compiled = cache(self._compiles)
         self._stage_costs = cache(self._costs_of)
-        self.held = cache(self._held_by)
-        self._rows = cache(self._row_seconds)
+        self._held = cache(self._held_by)
+        self._whole = cache(self._whole_model)
+        self._known: dict[Any, Any] = {}
 
     def model(self, layout: Layout) -> SampledModel:
         """Return one block of each kind, cut as the layout says; ``BadInput`` if the model forbids it."""
@@ -95,7 +96,7 @@ class Evaluator:
         work = self.work(choice, pipeline)
         layout = _without_data(choice.layout)
         costs = self._stage_costs(layout, choice.micro_batch, work.loss_chunk, pipeline)
-        return memory_of(work, self.held(choice.layout, pipeline), costs)
+        return memory_of(work, self._held(choice.layout, pipeline), costs)
 
     def memory_of_ranks(self, choice: Choice) -> list[MemoryPlan]:
         """Return the memory of the first rank of each pipeline rank."""
@@ -104,47 +105,72 @@ class Evaluator:
     def answer(self, choice: Choice, memory: Sequence[MemoryPlan] | None = None) -> Answer:
         """Evaluate a choice as a whole. ``memory``: that of its pipeline ranks, if it is known."""
         layout = choice.layout
-        compiled = self._compiled(choice.checkpointing, choice.schedule, layout.pipeline > 1)
-        timer = self._timer(choice, compiled)
         memory = tuple(self.memory_of_ranks(choice) if memory is None else memory)
         cut = self.cut(layout.pipeline, layout.virtual_stages, layout.v_shape)
-        return Answer(choice, timer.time(), memory, cut, self.loss_chunk(choice))
+        return Answer(choice, self._timer(choice).time(), memory, cut, self.loss_chunk(choice))
+
+    def least(self, choice: Choice) -> float:
+        """Return a lower bound of the seconds of a choice, without its timetable."""
+        return self._timer(choice).least()
+
+    def least_of_stages(self, choice: Choice, compiled: bool) -> float:
+        """Return a lower bound of the seconds of a choice with any ZeRO stage and any replicas.
+
+        ``compiled``: whether blocks are compiled.
+        """
+        bare = replace(choice, layout=_without_data(choice.layout))
+        work = replace(self.work(bare), micro_batches=choice.micro_batches(self.rows))
+        return self._timer_of(bare, work, compiled).least_of_stages()
+
+    def whole_model(self, layout: Layout, micro_batch: int, *, once: bool) -> float:
+        """Return a lower bound of the seconds in which one rank computes a micro-batch through the whole
+        model, with any schedule and mode of activation checkpointing.
+
+        The seconds include the traffic of the blocks, but not the traffic of the data ranks. ``once``:
+        whether a step has one micro-batch only.
+        """
+        return self._whole(_bare(layout), layout.pipeline > 1, micro_batch, once)
 
     def loss_chunk(self, choice: Choice) -> int:
         """Return the number of tokens whose logits exist at once, as a run would choose it."""
-        one = choice.layout
-        place = one.tensor, one.context, one.sequence, one.pipeline > 1
-        return self._chunk(place, choice.schedule, choice.micro_batch)
+        return self._chunk_of(choice, choice.layout.pipeline > 1)
 
-    def _timer(self, choice: Choice, compiled: bool) -> StepTimer:
+    def _chunk_of(self, choice: Choice, several: bool) -> int:
+        one = choice.layout
+        return self._chunk(
+            (one.tensor, one.context, one.sequence, several), choice.schedule, choice.micro_batch
+        )
+
+    def compiles(self, mode: Checkpointing, schedule: ScheduleName, pipeline: int) -> bool:
+        """Return whether blocks are compiled."""
+        return self._compiled(mode, schedule, pipeline > 1)
+
+    def _timer(self, choice: Choice) -> StepTimer:
         layout = choice.layout
+        compiled = self.compiles(choice.checkpointing, choice.schedule, layout.pipeline)
+        return self._timer_of(choice, self.work(choice), compiled)
+
+    def _timer_of(self, choice: Choice, work: Work, compiled: bool) -> StepTimer:
+        layout, bare = choice.layout, _without_data(choice.layout)
         split = self.cut(layout.pipeline, layout.virtual_stages, layout.v_shape).counts
         return StepTimer(
             self.model(layout),
-            self.work(choice),
+            work,
             self.request.machine,
             split=split if layout.pipeline > 1 else None,
             compiled=compiled,
             dtype="float8" if self.request.recipe.compute == "float8" else "",
+            held=lambda rank: self._held(layout, rank),
+            costs=lambda rank: self._stage_costs(bare, choice.micro_batch, work.loss_chunk, rank),
+            known=self._known,
         )
 
-    def row_seconds(
-        self, layout: Layout, micro_batch: int, mode: Checkpointing, schedule: ScheduleName
-    ) -> tuple[float, float]:
-        """Return the seconds of the forward and of the backward of one row through the whole model.
-
-        The seconds are those on one pipeline rank. They include the traffic of the blocks, but not the
-        traffic of the data ranks.
-        """
-        compiled = self._compiled(mode, schedule, layout.pipeline > 1)
-        return self._rows(_bare(layout), micro_batch, mode, compiled)
-
-    def _row_seconds(
-        self, bare: Layout, micro_batch: int, mode: Checkpointing, compiled: bool
-    ) -> tuple[float, float]:
-        choice = Choice(bare, "1f1b", micro_batch, mode)
-        (stage,) = self._timer(choice, compiled).time().stages
-        return stage["F"] / micro_batch, stage["B"] / micro_batch
+    def _whole_model(self, bare: Layout, several: bool, micro_batch: int, once: bool) -> float:
+        choice = Choice(bare, "1f1b", micro_batch)
+        chunks = {self._chunk_of(choice, several), *((0,) if several else ())}
+        compiled = self._compiled("none", "1f1b", several)
+        works = [replace(self.work(choice), micro_batches=2 - once, loss_chunk=chunk) for chunk in chunks]
+        return min(self._timer_of(choice, one, compiled).least_of_stages() / (2 - once) for one in works)
 
     def _cut(self, pipeline: int, virtual: int, v_shape: bool) -> StageCut:
         layout = Layout.of(pipeline=pipeline, virtual_stages=virtual, v_shape=v_shape)

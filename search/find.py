@@ -2,16 +2,17 @@
 
 Every group of layouts has a lower bound of its time; the group with the lowest bound is opened next. A group
 is first a cut of the model, then also a flow, a mode, and a store. Each of these steps makes the bound
-tighter, and a single layout at the end is timed in full. The search ends when no group left can hold a faster
-layout. A layout that is opened is among the fastest or does not fit, so the counted reasons are those of
-layouts that would have been faster.
+tighter, and a single layout at the end is timed in full. What is timed waits for its turn like the groups: if
+it comes first, no layout is faster. So the search finds what timing every layout would find. A layout that is
+opened is among the fastest or does not fit, so the counted reasons are those of layouts that would have been
+faster.
 
 Offload (weights on the host) is tried only if no layout fits without it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import heappop, heappush
@@ -31,8 +32,6 @@ from .tally import Tally
 
 #: Layouts to show, and how many times as long as the fastest one of them may take.
 SHOWN, _LONGEST = 10, 3.0
-#: Two layouts of the same cut whose times differ by less count as equally fast; only one of them is timed.
-_ALIKE = 0.03
 
 
 @dataclass
@@ -60,8 +59,6 @@ class _Group:
     cut: Cut
     flow: Flow | None = None
     mode: Checkpointing | None = None
-    #: Whether its bound is that of its mode and micro-batch.
-    refined: bool = False
     store: Store | None = None
     answer: Answer | None = None
 
@@ -70,17 +67,19 @@ class _Group:
         """Return the number of layouts in this group."""
         if self.flow is None:
             return self.cut.layouts
-        return 1 if self.store is not None else len(self.cut.stores)
+        modes = len(self.flow.modes) if self.mode is None else 1
+        return modes * (len(self.cut.stores) if self.store is None else 1)
+
+    @property
+    def cut_shown(self) -> tuple[object, ...]:
+        """Return the axes of which one layout is shown: a ring and gathered keys are not told apart."""
+        return Choice(self.cut.layout).cut
 
     @cached_property
     def choice(self) -> Choice:
-        """Return the layout of this group; if the store is still open, with the store that needs least
-        memory.
-        """
+        """Return the layout of this group; if the store is still open, with the first one."""
         assert self.flow is not None and self.mode is not None
-        store = self.store or self.cut.stores[0]
-        layout = self.cut.layout_of(self.flow, store)
-        return Choice(layout, self.flow.schedule, self.flow.micro_batch, self.mode, store.offload)
+        return self.cut.choice(self.flow, self.mode, self.store)
 
 
 def find_layouts(
@@ -105,10 +104,7 @@ class _Search:
         self.bound = Bound(self.evaluator)
         self._heap: list[tuple[float, int, _Group]] = []
         self._number = count()
-        self._cuts: set[tuple[object, ...]] = set()
-        #: The least seconds of the timed layouts of each cut, and by how much a flow's bound was too low.
-        self._least: dict[tuple[object, ...], float] = {}
-        self._gaps: dict[object, float] = {}
+        self._shown: set[tuple[object, ...]] = set()
 
     def run(self, *, offload: bool = False) -> bool:
         """Search, and tell whether something fits."""
@@ -119,15 +115,14 @@ class _Search:
         if not self._heap:
             raise none_legal(self.request, found.tally)
         while self._heap and not self._done(self._heap[0][0]):
-            bound, _, group = heappop(self._heap)
-            self._open(bound, group)
+            _, _, group = heappop(self._heap)
+            self._open(group)
             steps += 1
             if self.told is not None and steps % 32 == 0:
                 self.told(found)
         left = sum(group.layouts for _, _, group in self._heap)
         if left:
             found.tally.add("slower", "than the best, by a lower bound of their time", left, "")
-        found.best.sort(key=lambda one: one.time.seconds)  # a bound may be a little too high
         return bool(found.best)
 
     def _done(self, bound: float) -> bool:
@@ -148,52 +143,32 @@ class _Search:
             return group.answer.time.seconds
         if group.flow is None:
             return self.bound.of_cut(group.cut)
-        if group.mode is None or not group.refined:
+        if group.mode is None:
             return self.bound.of_flow(group.cut, group.flow)
         if group.store is None:
             return self.bound.of_mode(group.cut, group.flow, group.mode)
-        return self.bound.of_choice(group.cut, group.flow, group.choice)
+        return self.bound.of_choice(group.choice)
 
-    def _open(self, bound: float, group: _Group) -> None:
-        if group.answer is not None:
+    def _open(self, group: _Group) -> None:
+        cut, flow = group.cut, group.flow
+        if group.cut_shown in self._shown:
+            self.found.tally.add("slower", "than a layout of the same cut", group.layouts, str(cut.layout))
+        elif group.answer is not None:
             self._take(group.answer)
-        elif group.flow is None:
-            self._open_cut(group)
-        elif self._is_slower(group, bound):
-            self._count_slower(group.choice, group.layouts)
-        elif not group.refined:
-            self._push(replace(group, refined=True))
+        elif flow is None:
+            for one in cut.flows:
+                self._push(replace(group, flow=one))
+        elif group.mode is None:
+            for mode in flow.modes:
+                self._push(replace(group, mode=mode))
         elif group.store is None:
-            for store in group.cut.stores:
-                self._push(replace(group, store=store))
-        elif self._fits(group):
-            self._time(bound, group)
+            if self._fits([cut.choice(flow, group.mode, store) for store in cut.least_stores], group.layouts):
+                for store in cut.stores:
+                    self._push(replace(group, store=store))
+        elif self._fits([group.choice], 1):
+            self._time(group)
 
-    def _open_cut(self, group: _Group) -> None:
-        """Open the flows and modes of a cut that fit with the store that needs least.
-
-        With more rows in a micro-batch a rank needs more, so what does not fit with some does not with more.
-        """
-        flows: dict[tuple[str, int], list[Flow]] = {}
-        for flow in group.cut.flows:
-            flows.setdefault((flow.schedule, flow.virtual_stages), []).append(flow)
-        for some in flows.values():
-            for mode in some[0].modes:
-                groups = [replace(group, flow=flow, mode=mode) for flow in some]
-                for number, one in enumerate(groups):
-                    if not self._fits(one, layouts=sum(more.layouts for more in groups[number:])):
-                        break
-                    self._push(one)
-
-    def _is_slower(self, group: _Group, bound: float) -> bool:
-        """Tell whether a timed layout of this cut is as fast, or nearly."""
-        known = self._least.get(group.choice.cut)
-        if known is None:
-            return False
-        gap = self._gaps.get((group.cut.layout, group.flow, group.mode), 0.0)
-        return bound + gap > (1 - _ALIKE) * known
-
-    def _time(self, bound: float, group: _Group) -> None:
+    def _time(self, group: _Group) -> None:
         """Evaluate a layout in full, and open it again if every one of its ranks fits."""
         memory = self.evaluator.memory_of_ranks(group.choice)
         heaviest = max(range(len(memory)), key=lambda rank: memory[rank].total)
@@ -201,33 +176,29 @@ class _Search:
             self._count_memory(group.choice, heaviest, memory[heaviest], 1)
             return
         answer = self.evaluator.answer(group.choice, memory)
-        cut, seconds = answer.choice.cut, answer.time.seconds
-        self._least[cut] = min(seconds, self._least.get(cut, seconds))
-        self._gaps[group.cut.layout, group.flow, group.mode] = seconds - bound
         self.found.timed.append(answer)
         self._push(replace(group, answer=answer))
 
     def _take(self, answer: Answer) -> None:
-        if answer.choice.cut in self._cuts:
-            self._count_slower(answer.choice, 1)
-            return
         recipe_of(self.request, answer.choice)  # every check of a recipe, once more
         self.found.best.append(answer)
-        self._cuts.add(answer.choice.cut)
+        self._shown.add(answer.choice.cut)
 
-    def _fits(self, group: _Group, *, layouts: int = 1) -> bool:
-        """Tell whether both ends of the pipeline fit, which nearly always need most; if not, count why."""
-        choice = group.choice
-        for rank in dict.fromkeys((0, choice.layout.pipeline - 1)):
-            plan = self.evaluator.memory(choice, rank)
-            if plan.total + RUNTIME > self.request.room:
-                self._count_memory(choice, rank, plan, layouts)
-                return False
-        return True
-
-    def _count_slower(self, choice: Choice, layouts: int) -> None:
-        text = "than a layout of the same cut"
-        self.found.tally.add("slower", text, layouts, str(choice))
+    def _fits(self, choices: Sequence[Choice], layouts: int) -> bool:
+        """Tell whether both ends of the pipeline, which nearly always need most, fit with one of these
+        choices; if not, count why.
+        """
+        refused = []
+        for choice in choices:
+            for rank in dict.fromkeys((0, choice.layout.pipeline - 1)):
+                plan = self.evaluator.memory(choice, rank)
+                if plan.total + RUNTIME > self.request.room:
+                    refused.append((choice, rank, plan))
+                    break
+            else:
+                return True
+        self._count_memory(*min(refused, key=lambda one: one[2].total), layouts)
+        return False
 
     def _count_memory(self, choice: Choice, rank: int, plan: MemoryPlan, layouts: int) -> None:
         room = self.request.room

@@ -17,9 +17,9 @@ from ..parallel_state import BadInput, ParallelState, declarations, dtype_named
 from ..pipeline import bubble
 from ..planner import (
     Change,
-    Fit,
     MemoryPlan,
     RankParameters,
+    Remedy,
     StageCost,
     Traffic,
     Work,
@@ -78,7 +78,7 @@ class DryRun:
     cut: StageCut
     flops: TokenFlops
     room: int | None
-    fits: list[Fit]
+    remedies: list[Remedy]
     notes: list[str]
 
     @property
@@ -100,7 +100,7 @@ class DryRun:
         """
         if self.room is None or self.rank.total <= self.room:
             return
-        ways = "; or ".join(f"{fit.overrides} ({fit.total / 1e9:.1f} GB)" for fit in self.fits)
+        ways = "; or ".join(f"{fit.overrides} ({fit.total / 1e9:.1f} GB)" for fit in self.remedies)
         raise BadInput(
             where,
             f"memory of rank {self.rank.rank}",
@@ -136,7 +136,7 @@ def dry_run(recipe: Recipe, *, rank: int | None = None, room: int | None = None)
         planned.cut,
         flops_of(recipe, planned),
         room,
-        _fits(recipe, room) if too_much and room is not None else [],
+        _remedies(recipe, room) if too_much and room is not None else [],
         missing + _missing(recipe),
     )
 
@@ -258,7 +258,7 @@ def _missing(recipe: Recipe) -> list[str]:
     return []
 
 
-def _fits(recipe: Recipe, room: int) -> list[Fit]:
+def _remedies(recipe: Recipe, room: int) -> list[Remedy]:
     def total(changes: Sequence[Change]) -> int | None:
         overrides = [text for change in changes for text in change.overrides]
         try:

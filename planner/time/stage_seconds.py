@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from ...pipeline.order import Kind
 
 
 @dataclass
 class StageSeconds:
-    """Add up the seconds of one stage's forward and backward of one micro-batch, by part."""
+    """Add up the seconds of one stage's forward and backward of one micro-batch, by part.
+
+    ``seconds``, ``costs`` and ``parts`` are computed once: read them after the last ``add``.
+    """
 
     forward: dict[str, float] = field(default_factory=dict)
     inputs: dict[str, float] = field(default_factory=dict)
@@ -19,15 +23,26 @@ class StageSeconds:
         parts: dict[str, float] = getattr(self, direction)
         parts[part] = parts.get(part, 0.0) + seconds * times
 
+    def include(self, more: StageSeconds, times: int) -> None:
+        """Add the seconds of ``times`` modules that take ``more`` each."""
+        for direction in ("forward", "inputs", "weights"):
+            for part, seconds in getattr(more, direction).items():
+                self.add(direction, part, seconds, times)
+
     def total(self, direction: str) -> float:
         parts: dict[str, float] = getattr(self, direction)
         return sum(parts.values())
 
-    @property
+    @cached_property
+    def seconds(self) -> float:
+        return self.costs["F"] + self.costs["B"]
+
+    @cached_property
     def costs(self) -> dict[Kind, float]:
         inputs, weights = self.total("inputs"), self.total("weights")
         return {"F": self.total("forward"), "I": inputs, "W": weights, "B": inputs + weights}
 
+    @cached_property
     def parts(self) -> dict[str, float]:
         found: dict[str, float] = {}
         for one in (self.forward, self.inputs, self.weights):

@@ -18,36 +18,36 @@ Exposed is what nothing else is computed beside:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, cached_property, partial
 from typing import Any
 
-from torch import nn
-
-from ...layers import Cost, Send, checkpointed, cross_entropy_cost
 from ...models import Family, ModelConfig
 from ...parallel_state import ParallelState
 from ...pipeline import schedule_kind
+from ...pipeline.order import Kind
 from ...pipeline.timetable import step_length
-from ..data_rounds import data_rounds
 from ..flops import TokenFlops, flops_per_token
 from ..memory import MemoryPlan, memory_of
-from ..rank_parameters import Group, RankParameters
+from ..rank_parameters import RankParameters
 from ..sampled import SampledModel
 from ..stage_costs import StageCost
 from ..step_shape import Work
 from .collectives import Links
-from .kernels import Kernels, Mode, Seconds, exchanged, heavier, leaves
+from .kernels import Kernels, Mode
 from .machines import Machine
 from .prediction import PARTS, StepTime
 from .stage_seconds import StageSeconds
+from .stage_timer import StageTimer
 
 
 class StepTimer:
     """Time the steps of one model in one layout; ``work`` is that of any of its ranks.
 
-    ``split``: blocks of each stage. ``compiled``: whether blocks are fused by a compiler.
+    ``split``: blocks of each stage. ``compiled``: whether blocks are fused by a compiler. A caller that times
+    many steps gives what these share: ``held`` and ``costs`` return the parameters and costs of a pipeline
+    rank; ``known`` holds seconds that were computed before on this machine, and new ones are added.
     """
 
     def __init__(
@@ -59,6 +59,9 @@ class StepTimer:
         split: Sequence[int] | None = None,
         compiled: bool = False,
         dtype: str = "",
+        held: Callable[[int], RankParameters] | None = None,
+        costs: Callable[[int], list[StageCost]] | None = None,
+        known: dict[Any, Any] | None = None,
     ) -> None:
         self.model, self.machine, self.split = model, machine, split
         layout = work.layout
@@ -68,205 +71,138 @@ class StepTimer:
         mode: Mode = "compiled" if compiled else "eager" if work.fused else "cpu"
         self.kernels = Kernels(machine, mode, dtype, layout.tensor)
         self.links = Links(layout, machine)
-        states = [ParallelState.stand_in(layout, layout.first_rank(n)) for n in range(layout.pipeline)]
-        self.works = [replace(work, state=state) for state in states]
-        self.held = [model.parameters(state, split) for state in states]
-        self.costs = [model.costs(one, split) for one in self.works]
-        self._known: dict[object, StageSeconds] = {}
+        self._known: dict[Any, Any] = {} if known is None else known
+        self.timer = StageTimer(model, work, self.kernels, self.links, self._known)
+        self.held = held or cache(lambda rank: model.parameters(self._work_of(rank).state, split))
+        self.costs = costs or cache(lambda rank: model.costs(self._work_of(rank), split))
+
+    def _work_of(self, rank: int) -> Work:
+        return replace(self.work, state=ParallelState.stand_in(self.layout, self.layout.first_rank(rank)))
 
     def memory(self) -> list[MemoryPlan]:
         """Return the memory of the first rank of each pipeline rank."""
-        return [memory_of(*one) for one in zip(self.works, self.held, self.costs, strict=True)]
+        ranks = range(self.layout.pipeline)
+        return [memory_of(self._work_of(rank), self.held(rank), self.costs(rank)) for rank in ranks]
+
+    @cached_property
+    def _alike(self) -> list[int]:
+        """Return, for each pipeline rank, the first one whose stages are like its stages."""
+        return self.model.alike_ranks(self.layout, self.split, self.work.checkpoint_every)
+
+    @cached_property
+    def _of_rank(self) -> dict[int, list[StageSeconds]]:
+        """Return the seconds of the stages of each pipeline rank that is like none before."""
+        layout, work = self.layout, self.work
+        shape = layout.pipeline, layout.virtual_stages, layout.v_shape, work.schedule, work.checkpointing
+        key = id(self.costs(0)[0].beside), work.loss_chunk, shape, work.micro_batches > 1, self.kernels.mode
+        if layout.zero < 2 and key in self._known:  # data ranks exchange nothing during a micro-batch
+            shared: dict[int, list[StageSeconds]] = self._known[key]
+            return shared
+        found = {rank: self._of(rank) for rank in dict.fromkeys(self._alike)}
+        if layout.zero < 2:
+            self._known[key] = found
+        return found
+
+    def _of(self, rank: int) -> list[StageSeconds]:
+        return [self.timer.stage(one, partial(self.held, rank)) for one in self.costs(rank)]
+
+    @cached_property
+    def _stages(self) -> list[StageSeconds]:
+        """Return the seconds of each stage, in the model's order."""
+        found: dict[int, StageSeconds] = {}
+        for rank, alike in enumerate(self._alike):
+            found |= zip(self.layout.stages_of(rank), self._of_rank[alike], strict=True)
+        return [found[number] for number in sorted(found)]
+
+    @cached_property
+    def _busy(self) -> list[float]:
+        """Return the seconds that each pipeline rank computes for micro-batches."""
+        rounds = self.work.micro_batches
+        busy = {rank: rounds * sum(one.seconds for one in some) for rank, some in self._of_rank.items()}
+        return [busy[rank] for rank in self._alike]
+
+    @cached_property
+    def _sending(self) -> float:
+        """Return the seconds in which a stage's results reach the next one."""
+        if self.layout.pipeline == 1:
+            return 0.0
+        return self.links.seconds("pipeline", "send", self.work.between_stages, 1)
 
     def time(self, *, checkpoint: float = 0.0) -> StepTime:
         """Predict a step. ``checkpoint``: seconds that saving adds to a step, on average."""
-        layout, rounds = self.layout, self.work.micro_batches
-        stages: dict[int, StageSeconds] = {}
-        for held, costs in zip(self.held, self.costs, strict=True):
-            stages |= {one.number: self._stage(one, held) for one in costs}
-        ordered = [stages[number] for number in sorted(stages)]
-        of_rank = [[stages[number] for number in layout.stages_of(n)] for n in range(layout.pipeline)]
-        busy = [rounds * sum(sum(one.parts().values()) for one in some) for some in of_rank]
+        layout, rounds, busy = self.layout, self.work.micro_batches, self._busy
         slowest = max(range(layout.pipeline), key=lambda n: busy[n])
-        costs_of, sending = [one.costs for one in ordered], 0.0
         parts = dict.fromkeys(PARTS, 0.0)
-        for one in of_rank[slowest]:
-            for name, seconds in one.parts().items():
+        for one in self._of_rank[self._alike[slowest]]:
+            for name, seconds in one.parts.items():
                 parts[name] += rounds * seconds
+        costs_of = [one.costs for one in self._stages]
         if layout.pipeline > 1:
-            sending = self.links.seconds("pipeline", "send", self.work.between_stages, 1)
-            schedule = self.work.schedule
-            alone = step_length(schedule, layout, rounds, costs_of, 0.0)
+            alone = self._length(costs_of, 0.0)
             parts["bubble"] = max(0.0, alone - busy[slowest])
-            parts["pipeline"] = step_length(schedule, layout, rounds, costs_of, sending) - alone
-        parts["data"] += max(self._sums(n, of_rank[n]) for n in range(layout.pipeline))
-        parts["optimizer"] = max(map(self._update, self.held))
+            parts["pipeline"] = self._length(costs_of, self._sending) - alone
+        parts["data"] += self._exchange
+        parts["optimizer"] = self._updates
         parts["checkpoint"] = checkpoint
         flops = _flops(self.model.family, self.model.config, self.work.sequence_length)
         tokens = self.work.micro_batch * rounds * layout.data * self.work.sequence_length
         return StepTime(
             parts, tokens, layout.world, flops, self.machine.stated or self.machine.peak(self.dtype), busy,
-            costs_of, sending, self.machine.efficiency.source,
+            costs_of, self._sending, self.machine.efficiency.source,
         )  # fmt: skip
 
-    def _stage(self, stage: StageCost, held: RankParameters) -> StageSeconds:
-        """Time a micro-batch of one stage."""
-        found, work = StageSeconds(), self.work
-        kinds: dict[tuple[int, bool, bool], list[int]] = {}
-        for number in stage.blocks:
-            forgets = checkpointed(number, work.checkpointing, work.checkpoint_every)
-            key = self.model.kinds[number], forgets, number in stage.reached
-            kinds.setdefault(key, []).append(number)
-        for (_, forgets, reached), numbers in kinds.items():
-            group = held.groups[f"layers.{numbers[0]}"]
-            block = self.model.block(numbers[0])
-            self._block(found, stage.blocks[numbers[0]], block, group, forgets, reached, len(numbers))
-        ends = 3 * (stage.number == 0) + 3 * (stage.loss is not None)
-        self._module(found, stage.beside, ends, 1, reached=True)
-        if stage.loss is not None:
-            self._loss(found, stage.loss)
-        home = self.layout.rank_of_stage
-        if stage.number == 0 or (stage.loss is not None and home(stage.number) != home(0)):
-            self._around(found, held.root, 0.0, 0.0, 1, root=True)
+    def least(self) -> float:
+        """Return a lower bound of the seconds of a step, computed without the timetable."""
+        return self.least_of_stages() + self._exchange + self._updates
+
+    def least_of_stages(self) -> float:
+        """Return a lower bound of the seconds from the first forward to the last backward.
+
+        A pipeline rank starts after the forward of the stages before its first one, and is then busy. If its
+        last action is a whole backward, the backward of the stages before follows.
+        """
+        apart = schedule_kind(self.work.schedule).two_backwards
+        waits, least = 0.0, 0.0
+        for busy, alike in zip(self._busy, self._alike, strict=True):
+            least = max(least, waits + busy)
+            costs = self._of_rank[alike][0].costs
+            waits += costs["F"] + self._sending + (0.0 if apart else costs["B"] + self._sending)
+        return least
+
+    def _length(self, costs: Sequence[Mapping[Kind, float]], sending: float) -> float:
+        """Return the seconds of the timetable; layouts that differ in their data ranks may share one."""
+        layout, work = self.layout, self.work
+        numbers = tuple((one["F"], one["I"], one["W"]) for one in costs)
+        shape = layout.pipeline, layout.virtual_stages, layout.v_shape, work.micro_batches
+        key = work.schedule, shape, numbers, sending
+        if key not in self._known:
+            self._known[key] = step_length(work.schedule, layout, work.micro_batches, costs, sending)
+        found: float = self._known[key]
         return found
 
-    def _block(
-        self,
-        found: StageSeconds,
-        cost: Cost,
-        block: nn.Module,
-        group: Group,
-        forgets: bool,
-        reached: bool,
-        times: int,
-    ) -> None:
-        work, layout = self.work, self.layout
-        factors = heavier(block)
-        computed = self._module(found, cost, leaves(block), times, reached=reached, factors=factors)
-        back = computed.inputs + computed.weights if reached else 0.0
-        if forgets and reached:
-            again = self.kernels.again(cost, leaves(block), work.checkpointing, factors)
-            found.add("inputs", "recompute", again, times)
-            back += again
-            for send in cost.sends:
-                if send.again == "always" or (send.again == "full" and work.checkpointing != "selective"):
-                    found.add("inputs", send.axis, self._send(send), times)
-        if layout.expert > 1:
-            size = exchanged(block, work.tokens.bytes(work.hidden))
-            seconds = 2 * self.links.seconds("expert", "all_to_all", size, 1)
-            found.add("forward", "expert", seconds, times)
-            if reached:
-                found.add(
-                    "inputs",
-                    "expert",
-                    seconds * (2 if forgets and work.checkpointing != "selective" else 1),
-                    times,
-                )
-        self._around(found, group, computed.forward, back, times)
-
-    def _module(
-        self,
-        found: StageSeconds,
-        cost: Cost,
-        modules: int,
-        times: int,
-        *,
-        reached: bool,
-        factors: tuple[float, float] = (1.0, 1.0),
-    ) -> Seconds:
-        """Add what modules of this cost compute and send; return the seconds computed."""
-        computed = self.kernels.compute(cost, modules, factors)
-        found.add("forward", "compute", computed.forward, times)
-        if reached:
-            found.add("inputs", "compute", computed.inputs, times)
-            found.add("weights", "compute", computed.weights, times)
-        beside = {"tensor": computed.weights / 2, "context": self.kernels.scores(cost)}
-        for send in cost.sends:
-            if not send.forward and not reached:
-                continue
-            seconds = self._send(send)
-            hides = send.kind == "exchange" or (
-                send.axis == "tensor" and not send.forward and send.kind != "all_gather"
-            )
-            if hides:
-                free = (
-                    beside[send.axis]
-                    if send.axis == "tensor"
-                    else beside["context"] * (1 if send.forward else 2.5)
-                )
-                hidden = min(seconds, free)
-                seconds -= hidden
-                if send.axis == "tensor":
-                    beside["tensor"] -= hidden
-            found.add("forward" if send.forward else "inputs", send.axis, seconds, times)
-        return computed
-
-    def _send(self, send: Send) -> float:
-        return self.links.seconds(send.axis, send.kind, send.bytes, send.count)
-
-    def _loss(self, found: StageSeconds, cost: Cost) -> None:
-        tokens, state = self.work.tokens, self.works[0].state
-        logits = cross_entropy_cost(tokens, self.model.config.vocab_size, state=state).kept
-        computed = self.kernels.loss(logits)
-        found.add("forward", "compute", computed.forward)
-        found.add("inputs", "compute", computed.inputs)
-        if self.work.loss_chunk:  # each chunk adds to the sum of the weight's gradient
-            chunks = tokens.count / min(self.work.loss_chunk, tokens.count)
-            found.add("weights", "compute", self.kernels.moved(2 * chunks * cost.kept))
-        for send in cost.sends:
-            found.add("forward", send.axis, self._send(send))
-
-    def _around(
-        self,
-        found: StageSeconds,
-        group: Group,
-        forward: float,
-        backward: float,
-        times: int,
-        root: bool = False,
-    ) -> None:
-        """Add what FSDP exchanges at every micro-batch, where it takes longer than what runs beside it."""
-        work, rounds = self.work, data_rounds(self.work, root=root)
-        gather = self._gather(group) if self.layout.zero == 3 else 0.0
-        again = gather * (rounds.backward > 0)
-        apart = self.layout.pipeline > 1 and schedule_kind(work.schedule).two_backwards
-        summed = 0.0
-        if self.layout.zero >= 2:
-            summed = self._scatter(group) + self._sum_replicas(group) * rounds.replicas / rounds.scatters
-        found.add("forward", "data", max(0.0, gather - forward), times)
-        found.add("inputs", "data", max(0.0, again + (0.0 if apart else summed) - backward), times)
-        found.add("weights", "data", summed if apart else 0.0, times)
-        # Gradients of a micro-batch, made in the dtype of the products, are added to those before.
-        if work.compute != work.reduce or work.micro_batches > 1:
-            reads = work.compute + work.reduce * (1 + (work.micro_batches > 1))
-            found.add("weights", "compute", self.kernels.moved(group.trained * reads), times)
-
-    def _gather(self, group: Group) -> float:
-        return self.links.seconds("data", "all_gather", group.padded * self.work.compute)
-
-    def _scatter(self, group: Group) -> float:
-        size, shards = group.trained_padded * self.work.reduce, self.layout.data_sizes()[1]
-        return self.links.seconds("data", "reduce_scatter", shards * size)
-
-    def _sum_replicas(self, group: Group) -> float:
-        return self.links.seconds("replicas", "all_reduce", group.trained_padded * self.work.reduce)
-
-    def _reduce(self, group: Group) -> float:
-        return self._scatter(group) + self._sum_replicas(group)
-
-    def _sums(self, pipeline: int, stages: Sequence[StageSeconds]) -> float:
+    @cached_property
+    def _exchange(self) -> float:
         """Return the exposed seconds of what ranks exchange once a step."""
-        layout, held, work = self.layout, self.held[pipeline], self.work
-        found = 0.0
+        return max(self._sums(rank) for rank in self._of_rank)
+
+    @cached_property
+    def _updates(self) -> float:
+        """Return the seconds of clipping and of the optimizer."""
+        return max(self._update(self.held(rank)) for rank in self._of_rank)
+
+    def _sums(self, pipeline: int) -> float:
+        """Return the exposed seconds of what a pipeline rank exchanges once a step."""
+        layout, held, work, timer = self.layout, self.held(pipeline), self.work, self.timer
+        stages, found = self._of_rank[pipeline], 0.0
         if not layout.holds_alone:
             groups = held.kinds
             if layout.zero in (1, 2):  # weights, beside the first forward
-                every = sum(number * self._gather(one) for one, number in groups)
-                first = self._gather(held.root)
+                every = sum(number * timer.gather(one) for one, number in groups)
+                first = timer.gather(held.root)
                 found += max(first, every - sum(one.total("forward") for one in stages))
             if layout.zero < 2:
-                every = sum(number * self._reduce(one) for one, number in groups)
-                last = self._reduce(held.root)
+                every = sum(number * timer.reduce(one) for one, number in groups)
+                last = timer.reduce(held.root)
                 backward = sum(one.total("inputs") + one.total("weights") for one in stages)
                 apart = layout.pipeline > 1 and schedule_kind(work.schedule).two_backwards
                 found += every if apart else max(last, every - backward)

@@ -179,7 +179,7 @@ def test_what_does_not_fit_is_refused_and_each_change_named_makes_it_fit(
 def test_where_no_single_change_suffices_several_do_together(small: Path) -> None:
     recipe = load_recipe(small)
     room = int(0.3 * heaviest(recipe, plan(recipe)).total)
-    (fit,) = dry_run(recipe, room=room).fits
+    (fit,) = dry_run(recipe, room=room).remedies
     assert len(fit.changes) > 1 and fit.total <= room
     changed = with_overrides(recipe, fit.overrides.split())
     assert heaviest(changed, plan(changed)).total == fit.total
@@ -249,7 +249,7 @@ def test_adapters_to_go_on_with_say_what_they_are_without_the_weights(small: Pat
     room = int(0.9 * stated.rank.total)
     found = dry_run(recipe, room=room)
     assert found.rank.trained == stated.rank.trained > 0 and found.rank.total == stated.rank.total
-    assert found.fits and all(fit.total <= room for fit in found.fits)
+    assert found.remedies and all(fit.total <= room for fit in found.remedies)
 
     unknown = dry_run(load_recipe(small, [*absent, f"lora.init_from={tmp_path / 'absent'}"]))
     assert unknown.rank.trained == dry_run(load_recipe(small, [*absent, "lora.r=8"])).rank.trained

@@ -12,7 +12,7 @@ from trilith.layers import KeyValueCache
 from trilith.models import family_of, published_size
 from trilith.parallel_state import Layout, ParallelState, initialize
 from trilith.planner.generation_memory import GenerationMemory, generation_memory, rows_that_fit
-from trilith.testing import LiveBytes
+from trilith.testing import LiveBytes, run_parallel
 from trilith.testing.tiny_models import MODELS
 
 #: Keys and values with windows; latents (MLA); recurrent states of both kinds beside keys and values.
@@ -26,8 +26,9 @@ def tensors_of(cache: KeyValueCache) -> list[torch.Tensor]:
     return [*both, *cache._states.values(), *places]
 
 
-def held(name: str, dtype: torch.dtype) -> GenerationMemory:
-    """Generate on one rank from prompts of three lengths; return the bytes that it held, measured."""
+def held(name: str, layout: Layout, dtype: torch.dtype = torch.float32) -> tuple[GenerationMemory, int]:
+    """Generate from prompts of three lengths; return what the rank held, and its pipeline rank."""
+    state = ParallelState.start(layout) if layout.world > 1 else ParallelState.alone()
     family = family_of(MODELS[name])
     config = family.from_hf(MODELS[name])
     gc.collect()
@@ -40,26 +41,45 @@ def held(name: str, dtype: torch.dtype) -> GenerationMemory:
 
     with pytest.MonkeyPatch.context() as patch, LiveBytes() as memory:
         patch.setattr(KeyValueCache, "__init__", noted)
-        model = family.build(config, state=ParallelState.alone(), dtype=dtype)  # as the command does
+        model = family.build(config, state=state, dtype=dtype)
         model.to_empty(device="cpu")
-        initialize(model, 0)
+        initialize(model, 0, state=state)
         weights = sum(one.nbytes for one in (*model.parameters(), *model.buffers()))
         prompts = [[5] * length for length in (LENGTH - NEW, 3, 17)]
         generate(model, prompts, max_new_tokens=NEW)
     kept = [tensor for one in caches for tensor in tensors_of(one)]
     cache = sum(tensor.nbytes for tensor in kept)
-    return GenerationMemory(weights, cache, memory.peak - weights - cache)
+    return GenerationMemory(weights, cache, memory.peak - weights - cache), state.at.pipeline
+
+
+def planned(name: str, layout: Layout, dtype: torch.dtype = torch.float32) -> list[GenerationMemory]:
+    family = family_of(MODELS[name])
+    config = family.from_hf(MODELS[name])
+    return generation_memory(family, config, layout, dtype, rows=3, length=LENGTH - 1, fused=False)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_weights_and_cache_are_exact_and_the_peak_is_not_above_the_plan(name: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        measured, family = held(name, dtype), family_of(MODELS[name])
-        config = family.from_hf(MODELS[name])
-        # The last new token is never read.
-        (plan,) = generation_memory(family, config, Layout(), dtype, rows=3, length=LENGTH - 1, fused=False)
+        measured, _ = held(name, Layout(), dtype)
+        (plan,) = planned(name, Layout(), dtype)
         assert (measured.weights, measured.cache) == (plan.weights, plan.cache)
         assert 0 < measured.reading <= plan.reading
+
+
+def held_by_all(layout: Layout) -> list[tuple[GenerationMemory, int]]:
+    return [held(name, layout) for name in NAMES]
+
+
+def test_each_of_two_tensor_ranks_holds_what_is_planned() -> None:
+    layout = Layout.of(tensor=2)
+    ranks = run_parallel(held_by_all, 2, layout, timeout=120)
+    for index, name in enumerate(NAMES):
+        plan = planned(name, layout)
+        for rank in ranks:
+            measured, stage = rank[index]
+            assert (measured.weights, measured.cache) == (plan[stage].weights, plan[stage].cache), name
+            assert 0 < measured.reading <= plan[stage].reading, name
 
 
 def test_as_many_rows_fit_as_the_plan_of_one_more_does_not() -> None:

@@ -15,7 +15,6 @@ from trilith.search.bound import Bound
 from trilith.search.candidates import candidates
 from trilith.search.critical_batch import critical_batch
 from trilith.search.evaluate import Evaluator
-from trilith.search.find import _Group
 from trilith.search.report import make_page, recipe_toml
 from trilith.search.tally import Tally
 from trilith.training.dry_run import dry_run, heaviest
@@ -51,12 +50,11 @@ def test_no_layout_is_faster_than_the_best_or_than_its_bound(found: Found) -> No
             for mode in {flow.modes[0], flow.modes[-1]}:
                 if flow.micro_batch > 1:
                     continue
-                group = _Group(cut, flow, mode, store=cut.stores[-1])
-                answer = evaluator.answer(group.choice)
-                least = bound.of_choice(cut, flow, group.choice)
-                assert max(bound.of_cut(cut), least) <= answer.time.seconds, group.choice
+                choice = cut.choice(flow, mode, cut.stores[-1])
+                answer = evaluator.answer(choice)
+                assert max(bound.of_cut(cut), bound.of_choice(choice)) <= answer.time.seconds, choice
                 if answer.bytes <= found.request.room:
-                    assert answer.time.seconds >= fastest * (1 - 0.03), group.choice
+                    assert answer.time.seconds >= fastest, choice
                 seen += 1
     assert seen > 50
 
@@ -74,7 +72,10 @@ def test_every_layout_is_accounted_for(found: Found) -> None:
     assert counted + len(found.best) == found.legal == found.settled
 
 
-def test_a_reason_names_the_rank_the_figures_and_the_largest_part(found: Found) -> None:
+def test_a_reason_names_the_rank_the_figures_and_the_largest_part() -> None:
+    found = find_layouts(
+        read_request("llama-3.2-1b", MACHINE, 4, sequence_length=4096, global_batch=8, headroom=0.7)
+    )
     memory = [one for one in found.tally if one.kind == "memory"]
     assert memory
     for one in memory:
@@ -150,7 +151,8 @@ def test_the_page_of_several_searches_is_a_chart(tmp_path: Path) -> None:
 
 
 def test_adapters_fit_where_the_whole_model_cannot_be_trained(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", "llama-3.1-8b", "--gpus", "1", "--gpu", "l40s", "--seq", "1024", "--global-batch", "4"]
+    # So many rows do not fit in one micro-batch; several micro-batches need gradients in whole.
+    words = ["plan", "llama-3.1-8b", "--gpus", "1", "--gpu", "l40s", "--seq", "1024", "--global-batch", "64"]
     assert run([*words, "--json"]) == 2
     capsys.readouterr()
     assert run([*words, "--lora", "16", "--json"]) == 0
