@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple
 
 from torch import nn
 
@@ -26,7 +25,8 @@ from ..parallel_state import BadInput
 from .step_shape import Work
 
 
-class Alike(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Alike:
     """State one block of several that are alike: its number and its cost, and how many there are.
 
     ``forgets``: whether checkpointing drops what they keep; ``reached``: whether a backward comes to them.
