@@ -21,7 +21,7 @@ TITLES = {
     "startup": "Starts: the import, the help, the first step",
     "manifests": "Manifests of checkpoints of many ranks",
     "saving": "Saving against a raw write and torch.distributed.checkpoint",
-    "training": "Training steps against transformers, DDP, FSDP2 and DTensor",
+    "training": "Training steps against other libraries'",
 }
 
 
@@ -30,9 +30,12 @@ def main() -> None:
     parser.add_argument("names", nargs="*", choices=[*TITLES, []], help="default: all")
     parser.add_argument("--folder", default="/dev/shm", help="where the files go; some GB")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", metavar="PATTERN", help="of training, only rows whose title it matches")
     parser.add_argument("--busy", action="store_true", help="measure beside other work all the same")
     parser.add_argument("--results", type=Path, default=HERE / "results")
     options = parser.parse_args()
+    if options.only is not None and (options.names != ["training"] or options.results == HERE / "results"):
+        parser.error("--only is for training alone, and needs --results: the whole table stays as it is")
     os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count()))
     sys.path.insert(0, str(HERE))
     from measure import check_load, machine, write_results
@@ -42,7 +45,8 @@ def main() -> None:
             check_load()
         facts = machine()
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-            rows = importlib.import_module(name).main(Path(folder), options.rounds)
+            chosen = {} if options.only is None else {"only": options.only}
+            rows = importlib.import_module(name).main(Path(folder), options.rounds, **chosen)
         facts["load at the end"] = round(os.getloadavg()[0], 2)
         write_results(options.results / name, TITLES[name], rows, facts)
         print((options.results / f"{name}.md").read_text())

@@ -64,7 +64,7 @@ def theirs(folder: str, dtype: torch.dtype, how: str, compiled: bool) -> Step:
                 model.set_requires_gradient_sync(last)
             with model.no_sync() if how == "ddp" and not last else nullcontext():
                 logits = forward(input_ids=part[:, :-1]).logits
-                loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), part[:, 1:].flatten())
+                loss = mean_loss(logits, part[:, 1:])
                 (loss / len(parts)).backward()
             total += float(loss.detach()) / len(parts)
         clip(model)
@@ -100,13 +100,13 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parts, lr=RATE, betas=BETAS, fused=True)
 
 
-def ours(folder: str, dtype: torch.dtype, layout: dict[str, Any], rows: int, compiled: bool) -> Step:
-    """Return a step of this library, from a recipe as ``trilith train`` has it."""
-    from trilith.checkpoints import load_weights
-    from trilith.data.batch import Batch
-    from trilith.parallel_state import ParallelState
+def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+
+def planned(dtype: torch.dtype, layout: dict[str, Any], rows: int, compiled: bool = False) -> tuple[Any, Any]:
+    """Return the recipe that this library's contenders train, and its plan."""
     from trilith.recipes.recipe import parse_recipe
-    from trilith.training.build import build
     from trilith.training.run_plan import plan
 
     recipe = parse_recipe(
@@ -121,10 +121,21 @@ def ours(folder: str, dtype: torch.dtype, layout: dict[str, Any], rows: int, com
             "optimizer": {"lr": RATE, "weight_decay": DECAY, "betas": [*BETAS], "clip": 1.0},
         }
     )
-    made = plan(recipe)
+    return recipe, plan(recipe)
+
+
+def ours(folder: str, dtype: torch.dtype, layout: dict[str, Any], rows: int, compiled: bool) -> Step:
+    """Return a step of this library, from a recipe as ``trilith train`` has it."""
+    from trilith.checkpoints import begin_moments, load_weights
+    from trilith.data.batch import Batch
+    from trilith.parallel_state import ParallelState
+    from trilith.training.build import build
+
+    recipe, made = planned(dtype, layout, rows, compiled)
     state = ParallelState.start(recipe.layout)
     parts = build(recipe, made, state)
     load_weights(folder, parts.model, made.family, made.config)
+    begin_moments(parts.model, parts.optimizer)
 
     def step(tokens: Tensor) -> float:
         mine = tokens.chunk(recipe.layout.data)[state.data_index]
@@ -142,6 +153,14 @@ def main() -> None:
     common = (wanted["folder"], dtype)
     if wanted["side"] == "ours":
         step = ours(*common, wanted["layout"], wanted["rows"], wanted["compiled"])
+    elif wanted["side"] == "pipelining":
+        from stage_trainer import staged
+
+        step = staged(*common, wanted["layout"], wanted["rows"])
+    elif wanted["side"] == "megatron":
+        from megatron_trainer import megatron
+
+        step = megatron(*common)
     else:
         step = theirs(*common, wanted["side"], wanted["compiled"])
     generator = torch.Generator().manual_seed(1)

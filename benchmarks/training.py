@@ -1,4 +1,7 @@
-"""Measure a whole training step of a small Llama beside transformers, DDP, FSDP2 and DTensor, on two cores.
+"""Measure a whole training step of a small Llama beside other libraries', on two cores.
+
+Beside transformers alone, under DDP, FSDP2, torch's own pipeline and DTensor's plan, and megatron-core if it
+is installed (``megatron_trainer.py``).
 
 All contenders of a group live at once and take turns, one at a time; each has both cores: one process with
 two threads, or two processes with one. In its turn a contender takes a step that is not measured, because its
@@ -9,10 +12,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +88,8 @@ class Contender:
             rank.wait(60)
 
 
-def main(folder: Path, rounds: int) -> list[Row]:
+def main(folder: Path, rounds: int, only: str = "") -> list[Row]:
+    """Return the rows of the comparisons whose titles the pattern ``only`` matches."""
     save_model(folder / "model")
     given = {"folder": str(folder / "model"), "rows": 4, "compiled": False, "dtype": "float32"}
     hf = {"side": "alone", **given}
@@ -101,6 +107,8 @@ def main(folder: Path, rounds: int) -> list[Row]:
 
         ``long``: a step takes so long that no other need go before it.
         """
+        if not re.search(only, title):
+            return
         taken = steps(contenders, rounds, again=not long)
         for name, goal in goals.items():
             ours, theirs = taken[name], taken[base]
@@ -132,6 +140,15 @@ def main(folder: Path, rounds: int) -> list[Row]:
         transformers=hf,
         trilith=tensor,
     )
+    if find_spec("megatron") is None:
+        print("megatron-core is not installed: no row (see benchmarks/megatron_trainer.py)", flush=True)
+    else:
+        compare(
+            "tensor 2",
+            {"megatron-core": None},
+            "transformers",
+            **{"transformers": hf, "megatron-core": {"side": "megatron", "world": 2, **given}},
+        )
     compare(
         "tensor 2",
         {"sequence": None, "dtensor": None},
@@ -142,13 +159,15 @@ def main(folder: Path, rounds: int) -> list[Row]:
     )
     for micro, goal in ((4, 0.80), (16, 0.95 * 16 / 17)):
         many = {"rows": 2 * micro}
+        stages = {"layout": {"pipeline": 2}, **many}
         compare(
             f"pipeline 2, {micro} micro-batches",
-            {"trilith": round(goal, 3)},
+            {"trilith": round(goal, 3), "torch": None},
             "transformers",
             long=True,
             transformers=hf | many,
-            trilith=two | {"layout": {"pipeline": 2}} | many,
+            trilith=two | stages,
+            torch={"side": "pipelining", "world": 2, **given, **stages},
         )
     compare(
         "data 2",
