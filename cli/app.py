@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 import typer.core
 import typer.main
+from typer.main import get_command_name
 
 from ..system import check_enough, refusal_of, visible
 from .bench import bench
@@ -80,13 +81,20 @@ class _Program(typer.core.TyperGroup):
 def make_app(commands: Sequence[Callable[..., Any]] = COMMANDS) -> typer.Typer:
     """Return the typer application of these commands; a command has the name of its function."""
     app = _group(_options, commands, cls=_Program)
-    app.add_typer(_group(plan_explain, topics()), name="plan explain")
+    if plan in commands:
+        app.add_typer(_group(plan_explain, topics()), name="plan explain")
     return app
+
+
+def _meant(words: Sequence[str], commands: Sequence[Callable[..., Any]]) -> tuple[Callable[..., Any], ...]:
+    """Return the command that the first word names, or else all of them."""
+    named = tuple(one for one in commands if words[:1] == [get_command_name(one.__name__)])
+    return named or tuple(commands)
 
 
 @cache
 def _program(commands: tuple[Callable[..., Any], ...]) -> Callable[..., Any]:
-    """Return the command line of these commands. typer reads all their signatures: once in a process."""
+    """Return the command line of these commands. typer reads the signature of each for 2 ms, once."""
     return typer.main.get_command(make_app(commands))
 
 
@@ -154,7 +162,7 @@ def run(arguments: Sequence[str], commands: Sequence[Callable[..., Any]] = COMMA
     try:
         # As its context's ``obj`` a command finds its own words: with them it may start ranks of itself.
         words = list(arguments)
-        code = _program(tuple(commands))(words, prog_name="trilith", standalone_mode=False, obj=words)
+        code = _program(_meant(words, commands))(words, prog_name="trilith", standalone_mode=False, obj=words)
         sys.stdout.flush()  # a full disk behind it, or a reader that is gone, is told here and not at the end
         return code if isinstance(code, int) else 0
     except (KeyboardInterrupt, typer.Abort):
