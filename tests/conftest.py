@@ -26,6 +26,8 @@ from trilith.testing.models_page import MEASURED
 from trilith.testing.ranks import pool, processes
 
 torch.set_num_threads(1)
+#: What files of tests import that start the command on ranks; a fork that imports it is slower by a third.
+processes.templates.preload = ["pytest", "trilith.cli.app", "trilith.testing.short_runs"]
 settings.register_profile("trilith", deadline=None, derandomize=True)
 settings.register_profile("quick", settings.get_profile("trilith"), max_examples=20)
 

@@ -1,6 +1,6 @@
 """Import torch once and fork ranks from this process: an import takes seconds, a fork milliseconds.
 
-``python -m trilith.testing.ranks.fork_server FD``. It has one thread, so that a fork is whole.
+``python -m trilith.testing.ranks.fork_server FD MODULE ...``. It has one thread, so that a fork is whole.
 """
 
 from __future__ import annotations
@@ -86,4 +86,6 @@ if __name__ == "__main__":
     # Import what most ranks need: pipelining and FSDP import torch's compiler, 1.5 seconds for each rank.
     importlib.import_module("...training.trainer", __package__)
     importlib.import_module("...pipeline.user_stages", __package__)
+    for name in sys.argv[2:]:
+        importlib.import_module(name)
     sys.exit(main(int(sys.argv[1])))

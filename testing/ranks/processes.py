@@ -120,14 +120,14 @@ class Process:
 
 
 class Template:
-    """Hold a process that forks ranks; see ``fork_server.py``."""
+    """Hold a process that forks ranks, with these modules imported; see ``fork_server.py``."""
 
-    def __init__(self) -> None:
+    def __init__(self, preload: Sequence[str] = ()) -> None:
         self._requests, theirs = socket.socketpair()
         self._printed = _printout()
         self._process = subprocess.Popen(
             # -P: the working directory must not shadow packages, as the checkout's own folders would.
-            [sys.executable, "-P", "-m", "trilith.testing.ranks.fork_server", str(theirs.fileno())],
+            [sys.executable, "-P", "-m", "trilith.testing.ranks.fork_server", str(theirs.fileno()), *preload],
             stdin=subprocess.DEVNULL,
             stdout=self._printed,
             stderr=self._printed,
@@ -161,16 +161,18 @@ class Templates:
     """Hold two templates, for even and odd ranks: neighbours hash strings differently, like launched ranks.
 
     A loop over a set that leads to a collective would pass in forks of one process, and hang in real runs.
+    ``preload`` names modules that ranks need: what a template has imported, no fork need import.
     """
 
     def __init__(self) -> None:
+        self.preload: list[str] = []
         self._templates: list[Template] = []
         self._owner = os.getpid()
 
     def start(self, ranks: Sequence[int], *, fresh: bool) -> dict[int, Process]:
         """Start processes for these ranks and wait until all are ready."""
         while len(self._templates) < min(2, max(ranks, default=-1) + 1):
-            self._templates.append(Template())
+            self._templates.append(Template(self.preload))
         started = {rank: Process(self._templates[rank % 2], fresh=fresh) for rank in ranks}
         try:
             for process in started.values():

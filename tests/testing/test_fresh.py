@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from trilith.parallel_state import BadCheckpoint
 from trilith.testing import RankError, run_fresh
+from trilith.testing.ranks.processes import templates
 
 MARK = {"set": False}
 
@@ -80,6 +81,10 @@ def report_checks():
     print(dist.get_debug_level())
 
 
+def report_preloaded():
+    print("trilith.cli.app" in sys.modules)
+
+
 def ignore_nothing():
     print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)
     print(all(signal.getsignal(name) is signal.SIG_DFL for name in (signal.SIGTERM, signal.SIGCHLD)))
@@ -134,6 +139,11 @@ def test_processes_are_new_each_time_with_this_processs_environment_and_folder(t
         [str(tmp_path), str(r), str(r), "2", "here"] for r in (0, 1)
     ]
     assert all(words[-2:] == ["True", "1"] for words in seen)
+
+
+def test_a_rank_has_imported_what_the_templates_were_told_to():
+    assert "trilith.cli.app" in templates.preload
+    assert run_fresh(report_preloaded, 1)[0].output == "True\n"
 
 
 @pytest.mark.parametrize("level", ["DETAIL", "OFF"])
