@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from trilith.layers import Checkpointing, Cost
 from trilith.models import family_of, published_size
 from trilith.parallel_state import BadInput, Layout, ParallelState
 from trilith.pipeline import bubble, timetable
@@ -17,6 +18,7 @@ from trilith.planner import Work, sampled
 from trilith.planner.time import (
     MACHINES,
     PARTS,
+    Machine,
     StepTime,
     machine_from_bench,
     machine_named,
@@ -24,7 +26,7 @@ from trilith.planner.time import (
     step_time,
 )
 from trilith.planner.time.collectives import Links, placement
-from trilith.planner.time.kernels import heavier
+from trilith.planner.time.kernels import OPERATORS, Kernels, heavier
 from trilith.testing.tiny_models import MODELS
 
 H100 = machine_named("h100-80gb")
@@ -159,6 +161,16 @@ def test_experts_and_recurrences_pass_over_memory_more_often() -> None:
              ("llama", "mixtral", "qwen3_next")}  # fmt: skip
     dense, experts, recurrent = (heavier(model.layers["0"]) for model in whole.values())
     assert dense == (1, 1) < experts < recurrent
+
+
+def test_a_cpu_waits_for_what_the_host_does_in_recomputation_and_a_gpu_does_not() -> None:
+    def again(machine: Machine, mode: Checkpointing) -> float:
+        return Kernels(machine, "eager", "bfloat16", 1).again(Cost(), 10, mode)
+
+    one = 10 * OPERATORS["eager"] * H100.efficiency.launch
+    cpu = replace(H100, asynchronous=False)
+    assert [again(cpu, mode) / one for mode in ("full", "selective")] == pytest.approx([5, 14.5])
+    assert [again(H100, mode) / one for mode in ("full", "selective")] == pytest.approx([1, 0.5])
 
 
 def test_every_family_has_a_step_that_takes_longer_with_more_tokens() -> None:
