@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..system import no_garbage_search
+
 if TYPE_CHECKING:
     from rich.table import Table
 
     from ..planner import Traffic
 
 
+@no_garbage_search()
 def show_dry_run(
     recipe: Path, overrides: Sequence[str], *, rank: int | None, device_memory: str | None
 ) -> None:

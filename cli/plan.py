@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..system import no_garbage_search
 from .shared.options import FORCE
 from .shared.sizes import parse_amount, parse_counts
 
@@ -117,7 +118,8 @@ def plan(
     if generate:
         _print_generation(requests, dtype, json)
         return
-    results = [_search(request, 1 if several else 10) for request in requests]
+    with no_garbage_search():
+        results = [_search(request, 1 if several else 10) for request in requests]
     if json:
         import json as json_module
 

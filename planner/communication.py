@@ -99,8 +99,9 @@ def traffic_of(work: Work, held: RankParameters, stages: Iterable[StageCost]) ->
         found += block_traffic(work, stage.loss or Cost())
     found = [_times(one, work.micro_batches) for one in found]
     found += _between_stages(work)
-    for name, group in sorted(held.groups.items()):
-        found += _over_data(work, group, root=not name)
+    found += _over_data(work, held.root, root=True)
+    for group, number in held.blocks:
+        found += [_times(one, number) for one in _over_data(work, group, root=False)]
     found += _once(work, held.every)
     return _added(one for one in found if one.count and one.ranks > 1)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from functools import cached_property
 from math import ceil, prod
@@ -90,9 +90,12 @@ def count_parameters(
 
 @dataclass(frozen=True)
 class RankParameters:
-    """Hold the groups of a rank's parameters, by the name of their block; ``""`` is the rest."""
+    """Hold the groups of a rank's parameters: the ``root``, which is in no block, and the ``blocks``, each
+    different one once with how many there are.
+    """
 
-    groups: Mapping[str, Group]
+    root: Group
+    blocks: tuple[tuple[Group, int], ...]
 
     @cached_property
     def every(self) -> Group:
@@ -100,29 +103,18 @@ class RankParameters:
         return sum((one.times(number) for one, number in self.kinds), Group())
 
     @cached_property
-    def kinds(self) -> list[tuple[Group, int]]:
-        """Return each group once, with how many there are: blocks that are alike share one."""
-        numbers = Counter(map(id, self.groups.values()))
-        one_of = {id(one): one for one in self.groups.values()}
-        return [(one_of[key], number) for key, number in numbers.items()]
-
-    @property
-    def root(self) -> Group:
-        return self.groups.get("", Group())
+    def kinds(self) -> tuple[tuple[Group, int], ...]:
+        """Return each different group, the root first, with how many there are."""
+        return ((self.root, 1), *self.blocks)
 
     @cached_property
     def largest_block(self) -> int:
         """Return the most elements that a block computes with."""
-        return max((one.here for one in self._blocks), default=0)
+        return max((one.here for one, _ in self.blocks), default=0)
 
     @cached_property
     def largest_trained_block(self) -> int:
-        return max((one.trained for one in self._blocks), default=0)
-
-    @cached_property
-    def _blocks(self) -> list[Group]:
-        """Return each block's group once."""
-        return list({id(one): one for name, one in self.groups.items() if name}.values())
+        return max((one.trained for one, _ in self.blocks), default=0)
 
 
 def rank_parameters(model: nn.Module, state: ParallelState) -> RankParameters:
@@ -135,4 +127,6 @@ def rank_parameters(model: nn.Module, state: ParallelState) -> RankParameters:
     members: dict[str, list[tuple[nn.Parameter, Declaration]]] = {}
     for name, declaration in declarations(model).items():
         members.setdefault(group_of[name], []).append((named[name], declaration))
-    return RankParameters({name: count_parameters(one, state) for name, one in members.items()})
+    groups = {name: count_parameters(one, state) for name, one in members.items()}
+    root = groups.pop("", Group())
+    return RankParameters(root, tuple(Counter(groups.values()).items()))

@@ -7,6 +7,7 @@ alike (tensor, context, expert) share even these.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import replace
@@ -23,6 +24,9 @@ from ..parallel_state import Layout, ParallelState, declarations
 from .rank_parameters import Group, RankParameters, count_parameters
 from .stage_costs import StageCost, model_stage_costs
 from .step_shape import Work
+
+#: Kinds of blocks, each with how many a rank holds.
+Numbers = tuple[tuple[int, int], ...]
 
 
 class SampledModel:
@@ -43,66 +47,88 @@ class SampledModel:
         self._blocks: dict[int, nn.Module] = {}
         for number, kind in enumerate(self.kinds):
             self._blocks.setdefault(kind, self._model.layers[str(number)])
-        self._stages: dict[object, Stage] = {}
-        self._alike_ranks: dict[object, list[int]] = {}
+        self._stages: dict[object, tuple[Stage, Numbers]] = {}
+        self._shapes: dict[object, list[tuple[int, ...]]] = {}
+        self._shape_numbers: dict[object, int] = {}
         self._counted: dict[object, Group] = {}
+        self._held: dict[object, RankParameters] = {}
         self._known: dict[object, Cost] = {}
 
-    def _stage(self, state: ParallelState, split: Sequence[int] | None) -> Stage:
+    def _stage(
+        self, state: ParallelState, split: Sequence[int] | None
+    ) -> tuple[Stage, tuple[tuple[int, int], ...]]:
+        """Return what a rank holds of the blocks, and how many of each kind."""
         one, counts = state.layout, split and tuple(split)
         key = one.pipeline, one.virtual_stages, one.v_shape, state.at.pipeline, counts
         if key not in self._stages:
-            self._stages[key] = Stage.of(len(self.kinds), split=split, state=state)
+            stage = Stage.of(len(self.kinds), split=split, state=state)
+            kinds = Counter(self.kinds[number] for number in stage.blocks)
+            self._stages[key] = stage, tuple(sorted(kinds.items()))
         return self._stages[key]
 
-    def alike_ranks(self, layout: Layout, split: Sequence[int] | None, every: int) -> list[int]:
-        """Return, for each pipeline rank, the first rank whose stages are like its stages.
+    def shapes(self, layout: Layout, split: Sequence[int] | None, every: int) -> list[tuple[int, ...]]:
+        """Return, for each pipeline rank, a number for each of its stages; equal numbers are stages alike.
 
         Stages are alike if they have as many blocks of each kind, at the same places among ``every`` blocks,
-        and the same ends.
+        the same ends, and beside them, on their rank, the same kinds and ends.
         """
         key = layout.pipeline, layout.virtual_stages, layout.v_shape, split and tuple(split), every
-        if key not in self._alike_ranks:
+        if key not in self._shapes:
             stages = all_stages(len(self.kinds), layout.stages, split)
-            first: dict[object, int] = {}
-            found = []
+            self._shapes[key] = []
             for rank in range(layout.pipeline):
                 parts = [stages[number] for number in layout.stages_of(rank)]
-                kinds = [sorted((self.kinds[n], n % every) for n in one.blocks) for one in parts]
-                shape = repr([(some, one.first, one.last) for some, one in zip(kinds, parts, strict=True)])
-                found.append(first.setdefault(shape, rank))
-            self._alike_ranks[key] = found
-        return self._alike_ranks[key]
+                ends = any(one.first for one in parts), any(one.last for one in parts)
+                around = frozenset(self.kinds[n] for one in parts for n in one.blocks), ends
+                numbers = []
+                for one in parts:
+                    kinds = frozenset(Counter((self.kinds[n], n % every) for n in one.blocks).items())
+                    shape = kinds, one.first, one.last, around
+                    numbers.append(self._shape_numbers.setdefault(shape, len(self._shape_numbers)))
+                self._shapes[key].append(tuple(numbers))
+        return self._shapes[key]
 
     def parameters(self, state: ParallelState, split: Sequence[int] | None = None) -> RankParameters:
         """Count the parameters of a rank."""
-        stage = self._stage(state, split)
-        layout = state.layout
+        stage, numbers = self._stage(state, split)
+        key = _of_one_stage(state.layout), state.rank % self._world(state), numbers, stage.first, stage.last
+        if key not in self._held:
+            root = sum(self._at_ends(stage, state), Group())
+            blocks = [(self._count(self._blocks[kind], state), number) for kind, number in numbers]
+            further = self._model.mtp.values() if stage.last else ()
+            blocks += [(self._count(one, state), 1) for one in further]
+            self._held[key] = RankParameters(root, tuple(blocks))
+        return self._held[key]
+
+    def group(self, number: int, state: ParallelState) -> Group:
+        """Count the parameters of the block of this number on the rank of ``state``."""
+        return self._count(self.block(number), state)
+
+    def _at_ends(self, stage: Stage, state: ParallelState) -> list[Group]:
+        """Count the parameters of a stage that are in no block."""
         tied, further = self.config.tie_word_embeddings, self.config.mtp_blocks > 0
         ends = (tied or further) and not (stage.first and stage.last)
-        flat = _of_one_stage(layout)
-        rank = state.rank % flat.world
-
-        def count(module: nn.Module, ends: bool | None = None) -> Group:
-            key = id(module), flat, rank, ends
-            if key not in self._counted:
-                self._counted[key] = _count(module, state, ends=ends)
-            return self._counted[key]
-
-        here = [self.kinds[number] for number in stage.blocks]
-        of_kind = {kind: count(self._blocks[kind]) for kind in set(here)}
-        groups = {f"layers.{number}": of_kind[kind] for number, kind in zip(stage.blocks, here, strict=True)}
         modules = list(self._model.entry) if stage.first else []
         if stage.last:
             modules += [self._model.norm] + ([] if tied else [self._model.head])
             modules += [self._model.embed] if tied or further else []
-            groups |= {f"mtp.{name}": count(one) for name, one in self._model.mtp.items()}
-        root = [count(one, ends and one is self._model.embed) for one in dict.fromkeys(modules)]
-        return RankParameters({"": sum(root, Group()), **groups})
+        embed = self._model.embed
+        return [self._count(one, state, ends and one is embed) for one in dict.fromkeys(modules)]
+
+    def _count(self, module: nn.Module, state: ParallelState, ends: bool | None = None) -> Group:
+        key = id(module), _of_one_stage(state.layout), state.rank % self._world(state), ends
+        if key not in self._counted:
+            self._counted[key] = _count_module(module, state, ends=ends)
+        return self._counted[key]
+
+    @staticmethod
+    def _world(state: ParallelState) -> int:
+        """Return the number of ranks of one pipeline rank."""
+        return state.layout.world // state.layout.pipeline
 
     def costs(self, work: Work, split: Sequence[int] | None = None) -> list[StageCost]:
         """Return the costs of each stage of the rank of ``work``."""
-        stage = self._stage(work.state, split)
+        stage, _ = self._stage(work.state, split)
         rank = copy(self._model)
         rank._modules = {**self._model._modules, "layers": self._layers(stage.blocks)}
         rank.stage = stage
@@ -123,7 +149,7 @@ def _of_one_stage(layout: Layout) -> Layout:
     return replace(layout, pipeline=1, virtual_stages=1, v_shape=False)
 
 
-def _count(module: nn.Module, state: ParallelState, *, ends: bool | None) -> Group:
+def _count_module(module: nn.Module, state: ParallelState, *, ends: bool | None) -> Group:
     named = dict(module.named_parameters())
     return count_parameters(
         ((named[name], one) for name, one in declarations(module).items()), state, ends=ends

@@ -10,6 +10,7 @@ from ..layers import Cost, Stage, Tokens, all_stages, cost_of, split_blocks
 from ..models import AdaptedFamily, Family, ModelConfig
 from ..parallel_state import Layout
 from ..pipeline.cut import cut_by_cost, stage_costs
+from .sampled import block_kinds
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,10 @@ def _forward_flops(
 ) -> tuple[list[float], float, float]:
     """Return the FLOPs of a token's forward: of each block, of the embedding, and of the output layer."""
     model, tokens = family.on_meta(config), Tokens(1, sequence_length, config.hidden_size)
-    blocks = [_flops(cost_of(block, tokens), tokens) for block in model.layers.values()]
+    kinds = block_kinds(family, config)
+    of_kind = {kind: model.layers[str(number)] for number, kind in enumerate(kinds)}
+    flops = {kind: _flops(cost_of(block, tokens), tokens) for kind, block in of_kind.items()}
+    blocks = [flops[kind] for kind in kinds]
     embedding, head = (
         _flops(model.cost_beside_blocks(tokens, Stage((), first=first, last=not first)), tokens)
         for first in (True, False)

@@ -64,6 +64,7 @@ class Evaluator:
         }
         # One object holds a cache for its own lifetime, not for that of the process.
         self.cut = cache(self._cut)
+        self._model = cache(self._sampled)
         self._chunk = cache(self._loss_chunk)
         self._compiled = cache(self._compiles)
         self._stage_costs = cache(self._costs_of)
@@ -73,7 +74,7 @@ class Evaluator:
 
     def model(self, layout: Layout) -> SampledModel:
         """Return one block of each kind, cut as the layout says; ``BadInput`` if the model forbids it."""
-        return sampled(self.request.family, self.request.config, layout, frozen=self._frozen)
+        return self._model(_bare(layout))
 
     def work(self, choice: Choice, pipeline: int = 0) -> Work:
         """Describe a step of a choice on the first rank of a pipeline rank."""
@@ -171,6 +172,9 @@ class Evaluator:
         compiled = self._compiled("none", "1f1b", several)
         works = [replace(self.work(choice), micro_batches=2 - once, loss_chunk=chunk) for chunk in chunks]
         return min(self._timer_of(choice, one, compiled).least_of_stages() / (2 - once) for one in works)
+
+    def _sampled(self, bare: Layout) -> SampledModel:
+        return sampled(self.request.family, self.request.config, bare, frozen=self._frozen)
 
     def _cut(self, pipeline: int, virtual: int, v_shape: bool) -> StageCut:
         layout = Layout.of(pipeline=pipeline, virtual_stages=virtual, v_shape=v_shape)

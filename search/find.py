@@ -188,15 +188,17 @@ class _Search:
         """Tell whether both ends of the pipeline, which nearly always need most, fit with one of these
         choices; if not, count why.
         """
-        refused = []
+        room, refused = self.request.room, []
         for choice in choices:
             for rank in dict.fromkeys((0, choice.layout.pipeline - 1)):
                 plan = self.evaluator.memory(choice, rank)
-                if plan.total + RUNTIME > self.request.room:
+                if plan.total + RUNTIME > room:
                     refused.append((choice, rank, plan))
                     break
             else:
                 return True
+            if plan.activations + plan.pipeline + RUNTIME > room:  # which no store changes
+                break
         self._count_memory(*min(refused, key=lambda one: one[2].total), layouts)
         return False
 

@@ -1,10 +1,12 @@
 """Floor 0: the operating system; imports no torch.
 
 Offers ``refusal_of``, which says in plain words what the system refused, ``bounded`` work within a limit of
-memory and time, ``visible``, which makes text fit for a terminal, and ``quiet_libraries``.
+memory and time, ``visible``, which makes text fit for a terminal, ``quiet_libraries``,
+and ``no_garbage_search``, for a start that makes many objects.
 """
 
 from .enough import check_enough
+from .garbage import no_garbage_search
 from .limits import OverLimit, bounded, most_at_once
 from .quiet import quiet_libraries
 from .refusals import Refusal, refusal_of
@@ -16,6 +18,7 @@ __all__ = [
     "bounded",
     "check_enough",
     "most_at_once",
+    "no_garbage_search",
     "quiet_libraries",
     "refusal_of",
     "visible",

@@ -57,7 +57,7 @@ class StageTimer:
         for one in blocks:
             block = self._block(one)
             found.include(block.seconds, one.count)
-            group = held.groups[f"layers.{one.number}"]
+            group = self.model.group(one.number, self.work.state)
             self._around(found, group, block.forward, block.back, one.count)
         ends = 3 * (stage.number == 0) + 3 * (stage.loss is not None)
         self._module(found, stage.beside, ends, reached=True)

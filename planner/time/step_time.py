@@ -85,26 +85,40 @@ class StepTimer:
         return [memory_of(self._work_of(rank), self.held(rank), self.costs(rank)) for rank in ranks]
 
     @cached_property
+    def _shapes(self) -> list[tuple[int, ...]]:
+        """Return numbers that tell which pipeline ranks have stages alike."""
+        every = self.work.checkpoint_every if self.work.checkpointing == "every" else 1
+        return self.model.shapes(self.layout, self.split, every)
+
+    @cached_property
     def _alike(self) -> list[int]:
         """Return, for each pipeline rank, the first one whose stages are like its stages."""
-        return self.model.alike_ranks(self.layout, self.split, self.work.checkpoint_every)
+        first: dict[tuple[int, ...], int] = {}
+        return [first.setdefault(shape, rank) for rank, shape in enumerate(self._shapes)]
 
     @cached_property
     def _of_rank(self) -> dict[int, list[StageSeconds]]:
         """Return the seconds of the stages of each pipeline rank that is like none before."""
-        layout, work = self.layout, self.work
-        shape = layout.pipeline, layout.virtual_stages, layout.v_shape, work.schedule, work.checkpointing
-        key = id(self.costs(0)[0].beside), work.loss_chunk, shape, work.micro_batches > 1, self.kernels.mode
-        if layout.zero < 2 and key in self._known:  # data ranks exchange nothing during a micro-batch
-            shared: dict[int, list[StageSeconds]] = self._known[key]
-            return shared
-        found = {rank: self._of(rank) for rank in dict.fromkeys(self._alike)}
-        if layout.zero < 2:
-            self._known[key] = found
-        return found
+        return {rank: self._of(rank) for rank in dict.fromkeys(self._alike)}
 
     def _of(self, rank: int) -> list[StageSeconds]:
-        return [self.timer.stage(one, partial(self.held, rank)) for one in self.costs(rank)]
+        """Return the seconds of a pipeline rank's stages. Unless the data ranks exchange something during a
+        micro-batch, stages alike take as long in every layout that cuts a block so.
+        """
+        work, known = self.work, self._known
+        alike = (
+            *(id(self.model), work.tokens, work.checkpointing, work.loss_chunk, self.kernels.mode),
+            work.micro_batches > 1,
+        )
+        keys = [(alike, number) for number in self._shapes[rank]]
+        if self.layout.zero < 2 and all(key in known for key in keys):
+            return [known[key] for key in keys]
+        found = [self.timer.stage(one, partial(self.held, rank)) for one in self.costs(rank)]
+        if self.layout.zero < 2:
+            for key, one in zip(keys, found, strict=True):
+                known.setdefault(key, one)
+            return [known[key] for key in keys]
+        return found
 
     @cached_property
     def _stages(self) -> list[StageSeconds]:

@@ -1,0 +1,23 @@
+"""Hold Python's search for garbage back where nearly everything that is made stays."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def no_garbage_search() -> Iterator[None]:
+    """Search for no garbage meanwhile. Objects that no other object refers to are freed all the same.
+
+    Imports and plans make a million objects that stay. Each search looks at them again, which took a quarter
+    of a dry run's time.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
