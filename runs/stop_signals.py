@@ -38,7 +38,6 @@ class StopSignals:
 
     def __init__(self, grace: float = GRACE) -> None:
         self.stop_requested, self.grace = False, grace
-        self._launcher_died = False
         self._launcher = os.getppid()
         self._left = threading.Event()
         self._before: dict[int, Any] = {}
@@ -61,13 +60,14 @@ class StopSignals:
 
         The largest number of any rank says why the run stops.
         """
-        if self._launcher_died:  # the system then sends the signal, see ``end_with_parent``
-            return _LAUNCHER_OF_FIRST + rank
-        return _ASKED if self.stop_requested else 0
+        if not self.stop_requested:
+            return 0
+        # The system sends the signal when the launcher's first thread is gone (see ``end_with_parent``), and
+        # names another parent when its last thread is: so look now, and not when the signal comes.
+        return _ASKED if os.getppid() == self._launcher else _LAUNCHER_OF_FIRST + rank
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if not self.stop_requested:
-            self._launcher_died = os.getppid() != self._launcher
             self.stop_requested = True
             threading.Thread(target=self._leave, name="grace", daemon=True).start()
 
