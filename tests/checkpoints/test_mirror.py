@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import shutil
 import threading
 from collections.abc import Iterator
@@ -40,7 +41,7 @@ from trilith.training import check_run
 
 @contextmanager
 def bucket() -> Iterator[str]:
-    """Serve S3 from this process; yield the URL of an empty bucket."""
+    """Serve S3 from this process, with buckets of its own; yield the URL of an empty place."""
     reason = "pip install 'moto[server]' s3fs: no dependency of the tests"
     moto = pytest.importorskip("moto.server", reason=reason)
     pytest.importorskip("s3fs", reason=reason)
@@ -51,8 +52,9 @@ def bucket() -> Iterator[str]:
         patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION"):
             patch.setenv(name, "us-east-1")
-        fsspec.filesystem("s3", skip_instance_cache=True).mkdir("bucket")
-        yield "s3://bucket/mirror"
+        name = f"bucket-{secrets.token_hex(4)}"  # the server's buckets outlive it in this process
+        fsspec.filesystem("s3", skip_instance_cache=True).mkdir(name)
+        yield f"s3://{name}/mirror"
         fsspec.get_filesystem_class("s3").clear_instance_cache()
     server.stop()
 

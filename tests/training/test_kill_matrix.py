@@ -283,7 +283,11 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any, Case, Sequ
         key = " ".join(case.changes)
         if key not in known:
             known[key] = type(run)(tmp_path_factory.mktemp("whole"), STEPS)
-            assert known[key].ranks(*case.changes, *evaluation, "checkpoint.keep=9") == [0, 0]
+            saving = [
+                "checkpoint.keep=9",
+                "checkpoint.every=1",
+            ]  # a run that is asked to stop saves at any step
+            assert known[key].ranks(*case.changes, *evaluation, *saving) == [0, 0]
         return known[key]
 
     return uninterrupted
