@@ -121,7 +121,11 @@ def _template(model: str) -> tuple[str, dict[str, Any], int | None]:
     path = Path(model)
     if path.suffix == ".toml" or model in shipped_recipes():
         recipe = load_recipe(model)
-        return path.stem, left_as_it_is(recipe) | {"device": "cuda"}, recipe.layout.world
+        return (
+            path.name.removesuffix(".toml"),
+            left_as_it_is(recipe) | {"device": "cuda"},
+            recipe.layout.world,
+        )
     if path.is_dir():
         path = path / CONFIG
     if path.is_file():

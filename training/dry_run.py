@@ -37,7 +37,7 @@ from ..recipes.recipe import Recipe, with_overrides
 from .build import model_on_meta, multiply_in_float8
 from .lora import recipe_shape
 from .run_data import open_data
-from .run_plan import Plan, flops_of, plan
+from .run_plan import Plan, flops_of, loss_chunk_of, plan
 
 #: Bytes of a GPU for its context, its libraries' workspaces, NCCL and torch's cache. Assumed, not measured.
 RUNTIME = 3_000_000_000
@@ -233,7 +233,7 @@ def plan_without_weights(recipe: Recipe) -> tuple[Plan, list[str]]:
         )
     family = adapted(planned.family, lora)
     family.check(planned.config, "recipe: lora")
-    return replace(planned, family=family), missing
+    return replace(planned, family=family, loss_chunk=loss_chunk_of(recipe, planned.config)), missing
 
 
 def _micro_batches(recipe: Recipe) -> int:

@@ -9,10 +9,27 @@ import pytest
 import trilith
 from trilith.planner.time import machine_named
 from trilith.recipes import load_recipe
-from trilith.search import Choice, read_request
+from trilith.search import Choice, find_layouts, read_request
 from trilith.search.evaluate import Evaluator
+from trilith.search.report import recipe_head
+from trilith.training.dry_run import dry_run
 
 NAME = "llama-3.1-405b-16384gpus"
+
+QUICK = ("llama-3.2-1b-1gpu", "lora-llama-3.1-8b-1gpu", "llama-3.2-1b-8gpus")
+SLOW = ("llama-3.1-8b-8gpus", "lora-llama-3.1-70b-8gpus", NAME)
+
+
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_a_recipe_is_what_the_search_finds_and_its_header_says_so(name: str) -> None:
+    text, recipe = (Path(trilith.__path__[0]) / "recipes" / f"{name}.toml").read_text(), load_recipe(name)
+    found = find_layouts(read_request(name, machine_named("h100-80gb"), None))
+    memory, layout = recipe.memory, recipe.layout
+    own = Choice(layout, recipe.pipeline_schedule, recipe.data.micro_batch, memory.checkpointing)
+    assert str(found.best[0].choice) == str(own)
+    assert dry_run(recipe).rank.total == found.best[0].bytes
+    _, *predicted = recipe_head(found).splitlines()
+    assert predicted and all(line in text for line in predicted)
 
 
 def test_the_header_of_405b_states_this_layout_and_the_runner_up() -> None:
