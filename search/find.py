@@ -152,7 +152,7 @@ class _Search:
     def _open(self, group: _Group) -> None:
         cut, flow = group.cut, group.flow
         if group.cut_shown in self._shown:
-            self.found.tally.add("slower", "than a layout of the same cut", group.layouts, str(cut.layout))
+            self.found.tally.add("slower", "than a layout of the same cut", group.layouts, "")
         elif group.answer is not None:
             self._take(group.answer)
         elif flow is None:
