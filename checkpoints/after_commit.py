@@ -116,3 +116,5 @@ class AfterCommit:
                 self._said(f"MIRRORED {url}")
         except (OSError, BadInput, MachineFailed) as error:
             self._said(f"step {step_of(held[0])} is not in the mirror: {error}")
+        finally:
+            held[1].release()  # now: errors that a store keeps refer to this frame, and so to what it holds

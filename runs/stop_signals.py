@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Any, Self
 
 from ..parallel_state import PeerFailed
+from ..system.process_info import process_info
 
 #: Seconds from the signal in which to have saved and left: torchrun kills after 30.
 GRACE = 25.0
@@ -63,8 +64,10 @@ class StopSignals:
         if not self.stop_requested:
             return 0
         # The system sends the signal when the launcher's first thread is gone (see ``end_with_parent``), and
-        # names another parent when its last thread is: so look now, and not when the signal comes.
-        return _ASKED if os.getppid() == self._launcher else _LAUNCHER_OF_FIRST + rank
+        # names another parent only when its last thread is.
+        launcher = process_info(self._launcher)
+        died = os.getppid() != self._launcher or (launcher is not None and not launcher.alive)
+        return _LAUNCHER_OF_FIRST + rank if died else _ASKED
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if not self.stop_requested:
