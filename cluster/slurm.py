@@ -14,7 +14,7 @@ _SCRIPT = """\
 # Read it and adapt it; trilith does not need this file to stay as it is.
 #SBATCH --job-name={name}
 #SBATCH --nodes={range}
-#SBATCH --ntasks-per-node=1            # one launcher a node; it starts the ranks
+{tasks}
 {resources}
 #SBATCH --time={time}
 #SBATCH --signal=B:USR1@{seconds}         # this script hears of the limit {warning} minutes before it
@@ -84,6 +84,10 @@ def slurm_script(job: Job, file: str) -> str:
     resources = [f"#SBATCH --gpus-per-node={job.ranks}"] if job.gpu else []
     resources += [f"#SBATCH --cpus-per-task={job.ranks}             # at least one core a rank"]
     resources += ["#SBATCH --exclusive"] if job.gpu else []
+    # Of a range of nodes Slurm takes the fewest if it is told the tasks of a node, and else all that are free.
+    tasks = "#SBATCH --ntasks-per-node=1            # one launcher a node; it starts the ranks"
+    if job.least < job.nodes:
+        tasks = "# No --ntasks-per-node: with it, Slurm would take the fewest nodes of the range."
     directives = [f"#SBATCH --partition={job.partition}"] if job.partition else []
     directives += [f"#SBATCH --account={job.account}"] if job.account else []
     directives += [f"#SBATCH --exclude={','.join(job.exclude)}"] if job.exclude else []
@@ -100,6 +104,7 @@ def slurm_script(job: Job, file: str) -> str:
         ranks=job.ranks,
         file=file,
         name=job.name,
+        tasks=tasks,
         resources="\n".join(resources),
         time=job.time,
         seconds=60 * job.warning,

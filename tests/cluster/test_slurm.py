@@ -109,7 +109,7 @@ def test_a_job_whose_nodes_are_all_excluded_ends_and_says_so(cluster: Slurm, tmp
 def test_a_job_goes_on_with_what_is_left_of_its_nodes_on_the_same_curve(
     cluster: Slurm, tmp_path: Path
 ) -> None:
-    steps = 400
+    steps = 200
     mine = Submitted.write(
         run, tmp_path, "--nodes", "2", "--fit", steps=steps, checkpoint={"every": 20, "keep": 3}
     )
@@ -129,7 +129,9 @@ def test_a_job_goes_on_with_what_is_left_of_its_nodes_on_the_same_curve(
     whole, parts = mine.uninterrupted(), losses(mine.out)
     assert len(whole) == len(parts) == steps
     for one, other in zip(whole, parts, strict=True):
-        assert other == pytest.approx(one, rel=1e-10)
+        # The loss, and the norm of the gradients, in which differences of rounding are larger.
+        assert other[0] == pytest.approx(one[0], rel=1e-10)
+        assert other[1] == pytest.approx(one[1], rel=1e-8)
 
 
 @pytest.mark.slow
