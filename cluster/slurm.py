@@ -84,7 +84,7 @@ def slurm_script(job: Job, file: str) -> str:
     resources = [f"#SBATCH --gpus-per-node={job.ranks}"] if job.gpu else []
     resources += [f"#SBATCH --cpus-per-task={job.ranks}             # at least one core a rank"]
     resources += ["#SBATCH --exclusive"] if job.gpu else []
-    # Of a range of nodes Slurm takes the fewest if it is told the tasks of a node, and else all that are free.
+    # Of a range of nodes Slurm takes the fewest if it is told the tasks of a node, else all that are free.
     tasks = "#SBATCH --ntasks-per-node=1            # one launcher a node; it starts the ranks"
     if job.least < job.nodes:
         tasks = "# No --ntasks-per-node: with it, Slurm would take the fewest nodes of the range."
