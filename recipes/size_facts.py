@@ -49,8 +49,7 @@ def size_facts(size: Size) -> SizeFacts:
     data = 1
     while _STATES * size.parameters > _ROOM * tensor * data:
         data *= 2
-    layout = {"tensor": tensor, "data": data}
+    layout = {"tensor": tensor, "data": data, "zero": 3, "sequence": str(tensor > 1).lower()}
     overrides = [f"model.size={size.name}", *(f"layout.{axis}={number}" for axis, number in layout.items())]
-    overrides += ["layout.sequence=true"] if tensor > 1 else []
     overrides += [f"data.sequence_length={length}", "memory.checkpointing=full"]
     return SizeFacts(size, active_parameters(model), length, flops_per_token(model, length), tuple(overrides))
