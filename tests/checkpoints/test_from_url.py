@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from itertools import count
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import fsspec
@@ -16,11 +17,8 @@ from trilith.cli.app import run
 from trilith.data import TokenFile
 from trilith.parallel_state import BadInput
 from trilith.storage import fetched as fetching
-from trilith.storage import remote_folder
-from trilith.storage.disk import Disk
 from trilith.storage.fetched import as_url, fetched
 from trilith.storage.remote_folder import RemoteFailed, RemoteFolder
-from trilith.storage.staging import Staging
 from trilith.testing.hf_folders import contents, write_hf_folder
 from trilith.testing.short_runs import write_tokens
 from trilith.testing.tiny_models import TINIEST_LLAMA
@@ -96,57 +94,27 @@ def test_a_file_that_has_changed_at_the_url_is_copied_anew() -> None:
         assert (fetched("memory://place", everything) / "a").read_bytes() == text
 
 
-class Crash(BaseException):
-    """The process ends here: nothing after it happens."""
-
-
-def let_go(staging: Staging) -> None:
-    """Leave everything as it is, as a kill does."""
-    staging._lock.release()
-
-
 def test_a_fetch_that_is_killed_anywhere_leaves_a_whole_copy_or_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    killed_at: Callable[[int], AbstractContextManager[list[str]]],
 ) -> None:
     data = {"a": os.urandom(300), "b": os.urandom(150)}
     for name, text in data.items():
         RemoteFolder("memory://place").write(name, text)
-    operations, at = list[str](), 0
-    real = {name: getattr(Disk, name) for name in ("create", "write", "sync", "rename", "make_directory")}
-
-    def counted(name: str) -> Any:
-        def call(disk: Disk, *given: Any) -> Any:
-            operations.append(name)
-            if len(operations) == at:
-                raise Crash
-            return real[name](disk, *given)
-
-        return call
-
-    while True:
-        at += 1
-        operations.clear()
+    for at in count(1):
         monkeypatch.setenv(fetching.CACHE, str(tmp_path / f"cache-{at}"))
-        with (
-            mock.patch.object(remote_folder, "_PIECE", 100),
-            mock.patch.multiple(Staging, abandon=let_go, leave=let_go),
-            pytest.MonkeyPatch.context() as patch,
-        ):
-            for name in real:
-                patch.setattr(Disk, name, counted(name))
-            try:
-                fetched("memory://place", everything)
-            except Crash:
-                pass
-            else:
-                break
+        with killed_at(at) as operations:
+            fetched("memory://place", everything)
+        if len(operations) < at:
+            break
         end_use()
         for copy in (tmp_path / f"cache-{at}").glob("*/place"):
             assert {path.name: path.read_bytes() for path in copy.iterdir()} == data, (at, operations)
         copy = fetched("memory://place", everything)
         assert {path.name: path.read_bytes() for path in copy.iterdir()} == data
         assert [path.name for path in copy.parent.iterdir()] == ["place"], (at, operations)
-    assert at > 10 and {*operations} == {*real}
+    assert at > 10 and {*operations} == {"create", "write", "sync", "rename", "make_directory"}
 
 
 def test_a_file_that_arrives_short_is_not_a_copy(cache: Path) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import secrets
 import shutil
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,11 +30,9 @@ from trilith.checkpoints.mirror import Mirror
 from trilith.parallel_state import BadCheckpoint, BadInput, Layout, ParallelState
 from trilith.recipes import parse_recipe
 from trilith.storage import remote_folder
-from trilith.storage.disk import Disk
 from trilith.storage.file_names import MANIFEST
 from trilith.storage.leftovers import clear_unfinished
 from trilith.storage.remote_folder import RemoteFailed, RemoteFolder
-from trilith.storage.staging import Staging
 from trilith.testing.short_runs import run_recipe, tiny_recipe, write_tokens
 from trilith.testing.tiny_models import TINIEST_LLAMA
 from trilith.training import check_run
@@ -328,47 +327,19 @@ def test_a_copy_with_a_wrong_bit_is_told_and_an_older_one_restored(place: str, t
     assert Mirror(RemoteFolder(f"{place}-empty"), keep=1).restore(tmp_path / "none") == (None, [])
 
 
-def let_go(staging: Staging) -> None:
-    """Leave everything as it is, as a kill does."""
-    staging._lock.release()
-
-
 def test_a_restore_that_is_killed_anywhere_leaves_a_whole_checkpoint_or_none(
-    place: str, tmp_path: Path
+    place: str, tmp_path: Path, killed_at: Callable[[int], AbstractContextManager[list[str]]]
 ) -> None:
-    """Half of a write may have arrived. The next start completes the work, and leaves nothing else."""
+    """The next start completes the work, and leaves nothing else."""
     original = written(tmp_path / "run", 2)
-    mirror, at, operations = Mirror(RemoteFolder(place), keep=1), 0, list[str]()
+    mirror = Mirror(RemoteFolder(place), keep=1)
     mirror.copy(original)
-    real = {name: getattr(Disk, name) for name in ("create", "write", "sync", "rename", "make_directory")}
-
-    def counted(name: str) -> Any:
-        def call(disk: Disk, *given: Any) -> Any:
-            operations.append(name)
-            if len(operations) == at:
-                if name == "write":
-                    real[name](disk, given[0], given[1][: len(given[1]) // 2], *given[2:])
-                raise Crash
-            return real[name](disk, *given)
-
-        return call
-
-    while True:
-        at, root = at + 1, tmp_path / f"new-{at}"
-        operations.clear()
-        with (
-            mock.patch.object(remote_folder, "_PIECE", 100),
-            mock.patch.multiple(Staging, abandon=let_go, leave=let_go),
-            pytest.MonkeyPatch.context() as patch,
-        ):
-            for name in real:
-                patch.setattr(Disk, name, counted(name))
-            try:
-                mirror.restore(root)
-            except Crash:
-                pass
-            else:
-                break
+    for at in count(1):
+        root = tmp_path / f"new-{at}"
+        with killed_at(at) as operations:
+            mirror.restore(root)
+        if len(operations) < at:
+            break
         for path in complete_checkpoints(root) if root.is_dir() else []:  # as a start looks for them
             assert same(path, original), (at, operations)
         if not (root / original.name).exists():
@@ -376,7 +347,7 @@ def test_a_restore_that_is_killed_anywhere_leaves_a_whole_checkpoint_or_none(
         assert same(root / original.name, original)
         clear_unfinished(root)  # as each start does
         assert [path.name for path in root.iterdir()] == [original.name], (at, operations)
-    assert at > 10 and {*operations} == {*real}
+    assert at > 10 and {*operations} == {"create", "write", "sync", "rename", "make_directory"}
 
 
 def test_a_run_whose_folder_is_lost_goes_on_from_its_mirror(tmp_path: Path) -> None:

@@ -132,6 +132,8 @@ def test_a_job_that_may_shrink_asks_for_a_range_of_nodes(tmp_path: Path) -> None
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
     assert "#SBATCH --nodes=4-10\n" in text and 'if [ "$count" -lt 4 ]' in text and "| head -n 8)" in text
     assert f"trilith train {RECIPE} --fit" in text
+    # With it, Slurm would give the job the fewest nodes of the range.
+    assert "#SBATCH --ntasks-per-node" not in text
     fixed = written(tmp_path, "slurm", RECIPE, "--spares", "2")
     assert "#SBATCH --nodes=10\n" in fixed and 'if [ "$count" -lt 8 ]' in fixed and "--fit" not in fixed
 
