@@ -110,9 +110,9 @@ class Watchers:
             if self.first and self.norms is not None:
                 self._norms = StepLog(self.out / "norms.jsonl", start=start)
                 stack.callback(self._norms.close)
-                if self._given or self.recipe.watch.trackers:
-                    self._trackers = self._start_trackers(start, logged)
-                    stack.callback(self._trackers.close)
+            if self.first and (self._given or self.recipe.watch.trackers):
+                self._trackers = self._start_trackers(start, logged)
+                stack.callback(self._trackers.close)
             self._done = stack.enter_context(self.events.until_the_end(self.recipe.steps))
             self._done[0] = start
             yield

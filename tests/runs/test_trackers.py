@@ -82,6 +82,17 @@ def test_a_tracker_of_the_user_s_own_gets_each_step_once_over_a_resume(tmp_path:
     assert all(type(value) in (int, float) for _, values in second.logged for value in values.values())
 
 
+def test_a_run_that_measures_no_norms_shows_itself_all_the_same(tmp_path: Path) -> None:
+    write_tokens(tmp_path / "tokens")
+    notes = Notes()
+    run(
+        parse_recipe(tiny_recipe(tmp_path / "out", tmp_path / "tokens", steps=2)),
+        quiet=True,
+        trackers=[notes],
+    )
+    assert notes.steps == [1, 2] and notes.calls == ["start", "finish"]
+
+
 def test_a_tracker_that_fails_is_left_out_and_the_others_go_on(tmp_path: Path) -> None:
     bad, good = Notes(fails_at=2), Notes()
     trackers = begin(tmp_path, [], [bad, good], start=0, logged=0)
