@@ -16,6 +16,7 @@ from ..parallel_state import BadInput, Box
 from ..storage.companions import COMPANIONS, companions_in
 from ..storage.file_names import CONFIG, MANIFEST
 from ..storage.folder_kind import CHECKPOINTS, SOURCES, FolderKind, kind_of_folder
+from ..storage.leftovers import why_absent
 from ..storage.safetensors_reader import TensorFile
 from ..storage.small_files import read_json
 from .copies import Links, Stored, Whole, copies, join, turned
@@ -201,7 +202,8 @@ def open_source(
     """Open a source as ``read_source`` does; if a run's newest checkpoint is damaged, do not look further."""
     path = local_folder(path)
     if not path.exists():
-        raise BadInput(path, expected="a Hugging Face folder or a checkpoint", found="no such folder")
+        found, todo = why_absent(path)
+        raise BadInput(path, expected="a Hugging Face folder or a checkpoint", found=found, todo=todo)
     path, kind = kind_of_folder(path, SOURCES)
     if kind is FolderKind.OTHER and (theirs := format_of(path)) is not None:
         return _foreign(path, theirs, config, names)

@@ -24,7 +24,14 @@ def convert(
             metavar="SRC",
         ),
     ],
-    dst: Annotated[Path, typer.Argument(help="new folder for the converted weights", metavar="DST")],
+    dst: Annotated[
+        Path,
+        typer.Argument(
+            help="new folder for the converted weights, or a place without files at a URL, such as "
+            "s3://bucket/model",
+            metavar="DST",
+        ),
+    ],
     to: Annotated[
         Literal["hf", "peft", "sharded", "dcp"] | None,
         typer.Option(
@@ -67,18 +74,21 @@ def convert(
     """Convert weights between Hugging Face, checkpoints and layouts.
 
     A sharded checkpoint has TENSOR x PIPELINE files of weights, one for each rank. Memory does not grow with
-    the model. DST appears only when it is complete; if the command is killed, the same command continues.
+    the model. DST appears only when it is complete; if the command is killed, the same command continues. For
+    a URL the output is made in the user's cache on this host first, and then copied.
 
     Examples:
 
         trilith convert Llama-3.2-1B sharded --tensor 4 --pipeline 2
         trilith convert sharded other --tensor 2
         trilith convert other Llama-again --to hf
+        trilith convert run s3://bucket/model --to hf
         trilith convert lora-run adapter --to peft
         trilith convert run titan-again --to dcp --names titan
         trilith convert titan/step-1000 Llama-mine --to hf --config Llama-3.2-1B
     """
     from ..checkpoints import ConversionOptions, carry_out, plan_conversion
+    from ..storage.fetched import as_url
     from .shared.progress import byte_progress
     from .shared.sizes import parse_counts, parse_size
 
@@ -108,12 +118,13 @@ def convert(
             for one in transfers:
                 say(f"  {one.name}  {one.dtype} {list(one.box.shape)}  from {len(one.copies)} pieces")
         return
-    with byte_progress(f"{src} -> {dst}", plan.nbytes) as advance:
+    place = as_url(dst) or dst
+    with byte_progress(f"{src} -> {place}", plan.nbytes) as advance:
         options = ConversionOptions(workers=workers, max_ram=most, progress=advance)
         carry_out(plan, dst, allow_nonfinite=allow_nonfinite, options=options)
     for warning in plan.source.warnings:
         say(f"warning: {warning}", err=True)
-    say(f"{dst}: {len(plan.files)} files of weights, {plan.nbytes:,} bytes")
+    say(f"{place}: {len(plan.files)} files of weights, {plan.nbytes:,} bytes")
     if verify:
         _compare(plan.source, dst, dtype)
 
@@ -121,19 +132,21 @@ def convert(
 def _to_dcp(src: Path, dst: Path, given: list[str], names: str | None, config: Path | None) -> None:
     from ..checkpoints import convert_to_dcp
     from ..parallel_state import BadInput
+    from ..storage.fetched import as_url
 
     if given:
         todo = "A checkpoint of torch's is whole, in the dtype of its source: convert the source first"
         raise BadInput("convert", "--to dcp", expected=f"no {given[0]}", found="one", todo=todo)
     source = convert_to_dcp(src, dst, names=names, config=config)
     moments = "weights and moments" if source.trains else "weights"
-    say(f"{dst}: {moments}, for torch.distributed.checkpoint.load")
+    say(f"{as_url(dst) or dst}: {moments}, for torch.distributed.checkpoint.load")
 
 
 def _compare(source: Source, dst: Path, dtype: str | None) -> None:
     """Read both sides back: every number or, after a cast, names and shapes."""
     from ..checkpoints import differences, read_converted, verify
     from ..parallel_state import BadCheckpoint
+    from ..storage.fetched import as_url
 
     written = read_converted(dst, source)
     if written.manifest is not None:
@@ -142,6 +155,6 @@ def _compare(source: Source, dst: Path, dtype: str | None) -> None:
         if dtype is None or math.isnan(one.absolute):  # a cast changes numbers, never names and shapes
             raise BadCheckpoint(dst, one.name, expected="the source's numbers", found=one.what)
     say(
-        f"{dst}: read back, "
+        f"{as_url(dst) or dst}: read back, "
         + ("every number is the source's" if dtype is None else "names and shapes are the source's")
     )

@@ -15,8 +15,8 @@ def verify(
     source: Annotated[
         Path,
         typer.Argument(
-            help="checkpoint, a run's folder, Hugging Face folder, token file, or a checkpoint of another "
-            "project",
+            help="checkpoint, a run's folder, Hugging Face folder, token file, a URL of one of them, or a "
+            "checkpoint of another project",
             metavar="DIR_OR_TOKENS",
         ),
     ],
@@ -28,22 +28,23 @@ def verify(
     A checkpoint is compared with its checksums, and copies of one tensor with each other. A Hugging Face
     folder must hold every tensor that its config asks for, and finite numbers only; so must a checkpoint of
     another project, whose own checksums are compared too. A token file is compared
-    with the hashes in its index; name it by its prefix or by any of its files. The command prints the SHA-256
-    of each file. The exit code is 4 for a damaged checkpoint and 2 for anything else that is wrong.
+    with the hashes in its index; name it by its prefix or by any of its files. The files at a URL are copied
+    into the cache of this host, unless it has a copy of this version, and the copy is checked. The command
+    prints the SHA-256 of each file. The exit code is 4 for a damaged checkpoint and 2 for anything else that
+    is wrong.
 
     Examples:
 
         trilith verify run
         trilith verify Llama-3.2-1B
         trilith verify tokens
+        trilith verify s3://bucket/run
     """
-    if config is None and not source.is_dir():
-        from ..data.token_index import TokenPaths
+    from ..data.tokens import names_tokens
 
-        paths = TokenPaths.of(source)
-        if source == paths.index or paths.index.is_file() or source in paths.all:
-            verify_tokens(paths.name)
-            return
+    if config is None and names_tokens(source):
+        verify_tokens(source)
+        return
     import hashlib
 
     from ..checkpoints import check_model, read_source
@@ -51,6 +52,7 @@ def verify(
     from ..checkpoints.verify import checksum_of, verify_sums
     from ..parallel_state import Box
     from ..runs.report.record import check_step
+    from ..storage.fetched import as_url
     from .shared.progress import byte_progress
 
     found = read_source(source, config=config, names=names)
@@ -73,14 +75,19 @@ def verify(
             say(f"{hashlib.file_digest(opened, 'sha256').hexdigest()}  {file.path.name}")
     if found.manifest is not None and not found.manifest.sealed:
         say("manifest.json has no seal (it is of an earlier release): damage to it would not be noticed")
-    say(f"{found.path}: complete and unaltered" if found.manifest else f"{found.path}: complete and finite")
+    url = as_url(source)
+    where = f"{found.path}" if url is None else f"{url}, copied to {found.path}"
+    say(f"{where}: complete and unaltered" if found.manifest else f"{where}: complete and finite")
 
 
-def verify_tokens(name: Path) -> None:
+def verify_tokens(source: Path) -> None:
     """Read a whole token file and say what was compared."""
+    from ..data.token_index import TokenPaths
     from ..data.tokens import TokenFile
+    from ..storage.fetched import as_url
     from .shared.progress import byte_progress
 
+    name = TokenPaths.of(source).name
     file = TokenFile.open(name)
     index = file.index
     total = file.tokens.nbytes + (0 if file.targets is None else file.targets.nbytes)
@@ -92,7 +99,8 @@ def verify_tokens(name: Path) -> None:
         say(f"{index.targets.sha256}  {name.name}.targets")
     sealed = "the index's seal" if index.seal else "no seal: the index was made before there were any"
     learnt = "" if index.targets is None else f", {index.targets.tokens:,} of them to learn"
+    place = as_url(name) or name
     say(
-        f"{name}: complete and unaltered: {index.tokens:,} ids below {index.vocab_size:,}{learnt}, "
+        f"{place}: complete and unaltered: {index.tokens:,} ids below {index.vocab_size:,}{learnt}, "
         f"{index.documents:,} documents, SHA-256 of every file, {sealed}"
     )

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from ..parallel_state import BadInput
 from ..storage.fetched import as_url, fetched
+from ..storage.remote_folder import RemoteFolder
 from .token_index import (
     TokenIndex,
     TokenPaths,
@@ -152,6 +153,18 @@ def _compare_hash(path: Path, parts: Iterable[NDArray[Any]], expected: str) -> N
         digest.update(np.ascontiguousarray(part).data)
     if digest.hexdigest() != expected:
         raise BadInput(path, "sha256", expected=expected, found=digest.hexdigest())
+
+
+def names_tokens(path: Path) -> bool:
+    """Return whether a path or a URL names a token file, by its name without an ending or by one of its
+    files.
+    """
+    paths = TokenPaths.of(path)
+    if (url := as_url(path)) is None:
+        return not path.is_dir() and (path in paths.all or paths.index.is_file())
+    if path in paths.all:
+        return True
+    return not RemoteFolder(url).sizes() and paths.index.name in RemoteFolder(url.rpartition("/")[0]).sizes()
 
 
 def _local(path: str | Path) -> TokenPaths:

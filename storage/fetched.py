@@ -27,6 +27,8 @@ _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/{1,2}([^/].*)")
 CACHE, CACHE_GB = "TRILITH_CACHE", "TRILITH_CACHE_GB"
 _DEFAULT_GB = 200.0
 _LOCK, _LOOK_EVERY = "fetching.lock", 0.2
+#: Names of the folders of copies: hashes of what was copied.
+_DIGEST = 32
 #: Folders that this process uses, locked until it ends.
 _in_use: dict[Path, int] = {}
 
@@ -50,8 +52,8 @@ def fetched(url: str, wanted: Callable[[str], bool]) -> Path:
     files = {name: one for name, one in folder.versions().items() if wanted(name)}
     if not files:
         raise BadInput(url, expected="a folder with files to read", found="none")
-    version = hashlib.sha256(repr((folder.url, sorted(files.items()))).encode()).hexdigest()[:32]
-    target = _cache() / version / folder.url.rpartition("/")[2]
+    version = hashlib.sha256(repr((folder.url, sorted(files.items()))).encode()).hexdigest()[:_DIGEST]
+    target = cache_folder() / version / folder.url.rpartition("/")[2]
     while not _use(target):
         target.parent.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock.take(target.parent.parent / _LOCK)
@@ -67,7 +69,8 @@ def fetched(url: str, wanted: Callable[[str], bool]) -> Path:
     return target
 
 
-def _cache() -> Path:
+def cache_folder() -> Path:
+    """Return the folder of this user's cache for what is on its way from and to URLs."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get(CACHE) or Path(home) / "trilith" / "fetched")
 
@@ -99,19 +102,21 @@ def _use(target: Path) -> bool:
 
 def _make_room(url: str, need: int) -> None:
     """Delete copies, the longest unused first, until ``need`` bytes more are within the bound."""
-    most = _most_bytes()
+    most = most_bytes()
     if need > most:
         raise BadInput(
             url, expected=f"at most {most / 1e9:g} GB, as {CACHE_GB} says", found=f"{need / 1e9:.3g} GB"
         )
-    copies = sorted(_cache().glob("*/*/"), key=lambda path: path.stat().st_mtime)
+    copies = sorted(cache_folder().glob("?" * _DIGEST + "/*/"), key=lambda path: path.stat().st_mtime)
     sizes = {copy: sum(file.stat().st_size for file in copy.iterdir()) for copy in copies}
     left = sum(sizes.values())
     for copy in copies:
         if left + need > most and _delete(copy):
             left -= sizes[copy]
     if left + need > most:
-        todo = f"Set {CACHE_GB} to a larger number, or end the processes that use the copies in {_cache()}"
+        todo = (
+            f"Set {CACHE_GB} to a larger number, or end the processes that use the copies in {cache_folder()}"
+        )
         raise BadInput(
             url, expected=f"{need / 1e9:.3g} GB of the {most / 1e9:g} GB that copies may take",
             found=f"{left / 1e9:.3g} GB in use", todo=todo,
@@ -131,7 +136,8 @@ def _delete(copy: Path) -> bool:
     return True
 
 
-def _most_bytes() -> float:
+def most_bytes() -> float:
+    """Return the most bytes that the cache may take."""
     said = os.environ.get(CACHE_GB, "")
     try:
         return float(said or _DEFAULT_GB) * 1e9

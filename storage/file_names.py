@@ -20,6 +20,8 @@ OLD_SINGLE, OLD_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 CONFIG = "config.json"
 #: PEFT's names of the same, for adapters.
 ADAPTER_MODEL, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+#: The index of a checkpoint of ``torch.distributed.checkpoint``.
+DCP_METADATA = ".metadata"
 
 #: An unfinished output lies beside its final place; its name is the final one with this ending.
 _UNFINISHED = re.compile(r"(.+)\.tmp-[0-9a-f]{16}", re.DOTALL)

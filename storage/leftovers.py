@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
+import time
 from contextlib import suppress
 from pathlib import Path
 
 from ..parallel_state import BadInput, fault
 from .disk import Disk, DiskFailed, writing
 from .file_names import beside, finished_name, leftovers, unfinished
-from .lock import FileLock
+from .lock import FileLock, try_lock
 
 #: In the name of a lock, as in all that is left beside an output: nobody's own file is called so.
 _LOCK = ".tmp-lock"
@@ -59,6 +61,32 @@ def bytes_of_leftovers(output: Path) -> int:
         for path in left.rglob("*")
         if path.is_file()
     )
+
+
+def why_absent(output: Path) -> tuple[str, str]:
+    """Return what there is in the place of an output that is not there, and what to do about it."""
+    try:
+        left = leftovers(output)
+        latest = max((path.stat().st_mtime for path in left), default=0.0)
+    except OSError:  # a folder that may not be read
+        left = []
+    if not left:
+        return "no such folder", ""
+    if _is_locked(beside(output, _LOCK)):
+        return f"one that a command is writing now, into {left[0].name}", "Wait until that command has ended"
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(latest))
+    found = f"what a killed command left in {left[0].name}, {when} at the latest"
+    return found, "Run the same command again: it completes the output"
+
+
+def _is_locked(path: Path) -> bool:
+    with suppress(OSError):
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            return not try_lock(fd, shared=True)
+        finally:
+            os.close(fd)
+    return False
 
 
 def lock_output(output: Path) -> FileLock:

@@ -83,6 +83,8 @@ class Staging:
 
     def __init__(self, output: Path, directory: Path, lock: FileLock, disk: Disk, made: list[Path]):
         self.output, self.directory = output, directory
+        #: Whether a killed run of the same identity left files in ``directory``.
+        self.goes_on = False
         self._lock, self._disk, self._made = lock, disk, made
 
     @classmethod
@@ -141,7 +143,8 @@ class Staging:
                 for path in leftovers(output):  # we have the lock, so nobody is writing there
                     if path != directory:
                         disk.remove_tree(path)
-                if not directory.exists():
+                staging.goes_on = directory.exists()
+                if not staging.goes_on:
                     disk.make_directory(directory)
         except BaseException:
             staging.leave()

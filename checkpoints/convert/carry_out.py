@@ -15,6 +15,8 @@ from ...parallel_state import BadInput, Layout, check_workers, fault
 from ...storage.companions import store_companion
 from ...storage.disk import Disk
 from ...storage.dtypes import TORCH
+from ...storage.fetched import as_url
+from ...storage.outgoing import export
 from ...storage.output_file import check_place
 from ...storage.records import StoredFile
 from ...storage.safetensors_writer import TensorWriter
@@ -66,6 +68,8 @@ def convert(
 ) -> Plan:
     """Write ``src`` to ``dst``: cut for ``tensor`` x ``pipeline``, or as a Hugging Face folder.
 
+    ``dst`` is a new folder, or a place without files at a URL that fsspec knows: then the output is made on
+    this host first, in the user's cache, and copied there.
     ``to``: default is the other form if no layout is given, and PEFT's folder for LoRA adapters. Moments are
     copied between checkpoints; a Hugging Face folder holds weights only. ``dtype`` (``bfloat16`` and so on)
     casts the weights; a number that overflows is refused. Every byte of a checkpoint is compared with its
@@ -77,24 +81,41 @@ def convert(
         src, to=to, tensor=tensor, pipeline=pipeline, split=split, dtype=dtype, allow_symlinks=allow_symlinks,
         config=config, names=names,
     )  # fmt: skip
-    carry_out(plan, Path(dst), allow_nonfinite=allow_nonfinite, options=options)
+    carry_out(plan, dst, allow_nonfinite=allow_nonfinite, options=options)
     return plan
 
 
 @no_collector()
 def carry_out(
-    plan: Plan, dst: Path, *, allow_nonfinite: bool = False, options: ConversionOptions = ConversionOptions()
+    plan: Plan,
+    dst: str | Path,
+    *,
+    allow_nonfinite: bool = False,
+    options: ConversionOptions = ConversionOptions(),
 ) -> None:
     """Write the planned conversion to ``dst``; see ``convert``."""
     if plan.layout is None:
         check_plain(plan.source.config, plan.source.path, "config")
     else:
-        _rehearse(plan, plan.layout, dst)
+        _rehearse(plan, plan.layout, Path(dst))
     identity = identify(plan, allow_nonfinite=allow_nonfinite)
+
+    def write(place: Path) -> None:
+        _write(plan, place, identity, allow_nonfinite, options)
+
+    if (url := as_url(dst)) is None:
+        write(Path(dst))
+    else:
+        export(url, identity, plan.nbytes, write)
+
+
+def _write(plan: Plan, dst: Path, identity: str, allow_nonfinite: bool, options: ConversionOptions) -> None:
     inputs = [plan.source.path, *([] if plan.merge is None else [plan.merge.adapter.path])]
     check_output(dst, inputs=inputs)  # first: a checkpoint that is there is taken, and not a wrong place
     check_place(dst, inputs)
     with staged(dst, inputs=inputs, need=plan.nbytes, identity=identity) as staging:
+        if staging.goes_on:
+            plan.source.warnings.append(f"{dst}: a command that wrote it was killed; its work was used")
         keep = {*plan.files, JOURNAL}
         for path in staging.directory.iterdir():  # of an earlier run: what is small is written again
             if path.name not in keep:

@@ -6,6 +6,7 @@ each one from the source when its turn comes. So memory grows with the largest t
 
 from __future__ import annotations
 
+import secrets
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -17,6 +18,8 @@ from torch import Tensor
 
 from ...parallel_state import BadInput, Box
 from ...storage.dtypes import TORCH
+from ...storage.fetched import as_url
+from ...storage.outgoing import export
 from ...storage.output_file import check_place
 from ...storage.staging import check_output, staged
 from ..foreign.rules import Piece, foreign_shapes, pieces, table_named
@@ -37,7 +40,8 @@ def convert_to_dcp(
     names: str | None = None,
     config: Path | None = None,
 ) -> Source:
-    """Write the weights of ``src``, and its moments if it has some, as a DCP checkpoint ``dst``.
+    """Write the weights of ``src``, and its moments if it has some, as a DCP checkpoint ``dst``, a new folder
+    or a place at a URL.
 
     ``names``: a table (see ``foreign/rules.py``) by which the tensors are named and cut, such as ``titan``;
     without one they are ``model.NAME`` and ``optim.state.NAME.exp_avg`` with Hugging Face's names, as
@@ -45,9 +49,10 @@ def convert_to_dcp(
     source of another project. A checkpoint's checksums are compared first; numbers that are not finite are
     refused. A failure leaves nothing behind; if the process is killed, the call begins anew.
     """
-    source, dst = read_source(src, config=config), Path(dst)
-    check_output(dst, inputs=[source.path])
-    check_place(dst, [source.path])
+    source, url = read_source(src, config=config), as_url(dst)
+    if url is None:
+        check_output(Path(dst), inputs=[source.path])
+        check_place(Path(dst), [source.path])
     if source.adapter is not None:
         todo = f"`trilith merge-lora BASE {source.path} OUT` makes a whole model of them and their base"
         raise BadInput(source.path, "--to dcp", expected="a whole model", found="LoRA adapters", todo=todo)
@@ -57,9 +62,16 @@ def convert_to_dcp(
         verify(source.path, source.manifest)
     for file in source.files:
         verify_sums(file, checksum_of(file))
-    with staged(dst, inputs=[source.path], need=need) as staging:
-        _save(nested, made, staging.directory)
-        staging.publish()
+
+    def write(place: Path) -> None:
+        with staged(place, inputs=[source.path], need=need) as staging:
+            _save(nested, made, staging.directory)
+            staging.publish()
+
+    if url is None:
+        write(Path(dst))
+    else:
+        export(url, secrets.token_hex(8), need, write)
     return source
 
 

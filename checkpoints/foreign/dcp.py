@@ -16,6 +16,7 @@ from typing import Any
 from ...parallel_state import BadInput, Box
 from ...storage.coverage import check_coverage
 from ...storage.dtypes import TORCH
+from ...storage.file_names import DCP_METADATA
 from ...storage.regular import check_plain_name, contained, open_regular, read_small
 from ...storage.strict_json import shown
 from ...storage.torch_archive import Limits, Name, Record, View, ViewFile, ZipEntry, archive_at, read_records
@@ -24,7 +25,6 @@ from ...storage.torch_archive.records import Maker
 from .checkpoint import Chunk, ForeignCheckpoint, ForeignTensor
 
 FORM = "torch.distributed.checkpoint (DCP)"
-METADATA = ".metadata"
 #: The folders in which Accelerate's ``save_state`` writes model and optimizer.
 _ACCELERATE = ("pytorch_model_fsdp_0", "optimizer_0")
 _MOST_BYTES = 1 << 29
@@ -64,7 +64,7 @@ def recognise(path: Path) -> bool:
 
 
 def _folders(path: Path) -> list[Path]:
-    return [one for one in (path, *(path / name for name in _ACCELERATE)) if (one / METADATA).is_file()]
+    return [one for one in (path, *(path / name for name in _ACCELERATE)) if (one / DCP_METADATA).is_file()]
 
 
 def read(path: Path) -> ForeignCheckpoint:
@@ -102,8 +102,8 @@ def read_tensors(
 
     ``further``: names that a writer adds to those of DCP in ``.metadata``.
     """
-    where = path / METADATA
-    raw = read_small(contained(path, METADATA), _MOST_BYTES)
+    where = path / DCP_METADATA
+    raw = read_small(contained(path, DCP_METADATA), _MOST_BYTES)
     top = read_records(raw, where, {**NAMES, **(further or {})}, limits=_LIMITS)
     listed, stored = _fields(top, "Metadata", where, "state_dict_metadata", "storage_data")
     if not isinstance(listed, dict) or not isinstance(stored, dict):

@@ -10,6 +10,7 @@ from ...parallel_state import BadInput
 from ...storage.fetched import as_url, fetched
 from ...storage.file_names import MANIFEST, STEP_NAME
 from ...storage.remote_folder import RemoteFolder
+from ...storage.remote_output import check_ended
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -23,9 +24,10 @@ def local_folder(name: str | Path) -> Path:
 
     A folder of that name comes first. Files that the cache lacks are fetched, unless ``HF_HUB_OFFLINE`` is
     set. A folder of checkpoints at a URL stands for the newest one. Raises ``BadInput`` if it is neither here
-    nor there.
+    nor there, or if an export to the URL has not ended.
     """
     if (url := as_url(name)) is not None:
+        check_ended(RemoteFolder(url))
         return fetched(_newest(url), lambda file: any(fnmatch(file, pattern) for pattern in FILES))
     path = Path(name)
     if path.exists() or not _ID.fullmatch(str(name)):

@@ -1,15 +1,21 @@
-"""A kill at each operation on the local disk, for tests of what is copied from another place."""
+"""Other places to copy to and from, and a kill at each operation on the disk or on a store."""
 
 from __future__ import annotations
 
+import os
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import fsspec
 import pytest
-from trilith.storage import remote_folder
+from trilith.storage import fetched, remote_folder
 from trilith.storage.disk import Disk
+from trilith.storage.file_names import MANIFEST
+from trilith.storage.remote_folder import RemoteFolder
 from trilith.storage.staging import Staging
 
 OPERATIONS = ("create", "write", "sync", "rename", "make_directory")
@@ -55,6 +61,110 @@ def _killed_at(at: int) -> Iterator[list[str]]:
         yield operations
 
 
+@contextmanager
+def _stopped_at(at: int) -> Iterator[list[str]]:
+    """End the block at its operation number ``at`` on a store; yield the operations that it began.
+
+    Half of that operation is still done.
+    """
+    operations = list[str]()
+    put, remove = RemoteFolder._put, RemoteFolder.remove
+
+    def step(what: str) -> bool:
+        operations.append(what)
+        return len(operations) == at
+
+    def half(folder: RemoteFolder, out: Any, piece: bytes) -> None:
+        if step("write"):
+            put(folder, out, piece[: len(piece) // 2])
+            raise Killed
+        put(folder, out, piece)
+
+    def no_more(folder: RemoteFolder, name: str) -> None:
+        if step(f"remove {name}"):
+            for inner in [one for one in folder.sizes(name) if one != MANIFEST][:1]:
+                remove(folder, f"{name}/{inner}")
+            raise Killed
+        remove(folder, name)
+
+    with mock.patch.multiple(RemoteFolder, _put=half, remove=no_more), suppress(Killed):
+        yield operations
+
+
+@pytest.fixture
+def stopped_at() -> Callable[[int], AbstractContextManager[list[str]]]:
+    return _stopped_at
+
+
 @pytest.fixture
 def killed_at() -> Callable[[int], AbstractContextManager[list[str]]]:
     return _killed_at
+
+
+@contextmanager
+def _bucket() -> Iterator[str]:
+    """Serve S3 from this process, with buckets of its own; yield the URL of an empty place."""
+    reason = "pip install 'moto[server]' s3fs: no dependency of the tests"
+    moto = pytest.importorskip("moto.server", reason=reason)
+    pytest.importorskip("s3fs", reason=reason)
+    server = moto.ThreadedMotoServer(port=0)
+    server.start()
+    host, port = server.get_host_and_port()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION"):
+            patch.setenv(name, "us-east-1")
+        name = f"bucket-{secrets.token_hex(4)}"  # the server's buckets outlive it in this process
+        fsspec.filesystem("s3", skip_instance_cache=True).mkdir(name)
+        yield f"s3://{name}/place"
+        fsspec.get_filesystem_class("s3").clear_instance_cache()
+    server.stop()
+
+
+@contextmanager
+def _place(kind: str, folder: Path) -> Iterator[str]:
+    if kind == "s3":
+        with _bucket() as url:
+            yield url
+        return
+    yield str(folder / "place") if kind == "local" else "memory://place"
+    fsspec.filesystem("memory").store.clear()
+    fsspec.filesystem("memory").pseudo_dirs[:] = [""]
+
+
+_STORES = ["memory", pytest.param("s3", marks=pytest.mark.slow)]
+
+
+@pytest.fixture(params=["local", *_STORES])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """Yield the path or URL of an empty place."""
+    with _place(request.param, tmp_path) as found:
+        yield found
+
+
+@pytest.fixture(params=_STORES)
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """Yield the URL of an empty place."""
+    with _place(request.param, tmp_path) as found:
+        yield found
+
+
+def _end_use() -> None:
+    while fetched._in_use:
+        os.close(fetched._in_use.popitem()[1])
+
+
+@pytest.fixture
+def end_use() -> Callable[[], None]:
+    """Return what lets no copy be in use any more, as if this process had ended."""
+    return _end_use
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Give the test a cache of its own, and an empty store in memory."""
+    monkeypatch.setenv(fetched.CACHE, str(tmp_path / "cache"))
+    yield tmp_path / "cache"
+    _end_use()
+    fsspec.filesystem("memory").store.clear()
+    fsspec.filesystem("memory").pseudo_dirs[:] = [""]

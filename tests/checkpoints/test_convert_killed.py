@@ -5,17 +5,19 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from trilith.checkpoints import ConversionOptions, convert
+from trilith.checkpoints import ConversionOptions, convert, read_source
 from trilith.checkpoints.convert import memory_budget
 from trilith.checkpoints.convert.finished_work import FinishedWork
 from trilith.checkpoints.convert.memory_budget import anonymous_memory, block_within
 from trilith.cli.app import run
 from trilith.parallel_state import BadCheckpoint, BadInput, Box
 from trilith.storage import TensorWriter
+from trilith.storage.staging import staged
 from trilith.testing import run_fresh, run_parallel
 from trilith.testing.hf_folders import contents, write_hf_folder
 from trilith.testing.short_runs import run_recipe, tiny_recipe, write_tokens
@@ -82,7 +84,11 @@ def test_a_killed_conversion_is_absent_or_whole_and_goes_on_K15(
     killed(src, dst, arguments, point)
     assert dst.exists() == (point == "at=commit.after_rename")
     if not dst.exists():
-        convert(src, dst, **arguments)
+        says = r"found what a killed command left in out\.tmp-[0-9a-f]{16}, 20.*\. Run the same command again"
+        with pytest.raises(BadInput, match=says):
+            read_source(dst)
+        plan = convert(src, dst, **arguments)
+        assert plan.source.warnings == [f"{dst}: a command that wrote it was killed; its work was used"]
     assert contents(dst) == contents(tmp_path / "whole")
     assert contents(src) == before
     assert sorted(path.name for path in tmp_path.iterdir() if not path.name.endswith(".tmp-lock")) == [
@@ -209,6 +215,17 @@ def test_what_a_killed_run_wrote_counts_as_room_for_the_next(
     with pytest.raises(BadInput, match="GB free"):
         convert(sources / "hf", tmp_path / "elsewhere", tensor=2)
     convert(sources / "hf", tmp_path / "out", tensor=2)
+
+
+def test_an_output_that_is_being_written_is_named_as_that(tmp_path: Path) -> None:
+    for wait in (True, False):
+        with suppress(KeyboardInterrupt), staged(tmp_path / "out", identity="0" * 16):
+            with pytest.raises(BadInput, match=r"a command is writing now, into out\.tmp-0{16}\. Wait until"):
+                read_source(tmp_path / "out")
+            if wait:
+                raise KeyboardInterrupt
+    with pytest.raises(BadInput, match="found no such folder"):
+        read_source(tmp_path / "out")
 
 
 def test_an_interrupt_keeps_what_was_written_and_an_error_does_not(tmp_path: Path, sources: Path) -> None:

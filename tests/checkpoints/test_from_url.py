@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from itertools import count
 from pathlib import Path
 from unittest import mock
 
-import fsspec
 import pytest
 from trilith.checkpoints import convert
 from trilith.checkpoints.hugging_face.hub import local_folder
@@ -23,21 +22,7 @@ from trilith.testing.hf_folders import contents, write_hf_folder
 from trilith.testing.short_runs import write_tokens
 from trilith.testing.tiny_models import TINIEST_LLAMA
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Give each test a cache and a store of its own."""
-    monkeypatch.setenv(fetching.CACHE, str(tmp_path / "cache"))
-    yield tmp_path / "cache"
-    end_use()
-    fsspec.filesystem("memory").store.clear()
-    fsspec.filesystem("memory").pseudo_dirs[:] = [""]
-
-
-def end_use() -> None:
-    """Use no copy any more, as a process that has ended."""
-    while fetching._in_use:
-        os.close(fetching._in_use.popitem()[1])
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def put(url: str, folder: Path) -> None:
@@ -98,6 +83,7 @@ def test_a_fetch_that_is_killed_anywhere_leaves_a_whole_copy_or_none(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     killed_at: Callable[[int], AbstractContextManager[list[str]]],
+    end_use: Callable[[], None],
 ) -> None:
     data = {"a": os.urandom(300), "b": os.urandom(150)}
     for name, text in data.items():
@@ -128,7 +114,7 @@ def test_a_file_that_arrives_short_is_not_a_copy(cache: Path) -> None:
 
 
 def test_the_copy_unused_for_longest_makes_room_and_one_in_use_never_does(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
+    cache: Path, monkeypatch: pytest.MonkeyPatch, end_use: Callable[[], None]
 ) -> None:
     for name in "abcd":
         RemoteFolder(f"memory://{name}").write("file", bytes(1000))

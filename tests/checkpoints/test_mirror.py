@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import secrets
 import shutil
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -36,38 +35,6 @@ from trilith.storage.remote_folder import RemoteFailed, RemoteFolder
 from trilith.testing.short_runs import run_recipe, tiny_recipe, write_tokens
 from trilith.testing.tiny_models import TINIEST_LLAMA
 from trilith.training import check_run
-
-
-@contextmanager
-def bucket() -> Iterator[str]:
-    """Serve S3 from this process, with buckets of its own; yield the URL of an empty place."""
-    reason = "pip install 'moto[server]' s3fs: no dependency of the tests"
-    moto = pytest.importorskip("moto.server", reason=reason)
-    pytest.importorskip("s3fs", reason=reason)
-    server = moto.ThreadedMotoServer(port=0)
-    server.start()
-    host, port = server.get_host_and_port()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION"):
-            patch.setenv(name, "us-east-1")
-        name = f"bucket-{secrets.token_hex(4)}"  # the server's buckets outlive it in this process
-        fsspec.filesystem("s3", skip_instance_cache=True).mkdir(name)
-        yield f"s3://{name}/mirror"
-        fsspec.get_filesystem_class("s3").clear_instance_cache()
-    server.stop()
-
-
-@pytest.fixture(params=["local", "memory", pytest.param("s3", marks=pytest.mark.slow)])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """Yield the path or URL of an empty place."""
-    if request.param == "s3":
-        with bucket() as url:
-            yield url
-        return
-    yield str(tmp_path / "mirror") if request.param == "local" else "memory://mirror"
-    fsspec.filesystem("memory").store.clear()
-    fsspec.filesystem("memory").pseudo_dirs[:] = [""]
 
 
 def saver_of(root: Path, model: nn.Module, **rest: Any) -> Saver:
@@ -135,52 +102,19 @@ def test_committed_checkpoints_are_copied_and_the_newest_kept_in_both(place: str
     ]
 
 
-class Crash(BaseException):
-    """The process ends here: nothing after it happens."""
-
-
-def crashing(at: int) -> tuple[Any, list[str]]:
-    """Return patches that end the work at operation ``at``: half of it is still done."""
-    done: list[str] = []
-    put, remove = RemoteFolder._put, RemoteFolder.remove
-
-    def step(what: str) -> bool:
-        done.append(what)
-        return len(done) == at
-
-    def half(folder: RemoteFolder, out: Any, piece: bytes) -> None:
-        if step("write"):
-            put(folder, out, piece[: len(piece) // 2])
-            raise Crash
-        put(folder, out, piece)
-
-    def no_more(folder: RemoteFolder, name: str) -> None:
-        if step(f"remove {name}"):
-            for inner in [one for one in folder.sizes(name) if one != MANIFEST][:1]:
-                remove(folder, f"{name}/{inner}")
-            raise Crash
-        remove(folder, name)
-
-    return mock.patch.multiple(RemoteFolder, _put=half, remove=no_more), done
-
-
-def test_a_crash_at_any_operation_leaves_whole_copies_and_loses_none(place: str, tmp_path: Path) -> None:
+def test_a_crash_at_any_operation_leaves_whole_copies_and_loses_none(
+    place: str, tmp_path: Path, stopped_at: Callable[[int], AbstractContextManager[list[str]]]
+) -> None:
     """Step 2 comes after step 1, and one is kept; half of a file, or of a manifest, may have arrived."""
     first, second = written(tmp_path / "run", 1), written(tmp_path / "run", 2)
-    at, operations = 0, list[str]()
-    while at <= len(operations):
-        at += 1
+    for at in count(1):
         url = f"{place}-{at}"
         mirror = Mirror(RemoteFolder(url), keep=1)
         mirror.copy(first)
-        patch, operations = crashing(at)
-        with mock.patch.object(remote_folder, "_PIECE", 100), patch:
-            try:
-                mirror.copy(second)
-            except Crash:
-                pass
-            else:
-                break
+        with mock.patch.object(remote_folder, "_PIECE", 100), stopped_at(at) as operations:
+            mirror.copy(second)
+        if len(operations) < at:
+            break
         there = accepted(fetched(url, tmp_path / "fetched"))
         assert there in ([1], [1, 2], [2]), (at, operations)
         assert stated(tmp_path / "fetched") == there, (at, operations)

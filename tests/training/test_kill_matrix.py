@@ -308,7 +308,11 @@ CASES = [
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("case", CASES)
 def test_whatever_is_killed_is_named_leaves_nothing_and_the_run_goes_on_bitwise(
-    make: Make, whole: Callable[[Any, Case, Sequence[str]], Any], tmp_path: Path, case: Case
+    make: Make,
+    whole: Callable[[Any, Case, Sequence[str]], Any],
+    tmp_path: Path,
+    case: Case,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     run_ = make(STEPS)
     held_out = write_tokens(tmp_path / "held-out", count=500, seed=1)
@@ -333,7 +337,7 @@ def test_whatever_is_killed_is_named_leaves_nothing_and_the_run_goes_on_bitwise(
     assert max(accepted, default=0) >= max(said, default=0), (accepted, said)
     assert all(same(checkpoint(run_, step), checkpoint(reference, step)) for step in accepted)
     if case.phase == "export":
-        exported(run_, reference, tmp_path)
+        exported(run_, reference, tmp_path, capsys)
     assert run_.ranks(*changes) == [0, 0]
     assert curve(run_.out) == curve(reference.out)
     assert run_.steps_saved[-1] == STEPS
@@ -358,11 +362,21 @@ def named(cluster: Cluster, output: list[str]) -> None:
         assert f"rank {victim} died" in found.text
 
 
-def exported(run_: Any, reference: Any, folder: Path) -> None:
-    """Check that the export is absent or whole, and that the same command completes it."""
+def exported(run_: Any, reference: Any, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Check that the export is whole, or absent and named as killed; the same command completes it."""
     convert(checkpoint(reference, 4), folder / "whole-hf", to="hf")
     there = (folder / "hf").exists()
-    assert not there or contents(folder / "hf") == contents(folder / "whole-hf")
+    if there:
+        assert contents(folder / "hf") == contents(folder / "whole-hf")
+    else:
+        capsys.readouterr()
+        assert run(["verify", str(folder / "hf")]) == 2
+        said = capsys.readouterr().err
+        assert (
+            said.startswith(f"error: {folder / 'hf'}: ") and "what a killed command left in hf.tmp-" in said
+        )
+        assert said.endswith("Run the same command again: it completes the output\n")
     assert run(["convert", str(checkpoint(run_, 4)), str(folder / "hf"), "--to", "hf"]) == (2 if there else 0)
+    assert there or "a command that wrote it was killed" in capsys.readouterr().err
     assert contents(folder / "hf") == contents(folder / "whole-hf")
     assert not [*folder.glob("hf.tmp-" + "?" * 16)]

@@ -1,0 +1,231 @@
+"""An export to a URL is whole there or refused, wherever it is killed, and the same command completes it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from itertools import count
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from trilith.checkpoints import convert, read_source
+from trilith.checkpoints.hugging_face.hub import local_folder
+from trilith.cli.app import run
+from trilith.parallel_state import BadCheckpoint, BadInput
+from trilith.storage import fetched, remote_folder
+from trilith.storage.remote_folder import RemoteFailed, RemoteFolder
+from trilith.storage.remote_output import NOTE
+from trilith.testing.hf_folders import write_hf_folder
+from trilith.testing.short_runs import write_tokens
+from trilith.testing.tiny_models import TINIEST_LLAMA
+
+pytestmark = pytest.mark.usefixtures("cache")
+FORMS: dict[str, dict[str, Any]] = {"hf": {"to": "hf"}, "sharded": {"to": "sharded", "tensor": 2}}
+Killing = Callable[[int], AbstractContextManager[list[str]]]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint in ``source``, and what it is converted to, by form."""
+    folder = tmp_path_factory.mktemp("made")
+    write_hf_folder(folder / "original", TINIEST_LLAMA)
+    convert(folder / "original", folder / "source")
+    for form, options in FORMS.items():
+        convert(folder / "source", folder / form, **options)
+    return folder
+
+
+def stored(url: str) -> dict[str, bytes]:
+    """Return every file at a URL."""
+    folder = RemoteFolder(url)
+    return {name: folder.read(name) or b"" for name in folder.sizes()}
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_export_to_a_url_has_the_bytes_of_the_local_one_and_is_verified_there(
+    url: str, form: str, made: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = {"hf": ["--to", "hf"], "sharded": ["--to", "sharded", "--tensor", "2"]}[form]
+    assert run(["convert", str(made / "source"), url, *words, "--verify"]) == 0
+    assert f"{url}: read back, every number is the source's" in capsys.readouterr().out
+    assert stored(url) == files(made / form)
+    assert run(["verify", url]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 1 + len([*(made / form).glob("*.safetensors")])
+    assert said[-1].startswith(f"{url}, copied to {cache}/")
+    assert said[-1].endswith("complete and unaltered" if form == "sharded" else "complete and finite")
+    assert not [*(cache / "outgoing").iterdir()]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_export_killed_at_any_operation_is_refused_or_whole_and_completed_by_the_same_command(
+    url: str, form: str, made: Path, cache: Path, stopped_at: Killing
+) -> None:
+    """Half of a file, of the note or of the last file may have arrived; a local output is made only once."""
+    whole, outcomes = files(made / form), set[bool]()
+    for at in count(1):
+        place = f"{url}-{at}"
+        with mock.patch.object(remote_folder, "_PIECE", 10_000), stopped_at(at) as operations:
+            convert(made / "source", place, **FORMS[form])
+        if len(operations) < at:
+            break
+        try:
+            there = files(local_folder(place)) == whole
+            read_source(place)
+        except BadInput as error:
+            there = False
+            assert "\n" not in str(error)
+            if NOTE in stored(place):
+                assert "an export that has not ended or was killed" in str(error), (at, operations)
+        outcomes.add(there)
+        if there:
+            with pytest.raises(BadInput, match="expected a place without files, found "):
+                convert(made / "source", place, **FORMS[form])
+        else:
+            convert(made / "source", place, **FORMS[form])
+        assert stored(place) == whole, (at, operations)
+    assert at > 5 and outcomes == {True, False}
+    assert {one.split()[0] for one in operations} == {"write", "remove"}
+
+
+@pytest.mark.slow
+def test_an_export_killed_at_any_operation_on_this_host_is_completed_by_the_same_command(
+    made: Path, cache: Path, killed_at: Killing
+) -> None:
+    for at in count(1):
+        place = f"memory://exports/{at}"
+        with killed_at(at) as operations:
+            convert(made / "source", place, to="hf")
+        if len(operations) < at:
+            break
+        assert not stored(place), (at, operations)
+        convert(made / "source", place, to="hf")
+        assert stored(place) == files(made / "hf")
+        assert not [*(cache / "outgoing").iterdir()], (at, operations)
+    assert at > 10
+
+
+def test_a_killed_export_is_named_by_who_began_it_and_what_to_do(
+    made: Path, stopped_at: Killing, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with stopped_at(3):
+        convert(made / "source", "memory://exports/model", to="hf")
+    place = "memory://exports/model"
+    for words in (["inspect", place], ["verify", place], ["convert", place, str(made / "none")]):
+        assert run(words) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"error: {place}: expected a whole folder, found an export that has not ended")
+        assert ", host " in said and ", process " in said and ", begun 20" in said
+        assert said.endswith("Run the same command again: it completes the copy\n") and said.count("\n") == 1
+
+
+def test_a_dcp_checkpoint_at_a_url_has_the_numbers_of_its_source(made: Path, tmp_path: Path) -> None:
+    assert run(["convert", str(made / "source"), "memory://exports/dcp", "--to", "dcp"]) == 0
+    (back := tmp_path / "back").mkdir()
+    for name in (there := RemoteFolder("memory://exports/dcp")).sizes():
+        there.fetch(name, back / name)
+    assert sorted(path.name for path in back.iterdir()) == [".metadata", "__0_0.distcp"]
+    assert run(["diff", str(back), str(made / "original"), "--config", str(made / "original")]) == 0
+
+
+def test_a_place_that_is_taken_or_among_checkpoints_is_refused_and_stays_as_it_was(made: Path) -> None:
+    taken = RemoteFolder("memory://bucket/data")
+    taken.write("config.json", b"mine")
+    taken.write("more.txt", b"mine")
+    for name in (".metadata", "config.json"):  # a step's folder, and one without a step
+        RemoteFolder("memory://bucket/run/step-00000002").write(name, b"{}")
+    RemoteFolder("memory://bucket/cut").write("manifest.json", b"{}")
+    for name in (NOTE, "mine.txt"):
+        RemoteFolder("memory://bucket/notes").write(name, b"mine")
+    for place, says in (
+        ("memory://bucket/notes", "expected a place without files, found mine.txt and 1 more"),
+        ("memory://bucket/data", "expected a place without files, found config.json and 1 more"),
+        ("memory://bucket/run/model", "outside a run's checkpoints, found memory://bucket/run"),
+        ("memory://bucket/cut/model", "outside a checkpoint, found memory://bucket/cut"),
+        ("nosuch://bucket/model", "whose file system is installed"),
+    ):
+        with pytest.raises(BadInput, match=says):
+            convert(made / "source", place, to="hf")
+    assert stored("memory://bucket/data") == {"config.json": b"mine", "more.txt": b"mine"}
+    assert not stored("memory://bucket/run/model") and not stored("memory://bucket/cut/model")
+
+
+def test_an_output_larger_than_the_cache_is_refused(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(fetched.CACHE_GB, "1e-6")
+    with pytest.raises(
+        BadInput, match=r"at most 1e-06 GB, as TRILITH_CACHE_GB says, found .* on this host first"
+    ):
+        convert(made / "source", "memory://exports/model", to="hf")
+    assert not stored("memory://exports/model")
+
+
+def test_an_output_of_two_processes_is_refused_to_the_second_and_killed_ones_are_cleared(
+    made: Path, cache: Path, stopped_at: Killing
+) -> None:
+    with stopped_at(1):
+        convert(made / "source", "memory://exports/killed", to="hf")
+    assert len([*(cache / "outgoing").iterdir()]) == 2  # the output and its lock
+    go, begun, real = threading.Event(), threading.Event(), RemoteFolder.copy
+
+    def stuck(folder: RemoteFolder, source: Path, name: str) -> int:
+        begun.set()
+        assert go.wait(60)
+        return real(folder, source, name)
+
+    with mock.patch.object(RemoteFolder, "copy", stuck):
+        first = threading.Thread(target=convert, args=(made / "source", "memory://exports/model"))
+        first.start()
+        assert begun.wait(60)
+        with pytest.raises(BadInput, match="another process of this host writing it"):
+            convert(made / "source", "memory://exports/model")
+        go.set()
+        first.join(60)
+    assert stored("memory://exports/model") == files(made / "hf")
+    assert not [*(cache / "outgoing").iterdir()]
+
+
+def test_a_file_that_arrives_short_is_an_error_and_no_export(made: Path) -> None:
+    real = RemoteFolder.copy
+
+    def short(folder: RemoteFolder, source: Path, name: str) -> int:
+        if name.endswith(".safetensors"):
+            folder.write(name, source.read_bytes()[:-1])
+            return 0
+        return real(folder, source, name)
+
+    with (
+        mock.patch.object(RemoteFolder, "copy", short),
+        pytest.raises(RemoteFailed, match=r"expected .* bytes"),
+    ):
+        convert(made / "source", "memory://exports/model", to="hf")
+    with pytest.raises(BadInput, match="an export that has not ended"):
+        local_folder("memory://exports/model")
+
+
+def test_a_wrong_bit_at_a_url_is_found_by_verify(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    convert(made / "source", "memory://exports/model", tensor=2)
+    folder = RemoteFolder("memory://exports/model")
+    name = next(one for one in folder.sizes() if one.endswith(".safetensors"))
+    raw = bytearray(folder.read(name) or b"")
+    raw[-1] ^= 1
+    folder.write(name, bytes(raw))
+    assert run(["verify", "memory://exports/model"]) == BadCheckpoint.exit_code
+    write_tokens(tmp_path / "tokens")
+    for path in tmp_path.glob("tokens.*"):
+        RemoteFolder("memory://data").copy(path, path.name)
+    for words in ("memory://data/tokens", "memory://data/tokens.bin"):
+        assert run(["verify", words]) == 0
+    assert "memory://data/tokens: complete and unaltered: " in capsys.readouterr().out
+    raw = bytearray((tmp_path / "tokens.bin").read_bytes())
+    raw[-1] ^= 1
+    RemoteFolder("memory://data").write("tokens.bin", bytes(raw))
+    assert run(["verify", "memory://data/tokens"]) == BadInput.exit_code
