@@ -46,9 +46,9 @@ def doctor(
     (something works, but slowly or not everywhere) or a fault (something will fail), and says what to do. It
     checks this machine only, and leaves nothing behind. The exit code is 3 if there is a fault.
 
-    With --nodes it compares the nodes of a job: versions and GPUs, speed and room of the folders, clocks, and
-    the link between each two nodes over TCP. It names the nodes that differ, are slow or do not answer. The
-    first rank prints, and ends with 3 if there is a fault.
+    With --nodes it compares the nodes of a job: versions, GPUs, speed and free space of the folders, clocks,
+    and the TCP link between every two nodes. It names the nodes that differ, are slow or do not answer. Only
+    the first rank prints; it ends with 3 if there is a fault.
 
     Examples:
 

@@ -32,7 +32,7 @@ def train(
     fit: Annotated[
         bool,
         typer.Option(
-            "--fit", help="take the ranks that are here, in the fastest layout that is legal and fits"
+            "--fit", help="use the ranks that were started, in the fastest layout that is legal and fits"
         ),
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="print no progress lines")] = False,

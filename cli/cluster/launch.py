@@ -57,7 +57,10 @@ def launch(
         list[str] | None, typer.Option(help="host that the job must not use; may be given several times")
     ] = None,
     spares: Annotated[
-        int, typer.Option(min=0, help="nodes to ask for besides, which take the place of bad ones (Slurm)")
+        int,
+        typer.Option(
+            min=0, help="number of extra nodes to ask for, which replace excluded ones (Slurm only)"
+        ),
     ] = 0,
     fit: Annotated[
         bool,
@@ -65,10 +68,12 @@ def launch(
     ] = False,
     least_nodes: Annotated[
         int | None,
-        typer.Option(min=1, help="number of free nodes on which Slurm starts a job with --fit; default: 1"),
+        typer.Option(
+            min=1, help="with --fit: the fewest free nodes on which Slurm starts the job; default: 1"
+        ),
     ] = None,
     image: Annotated[
-        str, typer.Option(help="container image with trilith, for Kubernetes")
+        str, typer.Option(help="container image that has trilith, for Kubernetes")
     ] = "trilith:latest",
     out: Annotated[
         Path | None, typer.Option(help="file to write; default: the job's name with a suffix")
@@ -78,9 +83,9 @@ def launch(
 ) -> None:
     """Write one short file that starts a recipe on many hosts, to be read and adapted.
 
-    The number of ranks is the recipe's layout. A Slurm script asks the run to save before the time limit,
-    puts the job back in the queue after that or after a lost node, and stops for a person where the input is
-    bad. Nothing is submitted without --submit.
+    The recipe's layout gives the number of ranks. The Slurm script asks the run to save before the time
+    limit, and puts the job back into the queue after that or after a node was lost. If the input is bad, the
+    job ends, because a person must look. Nothing is submitted without --submit.
 
     Examples:
 

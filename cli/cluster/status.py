@@ -26,14 +26,15 @@ def status(
         bool, typer.Option("--why", help="say which rank waited for which, and in which collective")
     ] = False,
 ) -> None:
-    """Say how the last start of a run ended, or how far it is.
+    """Say how the last start of a run ended, or how far it has come.
 
-    torchrun ends with 1 whatever its ranks ended with. A job's script learns here what to do next: 0 the run
-    is finished, 75 it has saved and the same command goes on, 2 its input is bad, 3 a rank failed or was
-    lost, 4 a checkpoint is damaged.
+    torchrun ends with code 1, whatever codes its ranks ended with. With --exit-code this command ends with
+    the run's own code, so that a job's script knows what to do next: 0 the run is finished, 75 it has saved
+    and the same command continues it, 2 its input is bad, 3 a rank failed or was lost, 4 a checkpoint is
+    damaged.
 
-    With --why it reads what torch's flight recorder kept on each rank that failed in a collective, and says
-    who waited for whom.
+    With --why it reads the record that torch's flight recorder wrote on each rank that failed in a
+    collective, and says which rank waited for which.
 
     Examples:
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,29 @@ def test_a_slurm_script_has_all_that_a_run_on_many_hosts_needs(tmp_path: Path) -
         assert needed in text, needed
 
 
+def commands(first: str) -> list[list[str]]:
+    """Return the commands of docs/clusters.md that begin so, without the program's name."""
+    lines = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text(encoding="utf-8").splitlines()
+    return [shlex.split(line, comments=True)[1:] for line in lines if line.startswith(f"trilith {first} ")]
+
+
+def test_the_page_s_commands_write_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert len(commands("launch")) == 7
+    for words in commands("launch"):
+        assert run([*words, "--force"]) == 0, words
+    spared = (tmp_path / "llama-3.1-8b-8gpus.sbatch").read_text()
+    assert "#SBATCH --nodes=2\n" in spared and "layout.data=8" in spared
+
+
+@pytest.mark.slow
+def test_the_page_s_models_fit_their_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(commands("train")) == 2
+    for words in commands("train"):
+        assert run(words) == 0, words
+
+
 def test_a_file_that_somebody_adapted_is_not_written_over(tmp_path: Path) -> None:
     out = tmp_path / "job"
     out.write_text("mine")
@@ -175,3 +199,28 @@ def test_a_job_is_not_submitted_where_there_is_no_scheduler(
     assert run(["launch", "slurm", RECIPE, "--out", str(out), "--submit"]) == 2
     assert "expected the program sbatch on this machine" in capsys.readouterr().err
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("system", "program", "words"),
+    [
+        ("slurm", "sbatch", ""),
+        ("kubernetes", "kubectl", "apply -f "),
+        ("jobset", "kubectl", "apply -f "),
+        ("skypilot", "sky", "jobs launch --yes "),
+    ],
+)
+@pytest.mark.parametrize("code", [0, 7])
+def test_the_written_file_is_handed_to_the_scheduler_whose_refusal_is_told(
+    system: str, program: str, words: str, code: int,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    scheduler = tmp_path / program
+    scheduler.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/said\ntest -s "{tmp_path}/job" && exit {code}\n')
+    scheduler.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    out = tmp_path / "job"
+    assert run(["launch", system, RECIPE, "--out", str(out), "--submit"]) == (2 if code else 0)
+    assert (tmp_path / "said").read_text() == f"{words}{out}\n"
+    told = f"error: launch: --submit: expected {program} to take the file, found exit code 7\n"
+    assert capfd.readouterr().err == (told if code else "")

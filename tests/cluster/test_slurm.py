@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -161,13 +162,16 @@ def test_a_cancelled_job_leaves_nothing_running_and_nothing_half_written(
 
 
 @pytest.mark.slow
-def test_tasks_of_srun_without_torchrun_are_the_ranks(cluster: Slurm, tmp_path: Path) -> None:
+def test_tasks_of_srun_that_run_the_page_s_lines_are_the_ranks(cluster: Slurm, tmp_path: Path) -> None:
     mine = Submitted.write(run, tmp_path, "--nodes", "2", steps=20)
     (tmp_path / "plain.sbatch").write_text(
         "#!/bin/bash\n#SBATCH --nodes=2 --ntasks-per-node=1 --output=plain.log\n"
         "export MASTER_ADDR=127.0.0.1  # the nodes of this test have no names of their own\n"
-        "srun --kill-on-bad-exit=1 trilith train recipe.toml\n"
+        "srun --kill-on-bad-exit=1 python train.py\n"
     )
+    page = Path(__file__).parents[2] / "docs" / "clusters.md"
+    (script,) = re.findall(r"```python\n(# train\.py.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    (tmp_path / "train.py").write_text(script)
     job = cluster.submit(tmp_path / "plain.sbatch")
     assert cluster.wait(job, "COMPLETED", "FAILED") == "COMPLETED", said(mine)
     assert losses(mine.out) == mine.uninterrupted()
