@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..parallel_state import BadInput
 from .disk import Disk, writing
-from .fetched import CACHE_GB, cache_folder, most_bytes
+from .fetched import CACHE_GB, as_url, cache_folder, most_bytes
 from .lock import FileLock
 from .remote_folder import RemoteFolder
 from .remote_output import check_free, copy_to
@@ -17,14 +17,19 @@ from .remote_output import check_free, copy_to
 _HOME, _LOCK = "outgoing", ".lock"
 
 
-def export(url: str, identity: str, need: int, make: Callable[[Path], object]) -> None:
-    """Let ``make`` write an output of ``need`` bytes at the path that it is given, and copy it to ``url``.
+def export(output: str | Path, identity: str, need: int, make: Callable[[Path], object]) -> None:
+    """Let ``make`` write an output of ``need`` bytes at the path that it is given.
 
-    The place must have no files, except those of an export that was killed. If this process is killed, the
-    same call (the same ``url`` and ``identity``) goes on with what ``make`` has left; the copy begins anew.
-    Readers take the place for whole or refuse it, wherever the process is killed. Raises ``BadInput`` for a
-    place that is taken, or if the cache may not be so large, and ``RemoteFailed``; what was made then stays.
+    The path is ``output`` itself or, if that is a URL, one in the cache, which is then copied to the URL. The
+    place there must have no files, except those of an export that was killed. If this process is killed, the
+    same call (the same ``output`` and ``identity``) goes on with what ``make`` has left; the copy begins
+    anew. Readers take the place for whole or refuse it, wherever the process is killed. Raises ``BadInput``
+    for a place that is taken, or if the cache may not be so large, and ``RemoteFailed``; what was made then
+    stays.
     """
+    if (url := as_url(output)) is None:
+        make(Path(output))
+        return
     folder = RemoteFolder(url)
     check_free(folder)
     if need > (most := most_bytes()):

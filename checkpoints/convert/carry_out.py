@@ -15,7 +15,6 @@ from ...parallel_state import BadInput, Layout, check_workers, fault
 from ...storage.companions import store_companion
 from ...storage.disk import Disk
 from ...storage.dtypes import TORCH
-from ...storage.fetched import as_url
 from ...storage.outgoing import export
 from ...storage.output_file import check_place
 from ...storage.records import StoredFile
@@ -99,14 +98,7 @@ def carry_out(
     else:
         _rehearse(plan, plan.layout, Path(dst))
     identity = identify(plan, allow_nonfinite=allow_nonfinite)
-
-    def write(place: Path) -> None:
-        _write(plan, place, identity, allow_nonfinite, options)
-
-    if (url := as_url(dst)) is None:
-        write(Path(dst))
-    else:
-        export(url, identity, plan.nbytes, write)
+    export(dst, identity, plan.nbytes, lambda place: _write(plan, place, identity, allow_nonfinite, options))
 
 
 def _write(plan: Plan, dst: Path, identity: str, allow_nonfinite: bool, options: ConversionOptions) -> None:

@@ -49,8 +49,8 @@ def convert_to_dcp(
     source of another project. A checkpoint's checksums are compared first; numbers that are not finite are
     refused. A failure leaves nothing behind; if the process is killed, the call begins anew.
     """
-    source, url = read_source(src, config=config), as_url(dst)
-    if url is None:
+    source = read_source(src, config=config)
+    if as_url(dst) is None:
         check_output(Path(dst), inputs=[source.path])
         check_place(Path(dst), [source.path])
     if source.adapter is not None:
@@ -68,10 +68,7 @@ def convert_to_dcp(
             _save(nested, made, staging.directory)
             staging.publish()
 
-    if url is None:
-        write(Path(dst))
-    else:
-        export(url, secrets.token_hex(8), need, write)
+    export(dst, secrets.token_hex(8), need, write)
     return source
 
 
