@@ -74,7 +74,6 @@ def _model(dtype: torch.dtype, ranks: int) -> Any:
         tensor_model_parallel_size=ranks,
         params_dtype=dtype,
         use_cpu_initialization=True,
-        perform_initialization=False,
         gated_linear_unit=True,
         activation_func=nn.functional.silu,
         normalization="RMSNorm",
@@ -97,7 +96,10 @@ def _model(dtype: torch.dtype, ranks: int) -> Any:
 
 
 def _clip(model: nn.Module) -> None:
-    """Clip the gradient norm to 1: parts of cut weights are summed over the ranks, others are whole."""
+    """Clip the gradient norm to 1: parts of cut weights are summed over the ranks, others are whole.
+
+    megatron-core marks the cut weights while it initialises them, so its initialisation must not be skipped.
+    """
     trained = [one for one in model.parameters() if one.grad is not None]
     cut, whole = (
         [one.grad for one in trained if getattr(one, "tensor_model_parallel", False) is kind]
