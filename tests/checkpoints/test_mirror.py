@@ -83,6 +83,13 @@ def stated(folder: Path) -> list[int]:
     return [step for step in found if step is not None]
 
 
+def flipped(path: Path) -> bytes:
+    """Return the file's bytes with its last bit changed."""
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    return bytes(data)
+
+
 def same(a: Path, b: Path) -> bool:
     return {p.name: p.read_bytes() for p in a.iterdir()} == {p.name: p.read_bytes() for p in b.iterdir()}
 
@@ -141,9 +148,7 @@ def test_a_start_copies_what_a_kill_left_uncopied_and_nothing_twice(place: str, 
 def test_a_damaged_checkpoint_is_not_copied(place: str, tmp_path: Path) -> None:
     mirror, path = Mirror(RemoteFolder(place), keep=1), written(tmp_path / "run", 1)
     (file,) = path.glob("*.safetensors")
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
+    file.write_bytes(flipped(file))
     with pytest.raises(BadCheckpoint, match="CRC-32"):
         mirror.copy(path)
     assert not (fetched(place, tmp_path / "fetched") / path.name / MANIFEST).exists()
@@ -213,15 +218,24 @@ def test_a_place_that_refuses_to_be_written_is_told_before_the_first_step(tmp_pa
         saver_of(tmp_path / "run", nn.Linear(3, 2), mirror="memory://locked")
 
 
-def test_a_run_whose_recipe_names_a_mirror_copies_its_checkpoints_byte_for_byte(tmp_path: Path) -> None:
-    tokens = write_tokens(tmp_path / "tokens")
-    mirrored = {"mirror": str(tmp_path / "mirror"), "every": 1, "keep": 1}
-    raw = tiny_recipe(tmp_path / "run", tokens, steps=2, model={"config": TINIEST_LLAMA}, checkpoint=mirrored)
+@pytest.fixture
+def group_of_one() -> Iterator[None]:
+    """Let runs take place in this process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        run_recipe(raw)
-    finally:
-        dist.destroy_process_group()
+    yield
+    dist.destroy_process_group()
+
+
+def mirrored_recipe(tmp_path: Path, *, steps: int, keep: int) -> dict[str, Any]:
+    tokens = write_tokens(tmp_path / "tokens")
+    mirrored = {"mirror": str(tmp_path / "mirror"), "every": 1, "keep": keep}
+    model = {"config": TINIEST_LLAMA}
+    return tiny_recipe(tmp_path / "run", tokens, steps=steps, model=model, checkpoint=mirrored)
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_a_run_whose_recipe_names_a_mirror_copies_its_checkpoints_byte_for_byte(tmp_path: Path) -> None:
+    run_recipe(mirrored_recipe(tmp_path, steps=2, keep=1))
     (own,), (copy,) = ((tmp_path / name).iterdir() for name in ("run/checkpoints", "mirror"))
     assert own.name == copy.name == "step-00000002" and same(own, copy)
 
@@ -251,9 +265,7 @@ def test_a_copy_with_a_wrong_bit_is_told_and_an_older_one_restored(place: str, t
     for step in (1, 2):
         mirror.copy(written(tmp_path / "run", step))
     (file,) = (tmp_path / "run" / "step-00000002").glob("*.safetensors")
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    mirror.folder.write(f"step-00000002/{file.name}", bytes(data))
+    mirror.folder.write(f"step-00000002/{file.name}", flipped(file))
     path, said = mirror.restore(tmp_path / "new")
     assert path == tmp_path / "new" / "step-00000001" and same(path, tmp_path / "run" / path.name)
     (line,) = said
@@ -284,22 +296,17 @@ def test_a_restore_that_is_killed_anywhere_leaves_a_whole_checkpoint_or_none(
     assert at > 10 and {*operations} == {"create", "write", "sync", "rename", "make_directory"}
 
 
+@pytest.mark.usefixtures("group_of_one")
 def test_a_run_whose_folder_is_lost_goes_on_from_its_mirror(tmp_path: Path) -> None:
-    tokens = write_tokens(tmp_path / "tokens")
-    mirrored = {"mirror": str(tmp_path / "mirror"), "every": 1, "keep": 9}
-    raw = tiny_recipe(tmp_path / "run", tokens, steps=4, model={"config": TINIEST_LLAMA}, checkpoint=mirrored)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        run_recipe(raw | {"stop_after": 2})
-        shutil.rmtree(tmp_path / "run")
-        with pytest.raises(BadInput, match=r"no checkpoints, found step-00000002.*checkpoint\.restore=true"):
-            run_recipe(raw)
-        restoring = raw | {"checkpoint": mirrored | {"restore": True}}
-        assert [one.step for one in run_recipe(restoring)] == [2, 3]
-        whole = {**raw, "out": str(tmp_path / "whole"), "checkpoint": {"every": 1, "keep": 9}}
-        run_recipe(whole)
-    finally:
-        dist.destroy_process_group()
+    raw = mirrored_recipe(tmp_path, steps=4, keep=9)
+    run_recipe(raw | {"stop_after": 2})
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(BadInput, match=r"no checkpoints, found step-00000002.*checkpoint\.restore=true"):
+        run_recipe(raw)
+    restoring = raw | {"checkpoint": raw["checkpoint"] | {"restore": True}}
+    assert [one.step for one in run_recipe(restoring)] == [2, 3]
+    whole = {**raw, "out": str(tmp_path / "whole"), "checkpoint": {"every": 1, "keep": 9}}
+    run_recipe(whole)
     for step in (3, 4):
         name = f"checkpoints/step-{step:08d}"
         assert same(tmp_path / "run" / name, tmp_path / "whole" / name)
