@@ -2,6 +2,8 @@
 .PHONY: check lint typecheck test quick seconds nightly docs models mutants faults browser bench
 
 export OMP_NUM_THREADS ?= 1
+# Or each lane compiles every test, and each process that a test starts the package, anew.
+unexport PYTHONDONTWRITEBYTECODE
 # Lanes of tests side by side: each takes the next file, and has ranks and temporary folders of its own.
 LANES ?= 2
 PYTEST = python -m pytest -q -n $(LANES) --dist loadfile --no-loadscope-reorder
