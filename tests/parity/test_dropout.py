@@ -19,7 +19,7 @@ def test_dropout_keeps_the_copies_equal_and_repeats(
 ) -> None:
     """Masks depend on the layout, so the numbers are no other layout's; ``outcome`` compares the copies."""
     rates = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
-    case = Case({**models["gpt2"], **rates}, layout)
+    case = Case({**models["gpt2"], **rates, "n_layer": 2}, layout)
     once, again = (outcome(run_parallel(train_rank, layout.world, case)) for _ in range(2))
     assert first_difference(once, again, tolerance=0.0) is None
     assert once.losses[0] == pytest.approx(math.log(503), rel=0.1)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from trilith.parallel_state import Layout
 from trilith.testing import run_parallel
 from trilith.testing.short_training import Case, Outcome, first_difference, outcome, train_rank
+from trilith.testing.tiny_models import MODELS
 
 LAYOUTS = [
     Layout(),
@@ -18,9 +17,12 @@ LAYOUTS = [
 ]
 
 
+CONFIG = MODELS["llama"] | {"num_hidden_layers": 3}
+
+
 @pytest.fixture(scope="module")
-def fp32(models: dict[str, Any]) -> Outcome:
-    return run(Case(models["llama"], dtype=torch.float32))
+def fp32() -> Outcome:
+    return run(Case(CONFIG, dtype=torch.float32))
 
 
 def run(case: Case) -> Outcome:
@@ -28,8 +30,8 @@ def run(case: Case) -> Outcome:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_bf16_compute(layout: Layout, fp32: Outcome, models: dict[str, Any]) -> None:
-    case = Case(models["llama"], layout, dtype=torch.float32, compute=torch.bfloat16)
+def test_bf16_compute(layout: Layout, fp32: Outcome) -> None:
+    case = Case(CONFIG, layout, dtype=torch.float32, compute=torch.bfloat16)
     found = run(case)
     assert found.losses == pytest.approx(fp32.losses, abs=1e-2) and found.losses != fp32.losses
     assert found.norms == pytest.approx(fp32.norms, rel=0.05)
@@ -48,8 +50,8 @@ FP32_LAYOUTS = [Layout.of(pipeline=2, data=2, zero=1)]
 
 
 @pytest.mark.parametrize("layout", FP32_LAYOUTS, ids=str)
-def test_fp32_is_close_and_the_same_twice(layout: Layout, fp32: Outcome, models: dict[str, Any]) -> None:
-    case = Case(models["llama"], layout, dtype=torch.float32)
+def test_fp32_is_close_and_the_same_twice(layout: Layout, fp32: Outcome) -> None:
+    case = Case(CONFIG, layout, dtype=torch.float32)
     found = run(case)
     assert found.losses == pytest.approx(fp32.losses, rel=1e-5)
     assert first_difference(found, run(case), tolerance=0.0) is None

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from trilith.parallel_state import Layout
 from trilith.recipes.sections import MemorySection
+from trilith.testing.short_training import Case
+from trilith.testing.tiny_models import MODELS
 
 LORA = {"r": 3, "lora_alpha": 6, "target_modules": "all-linear"}
 
@@ -29,4 +31,5 @@ LORA = {"r": 3, "lora_alpha": 6, "target_modules": "all-linear"}
 def test_three_tensor_ranks_equal_one_device(
     model: str, layout: dict[str, Any], changes: dict[str, Any], assert_same: Callable[..., None]
 ) -> None:
-    assert_same(model, Layout.of(tensor=3, **layout), **changes)
+    config = MODELS[model] | {"num_hidden_layers": 3}
+    assert_same(Case(config, Layout.of(tensor=3, **layout), **changes))
