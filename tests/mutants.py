@@ -98,9 +98,11 @@ def scopes() -> dict[str, list[tuple[Path, ast.Module, ast.AST]]]:
 
 def same(one: object, other: ast.AST) -> bool:
     """Return whether both are the same code, wherever it stands."""
-    return isinstance(one, ast.AST) and ast.dump(one).replace("Store()", "Load()") == ast.dump(other).replace(
-        "Store()", "Load()"
-    )
+    return type(one) is type(other) and _written(one) == _written(other)
+
+
+def _written(node: Any) -> str:
+    return ast.dump(node).replace("Store()", "Load()")
 
 
 def places(scope: ast.AST, old: list[ast.expr] | list[ast.stmt]) -> Iterator[tuple[Any, str, int]]:
