@@ -30,12 +30,12 @@ def leave(folder: Path, rank: int, *, run: str, code: int | None, pid: int, star
 
 @pytest.fixture
 def torchrun(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[bytes]]:
-    """Stand in for torchrun with one rank under it, which ends by itself after 4 s or the parameter's.
+    """Stand in for torchrun with one rank under it, which ends by itself after 1.5 s or the parameter's.
 
     The stand-in then prints the code with which its rank ended.
     """
     environment = {**os.environ, "TORCHELASTIC_RUN_ID": "ours"}
-    command = ["sh", "-c", f"sleep {getattr(request, 'param', 4)}; echo $?"]
+    command = ["sh", "-c", f"sleep {getattr(request, 'param', 1.5)}; echo $?"]
     child = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)
     while not children_of(child.pid):
         time.sleep(0.01)
@@ -50,9 +50,10 @@ def rank_of(child: subprocess.Popen[bytes]) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    ("run", "off", "ended"),
-    [("ours", 0, True), ("another's", 0, False), ("ours", 1, False)],
+    ("run", "off", "ended", "torchrun"),
+    [("ours", 0, True, 100), ("another's", 0, False, 1.5), ("ours", 1, False, 1.5)],
     ids=["ours", "of-another-start", "of-another-process"],
+    indirect=["torchrun"],
 )
 def test_only_a_rank_of_this_start_is_taken_for_hanging(
     tmp_path: Path, torchrun: subprocess.Popen[bytes], run: str, off: int, ended: bool

@@ -238,7 +238,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
 
 def test_a_rank_that_hangs_is_named_and_all_are_gone_K4(make: Make) -> None:
     run = make(6)
-    with run.launched("timeout=5", fault="rank=1;at=step.forward;step=4;act=stop") as process:
+    with run.launched("timeout=3", fault="rank=1;at=step.forward;step=4;act=stop") as process:
         path = run.out / "status" / "rank0.json"
         wait_for(lambda: path.exists() and run.status(0)["step"] == 4)
         began = time.monotonic()
