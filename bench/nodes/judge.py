@@ -93,11 +93,11 @@ def _links(links: Sequence[Link], names: Sequence[str], gbits: float | None) -> 
     best = [max((link.rate for link in _of(links, node)), default=0.0) for node in range(len(names))]
     least = max(_SLOW * median_high(best), 0.5 * (gbits or 0.0) * _GBIT)
     bad = [link for link in links if link.error or link.rate < least]
-    # The ends share a bad link: the node that has most of them, and more than one, is at fault.
+    # The ends share a bad link: the node that has most of them, more than half of its links, is at fault.
     guilty = [
         node
         for node in range(len(names))
-        if len(names) > 2 and 2 * len(_of(bad, node)) > len(names) - 1 and len(_of(bad, node)) > 1
+        if len(names) > 2 and 2 * len(_of(bad, node)) > len(names) - 1
         and len(_of(bad, node)) == max(len(_of(bad, other)) for other in range(len(names)))
     ]  # fmt: skip
     usual_rate = _rate(median_high(best))

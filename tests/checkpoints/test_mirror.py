@@ -273,6 +273,20 @@ def test_a_copy_with_a_wrong_bit_is_told_and_an_older_one_restored(place: str, t
     assert Mirror(RemoteFolder(f"{place}-empty"), keep=1).restore(tmp_path / "none") == (None, [])
 
 
+def test_a_copy_that_has_lost_a_file_is_passed_over_and_made_anew(place: str, tmp_path: Path) -> None:
+    mirror = Mirror(RemoteFolder(place), keep=9)
+    for step in (1, 2):
+        mirror.copy(written(tmp_path / "run", step))
+    original = tmp_path / "run" / "step-00000002"
+    mirror.folder.remove(f"{original.name}/{next(original.glob('*.safetensors')).name}")
+    path, said = mirror.restore(tmp_path / "new")
+    assert path == tmp_path / "new" / "step-00000001" and said == [
+        f"{place}/{original.name} is not a whole copy"
+    ]
+    assert mirror.copy(original) == f"{place}/{original.name}"
+    assert same(fetched(place, tmp_path / "fetched") / original.name, original)
+
+
 def test_a_restore_that_is_killed_anywhere_leaves_a_whole_checkpoint_or_none(
     place: str, tmp_path: Path, killed_at: Callable[[int], AbstractContextManager[list[str]]]
 ) -> None:

@@ -202,10 +202,11 @@ def wandb_steps(file: Path) -> list[int]:
 
 @pytest.mark.slow
 def test_wandb_itself_offline_has_each_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb", reason="wandb is no dependency of the tests")
+    wandb = pytest.importorskip("wandb", reason="wandb is no dependency of the tests")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     two_attempts(tmp_path, "wandb")
+    wandb.teardown()  # the process that it starts, which would live as long as this one
     files = sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
     assert [step for file in files for step in wandb_steps(file)] == [1, 2, 3, 4, 5]
     assert len({file.name for file in files}) == 1  # one run for wandb
@@ -213,13 +214,27 @@ def test_wandb_itself_offline_has_each_step_once(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.slow
 def test_trackio_itself_has_each_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("trackio", reason="trackio is no dependency of the tests")
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read by its import
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    pytest.importorskip("trackio", reason="trackio is no dependency of the tests")
     two_attempts(tmp_path, "trackio")
     with sqlite3.connect(tmp_path / "trackio" / "p.db") as base:
         rows = base.execute("select run_name, step from metrics order by step").fetchall()
     assert [step for _, step in rows] == [1, 2, 3, 4, 5] and len({name for name, _ in rows}) == 1
+
+
+@pytest.mark.slow
+def test_mlflow_itself_has_each_step_once_and_the_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("mlflow", reason="mlflow is no dependency of the tests")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
+    two_attempts(tmp_path, "mlflow")
+    with sqlite3.connect(tmp_path / "mlflow.db") as base:
+        rows = base.execute("select run_uuid, step from metrics order by step").fetchall()
+        params = base.execute("select key, value from params").fetchall()
+    assert [step for _, step in rows] == [1, 2, 3, 4, 5] and len({name for name, _ in rows}) == 1
+    assert params == [("seed", "1")]
 
 
 def test_a_package_that_is_missing_is_named_with_what_to_install() -> None:
