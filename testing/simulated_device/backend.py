@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore, _create_fake_pg
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
@@ -33,6 +34,7 @@ PRIVATE = (
     ("torch.testing._internal.distributed.fake_pg", "_create_fake_pg"),
     ("torch.utils.backend_registration", "_setup_privateuseone_for_python_backend"),
     ("torch._C", "_set_only_lift_cpu_tensors"),
+    ("torch.distributed.tensor.debug", "_clear_sharding_prop_cache"),
 )
 
 
@@ -141,6 +143,8 @@ def register() -> None:
 def start_group(rank: int, world: int) -> None:
     """Start a process group in which every other rank is imagined: collectives give what they were given."""
     register()
+    # DTensor keeps the shapes of a rank's pieces by their mesh, and takes equal meshes of two ranks for one.
+    _clear_sharding_prop_cache()
     dist.init_process_group(GROUP, store=FakeStore(), rank=rank, world_size=world)
 
 

@@ -45,10 +45,6 @@ WAITS = (
         reason="loss, norm and the counts of what was trained, once the update is launched; with offload the "
         "host updates, and needs the loss and the counts before",
     ),
-    Wait(
-        *("layers/experts/load_balancing.py: Balancing._summed", "read", 1, "step"),
-        reason="the loads of all experts, for the metrics, after the update was launched",
-    ),
     # In the layers of some models and layouts.
     Wait(
         *("layers/experts/dispatch.py: Dispatch.__init__", "read", 1, "block"),

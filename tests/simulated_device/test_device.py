@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,8 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
 from trilith.parallel_state import Layout, engine
-from trilith.testing.simulated_device import Mixed, SimulatedDevice, simulated_rank
+from trilith.parallel_state.engine import local_data
+from trilith.testing.simulated_device import WAITS, Mixed, SimulatedDevice, simulated_rank
 from trilith.testing.simulated_device.backend import PRIVATE
 from trilith.testing.simulated_device.device import NewWait
 
@@ -81,9 +84,29 @@ def collectives() -> None:
         assert here.tolist() == [4.0, 4.0]  # as if all ranks had the same
 
 
-@pytest.mark.parametrize("function", [mixes, reads, copies, counts, collectives])
+def two_ranks() -> None:
+    """Be one rank after another: DTensor would take the shapes of the first one's piece for the second."""
+    layout = Layout.of(data=2, zero=3)
+    for rank, rows in enumerate((2, 1)):
+        with simulated_rank(layout, rank, ()) as (state, _):
+            here = torch.empty(rows, 4, device=state.device)
+            whole = DTensor.from_local(
+                here, state.data_mesh, [Shard(0)], run_check=False, shape=torch.Size((3, 4)), stride=(4, 1)
+            )
+            assert local_data(whole.view(3, 2, 2)).shape == (rows, 2, 2)
+
+
+@pytest.mark.parametrize("function", [mixes, reads, copies, counts, collectives, two_ranks])
 def test_the_device_notices(function: Callable[[], None], alone: Callable[..., None]) -> None:
     alone(function)
+
+
+def test_every_place_on_the_list_of_waits_is_a_function_of_today() -> None:
+    for path, name in (wait.place.split(": ") for wait in WAITS):
+        module = path if path.startswith("torch/") else f"trilith/{path}"
+        found: object = importlib.import_module(module.removesuffix(".py").replace("/", "."))
+        for part in name.split("."):
+            found = getattr(found, part)
 
 
 def test_this_torch_has_the_private_names_that_the_device_needs() -> None:

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
+from trilith.layers.experts import grouped_matmul
+from trilith.layers.experts.grouped_matmul import kernel_takes
 from trilith.parallel_state import Layout
 from trilith.pipeline import SCHEDULE_NAMES
 from trilith.testing.combinations import LONG, Choice, covering_array
@@ -106,6 +110,30 @@ def compare() -> None:
         most_kernels, most_moved, expected = COUNTS[key]
         assert kernels <= most_kernels and moved <= most_moved, (*key, kernels, moved)
         assert waits == expected, (*key, waits)
+
+
+#: In its layers rows of bf16 have a multiple of 16 bytes, as the one kernel for all experts needs.
+EXPERTS = Case(MODELS["mixtral"] | {"num_hidden_layers": 2}, samples=2, **BF16)
+
+
+def experts_of_one_rank() -> None:
+    """Compare a device that multiplies the rows of all experts at once, as GPUs do, with one that cannot."""
+
+    def kernel(x: Tensor, w: Tensor) -> bool:
+        return kernel_takes(x.element_size(), x.shape[-1], w.shape[1])
+
+    with mock.patch.object(grouped_matmul, "has_kernel", kernel):
+        counts = step_counts(EXPERTS)
+    assert [*counts.waited] == [("training/update.py: Update.__call__", "read")], counts.waited
+    assert counts.waits == 1
+    waited = step_counts(EXPERTS).waited
+    blocks, micro_batches = 2, 2
+    sizes = ("layers/experts/grouped_matmul.py: GroupSizes.sizes", "read")
+    assert waited.pop(sizes) == blocks * micro_batches and waited == counts.waited
+
+
+def test_experts_of_one_rank_make_the_host_wait_for_nothing(alone: Callable[..., None]) -> None:
+    alone(experts_of_one_rank)
 
 
 def test_a_step_starts_no_more_kernels_and_moves_no_more_bytes(alone: Callable[..., None]) -> None:
