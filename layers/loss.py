@@ -19,18 +19,21 @@ class _CrossEntropy(torch.autograd.Function):
     """Save the logits for backward, in their own dtype, and a few numbers for each token."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, terms: LossTerms, state: ParallelState) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, terms: LossTerms, overwrite: bool, state: ParallelState
+    ) -> Tensor:
         losses, rows = token_losses(logits.detach().flatten(0, -2), labels.flatten(), terms, state)
         ctx.save_for_backward(logits, *rows)
-        ctx.terms, ctx.state = terms, state
+        ctx.terms, ctx.overwrite, ctx.state = terms, overwrite, state
         return losses.view(labels.shape)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        # Logits that were overwritten cannot be unpacked again: autograd refuses a second backward.
         logits, *rows = ctx.saved_tensors
         flat, grad = logits.detach().flatten(0, -2), grads[0].flatten()
-        found = logits_gradient(flat, Rows(*rows), grad, ctx.terms, ctx.state, in_place=False)
-        return found.view(logits.shape), None, None, None
+        found = logits_gradient(flat, Rows(*rows), grad, ctx.terms, ctx.state, in_place=ctx.overwrite)
+        return found.view(logits.shape), None, None, None, None
 
 
 _cross_entropy: Callable[..., Tensor] = _CrossEntropy.apply  # torch declares it without types
@@ -46,6 +49,7 @@ def vocab_parallel_cross_entropy(
     z_loss: float = 0.0,
     ignore_index: int = IGNORE,
     compiled: bool = False,
+    overwrite: bool = False,
     state: ParallelState | None = None,
 ) -> Tensor:
     """Return the loss of each token, (B, S), in at least fp32; it is zero where the label is
@@ -57,7 +61,8 @@ def vocab_parallel_cross_entropy(
     1e-4). There are two small all-reduces: the maximum, and three sums. Sum the result and divide it by the
     number of valid tokens *of the whole step* (see ``valid_tokens``). The logits must stay as they are until
     backward. A label outside the vocabulary raises ``IndexError`` on a CPU; a GPU stops with an assertion.
-    ``compiled``: let torch's compiler make a kernel of each reading of the logits.
+    ``compiled``: let torch's compiler make a kernel of each reading of the logits. ``overwrite``: backward
+    writes the gradient over the logits, which nobody else may need then; it can run only once.
     """
     state = alone_or(state)
     check_ids(labels, vocab_size, but=ignore_index)
@@ -70,15 +75,20 @@ def vocab_parallel_cross_entropy(
             todo="Do not gather the logits before it",
         )  # fmt: skip
     terms = LossTerms(vocab_size, label_smoothing, z_loss, ignore_index, compiled=compiled)
-    return _cross_entropy(logits, labels, terms, state)
+    return _cross_entropy(logits, labels, terms, overwrite, state)
 
 
 def cross_entropy_cost(
-    tokens: Tokens, vocab_size: int, *, logit_cap: float | None = None, state: ParallelState | None = None
+    tokens: Tokens,
+    vocab_size: int,
+    *,
+    logit_cap: float | None = None,
+    overwrite: bool = False,
+    state: ParallelState | None = None,
 ) -> Cost:
     """Return the cost of ``vocab_parallel_cross_entropy`` over logits that may be ``bounded``.
 
-    The logits are kept, and their gradient is made beside them.
+    The logits are kept, and their gradient is made beside them, or over them with ``overwrite``.
     """
     state = alone_or(state)
     columns = padded_vocabulary(vocab_size, state.tensor_size) // state.tensor_size
@@ -86,7 +96,7 @@ def cross_entropy_cost(
     tanh = 0 if logit_cap is None else logits
     return Cost(
         kept=logits + tanh,
-        working=logits + tanh + block_bytes(tokens, columns),
+        working=logits * (not overwrite) + tanh + block_bytes(tokens, columns),
         sends=loss_sends(tokens, 1, state),
     )
 

@@ -142,7 +142,8 @@ def _loss(work: Work, model: CausalLM) -> Cost:
     tokens = replace(work.tokens, hidden=model.config.embedding_width)
     vocabulary, chunk = model.config.vocab_size, work.loss_chunk
     if not chunk:
-        return cross_entropy_cost(tokens, vocabulary, logit_cap=model.logit_cap, state=model.state)
+        cap, alone = model.logit_cap, not model.mtp  # a step overwrites the logits of one block alone
+        return cross_entropy_cost(tokens, vocabulary, logit_cap=cap, overwrite=alone, state=model.state)
     weight = model.embed.weight if model.config.tie_word_embeddings else model.head.weight
     return chunked_cross_entropy_cost(
         tokens, vocabulary, chunk, sums=work.loss_sums, trained=weight.requires_grad, state=model.state

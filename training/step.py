@@ -116,10 +116,11 @@ class TrainStep(Step):
             output, *further = output.chunk(1 + blocks)
             labels = targets[:, 0]
         named = {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss}
-        found = self.total_loss(output, labels, **named, scale=scale)
+        # Logits of several blocks are pieces of one tensor: autograd would take each as overwritten.
+        found = self.total_loss(output, labels, **named, scale=scale, overwrite=not blocks)
         for number in range(blocks):
             wanted, share = targets[:, 1 + number], scale * (self.mtp / blocks)
-            more = self.total_loss(further[number], wanted, **named, scale=share)
+            more = self.total_loss(further[number], wanted, **named, scale=share, overwrite=False)
             found = found + (more - more.detach())
         return found
 
@@ -131,12 +132,13 @@ class TrainStep(Step):
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
         scale: Tensor | None = None,
+        overwrite: bool = False,
     ) -> Tensor:
         """Return the sum of the loss over a micro-batch's valid tokens times ``scale``, equal on the ranks of
         a tensor group.
 
         ``output``: logits, or with ``head_in_loss`` the hidden states of the last stage. ``scale``: one
-        number; default: 1.
+        number; default: 1. ``overwrite``: backward may write over the logits.
         """
         size, state = self.model.config.vocab_size, self.state
         if self.model.head_in_loss:
@@ -162,6 +164,7 @@ class TrainStep(Step):
             label_smoothing=label_smoothing,
             z_loss=z_loss,
             compiled=self.compiled_loss,
+            overwrite=overwrite,
             state=state,
         )
         return losses.sum() if scale is None else losses.sum() * scale.to(losses.dtype)

@@ -125,6 +125,21 @@ def test_backward_may_run_again_and_copies_no_softmax(monkeypatch: pytest.Monkey
     assert memory.peak < 1.1 * x.nbytes, "more than the gradient of the logits, in their dtype"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_backward_that_may_overwrite_puts_the_same_gradient_over_the_logits_and_runs_once(
+    dtype: torch.dtype,
+) -> None:
+    logits, labels = problem(503, dtype)
+    wanted = with_gradient(logits, labels, 503, 0.1, 0.01)[1]
+    made = logits.clone().requires_grad_() * 1.0
+    losses = vocab_parallel_cross_entropy(made, labels, 503, label_smoothing=0.1, z_loss=0.01, overwrite=True)
+    loss = losses.sum() / valid_tokens(labels)
+    (found,) = torch.autograd.grad(loss, made, retain_graph=True)
+    assert torch.equal(found, wanted) and found.data_ptr() == made.data_ptr()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(loss, made)
+
+
 def test_huge_logits_do_not_overflow() -> None:
     logits, labels = problem(503, torch.float32, scale=1e30)
     loss, grad = with_gradient(logits, labels, 503, 0.0)

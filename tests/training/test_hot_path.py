@@ -61,6 +61,18 @@ def test_the_host_reads_once_and_after_the_update(monkeypatch: pytest.MonkeyPatc
     assert after == ["update", "tolist"]
 
 
+def test_the_gradient_of_the_logits_takes_their_place() -> None:
+    model, step, _ = parts()
+    places: list[tuple[int, int]] = []
+
+    def note(_: object, given: object, logits: Tensor) -> None:
+        logits.register_hook(lambda grad: places.append((grad.data_ptr(), logits.data_ptr())))
+
+    model.register_forward_hook(note)
+    step(BATCH)
+    assert len(places) == 2 and all(grad == logits for grad, logits in places)
+
+
 def stored(model: CausalLM, update: Update) -> list[Tensor]:
     moments = [one for state in update.optimizer.state.values() for one in state.values()]
     return [one.detach().clone() for one in (*model.parameters(), *moments)]
