@@ -14,6 +14,7 @@ from ..parallel_state.engine import TorchDispatchMode
 #: The kinds of collectives, by the operators of torch that start them.
 _KINDS = {
     "all_reduce": "all_reduce",
+    "all_reduce_": "all_reduce",
     "allreduce_": "all_reduce",
     "all_gather_into_tensor": "all_gather",
     "_allgather_base_": "all_gather",

@@ -54,10 +54,12 @@ def reduce_scatter_start(x: Tensor, dim: int, group: dist.ProcessGroup) -> Calla
 
 
 def all_reduce_start(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
-    """Begin to sum ``x``, which nobody needs any more, over the ranks; the function that is returned waits
-    for the sum and gives it.
+    """Begin to sum ``x``, which nobody needs any more, over the ranks, in its own memory; the function that
+    is returned waits for the sum and gives it.
     """
-    out = _ops.all_reduce(x.contiguous(), "sum", group.group_name)
+    # The compiler, which plans memory itself, wants the operator that returns a new tensor.
+    start = _ops.all_reduce if torch.compiler.is_compiling() else _ops.all_reduce_
+    out = start(x.contiguous(), "sum", group.group_name)
     return lambda: wait_tensor(out)
 
 

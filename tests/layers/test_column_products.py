@@ -1,4 +1,4 @@
-"""In backward the input's gradient travels while the weights' gradients are computed; nothing is copied."""
+"""In backward the input's gradient travels, in its own memory, while the weights' gradients are computed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_gradients_of_the_weights_are_computed_while_the_input_s_is_summed(
 ) -> None:
     products = 2 if kind == "linear" else 1
     for names in run_parallel(backward_of, 2, layout, kind):
-        kinds = ("_c10d_functional::all_reduce", "_c10d_functional::reduce_scatter_tensor")
+        kinds = ("_c10d_functional::all_reduce_", "_c10d_functional::reduce_scatter_tensor")
         (start,) = (number for number, name in enumerate(names) if name in kinds)
         wait = names.index("_c10d_functional::wait_tensor")
         multiplied = [number for number, name in enumerate(names) if name in ("aten::mm", "aten::bmm")]
