@@ -9,6 +9,7 @@ the stage's last micro-batch (``zero`` 0 and 1), be they made in one backward pa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -46,7 +47,11 @@ class StageModule(nn.Module):
 
 
 class DrivenStage(PipelineStage):
-    """Extend torch's stage: gradients are summed at every micro-batch from ``zero`` 2 on, or at the last."""
+    """Extend torch's stage: gradients are summed at every micro-batch from ``zero`` 2 on, or at the last.
+
+    ``trains_all``: whether every micro-batch gives every trained parameter of a block a gradient. If so,
+    replicas of a block's shards (HSDP) sum their gradients at the last one alone.
+    """
 
     def __init__(
         self,
@@ -59,20 +64,21 @@ class DrivenStage(PipelineStage):
         gives: Tensor,
         group: dist.ProcessGroup,
         zero: int,
+        trains_all: bool,
     ) -> None:
         super().__init__(module, number, stages, device, input_args=takes, output_args=gives, group=group)
         self.module, self.sums_each, self.gathers_each = module, zero >= 2, zero == 3
+        self.replicas_wait = module.own if trains_all else []
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         """Run one micro-batch's backward; a whole backward runs FSDP's hooks, which sum block by block."""
-        sums = self._to_sum(last_backward) if full_backward else []
-        for module in sums:
-            module.set_requires_gradient_sync(True, recurse=False)
-        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-        for module in sums:
-            module.set_requires_gradient_sync(False, recurse=False)
+        if not full_backward:
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+            return
+        with self._summing(last_backward):
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
     # Two private methods of torch; the first is called before torch 2.13 only.
 
@@ -96,11 +102,23 @@ class DrivenStage(PipelineStage):
         if self.gathers_each:
             gather_weights(self.module.sharded)
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-        sum_gradients(self._to_sum(last_backward))
+        with self._summing(last_backward) as modules:
+            sum_gradients(modules)
 
-    def _to_sum(self, last: bool) -> list[FSDPModule]:
-        """Return what this pass sums. The root waits for the step's end, unless each micro-batch sums."""
-        return self.module.sharded if self.sums_each else self.module.own if last else []
+    @contextmanager
+    def _summing(self, last: bool) -> Iterator[list[FSDPModule]]:
+        """Let FSDP sum what this pass sums. The root waits for the step's end, unless each micro-batch sums;
+        its replicas then sum each time, because no pass of a stage is known to be the root's last.
+        """
+        modules = self.module.sharded if self.sums_each else self.module.own if last else []
+        for module in modules:
+            # This turns on both sums: over the ranks that hold shards, and over their replicas.
+            module.set_requires_gradient_sync(True, recurse=False)
+        for module in () if last else self.replicas_wait:
+            module.set_requires_all_reduce(False, recurse=False)
+        yield modules
+        for module in modules:
+            module.set_requires_gradient_sync(False, recurse=False)
 
 
 def before_schedule(roots: Sequence[FSDPModule], *, zero: int) -> None:

@@ -67,6 +67,7 @@ def make_schedule(
     entry: Travels,
     travels: Travels | Sequence[Travels],
     state: ParallelState,
+    trains_all: bool = False,
 ) -> Pipeline:
     """Make the schedule ``name`` over this rank's stages, the modules that ``layout.stages_of`` numbers.
 
@@ -74,6 +75,7 @@ def make_schedule(
     gives its own entry. The model's first stage takes one tensor like ``entry``. Its last stage gives the
     first argument of ``loss(given, target)``, which returns the micro-batch's share of the step's loss. The
     stages may be views of one model (``StageModule``), and may be sharded by FSDP's ``fully_shard``.
+    ``trains_all``: see ``DrivenStage``.
 
     Shapes between stages are stated, not found out by a trial run. Raises ``BadInput`` for an unknown name,
     and for micro-batches or stages that the schedule cannot run.
@@ -94,6 +96,7 @@ def make_schedule(
             gives=given[number].meta(),
             group=state.pipeline_group,
             zero=layout.zero,
+            trains_all=trains_all,
         )
         for seat, number in zip(seats, numbers, strict=True)
     ]
@@ -125,6 +128,7 @@ def schedule_of_model(
         entry=Travels(shape, torch.int64),
         travels=Travels((batch, here, model.config.hidden_size), dtype),
         state=state,
+        trains_all=True,
     )
 
 

@@ -30,11 +30,11 @@ def data_rounds(work: Work, *, root: bool) -> DataRounds:
 
     With ZeRO 3 the root's weights stay whole from forward to backward, except in a pipeline: there a stage
     runs other forwards in between and gathers the root again, unless the loss is computed in chunks. Replicas
-    sum once in a step; under a pipeline, after each reduce-scatter.
+    sum once in a step; those of the root, under a pipeline, after each reduce-scatter.
     """
     layout, rounds = work.layout, work.micro_batches
     once, each = int(layout.zero in (1, 2)), rounds * (layout.zero == 3)
     stays = root and (layout.pipeline == 1 or bool(work.loss_chunk))
     scatters = rounds if layout.zero >= 2 else 1
-    replicas = scatters if layout.pipeline > 1 else 1
+    replicas = scatters if root and layout.pipeline > 1 else 1
     return DataRounds(once or each, 0 if stays else each, scatters, replicas)

@@ -213,6 +213,13 @@ CASES = [
     Case("gpt2", Layout.of(context=2, ring=True), MemorySection(checkpointing="full")),
     Case("llama", Layout.of(context=2, tensor=2, sequence=True)),
     Case("llama", Layout.of(pipeline=2, data=2, zero=1)),
+    Case("gpt2", Layout.of(pipeline=2, data=2, zero=2, data_replicate=2), micro_batches=4),
+    Case(
+        "llama",
+        Layout.of(pipeline=2, data=2, zero=3, data_replicate=2, virtual_stages=2),
+        schedule="interleaved-zero-bubble",
+        micro_batches=4,
+    ),
     Case("gpt2", Layout.of(pipeline=2, virtual_stages=2, v_shape=True), schedule="zbv", micro_batches=4),
 ]
 
