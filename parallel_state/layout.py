@@ -198,6 +198,11 @@ class Layout:
         """Tell whether no other rank of the data axes holds, or shares, a rank's parameters."""
         return self.data * self.context == 1
 
+    @property
+    def copies_shards(self) -> bool:
+        """Tell whether several ranks hold the same shard of ZeRO's (HSDP)."""
+        return self.zero > 0 and self.data_replicate > 1
+
     def data_place(self, at: Coordinates, experts: bool = False) -> tuple[int, int, int]:
         """Return a rank's position in each of ``data_sizes``."""
         _, shards, expert = self.data_sizes(experts)

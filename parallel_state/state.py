@@ -64,7 +64,7 @@ class ParallelState:
         # Taken once: cutting a mesh costs milliseconds, and every collective asks for its group.
         self._tensor_mesh = None if mesh is None else mesh["tensor"]
         # Without replicas FSDP is not told of the axis: it would all-reduce over one rank all the same.
-        axes = ("fsdp",) if layout.data_sizes()[0] == 1 else ("data_replicate", "fsdp")
+        axes = ("data_replicate", "fsdp") if layout.copies_shards else ("fsdp",)
         self._data_mesh = None if mesh is None else mesh[axes]
         self._tensor = None if self._tensor_mesh is None else self._tensor_mesh.get_group()
 
@@ -189,9 +189,7 @@ class ParallelState:
 
     @property
     def ends_group(self) -> dist.ProcessGroup:
-        """Return the group of this rank and its counterpart at the other end of the pipeline (for tied
-        embeddings).
-        """
+        """Return the group of this rank and its counterpart at the pipeline's other end: tied embeddings."""
         assert self._ends is not None, "a stand-in has no process groups, and one stage no ends"
         return self._ends
 
@@ -202,9 +200,7 @@ class ParallelState:
 
     @property
     def data_mesh(self) -> DeviceMesh:
-        """Return the mesh over which FSDP shards (last axis) and, if there are replicas, replicates (first
-        axis).
-        """
+        """Return the mesh over which FSDP shards (last axis) and, with HSDP, replicates (first axis)."""
         assert self._data_mesh is not None, "a stand-in has no process groups"
         return self._data_mesh
 
@@ -225,8 +221,18 @@ class ParallelState:
         same experts.
         """
         assert self._experts is not None, "a stand-in has no process groups, and expert=1 no such"
-        replicated = not self.layout.zero or self.layout.data_replicate > 1
+        replicated = self.layout.copies_shards
         return self._experts[("expert_replicate", "expert_shard") if replicated else ("expert_shard",)]
+
+    def replica_group(self, *, experts: bool = False) -> dist.ProcessGroup | None:
+        """Return the group of ranks that hold the same whole weights, if there are some; with ZeRO none does.
+        ``experts``: for parameters that are cut over ``expert``.
+        """
+        if self.layout.zero or self.layout.data_sizes(experts)[0] == 1:
+            return None
+        mesh = self._experts if experts else self.mesh
+        assert mesh is not None, "a stand-in has no process groups, and expert=1 no such"
+        return mesh.get_group("expert_replicate" if experts else "data_replicate")
 
     @property
     def data_index(self) -> int:

@@ -100,6 +100,9 @@ def _communicated(work: Work, held: RankParameters) -> int:
         # one is made while the last one is sent.
         sent = 2 * work.between_stages if work.layout.pipeline > 1 else 0
         return max(held.root.trained, held.largest_trained_block) * work.reduce + sent
+    if not work.layout.zero and work.reduce == work.master:
+        # A group's gradients in the buffer that is summed and stays: the largest beside what it is made of.
+        return max(held.root.trained, held.largest_trained_block) * work.reduce
     coming = 2 * held.largest_block * work.compute if work.layout.zero == 3 else 0
     whole = 0
     if work.layout.zero >= 2 and work.layout.pipeline > 1 and schedule_kind(work.schedule).two_backwards:

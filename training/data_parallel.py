@@ -9,13 +9,15 @@ stage  parameters between steps                 gradients                       
 3      sharded; a block whole while it computes reduce-scattered every micro-batch      forward and backward
 =====  =======================================  ======================================  ====================
 
-The same under a pipeline (``pipeline/driver.py``). Without data and context ranks there is nothing to share
-and no FSDP; ``compute_weights`` casts the weights then. Source: Rajbhandari et al. 2020; FSDP2 is torch's.
+At stage 0 FSDP shards over one rank, and ``ReplicaSums`` sums the gradients over the ranks with the same
+weights. The stages are the same under a pipeline (``pipeline/driver.py``). Without data and context ranks
+there is nothing to share and no FSDP; ``compute_weights`` casts the weights then. Source: Rajbhandari et al.
+2020; FSDP2 is torch's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import torch
@@ -25,7 +27,15 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ..layers import find_blocks, keep_aside
 from ..models import CausalLM
-from ..parallel_state import Layout, ParallelState, buffer_names, declarations, mark_shared, refuse_foreign
+from ..parallel_state import (
+    Layout,
+    ParallelState,
+    buffer_names,
+    declarations,
+    engine,
+    mark_shared,
+    refuse_foreign,
+)
 from .compute_weights import ComputeWeights
 from .precision import Precision
 
@@ -95,13 +105,23 @@ def shard_over_data(
         mp_policy=policy,
         offload_policy=resting,
     )
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            # The loss is already divided by the step's tokens, so gradients are summed, never averaged.
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+    _sum_gradients(model, stacks, state)
     mark_shared(model)
     return model
+
+
+def _sum_gradients(model: nn.Module, stacks: Sequence[nn.Module], state: ParallelState) -> None:
+    """Let FSDP sum gradients, never average: the loss is already divided by the step's tokens."""
+    of_experts = state.replica_group(experts=True) if stacks else None
+    groups = {False: state.replica_group(), True: of_experts}
+    sums = {experts: engine.ReplicaSums(group) for experts, group in groups.items() if group is not None}
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+            if (of_replicas := sums.get(module in stacks)) is not None:
+                of_replicas.take(module)
+            else:
+                module.set_gradient_divide_factor(1.0)
 
 
 def stacks_of_experts(model: nn.Module) -> list[nn.Module]:

@@ -18,7 +18,14 @@ from .collectives import (
     work_of,
 )
 from .flight_recorder import dump_on_timeout, group_ranks, recorded_collectives
-from .fully_sharded import computed_with, end_backward, fsdp_modules, gather_weights, sum_gradients
+from .fully_sharded import (
+    ReplicaSums,
+    computed_with,
+    end_backward,
+    fsdp_modules,
+    gather_weights,
+    sum_gradients,
+)
 from .kernels import assert_on_device, flash_attention, flash_attention_backward, scaled_mm
 from .local_tensors import AdamW, foreach_copy_, foreach_mul_, foreach_norm, like, local_data, tensors_in
 from .pipelining import order_only
@@ -30,6 +37,7 @@ __all__ = [
     "COMPILER",
     "PIPELINING",
     "PRIVATE",
+    "ReplicaSums",
     "TorchDispatchMode",
     "Waited",
     "after_backward",

@@ -15,6 +15,11 @@ def after_backward(call: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
+def in_backward() -> bool:
+    """Tell whether this thread is inside a backward pass."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
 def allow_graphs(count: int) -> None:
     """Let ``torch.compile`` make so many graphs of one function; beyond 8 it would give up."""
     from .private_names import COMPILER, require  # whose first import looks at torch's other modules

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any, cast
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+
+from .autograd_and_compiler import after_backward, in_backward
 
 
 def fsdp_modules(module: nn.Module) -> list[FSDPModule]:
@@ -37,14 +42,61 @@ def sum_gradients(modules: Iterable[FSDPModule]) -> None:
     """Sum the gradients that these modules have so far over the data ranks, now, and keep shards of the sums.
 
     FSDP does this in hooks of a backward pass that reaches a module's input. A pass that computes only the
-    gradients of weights, later, runs no such hook. Afterwards the modules sum nothing until they are told to.
+    gradients of weights, later, runs no such hook. The modules must have been told to sum.
     """
-    for module in modules:
-        # Torch's own switch turns on both sums: over the ranks that hold shards, and over their replicas.
-        module.set_requires_gradient_sync(True, recurse=False)
-        for group in _groups([module]):
-            group.post_backward()
-        module.set_requires_gradient_sync(False, recurse=False)
+    for group in _groups(modules):
+        group.post_backward()
+
+
+class ReplicaSums:
+    """Sum the gradients of modules that FSDP does not cut over ``group``, the ranks with the same weights.
+
+    FSDP's own sum over replicas copies each gradient three times, and on a CPU the host waits for it. Here a
+    gradient is copied once, into the buffer that is summed and becomes the parameters' ``.grad``. On a CPU
+    the sums run while backward goes on, and backward ends when they are there.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.running: list[dist.Work] = []
+
+    def take(self, module: FSDPModule) -> None:
+        """Sum this module's gradients; FSDP was applied to it with a mesh of one rank."""
+        module.set_custom_reduce_scatter(cast(Any, _OneBuffer()))
+        module.set_all_reduce_hook(partial(self._sum, module))
+
+    def _sum(self, module: FSDPModule, total: Tensor) -> None:
+        kept = [held.sharded_param for group in _groups([module]) for held in group.fsdp_params]
+        # FSDP reads the sum at once to add it to an earlier one, to cast it, or to show it to a hook.
+        unread = all(
+            one.grad is None and one.dtype == total.dtype and not one._post_accumulate_grad_hooks
+            for one in kept
+        )
+        if total.device.type == "cpu" and unread and in_backward():
+            after_backward(self._wait)
+            self.running.append(dist.all_reduce(total, group=self.group, async_op=True))
+            return
+        dist.all_reduce(total, group=self.group)
+        if total.is_cuda:  # it was made in another stream, whose next buffer may not take its place yet
+            total.record_stream(torch.cuda.current_stream(total.device))
+
+    def _wait(self) -> None:
+        while self.running:
+            self.running.pop().wait()
+
+
+class _OneBuffer:
+    """Be FSDP's reduce-scatter over one rank: what it reads and what it writes are the same buffer."""
+
+    def __init__(self) -> None:
+        self.read: Tensor | None = None
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a new buffer to read, and then the same one to write."""
+        read, self.read = self.read, None
+        if read is None:
+            self.read = read = torch.empty(*size, dtype=dtype, device=device)
+        return read
 
 
 def end_backward(root: FSDPModule) -> None:

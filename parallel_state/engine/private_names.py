@@ -15,10 +15,13 @@ _FSDP = "torch.distributed.fsdp._fully_shard._fsdp"
 PRIVATE = (
     ("torch.autograd.Variable", "_execution_engine"),
     ("torch", "_assert_async"),
+    ("torch._C", "_current_graph_task_id"),
+    ("torch.Tensor", "_post_accumulate_grad_hooks"),
     ("torch", "_foreach_copy_"),
     ("torch", "_foreach_mul_"),
     ("torch", "_foreach_norm"),
     ("torch.ops._c10d_functional", "all_reduce"),
+    ("torch.ops._c10d_functional", "all_reduce_"),
     ("torch.ops._c10d_functional", "all_gather_into_tensor"),
     ("torch.ops._c10d_functional", "reduce_scatter_tensor"),
     ("torch.ops._c10d_functional", "all_to_all_single"),
@@ -43,6 +46,7 @@ PRIVATE = (
     (f"{_FSDP}_param_group.FSDPParamGroup", "unshard"),
     (f"{_FSDP}_param_group.FSDPParamGroup", "wait_for_unshard"),
     (f"{_FSDP}_param.FSDPParam", "_unsharded_param"),
+    (f"{_FSDP}_param.FSDPParam", "sharded_param"),
 )
 
 #: The same for compiled blocks, checked when some are first compiled: importing torch's compiler takes half a

@@ -128,6 +128,8 @@ def expert_rank(layout: Layout) -> None:
         grad = local_data(grad)
         for axis in range(mesh.ndim):  # FSDP's work
             dist.all_reduce(grad, group=mesh.get_group(axis))
+        if (replicas := state.replica_group(experts=stated[name].experts)) is not None:
+            dist.all_reduce(grad, group=replicas)
         wanted = others[name].grad
         assert wanted is not None
         box = stated[name].box(layout, state.at)

@@ -79,6 +79,8 @@ def groups(layout: Layout) -> dict[str, list[int]]:
     }
     if state.data_mesh.ndim == 2:
         found["data_replicate"] = dist.get_process_group_ranks(state.data_mesh.get_group("data_replicate"))
+    if (replicas := state.replica_group()) is not None:
+        found["data_replicate"] = dist.get_process_group_ranks(replicas)
     if layout.pipeline > 1:
         found["ends"] = dist.get_process_group_ranks(state.ends_group)
     if layout.context > 1:

@@ -1,0 +1,111 @@
+"""Without ZeRO a gradient is copied once, and summed over the data ranks while backward goes on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from trilith.models import CausalLM, family_of
+from trilith.parallel_state import Layout, ParallelState, initialize
+from trilith.parallel_state.engine import ReplicaSums, local_data
+from trilith.testing import Operators, run_parallel
+from trilith.testing.tiny_models import TINIEST_LLAMA
+from trilith.training import Precision, shard_over_data
+
+FP32, BF16 = torch.float32, torch.bfloat16
+
+
+@dataclass
+class Seen:
+    """Hold each sum's buffer, whether backward went on meanwhile, and what sums the gradients."""
+
+    buffers: list[Tensor] = field(default_factory=list)
+    later: list[bool] = field(default_factory=list)
+    sums: list[ReplicaSums] = field(default_factory=list)
+
+    def watch(self, patch: pytest.MonkeyPatch) -> None:
+        all_reduce, take = dist.all_reduce, ReplicaSums.take
+
+        def noted(tensor: Tensor, *given: Any, async_op: bool = False, **named: Any) -> Any:
+            self.buffers.append(tensor)
+            self.later.append(async_op)
+            return all_reduce(tensor, *given, async_op=async_op, **named)
+
+        patch.setattr(dist, "all_reduce", noted)
+        patch.setattr(ReplicaSums, "take", lambda sums, one: (self.sums.append(sums), take(sums, one))[1])
+
+
+def made(state: ParallelState, precision: Precision, *, frozen: bool) -> CausalLM:
+    config = TINIEST_LLAMA | {"num_hidden_layers": 2}
+    family = family_of(config)
+    model = family.build(family.from_hf(config), state=state, dtype=precision.master)
+    for block in model.layers.values() if frozen else ():
+        block.requires_grad_(False)
+    shard_over_data(model, state, precision)
+    model.to_empty(device="cpu")
+    initialize(model, 1, state=state)
+    return model
+
+
+def gradients(model: CausalLM) -> list[Tensor]:
+    return [local_data(one.grad) for one in model.parameters() if one.grad is not None]
+
+
+def backward(model: CausalLM, number: int) -> None:
+    """Run one backward pass over this rank's rows of a step."""
+    ids = torch.arange(16).view(2, 8) * (3 + number) % 131 + model.state.data_index
+    model(ids).float().square().mean().backward()
+
+
+def one_backward(precision: Precision, frozen: bool) -> tuple[list[bool], list[Tensor], int]:
+    seen, state = Seen(), ParallelState.start(Layout.of(data=2))
+    with pytest.MonkeyPatch.context() as patch:
+        seen.watch(patch)
+        model = made(state, precision, frozen=frozen)
+        with Operators() as operators:
+            backward(model, 0)
+    assert not any(sums.running for sums in seen.sums), "backward ends when the sums are there"
+    names = operators.names
+    first = names.index("fsdp::chunk_cat")
+    between = names[first : names.index("c10d::allreduce_", first)]
+    assert "aten::div" not in between and "aten::empty" not in between[1:], between
+    held = gradients(model)
+    if precision.master == precision.reduce:  # no copy after the sum
+        storages = {one.untyped_storage().data_ptr() for one in seen.buffers}
+        assert {one.untyped_storage().data_ptr() for one in held} == storages
+    return seen.later, [one.clone() for one in held], operators.names.count("fsdp::chunk_cat")
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_buffer_that_is_summed_becomes_the_gradients_while_backward_goes_on(frozen: bool) -> None:
+    """With frozen blocks the root alone is summed, after the last of autograd's own work."""
+    groups = 1 if frozen else 3
+    (later, first, copies), (_, second, _) = run_parallel(one_backward, 2, Precision(), frozen)
+    assert later == [True] * groups and copies == groups
+    assert first and all(map(torch.equal, first, second))
+
+
+def test_a_sum_that_is_cast_afterwards_is_waited_for() -> None:
+    (later, first, _), (_, second, _) = run_parallel(one_backward, 2, Precision(BF16, BF16, FP32), False)
+    assert later == [False] * 3
+    assert {one.dtype for one in first} == {BF16} and all(map(torch.equal, first, second))
+
+
+def several_backwards(together: bool) -> list[Tensor]:
+    model = made(ParallelState.start(Layout.of(data=2)), Precision(), frozen=False)
+    found: list[list[Tensor]] = []
+    for number in range(2):
+        backward(model, number)
+        if not together:
+            found.append([one.clone() for one in gradients(model)])
+            model.zero_grad()
+    return gradients(model) if together else [one + other for one, other in zip(*found, strict=True)]
+
+
+def test_the_gradients_of_several_backwards_add_up() -> None:
+    for one, other in zip(*(run_parallel(several_backwards, 2, how) for how in (True, False)), strict=True):
+        assert all(map(torch.equal, one, other)) and len(one) == len(other)
