@@ -14,17 +14,18 @@ from ..parallel_state import Layout
 from ..runs.launch import process_group
 from .check_devices import smi
 from .row import Figures
+from .small_blocks import AGAIN, collective_seconds
 from .timing import median_seconds
 
 
 def collective_speed(device: str, megabytes: int) -> dict[str, Any]:
-    """Time collectives of ``megabytes`` in all, and of 4 KiB; collective.
+    """Time collectives of ``megabytes`` in all, of 4 KiB, and on a CPU those inside a block; collective.
 
     A rate is the bus bandwidth of NCCL's own tests: the bytes that each rank sends, by the seconds.
     """
     world = int(os.environ["WORLD_SIZE"])
     figures: Figures = {}
-    with process_group(Layout.of(data=world), device=device) as state:
+    with process_group(Layout.of(tensor=world), device=device) as state:
         here = state.device
         whole = torch.ones((megabytes << 20) // 4 // world * world, device=here)
         part = whole[: whole.numel() // world].clone()
@@ -40,6 +41,10 @@ def collective_speed(device: str, megabytes: int) -> dict[str, Any]:
         figures["all-reduce of 4 KiB: us"] = (
             median_seconds(lambda: dist.all_reduce(small), here, rounds=50) * 1e6
         )
+        if device == "cpu":
+            for mode in ("none", *AGAIN):
+                name = f"collective in a block, checkpointing {mode}: us"
+                figures[name] = collective_seconds(state, mode) * 1e6
     link = link_rate(smi("nvlink", "-s", "-i", "0")) if device == "cuda" else 0.0
     if link:
         figures["NVLink, one direction: GB/s"] = link

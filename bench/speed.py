@@ -5,10 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from ..models import family_of
-from ..parallel_state import initialize
-from ..planner.time.kernels import leaves
 from .row import Figures
+from .small_blocks import AGAIN, module_seconds
 from .timing import median_seconds
 
 
@@ -21,6 +19,9 @@ def device_speed(device: str, side: int, megabytes: int) -> dict[str, Figures]:
         figures[f"attention, {name}: TFLOP/s"] = attention_flops(here, side // 2, dtype) / 1e12
     figures["operator of one number: us"] = launch_seconds(here) * 1e6
     figures["module, forward and backward: us"] = module_seconds(here) * 1e6
+    if here.type == "cpu":  # a GPU works while the host goes on
+        for mode in AGAIN:
+            figures[f"module, checkpointing {mode}: us"] = module_seconds(here, mode) * 1e6
     figures["copy: GB/s read and written"] = copy_rate(here, megabytes) / 1e9
     if here.type == "cuda":
         figures["host to device, pinned: GB/s"] = transfer_rate(here, megabytes) / 1e9
@@ -57,29 +58,6 @@ def launch_seconds(device: torch.device, count: int = 1000) -> float:
             one.add(one)
 
     return median_seconds(work, device, rounds=5) / count
-
-
-def module_seconds(device: torch.device) -> float:
-    """Return the seconds of a module of a block, forward and backward, that has next to nothing to compute.
-
-    A module starts some operators, with Python and autograd between them. The figure is the mean over the
-    modules of Llama's block: the difference between a model of 10 blocks and one of 2.
-    """
-    (few, some), (many, more) = (_pass_seconds(blocks, device) for blocks in (2, 10))
-    return (many - few) / (more - some)
-
-
-def _pass_seconds(blocks: int, device: torch.device) -> tuple[float, int]:
-    """Time forward and backward of a Llama 16 wide, over 8 tokens; return the number of modules, too."""
-    raw = {
-        "model_type": "llama", "vocab_size": 16, "hidden_size": 16, "intermediate_size": 32,
-        "num_hidden_layers": blocks, "num_attention_heads": 2, "num_key_value_heads": 1,
-    }  # fmt: skip
-    family = family_of(raw)
-    model = family.build(family.from_hf(raw), device=device)
-    initialize(model, seed=0)
-    ids = torch.zeros(1, 8, dtype=torch.int64, device=device)
-    return median_seconds(lambda: model(ids).sum().backward(), device, rounds=10), leaves(model)
 
 
 def copy_rate(device: torch.device, megabytes: int) -> float:

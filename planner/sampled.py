@@ -146,7 +146,8 @@ class SampledModel:
 
 @cache
 def _of_one_stage(layout: Layout) -> Layout:
-    return replace(layout, pipeline=1, virtual_stages=1, v_shape=False)
+    """Return the layout without what has no part in the counts of a module's parameters."""
+    return replace(layout, pipeline=1, virtual_stages=1, v_shape=False, zero=min(layout.zero, 1))
 
 
 def _count_module(module: nn.Module, state: ParallelState, *, ends: bool | None) -> Group:

@@ -2,10 +2,10 @@
 
 Every group of layouts has a lower bound of its time; the group with the lowest bound is opened next. A group
 is first a cut of the model, then also a flow, a mode, and a store. Each of these steps makes the bound
-tighter, and a single layout at the end is timed in full. What is timed waits for its turn like the groups: if
-it comes first, no layout is faster. So the search finds what timing every layout would find. A layout that is
-opened is among the fastest or does not fit, so the counted reasons are those of layouts that would have been
-faster.
+tighter; a single layout has two bounds in turn, and is timed in full at the end. What is timed waits for its
+turn like the groups: if it comes first, no layout is faster. So the search finds what timing every layout
+would find. A layout that is opened is among the fastest or does not fit, so the counted reasons are those of
+layouts that would have been faster.
 
 Offload (weights on the host) is tried only if no layout fits without it.
 """
@@ -54,12 +54,16 @@ class Found:
 
 @dataclass(frozen=True)
 class _Group:
-    """State what is decided so far; what follows in this order is left open."""
+    """State what is decided so far; what follows in this order is left open.
+
+    ``tight``: whether the bound of a single layout is the tighter one of the two, which takes more work.
+    """
 
     cut: Cut
     flow: Flow | None = None
     mode: Checkpointing | None = None
     store: Store | None = None
+    tight: bool = False
     answer: Answer | None = None
 
     @property
@@ -147,6 +151,8 @@ class _Search:
             return self.bound.of_flow(group.cut, group.flow)
         if group.store is None:
             return self.bound.of_mode(group.cut, group.flow, group.mode)
+        if not group.tight:
+            return self.bound.of_store(group.cut, group.flow, group.mode, group.store)
         return self.bound.of_choice(group.choice)
 
     def _open(self, group: _Group) -> None:
@@ -165,6 +171,8 @@ class _Search:
             if self._fits([cut.choice(flow, group.mode, store) for store in cut.least_stores], group.layouts):
                 for store in cut.stores:
                     self._push(replace(group, store=store))
+        elif not group.tight:
+            self._push(replace(group, tight=True))
         elif self._fits([group.choice], 1):
             self._time(group)
 

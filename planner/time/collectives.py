@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from math import ceil, log2
 
+from ...layers import Checkpointing
 from ...parallel_state import BadInput, Layout
 from ..formulas.ring_and_tree import ring_wire_bytes, tree_all_reduce_wire_bytes
 from .machines import Machine
@@ -73,8 +74,13 @@ class Links:
         found = inside if place.nodes == 1 else min(inside, place.together * between)
         return found * self.machine.efficiency.link(kind)
 
-    def seconds(self, axis: str, kind: str, size: float, count: int = 1) -> float:
-        """Return the seconds of ``count`` collectives to which a rank gives ``size`` bytes in all."""
+    def seconds(
+        self, axis: str, kind: str, size: float, count: int = 1, mode: Checkpointing = "none"
+    ) -> float:
+        """Return the seconds of ``count`` collectives to which a rank gives ``size`` bytes in all.
+
+        ``mode``: the activation checkpointing of the block that they are in.
+        """
         place = self.place(axis)
         if place.ranks == 1 or not count or not size:
             return 0.0
@@ -83,7 +89,16 @@ class Links:
                 "machine", "links", expected="measured rates between devices", found="one device",
                 todo="Run `trilith bench` where there are several, or name a machine of the table",
             )  # fmt: skip
-        rate, around = self.rate(axis, kind), self._around(place)
+        waited = count * self.machine.efficiency.collectives.get(mode, 0.0)
+        return waited + self._alone(place, kind, size, count, self.rate(axis, kind))
+
+    def exposed(self, seconds: float, beside: float) -> float:
+        """Return the seconds of a collective that are not hidden by ``beside``, the seconds of other work."""
+        return max(0.0, seconds - beside) if self.machine.asynchronous else seconds
+
+    def _alone(self, place: Placement, kind: str, size: float, count: int, rate: float) -> float:
+        """Time collectives that follow each other."""
+        around = self._around(place)
         wire = ring_wire_bytes(kind, size, place.ranks) / rate
         if kind == "all_reduce":
             tree = tree_all_reduce_wire_bytes(size, place.ranks) / rate + count * 2 * self._deep(place)

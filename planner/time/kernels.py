@@ -29,10 +29,6 @@ HEAVIER = {"experts": (1.4, 1.3), "recurrent": (2.9, 3.6)}
 #: Operators that a module without children starts in forward, counted as above; in backward there are twice
 #: as many. A compiled block starts about one kernel for each of its modules.
 OPERATORS: dict[Mode, float] = {"cpu": 2.8, "eager": 2.8, "compiled": 1.0}
-#: What the host does for recomputation, in units of what it does for the modules' forward: processor time of
-#: Llama's block 16 wide over 8 tokens, above that without checkpointing. torch keeps the generators' state
-#: and, in the selective mode, passes every operator through Python, in forward and again.
-HOST_AGAIN: dict[Checkpointing, float] = {"full": 5.0, "every": 5.0, "selective": 15.0}
 #: Reads and writes of the logits by the loss, forward and backward, beside the output layer's products.
 LOSS_PASSES = (2.0, 2.0)
 
@@ -89,12 +85,15 @@ class Kernels:
         nor scores.
         """
         launched = modules * OPERATORS[self.mode] * self.machine.efficiency.launch
-        # A device that works while the host goes on has other work meanwhile.
-        host = 0.0 if self.machine.asynchronous else (HOST_AGAIN[mode] - 1) * launched
-        if mode != "selective":
-            return self.compute(cost, modules, heavier).forward + host
-        passes = PASSES[self.mode][0] * heavier[0]
-        return self._with(self.moved(passes * max(cost.kept - cost.selective, 0.0)), launched / 2) + host
+        if mode == "selective":
+            launched /= 2
+            passes = PASSES[self.mode][0] * heavier[0]
+            found = self._with(self.moved(passes * max(cost.kept - cost.selective, 0.0)), launched)
+        else:
+            found = self.compute(cost, modules, heavier).forward
+        # A CPU's host has more to do than to start operators; a GPU has other work meanwhile.
+        host = 0.0 if self.machine.asynchronous else modules * self.machine.efficiency.again.get(mode, 0.0)
+        return found + max(0.0, host - launched)
 
     def scores(self, cost: Cost) -> float:
         """Time attention's scores in a forward."""

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ...layers import Checkpointing
 from ...parallel_state import BadInput
 from ..flops import peak_named
 
@@ -34,6 +35,10 @@ class Efficiency:
     ``products``, ``attention``: shares of the FLOP/s. ``memory``: share of the memory's bytes a second,
     reached by operators that mostly read and write. ``launch``: seconds that the host needs to start any
     operator.
+
+    A CPU has two more, by the mode of activation checkpointing, in seconds: ``again``, what the host does for
+    each module that is computed again, and ``collectives``, what each collective takes more inside a block
+    than alone, because threads wake up and ranks come late.
     """
 
     products: float
@@ -43,6 +48,8 @@ class Efficiency:
     source: str
     #: By the kind of collective; ``""`` is for every other kind.
     links: Mapping[str, float] = field(default_factory=lambda: {"": 0.8})
+    again: Mapping[Checkpointing, float] = field(default_factory=dict)
+    collectives: Mapping[Checkpointing, float] = field(default_factory=dict)
 
     def link(self, kind: str) -> float:
         """Return the share of a link that this kind of collective reaches."""
@@ -85,7 +92,8 @@ class Machine:
     watts: float
     source: str
     efficiency: Efficiency = ASSUMED
-    #: Whether the host launches operators ahead of the device, so that launches and work overlap.
+    #: Whether the host launches operators ahead of the device, so that launches, sending and work overlap.
+    #: A CPU does one after the other: its ranks take all cores.
     asynchronous: bool = True
     #: Bytes a second between a device and its host, in one direction.
     host: float = 25e9

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from ...layers import Checkpointing
 from ...parallel_state import BadInput
 from ...storage.small_files import read_json
 from ..flops import peak_named
@@ -46,18 +47,31 @@ def machine_from_bench(path: str | Path, *, gpus_per_node: int | None = None) ->
         if links.get(f"{word}: GB/s")
     }
     best = max(rates.values(), default=0.0)
-    latency = float(links.get("all-reduce of 4 KiB: us") or 0.0) / 1e6 / 2
+    small = float(links.get("all-reduce of 4 KiB: us") or 0.0) / 1e6
+    module = _figure(speed, "module, forward and backward: us", path) / 1e6
+    again: dict[Checkpointing, float] = {}
+    collectives: dict[Checkpointing, float] = {}
+    for mode in () if cuda else get_args(Checkpointing):
+        measured = "full" if mode == "every" else mode
+        if mode != "none":
+            whole = _figure(speed, f"module, checkpointing {measured}: us", path) / 1e6
+            again[mode] = max(0.0, whole - module)
+        if links:
+            name = f"collective in a block, checkpointing {measured}: us"
+            collectives[mode] = max(0.0, _figure(links, name, path, zero=True) / 1e6 - small)
     share = {kind: rate / best for kind, rate in rates.items()}
-    link = Link("measured", best, latency)
+    link = Link("measured", best, small / 2)
     main = "bfloat16" if cuda else "float32"
     peak = peak_named(name) if cuda else None
     efficiency = Efficiency(
         products=1.0,
         attention=attention[main] / products[main],
         memory=1.0,
-        launch=_figure(speed, "module, forward and backward: us", path) / 1e6 / (3 * OPERATORS["eager"]),
+        launch=module / (3 * OPERATORS["eager"]),
         source=f"measured: {path}",
         links={"": min(share.values(), default=1.0), **share},
+        again=again,
+        collectives=collectives,
     )
     return Machine(
         name,
@@ -83,9 +97,9 @@ def _figures(report: Mapping[str, Any], part: str) -> Mapping[str, Any]:
     return found
 
 
-def _figure(figures: Mapping[str, Any], name: str, path: str | Path) -> float:
+def _figure(figures: Mapping[str, Any], name: str, path: str | Path, *, zero: bool = False) -> float:
     value = figures.get(name)
-    if not isinstance(value, int | float) or value <= 0:
+    if not isinstance(value, int | float) or value < 0 or (value == 0 and not zero):
         todo = "`trilith bench --only speed,links` of this version measures it"
         raise BadInput(path, name, expected="a measured figure", found=value, todo=todo)
     return float(value)

@@ -29,6 +29,10 @@ class StageSeconds:
             for part, seconds in getattr(more, direction).items():
                 self.add(direction, part, seconds, times)
 
+    def copy(self) -> StageSeconds:
+        """Return seconds of its own, to which more can be added."""
+        return StageSeconds(dict(self.forward), dict(self.inputs), dict(self.weights))
+
     def total(self, direction: str) -> float:
         parts: dict[str, float] = getattr(self, direction)
         return sum(parts.values())

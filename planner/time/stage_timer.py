@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
-from ...layers import Cost, Send, cross_entropy_cost
+from ...layers import Checkpointing, Cost, Send, cross_entropy_cost
 from ...pipeline import schedule_kind
-from ..data_rounds import data_rounds
+from ..data_rounds import DataRounds, data_rounds
 from ..rank_parameters import Group, RankParameters
 from ..sampled import SampledModel
 from ..stage_costs import Alike, StageCost
@@ -27,6 +28,27 @@ class _Block:
     back: float = 0.0
 
 
+class Computed(NamedTuple):
+    """State a block's number, how many are like it, and the seconds in which its forward and its backward
+    compute.
+    """
+
+    number: int
+    count: int
+    forward: float
+    back: float
+
+
+class Exchange(NamedTuple):
+    """Hold the seconds in which the data ranks gather a group's weights, and sum its gradients: into pieces
+    (``scatter``), and each piece over the replicas.
+    """
+
+    gather: float
+    scatter: float
+    replicas: float
+
+
 class StageTimer:
     """Time the stages of one model in one layout; ``work`` is that of any of its ranks.
 
@@ -40,33 +62,65 @@ class StageTimer:
         self.model, self.work, self.layout = model, work, work.layout
         self.kernels, self.links = kernels, links
         self._blocks: dict[object, _Block] = known
+        self._exchanges: dict[object, Exchange] = known
         self._stages: dict[object, StageSeconds] = {}
 
     def stage(self, stage: StageCost, held: Callable[[], RankParameters]) -> StageSeconds:
-        """Return the seconds of a stage. Stages that are alike share one object."""
+        """Return the seconds of a stage, without what the data ranks exchange meanwhile. Stages that are
+        alike share one object.
+        """
         blocks = stage.alike(self.work.checkpointing, self.work.checkpoint_every)
         # The sampled model holds each cost as long as it lives, so that no other object takes its id.
         kinds = tuple((id(one.cost), one.forgets, one.reached, one.count) for one in blocks)
         key = kinds, id(stage.beside), stage.number == 0, stage.loss is not None
         if key not in self._stages:
-            self._stages[key] = self._of_stage(stage, blocks, held())
+            self._stages[key] = self._of_stage(stage, blocks, held)
         return self._stages[key]
 
-    def _of_stage(self, stage: StageCost, blocks: list[Alike], held: RankParameters) -> StageSeconds:
+    def _of_stage(
+        self, stage: StageCost, blocks: list[Alike], held: Callable[[], RankParameters]
+    ) -> StageSeconds:
         found = StageSeconds()
         for one in blocks:
-            block = self._block(one)
-            found.include(block.seconds, one.count)
-            group = self.model.group(one.number, self.work.state)
-            self._around(found, group, block.forward, block.back, one.count)
+            found.include(self._block(one).seconds, one.count)
+            self._accumulate(found, self.model.group(one.number, self.work.state), one.count)
         ends = 3 * (stage.number == 0) + 3 * (stage.loss is not None)
         self._module(found, stage.beside, ends, reached=True)
         if stage.loss is not None:
             self._loss(found, stage.loss)
-        home = self.layout.rank_of_stage
-        if stage.number == 0 or (stage.loss is not None and home(stage.number) != home(0)):
-            self._around(found, held.root, 0.0, 0.0, 1, root=True)
+        if self._has_root(stage):
+            self._accumulate(found, held().root, 1)
         return found
+
+    def exchanging(
+        self, alone: StageSeconds, stage: StageCost, held: Callable[[], RankParameters]
+    ) -> StageSeconds:
+        """Return the seconds of a stage that takes ``alone`` without what the data ranks exchange at every
+        micro-batch, from ZeRO 2 on.
+        """
+        found, state = alone.copy(), self.work.state
+        every = [(self.around(self.model.group(one.number, state), one.forward, one.back), one.count)
+                 for one in self.blocks(stage)]  # fmt: skip
+        if self._has_root(stage):
+            every.append((self.around(held().root, 0.0, 0.0, root=True), 1))
+        for (forward, inputs, weights), count in every:
+            found.add("forward", "data", forward, count)
+            found.add("inputs", "data", inputs, count)
+            found.add("weights", "data", weights, count)
+        return found
+
+    def blocks(self, stage: StageCost) -> list[Computed]:
+        """Return how long one block of each kind computes."""
+        found = []
+        for one in stage.alike(self.work.checkpointing, self.work.checkpoint_every):
+            block = self._block(one)
+            found.append(Computed(one.number, one.count, block.forward, block.back))
+        return found
+
+    def _has_root(self, stage: StageCost) -> bool:
+        """Tell whether the parameters that are in no block count with this stage: once on a rank."""
+        home = self.layout.rank_of_stage
+        return stage.number == 0 or (stage.loss is not None and home(stage.number) != home(0))
 
     def _block(self, one: Alike) -> _Block:
         mode = self.work.checkpointing if one.forgets else "none"
@@ -79,15 +133,18 @@ class StageTimer:
         work, layout, cost = self.work, self.layout, one.cost
         found, block = StageSeconds(), self.model.block(one.number)
         factors = heavier(block)
-        computed = self._module(found, cost, leaves(block), reached=one.reached, factors=factors)
+        mode = work.checkpointing if one.forgets else "none"
+        computed = self._module(found, cost, leaves(block), reached=one.reached, factors=factors, mode=mode)
         back = computed.inputs + computed.weights if one.reached else 0.0
         if one.forgets and one.reached:
-            again = self.kernels.again(cost, leaves(block), work.checkpointing, factors)
+            again = self.kernels.again(cost, leaves(block), mode, factors)
+            if mode == "selective" and layout.context > 1:  # which keeps no attention over several ranks
+                again += self.kernels.scores(cost)
             found.add("inputs", "recompute", again)
             back += again
             for send in cost.sends:
-                if send.again == "always" or (send.again == "full" and work.checkpointing != "selective"):
-                    found.add("inputs", send.axis, self._send(send))
+                if send.again == "always" or (send.again == "full" and mode != "selective"):
+                    found.add("inputs", send.axis, self._send(send, mode))
         if layout.expert > 1:
             size = exchanged(block, work.tokens.bytes(work.hidden))
             seconds = 2 * self.links.seconds("expert", "all_to_all", size, 1)
@@ -105,6 +162,7 @@ class StageTimer:
         *,
         reached: bool,
         factors: tuple[float, float] = (1.0, 1.0),
+        mode: Checkpointing = "none",
     ) -> Seconds:
         """Add what modules of this cost compute and send; return the seconds computed."""
         computed = self.kernels.compute(cost, modules, factors)
@@ -116,7 +174,7 @@ class StageTimer:
         for send in cost.sends:
             if not send.forward and not reached:
                 continue
-            seconds = self._send(send)
+            seconds = self._send(send, mode)
             hides = send.kind == "exchange" or (
                 send.axis == "tensor" and not send.forward and send.kind != "all_gather"
             )
@@ -126,15 +184,15 @@ class StageTimer:
                     if send.axis == "tensor"
                     else beside["context"] * (1 if send.forward else 2.5)
                 )
-                hidden = min(seconds, free)
-                seconds -= hidden
+                left = self.links.exposed(seconds, free)
                 if send.axis == "tensor":
-                    beside["tensor"] -= hidden
+                    beside["tensor"] -= seconds - left
+                seconds = left
             found.add("forward" if send.forward else "inputs", send.axis, seconds)
         return computed
 
-    def _send(self, send: Send) -> float:
-        return self.links.seconds(send.axis, send.kind, send.bytes, send.count)
+    def _send(self, send: Send, mode: Checkpointing = "none") -> float:
+        return self.links.seconds(send.axis, send.kind, send.bytes, send.count, mode)
 
     def _loss(self, found: StageSeconds, cost: Cost) -> None:
         tokens, state = self.work.tokens, self.work.state
@@ -148,42 +206,46 @@ class StageTimer:
         for send in cost.sends:
             found.add("forward", send.axis, self._send(send))
 
-    def _around(
-        self,
-        found: StageSeconds,
-        group: Group,
-        forward: float,
-        backward: float,
-        times: int,
-        root: bool = False,
-    ) -> None:
-        """Add what FSDP exchanges at every micro-batch, where it takes longer than what runs beside it."""
-        work, rounds = self.work, data_rounds(self.work, root=root)
-        gather = self.gather(group) if self.layout.zero == 3 else 0.0
-        again = gather * (rounds.backward > 0)
-        apart = self.layout.pipeline > 1 and schedule_kind(work.schedule).two_backwards
-        summed = 0.0
-        if self.layout.zero >= 2:
-            summed = self._scatter(group) + self._sum_replicas(group) * rounds.replicas / rounds.scatters
-        found.add("forward", "data", max(0.0, gather - forward), times)
-        found.add("inputs", "data", max(0.0, again + (0.0 if apart else summed) - backward), times)
-        found.add("weights", "data", summed if apart else 0.0, times)
-        # Gradients of a micro-batch, made in the dtype of the products, are added to those before.
+    def _accumulate(self, found: StageSeconds, group: Group, times: int) -> None:
+        """Add the sum of a micro-batch's gradients, made in the dtype of the products, and those before."""
+        work = self.work
         if work.compute != work.reduce or work.micro_batches > 1:
             reads = work.compute + work.reduce * (1 + (work.micro_batches > 1))
             found.add("weights", "compute", self.kernels.moved(group.trained * reads), times)
 
-    def gather(self, group: Group) -> float:
-        """Return the seconds in which the data ranks gather a group's weights."""
-        return self.links.seconds("data", "all_gather", group.padded * self.work.compute)
+    def around(
+        self, group: Group, forward: float, backward: float, root: bool = False
+    ) -> tuple[float, float, float]:
+        """Return what FSDP exchanges at every micro-batch, where it takes longer than what runs beside it: in
+        forward, and in the two parts of a backward.
+        """
+        rounds, seconds, exposed = self._rounds[root], self.exchange(group), self.links.exposed
+        gather = seconds.gather if self.layout.zero == 3 else 0.0
+        again = gather * (rounds.backward > 0)
+        apart = self.layout.pipeline > 1 and schedule_kind(self.work.schedule).two_backwards
+        summed = seconds.scatter + seconds.replicas * rounds.replicas / rounds.scatters
+        back = exposed(again + (0.0 if apart else summed), backward)
+        return exposed(gather, forward), back, summed if apart else 0.0
 
-    def reduce(self, group: Group) -> float:
-        """Return the seconds in which the data ranks and the replicas sum a group's gradients."""
-        return self._scatter(group) + self._sum_replicas(group)
+    @cached_property
+    def _rounds(self) -> tuple[DataRounds, DataRounds]:
+        """Return the exchanges of a step for a block, and for the parameters that are in no block."""
+        return data_rounds(self.work, root=False), data_rounds(self.work, root=True)
 
-    def _scatter(self, group: Group) -> float:
-        size, shards = group.trained_padded * self.work.reduce, self.layout.data_sizes()[1]
-        return self.links.seconds("data", "reduce_scatter", shards * size)
+    def exchange(self, group: Group) -> Exchange:
+        """Return the seconds of a group's exchanges over the data ranks."""
+        key = self._place, id(group)  # the sampled model and ``held`` hold each group
+        if key not in self._exchanges:
+            work, seconds, shards = self.work, self.links.seconds, self.layout.data_sizes()[1]
+            piece = group.trained_padded * work.reduce
+            self._exchanges[key] = Exchange(
+                seconds("data", "all_gather", group.padded * work.compute),
+                seconds("data", "reduce_scatter", shards * piece),
+                seconds("replicas", "all_reduce", piece),
+            )
+        return self._exchanges[key]
 
-    def _sum_replicas(self, group: Group) -> float:
-        return self.links.seconds("replicas", "all_reduce", group.trained_padded * self.work.reduce)
+    @cached_property
+    def _place(self) -> tuple[object, ...]:
+        """Return what the places of the data ranks follow from."""
+        return self.layout.tensor, self.layout.data_sizes()

@@ -39,7 +39,10 @@ from .kernels import Kernels, Mode
 from .machines import Machine
 from .prediction import PARTS, StepTime
 from .stage_seconds import StageSeconds
-from .stage_timer import StageTimer
+from .stage_timer import Computed, StageTimer
+
+#: By how much a bound is lowered whose sums are not added up in the order of the seconds that it bounds.
+_ROUNDED = 1 - 1e-12
 
 
 class StepTimer:
@@ -73,6 +76,7 @@ class StepTimer:
         self.links = Links(layout, machine)
         self._known: dict[Any, Any] = {} if known is None else known
         self.timer = StageTimer(model, work, self.kernels, self.links, self._known)
+        self._exchanging: dict[int, StageSeconds] = {}
         self.held = held or cache(lambda rank: model.parameters(self._work_of(rank).state, split))
         self.costs = costs or cache(lambda rank: model.costs(self._work_of(rank), split))
 
@@ -102,23 +106,29 @@ class StepTimer:
         return {rank: self._of(rank) for rank in dict.fromkeys(self._alike)}
 
     def _of(self, rank: int) -> list[StageSeconds]:
-        """Return the seconds of a pipeline rank's stages. Unless the data ranks exchange something during a
-        micro-batch, stages alike take as long in every layout that cuts a block so.
+        """Return the seconds of a pipeline rank's stages. Stages alike take as long in every layout that cuts
+        a block so, but for what the data ranks exchange during a micro-batch.
         """
-        work, known = self.work, self._known
-        alike = (
-            *(id(self.model), work.tokens, work.checkpointing, work.loss_chunk, self.kernels.mode),
-            work.micro_batches > 1,
-        )
-        keys = [(alike, number) for number in self._shapes[rank]]
-        if self.layout.zero < 2 and all(key in known for key in keys):
+        numbers, held = self._shapes[rank], partial(self.held, rank)
+        keys = [(self._timed_alike, number) for number in numbers]
+        known, costs = self._known, self.costs(rank) if self.layout.zero > 1 else None
+        if not all(key in known for key in keys):
+            for key, one in zip(keys, costs or self.costs(rank), strict=True):
+                if key not in known:
+                    known[key] = self.timer.stage(one, held)
+        if costs is None:
             return [known[key] for key in keys]
-        found = [self.timer.stage(one, partial(self.held, rank)) for one in self.costs(rank)]
-        if self.layout.zero < 2:
-            for key, one in zip(keys, found, strict=True):
-                known.setdefault(key, one)
-            return [known[key] for key in keys]
-        return found
+        for key, number, one in zip(keys, numbers, costs, strict=True):
+            if number not in self._exchanging:
+                self._exchanging[number] = self.timer.exchanging(known[key], one, held)
+        return [self._exchanging[number] for number in numbers]
+
+    @cached_property
+    def _timed_alike(self) -> tuple[object, ...]:
+        """Return all that the seconds of a stage depend on, beside its shape and the data ranks."""
+        work = self.work
+        made = id(self.model), work.tokens, work.checkpointing, work.loss_chunk, self.kernels.mode
+        return *made, work.micro_batches > 1
 
     @cached_property
     def _stages(self) -> list[StageSeconds]:
@@ -175,13 +185,42 @@ class StepTimer:
         A pipeline rank starts after the forward of the stages before its first one, and is then busy. If its
         last action is a whole backward, the backward of the stages before follows.
         """
+        if self.layout.zero > 1:
+            return self._longest[0]
+        layout, work = self.layout, self.work
+        key = self._timed_alike, layout.pipeline, layout.virtual_stages, work.schedule, work.micro_batches
+        if key not in self._known:  # layouts that differ in their data ranks share it
+            self._known[key] = self._longest[0]
+        found: float = self._known[key]
+        return found
+
+    def least_beside(self, alone: StepTimer) -> float:
+        """Return a lower bound of the seconds of a step with ZeRO 2 or 3, with less work: as if only the rank
+        that is busy longest exchanged something at every micro-batch.
+
+        ``alone``: the timer of the same step without data ranks.
+        """
+        seconds, blocks = alone._longest[0], alone._blocks_of_longest
+        of = [(self.model.group(one.number, self.work.state), one) for one in blocks]
+        more = sum(one.count * sum(self.timer.around(group, one.forward, one.back)) for group, one in of)
+        return (seconds + self.work.micro_batches * more) * _ROUNDED
+
+    @cached_property
+    def _longest(self) -> tuple[float, int]:
+        """Return the bound of ``least_of_stages``, and the pipeline rank that it follows from."""
         apart = schedule_kind(self.work.schedule).two_backwards
-        waits, least = 0.0, 0.0
-        for busy, alike in zip(self._busy, self._alike, strict=True):
-            least = max(least, waits + busy)
+        waits, least, longest = 0.0, 0.0, 0
+        for rank, (busy, alike) in enumerate(zip(self._busy, self._alike, strict=True)):
+            if waits + busy > least:
+                least, longest = waits + busy, rank
             costs = self._of_rank[alike][0].costs
             waits += costs["F"] + self._sending + (0.0 if apart else costs["B"] + self._sending)
-        return least
+        return least, longest
+
+    @cached_property
+    def _blocks_of_longest(self) -> list[Computed]:
+        costs = self.costs(self._alike[self._longest[1]])
+        return [block for stage in costs for block in self.timer.blocks(stage)]
 
     def _length(self, costs: Sequence[Mapping[Kind, float]], sending: float) -> float:
         """Return the seconds of the timetable; layouts that differ in their data ranks may share one."""
@@ -206,24 +245,32 @@ class StepTimer:
 
     def _sums(self, pipeline: int) -> float:
         """Return the exposed seconds of what a pipeline rank exchanges once a step."""
-        layout, held, work, timer = self.layout, self.held(pipeline), self.work, self.timer
+        layout, held, exposed = self.layout, self.held(pipeline), self.links.exposed
         stages, found = self._of_rank[pipeline], 0.0
-        if not layout.holds_alone:
-            groups = held.kinds
-            if layout.zero in (1, 2):  # weights, beside the first forward
-                every = sum(number * timer.gather(one) for one, number in groups)
-                first = timer.gather(held.root)
-                found += max(first, every - sum(one.total("forward") for one in stages))
+        if not layout.holds_alone and layout.zero < 3:
+            every = [(self.timer.exchange(one), number) for one, number in held.kinds]
+            root, _ = every[0]
+            if layout.zero > 0:  # weights, beside the first forward
+                forward = sum(one.costs["F"] for one in stages)
+                found += max(root.gather, exposed(sum(one.gather * n for one, n in every), forward))
             if layout.zero < 2:
-                every = sum(number * timer.reduce(one) for one, number in groups)
-                last = timer.reduce(held.root)
-                backward = sum(one.total("inputs") + one.total("weights") for one in stages)
-                apart = layout.pipeline > 1 and schedule_kind(work.schedule).two_backwards
-                found += every if apart else max(last, every - backward)
-        size = max(work.master, work.reduce)
-        found += self.links.seconds("tensor", "all_reduce", held.every.partial * size)
-        found += self.links.seconds("ends", "all_reduce", held.every.ends * size)
-        return found + 3 * self.links.seconds("all", "all_reduce", 8)
+                sums = sum((one.scatter + one.replicas) * n for one, n in every)
+                last = root.scatter + root.replicas
+                backward = sum(one.costs["B"] for one in stages)
+                apart = layout.pipeline > 1 and schedule_kind(self.work.schedule).two_backwards
+                found += sums if apart else max(last, exposed(sums, backward))
+        return found + self._sums_of_all(held)
+
+    def _sums_of_all(self, held: RankParameters) -> float:
+        """Return the seconds of the sums of single parameters, and of numbers that all ranks sum."""
+        key = "once", id(held), self.layout.pipeline, self.layout.world
+        if key not in self._known:
+            size, seconds = max(self.work.master, self.work.reduce), self.links.seconds
+            found = seconds("tensor", "all_reduce", held.every.partial * size)
+            found += seconds("ends", "all_reduce", held.every.ends * size)
+            self._known[key] = found + 3 * seconds("all", "all_reduce", 8)
+        once: float = self._known[key]
+        return once
 
     def _update(self, held: RankParameters) -> float:
         """Time clipping, which reads gradients twice and writes them, and AdamW, which reads four numbers of

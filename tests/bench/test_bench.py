@@ -41,7 +41,9 @@ def test_the_quick_bench_measures_every_part_and_leaves_a_json_and_a_page(
     assert all(row["figures"] and None not in row["figures"].values() for row in rows.values())
     assert report["machine"]["torch"] == torch.__version__
     assert report["doctor"] == [asdict(finding)]
-    assert machine_from_bench(out / "bench.json").efficiency.source.startswith("measured")
+    reached = machine_from_bench(out / "bench.json").efficiency
+    assert reached.source.startswith("measured") and reached.again["selective"] > 0
+    assert {*reached.collectives} == {"none", "full", "selective", "every"}
     layer = rows["layers: MLP 16 wide at tensor 1"]["figures"]
     assert layer["operators, ours"] == layer["operators, torch.nn"]
     exact = [row["figures"] for row in rows.values() if row["part"] == "parity"]

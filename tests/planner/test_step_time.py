@@ -167,10 +167,40 @@ def test_a_cpu_waits_for_what_the_host_does_in_recomputation_and_a_gpu_does_not(
     def again(machine: Machine, mode: Checkpointing) -> float:
         return Kernels(machine, "eager", "bfloat16", 1).again(Cost(), 10, mode)
 
-    one = 10 * OPERATORS["eager"] * H100.efficiency.launch
-    cpu = replace(H100, asynchronous=False)
-    assert [again(cpu, mode) / one for mode in ("full", "selective")] == pytest.approx([5, 14.5])
-    assert [again(H100, mode) / one for mode in ("full", "selective")] == pytest.approx([1, 0.5])
+    gpu = replace(H100, efficiency=replace(H100.efficiency, again={"full": 1e-3, "selective": 3e-3}))
+    cpu, one = replace(gpu, asynchronous=False), 10 * OPERATORS["eager"] * H100.efficiency.launch
+    assert [again(cpu, mode) for mode in ("full", "selective")] == pytest.approx([1e-2, 3e-2])
+    assert [again(gpu, mode) / one for mode in ("full", "selective")] == pytest.approx([1, 0.5])
+
+
+def test_a_collective_in_a_block_of_a_cpu_takes_longer_and_nothing_hides_it() -> None:
+    cpu = replace(
+        H100,
+        asynchronous=False,
+        efficiency=replace(H100.efficiency, collectives={"none": 1e-3, "selective": 3e-3}),
+    )
+    gpu, host = (Links(Layout.of(tensor=2), one) for one in (H100, cpu))
+    alone = gpu.seconds("tensor", "all_reduce", 1e6, 4)
+    assert host.seconds("tensor", "all_reduce", 1e6, 4) == pytest.approx(alone + 4e-3)
+    assert host.seconds("tensor", "all_reduce", 1e6, 4, "selective") == pytest.approx(alone + 12e-3)
+    assert (gpu.exposed(3.0, 2.0), gpu.exposed(1.0, 2.0), host.exposed(1.0, 2.0)) == (1, 0, 1)
+    layout = Layout.of(tensor=2, data=2, zero=3)
+    fast, slow = (
+        predicted("llama-3.2-1b", layout, one, compiled=False, checkpointing="selective").parts
+        for one in (H100, cpu)
+    )
+    # Of a block: four all-reduces, and the one of selective checkpointing's last product
+    assert slow["tensor"] - fast["tensor"] >= 8 * 16 * 4 * 3e-3
+    assert slow["data"] > fast["data"]
+
+
+def test_context_ranks_compute_attention_again_under_selective_checkpointing() -> None:
+    """One context rank keeps attention's result, several do not (``spare_memory``)."""
+    alone, two = (
+        predicted("llama-3.2-1b", Layout.of(context=n), checkpointing="selective", compiled=False)
+        for n in (1, 2)
+    )
+    assert two.parts["recompute"] > alone.parts["recompute"]  # with half of the tokens
 
 
 def test_every_family_has_a_step_that_takes_longer_with_more_tokens() -> None:
@@ -215,10 +245,14 @@ BENCH: dict[str, Any] = {
             "matmul, bf16: TFLOP/s": 0.02, "matmul, fp32: TFLOP/s": 0.05,
             "attention, bf16: TFLOP/s": 0.01, "attention, fp32: TFLOP/s": 0.025,
             "module, forward and backward: us": 12.6, "copy: GB/s read and written": 10.0,
+            "module, checkpointing full: us": 25.0, "module, checkpointing selective: us": 60.0,
         }},
         {"part": "links", "status": "done", "figures": {
             "all-reduce: GB/s": 2.0, "all-gather: GB/s": 1.0, "reduce-scatter: GB/s": 0.5,
             "all-reduce of 4 KiB: us": 100.0,
+            "collective in a block, checkpointing none: us": 80.0,
+            "collective in a block, checkpointing full: us": 90.0,
+            "collective in a block, checkpointing selective: us": 150.0,
         }},
     ],
 }  # fmt: skip
@@ -230,6 +264,9 @@ def test_a_measured_machine_takes_the_place_of_the_table(tmp_path: Path) -> None
     machine = machine_from_bench(path)
     assert machine.peak("float32") == 0.05e12 and machine.efficiency.products == 1
     assert machine.efficiency.attention == 0.5 and machine.efficiency.source == f"measured: {path}"
+    reached = machine.efficiency
+    assert reached.again == pytest.approx({"full": 12.4e-6, "every": 12.4e-6, "selective": 47.4e-6})
+    assert reached.collectives == pytest.approx({"none": 0, "full": 0, "every": 0, "selective": 50e-6})
     two = Links(Layout.of(data=2), machine)
     assert two.seconds("replicas", "all_reduce", 2e9) == pytest.approx(1 + 100e-6)
     assert Links(Layout.of(data=2, zero=1), machine).rate("data", "all_gather") == 1e9
@@ -239,7 +276,8 @@ def test_a_measured_machine_takes_the_place_of_the_table(tmp_path: Path) -> None
 
 def test_a_file_that_lacks_a_figure_is_refused_with_the_command_that_measures_it(tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
-    for index, key in ((0, "module, forward and backward: us"), (0, "matmul, fp32: TFLOP/s")):
+    keys = ("module, forward and backward: us", "module, checkpointing full: us", "matmul, fp32: TFLOP/s")
+    for index, key in (*((0, key) for key in keys), (1, "collective in a block, checkpointing none: us")):
         lacking = json.loads(json.dumps(BENCH))
         del lacking["rows"][index]["figures"][key]
         path.write_text(json.dumps(lacking))

@@ -167,10 +167,13 @@ BENCH = {
             "matmul, bf16: TFLOP/s": 0.02, "matmul, fp32: TFLOP/s": 0.05,
             "attention, bf16: TFLOP/s": 0.01, "attention, fp32: TFLOP/s": 0.025,
             "module, forward and backward: us": 12.6, "copy: GB/s read and written": 10.0,
+            "module, checkpointing full: us": 25.0, "module, checkpointing selective: us": 60.0,
         }},
         {"part": "links", "status": "done", "figures": {
             "all-reduce: GB/s": 2.0, "all-gather: GB/s": 1.0, "reduce-scatter: GB/s": 0.5,
             "all-reduce of 4 KiB: us": 100.0,
+            **{f"collective in a block, checkpointing {mode}: us": 150.0 for mode in
+               ("none", "full", "selective")},
         }},
     ],
 }  # fmt: skip

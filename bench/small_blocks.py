@@ -1,0 +1,78 @@
+"""Measure what the host does in a block that has next to nothing to compute: Python, autograd, threads.
+
+A figure is the difference between a Llama of 10 such blocks and one of 2, forward and backward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..layers import Checkpointing, checkpoint_blocks, cost_of
+from ..models import CausalLM, family_of
+from ..parallel_state import ParallelState, initialize
+from ..planner import Work, block_traffic
+from ..planner.time.kernels import leaves
+from .timing import median_seconds
+
+_FEW, _MANY = 2, 10
+_TOKENS = 8
+#: The modes of checkpointing that compute a block again, and differ in what the host does for it.
+AGAIN: tuple[Checkpointing, ...] = ("full", "selective")
+
+
+def module_seconds(device: torch.device, mode: Checkpointing = "none") -> float:
+    """Return the seconds of a module of a block, forward and backward, in this mode of checkpointing.
+
+    A module starts some operators, with Python and autograd between them; in a checkpointed block it also
+    computes its forward again.
+    """
+    return _seconds(device, mode) / leaves(_model(_FEW).layers["0"])
+
+
+def collective_seconds(state: ParallelState, mode: Checkpointing = "none") -> float:
+    """Return the seconds that a collective over the tensor ranks of ``state`` adds to its block. Collective.
+
+    A rank wakes the thread that sends, and waits for the other ranks, which reach the collective at other
+    moments. All of this takes longer than the same collective in a loop of its own.
+    """
+    more = _seconds(state.device, mode, state) - _seconds(state.device, mode)
+    return max(0.0, more) / _collectives(state, mode)
+
+
+def _collectives(state: ParallelState, mode: Checkpointing) -> int:
+    """Count the collectives of a block, with those that a checkpointed block repeats."""
+    model = _model(_FEW, state)
+    work = Work(state, model.config.hidden_size, _TOKENS, 1, 1, checkpointing=mode, fused=False)
+    cost = cost_of(model.layers["0"], work.tokens)
+    passes = (False,) if mode == "none" else (False, True)
+    return sum(one.count for again in passes for one in block_traffic(work, cost, again=again))
+
+
+def _seconds(device: torch.device, mode: Checkpointing, state: ParallelState | None = None) -> float:
+    """Time a block, forward and backward."""
+    few, many = (_pass_seconds(blocks, device, mode, state) for blocks in (_FEW, _MANY))
+    return (many - few) / (_MANY - _FEW)
+
+
+def _pass_seconds(
+    blocks: int, device: torch.device, mode: Checkpointing, state: ParallelState | None
+) -> float:
+    model = _model(blocks, state, device)
+    initialize(model, 0, state=state)
+    checkpoint_blocks(model.numbered_blocks().items(), mode)
+    ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device=device)
+    return median_seconds(lambda: model(ids).sum().backward(), device, rounds=10)
+
+
+def _model(blocks: int, state: ParallelState | None = None, device: torch.device | str = "meta") -> CausalLM:
+    """Return a Llama of 8 numbers a head, with two heads or one for each tensor rank."""
+    heads = 2 if state is None else max(2, state.tensor_size)
+    raw: dict[str, Any] = {
+        "model_type": "llama", "vocab_size": 8 * heads, "hidden_size": 8 * heads,
+        "intermediate_size": 16 * heads, "num_hidden_layers": blocks, "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+    }  # fmt: skip
+    family = family_of(raw)
+    return family.build(family.from_hf(raw), state=state, device=device)
