@@ -1,4 +1,4 @@
-"""Measure what `[memory]` saves and costs (activation checkpointing), and how long a plan takes.
+"""Measure what `[memory]` saves and costs: activation checkpointing.
 
 Bytes are counted exactly (`trilith.testing.LiveBytes`). Seconds are the process's own on the processor, on
 one thread, so that other work on the machine disturbs them less.
@@ -19,9 +19,7 @@ from trilith.layers import (
     vocab_parallel_cross_entropy,
 )
 from trilith.models import family_of
-from trilith.recipes import load_recipe
 from trilith.testing import LiveBytes
-from trilith.training.dry_run import dry_run
 
 MIB = 2**20
 MODES: tuple[Checkpointing, ...] = ("none", "selective", "every", "full")
@@ -36,7 +34,7 @@ def processor_seconds(work: Callable[[], object]) -> float:
 
 def main(folder: Path, rounds: int) -> list[Row]:
     torch.set_num_threads(1)
-    return [*planning(), *checkpointing(rounds)]
+    return checkpointing(rounds)
 
 
 def checkpointing(rounds: int) -> list[Row]:
@@ -71,18 +69,6 @@ def checkpointing(rounds: int) -> list[Row]:
         rows.append(_bytes(f"activations up to the output layer, checkpointing = {mode}", alive[mode]))
         if mode != "none":
             rows.append(ratio(f"speed of a step, {mode}, of none", taken[mode], taken["none"]))
-    return rows
-
-
-def planning() -> list[Row]:
-    """Measure a dry run of 405B on 16,384 ranks, all stages, and on 256."""
-    recipe = Path(__file__).parents[1] / "recipes" / "llama-3.1-405b-16384gpus.toml"
-    rows = []
-    for data in (2, 128):
-        overrides = [f"layout.data={data}", f"data.global_batch={16 * data}"]
-        loaded = load_recipe(recipe, overrides)
-        took = processor_seconds(lambda loaded=loaded: dry_run(loaded))
-        rows.append(Row(f"dry run of 405B on {128 * data:,} ranks", took, took, took, unit="s"))
     return rows
 
 

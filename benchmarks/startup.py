@@ -1,4 +1,4 @@
-"""Measure starts, in processor time of a whole process: the import, the help, the first step of a run.
+"""Measure starts, in processor time of a whole process: the import, the help, a run's first step, its plans.
 
 Processor time (user and system) is what a start costs; seconds on the clock depend on the disk's cache too.
 """
@@ -11,7 +11,7 @@ import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -58,6 +58,33 @@ global_batch = {rows}
 micro_batch = {rows}
 """
 
+LARGE = "llama-3.1-405b-16384gpus"
+#: Commands that plan, with the processor time that each may take, in seconds.
+PLANS: dict[str, tuple[list[str], float]] = {
+    "dry run of 405B on 16,384 GPUs": (["train", LARGE, "--dry-run"], 3.0),
+    "whole search for 405B on 16,384 GPUs": (
+        ["plan", "llama-3.1-405b", "--gpus", "16384", "--seq", "8192", "--global-batch", "2048"], 10.0,
+    ),
+}  # fmt: skip
+#: Plan one rank: its processor time and the memory that it adds to a process whose imports are done.
+ONE_RANK = """
+import json, sys, time
+from pathlib import Path
+from trilith.pipeline.order import schedule_classes
+from trilith.recipes import load_recipe
+from trilith.training.dry_run import plan_without_weights, rank_plan
+
+def anonymous():
+    return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines()
+                if line.startswith("RssAnon:")) / 1024
+
+schedule_classes()
+recipe = load_recipe(sys.argv[1], sys.argv[2:])
+before, began = anonymous(), time.process_time()
+rank_plan(recipe, plan_without_weights(recipe)[0], 5)
+print(json.dumps([time.process_time() - began, anonymous() - before]))
+"""
+
 
 def main(folder: Path, rounds: int) -> list[Row]:
     recipe = write_recipe(folder)
@@ -73,6 +100,8 @@ def main(folder: Path, rounds: int) -> list[Row]:
     runs: dict[str, Callable[[], float]] = {
         name: partial(processor_time, command, folder) for name, command in ways.items()
     }
+    plans = {name: [sys.executable, "-m", "trilith", *words] for name, (words, _) in PLANS.items()}
+    runs |= {name: partial(processor_time, command, folder) for name, command in plans.items()}
     taken = in_turn(runs, rounds)
     begun, helped = taken["import trilith"], taken["trilith --help"]
     rows = [
@@ -81,7 +110,27 @@ def main(folder: Path, rounds: int) -> list[Row]:
     ]
     first, bare = taken["trilith train, one step"], taken["torch and transformers, one step"]
     name = "trilith train's first step and checkpoint, as fast as a bare script's step"
-    return [*rows, ratio(name, first, bare, goal=round(1 / 1.3, 2))]
+    rows.append(ratio(name, first, bare, goal=round(1 / 1.3, 2)))
+    rows += [_at_most(name, taken[name], most) for name, (_, most) in PLANS.items()]
+    return [*rows, *one_rank(rounds)]
+
+
+def one_rank(rounds: int) -> list[Row]:
+    """Measure the plan of one rank of 405B, on an eighth of its GPUs and on all."""
+    rows = []
+    for data, gpus in ((2, "2,048"), (16, "16,384")):
+        overrides = [f"layout.data={data}", f"data.global_batch={128 * data}"]
+        command = [sys.executable, "-c", ONE_RANK, LARGE, *overrides]
+        ran = [subprocess.run(command, check=True, capture_output=True, text=True) for _ in range(rounds)]
+        seconds, megabytes = zip(*(json.loads(one.stdout) for one in ran), strict=True)
+        name = f"plan of one rank of 405B on {gpus} GPUs, beyond imports"
+        rows += [_at_most(name, seconds, 1.0), _at_most(f"{name}: memory", megabytes, 150, "MiB")]
+    return rows
+
+
+def _at_most(name: str, taken: Sequence[float], most: float, unit: str = "s") -> Row:
+    median = statistics.median(taken)
+    return Row(name, median, min(taken), max(taken), unit=unit, goal=f"<= {most:g}", good=median <= most)
 
 
 def beyond(name: str, ours: list[float], theirs: list[float]) -> Row:
