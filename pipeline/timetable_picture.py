@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ _MARK = "trilith schedule"
 
 #: Bars of a rank above which they are drawn as an image.
 _MOST_BARS = 100
+#: Inches that a digit of a bar's number takes.
+_DIGIT = 0.06
 COLORS: dict[Kind, str] = {"F": "#5fa8d3", "B": "#4d7c3a", "I": "#8cb369", "W": "#f4a259"}
 MEANING: dict[Kind, str] = {
     "F": "forward",
@@ -66,8 +69,7 @@ def draw_timetables(
         times.set_title(f"{name}: {table.bubble:.1%} of the step is waiting", loc="left", fontsize=10)
         times.set_xlabel(units[name], fontsize=9)
         _draw_sums(sums, table)
-    kinds = {one.action.kind for table in tables.values() for rank in table.ranks for one in rank}
-    legend = [Patch(facecolor=COLORS[kind], label=MEANING[kind]) for kind in MEANING if kind in kinds]
+    legend = legend_of(tables.values())
     figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
     figure.legend(handles=legend, loc="outside lower left", ncols=len(legend), fontsize=9, frameon=False)
     kind, key = out.suffix.removeprefix("."), "Software" if out.suffix == ".png" else "Creator"
@@ -76,12 +78,22 @@ def draw_timetables(
     plt.close(figure)
 
 
+def legend_of(tables: Collection[Timetable]) -> list[Patch]:
+    """Return what the colours in pictures of these timetables mean."""
+    kinds = {one.action.kind for table in tables for rank in table.ranks for one in rank}
+    found = [Patch(facecolor=COLORS[kind], label=MEANING[kind]) for kind in MEANING if kind in kinds]
+    if any(table.layout.virtual_stages > 1 for table in tables):
+        found.append(Patch(facecolor=to_rgba("#555555", 0.5), label="paler: a rank's later stages"))
+    return found
+
+
 def draw_times(axes: Any, table: Timetable) -> None:
-    """Draw a bar for each action with its micro-batch's number; a rank's later stages are paler.
+    """Draw a bar for each action, with its micro-batch's number if it fits; a rank's later stages are paler.
 
     So many bars that numbers would not fit become one image, also in a picture that is otherwise lines.
     """
     whole, several = table.length, table.layout.virtual_stages
+    digit = _DIGIT * whole / (0.7 * axes.figure.get_figwidth())
     for rank, row in enumerate(table.ranks):
         stages = table.layout.stages_of(rank)
         pale = {stage: 1 - 0.5 * later / max(1, several - 1) for later, stage in enumerate(stages)}
@@ -94,9 +106,10 @@ def draw_times(axes: Any, table: Timetable) -> None:
         )
         bars.set_rasterized(len(row) > _MOST_BARS)
         for one in row:
-            if one.stop - one.start > 0.008 * whole:
+            number = str(one.action.micro_batch)
+            if one.stop - one.start > digit * len(number):
                 axes.text(
-                    (one.start + one.stop) / 2, rank, str(one.action.micro_batch), ha="center", va="center",
+                    (one.start + one.stop) / 2, rank, number, ha="center", va="center",
                     fontsize=6.5, color="#222222",
                 )  # fmt: skip
     axes.set_yticks(range(len(table.ranks)), [f"rank {rank}" for rank in range(len(table.ranks))], fontsize=9)

@@ -18,11 +18,15 @@ _INK = "#7a8088"
 
 
 def pareto(found: Found) -> str:
-    """Return SVG: memory against time of every layout that was timed; those shown have their number."""
+    """Return SVG: memory against time of every layout that was timed; those shown have their number.
+
+    A line joins the layouts than which none is as fast with less memory.
+    """
     figure, axes = _figure(1, 3.6)
     room = found.request.room / 1e9
     plain = [one for one in found.timed if one not in found.best]
     axes.scatter([one.time.seconds for one in plain], [one.bytes / 1e9 for one in plain], s=16, color=_INK)
+    axes.step(*zip(*_frontier(found), strict=True), where="post", color=_INK, linewidth=1, zorder=0)
     places = [(one.time.seconds, one.bytes / 1e9) for one in found.best]
     axes.scatter(*zip(*places, strict=True), s=46, color=_COLOURS[0])
     left, right = axes.get_xlim()
@@ -37,6 +41,15 @@ def pareto(found: Found) -> str:
     axes.set_xlabel("seconds of a step")
     axes.set_ylabel("GB of the heaviest rank")
     return _svg(figure)
+
+
+def _frontier(found: Found) -> list[tuple[float, float]]:
+    """Return seconds and GB of each timed layout that needs less memory than every faster one."""
+    line: list[tuple[float, float]] = []
+    for seconds, size in sorted((one.time.seconds, one.bytes / 1e9) for one in found.timed):
+        if not line or size < line[-1][1]:
+            line.append((seconds, size))
+    return line
 
 
 def _close(places: Sequence[tuple[float, float]], width: float) -> list[list[int]]:
@@ -65,7 +78,9 @@ def memory_of_stages(found: Found) -> str:
         if any(sizes):
             axes.barh(ranks, sizes, left=left, height=0.8, color=colour, label=kind)
             left = [a + b for a, b in zip(left, sizes, strict=True)]
-    axes.axvline(found.request.room / 1e9, color=_COLOURS[4], linewidth=1, linestyle="--")
+    room = found.request.room / 1e9
+    label = f"{room:.1f} GB may be used"
+    axes.axvline(room, color=_COLOURS[4], linewidth=1, linestyle="--", label=label)
     axes.set_yticks(list(ranks)[:: max(1, len(ranks) // 16)])
     axes.invert_yaxis()
     axes.set_xlabel("GB")
@@ -79,9 +94,7 @@ def timetable_of(found: Found) -> str:
 
     Of a step with many micro-batches only as many are drawn as show how it begins, goes on and ends.
     """
-    from matplotlib.patches import Patch
-
-    from ..pipeline.timetable_picture import COLORS, MEANING, draw_times
+    from ..pipeline.timetable_picture import draw_times, legend_of
 
     best, request = found.best[0], found.request
     layout, schedule = best.choice.layout, best.choice.schedule
@@ -95,8 +108,7 @@ def timetable_of(found: Found) -> str:
     axes.tick_params(colors=_INK, labelsize=10)
     axes.set_xlabel("seconds" + (f", of a step with {drawn} of {whole:,} micro-batches" * (drawn < whole)))
     axes.set_ylabel("pipeline rank")
-    kinds = {one.action.kind for rank in table.ranks for one in rank}
-    patches = [Patch(facecolor=COLORS[kind], label=MEANING[kind]) for kind in MEANING if kind in kinds]
+    patches = legend_of([table])
     figure.legend(handles=patches, loc="outside upper left", ncols=len(patches), frameon=False)
     return _svg(figure)
 
