@@ -34,7 +34,7 @@ class Computed(NamedTuple):
     """
 
     number: int
-    count: int
+    alike: int
     forward: float
     back: float
 
@@ -99,7 +99,7 @@ class StageTimer:
         micro-batch, from ZeRO 2 on.
         """
         found, state = alone.copy(), self.work.state
-        every = [(self.around(self.model.group(one.number, state), one.forward, one.back), one.count)
+        every = [(self.around(self.model.group(one.number, state), one.forward, one.back), one.alike)
                  for one in self.blocks(stage)]  # fmt: skip
         if self._has_root(stage):
             every.append((self.around(held().root, 0.0, 0.0, root=True), 1))

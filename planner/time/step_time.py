@@ -202,7 +202,7 @@ class StepTimer:
         """
         seconds, blocks = alone._longest[0], alone._blocks_of_longest
         of = [(self.model.group(one.number, self.work.state), one) for one in blocks]
-        more = sum(one.count * sum(self.timer.around(group, one.forward, one.back)) for group, one in of)
+        more = sum(one.alike * sum(self.timer.around(group, one.forward, one.back)) for group, one in of)
         return (seconds + self.work.micro_batches * more) * _ROUNDED
 
     @cached_property
