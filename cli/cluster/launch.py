@@ -68,9 +68,7 @@ def launch(
     ] = False,
     least_nodes: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="with --fit: the fewest free nodes on which Slurm starts the job; default: 1"
-        ),
+        typer.Option(min=1, help="fewest free nodes on which Slurm starts a job with --fit; default: 1"),
     ] = None,
     image: Annotated[
         str, typer.Option(help="container image that has trilith, for Kubernetes")

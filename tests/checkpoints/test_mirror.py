@@ -287,6 +287,17 @@ def test_a_copy_that_has_lost_a_file_is_passed_over_and_made_anew(place: str, tm
     assert same(fetched(place, tmp_path / "fetched") / original.name, original)
 
 
+def test_what_a_killed_copy_of_an_older_step_left_is_deleted(
+    place: str, tmp_path: Path, stopped_at: Callable[[int], AbstractContextManager[list[str]]]
+) -> None:
+    mirror = Mirror(RemoteFolder(place), keep=9)
+    with mock.patch.object(remote_folder, "_PIECE", 100), stopped_at(4):
+        mirror.copy(written(tmp_path / "run", 1))
+    assert [*mirror.folder.sizes()] == ["step-00000001"] and accepted(fetched(place, tmp_path / "f")) == []
+    mirror.copy(written(tmp_path / "run", 2))
+    assert [*mirror.folder.sizes()] == ["step-00000002"]
+
+
 def test_a_restore_that_is_killed_anywhere_leaves_a_whole_checkpoint_or_none(
     place: str, tmp_path: Path, killed_at: Callable[[int], AbstractContextManager[list[str]]]
 ) -> None:
