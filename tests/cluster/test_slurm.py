@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -49,9 +48,12 @@ def said(mine: Submitted) -> str:
 def test_a_job_saves_before_its_limit_goes_back_into_the_queue_and_goes_on_bitwise(
     cluster: Slurm, tmp_path: Path
 ) -> None:
-    steps = 200
+    """A rank sleeps in its seventh step, so that the signal surely comes before the last one."""
+    steps = 40
     mine = Submitted.write(run, tmp_path, "--nodes", "2", steps=steps)
-    job = cluster.submit(tmp_path / "job.sbatch")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRILITH_FAULT", "rank=1;at=step.forward;step=7;act=sleep:5")
+        job = cluster.submit(tmp_path / "job.sbatch")
     mine.wait_for_steps(5)
     cluster.command("scancel", "--batch", "--signal=USR1", job)  # as Slurm does two minutes before the limit
     state = cluster.wait(job, "PENDING", "COMPLETED", "FAILED")
@@ -162,16 +164,13 @@ def test_a_cancelled_job_leaves_nothing_running_and_nothing_half_written(
 
 
 @pytest.mark.slow
-def test_tasks_of_srun_that_run_the_page_s_lines_are_the_ranks(cluster: Slurm, tmp_path: Path) -> None:
+def test_tasks_of_srun_without_torchrun_are_the_ranks(cluster: Slurm, tmp_path: Path) -> None:
     mine = Submitted.write(run, tmp_path, "--nodes", "2", steps=20)
     (tmp_path / "plain.sbatch").write_text(
         "#!/bin/bash\n#SBATCH --nodes=2 --ntasks-per-node=1 --output=plain.log\n"
         "export MASTER_ADDR=127.0.0.1  # the nodes of this test have no names of their own\n"
-        "srun --kill-on-bad-exit=1 python train.py\n"
+        "srun --kill-on-bad-exit=1 trilith train recipe.toml\n"
     )
-    page = Path(__file__).parents[2] / "docs" / "clusters.md"
-    (script,) = re.findall(r"```python\n(# train\.py.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
-    (tmp_path / "train.py").write_text(script)
     job = cluster.submit(tmp_path / "plain.sbatch")
     assert cluster.wait(job, "COMPLETED", "FAILED") == "COMPLETED", said(mine)
     assert losses(mine.out) == mine.uninterrupted()
