@@ -18,6 +18,7 @@ from ..storage.small_files import read_json
 from ..system import quiet_libraries
 from ..system.machine import usable_cores
 from ..testing import RankError, run_fresh
+from ..testing.ranks.fresh_worker import leave
 from ..testing.ranks.pickling import FunctionName
 
 
@@ -81,6 +82,7 @@ def _work(work: FunctionName, options: dict[str, Any], folder: str, threads: int
     result = work.load()(**options)
     if os.environ["RANK"] == "0":
         Path(folder, "result.json").write_text(json.dumps(finite(result), allow_nan=False), encoding="utf-8")
+    leave(0)
 
 
 def finite(value: Any) -> Any:

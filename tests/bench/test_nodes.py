@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from contextlib import redirect_stdout
 from dataclasses import replace
 from datetime import timedelta
@@ -20,6 +19,7 @@ from trilith.bench.nodes.preflight import preflight
 from trilith.cli.app import run
 from trilith.cluster import EXCLUDED_NODES, exclude_nodes
 from trilith.testing import run_fresh
+from trilith.testing.ranks.fresh_worker import leave
 
 GOOD = {"free": 10**11, "written": 2e9, "read": 3e9, "error": ""}
 
@@ -147,7 +147,7 @@ def odd_node(folder: str) -> None:
     os.chdir(folder)
     with open(Path(folder, f"said{rank}"), "w") as file, redirect_stdout(file):
         code = run(["doctor", "--nodes", "--exclude", "--json", folder])
-    sys.exit(code)
+    leave(code)
 
 
 def test_the_command_names_the_slow_and_the_different_node(tmp_path: Path) -> None:
@@ -174,6 +174,7 @@ def one_of_three(folder: str) -> None:
         (told, *_) = found.verdict.findings
         assert told.level == "fault" and told.found == "2 nodes: first, node3; ranks 1 did not come"
         assert [(link.first, link.second) for link in found.links] == [(0, 1)]
+    leave(0)
 
 
 def test_a_rank_that_does_not_come_is_named_and_the_others_are_compared(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from trilith.cli.app import run
 from trilith.data.text.tokenizer_training import train_tokenizer
 from trilith.generation import ranks as generate_run
 from trilith.testing import run_fresh
+from trilith.testing.ranks.fresh_worker import leave
 from trilith.testing.tiny_models import TINY_LLAMA
 
 CORPUS = "The quick brown fox jumps over the lazy dog. Pack my box with five dozen liquor jugs.\n" * 20
@@ -135,7 +135,7 @@ def test_a_chat_goes_through_the_template_and_shows_the_answer(
 
 
 def on_a_rank(arguments: list[str]) -> None:
-    sys.exit(run(arguments))
+    leave(run(arguments))
 
 
 def test_ranks_write_the_same_text_and_only_the_first_of_them(folder: Path, capfd: Out) -> None:

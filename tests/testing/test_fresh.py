@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from trilith.parallel_state import BadCheckpoint
 from trilith.testing import RankError, run_fresh
+from trilith.testing.ranks.fresh_worker import leave
 from trilith.testing.ranks.processes import templates
 
 MARK = {"set": False}
@@ -23,6 +24,7 @@ def add_up():
 
 
 def end_each_in_its_way():
+    dist.barrier()  # whoever leaves while gloo still connects the ranks can leave the others hanging
     match dist.get_rank():
         case 1:
             raise BadCheckpoint("step-10", expected="a manifest")
@@ -92,6 +94,14 @@ def ignore_nothing():
     time.sleep(10)
 
 
+def leave_early():
+    import atexit
+
+    atexit.register(print, "an exit function")
+    threading.Thread(target=lambda: time.sleep(0.2) or print("a thread")).start()
+    leave(5)
+
+
 def leave_a_last_word():
     import atexit
 
@@ -155,6 +165,11 @@ def test_the_environment_sets_how_much_torch_checks(monkeypatch, level):
 def test_signals_have_their_ordinary_handlers():
     codes = run_fresh(ignore_nothing, 1)
     assert codes == [-signal.SIGTERM] and codes[0].output == "True\nTrue\n"
+
+
+def test_a_rank_that_leaves_early_ends_its_threads_and_exit_functions():
+    (code,) = run_fresh(leave_early, 1)
+    assert code == 5 and code.output == "a thread\nan exit function\n"
 
 
 def test_the_interpreter_ends_as_a_scripts_does():

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +16,7 @@ from trilith.checkpoints import complete_checkpoints, read_source, verify
 from trilith.cli.app import run
 from trilith.testing import ExitCode, run_fresh
 from trilith.testing.forked_launch import launch_forked
+from trilith.testing.ranks.fresh_worker import leave
 from trilith.testing.short_runs import write_tokens
 from trilith.testing.tiny_models import TINY_LLAMA
 
@@ -42,18 +41,14 @@ keep = 2
 
 
 def train_as_a_rank(arguments: list[str]) -> None:
-    """Run the command; after one that went well, take the interpreter apart no further than its threads.
+    """Run the command; after one that went well or was refused, take the interpreter apart no further.
 
-    The rest of the end copies most of the memory that this fork shares, a quarter of the rank's time. It runs
-    where ranks fail, and in the whole starts of ``test_several_hosts`` and ``test_readme``.
+    All of the end runs where ranks fail, and in the whole starts of ``test_several_hosts`` and
+    ``test_readme``.
     """
-    if code := run(["train", *arguments]):
-        sys.exit(code)
-    for thread in threading.enumerate():
-        if not thread.daemon and thread is not threading.main_thread():
-            thread.join()
-    sys.stdout.flush()
-    os._exit(0)
+    if (code := run(["train", *arguments])) in (0, 2):
+        leave(code)
+    sys.exit(code)
 
 
 @dataclass(frozen=True)

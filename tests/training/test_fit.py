@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from trilith.recipes.foreign.translation import to_toml
 from trilith.runs.events import read_events
 from trilith.search import fit
 from trilith.testing import ExitCode, run_fresh
+from trilith.testing.ranks.fresh_worker import leave
 from trilith.testing.short_runs import losses, tiny_recipe, train, write_tokens
 from trilith.testing.tiny_models import TINY_LLAMA
 
@@ -40,7 +40,7 @@ def go_on(file: str) -> None:
     code = run(["train", file, "--fit"])
     there = [path.name for path in (folder / "run" / "checkpoints").iterdir()]
     (folder / f"ended-{number}").write_text(" ".join(there))
-    sys.exit(code)
+    leave(code)
 
 
 def fitted(file: Path, ranks: int) -> list[ExitCode]:

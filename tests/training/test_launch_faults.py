@@ -18,6 +18,7 @@ from trilith.cli.app import run
 from trilith.parallel_state import launched
 from trilith.runs.rendezvous import join
 from trilith.testing import ExitCode, run_fresh
+from trilith.testing.ranks.fresh_worker import leave
 
 Make = Callable[[int], Any]
 
@@ -26,7 +27,14 @@ def train_with(arguments: list[list[str]], environment: dict[str, str]) -> None:
     """Run this rank's command, which may differ from its neighbour's; without one it never starts."""
     os.environ.update(environment)
     mine = arguments[int(os.environ["RANK"])]
-    sys.exit(run(["train", *mine]) if mine else 0)
+    end(run(["train", *mine]) if mine else 0)
+
+
+def end(code: int) -> None:
+    """End a rank as a script ends if it failed, or else quickly."""
+    if code in (0, 2):
+        leave(code)
+    sys.exit(code)
 
 
 def started(*arguments: list[str], **environment: str) -> list[ExitCode]:
@@ -49,7 +57,7 @@ def another_torch(arguments: list[str]) -> None:
 
     if os.environ["RANK"] == "1":
         torch.__version__ = "2.0.0+odd"
-    sys.exit(run(["train", *arguments]))
+    end(run(["train", *arguments]))
 
 
 def test_ranks_with_different_packages_are_refused_by_name_E16(make: Make) -> None:

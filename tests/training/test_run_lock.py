@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ from trilith.parallel_state import BadInput, Layout, ParallelState
 from trilith.runs.lock import inherits_lock, lock_folder, only_run_in
 from trilith.runs.metrics import read_metrics
 from trilith.testing import run_fresh, run_parallel
+from trilith.testing.ranks.fresh_worker import leave
 
 Make = Callable[[int], Any]
 ONE_RANK = ["layout.data=1", "layout.zero=0"]
@@ -65,7 +65,7 @@ def start_impatiently(arguments: list[str], launched: bool) -> None:
         for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
             os.environ.pop(name, None)
     with mock.patch("trilith.runs.lock._PATIENCE", 0.5):
-        sys.exit(run(["train", *arguments]))
+        leave(run(["train", *arguments]))
 
 
 @pytest.mark.parametrize(
