@@ -17,7 +17,7 @@ from trilith.testing.tiny_models import MODELS
 
 #: Keys and values with windows; latents (MLA); recurrent states of both kinds beside keys and values.
 NAMES = ("gemma3_text", "deepseek_v3", "qwen3_next", "granitemoehybrid")
-LENGTH, NEW = 60, 12
+LENGTH, NEW = 60, 4
 
 
 def tensors_of(cache: KeyValueCache) -> list[torch.Tensor]:
