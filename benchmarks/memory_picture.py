@@ -18,7 +18,7 @@ KINDS = {
     "gradients": "gradients",
     "moments": "moments",
     "activations": "activations",
-    "pipeline": "receive buffers",
+    "pipeline": "exchange of stages",
     "worst": "loss or a block's backward",
     "runtime": "runtime (assumed)",
 }

@@ -56,7 +56,7 @@ def show_dry_run(
         ("gradients", memory.gradients),
         ("moments of the optimizer", memory.moments),
         ("activations", memory.activations),
-        ("pipeline's receive buffers", memory.pipeline),
+        ("exchanged between stages", memory.pipeline),
         ("in the loss", memory.logits),
         ("or in a block's backward", memory.block),
         ("runtime (assumed)", one.runtime),

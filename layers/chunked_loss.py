@@ -189,6 +189,7 @@ def chunked_cross_entropy_cost(
     *,
     sums: int = 4,
     trained: bool = True,
+    logit_cap: float | None = None,
     state: ParallelState | None = None,
 ) -> Cost:
     """Return the cost of ``chunked_cross_entropy``; ``trained``: whether the weight gets a gradient, which is
@@ -203,7 +204,7 @@ def chunked_cross_entropy_cost(
     # Some rows of the product on a GPU, or of its factor, in the dtype of the sum.
     width = tokens.hidden if tokens.fused else chunk
     cast = sums * width * min(_ROWS, columns) if sums > tokens.compute else 0
-    block = block_bytes(replace(tokens, rows=chunk, length=1), columns)
+    block = block_bytes(replace(tokens, rows=chunk, length=1), columns, bounded=logit_cap is not None)
     return Cost(
         kept=columns * tokens.hidden * sums * trained + hidden,
         working=chunk * columns * tokens.compute + max(block, cast * trained),

@@ -94,9 +94,12 @@ def cross_entropy_cost(
     columns = padded_vocabulary(vocab_size, state.tensor_size) // state.tensor_size
     logits = tokens.bytes(columns)
     tanh = 0 if logit_cap is None else logits
+    block = block_bytes(tokens, columns)
+    # The gradient of logits that are computed with as they are is computed where it stays.
+    gradient = logits * (not overwrite) + (block if tokens.compute < tokens.inner else 0)
     return Cost(
         kept=logits + tanh,
-        working=logits * (not overwrite) + tanh + block_bytes(tokens, columns),
+        working=tanh + max(block, gradient),
         sends=loss_sends(tokens, 1, state),
     )
 

@@ -117,9 +117,13 @@ def logits_gradient(
     return out
 
 
-def block_bytes(tokens: Tokens, columns: float) -> float:
-    """Return the bytes that the uncompiled arithmetic needs in addition to logits and gradient."""
-    return 2 * tokens.inner * min(tokens.count * columns, _BLOCK if tokens.fused else BLOCK_ON_CPU)
+def block_bytes(tokens: Tokens, columns: float, *, bounded: bool = False) -> float:
+    """Return the bytes of the uncompiled arithmetic beside logits and gradient, some rows at a time.
+
+    It needs one number for each logit; for ``bounded`` logits also their share of the bound, and the slope.
+    """
+    numbers = min(tokens.count * columns, _BLOCK if tokens.fused else BLOCK_ON_CPU)
+    return tokens.inner * numbers * (4 if bounded else 1)
 
 
 def _sums(x: Tensor, terms: LossTerms) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,7 +9,7 @@ the stage's last micro-batch (``zero`` 0 and 1), be they made in one backward pa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -67,18 +67,40 @@ class DrivenStage(PipelineStage):
         trains_all: bool,
     ) -> None:
         super().__init__(module, number, stages, device, input_args=takes, output_args=gives, group=group)
+        self.args_recv_info, self.grad_recv_info = _WithoutMemory(), _WithoutMemory()
+        self._takes, self._gives = takes, gives
         self.module, self.sums_each, self.gathers_each = module, zero >= 2, zero == 3
         self.replicas_wait = module.own if trains_all else []
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return what receives a micro-batch's input, into memory that is made now."""
+        if not self.is_first:
+            self._make_memory(self.args_recv_info[fwd_chunk_id], self._takes)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return what receives the gradient of a micro-batch's output, into memory that is made now."""
+        if self.has_backward and not self.is_last:
+            self._make_memory(self.grad_recv_info[bwd_chunk_id], self._gives)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def _make_memory(self, infos: Sequence[Any], like: Tensor) -> None:
+        (one,) = infos
+        one.buffer = torch.empty_like(like, device=self.device, requires_grad=False)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *given: Any, **named: Any) -> Any:
+        """Run one micro-batch's forward; after it autograd alone keeps the input that was received."""
+        output = super().forward_one_chunk(fwd_chunk_id, *given, **named)
+        _free(self.args_recv_info[fwd_chunk_id])
+        return output
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         """Run one micro-batch's backward; a whole backward runs FSDP's hooks, which sum block by block."""
-        if not full_backward:
+        with self._summing(last_backward) if full_backward else nullcontext():
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-            return
-        with self._summing(last_backward):
-            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        _free(self.grad_recv_info.get(bwd_chunk_id, ()))
 
     # Two private methods of torch; the first is called before torch 2.13 only.
 
@@ -119,6 +141,21 @@ class DrivenStage(PipelineStage):
         yield modules
         for module in modules:
             module.set_requires_gradient_sync(False, recurse=False)
+
+
+class _WithoutMemory(dict[int, tuple[Any, ...]]):
+    """Hold what torch states of the tensors that a stage receives, by micro-batch, without their memory."""
+
+    def __setitem__(self, number: int, infos: tuple[Any, ...]) -> None:
+        _free(infos)
+        super().__setitem__(number, infos)
+
+
+def _free(infos: Sequence[Any]) -> None:
+    """Give the memory of these received tensors back; what the model's first stage is given has none."""
+    for one in infos:
+        if getattr(one, "buffer", None) is not None:
+            one.buffer = torch.empty(0)
 
 
 def before_schedule(roots: Sequence[FSDPModule], *, zero: int) -> None:

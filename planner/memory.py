@@ -7,6 +7,7 @@ has sums in bf16 and keeps no gathered weights beside sharded ones.
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,9 +16,9 @@ from torch import nn
 from ..layers import Cost
 from ..pipeline.schedules import schedule_kind
 from ..pipeline.timetable import held_at_once
-from .activations import saved_under
+from .activations import Saved, saved_under
 from .rank_parameters import RankParameters, rank_parameters
-from .stage_costs import StageCost, stage_costs
+from .stage_costs import Alike, StageCost, stage_costs
 from .step_shape import Work
 
 
@@ -28,7 +29,7 @@ class MemoryPlan:
     ``gathered``: weights that are whole beside the stored shards. ``activations``: kept for backward, of all
     micro-batches in flight. ``logits``: in the loss of the last stage. ``block``: during one block's
     backward, what it computes again, its gradients, and what is gathered and summed over the data ranks.
-    ``pipeline``: torch's receive buffers. ``host``: what offload puts into the host's memory.
+    ``pipeline``: what stages exchange. ``host``: what offload puts into the host's memory.
     """
 
     weights: int = 0
@@ -129,35 +130,60 @@ def _gradients(work: Work, held: RankParameters) -> tuple[int, int]:
 def _activations(work: Work, stages: Sequence[StageCost]) -> tuple[int, int]:
     """Return bytes: (kept by all micro-batches in flight, needed besides by one block in its backward)."""
     held = held_at_once(work.schedule, work.layout, work.micro_batches, work.at.pipeline)
+    cut = work.layout.pipeline > 1
     kept, recomputed = 0.0, 0.0
     for stage in stages:
         here, of_one = held[stage.number], stage.beside.kept
         recomputed = max(recomputed, stage.beside.working)
-        for one in stage.alike(work.checkpointing, work.checkpoint_every):
-            if one.reached:
-                saved = saved_under(work.checkpointing if one.forgets else "none", one.cost, work)
-                of_one += one.count * saved.kept
-                recomputed = max(recomputed, saved.recomputed)
-        if work.layout.pipeline > 1:
-            of_one += work.between_stages  # a stage keeps its output until its backward
+        every = [
+            (one, saved_under(work.checkpointing if one.forgets else "none", one.cost, work))
+            for one in stage.alike(work.checkpointing, work.checkpoint_every)
+            if one.reached
+        ]
+        # Torch keeps a stage's output until the end of its backward: on a pipeline's last one the logits.
+        logits = stage.loss is not None and not work.loss_chunk
+        output = stage.loss.kept if cut and stage.loss is not None and logits else 0.0
+        for one, saved in every:
+            of_one += one.count * saved.kept
+            recomputed = max(recomputed, output + saved.recomputed - _freed(one, every, stage, work))
+        if cut and not logits:
+            of_one += work.between_stages
         kept += here.micro_batches * of_one
-        if stage.loss is not None and not work.loss_chunk:  # GPipe has made the others' losses too
+        if stage.loss is not None and logits:  # GPipe has made the others' losses too
             kept += (here.micro_batches - 1) * stage.loss.kept
         if here.halfway:  # the gradient of what each norm and product of a block makes
-            every = [*stage.blocks.values(), stage.beside]
-            kept += here.halfway * sum(block.outputs for block in every)
+            outputs = sum(block.outputs for block in [*stage.blocks.values(), stage.beside])
+            kept += here.halfway * outputs
     return int(kept), int(recomputed)
 
 
-def _pipeline_buffers(work: Work, stages: int) -> int:
-    """Return the bytes of torch's receive buffers: one a micro-batch and direction, from the first step on.
+def _freed(one: Alike, every: Sequence[tuple[Alike, Saved]], stage: StageCost, work: Work) -> float:
+    """Return the bytes that a micro-batch has given back when its backward comes to the last block like
+    ``one``: what the blocks and the output layer behind it had kept. On a pipeline's last stage the output
+    layer's were measured to stay; and if the backward comes in two parts, all of them.
+    """
+    cut = work.layout.pipeline > 1
+    if cut and schedule_kind(work.schedule).two_backwards:
+        return 0.0
+    behind = sum(
+        saved.kept * (other.count - bisect(other.numbers, one.numbers[-1]))
+        for other, saved in every
+        if other is not one
+    )
+    return behind + (0.0 if cut else stage.exit)
 
-    Its schedules of several stages a rank also keep what they have sent, until the step ends.
+
+def _pipeline_buffers(work: Work, stages: int) -> int:
+    """Return the bytes of what stages exchange, beside the inputs that blocks keep: a gradient that a stage
+    receives, and what torch's schedules of several stages a rank keep of what they have sent in a step.
     """
     layout = work.layout
     if layout.pipeline == 1:
         return 0
     numbers = layout.stages_of(work.at.pipeline)
-    sent = 2 if stages > 1 else 1
-    received = sum((number > 0) + (number < layout.stages - 1) for number in numbers)
-    return sent * work.micro_batches * work.between_stages * received
+    receives = sum(number < layout.stages - 1 for number in numbers)
+    borders = [
+        other for number in numbers for other in (number - 1, number + 1) if 0 <= other < layout.stages
+    ]
+    sends = sum(layout.rank_of_stage(other) != work.at.pipeline for other in borders) if stages > 1 else 0
+    return (receives + sends * work.micro_batches) * work.between_stages

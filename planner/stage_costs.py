@@ -27,16 +27,24 @@ from .step_shape import Work
 
 @dataclass(frozen=True, slots=True)
 class Alike:
-    """State one block of several that are alike: its number and its cost, and how many there are.
+    """State the cost of blocks that are alike, and their ``numbers`` in order.
 
     ``forgets``: whether checkpointing drops what they keep; ``reached``: whether a backward comes to them.
     """
 
-    number: int
+    numbers: tuple[int, ...]
     cost: Cost
     forgets: bool
     reached: bool
-    count: int
+
+    @property
+    def number(self) -> int:
+        """Return the number of the first one."""
+        return self.numbers[0]
+
+    @property
+    def count(self) -> int:
+        return len(self.numbers)
 
 
 @dataclass(frozen=True)
@@ -51,8 +59,9 @@ class StageCost:
     blocks: Mapping[int, Cost]
     beside: Cost
     reached: frozenset[int]
-    #: On the last stage.
+    #: On the last stage; and of ``beside`` what the final norm and the output layer keep.
     loss: Cost | None = None
+    exit: float = 0.0
     _alike: dict[tuple[Checkpointing, int], list[Alike]] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
@@ -67,7 +76,7 @@ class StageCost:
                 key = id(cost), checkpointed(number, mode, every), number in self.reached
                 kinds.setdefault(key, []).append(number)
             self._alike[mode, every] = [
-                Alike(numbers[0], self.blocks[numbers[0]], forgets, reached, len(numbers))
+                Alike(tuple(numbers), self.blocks[numbers[0]], forgets, reached)
                 for (_, forgets, reached), numbers in kinds.items()
             ]
         return self._alike[mode, every]
@@ -132,22 +141,29 @@ def _of_stage(work: Work, model: CausalLM, stage: Stage, known: dict[object, Cos
         (here, ends, tokens, bool(chunk)),
         lambda: model.cost_beside_blocks(tokens, stage, head_in_loss=bool(chunk)),
     )
+    exit = 0.0
     if stage.last:
+        for sign, last in ((1, True), (-1, False)):  # without what stages between the ends keep, too
+            part = Stage((), first=False, last=last)
+            behind = partial(model.cost_beside_blocks, tokens, part, head_in_loss=bool(chunk))
+            exit += sign * ask((here, (False, last), tokens, bool(chunk)), behind).kept
         one = ask(("loss", tokens, chunk, sums), partial(_loss, work, model))
         loss = sum([one] * len(model.mtp), one)
-    return StageCost(stage.number, blocks, beside, frozenset(reached), loss)
+    return StageCost(stage.number, blocks, beside, frozenset(reached), loss, exit)
 
 
 def _loss(work: Work, model: CausalLM) -> Cost:
     tokens = replace(work.tokens, hidden=model.config.embedding_width)
     vocabulary, chunk = model.config.vocab_size, work.loss_chunk
+    cap = model.logit_cap
     if not chunk:
-        cap, alone = model.logit_cap, not model.mtp  # a step overwrites the logits of one block alone
+        alone = not model.mtp  # a step overwrites the logits of one block alone
         return cross_entropy_cost(tokens, vocabulary, logit_cap=cap, overwrite=alone, state=model.state)
     weight = model.embed.weight if model.config.tie_word_embeddings else model.head.weight
     return chunked_cross_entropy_cost(
-        tokens, vocabulary, chunk, sums=work.loss_sums, trained=weight.requires_grad, state=model.state
-    )
+        tokens, vocabulary, chunk, sums=work.loss_sums, trained=weight.requires_grad, logit_cap=cap,
+        state=model.state,
+    )  # fmt: skip
 
 
 def _of_module(work: Work, model: nn.Module, loss: Cost | None) -> StageCost:

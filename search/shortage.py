@@ -21,7 +21,7 @@ KINDS = {
     "gradients": "gradients",
     "moments": "moments",
     "activations": "activations",
-    "pipeline": "receive buffers",
+    "pipeline": "exchange of stages",
     "logits": "logits",
     "block": "one block's backward",
 }

@@ -59,6 +59,11 @@ COMPILER = (
 #: The same for pipelines, checked when they are first used: importing torch's takes half a second.
 PIPELINING = (
     ("torch.distributed.pipelining.PipelineStage", "_get_init_p2p_neighbors_ops"),
+    ("torch.distributed.pipelining.PipelineStage", "args_recv_info"),
+    ("torch.distributed.pipelining.PipelineStage", "grad_recv_info"),
+    ("torch.distributed.pipelining.PipelineStage", "get_fwd_recv_ops"),
+    ("torch.distributed.pipelining.PipelineStage", "get_bwd_recv_ops"),
+    ("torch.distributed.pipelining.PipelineStage", "forward_one_chunk"),
     ("torch.distributed.pipelining.PipelineStage", "backward_one_chunk"),
     ("torch.distributed.pipelining.PipelineStage", "backward_weight_one_chunk"),
     ("torch.distributed.pipelining.schedules._PipelineScheduleRuntime", "pipeline_order"),

@@ -102,6 +102,8 @@ class Case:
     frozen: tuple[str, ...] = ()
     schedule: str = "1f1b"
     float8: Scaling | None = None
+    #: Whether the peak is within 3 % of the plan.
+    near: bool = False
 
 
 @dataclass
@@ -189,10 +191,10 @@ LORA = LoraConfig(r=8, lora_dropout=0.05)
 CASES = [
     Case("granitemoehybrid", Layout.of(data=2, zero=1)),
     Case("deepseek_v3", Layout.of(data=2, zero=3)),
-    Case("three", Layout.of(tensor=3)),
+    Case("three", Layout.of(tensor=3), near=True),
     Case("llama", Layout.of(pipeline=2), MemorySection(checkpointing="full"), micro_batch=4, micro_batches=4),
     Case("llama", SEQUENCE, MemorySection(checkpointing="selective"), torch.bfloat16, micro_batch=4),
-    Case("llama", Layout(), MemorySection(loss_chunk=64), torch.bfloat16, micro_batch=4),
+    Case("llama", Layout(), MemorySection(loss_chunk=64), torch.bfloat16, micro_batch=4, near=True),
     Case("qwen3_next", Layout()),
     Case("llama", Layout(), MemorySection(loss_chunk=64), lora=LORA),
     Case(
@@ -201,6 +203,7 @@ CASES = [
         MemorySection(checkpointing="full", loss_chunk=64),
         torch.bfloat16,
         lora=LORA,
+        near=True,
     ),
     Case("llama", Layout.of(context=2, zero=1, ring=True), MemorySection(checkpointing="selective")),
     Case("llama", Layout.of(pipeline=2, **LOOP), micro_batches=4, schedule="interleaved"),
@@ -218,20 +221,20 @@ SLOW = [
         micro_batch=16,
         float8="tensorwise",
     ),
-    Case("llama", Layout.of(data=2, zero=1)),
+    Case("llama", Layout.of(data=2, zero=1), near=True),
     Case("llama", Layout.of(data=2, zero=3)),
-    Case("llama", Layout()),
+    Case("llama", Layout(), near=True),
     *(Case(model, SEQUENCE) for model in ("deepseek_v3", "qwen3_next", "granitemoehybrid")),
     Case("deepseek_v3", Layout(), MemorySection(checkpointing="full", loss_chunk=64), micro_batch=4),
     Case("qwen3_next", SEQUENCE, MemorySection(checkpointing="selective"), torch.bfloat16, micro_batch=4),
     Case("granitemoehybrid", Layout.of(context=2), MemorySection(checkpointing="selective")),
-    Case("gpt2", Layout.of(data=2, zero=2)),
-    Case("gpt2", SEQUENCE),
+    Case("gpt2", Layout.of(data=2, zero=2), near=True),
+    Case("gpt2", SEQUENCE, near=True),
     Case("gpt2", Layout(), MemorySection(checkpointing="every")),
     Case("glm4_moe", Layout.of(data=2, zero=3)),
     Case("gpt2", Layout.of(context=2)),
     Case("llama", Layout.of(context=2, zero=3), micro_batch=4),
-    Case("llama", Layout.of(data=2, zero=2), frozen=("embed", "layers.0", "layers.1", "layers.2")),
+    Case("llama", Layout.of(data=2, zero=2), frozen=("embed", "layers.0", "layers.1", "layers.2"), near=True),
     Case("llama", Layout.of(pipeline=2, **SHAPED), micro_batches=4, schedule="zbv"),
     Case("gemma2", Layout(), micro_batch=4),
     Case("llama", Layout.of(pipeline=2, data=2, zero=2), micro_batches=4),
@@ -246,12 +249,14 @@ SLOW = [
     ids=lambda c: f"{c.model}-{c.layout}-{c.memory.checkpointing}",
 )
 def test_the_plan_is_what_ranks_take(case: Case) -> None:
-    """The peak of the whole second step lies between 82% and 101% of the plan: it promises no less."""
+    """The peak of the whole second step lies between 82% and 101% of the plan, and near it for some cases
+    of each ZeRO stage; docs/memory.md says why others need less than planned.
+    """
     for rank in run_parallel(measure, case.layout.world, case, timeout=120):
         assert rank.parameters == rank.stored
         assert rank.gradients == rank.trained
         assert rank.moments == 2 * rank.trained
-        assert 0.82 < rank.peak / rank.planned.total < 1.01
+        assert (0.97 if case.near else 0.82) < rank.peak / rank.planned.total < 1.01
 
 
 def planned(**changes: Any) -> MemoryPlan:
