@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -107,6 +108,27 @@ def test_a_plan_takes_as_many_modules_for_sixteen_thousand_ranks_as_for_one_node
     large = constructions("llama-3.1-405b", Layout.of(tensor=8, sequence=True, pipeline=16, data=128, zero=1))
     assert small == large == 24 + 16
     assert large == constructions("llama-3.1-8b", Layout.of(tensor=8, sequence=True, pipeline=16))
+
+
+def test_a_plan_of_one_rank_takes_as_little_memory_in_a_large_world_as_in_a_small_one() -> None:
+    raw = published_size("llama-3.1-405b").with_fields({})
+    family = family_of(raw)
+    config = family.from_hf(raw)
+    block_kinds(family, config)
+    most = []
+    for data in (2, 2, 128):  # the first one also fills caches
+        layout = Layout.of(tensor=8, sequence=True, pipeline=16, data=data, zero=1)
+        tracemalloc.start()
+        sample, state = SampledModel(family, config, Layout(tensor=8, sequence=True), None), rank_of(layout)
+        work = Work(state, config.hidden_size, 8192, 1, 16, compute=2)
+        memory_of(work, sample.parameters(state), sample.costs(work))
+        most.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert max(most) < 150 * 2**20 and most[2] == pytest.approx(most[1], rel=0.05)
+
+
+def rank_of(layout: Layout) -> ParallelState:
+    return ParallelState.stand_in(layout, layout.first_rank(layout.pipeline // 2))
 
 
 def test_alike_blocks_are_one_kind_and_others_are_not() -> None:

@@ -9,6 +9,7 @@ import pytest
 from trilith.cli.app import run
 from trilith.parallel_state import BadInput
 from trilith.planner.time import machine_named
+from trilith.planner.time.stage_timer import StageTimer
 from trilith.recipes import load_recipe
 from trilith.search import Choice, Found, find_layouts, read_request
 from trilith.search.bound import Bound
@@ -70,6 +71,20 @@ def test_memory_is_that_of_a_dry_run(found: Found) -> None:
 def test_every_layout_is_accounted_for(found: Found) -> None:
     counted = sum(one.layouts for one in found.tally if one.kind in ("memory", "slower"))
     assert counted + len(found.best) == found.legal == found.settled
+
+
+def test_few_layouts_are_timed_and_stages_alike_are_priced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    priced, exact = list[object](), list[object]()
+    of_stage, of_choice = StageTimer._of_stage, Bound.of_choice
+    monkeypatch.setattr(
+        StageTimer, "_of_stage", lambda self, *given: (priced.append(self), of_stage(self, *given))[1]
+    )
+    monkeypatch.setattr(
+        Bound, "of_choice", lambda self, choice: (exact.append(choice), of_choice(self, choice))[1]
+    )
+    found = find_layouts(read_request("llama-3.2-1b", MACHINE, 4, sequence_length=4096, global_batch=8))
+    assert 20 * len(found.timed) < found.legal and 2 * len(priced) < found.legal
+    assert 2 * len(exact) < found.legal and len(set(exact)) == len(exact)
 
 
 def test_a_reason_names_the_rank_the_figures_and_the_largest_part() -> None:
