@@ -33,11 +33,11 @@ def network(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         pytest.skip(f"this machine lets us make no network namespaces: {reason}")
 
 
-def wait_until(done: Callable[[], bool], seconds: float, what: str) -> float:
-    """Return after how many seconds it was so."""
+def wait_until(done: Callable[[], bool], seconds: float, what: str, told: Callable[[], str] = str) -> float:
+    """Return after how many seconds it was so; ``told`` returns what else a failure should show."""
     began = time.monotonic()
     while not done():
-        assert time.monotonic() - began < seconds, what
+        assert time.monotonic() - began < seconds, f"{what}\n{told()}"
         time.sleep(0.05)
     return time.monotonic() - began
 
@@ -93,7 +93,7 @@ def test_a_link_that_is_cut_in_a_step_is_named_and_the_run_goes_on_when_it_is_ba
     wait_until(lambda: all(one.poll() is not None for one in running), 120, "torchrun goes on")
     assert all(one.returncode for one in running)
     again = start_all(network, words, tmp_path)
-    wait_until(lambda: all(one.poll() is not None for one in again), 200, "the resumed run goes on")
+    wait_until(lambda: all(one.poll() is not None for one in again), 200, "the resumed run goes on", logs)
     assert [one.returncode for one in again] == [0, 0], logs()
     assert "resumed from" in logs()
     train(raw | {"out": str(tmp_path / "whole")})
