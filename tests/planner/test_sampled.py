@@ -124,7 +124,7 @@ def test_a_plan_of_one_rank_takes_as_little_memory_in_a_large_world_as_in_a_smal
         memory_of(work, sample.parameters(state), sample.costs(work))
         most.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
-    assert max(most) < 150 * 2**20 and most[2] == pytest.approx(most[1], rel=0.05)
+    assert max(most) < 150 * 2**20 and most[2] < 1.1 * most[1]
 
 
 def rank_of(layout: Layout) -> ParallelState:
