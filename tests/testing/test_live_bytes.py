@@ -10,8 +10,10 @@ from trilith.testing import LiveBytes
 
 
 def test_it_counts_what_lives_and_the_worst_moment() -> None:
-    kept = torch.zeros(10, dtype=torch.float64)
+    kept, outside = torch.zeros(10, dtype=torch.float64), torch.zeros(10)
     with LiveBytes([kept]) as live:
+        part = outside[:5]  # of what is not counted
+        assert (len(part), live.now) == (5, 80)
         first = torch.ones(100, dtype=torch.float32)
         view = first[:50]  # of what is counted already
         del first
