@@ -17,7 +17,7 @@ from trilith.training.dry_run import dry_run
 NAME = "llama-3.1-405b-16384gpus"
 
 QUICK = ("llama-3.2-1b-1gpu", "lora-llama-3.1-8b-1gpu", "llama-3.2-1b-8gpus")
-SLOW = ("llama-3.1-8b-8gpus", "lora-llama-3.1-70b-8gpus", NAME)
+SLOW = ("llama-3.1-8b-8gpus", "lora-llama-3.1-70b-8gpus", "llama-3.1-70b-64gpus", "gpt3-175b-1024gpus", NAME)
 
 
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
