@@ -159,8 +159,8 @@ def _activations(work: Work, stages: Sequence[StageCost]) -> tuple[int, int]:
 
 def _freed(one: Alike, every: Sequence[tuple[Alike, Saved]], stage: StageCost, work: Work) -> float:
     """Return the bytes that a micro-batch has given back when its backward comes to the last block like
-    ``one``: what the blocks and the output layer behind it had kept. On a pipeline's last stage the output
-    layer's were measured to stay; and if the backward comes in two parts, all of them.
+    ``one``: what the blocks and the output layer behind it had kept. On a pipeline's last stage, and with a
+    loss in chunks, the output layer's were measured to stay; if the backward comes in two parts, all of them.
     """
     cut = work.layout.pipeline > 1
     if cut and schedule_kind(work.schedule).two_backwards:
@@ -170,7 +170,7 @@ def _freed(one: Alike, every: Sequence[tuple[Alike, Saved]], stage: StageCost, w
         for other, saved in every
         if other is not one
     )
-    return behind + (0.0 if cut else stage.exit)
+    return behind + (0.0 if cut or work.loss_chunk else stage.exit)
 
 
 def _pipeline_buffers(work: Work, stages: int) -> int:
