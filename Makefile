@@ -4,8 +4,9 @@
 export OMP_NUM_THREADS ?= 1
 # Or each lane compiles every test, and each process that a test starts the package, anew.
 unexport PYTHONDONTWRITEBYTECODE
-# Lanes of tests side by side: each takes the next file, and has ranks and temporary folders of its own.
-LANES ?= 2
+# Lanes of tests side by side: each takes the next file, and has ranks and temporary folders of its own. Tests wait
+# for processes, so three lanes keep two cores busy.
+LANES ?= 3
 PYTEST = python -m pytest -q -n $(LANES) --dist loadfile --no-loadscope-reorder
 
 check: lint typecheck test

@@ -2,11 +2,11 @@
 
 Offers ``refusal_of``, which says in plain words what the system refused, ``bounded`` work within a limit of
 memory and time, ``visible``, which makes text fit for a terminal, ``quiet_libraries``,
-and ``no_garbage_search``, for a start that makes many objects.
+``no_garbage_search``, for a start that makes many objects, and ``search_garbage_rarely``, for tests.
 """
 
 from .enough import check_enough
-from .garbage import no_garbage_search
+from .garbage import no_garbage_search, search_garbage_rarely
 from .limits import OverLimit, bounded, most_at_once
 from .quiet import quiet_libraries
 from .refusals import Refusal, refusal_of
@@ -21,5 +21,6 @@ __all__ = [
     "no_garbage_search",
     "quiet_libraries",
     "refusal_of",
+    "search_garbage_rarely",
     "visible",
 ]

@@ -6,7 +6,6 @@ outlives the session is an error.
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import subprocess
@@ -21,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import settings
+from trilith.system import search_garbage_rarely
 from trilith.system.process_info import children_of, environment_of, process_info
 from trilith.testing.models_page import MEASURED
 from trilith.testing.ranks import pool, processes
@@ -88,8 +88,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """Let no later garbage collection walk what is here by now, and stays: 6,000 tests and all imports."""
-    gc.collect()
-    gc.freeze()
+    search_garbage_rarely()
 
 
 def write_seconds(file: Path) -> None:

@@ -20,6 +20,7 @@ from ...storage.output_file import check_place
 from ...storage.records import StoredFile
 from ...storage.safetensors_writer import TensorWriter
 from ...storage.staging import Staging, check_output, staged
+from ...system import no_garbage_search
 from ..hugging_face.writer import HFFolderWriter
 from ..manifest import Manifest
 from ..readable import check_plain, read_back
@@ -28,7 +29,7 @@ from .execute import execute
 from .finished_work import EVERY, JOURNAL, FinishedWork
 from .memory_budget import block_within
 from .plan import Plan
-from .request import Form, identify, no_collector, plan_conversion
+from .request import Form, identify, plan_conversion
 from .transfer import Group
 
 
@@ -84,7 +85,7 @@ def convert(
     return plan
 
 
-@no_collector()
+@no_garbage_search()
 def carry_out(
     plan: Plan,
     dst: str | Path,

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from ...parallel_state import BadInput
 from ...storage.dtypes import TORCH, WEIGHTS
+from ...system import no_garbage_search
 from ..lora import read_adapter
 from ..source import read_source
 from ..verify import verify
@@ -24,22 +23,7 @@ _PLAN = 3
 Form = Literal["hf", "peft", "sharded"]
 
 
-@contextmanager
-def no_collector() -> Iterator[None]:
-    """Turn off the garbage collector for the ``with`` block.
-
-    A plan is many small objects without cycles; with torch in memory each collection takes 0.1 s.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-@no_collector()
+@no_garbage_search()
 def plan_conversion(
     src: str | Path,
     *,

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib
 import os
 import select
@@ -15,6 +14,7 @@ import socket
 import sys
 from multiprocessing.connection import Connection
 
+from ...system import search_garbage_rarely
 from . import fresh_worker, worker
 from .messages import LIFE, Setting
 from .pickling import unpack
@@ -37,7 +37,7 @@ def serve(requests: socket.socket) -> int:
         os.set_blocking(fd, False)
     signal.set_wakeup_fd(wake)
     signal.signal(signal.SIGCHLD, lambda signum, frame: None)
-    gc.freeze()  # or the first collection in a fork copies every page
+    search_garbage_rarely()  # a search in a fork would copy every page
     while True:
         readable, _, _ = select.select([requests.fileno(), woken], [], [])
         if woken in readable:
