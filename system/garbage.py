@@ -26,8 +26,8 @@ def no_garbage_search() -> Iterator[None]:
 def search_garbage_rarely() -> None:
     """Let no later search of this process, or of its forks, look at what is here by now; search less often.
 
-    With torch and transformers imported, and as many tests collected, a search takes 0.15 s. At Python's own
-    thresholds the searches took a tenth of the tests' time.
+    With torch and transformers imported and all tests collected, a search of all objects took 0.15 s, and at
+    Python's own thresholds the searches took a tenth of the time of a file of tests.
     """
     gc.collect()
     gc.freeze()
