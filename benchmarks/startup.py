@@ -70,7 +70,7 @@ PLANS: dict[str, tuple[list[str], float]] = {
 ONE_RANK = """
 import json, sys, time
 from pathlib import Path
-from trilith.pipeline.order import schedule_classes
+from trilith.pipeline.schedule_actions import schedule_classes
 from trilith.recipes import load_recipe
 from trilith.training.dry_run import plan_without_weights, rank_plan
 

@@ -11,7 +11,7 @@ from pydantic import Field, JsonValue
 
 from ..layers import VOCABULARY_MULTIPLE, padded_vocabulary
 from ..models import CausalLM, Family, ModelConfig, Rename, Rule, Split, Stack, Transpose
-from ..models.base.names import Link, expand
+from ..models.base.hugging_face_names import Link, expand
 from ..parallel_state import BadInput, Cut, Declaration, Layout
 from ..storage.records import StrictRecord
 

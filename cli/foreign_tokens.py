@@ -27,7 +27,7 @@ def index_files(
     from ..data.datatrove import datatrove_files, read_datatrove
     from ..data.foreign_tokens import index_tokens
     from ..data.megatron import parse_blend, read_megatron
-    from ..data.text.tokenizer import load_tokenizer
+    from ..data.text.tokenizer_loading import load_tokenizer
     from ..parallel_state import BadInput
     from ..recipes.foreign.translation import to_toml
     from .shared.progress import byte_progress

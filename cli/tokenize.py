@@ -100,8 +100,8 @@ def tokenize(
 
     from ..data.text.chat_show import shown, warnings_of
     from ..data.text.chat_template import Chat
-    from ..data.text.documents import check_inputs
-    from ..data.text.tokenize import tokenize as make_token_file
+    from ..data.text.text_and_jsonl import check_inputs
+    from ..data.text.tokenize_files import tokenize as make_token_file
     from ..parallel_state import BadInput
     from .shared.progress import token_progress
 

@@ -39,7 +39,7 @@ def train_tokenizer(
         trilith train-tokenizer corpus.txt --vocab-size 32000 --out tokenizer
         trilith train-tokenizer part-*.jsonl --json-key content --vocab-size 32000 --out tokenizer
     """
-    from ..data.text.documents import check_inputs, paragraphs_of
+    from ..data.text.text_and_jsonl import check_inputs, paragraphs_of
     from ..data.text.tokenizer_training import train_tokenizer as train
     from ..storage.output_file import check_place
 

@@ -40,7 +40,7 @@ def verify(
         trilith verify tokens
         trilith verify s3://bucket/run
     """
-    from ..data.tokens import names_tokens
+    from ..data.token_file import names_tokens
 
     if config is None and names_tokens(source):
         verify_tokens(source)
@@ -82,8 +82,8 @@ def verify(
 
 def verify_tokens(source: Path) -> None:
     """Read a whole token file and say what was compared."""
+    from ..data.token_file import TokenFile
     from ..data.token_index import TokenPaths
-    from ..data.tokens import TokenFile
     from ..storage.fetched import as_url
     from .shared.progress import byte_progress
 

@@ -5,7 +5,7 @@ step.
 """
 
 from .batch import Batch
-from .tokens import TokenFile
+from .token_file import TokenFile
 
 __all__ = [
     "Batch",

@@ -18,8 +18,8 @@ from .batch import Batch as Batch
 from .mixture import Interleave
 from .rows import Documents, Overlong, Samples, rows_of
 from .shuffle import ids_at, permute, positions_of
+from .token_file import TokenFile
 from .token_index import TokenPaths
-from .tokens import TokenFile
 
 
 class Mixture:

@@ -21,10 +21,10 @@ from ..parallel_state import BadInput, from_os_error
 from ..storage.output_file import check_place
 from ..storage.regular import open_regular
 from ..storage.staging import Staging
+from .token_file import TokenFile
 from .token_index import VERSION, TokenIndex, TokenPaths, little_endian, probe
 from .token_publish import publish_tokens, refuse_taken
 from .token_sums import BlockSums
-from .tokens import TokenFile
 
 #: Bytes read at once: a multiple of every id's size.
 _PART = 2**22

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from ..layers import IGNORE
 from ..parallel_state import BadInput
 from .packing import one_a_row, pack
+from .token_file import TokenFile
 from .token_index import TokenPaths
-from .tokens import TokenFile
 
 Ids = NDArray[np.int64]
 

@@ -16,9 +16,9 @@ from ..storage.disk import Disk
 from ..storage.file_names import leftovers
 from ..storage.leftovers import clear_leftovers
 from ..storage.staging import Staging
+from .token_file import TokenFile
 from .token_index import TokenIndex, TokenPaths
 from .token_sums import Sums
-from .tokens import TokenFile
 
 
 def publish_tokens(

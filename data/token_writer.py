@@ -19,10 +19,10 @@ from ..parallel_state import BadInput
 from ..storage.journal import Journal
 from ..storage.staging import Staging
 from .megatron import check_for_megatron, write_megatron_index
+from .token_file import TokenFile
 from .token_index import VERSION, TargetIndex, TokenIndex, TokenPaths, dtype_for, little_endian, probe
 from .token_publish import publish_tokens, refuse_taken, sync
 from .token_sums import BlockSums
-from .tokens import TokenFile
 
 #: Seconds between two notes of how far a job has come: what a kill costs at most.
 MARK_EVERY = 2.0

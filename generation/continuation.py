@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from ..data.text.tokenizer import Tokenizer
+from ..data.text.tokenizer_loading import Tokenizer
 
 #: Decoding gives this for bytes that are not yet a whole character.
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"

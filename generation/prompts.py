@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..data.text.tokenizer import Message, Tokenizer
+from ..data.text.tokenizer_loading import Message, Tokenizer
 from ..parallel_state import BadInput
 from ..storage.small_files import Line, read_json_lines, read_text
 from ..storage.strict_json import shown

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..checkpoints import Source, load_source, read_with_adapter
-from ..data.text.tokenizer import Tokenizer, load_tokenizer
+from ..data.text.tokenizer_loading import Tokenizer, load_tokenizer
 from ..data.vocabulary import check_vocabulary
 from ..parallel_state import BadInput, Layout, ParallelState, dtype_named
 from ..storage.small_files import read_json

@@ -7,7 +7,7 @@ layout. ``adapted`` adds LoRA to a family. ``published_size`` finds a published 
 
 from .base.config import ModelConfig
 from .base.family import CausalLM, Family
-from .base.names import Link, Rename, Rule, Split, Stack, Transpose
+from .base.hugging_face_names import Link, Rename, Rule, Split, Stack, Transpose
 from .gpt2 import GPT2, GPT2Config
 from .llama import LLAMA, Llama, LlamaConfig
 from .lora.config import LoraConfig

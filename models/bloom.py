@@ -14,7 +14,7 @@ from .base.blocks import Block, PreNormBlock
 from .base.config import ModelConfig, names
 from .base.decoder import Decoder
 from .base.family import Family
-from .base.names import BOTH, Rename, Rule, fused_qkv
+from .base.hugging_face_names import BOTH, Rename, Rule, fused_qkv
 
 NAMES: tuple[Rule, ...] = (
     Rename("embed.weight", "transformer.word_embeddings.weight"),

@@ -12,7 +12,7 @@ from ..layers import Attention, HeadsLayerNorm, LayerNorm, RotaryEmbedding
 from .base.blocks import Block, ParallelBlock
 from .base.config import without
 from .base.family import Family
-from .base.names import in_blocks
+from .base.hugging_face_names import in_blocks
 from .llama import ATTENTION, EMBEDDING, ENDS, GATED_MLP, Llama, LlamaConfig, grouped_attention
 from .qwen import QK_NORM_NAMES
 

@@ -13,7 +13,7 @@ from ..parallel_state import BadInput
 from .base.blocks import Block, PreNormBlock
 from .base.config import names
 from .base.family import Family
-from .base.names import Rule, in_blocks
+from .base.hugging_face_names import Rule, in_blocks
 from .grouped_experts import GROUPED_EXPERT_NAMES, GroupedExpertsConfig, grouped_experts
 from .llama import EMBEDDING, ENDS, GATED_MLP, PRE_NORMS, Llama
 

@@ -12,7 +12,7 @@ from ..layers import Attention, GatedDeltaNet, RMSNorm
 from ..parallel_state import BadInput
 from .base.blocks import Block, PreNormBlock, RecurrentBlock
 from .base.config import MOST_BLOCKS
-from .base.names import Rename, Rule, Split, in_blocks
+from .base.hugging_face_names import Rename, Rule, Split, in_blocks
 from .llama import EMBEDDING, ENDS, Llama, grouped_attention
 from .partial_rotary import PartialRotaryConfig
 from .qwen import HEAD_NORMS, QK_NORM_NAMES, QWEN3, check_no_windows

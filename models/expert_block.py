@@ -11,7 +11,7 @@ from torch import nn
 from ..layers import Experts, MoE, TopKRouter
 from ..parallel_state import BadInput, Normal, ParallelState
 from .base.config import MOST_EXPERTS
-from .base.names import Rename, Rule, Stack
+from .base.hugging_face_names import Rename, Rule, Stack
 from .llama import LlamaConfig
 
 

@@ -13,7 +13,7 @@ from ..parallel_state import BadInput
 from .base.blocks import Block, ParallelBlock, PreNormBlock
 from .base.config import names
 from .base.family import Family
-from .base.names import BOTH, Rename, Rule, fused_qkv
+from .base.hugging_face_names import BOTH, Rename, Rule, fused_qkv
 from .llama import Llama, LlamaConfig, grouped_attention
 
 NAMES: tuple[Rule, ...] = (

@@ -13,7 +13,7 @@ from ..layers import Attention, RMSNorm
 from .base.blocks import Block, SandwichBlock
 from .base.config import names
 from .base.family import Family
-from .base.names import in_blocks
+from .base.hugging_face_names import in_blocks
 from .layer_types import LayerTypesConfig
 from .llama import ATTENTION, EMBEDDING, ENDS, GATED_MLP, Llama, LlamaConfig, grouped_attention
 

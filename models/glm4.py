@@ -10,7 +10,7 @@ from pydantic import Field
 from ..layers import Attention, RotaryEmbedding
 from .base.blocks import Block, SandwichBlock
 from .base.family import Family
-from .base.names import Rule, in_blocks
+from .base.hugging_face_names import Rule, in_blocks
 from .llama import ATTENTION, EMBEDDING, ENDS, Llama, grouped_attention
 from .partial_rotary import PartialRotaryConfig
 from .phi3 import FUSED_GATE_UP

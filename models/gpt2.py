@@ -23,7 +23,7 @@ from .base.blocks import Block, PreNormBlock
 from .base.config import ModelConfig, names
 from .base.decoder import Decoder
 from .base.family import Family
-from .base.names import Rename, Rule, Split, Transpose
+from .base.hugging_face_names import Rename, Rule, Split, Transpose
 
 
 class GPT2Config(ModelConfig):

@@ -12,7 +12,7 @@ from ..layers import MLP, Attention, Dropout, LayerNorm
 from .base.blocks import Block, ParallelBlock, PreNormBlock
 from .base.config import names
 from .base.family import Family
-from .base.names import BOTH, Rename, Rule, fused_qkv
+from .base.hugging_face_names import BOTH, Rename, Rule, fused_qkv
 from .llama import Llama, grouped_attention
 from .partial_rotary import PartialRotaryConfig
 

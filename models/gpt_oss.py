@@ -11,7 +11,7 @@ from torch import nn
 from ..layers import Attention, ClampedExperts, MoE, TopKRouter
 from ..parallel_state import BadInput
 from .base.family import Family
-from .base.names import Rename
+from .base.hugging_face_names import Rename
 from .expert_block import ExpertsConfig
 from .layer_types import LayerTypesConfig
 from .llama import ATTENTION, EMBEDDING, ENDS, PRE_NORMS, Llama, LlamaConfig, grouped_attention

@@ -13,7 +13,7 @@ from ..parallel_state import BadInput
 from .base.blocks import Block, ParallelBlock
 from .base.decoder import Decoder
 from .base.family import Family
-from .base.names import BOTH, Rename, Rule
+from .base.hugging_face_names import BOTH, Rename, Rule
 from .gpt2 import GPT2Config
 
 NAMES: tuple[Rule, ...] = (

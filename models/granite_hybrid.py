@@ -14,7 +14,7 @@ from ..parallel_state import BadInput
 from .base.blocks import Block, PreNormBlock, RecurrentBlock
 from .base.config import MOST_BLOCKS, without
 from .base.family import Family
-from .base.names import Rename, Rule, Split, in_blocks
+from .base.hugging_face_names import Rename, Rule, Split, in_blocks
 from .delta_net import FULL, LINEAR
 from .expert_block import ExpertsConfig, mixture, softmax_router
 from .granite import Granite, GraniteConfig

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from ..layers import GatedMLP, MoE, TopKRouter
 from ..parallel_state import BadInput, Normal, ParallelState
-from .base.names import Rename, Rule, in_blocks
+from .base.hugging_face_names import Rename, Rule, in_blocks
 from .expert_block import EXPERT_NAMES, NarrowExpertsConfig, mixture
 
 

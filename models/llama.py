@@ -14,7 +14,7 @@ from .base.blocks import Block, PreNormBlock
 from .base.config import ModelConfig
 from .base.decoder import Decoder
 from .base.family import Family
-from .base.names import Rename, Rule, in_blocks
+from .base.hugging_face_names import Rename, Rule, in_blocks
 from .base.rope_config import ROPE_KEYS, RopeScaling, check_factors, read_rope, write_scaling
 
 

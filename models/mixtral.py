@@ -9,7 +9,7 @@ from pydantic import Field
 from torch import nn
 
 from .base.family import Family
-from .base.names import Rename, Stack
+from .base.hugging_face_names import Rename, Stack
 from .expert_block import ExpertsConfig, mixture, softmax_router
 from .llama import NAMES
 from .mistral import Mistral, MistralConfig

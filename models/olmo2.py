@@ -11,7 +11,7 @@ from torch import nn
 from ..layers import Attention, HeadsRMSNorm
 from .base.blocks import Block, PostNormBlock
 from .base.family import Family
-from .base.names import in_blocks
+from .base.hugging_face_names import in_blocks
 from .llama import ATTENTION, EMBEDDING, ENDS, GATED_MLP, Llama, LlamaConfig, grouped_attention
 from .qwen import HEAD_NORMS, QK_NORM_NAMES
 

@@ -27,7 +27,7 @@ from .base.blocks import AddNormBlock, Block, PreNormBlock
 from .base.config import ModelConfig, names
 from .base.decoder import Decoder
 from .base.family import Family
-from .base.names import BOTH, Rename, Rule
+from .base.hugging_face_names import BOTH, Rename, Rule
 
 #: The first position's row; those before it are no token's.
 OFFSET = 2

@@ -12,7 +12,7 @@ from ..layers import Attention, Dropout, LayerNorm
 from .base.blocks import Block, ParallelBlock
 from .base.config import without
 from .base.family import Family
-from .base.names import BOTH, Rename, Rule, in_blocks
+from .base.hugging_face_names import BOTH, Rename, Rule, in_blocks
 from .gpt_neox import GPTNeoX, GPTNeoXConfig
 from .llama import EMBEDDING, grouped_attention
 

@@ -12,7 +12,7 @@ from ..layers import Attention, Dropout
 from ..parallel_state import BadInput
 from .base.blocks import Block, PreNormBlock
 from .base.family import Family
-from .base.names import Rule, Split, in_blocks
+from .base.hugging_face_names import Rule, Split, in_blocks
 from .llama import EMBEDDING, ENDS, PRE_NORMS, Llama, grouped_attention
 from .partial_rotary import PartialRotaryConfig
 

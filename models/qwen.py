@@ -10,7 +10,7 @@ from pydantic import Field
 from ..layers import Attention
 from ..parallel_state import BadInput
 from .base.family import Family
-from .base.names import in_blocks
+from .base.hugging_face_names import in_blocks
 from .llama import NAMES, Llama, LlamaConfig, grouped_attention
 
 #: Other families' switches for the norms of queries and keys, which Qwen 3 always has.

@@ -12,7 +12,7 @@ from ..layers import Attention, GatedMLP, GatedShared, MoE
 from ..parallel_state import Normal, ParallelState
 from .base.config import names, without
 from .base.family import Family
-from .base.names import Rename, Rule, in_blocks
+from .base.hugging_face_names import Rename, Rule, in_blocks
 from .expert_block import EXPERT_NAMES, mixture, softmax_router
 from .llama import NAMES, Llama, grouped_attention
 from .qwen import HEAD_NORMS

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .base.family import Family
-from .base.names import Split, in_blocks
+from .base.hugging_face_names import Split, in_blocks
 from .delta_net import DELTA_NAMES, DeltaNetConfig, DeltaNetHybrid
 from .llama import GATED_MLP
 

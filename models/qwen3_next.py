@@ -10,7 +10,7 @@ from torch import nn
 
 from .base.config import without
 from .base.family import Family
-from .base.names import Split
+from .base.hugging_face_names import Split
 from .delta_net import DELTA_NAMES, DeltaNetConfig, DeltaNetHybrid
 from .llama import GATED_MLP
 from .qwen2_moe import SHARED_MIXTURE_NAMES, SharedExpertConfig, shared_mixture

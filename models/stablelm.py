@@ -12,7 +12,7 @@ from ..layers import Attention, HeadsLayerNorm, LayerNorm
 from .base.blocks import Block, ParallelBlock, PreNormBlock
 from .base.config import without
 from .base.family import Family
-from .base.names import BOTH, Rename, Rule, Stack, in_blocks
+from .base.hugging_face_names import BOTH, Rename, Rule, Stack, in_blocks
 from .llama import ATTENTION, EMBEDDING, GATED_MLP, Llama, grouped_attention
 from .partial_rotary import PartialRotaryConfig
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..layers import MLP, Attention, Dropout, LayerNorm
 from .base.config import names
 from .base.family import Family
-from .base.names import BOTH, Rename, in_blocks
+from .base.hugging_face_names import BOTH, Rename, in_blocks
 from .llama import ATTENTION, EMBEDDING, Llama, LlamaConfig, grouped_attention
 
 NAMES = (

@@ -1,8 +1,8 @@
 """Floor 1: how a model lies on many ranks, and nothing about what it computes.
 
 Offers ``Layout``, the number of ranks along each axis; ``ParallelState``, the layout seen from one rank;
-parameters that declare once how they are cut; ``gradients.py``, which sums partial gradients, computes the
-global norm and clips; and the errors that users meet.
+parameters that declare once how they are cut; sums of partial gradients; gradient clipping by the norm of the
+whole model; and the errors that users meet.
 """
 
 from .boxes import Box, shared_units
@@ -22,14 +22,8 @@ from .errors import (
 )
 from .fault_injection import fault
 from .foreign import check_state, mark_shared, refuse_foreign
-from .gradients import (
-    Gradients,
-    clip_gradients,
-    divide_gradients,
-    finalize_gradients,
-    gradient_norm,
-    last_not_finite,
-)
+from .gradient_clipping import GradientClipping, clip_gradients, gradient_norm
+from .gradient_sums import GradientSums, divide_gradients, finalize_gradients
 from .holdings import Holding, holdings, parts
 from .initial_weights import Constant, Initial, LogUniform, Normal, Own, Uniform, seed_of
 from .launchers import Launched, launched
@@ -55,7 +49,8 @@ __all__ = [
     "Declaration",
     "DeclaredModule",
     "FILES_TIMEOUT",
-    "Gradients",
+    "GradientClipping",
+    "GradientSums",
     "Holding",
     "Initial",
     "Launched",
@@ -88,7 +83,6 @@ __all__ = [
     "has_gradients",
     "holdings",
     "initialize",
-    "last_not_finite",
     "launched",
     "local",
     "mark_shared",

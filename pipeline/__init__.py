@@ -5,16 +5,14 @@ Offers the schedules (GPipe, 1F1B, interleaved 1F1B, zero-bubble) by name with `
 order; and ``through_stages``, a forward pass without a backward.
 """
 
-from .order import Action
+from .bubble import bubble, bubble_share, micro_batches_for
 from .relay import through_stages
-from .schedules import (
+from .schedule_actions import Action
+from .schedule_kinds import (
     SCHEDULE_NAMES,
     ScheduleKind,
     ScheduleName,
-    bubble,
-    bubble_share,
     check_schedule,
-    micro_batches_for,
     schedule_kind,
 )
 from .timetable import Held, Timed, Timetable, held_at_once, layout_of, timetable

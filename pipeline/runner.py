@@ -14,8 +14,8 @@ from ..layers import Stage
 from ..models import CausalLM
 from ..parallel_state import ParallelState
 from .driver import DrivenStage, StageModule, after_schedule, before_schedule
-from .order import schedule_classes
-from .schedules import check_schedule, schedule_kind
+from .schedule_actions import schedule_classes
+from .schedule_kinds import check_schedule, schedule_kind
 
 
 @dataclass(frozen=True, slots=True)

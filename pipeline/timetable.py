@@ -8,8 +8,8 @@ from functools import cache
 from typing import NamedTuple, get_args
 
 from ..parallel_state import Layout
-from .order import Action, Kind, actions
-from .schedules import schedule_kind
+from .schedule_actions import Action, Kind, actions
+from .schedule_kinds import schedule_kind
 
 #: Their costs if nothing is measured: each matrix product of forward has two in backward.
 UNIT_COSTS: Mapping[Kind, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from ..layers import Cost
-from ..pipeline.schedules import schedule_kind
+from ..pipeline.schedule_kinds import schedule_kind
 from ..pipeline.timetable import held_at_once
 from .activations import Saved, saved_under
 from .rank_parameters import RankParameters, rank_parameters

@@ -17,7 +17,7 @@ from ..layers import Checkpointing, routers
 from ..models import AdaptedFamily
 from ..parallel_state import BadInput, Layout
 from ..pipeline import SCHEDULE_NAMES, ScheduleName, schedule_kind
-from ..pipeline.schedules import check_schedule
+from ..pipeline.schedule_kinds import check_schedule
 from ..recipes.checks import check_batch, check_compile, check_float8, check_memory_of_pipeline
 from ..recipes.recipe import Recipe
 from ..recipes.sections import DataSection, MemorySection

@@ -15,7 +15,7 @@ import torch
 
 from ..checkpoints import complete_checkpoints, convert, load_model
 from ..data.text.stdlib_corpus import paragraphs, standard_library
-from ..data.text.tokenizer import load_tokenizer
+from ..data.text.tokenizer_loading import load_tokenizer
 from ..data.text.tokenizer_training import train_tokenizer
 from ..data.token_writer import TokenWriter
 from ..generation import generate

@@ -14,9 +14,9 @@ from ..models import CausalLM, family_of
 from ..parallel_state import Box, Layout, ParallelState, initialize
 from ..recipes.recipe import parse_recipe
 from ..runs.metrics import StepMetrics, read_metrics
-from ..training.data_parallel import shard_over_data
 from ..training.precision import Precision
 from ..training.trainer import Trainer
+from ..training.zero_on_fsdp import shard_over_data
 from .ranks.pool import run_parallel
 from .tiny_models import TINIEST_LLAMA, TINY_LLAMA
 

@@ -30,10 +30,10 @@ from ..recipes.optimizer_sections import ParameterGroup
 from ..recipes.sections import MemorySection
 from ..training.adamw import make_adamw
 from ..training.build import spare_memory
-from ..training.data_parallel import resting_device, shard_over_data
 from ..training.parameter_groups import assign, freeze, names_of
 from ..training.precision import Precision
 from ..training.step import TrainStep
+from ..training.zero_on_fsdp import resting_device, shard_over_data
 from .shared_gpu import share_gpu
 
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from trilith.checkpoints import load_module
 from trilith.cli.app import run
-from trilith.models.base.names import expand
+from trilith.models.base.hugging_face_names import expand
 from trilith.parallel_state import Layout, initialize
 from trilith.testing import assert_layout_invariant, run_parallel
 

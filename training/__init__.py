@@ -6,7 +6,6 @@ evaluation.
 """
 
 from .adamw import make_adamw
-from .data_parallel import shard_over_data
 from .evaluation import Evaluator
 from .learning_rate import Schedule
 from .precision import Precision
@@ -15,6 +14,7 @@ from .step import TrainStep
 from .supervised import run
 from .trainer import Trainer
 from .user_step import ModuleStep, own_samples
+from .zero_on_fsdp import shard_over_data
 
 __all__ = [
     "Evaluator",

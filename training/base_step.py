@@ -13,13 +13,13 @@ from torch.distributed.fsdp import FSDPModule
 
 from ..parallel_state import (
     BadInput,
-    Gradients,
+    GradientSums,
     ParallelState,
     check_state,
     refuse_foreign,
     refuse_untrained,
 )
-from .data_parallel import before_backward
+from .zero_on_fsdp import before_backward
 
 MicroBatch = TypeVar("MicroBatch")
 
@@ -56,7 +56,7 @@ class Step:
             raise BadInput("step", "unused", expected=expected, found=found) from None
         self._whole, self.state, self.micro_batch = model, state, micro_batch
         self.unused, self.reduce = unused, reduce
-        self._gradients: Gradients | None = None
+        self._gradients: GradientSums | None = None
         check_state(model, state, "step")
         if dist.is_initialized() and dist.get_world_size() > state.layout.world:
             refuse_foreign(model, "step")  # a state of one rank, and a wrapper that averages over several
@@ -87,10 +87,10 @@ class Step:
         return losses
 
     @property
-    def gradients(self) -> Gradients:
+    def gradients(self) -> GradientSums:
         """Return the gradients of the model, looked up at the first call."""
         if self._gradients is None:
-            self._gradients = Gradients(self._whole, self.state, where="step")
+            self._gradients = GradientSums(self._whole, self.state, where="step")
         return self._gradients
 
     def sum_over_ranks(self, numbers: Tensor) -> tuple[Tensor, Tensor]:

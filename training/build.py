@@ -22,7 +22,6 @@ from ..recipes.checks import decay_steps
 from ..recipes.recipe import Recipe
 from ..recipes.sections import ExpertsSection, MemorySection
 from .adamw import make_adamw
-from .data_parallel import resting_device, shard_over_data
 from .learning_rate import Schedule, scaled_rate
 from .loss_scale import LossScale
 from .parameter_groups import freeze
@@ -31,6 +30,7 @@ from .run_plan import Plan
 from .spikes import Spikes
 from .step import TrainStep
 from .update import Update
+from .zero_on_fsdp import resting_device, shard_over_data
 
 
 @dataclass(frozen=True)

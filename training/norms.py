@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..models import CausalLM
-from ..models.base.names import Link
+from ..models.base.hugging_face_names import Link
 from ..parallel_state import declarations
 from ..parallel_state.engine import local_data
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..data.batch import Batch
 from ..models import CausalLM
-from ..parallel_state import PeerFailed, last_not_finite
+from ..parallel_state import ParallelState, PeerFailed, declarations
 from ..parallel_state.engine import local_data
 from .forward import ForwardOnly
 
@@ -97,6 +97,23 @@ def looking(model: CausalLM) -> Iterator[list[Origin]]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def last_not_finite(model: nn.Module, *, state: ParallelState | None = None) -> str | None:
+    """Return the last parameter on this rank (the first in a backward pass) whose gradient holds a NaN or an
+    infinity.
+
+    For a tied embedding this is the first stage's copy, because the last stage's copy holds the sum.
+    """
+    stage, stated = 0 if state is None else state.at.pipeline, declarations(model)
+    found = [
+        name
+        for name, one in model.named_parameters()
+        if one.grad is not None
+        and not (stated[name].ends and stage)
+        and not _all_finite(local_data(one.grad))
+    ]
+    return found[-1] if found else None
 
 
 def _depth(model: CausalLM, parameter: str) -> float:

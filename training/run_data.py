@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..data.batches import GlobalBatches, Mixture
-from ..data.tokens import TokenFile
+from ..data.token_file import TokenFile
 from ..data.vocabulary import check_vocabulary
 from ..parallel_state import BadInput
 from ..recipes.recipe import Recipe

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..layers import Balance, Balancing
 from ..models import CausalLM
-from ..parallel_state import Gradients, refuse_untrained
+from ..parallel_state import GradientClipping, refuse_untrained
 from .loss_scale import LossScale
 from .spikes import Spikes
 
@@ -56,7 +56,7 @@ class Update:
     ) -> None:
         self.model, self.optimizer, self.clip = model, optimizer, clip
         self.loss_scale, self.spikes, self.balancing = loss_scale, spikes, balancing
-        self._gradients: Gradients | None = None
+        self._clipping: GradientClipping | None = None
         #: Steps that updated; those that did not, by reason.
         self.made, self.skips = 0, {"overflow": 0, "spike": 0}
 
@@ -74,9 +74,9 @@ class Update:
 
         ``counts``, with ``loss``: from ``TrainStep.launch``. Raises ``NotTrained`` where they say so.
         """
-        if self._gradients is None:
-            self._gradients = Gradients(self.model, self.model.state, where="update")
-        norm = self._gradients.clip(self.clip, loss_scale=self.scale)
+        if self._clipping is None:
+            self._clipping = GradientClipping(self.model, self.model.state, where="update")
+        norm = self._clipping.clip(self.clip, loss_scale=self.scale)
         counts = norm.new_zeros(2) if counts is None else counts
         measured = [one.to(norm.device).double() for one in (loss.view(1), norm.view(1), counts)]
         unfit = _unfit(*torch.cat(measured).unbind())

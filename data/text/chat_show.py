@@ -5,9 +5,9 @@ from __future__ import annotations
 from itertools import groupby
 from pathlib import Path
 
-from ..tokens import TokenFile
+from ..token_file import TokenFile
 from .chat_template import Chat
-from .tokenizer import load_tokenizer
+from .tokenizer_loading import load_tokenizer
 
 
 def shown(file: TokenFile, number: int, tokenizer: Path) -> str:

@@ -23,7 +23,7 @@ from ...parallel_state import BadInput
 from ...storage.small_files import read_text
 from ...system import OverLimit, bounded
 from .chat_formats import Conversation
-from .tokenizer import (
+from .tokenizer_loading import (
     TEMPLATE_MEMORY,
     TEMPLATE_SECONDS,
     FolderTokenizer,

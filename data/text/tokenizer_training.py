@@ -19,7 +19,7 @@ from ...storage.disk import Disk
 from ...storage.output_file import check_place
 from ...storage.staging import check_output, staged
 from .chat_template import read_template
-from .tokenizer import Tokenizer, load_tokenizer
+from .tokenizer_loading import Tokenizer, load_tokenizer
 
 #: Unigram log probabilities are rounded to multiples of 1/64. Sums below 2**18, some 25,000 tokens, are then
 #: exact in SentencePiece's single precision, so that ties are ties in both libraries.

@@ -1,1 +1,1 @@
-"""Compute attention: over whole rows, in blocks, and over context ranks (all-gather or ring attention)."""
+"""Compute attention: over whole rows, in blocks, and over context ranks (ring or gathered)."""

@@ -21,9 +21,9 @@ from .alibi import Alibi
 from .backends import AttentionCall, Backend, PinnedBackend, choose_backend
 from .blockwise import scores_bytes
 from .causal import call_in_plan, call_of, causal_attention, merge_heads, score_name, split_heads
-from .context import context_sends, context_working
 from .inputs import AttentionInputs
 from .mask import AttentionScope
+from .ring_and_gathered_attention import context_sends, context_working
 from .sinks import Sinks
 from .visible import exceeds
 

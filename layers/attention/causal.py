@@ -14,9 +14,9 @@ from ..cost import Tokens
 from .alibi import Alibi
 from .backends import HALF, AttentionCall, Backend, PinnedBackend, Score, choose_backend
 from .blockwise import blockwise_attention, widened
-from .context import context_attention
 from .flex import flex_attention
 from .mask import AttentionScope
+from .ring_and_gathered_attention import context_attention
 from .varlen import varlen_attention
 from .visible import exceeds
 

@@ -18,9 +18,9 @@ from ..replicated_linear import ReplicatedLinear
 from ..row_parallel_linear import RowParallelLinear
 from .backends import AttentionCall, PinnedBackend, choose_backend
 from .causal import call_of, causal_attention, merge_heads, split_heads
-from .context import context_sends, context_working
 from .inputs import AttentionInputs
 from .mask import AttentionScope
+from .ring_and_gathered_attention import context_sends, context_working
 
 
 class MultiHeadLatentAttention(nn.Module):

@@ -33,8 +33,8 @@ from ...parallel_state import (
     nearest_divisors,
 )
 from .config import ModelConfig
+from .hugging_face_names import Link, Rule, expand
 from .multi_token import multi_token_rules
-from .names import Link, Rule, expand
 
 
 class CausalLM(nn.Module):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ...layers import AttentionInputs, Cost, ReplicatedLinear, Tokens, cost_of, sum_costs
 from ...parallel_state import Initial, ParallelState
-from .names import Copy, Rename, Rule
+from .hugging_face_names import Copy, Rename, Rule
 
 
 class MultiTokenPrediction(nn.Module):

@@ -12,7 +12,7 @@ from ...layers import Experts, ParallelLinear, attach_expert_lora, attach_lora, 
 from ...parallel_state import BadInput, Declaration, ParallelState, declarations
 from ..base.config import ModelConfig
 from ..base.family import CausalLM, Family, making
-from ..base.names import Link
+from ..base.hugging_face_names import Link
 from .config import LoraConfig
 from .targets import ExpertSite, Site, expert_sites, leaves, linear_sites
 

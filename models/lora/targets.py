@@ -11,7 +11,7 @@ from ...layers import Experts, linears
 from ...parallel_state import Box
 from ..base.config import ModelConfig
 from ..base.family import Family
-from ..base.names import Link
+from ..base.hugging_face_names import Link
 
 #: PEFT's prefix of a module's name in the files of an adapter.
 PEFT_PREFIX = "base_model.model."

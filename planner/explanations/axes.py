@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ...parallel_state import BadInput
-from ...pipeline.schedules import bubble_share, micro_batches_for, schedule_kind
+from ...pipeline.bubble import bubble_share, micro_batches_for
+from ...pipeline.schedule_kinds import schedule_kind
 from ..formulas.axis_bytes import (
     context_block_bytes,
     expert_block_bytes,

@@ -29,7 +29,7 @@ from safetensors.torch import load_file, save_file
 from trilith.checkpoints import convert
 from trilith.cli.app import COMMANDS, run
 from trilith.data import token_writer
-from trilith.data.text.documents import read_blocks
+from trilith.data.text.text_and_jsonl import read_blocks
 from trilith.data.text.tokenizer_training import train_tokenizer
 from trilith.runs.metrics import StepMetrics
 from trilith.system.process_info import children_of, process_info

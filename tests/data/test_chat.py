@@ -12,7 +12,7 @@ from tokenizers import ByteLevelBPETokenizer
 from transformers import PreTrainedTokenizerFast
 from trilith.data.text.chat_formats import Conversation, conversation_of
 from trilith.data.text.chat_template import Chat, ChatTemplate
-from trilith.data.text.tokenizer import FolderTokenizer, load_tokenizer
+from trilith.data.text.tokenizer_loading import FolderTokenizer, load_tokenizer
 from trilith.data.text.tokenizer_training import train_tokenizer
 from trilith.parallel_state import BadInput
 

@@ -15,11 +15,11 @@ import pytest
 import zstandard
 from trilith.cli.app import run
 from trilith.data import TokenFile, token_writer
-from trilith.data.text import encode
+from trilith.data.text import tokenize_workers
 from trilith.data.text.chat_show import shown
 from trilith.data.text.chat_template import Chat
-from trilith.data.text.documents import read_blocks
-from trilith.data.text.tokenize import tokenize
+from trilith.data.text.text_and_jsonl import read_blocks
+from trilith.data.text.tokenize_files import tokenize
 from trilith.data.text.tokenizer_training import train_tokenizer
 from trilith.parallel_state import BadInput, PeerFailed
 from trilith.testing import run_fresh
@@ -224,14 +224,14 @@ def test_a_killed_job_goes_on_and_gives_the_same_bytes(
 
 def counted(monkeypatch: pytest.MonkeyPatch, call: Any) -> int:
     """Count the blocks that are encoded during the call."""
-    made, begun = encode._encoder, []
+    made, begun = tokenize_workers._encoder, []
     with monkeypatch.context() as patch:
 
         def counting(*arguments: Any) -> Any:
             one = made(*arguments)
             return lambda block: (begun.append(block.first), one(block))[1]
 
-        patch.setattr(encode, "_encoder", counting)
+        patch.setattr(tokenize_workers, "_encoder", counting)
         call()
     return len(begun)
 

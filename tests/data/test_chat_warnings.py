@@ -12,9 +12,9 @@ from trilith.cli.app import run
 from trilith.data import token_writer
 from trilith.data.text.chat_formats import Conversation
 from trilith.data.text.chat_template import Chat, ChatTemplate
-from trilith.data.text.documents import read_blocks
-from trilith.data.text.tokenize import tokenize
-from trilith.data.text.tokenizer import FolderTokenizer, load_tokenizer
+from trilith.data.text.text_and_jsonl import read_blocks
+from trilith.data.text.tokenize_files import tokenize
+from trilith.data.text.tokenizer_loading import FolderTokenizer, load_tokenizer
 
 HEAD = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
 PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"

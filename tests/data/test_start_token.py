@@ -13,8 +13,8 @@ from tokenizers.processors import TemplateProcessing
 from trilith.cli.app import run
 from trilith.data import TokenFile, token_writer
 from trilith.data.text.chat_template import Chat
-from trilith.data.text.tokenize import tokenize
-from trilith.data.text.tokenizer import load_tokenizer
+from trilith.data.text.tokenize_files import tokenize
+from trilith.data.text.tokenizer_loading import load_tokenizer
 from trilith.data.text.tokenizer_training import train_tokenizer
 from trilith.generation.prompts import prompt_ids
 from trilith.parallel_state import BadInput

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trilith.data import token_writer
-from trilith.data.text.documents import read_blocks
-from trilith.data.text.tokenize import tokenize
+from trilith.data.text.text_and_jsonl import read_blocks
+from trilith.data.text.tokenize_files import tokenize
 from trilith.data.text.tokenizer_training import train_tokenizer
 
 WORDS = [f"number {i} of many words" for i in range(400)]

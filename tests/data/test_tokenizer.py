@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers.processors import TemplateProcessing
-from trilith.data.text import tokenizer as tokenizer_module
-from trilith.data.text.tokenizer import Tokenizer, load_tokenizer
+from trilith.data.text import tokenizer_loading
+from trilith.data.text.tokenizer_loading import Tokenizer, load_tokenizer
 from trilith.data.text.tokenizer_training import train_tokenizer
 from trilith.data.vocabulary import check_vocabulary
 from trilith.parallel_state import BadInput
@@ -288,7 +288,7 @@ def test_fingerprint_follows_the_files(folder: Path, tmp_path: Path) -> None:
     added["version"] = "1.0"
     (copy / "tokenizer.json").write_text(json.dumps(added))
     assert load_tokenizer(copy).fingerprint != load_tokenizer(folder).fingerprint
-    assert tokenizer_module.LARGEST_FILE == 256 * 2**20
+    assert tokenizer_loading.LARGEST_FILE == 256 * 2**20
 
 
 @pytest.mark.parametrize("when", ["before_rename", "after_rename"])

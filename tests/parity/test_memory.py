@@ -14,7 +14,7 @@ from trilith.parallel_state import Layout, ParallelState
 from trilith.recipes.sections import MemorySection
 from trilith.testing import run_parallel
 from trilith.testing.short_training import Case, Outcome, first_difference, outcome, train_rank
-from trilith.training import Precision, data_parallel
+from trilith.training import Precision, zero_on_fsdp
 
 SEQUENCE, STAGES, ZERO = Layout.of(tensor=2, sequence=True), Layout.of(pipeline=2), Layout.of(data=2, zero=3)
 RATES = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1, "n_layer": 2}
@@ -67,17 +67,17 @@ def test_checkpointing_changes_no_bit(
 def policies(offload: bool) -> list[tuple[str, bool]]:
     """Return each ``fully_shard``'s kind of offload policy in a model, and whether pages are pinned."""
     seen: list[Any] = []
-    shard = data_parallel.fully_shard
+    shard = zero_on_fsdp.fully_shard
     state = ParallelState.start(Layout.of(data=2, zero=3))
     family = family_of(MODEL)
     model = family.build(family.from_hf(MODEL), state=state)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            data_parallel,
+            zero_on_fsdp,
             "fully_shard",
             lambda module, **said: (seen.append(said["offload_policy"]), shard(module, **said))[1],
         )
-        data_parallel.shard_over_data(model, state, Precision(), offload=offload)
+        zero_on_fsdp.shard_over_data(model, state, Precision(), offload=offload)
     return [(type(policy).__name__, getattr(policy, "pin_memory", False)) for policy in seen]
 
 
@@ -89,5 +89,5 @@ def test_offload_reaches_fsdp_and_the_optimizer_steps_on_the_host() -> None:
     assert run_parallel(policies, 2, True)[0] == [("CPUOffloadPolicy", False)] * 3
     assert run_parallel(policies, 2, False)[0] == [("OffloadPolicy", False)] * 3
     on_a_gpu = ParallelState(Layout(), 0, device=torch.device("cuda", 1))
-    assert data_parallel.resting_device(on_a_gpu, offload=True) == torch.device("cpu")
-    assert data_parallel.resting_device(on_a_gpu, offload=False) == torch.device("cuda", 1)
+    assert zero_on_fsdp.resting_device(on_a_gpu, offload=True) == torch.device("cpu")
+    assert zero_on_fsdp.resting_device(on_a_gpu, offload=False) == torch.device("cuda", 1)

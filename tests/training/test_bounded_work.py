@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from trilith.data.text import chat_template, documents, tables, tokenizer
+from trilith.data.text import chat_template, parquet_and_arrow, text_and_jsonl, tokenizer_loading
 from trilith.data.text.chat_formats import Conversation
 from trilith.data.text.chat_template import Chat
-from trilith.data.text.documents import documents_of, read_blocks
-from trilith.data.text.tokenizer import FolderTokenizer, load_tokenizer
+from trilith.data.text.text_and_jsonl import documents_of, read_blocks
+from trilith.data.text.tokenizer_loading import FolderTokenizer, load_tokenizer
 from trilith.data.text.tokenizer_training import train_tokenizer
 from trilith.parallel_state import BadInput
 from trilith.system import OverLimit, bounded
@@ -112,7 +112,7 @@ def test_a_parquet_bomb_is_refused_in_little_memory(tmp_path: Path, nested: bool
     assert path.stat().st_size < 20_000_000
     said, grew = outcome(read_all, path)
     assert said.startswith(str(path)), said
-    assert grew < tables.MOST_MEMORY + ROOM
+    assert grew < parquet_and_arrow.MOST_MEMORY + ROOM
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +126,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_text_too_long_to_be_tokenized_whole_is_refused_by_every_way_to_tokenize(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokenizer, "LARGEST_TEXT", 100)
+    monkeypatch.setattr(tokenizer_loading, "LARGEST_TEXT", 100)
     for path in (folder, folder / "tokenizer.model"):
         loaded = load_tokenizer(path)
         for way in (loaded.encode, loaded.prompt):
@@ -159,7 +159,7 @@ def apply(folder: Path, text: str) -> None:
 def test_a_template_without_end_is_refused_within_its_time_and_memory(
     folder: Path, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (tokenizer, chat_template):
+    for module in (tokenizer_loading, chat_template):
         monkeypatch.setattr(module, "TEMPLATE_SECONDS", 0.5)
         monkeypatch.setattr(module, "TEMPLATE_MEMORY", 2**27)
     said, grew = outcome(apply, folder, text)
@@ -189,8 +189,8 @@ def ask(folder: Path, text: str) -> None:
 def test_a_drawn_template_ends_in_text_or_in_a_refusal(folder: Path, text: str) -> None:
     patch = pytest.MonkeyPatch()
     try:
-        patch.setattr(tokenizer, "TEMPLATE_SECONDS", 0.1)
-        patch.setattr(tokenizer, "TEMPLATE_MEMORY", 2**27)
+        patch.setattr(tokenizer_loading, "TEMPLATE_SECONDS", 0.1)
+        patch.setattr(tokenizer_loading, "TEMPLATE_MEMORY", 2**27)
         ask(folder, text)
     except BadInput as error:
         assert "template" in str(error) or "characters" in str(error)
@@ -213,4 +213,4 @@ def test_limits_end_with_their_block() -> None:
 
 
 def test_no_document_is_larger_than_what_is_tokenized_at_once() -> None:
-    assert documents.LARGEST_DOCUMENT == 4 * tokenizer.LARGEST_TEXT
+    assert text_and_jsonl.LARGEST_DOCUMENT == 4 * tokenizer_loading.LARGEST_TEXT

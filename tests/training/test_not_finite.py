@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from trilith.parallel_state import ParallelState, PeerFailed
 from trilith.parallel_state.engine import local_data
 from trilith.recipes.recipe import parse_recipe
@@ -16,6 +17,7 @@ from trilith.runs.metrics import StepMetrics, read_metrics
 from trilith.testing import run_parallel
 from trilith.testing.short_runs import tiny_recipe, write_tokens
 from trilith.training import Trainer
+from trilith.training.not_finite import last_not_finite
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {},
@@ -126,3 +128,13 @@ def test_a_fault_in_the_backward_pass_is_named_by_the_nearest_gradient(
 ) -> None:
     text = said(tmp_path, tokens, layout, backward)
     assert text.startswith("step 3: rank 0: the gradient of layers.1.mlp.down.weight is not finite")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_the_last_gradient_that_is_not_finite_is_named(value: float) -> None:
+    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
+    model(torch.randn(6, 4)).pow(2).sum().backward()
+    assert last_not_finite(model) is None
+    model.get_parameter("0.weight").grad[0, 1] = value
+    model.get_parameter("1.weight").grad[2, 3] = value
+    assert last_not_finite(model) == "1.weight"

@@ -9,8 +9,8 @@ from trilith.layers import MLP, LayerNorm
 from trilith.parallel_state import BadInput, Layout, ParallelState, clip_gradients, initialize
 from trilith.testing import run_parallel
 from trilith.training import ModuleStep, Precision, make_adamw, own_samples, shard_over_data
-from trilith.training.data_parallel import find_blocks
 from trilith.training.user_step import Samples
+from trilith.training.zero_on_fsdp import find_blocks
 
 LAYOUTS = (
     Layout(tensor=2),

@@ -1,4 +1,4 @@
-"""Token files: the ids of a corpus end to end, memory-mapped, with what is needed to trust them.
+"""Read a token file: the ids of a corpus end to end, memory-mapped, with what is needed to trust them.
 
 ``<name>.bin``        little-endian uint16 (vocabulary up to 65,536) or uint32, nothing else
 ``<name>.docs.npy``   int64, where each document starts, and the number of tokens at the end

@@ -13,7 +13,6 @@ from trilith.parallel_state import (
     clip_gradients,
     finalize_gradients,
     gradient_norm,
-    last_not_finite,
 )
 from trilith.parallel_state.engine import local_data
 from trilith.testing import run_parallel
@@ -62,15 +61,6 @@ def test_bf16_gradients_are_measured_in_fp32() -> None:
 def test_a_model_without_gradients_has_norm_zero() -> None:
     assert float(gradient_norm(nn.Linear(3, 2))) == 0.0
     assert float(clip_gradients(nn.Linear(3, 2), 1.0)) == 0.0
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_the_last_gradient_that_is_not_finite_is_named(value: float) -> None:
-    model = with_gradients()
-    assert last_not_finite(model) is None
-    model.get_parameter("0.weight").grad[0, 1] = value
-    model.get_parameter("1.weight").grad[2, 3] = value
-    assert last_not_finite(model) == "1.weight"
 
 
 class Parts(nn.Module):

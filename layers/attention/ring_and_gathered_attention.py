@@ -1,7 +1,8 @@
-"""Compute causal attention of this context rank's queries over the keys and values of all context ranks.
+"""Compute ring attention, or attention over gathered keys and values, of the tokens of one context rank.
 
-Keys and values come all at once (all-gather), or around a ring (``layout.ring``): a rank computes with the
-keys and values of one rank while it receives those of the next. The blocks of attention are the same in both
+The queries of this rank see the keys and values of all context ranks. These come around a ring
+(``layout.ring``), where a rank computes with those of one rank while it receives those of the next, or all at
+once by an all-gather. The blocks of attention are the same in both
 cases. Forward combines the blocks by their log-sums. Backward does not keep the other ranks' keys and values,
 but fetches them again, and returns their gradients by a reduce-scatter, or around the ring behind them.
 

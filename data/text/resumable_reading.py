@@ -6,7 +6,7 @@ import hashlib
 from collections import deque
 from collections.abc import Iterator
 
-from .documents import Block
+from .text_and_jsonl import Block
 
 
 class Reading(Iterator[tuple[int, Block]]):

@@ -17,11 +17,10 @@ from hypothesis import strategies as st
 from trilith.cli.app import run
 from trilith.cli.tokenize import tokenize as command
 from trilith.data import TokenFile
-from trilith.data.text import documents as documents_module
-from trilith.data.text import tokenize as tokenize_module
-from trilith.data.text.documents import documents_of, read_blocks
-from trilith.data.text.tokenize import tokenize
-from trilith.data.text.tokenizer import Tokenizer, load_tokenizer
+from trilith.data.text import text_and_jsonl, tokenize_files
+from trilith.data.text.text_and_jsonl import documents_of, read_blocks
+from trilith.data.text.tokenize_files import tokenize
+from trilith.data.text.tokenizer_loading import Tokenizer, load_tokenizer
 from trilith.data.text.tokenizer_training import train_tokenizer
 from trilith.parallel_state import BadInput, PeerFailed
 from typer import Typer
@@ -259,14 +258,14 @@ def test_a_worker_that_is_killed_ends_the_job(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Signals come from the worker itself, through what it unpickles: the code under test stays as it is.
-    monkeypatch.setattr(tokenize_module, "Job", _KillsItsReader)
+    monkeypatch.setattr(tokenize_files, "Job", _KillsItsReader)
     with pytest.raises(PeerFailed, match="--workers"):
         tokenize(SOURCES, folder / "tokenizer.model", tmp_path / "out", workers=2)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_document_has_a_largest_size(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(documents_module, "LARGEST_DOCUMENT", 1000)
+    monkeypatch.setattr(text_and_jsonl, "LARGEST_DOCUMENT", 1000)
     path = tmp_path / "in.txt"
     path.write_text("a\n" * 600)
     with pytest.raises(BadInput, match="--split-paragraphs"):

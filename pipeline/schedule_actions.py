@@ -1,4 +1,4 @@
-"""List what each rank computes in a pipeline step, in the order of torch's schedules; nothing is timed."""
+"""List the actions of a pipeline schedule: what each rank computes in a step, in order, without times."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from ..parallel_state import BadInput, Layout, engine
-from .schedules import check_schedule
+from .schedule_kinds import check_schedule
 
 #: Forwards of a step that are planned at most, over all stages. Torch plans so many in some seconds.
 MOST_FORWARDS = 2**15

@@ -9,14 +9,14 @@ from pathlib import Path
 
 from ...parallel_state import BadInput, check_workers
 from ...storage.output_file import check_place
+from ..token_file import TokenFile
 from ..token_writer import TokenWriter
-from ..tokens import TokenFile
 from .chat_template import Chat
-from .documents import Block, check_inputs, input_size, read_blocks
-from .encode import Job, encode_all, useful_workers
-from .job_reading import Reading
-from .tables import dataset_files
-from .tokenizer import Tokenizer, load_tokenizer
+from .parquet_and_arrow import dataset_files
+from .resumable_reading import Reading
+from .text_and_jsonl import Block, check_inputs, input_size, read_blocks
+from .tokenize_workers import Job, encode_all, useful_workers
+from .tokenizer_loading import Tokenizer, load_tokenizer
 
 
 def tokenize(

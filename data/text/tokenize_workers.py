@@ -23,8 +23,8 @@ from ...parallel_state import BadInput, PeerFailed
 from ..token_index import dtype_for
 from .chat_formats import conversation_of
 from .chat_template import Chat, ChatTemplate
-from .documents import Block, documents_of, records_of
-from .tokenizer import Tokenizer, check_length, load_tokenizer
+from .text_and_jsonl import Block, documents_of, records_of
+from .tokenizer_loading import Tokenizer, check_length, load_tokenizer
 
 #: Bytes of input that take about as long as starting a process.
 _WORTH_A_PROCESS = 8 * 2**20

@@ -1,4 +1,4 @@
-"""Read documents from files: one reader cuts files into blocks, many workers take the blocks apart.
+"""Read documents from text and JSONL files: one reader cuts blocks, many workers take them apart.
 
 The reader cuts bytes at places where a document cannot go on (a line end in JSON lines, a blank line between
 paragraphs), so the documents do not depend on where the cuts fall.
@@ -17,8 +17,8 @@ from typing import Any, BinaryIO, Literal, Protocol, cast
 
 from ...parallel_state import BadInput
 from ...storage.regular import stat_regular
-from .tables import dataset_files, need, read_dataset, read_parquet
-from .tokenizer import LARGEST_TEXT
+from .parquet_and_arrow import dataset_files, need, read_dataset, read_parquet
+from .tokenizer_loading import LARGEST_TEXT
 
 #: No document has more bytes, for none may have more characters than are tokenized at once.
 LARGEST_DOCUMENT = 4 * LARGEST_TEXT

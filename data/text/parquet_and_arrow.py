@@ -1,4 +1,4 @@
-"""Read rows of tables: Parquet files, and folders that Hugging Face's ``Dataset.save_to_disk`` writes."""
+"""Read rows of Parquet files, and of Arrow files in folders that ``Dataset.save_to_disk`` writes."""
 
 from __future__ import annotations
 

@@ -1,0 +1,90 @@
+"""Sum the gradients that are still partial after backward, over tensor ranks and pipeline ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from . import engine
+from .declaration import declarations
+from .engine import local_data
+from .foreign import check_state
+from .state import ParallelState, alone_or
+
+
+class GradientSums:
+    """Sum the partial gradients of a model after each backward, and count the parameters that got none.
+
+    The parameters and their declarations are looked up once. So make this object after ``shard_over_data``,
+    when the model's parameters are the same objects as the optimizer's. ``where`` names the caller in an
+    error. No method makes the host wait for the device.
+    """
+
+    def __init__(
+        self, model: nn.Module, state: ParallelState | None = None, *, where: str = "GradientSums"
+    ) -> None:
+        self.state = state = alone_or(state)
+        check_state(model, state, where)
+        stated = declarations(model)
+        self._all = [(name, parameter, stated[name]) for name, parameter in model.named_parameters()]
+
+    def finalize(self, *, reduce: torch.dtype | None = None) -> None:
+        """Sum the partial gradients, in place; see ``finalize_gradients``."""
+        state = self.state
+        if state.tensor_size > 1:
+            partial = [one for _, one, declaration in self._all if "tensor" in declaration.partial]
+            _sum_together(partial, state.tensor_group, reduce)
+        if state.layout.pipeline > 1 and not state.layout.v_shape:  # in a V one rank holds both ends
+            _sum_together([one for _, one, stated in self._all if stated.ends], state.ends_group, reduce)
+
+    def count(self, *, unused: Callable[[str], Any] = lambda name: False) -> tuple[int, int]:
+        """Return two counts of this rank: its trained parameters, and how many of them have no gradient.
+
+        ``unused`` tells from a parameter's name whether a step may leave it without a gradient; such
+        parameters are not counted.
+        """
+        trained = [one for name, one, _ in self._all if one.requires_grad and not unused(name)]
+        return len(trained), sum(one.grad is None for one in trained)
+
+
+def finalize_gradients(
+    model: nn.Module, *, reduce: torch.dtype | None = None, state: ParallelState | None = None
+) -> None:
+    """Sum the partial gradients, in place; call it once in a step after the last backward.
+
+    Norm weights and row biases with sequence parallelism, and shared key/value heads, are summed over the
+    tensor axis; a tied embedding is summed over the two ends of the pipeline. FSDP has already summed over
+    the data axes. ``reduce``: the dtype to sum in; the default is that of the gradients.
+    """
+    GradientSums(model, state, where="finalize_gradients").finalize(reduce=reduce)
+
+
+def divide_gradients(model: nn.Module, by: Tensor) -> None:
+    """Divide all gradients by one number, in place, on the host if they are kept there (offload)."""
+    found = [local_data(one.grad) for one in model.parameters() if one.grad is not None]
+    on = {device: by.to(device) for device in {grad.device for grad in found}}
+    for grad in found:
+        grad.div_(on[grad.device])
+
+
+def _sum_together(
+    parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, reduce: torch.dtype | None
+) -> None:
+    """All-reduce the gradients of many small parameters as one tensor, for each dtype.
+
+    A trained parameter without a gradient counts as zeros: the ranks need not have the same gradients to send
+    the same number of bytes.
+    """
+    taking = [one for one in parameters if one.requires_grad or one.grad is not None]
+    for dtype in sorted({one.dtype for one in taking}, key=str):
+        same = [one for one in taking if one.dtype == dtype]
+        grads = [local_data(torch.zeros_like(one) if one.grad is None else one.grad) for one in same]
+        flat = torch.cat([grad.reshape(-1) for grad in grads]).to(reduce or dtype)
+        dist.all_reduce(flat, group=group)
+        parts = flat.split([grad.numel() for grad in grads])
+        summed = [part.view_as(grad) for grad, part in zip(grads, parts, strict=True)]
+        engine.foreach_copy_(grads, summed)
