@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
-from trilith.parallel_state import Layout
+from torch import nn
+from trilith.parallel_state import Layout, ParallelState, engine, initialize
 from trilith.testing import run_parallel
-from trilith.testing.short_training import Case, Outcome, first_difference, outcome, train_rank
+from trilith.testing.short_training import (
+    Case,
+    Outcome,
+    build_rank,
+    first_difference,
+    outcome,
+    rank_batch,
+    train_rank,
+)
 from trilith.testing.tiny_models import MODELS
 
 LAYOUTS = [
@@ -18,6 +30,15 @@ LAYOUTS = [
 
 
 CONFIG = MODELS["llama"] | {"num_hidden_layers": 3}
+
+#: FSDP casts the weights in all but the first, where trilith does.
+CASTING = [
+    Layout.of(pipeline=2),
+    *(Layout.of(data=2, zero=zero) for zero in (0, 1, 2, 3)),
+    Layout.of(context=2),
+    Layout.of(pipeline=2, data=2, zero=3),
+]
+EVERY_KIND = {"embed", "layers.0.attention.qkv", "layers.2.mlp.down", "layers.1.mlp_norm", "norm"}
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +65,36 @@ def test_bf16_compute(layout: Layout, fp32: Outcome) -> None:
     if layout.sequence:  # one layout of two ranks is enough to see that nothing depends on time
         again = run(case)
         assert first_difference(found, again, tolerance=0.0) is None, "two runs must be equal bit for bit"
+
+
+def dtypes_of_a_step(case: Case) -> dict[str, set[torch.dtype]]:
+    """Return the dtypes of weights and outputs in a step's forwards, for each module below the blocks."""
+    state = ParallelState.start(case.layout)
+    parts = build_rank(case, state)
+    initialize(parts.model, case.seed, state=state)
+    seen: dict[str, set[torch.dtype]] = {}
+
+    def look(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        tensors = [*module.parameters(), *engine.tensors_in(output)]
+        seen.setdefault(name, set()).update(one.dtype for one in tensors)
+
+    wrapped = {parts.model, *parts.model.layers.values()}  # their weights are sharded again by then
+    for name, module in parts.model.named_modules():
+        if module not in wrapped and [*module.parameters()]:
+            module.register_forward_hook(partial(look, name))
+    parts.step(rank_batch(case, 0, state))
+    return seen
+
+
+@pytest.mark.parametrize("compute", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("layout", CASTING, ids=str)
+def test_weights_and_outputs_have_the_chosen_dtype_in_every_module(
+    layout: Layout, compute: torch.dtype
+) -> None:
+    case = Case(CONFIG, layout, dtype=torch.float32, compute=compute)
+    found = run_parallel(dtypes_of_a_step, layout.world, case)
+    assert {name for seen in found for name in seen} >= EVERY_KIND
+    assert {dtype for seen in found for dtypes in seen.values() for dtype in dtypes} == {compute}
 
 
 FP32_LAYOUTS = [Layout.of(pipeline=2, data=2, zero=1)]
