@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
@@ -19,45 +19,48 @@ _COPY = "copy_to_tensor (enter_tensor under sequence parallelism), or a ColumnPa
 def first_forward(
     layout: Layout, one: Witnessed, ranks: Sequence[Witnessed], tolerance: float
 ) -> Fault | None:
-    waiting: list[tuple[Event, Placement]] = []
-    for event, found in placements(layout, one.seen.forward, [r.seen.forward for r in ranks], tolerance):
-        if found.kind == "partial":
-            waiting.append((event, found))
-        elif found.settled:
-            waiting = [each for each in waiting if not _after(each[0], event)]
-        else:
-            if waiting:
-                return _unsummed(waiting[0][0], found.relative, "forward")
-            if event.side == "input":
-                asker = _caller(event.module, {each.module for each in one.seen.forward})
-                said = f"what it gives to {event.module} differs by {found.relative:.1e}"
-                return Fault(asker, "forward", found.relative, with_note(said, found.note))
-            return Fault(
-                event.module,
-                "forward",
-                found.relative,
-                with_note(f"its output differs by {found.relative:.1e}", found.note),
-            )
-    if waiting and waiting[-1][0].module == "":
-        return _unsummed(waiting[0][0], 1.0, "forward")
-    return None
+    events = placements(layout, one.seen.forward, [r.seen.forward for r in ranks], tolerance)
+    waiting, different = _until_one_differs(events, _after)
+    if different is None:
+        return _unsummed(waiting[0], 1.0, "forward") if waiting and waiting[-1].module == "" else None
+    event, found = different
+    if waiting:
+        return _unsummed(waiting[0], found.relative, "forward")
+    if event.side == "input":
+        asker = _caller(event.module, {each.module for each in one.seen.forward})
+        said = f"what it gives to {event.module} differs by {found.relative:.1e}"
+        return Fault(asker, "forward", found.relative, with_note(said, found.note))
+    said = f"its output differs by {found.relative:.1e}"
+    return Fault(event.module, "forward", found.relative, with_note(said, found.note))
 
 
 def first_backward(
     layout: Layout, one: Witnessed, ranks: Sequence[Witnessed], tolerance: float
 ) -> Fault | None:
-    waiting: list[tuple[Event, Placement]] = []
-    for event, found in placements(layout, one.seen.backward, [r.seen.backward for r in ranks], tolerance):
+    events = placements(layout, one.seen.backward, [r.seen.backward for r in ranks], tolerance)
+    waiting, different = _until_one_differs(events, _before)
+    if different is None:
+        return _unsummed(waiting[0], 1.0, "backward", last=True) if waiting else None
+    event, found = different
+    if waiting:
+        return _unsummed(waiting[0], found.relative, "backward")
+    said = f"the gradient of its {event.side} differs by {found.relative:.1e}"
+    return Fault(event.module, "backward", found.relative, with_note(said, found.note))
+
+
+def _until_one_differs(
+    events: Iterator[tuple[Event, Placement]], summed_by: Callable[[Event, Event], bool]
+) -> tuple[list[Event], tuple[Event, Placement] | None]:
+    """Return the partial values that nothing has summed so far, and the first event that differs, if any."""
+    waiting: list[Event] = []
+    for event, found in events:
         if found.kind == "partial":
-            waiting.append((event, found))
+            waiting.append(event)
         elif found.settled:
-            waiting = [each for each in waiting if not _before(each[0], event)]
+            waiting = [each for each in waiting if not summed_by(each, event)]
         else:
-            if waiting:
-                return _unsummed(waiting[0][0], found.relative, "backward")
-            said = f"the gradient of its {event.side} differs by {found.relative:.1e}"
-            return Fault(event.module, "backward", found.relative, with_note(said, found.note))
-    return _unsummed(waiting[0][0], 1.0, "backward", last=True) if waiting else None
+            return waiting, (event, found)
+    return waiting, None
 
 
 def placements(
