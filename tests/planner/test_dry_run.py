@@ -85,6 +85,10 @@ def test_a_shipped_recipe_goes_by_its_name(
         load_recipe("llama-3.2-1b-1gpu")  # a file of that name comes first
 
 
+def code_and_tables(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.suffix in (".py", ".toml")}
+
+
 def test_a_wheel_holds_the_recipes_and_runs(tmp_path: Path) -> None:
     """Built from a copy: setuptools leaves a folder behind in what it builds from."""
     source, place = tmp_path / "source", tmp_path / "place"
@@ -92,7 +96,7 @@ def test_a_wheel_holds_the_recipes_and_runs(tmp_path: Path) -> None:
         ".*", "build", "tests", "benchmarks", "docs", "examples", "*.egg-info", "__pycache__"
     )
     shutil.copytree(RECIPES.parent, source, ignore=skipped)
-    code = {str(path.relative_to(source)) for path in source.rglob("*.py")}
+    files = code_and_tables(source) - {"pyproject.toml"}
     build = "from setuptools import build_meta; print(build_meta.build_wheel('..'))"
     made = subprocess.run(
         [sys.executable, "-c", build], cwd=source, capture_output=True, text=True, timeout=120
@@ -102,7 +106,7 @@ def test_a_wheel_holds_the_recipes_and_runs(tmp_path: Path) -> None:
     zipfile.ZipFile(wheel).extractall(place)  # as pip does: the files, and their description beside them
     assert all((place / "trilith" / "recipes" / f"{name}.toml").is_file() for name in REAL)
     # An editable install beside it would lend a module that the wheel lacks.
-    assert code == {str(path.relative_to(place / "trilith")) for path in place.rglob("*.py")}
+    assert files == code_and_tables(place / "trilith")
     (described,) = place.glob("*.dist-info")
     assert "trilith = trilith.cli:main" in (described / "entry_points.txt").read_text()
     facts = message_from_string((described / "METADATA").read_text())
