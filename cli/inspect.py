@@ -25,7 +25,7 @@ def inspect(
 ) -> None:
     """List what a folder of weights holds: model, layout, step, files, tensors.
 
-    Without --config a checkpoint of another project is listed under the names that are in it.
+    Without --config the tensors of another project's checkpoint are listed under that project's own names.
 
     The command reads headers only. With --tensor it also reads that tensor.
 

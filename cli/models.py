@@ -15,7 +15,8 @@ def models(
     name: Annotated[
         str | None,
         typer.Argument(
-            help="published size, such as llama-3.1-8b, or family, such as llama; default: all families"
+            help="published size, such as llama-3.1-8b, or family, such as llama; default: all families",
+            metavar="NAME",
         ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="print one JSON object, for programs")] = False,
@@ -23,11 +24,11 @@ def models(
     """List the families of models and their published sizes.
 
     A family reads the config.json of its model_type in Hugging Face's folders. Without NAME the command tells
-    what each family can do: the axes of a layout, LoRA, text generation. It finds out by
-    trying each on a tiny model. With the name of a family it lists the family's published sizes. With the
-    name of a size it prints the fields of the config, the number of parameters (and how many of them one
-    token meets, if there are experts), the memory of the weights, the FLOPs of a token, and a dry run to
-    start from. A recipe trains a size from scratch with `[model] size = "NAME"`.
+    what each family can do: the axes of a layout, LoRA, text generation. It finds out by trying each on a
+    tiny model. With the name of a family it lists the family's published sizes. With the name of a size it
+    prints the fields of the config, the number of parameters (and, if there are experts, how many of them
+    compute one token), the memory of the weights, the FLOPs of a token, and a dry run to start from. A recipe
+    trains a size from scratch with `[model] size = "NAME"`.
 
     Examples:
 

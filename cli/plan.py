@@ -35,7 +35,7 @@ def plan(
         ),
     ] = None,
     gpus_per_node: Annotated[
-        int | None, typer.Option(min=1, help="GPUs of a node; default: as the makers' servers have")
+        int | None, typer.Option(min=1, help="GPUs of a node; default: as many as in the maker's own servers")
     ] = None,
     seq: Annotated[
         str | None, typer.Option(help="tokens of a row, or several such as 8192,32768 for a sweep")

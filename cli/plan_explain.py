@@ -87,7 +87,7 @@ OPTIONS: Mapping[str, Any] = {
     "heads": _count("attention heads"),
     "width": Annotated[int, typer.Option(min=1, help="query heads times their width")],
     "key_value_heads": _count("key/value heads"),
-    "head_width": _count("numbers in a head"),
+    "head_width": _count("features in a head"),
     "experts": _count("experts in a block"),
     "experts_of_token": _count("experts that a token goes through"),
     "sequence": _count("tokens in a row"),

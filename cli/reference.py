@@ -36,10 +36,8 @@ def section(name: str, command: Any) -> str:
     text, _, examples = command.help.partition(EXAMPLES)
     shown = [one for one in command.params if not getattr(one, "hidden", False)]
     arguments = [one for one in shown if one.param_type_name == "argument"]
-    usage = " ".join(
-        one.metavar + ("..." if one.nargs == -1 else "") if one.required else f"[{one.metavar}...]"
-        for one in arguments
-    )
+    words = [(one, one.metavar + ("..." if one.nargs == -1 else "")) for one in arguments]
+    usage = " ".join(word if one.required else f"[{word}]" for one, word in words)
     lines = [
         f"## `{name}`\n",
         f"```\n{' '.join(f'{name} {usage} [OPTIONS]'.split())}\n```\n",

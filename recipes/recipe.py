@@ -70,8 +70,8 @@ class Recipe(Section):
     )
     attention_backend: PinnedBackend = Field(
         default="auto",
-        description="what computes attention; auto: for each layer the first in the table of "
-        "docs/attention.md that can; the run prints it",
+        description="backend that computes attention; auto: for each layer the first one in the table of "
+        "docs/attention.md that can compute it; the run prints the choice",
     )
     grace: Wait = Field(
         default=GRACE,
@@ -91,8 +91,8 @@ class Recipe(Section):
     )
     float8_scaling: Scaling | None = Field(
         default=None,
-        description="for compute = float8: what has one scale, a tensor (faster) or each row and column of a "
-        "product's factors (finer); default: tensorwise",
+        description="for compute = float8: numbers that share a scale: those of a whole tensor (faster), "
+        "or of one row or column of a factor (finer); default: tensorwise",
     )
     reduce: Literal["float32", "float64", "bfloat16", "float16"] | None = Field(
         default=None,

@@ -23,8 +23,8 @@ class ModelSection(Section):
     )
     config: PathText | dict[str, Any] | None = Field(
         default=None,
-        description="a config.json, or its fields, of a model to start from scratch; beside init_from it "
-        "must agree with that; fields beside size replace those of the size",
+        description="a config.json, or its fields, of a model to start from scratch; together with init_from "
+        "it must agree with that model's config; together with size it replaces fields of the size",
     )
     size: str | None = Field(
         default=None,
@@ -36,7 +36,7 @@ class ModelSection(Section):
         gt=0,
         le=10,
         description="factor of the loss of multi-token prediction, whose blocks are then read and trained "
-        "(DeepSeek-V3: 0.3, later 0.1); default: the model is without them",
+        "(DeepSeek-V3: 0.3, later 0.1); default: these blocks are left out",
     )
     tokenizer: PathText | None = Field(
         default=None, description="tokenizer folder to copy into checkpoints and exports"

@@ -32,6 +32,7 @@ def test_the_page_of_commands_is_what_the_help_says() -> None:
 def test_every_option_makes_sense_alone(name: str) -> None:
     for one in COMMANDS[name].params:
         if not getattr(one, "hidden", False):
+            assert one.param_type_name == "option" or one.metavar, f"{one.name} has no name for users"
             assert one.help and one.help.split()[0].strip(",:;").lower() not in LEANING, (one.name, one.help)
 
 
