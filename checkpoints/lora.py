@@ -1,4 +1,4 @@
-"""LoRA adapters beside the model that they change: PEFT's folders as sources, and whose they are."""
+"""Read LoRA adapters from PEFT's folders, and find the base model that they belong to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixing sources by weight: which source gives draw number ``p``, and which of its own draws that is.
+"""Mix sources by weight: compute which source gives draw number ``p``, and which of its own draws that is.
 
 After any number of draws each source has given its share to within one draw. The pattern repeats after a
 period in which every source gives a whole number of draws, so a table of one period answers for any position,

@@ -1,4 +1,4 @@
-"""Groups of neighbouring heads that share something, such as what a Mamba-2 token writes along."""
+"""Cut groups of neighbouring heads that share something, such as what a Mamba-2 token writes along."""
 
 from __future__ import annotations
 

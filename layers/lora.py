@@ -1,4 +1,4 @@
-"""LoRA on a parallel linear: ``y = x W^T + scale * (x A^T) B^T`` with no collective of its own.
+"""Add LoRA to a parallel linear: ``y = x W^T + scale * (x A^T) B^T`` with no collective of its own.
 
 A (r, in) and B (out, r) follow from how W (out, in) is cut. The factor that has W's cut dim is cut as W is;
 the other lies whole on every tensor rank, and each rank's gradient of it is a part, to be summed. Both

@@ -1,4 +1,4 @@
-"""Experts as DeepSeek and GLM-4.5 have them: after a few blocks without, in groups, beside shared ones."""
+"""Make experts as DeepSeek and GLM-4.5 have them: in groups, beside shared ones, after some dense blocks."""
 
 from __future__ import annotations
 

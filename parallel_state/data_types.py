@@ -1,4 +1,4 @@
-"""Torch's data types by the names that recipes and commands use."""
+"""Find torch's data types by the names that recipes and commands use."""
 
 from __future__ import annotations
 

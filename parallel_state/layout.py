@@ -1,4 +1,4 @@
-"""The layout: how many ranks along each axis, and which rank stands where. Pure Python, no torch."""
+"""Define the layout: the number of ranks along each axis, and the place of each rank. Imports no torch."""
 
 from __future__ import annotations
 

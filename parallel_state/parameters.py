@@ -1,4 +1,4 @@
-"""Parameters that know how they are cut: making them, finding the local part, filling a whole model."""
+"""Declare parameters with how they are cut, find their local part, and fill a whole model."""
 
 from __future__ import annotations
 

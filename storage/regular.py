@@ -1,4 +1,4 @@
-"""Opening files that somebody else named: regular ones only, inside the directory given, never blocking."""
+"""Open files that somebody else named: only regular ones, inside the given directory, without blocking."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading boxes of tensors from a safetensors file: by ``pread``, checked, with constant extra memory.
+"""Read boxes of tensors from a safetensors file: by ``pread``, checked, with constant extra memory.
 
 The file is never mapped: a mapped file that shrinks kills the process with SIGBUS, and mapped pages count as
 memory of ours in every tool that a user looks at.

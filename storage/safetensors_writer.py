@@ -1,4 +1,4 @@
-"""Writing one safetensors file whose tensors are known beforehand, in boxes that arrive in any order."""
+"""Write one safetensors file whose tensors are known beforehand, in boxes that arrive in any order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Limits of work: on time and memory of what somebody else wrote, on processes started at once.
+"""Limit the time and memory of code that somebody else wrote, and the processes started at once.
 
 A pattern or a template of somebody else's runs in ``bounded``. The interpreter itself sees to it that a
 signal ends an endless loop, in Python and inside ``re``, and the operating system refuses memory beyond a

@@ -1,4 +1,4 @@
-"""Each pair of choices that a run may have, in one covering array: families, axes, schedules, memory.
+"""Combine each pair of a run's choices in one covering array: families, axes, schedules, memory.
 
 Axes are of two ranks, two axes at most, so that a run has four ranks; one axis of four has a list of its own.
 """

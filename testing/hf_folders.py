@@ -1,4 +1,4 @@
-"""Hugging Face folders of any size with random weights, made without a model in memory; what folders hold."""
+"""Make Hugging Face folders of any size with random weights and no model in memory, and hash their files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of ``tiny_models`` for hybrids, in which some blocks are recurrent and others have attention."""
+"""List the rows of ``tiny_models`` for hybrids, where some blocks are recurrent and others have attention."""
 
 from __future__ import annotations
 

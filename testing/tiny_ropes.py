@@ -1,4 +1,4 @@
-"""Rotations of the rows of ``tiny_models``, and rows of which the rotation alone differs."""
+"""List the rotations of the rows of ``tiny_models``, and rows that differ only in their rotation."""
 
 from __future__ import annotations
 

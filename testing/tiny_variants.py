@@ -1,4 +1,4 @@
-"""Rows of ``tiny_models`` with a few fields changed: what their families compute besides.
+"""List the rows of ``tiny_models`` with a few fields changed, for what else their families compute.
 
 They are compared with transformers alone, on one device.
 """

@@ -1,4 +1,4 @@
-"""Writing a Hugging Face model folder, its weights in shards as transformers would cut them."""
+"""Write a Hugging Face model folder, with its weights in shards as transformers would cut them."""
 
 from __future__ import annotations
 

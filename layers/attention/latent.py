@@ -1,4 +1,4 @@
-"""Multi-head latent attention: keys and values are made from one narrow vector a token, the latent.
+"""Compute multi-head latent attention: keys and values are made from one narrow vector a token, the latent.
 
 B batch  S sequence  T tokens so far  D hidden  R latent  E head dim  H heads here
 """

@@ -1,4 +1,4 @@
-"""Experts: many feed-forward nets of one shape, their weights stacked."""
+"""Compute experts: many feed-forward nets of one shape, with their weights in stacks."""
 
 from __future__ import annotations
 

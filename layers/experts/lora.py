@@ -1,4 +1,4 @@
-"""LoRA on stacked experts: for each expert ``y = x W^T + scale * (x A^T) B^T``, no collective of its own.
+"""Add LoRA to stacked experts: for each ``y = x W^T + scale * (x A^T) B^T``, with no collective of its own.
 
 A (E, r, in) and B (E, out, r) lie on the ranks as the stack does along the expert axis. Along the tensor axis
 the factor that has the stack's cut dim is cut as the stack is; the other lies whole on every tensor rank, and

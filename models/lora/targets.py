@@ -1,4 +1,4 @@
-"""Places for adapters in Hugging Face's model, linears and stacks of experts, from the table of names."""
+"""Find the places for adapters, linear layers and stacks of experts, by Hugging Face's names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The result of timing a step: its parts, and the rate, utilization, time, money and energy that follow."""
+"""Hold the predicted time of a step: its parts, and the rate, MFU, time, money and energy that follow."""
 
 from __future__ import annotations
 

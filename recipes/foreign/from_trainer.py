@@ -1,4 +1,4 @@
-"""Hugging Face TrainingArguments (``training_args.json``, as ``to_json_string`` writes it) as a recipe."""
+"""Translate Hugging Face TrainingArguments (``training_args.json``, by ``to_json_string``) to a recipe."""
 
 from __future__ import annotations
 
