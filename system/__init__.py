@@ -1,12 +1,12 @@
 """Floor 0: the operating system; imports no torch.
 
 Offers ``refusal_of``, which says in plain words what the system refused, ``bounded`` work within a limit of
-memory and time, ``visible``, which makes text fit for a terminal, ``quiet_libraries``,
-``no_garbage_search``, for a start that makes many objects, and ``search_garbage_rarely``, for tests.
+memory and time, ``visible``, which makes text fit for a terminal, ``quiet_libraries``, and three ways to
+search less for garbage: in starts, in training (``search_garbage_when_told``) and in tests.
 """
 
 from .enough import check_enough
-from .garbage import no_garbage_search, search_garbage_rarely
+from .garbage import no_garbage_search, search_garbage_rarely, search_garbage_when_told
 from .limits import OverLimit, bounded, most_at_once
 from .quiet import quiet_libraries
 from .refusals import Refusal, refusal_of
@@ -22,5 +22,6 @@ __all__ = [
     "quiet_libraries",
     "refusal_of",
     "search_garbage_rarely",
+    "search_garbage_when_told",
     "visible",
 ]

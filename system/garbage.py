@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
@@ -21,6 +21,32 @@ def no_garbage_search() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
+
+
+@contextmanager
+def search_garbage_when_told() -> Iterator[Callable[[bool], None]]:
+    """Yield a function that searches for garbage; meanwhile Python does so at no other time.
+
+    Python searches when it has made many objects, which is at another moment on each rank, and all ranks then
+    wait for the one that searches. ``search(True)`` looks at all objects, ``search(False)`` at those made
+    since the last search. The first search of all puts what it found alive out of sight of the later ones,
+    unless the caller has already done so with objects of its own, which would come back too at the end.
+    """
+    hides = False
+
+    def search(everywhere: bool) -> None:
+        nonlocal hides
+        gc.collect(2 if everywhere else 0)
+        if everywhere and gc.get_freeze_count() == 0:
+            hides = True
+            gc.freeze()
+
+    with no_garbage_search():
+        try:
+            yield search
+        finally:
+            if hides:
+                gc.unfreeze()
 
 
 def search_garbage_rarely() -> None:

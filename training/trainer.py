@@ -33,6 +33,7 @@ from ..runs.stop_signals import Preempted, StopSignals, why_stopped
 from ..runs.switches import KILL, SAVE, STOP, Killed, Switches
 from ..runs.terminal import Terminal
 from ..runs.trackers import Tracker
+from ..system import search_garbage_when_told
 from .adamw import set_learning_rate
 from .build import build, schedule_of
 from .lora import first_adapters
@@ -40,6 +41,9 @@ from .not_finite import name_the_culprit
 from .progress_checks import check_progress, sample_order
 from .run_plan import RunPlan, check_run
 from .watchers import Watchers
+
+#: Steps between two searches for garbage among all objects. After each step only new objects are looked at.
+GARBAGE_EVERY = 100
 
 
 class Trainer:
@@ -101,6 +105,7 @@ class Trainer:
         done = []
         ahead, device = self.recipe.data.prefetch, self.state.device
         with (
+            search_garbage_when_told() as search_garbage,
             self._comparing(),
             self.watchers.running(start),
             Prefetch(self._batch, start, stop, ahead=ahead, device=device) as batch_of,
@@ -121,6 +126,7 @@ class Trainer:
                     self.switches.on(SAVE),
                     self.switches.on(KILL),
                 )
+                search_garbage(number == start or (number + 1) % GARBAGE_EVERY == 0)
                 done.append(self.watchers.after(metrics, memory))
                 if after_step is not None:
                     after_step(done[-1])

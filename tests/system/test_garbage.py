@@ -1,0 +1,103 @@
+"""Python searches for garbage where it is told to, and the caller's settings come back."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+from trilith.system import search_garbage_when_told
+
+
+@pytest.fixture
+def searches() -> Iterator[list[int]]:
+    """Hold the generation of each search; Python searches after ten new objects, and nothing is hidden."""
+    seen: list[int] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            seen.append(info["generation"])
+
+    hidden, thresholds = gc.get_freeze_count(), gc.get_threshold()
+    gc.unfreeze()
+    gc.set_threshold(10, 2, 2)
+    gc.callbacks.append(note)
+    yield seen
+    gc.callbacks.remove(note)
+    gc.set_threshold(*thresholds)
+    if hidden:
+        gc.freeze()
+
+
+def make_objects() -> list[list[int]]:
+    return [[number] for number in range(1000)]
+
+
+def test_nothing_else_searches_until_the_end(searches: list[int]) -> None:
+    make_objects()
+    assert len(searches) > 5
+    with search_garbage_when_told() as search:
+        searches.clear()
+        make_objects()
+        assert searches == []
+        search(True)
+        search(False)
+        assert searches == [2, 0]
+        make_objects()
+        assert searches == [2, 0]
+    make_objects()
+    assert len(searches) > 5
+
+
+def test_the_first_search_hides_what_is_there_until_the_end_whatever_ends_it(searches: list[int]) -> None:
+    for error in (None, ValueError()):
+        try:
+            with search_garbage_when_told() as search:
+                search(False)
+                assert gc.get_freeze_count() == 0
+                search(True)
+                hidden = gc.get_freeze_count()
+                search(True)
+                assert gc.get_freeze_count() == hidden > 1000
+                if error is not None:
+                    raise error
+        except ValueError:
+            pass
+        assert gc.get_freeze_count() == 0 and gc.isenabled()
+
+
+def test_garbage_is_freed(searches: list[int]) -> None:
+    class Node:
+        freed = 0
+
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            Node.freed += 1
+
+    with search_garbage_when_told() as search:
+        for count, everywhere in enumerate((True, False, True)):
+            Node()
+            assert Node.freed == count
+            search(everywhere)
+            assert Node.freed == count + 1
+
+
+def test_what_the_caller_has_hidden_stays_hidden(searches: list[int]) -> None:
+    gc.freeze()
+    hidden = gc.get_freeze_count()
+    with search_garbage_when_told() as search:
+        search(True)
+        assert gc.get_freeze_count() <= hidden
+    assert hidden - 100 < gc.get_freeze_count() <= hidden
+
+
+def test_a_caller_that_never_searches_has_it_so_afterwards(searches: list[int]) -> None:
+    gc.disable()
+    try:
+        with search_garbage_when_told() as search:
+            search(True)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

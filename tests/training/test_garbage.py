@@ -1,0 +1,106 @@
+"""Python searches for garbage after steps alone, the same on all ranks; no tensor waits for it."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from trilith.parallel_state import ParallelState
+from trilith.recipes.recipe import parse_recipe
+from trilith.runs.metrics import StepMetrics
+from trilith.testing import run_parallel
+from trilith.testing.short_runs import tiny_recipe, write_tokens
+from trilith.testing.tiny_models import MODELS
+from trilith.training import trainer
+from trilith.training.trainer import Trainer
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tokens(tmp_path_factory.mktemp("garbage") / "tokens")
+
+
+def made(raw: dict[str, Any]) -> Trainer:
+    recipe = parse_recipe(raw)
+    return Trainer(recipe, ParallelState.start(recipe.layout), quiet=True)
+
+
+def searches(raw: dict[str, Any]) -> tuple[list[tuple[int, int]], bool]:
+    """Run on a Python that searches all the time; return each search from the beginning of the first step to
+    the end of the last but one, as (number of the step, generation), and whether Python searches again.
+    """
+    seen: list[tuple[int, int]] = []
+    now, thresholds = 0, gc.get_threshold()
+
+    def step(point: str, *, rank: int, step: int) -> None:
+        nonlocal now
+        now = step
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start" and 0 < now < raw["steps"]:
+            seen.append((now, info["generation"]))
+
+    gc.set_threshold(10, 2, 2)
+    gc.callbacks.append(note)
+    try:
+        with mock.patch.object(trainer, "fault", step), mock.patch.object(trainer, "GARBAGE_EVERY", 3):
+            made(raw).run()
+    finally:
+        gc.callbacks.remove(note)
+        gc.set_threshold(*thresholds)
+    return seen, gc.isenabled()
+
+
+def test_ranks_search_after_the_same_steps_and_at_no_other_time(tmp_path: Path, tokens: Path) -> None:
+    raw = tiny_recipe(tmp_path / "run", tokens, steps=7, layout={"data": 2})
+    expected = [(1, 2), (2, 0), (3, 2), (4, 0), (5, 0), (6, 2)]
+    assert run_parallel(searches, 2, raw) == [(expected, True)] * 2
+
+
+def left(raw: dict[str, Any]) -> list[str]:
+    """Return the tensors that two later steps leave to the search, and which nothing else would free."""
+    found: list[str] = []
+
+    def after(metrics: StepMetrics) -> None:
+        if metrics.step == 1:
+            gc.collect()
+            gc.set_debug(gc.DEBUG_SAVEALL)
+        if metrics.step == 3:
+            gc.collect()
+            gc.set_debug(0)
+            found.extend(str(one.shape) for one in gc.garbage if isinstance(one, torch.Tensor))
+            gc.garbage.clear()
+
+    made(raw).run(after)
+    return found
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"memory": {"checkpointing": "selective"}, "dtype": "float32", "compute": "bfloat16"},
+        {"memory": {"checkpointing": "full", "loss_chunk": 8, "offload": True}},
+        {"layout": {"data": 2}, "watch": {"norms": 1, "activation_norms": True}},
+        {"layout": {"data": 2, "zero": 3}},
+        {"layout": {"tensor": 2, "sequence": True}},
+        {"layout": {"context": 2}},
+        {"layout": {"data": 2, "expert": 2}, "model": {"config": MODELS["mixtral"]}},
+        {"layout": {"pipeline": 2}},
+        {
+            "layout": {"pipeline": 2, "schedule": "zbv"},
+            "model": {"config": MODELS["llama"] | {"num_hidden_layers": 4}},
+        },
+    ],
+    ids=lambda changes: str(changes)[:60],
+)
+def test_no_tensor_of_a_step_waits_for_the_search(
+    tmp_path: Path, tokens: Path, changes: dict[str, Any]
+) -> None:
+    """Or its memory would be there until then, beside that of the next step."""
+    raw = tiny_recipe(tmp_path / "run", tokens, steps=4, **changes)
+    world = parse_recipe(raw).layout.world
+    assert run_parallel(left, world, raw) == [[]] * world
