@@ -1,6 +1,7 @@
 """Say which foreign tensor is which tensor of Hugging Face: tables of names and cuts, as data.
 
-A table is a TOML file. Those of well-known projects lie in ``names/``; a user may write one::
+A table is a TOML file. Those of well-known projects lie beside this file, as ``titan.names.toml``; a user may
+write one::
 
     detect = "tok_embeddings.weight"        # a tensor by which this table is chosen, if none is named
 
@@ -30,7 +31,8 @@ from ...parallel_state import BadInput, Box, from_validation
 from ...storage.records import StrictRecord
 from ...storage.small_files import read_toml
 
-_TABLES = Path(__file__).parent / "names"
+_TABLES = Path(__file__).parent
+_ENDING = ".names.toml"
 _PLACEHOLDER = re.compile(r"\{([ie])\}")
 Shape = tuple[int, ...]
 
@@ -110,7 +112,7 @@ def table_named(name: str) -> Table:
 
 def known_tables() -> dict[str, Path]:
     """Return the tables that come with trilith, by name."""
-    return {path.stem: path for path in sorted(_TABLES.glob("*.toml"))}
+    return {path.name.removesuffix(_ENDING): path for path in sorted(_TABLES.glob(f"*{_ENDING}"))}
 
 
 def pieces(

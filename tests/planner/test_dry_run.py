@@ -102,6 +102,7 @@ def test_a_wheel_holds_the_recipes_and_runs(tmp_path: Path) -> None:
         [sys.executable, "-c", build], cwd=source, capture_output=True, text=True, timeout=120
     )
     assert made.returncode == 0, made.stderr
+    assert "is absent from" not in made.stderr, "setuptools takes a folder of tables for a package"
     (wheel,) = tmp_path.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(place)  # as pip does: the files, and their description beside them
     assert all((place / "trilith" / "recipes" / f"{name}.toml").is_file() for name in REAL)
