@@ -86,10 +86,10 @@ def _alone(work: Work) -> bool:
 
 
 def _gathered(work: Work, held: RankParameters) -> int:
-    """Return the bytes of the weights that a rank computes with, where they are not the stored ones. FSDP
-    keeps them beside the stored ones, even on one data rank.
+    """Return the bytes of the weights that a rank computes with, where they are not the stored ones. With
+    offload they are others even without ZeRO.
     """
-    if _alone(work):
+    if not work.layout.zero and not work.offload:
         return held.every.here * work.compute if work.compute != work.master else 0
     return (held.every if work.layout.zero < 3 else held.root).here * work.compute
 

@@ -9,10 +9,10 @@ stage  parameters between steps                 gradients                       
 3      sharded; a block whole while it computes reduce-scattered every micro-batch      forward and backward
 =====  =======================================  ======================================  ====================
 
-At stage 0 FSDP shards over one rank, and ``ReplicaSums`` sums the gradients over the ranks with the same
-weights. The stages are the same under a pipeline (``pipeline/driver.py``). Without data and context ranks
-there is nothing to share and no FSDP; ``compute_weights`` casts the weights then. Source: Rajbhandari et al.
-2020; FSDP2 is torch's.
+At stage 0 FSDP shards over one rank. ``ReplicaSums`` sums the gradients over the ranks with the same weights,
+and ``compute_with_stored`` spares FSDP's copy of the weights. The stages are the same under a pipeline
+(``pipeline/driver.py``). Without data and context ranks there is nothing to share and no FSDP;
+``compute_weights`` casts the weights then. Source: Rajbhandari et al. 2020; FSDP2 is torch's.
 """
 
 from __future__ import annotations
@@ -117,6 +117,8 @@ def _sum_gradients(model: nn.Module, stacks: Sequence[nn.Module], state: Paralle
     sums = {experts: engine.ReplicaSums(group) for experts, group in groups.items() if group is not None}
     for module in model.modules():
         if isinstance(module, FSDPModule):
+            if not state.layout.zero:
+                engine.compute_with_stored(module)
             module.set_force_sum_reduction_for_comms(True)
             if (of_replicas := sums.get(module in stacks)) is not None:
                 of_replicas.take(module)

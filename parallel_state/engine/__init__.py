@@ -20,6 +20,7 @@ from .collectives import (
 from .flight_recorder import dump_on_timeout, group_ranks, recorded_collectives
 from .fully_sharded import (
     ReplicaSums,
+    compute_with_stored,
     computed_with,
     end_backward,
     fsdp_modules,
@@ -48,6 +49,7 @@ __all__ = [
     "allow_graphs",
     "assert_on_device",
     "compiler_errors",
+    "compute_with_stored",
     "computed_with",
     "default_store",
     "dump_on_timeout",

@@ -99,6 +99,37 @@ class _OneBuffer:
         return read
 
 
+def compute_with_stored(module: FSDPModule) -> None:
+    """Let FSDP compute with this module's stored parameters, where it would copy the whole of them as they
+    are; it was applied to the module with a mesh of one rank.
+
+    FSDP makes memory for the parameter that it computes with, copies the shard there, and frees it after the
+    step, also where the shard is the parameter. For a cast and for offload it still does.
+    """
+    for group in _groups([module]):
+        for held in group.fsdp_params:
+            _share_memory(held)
+
+
+def _share_memory(held: Any) -> None:
+    make, free = held.init_all_gather_outputs, held.free_unsharded_param
+
+    def shares() -> bool:
+        return any(one is held._sharded_param_data for one in held.all_gather_outputs)
+
+    def share_or_make(sizes: list[int], dtypes: list[torch.dtype], world: int, device: torch.device) -> None:
+        stored = held._sharded_param_data
+        fills_storage = stored.untyped_storage().size() == stored.nbytes  # FSDP would cut off the rest
+        if held.offload_to_cpu or [stored.dtype] != dtypes or not fills_storage:
+            make(sizes, dtypes, world, device)
+        elif not shares():
+            held.all_gather_outputs = [stored]
+            vars(held).pop("_unsharded_param", None)  # it lies where the parameter lay before
+
+    held.init_all_gather_outputs = share_or_make
+    held.free_unsharded_param = lambda: None if shares() else free()
+
+
 def end_backward(root: FSDPModule) -> None:
     """Finish a step after its last backward: sum the remaining gradients, wait, free gathered weights."""
     root.set_is_last_backward(True)

@@ -47,6 +47,11 @@ PRIVATE = (
     (f"{_FSDP}_param_group.FSDPParamGroup", "wait_for_unshard"),
     (f"{_FSDP}_param.FSDPParam", "_unsharded_param"),
     (f"{_FSDP}_param.FSDPParam", "sharded_param"),
+    (f"{_FSDP}_param.FSDPParam", "_sharded_param_data"),
+    (f"{_FSDP}_param.FSDPParam", "all_gather_outputs"),
+    (f"{_FSDP}_param.FSDPParam", "init_all_gather_outputs"),
+    (f"{_FSDP}_param.FSDPParam", "free_unsharded_param"),
+    (f"{_FSDP}_param.FSDPParam", "offload_to_cpu"),
 )
 
 #: The same for compiled blocks, checked when some are first compiled: importing torch's compiler takes half a

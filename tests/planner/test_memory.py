@@ -189,6 +189,7 @@ LOOP: dict[str, Any] = {"virtual_stages": 2}
 SHAPED: dict[str, Any] = {"virtual_stages": 2, "v_shape": True}
 LORA = LoraConfig(r=8, lora_dropout=0.05)
 CASES = [
+    Case("llama", Layout.of(data=2), near=True),
     Case("granitemoehybrid", Layout.of(data=2, zero=1)),
     Case("deepseek_v3", Layout.of(data=2, zero=3)),
     Case("three", Layout.of(tensor=3), near=True),
