@@ -347,6 +347,18 @@ def clipped_docstrings(files: dict[str, str]) -> list[str]:
     return [f"{path}: {text[:60]!r}" for path, text in found if re.match(r"\w*", text)[0] in CLIPPED]
 
 
+def modules_without_a_verb(files: dict[str, str]) -> list[str]:
+    """Find files whose docstring begins with no verb; families begin with a name, commands with a line."""
+    first = {path: (ast.get_docstring(tree_of(text)) or "Nothing").split()[0] for path, text in files.items()}
+    return [
+        f"{path}: {word!r}..."
+        for path, word in first.items()
+        if Path(path).parts[0] not in ("models", "cli")
+        and Path(path).name not in ("__init__.py", "__main__.py")
+        if not begins_with_a_verb(word) or word.endswith("ing")
+    ]
+
+
 def offered(trees: dict[str, ast.Module], door: str) -> Iterator[tuple[str, str]]:
     """Yield file and name of everything in a door's ``__all__``, through the doors inside of the room."""
     body = trees[door].body if Path(door).name == "__init__.py" else []
@@ -417,6 +429,7 @@ RULES = [
     unpicklers,
     long_files,
     unclear_docstrings,
+    modules_without_a_verb,
     clipped_docstrings,
     obscure_sentences,
 ]
@@ -494,6 +507,8 @@ def test_docstrings_outside_the_package_are_not_clipped(folder):
         (clipped_docstrings, "tests/test_a.py", '"""What a test does."""'),
         (clipped_docstrings, "layers/a.py", 'def _f():\n    """Whether it is."""'),
         (clipped_docstrings, "layers/a.py", 'class _A:\n    def b(self):\n        """Of: it."""'),
+        (modules_without_a_verb, "layers/a.py", '"""Experts: many nets."""'),
+        (modules_without_a_verb, "data/a.py", '"""Mixing sources."""'),
         (obscure_sentences, "models/a.py", '"""The cut never\n    runs through one."""'),
     ],
 )
@@ -585,6 +600,10 @@ def test_the_package_list_is_the_tree():
     tree = {".".join(["trilith", *folder.relative_to(ROOT).parts]) for folder in folders}
     assert sorted(listed) == sorted({"trilith", *tree})
     assert all((folder / "__init__.py").exists() for folder in folders)
+
+
+def test_the_readme_is_one_page():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
 
 def test_every_folder_with_a_door_is_a_room():
