@@ -39,6 +39,7 @@ def test_the_gradients_of_the_weights_are_computed_while_the_input_s_is_summed(
         assert len(multiplied) == 2 * products
         assert sum(number < start for number in multiplied) == products, "the input's gradients come first"
         assert all(number < wait for number in multiplied), "and the wait comes last"
+        assert names.count("aten::add_") == products - 1 and "aten::add" not in names, "in its own memory"
 
 
 def copies_of(rows: int) -> int:
