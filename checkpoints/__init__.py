@@ -14,11 +14,11 @@ from .hugging_face.folder import HFFolder
 from .load import check_whole, load_model, load_source, load_weights, read_with_adapter
 from .lora import check_base, fingerprint, read_adapter, read_converted, read_lora, stored_adapter
 from .manifest import Manifest, StoredAdapter
+from .manifest_checks import check_model
+from .manifest_rereading import check_plain
 from .mirror import restore_if_none
 from .model import restore_model, save_model
 from .moments import begin_moments
-from .possible import check_model
-from .readable import check_plain
 from .resume import Progress, load_training, newest_checkpoint
 from .save import Contents, Saver
 from .source import Source, foreign_format, read_foreign, read_source

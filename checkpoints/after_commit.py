@@ -13,8 +13,8 @@ from typing import Generic, TypeVar
 
 from ..parallel_state import BadCheckpoint, BadInput, MachineFailed
 from .find import complete_checkpoints, step_directory, step_of
-from .hold import Hold, hold
 from .mirror import Mirror
+from .reading_lock import Hold, hold
 from .retention import delete_old
 
 T = TypeVar("T")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from ..parallel_state import BadCheckpoint
 from ..storage.file_names import MANIFEST, STEP_NAME, finished_name
-from .hold import Hold, hold
 from .manifest import Manifest
+from .reading_lock import Hold, hold
 
 #: A run that saves meanwhile deletes what was just found; each time there is a newer one.
 _TRIES = 100

@@ -12,11 +12,11 @@ import torch
 
 from ..models import AdaptedFamily, LoraConfig, adapted
 from ..parallel_state import BadCheckpoint, BadInput, Box
-from ..storage.companions import companions_in
 from ..storage.dtypes import WEIGHTS
 from ..storage.file_names import ADAPTER_CONFIG, ADAPTER_MODEL
+from ..storage.files_beside_weights import companions_in
 from ..storage.folder_kind import ADAPTERS, FolderKind, kind_of_folder
-from ..storage.regular import contained
+from ..storage.safe_open import contained
 from ..storage.safetensors_reader import TensorFile
 from ..storage.small_files import read_json
 from .copies import Stored, Whole

@@ -15,7 +15,7 @@ from pydantic import Field, JsonValue, ValidationError
 from ..parallel_state import BadCheckpoint, Layout, from_validation
 from ..storage.file_names import MANIFEST, STEP_NAME, rank_and_world
 from ..storage.records import Count, StoredFile, StrictRecord
-from ..storage.regular import check_plain_name, contained, open_regular, read_small
+from ..storage.safe_open import check_plain_name, contained, open_regular, read_small
 from ..storage.strict_json import parse_object, shown
 from .seal import open_seal, seal, text_of
 from .stored_tensor import StoredTensor

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..parallel_state import BadCheckpoint, BadInput, ParallelState
-from ..parallel_state.together import together
+from ..parallel_state.collective_errors import together
 from ..storage.file_names import MANIFEST, STEP_NAME
 from ..storage.output_file import check_outside
 from ..storage.records import StoredFile
-from ..storage.regular import read_small
 from ..storage.remote_folder import RemoteFolder
+from ..storage.safe_open import read_small
 from ..storage.staging import staged
 from .find import complete_checkpoints, step_directory, step_of
 from .manifest import MAX_BYTES, Damaged, Manifest

@@ -10,7 +10,7 @@ import torch
 
 from ..models import FAMILIES, CausalLM, Family
 from ..parallel_state import BadInput, Layout
-from ..parallel_state.together import together
+from ..parallel_state.collective_errors import together
 from .load import load_weights
 from .moments import begin_moments, together_updates
 from .resume import Progress, load_training, newest_in

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ..parallel_state import ParallelState
+from ..parallel_state.collective_errors import together
 from ..parallel_state.engine import local_data
-from ..parallel_state.together import together
 
 #: AdamW's running means of the gradient and of its square; each lies exactly as its parameter does.
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -13,7 +13,7 @@ from threading import Lock
 from typing import overload
 
 from ..parallel_state import BadCheckpoint, BadInput, Box
-from ..storage.regular import contained
+from ..storage.safe_open import contained
 from ..storage.safetensors_reader import TensorFile
 from ..storage.strict_json import shown
 from .copies import GridParts, Stored, Whole

@@ -13,7 +13,7 @@ from torch import nn
 
 from ..models import CausalLM, Family, ModelConfig
 from ..parallel_state import BadCheckpoint, BadInput, Layout, ParallelState
-from ..parallel_state.together import together
+from ..parallel_state.collective_errors import together
 from ..storage.dtypes import TORCH
 from ..storage.file_names import MANIFEST, STEP_NAME
 from .find import Found, latest_checkpoint

@@ -9,8 +9,8 @@ from ..storage.file_names import DAMAGED, set_aside_name
 from ..storage.leftovers import remove_checkpoint
 from ..storage.strict_json import shown
 from .find import complete_checkpoints, step_of
-from .hold import nobody_reads
 from .manifest import Manifest
+from .reading_lock import nobody_reads
 
 
 def check_same_tensors(root: Path, manifest: Manifest) -> None:

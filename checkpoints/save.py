@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from ..models import CausalLM, Family, ModelConfig
 from ..parallel_state import BadInput, Declaration, ParallelState, buffer_names, declarations, fault
-from ..parallel_state.together import together
-from ..storage.companions import Companion, read_companions
+from ..parallel_state.collective_errors import together
 from ..storage.disk import writing
 from ..storage.dtypes import BUFFER
+from ..storage.files_beside_weights import Companion, read_companions
 from ..storage.leftovers import clear_unfinished
 from ..storage.records import StoredFile
 from ..storage.remote_folder import RemoteFolder
@@ -25,11 +25,11 @@ from ..storage.strict_json import shown
 from .after_commit import AfterCommit
 from .find import step_directory
 from .manifest import WITH_GRIDS, Manifest, StoredAdapter
+from .manifest_rereading import check_plain, read_back
 from .mirror import Mirror
 from .moments import MOMENTS, moment_name, moment_of
 from .rank_files import files_to_come, own_boxes, stored_tensors, write_file
 from .rank_storage import places
-from .readable import check_plain, read_back
 from .resume import Progress
 from .retention import check_same_tensors, set_aside
 from .stored_tensor import StoredTensor

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ..models import Family, Link, LoraConfig, ModelConfig, adapted, family_of
 from ..parallel_state import BadInput, Box
-from ..storage.companions import COMPANIONS, companions_in
 from ..storage.file_names import CONFIG, MANIFEST
+from ..storage.files_beside_weights import COMPANIONS, companions_in
 from ..storage.folder_kind import CHECKPOINTS, SOURCES, FolderKind, kind_of_folder
 from ..storage.leftovers import why_absent
 from ..storage.safetensors_reader import TensorFile
@@ -26,13 +26,13 @@ from .foreign.catalog import assemble, choose_table, hf_shapes
 from .foreign.check_stated import check_stated
 from .foreign.checkpoint import ForeignCheckpoint, ForeignTensor
 from .foreign.formats import Format, format_of
-from .hold import Hold
 from .hugging_face.expected import expected_tensors
 from .hugging_face.folder import HFFolder
 from .hugging_face.hub import local_folder
 from .manifest import Manifest, StoredAdapter
 from .moments import MOMENTS, moment_name
 from .part_table import CheckpointFiles, PartTable
+from .reading_lock import Hold
 from .user_module_family import ModuleFamily, module_family
 from .verify import check_all
 

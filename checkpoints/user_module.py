@@ -21,7 +21,7 @@ from ..parallel_state import (
     check_state,
     declarations,
 )
-from ..parallel_state.together import together
+from ..parallel_state.collective_errors import together
 from .load import fill
 from .moments import begin_moments, together_updates
 from .rank_storage import stored_parts

@@ -12,7 +12,7 @@ from pathlib import Path
 from ..parallel_state import BadCheckpoint, Box
 from ..storage.crc import Checksum, combine
 from ..storage.records import StoredFile
-from ..storage.regular import contained, open_regular
+from ..storage.safe_open import contained, open_regular
 from ..storage.safetensors_reader import TensorFile
 from ..storage.strict_json import shown
 from .damage import naming_an_older_one

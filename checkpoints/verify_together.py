@@ -11,7 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from ..parallel_state import BadCheckpoint, ParallelState
-from ..parallel_state.together import together
+from ..parallel_state.collective_errors import together
 from .damage import newest_good, older_than, with_older
 from .find import open_checkpoint
 from .manifest import Damaged, Manifest

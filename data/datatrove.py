@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 
 from ..parallel_state import BadInput
-from ..storage.regular import stat_regular
+from ..storage.safe_open import stat_regular
 from ..storage.small_files import read_text
 from .foreign_tokens import ForeignTokens, offsets_of_ends
 

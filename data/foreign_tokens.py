@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ..parallel_state import BadInput, from_os_error
 from ..storage.output_file import check_place
-from ..storage.regular import open_regular
+from ..storage.safe_open import open_regular
 from ..storage.staging import Staging
 from .token_file import TokenFile
 from .token_index import VERSION, TokenIndex, TokenPaths, little_endian, probe

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..parallel_state import BadInput
-from ..storage.regular import open_regular, stat_regular
+from ..storage.safe_open import open_regular, stat_regular
 from .foreign_tokens import ForeignTokens, offsets_of_ends
 from .token_index import TokenPaths, little_endian
 

@@ -15,7 +15,7 @@ from pydantic import Field, ValidationError
 
 from ..parallel_state import BadInput, from_validation
 from ..storage.records import StrictRecord
-from ..storage.regular import read_small, stat_regular
+from ..storage.safe_open import read_small, stat_regular
 from ..storage.small_files import read_json
 from ..storage.strict_json import shown
 from .token_sums import Sums, block_count

@@ -10,11 +10,11 @@ from .attention.alibi import Alibi, alibi_slopes
 from .attention.attention import Attention, SharedHeads
 from .attention.backends import PinnedBackend
 from .attention.causal import causal_attention, merge_heads, split_heads
+from .attention.chosen_backend import attention_backends, attention_kinds, masks_cost, set_attention_backend
 from .attention.inputs import AttentionInputs
 from .attention.key_value_cache import KeyValueCache
 from .attention.latent import MultiHeadLatentAttention
 from .attention.mask import AttentionScope
-from .attention.selection import attention_backends, attention_kinds, masks_cost, set_attention_backend
 from .attention.visible import documents
 from .chunked_loss import automatic_chunk, chunked_cross_entropy, chunked_cross_entropy_cost
 from .collectives import (

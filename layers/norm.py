@@ -19,8 +19,8 @@ from ..parallel_state import (
 from .argument_checks import check_no_state
 from .collectives import copy_to_tensor, reduce_from_tensor
 from .cost import Cost, Send, Tokens, norm_cost
+from .device_constants import HostNumbers
 from .head_groups import HeadGroups
-from .host_numbers import HostNumbers
 
 
 class RMSNorm(DeclaredModule):

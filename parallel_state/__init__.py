@@ -6,6 +6,7 @@ whole model; and the errors that users meet.
 """
 
 from .boxes import Box, shared_units
+from .collective_errors import rank_at_fault, together
 from .collective_order import CollectiveOrder
 from .data_types import dtype_named
 from .declaration import BUFFER_DTYPE, Cut, Declaration, buffer_names, declarations, padded_rows
@@ -22,6 +23,7 @@ from .errors import (
 )
 from .fault_injection import fault
 from .foreign import check_state, mark_shared, refuse_foreign
+from .gradient_checks import NotTrained, has_gradients, refuse_untrained
 from .gradient_clipping import GradientClipping, clip_gradients, gradient_norm
 from .gradient_sums import GradientSums, divide_gradients, finalize_gradients
 from .holdings import Holding, holdings, parts
@@ -31,8 +33,6 @@ from .layout import AXES, Coordinates, Layout
 from .local_work import check_local_ranks, check_workers
 from .parameters import DeclaredModule, declare_parameter, initialize, local, stored_box
 from .state import BACKENDS, FILES_TIMEOUT, TIMEOUT, ParallelState, alone_or
-from .together import rank_at_fault, together
-from .trained import NotTrained, has_gradients, refuse_untrained
 from .user_parameters import declare
 
 __all__ = [

@@ -6,9 +6,9 @@ the collectives of a rank in one step; and ``changes_that_fit``, changes of a re
 
 from .activations import Saved, saved_under
 from .communication import Traffic, block_traffic, step_traffic, traffic_of
+from .kinds_of_blocks import SampledModel, sampled
 from .memory import MemoryPlan, memory_of, plan_memory
 from .rank_parameters import RankParameters, rank_parameters
-from .sampled import SampledModel, sampled
 from .stage_costs import StageCost, model_cost, stage_costs
 from .step_shape import Work
 from .suggestions import Change, Remedy, changes_that_fit

@@ -16,7 +16,7 @@ from torch import nn
 from ..layers import Stage, Tokens, attention_kinds, cost_of
 from ..models import Family, ModelConfig
 from ..parallel_state import Layout, ParallelState
-from .sampled import sampled
+from .kinds_of_blocks import sampled
 
 #: Bytes of a token in a cache beside keys and values: its document and its position, both int64.
 _PLACES = 16

@@ -14,7 +14,7 @@ from typing import Any
 from ..models import family_of, published_sizes
 from ..parallel_state import Layout, ParallelState
 from ..storage.small_files import read_toml
-from .sampled import sampled
+from .kinds_of_blocks import sampled
 from .step_shape import Work
 from .time import StepTime, StepTimer, machine_named
 

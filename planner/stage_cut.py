@@ -10,7 +10,7 @@ from ..layers import Cost, Stage, Tokens, all_stages, cost_of, split_blocks
 from ..models import AdaptedFamily, Family, ModelConfig
 from ..parallel_state import Layout
 from ..pipeline.cut import cut_by_cost, stage_costs
-from .sampled import block_kinds
+from .kinds_of_blocks import block_kinds
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..parallel_state import BadInput
 from ..parallel_state.engine import dump_on_timeout, group_ranks, recorded_collectives
-from ..storage.regular import read_small
+from ..storage.safe_open import read_small
 from ..storage.small_files import read_json
 from ..storage.torch_archive import Limits, read_records
 

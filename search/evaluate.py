@@ -12,9 +12,9 @@ from ..models import AdaptedFamily
 from ..parallel_state import Layout, ParallelState, dtype_named
 from ..pipeline import ScheduleName
 from ..planner import MemoryPlan, StageCost, Work
+from ..planner.kinds_of_blocks import SampledModel, sampled
 from ..planner.memory import memory_of
 from ..planner.rank_parameters import RankParameters
-from ..planner.sampled import SampledModel, sampled
 from ..planner.stage_cut import StageCut, cut_stages
 from ..planner.time import StepTime, StepTimer
 from ..recipes.recipe import Recipe

@@ -5,7 +5,7 @@ stream. Import by file: folders that appear whole or not at all (``staging.py``)
 JSON. ``torch_archive/`` reads files of ``torch.save`` and refuses hostile pickles.
 """
 
-from .companions import DECIDE_IDS, VOCABULARIES, companions_in
+from .files_beside_weights import DECIDE_IDS, VOCABULARIES, companions_in
 from .safetensors_reader import TensorFile
 from .safetensors_writer import TensorWriter
 

@@ -17,7 +17,7 @@ from typing import Any
 from ..parallel_state import BadInput, MachineFailed
 from .crc import crc32
 from .disk import Disk, writing
-from .regular import open_regular
+from .safe_open import open_regular
 
 _PIECE = 4 << 20
 

@@ -18,7 +18,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from ..parallel_state import BadCheckpoint, BadInput, Box
 from .dtypes import BITS, TORCH
-from .regular import open_regular
+from .safe_open import open_regular
 from .safetensors_header import Entry, header_length, parse_header
 from .strides import Runs, runs_of
 

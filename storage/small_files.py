@@ -17,7 +17,7 @@ from typing import Any
 
 from ..parallel_state import BadInput
 from .crc import crc32
-from .regular import read_small
+from .safe_open import read_small
 from .strict_json import (
     DEEPEST,
     decode_utf8,

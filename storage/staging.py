@@ -26,7 +26,7 @@ from .leftovers import bytes_of_leftovers, clear_leftovers, lock_output
 from .lock import FileLock
 from .output_file import check_outside
 from .parents import make_parents, remove_empty
-from .regular import open_regular
+from .safe_open import open_regular
 
 _SPARE = 1.1
 _IDENTITY = re.compile(r"[0-9a-f]{16}")

@@ -5,11 +5,11 @@ memory and time, ``visible``, which makes text fit for a terminal, ``quiet_libra
 search less for garbage: in starts, in training (``search_garbage_when_told``) and in tests.
 """
 
-from .enough import check_enough
 from .garbage import no_garbage_search, search_garbage_rarely, search_garbage_when_told
 from .limits import OverLimit, bounded, most_at_once
 from .quiet import quiet_libraries
 from .refusals import Refusal, refusal_of
+from .resource_checks import check_enough
 from .visible import visible
 
 __all__ = [

@@ -79,7 +79,7 @@ READERS = {
 
 #: Files that may load a pickle, and why: no file that a user names is ever among what they load.
 UNPICKLERS = {
-    "parallel_state/together.py": "an error of this very process, to see whether it can be sent",
+    "parallel_state/collective_errors.py": "an error of this very process, to see whether it can be sent",
     "testing/ranks/pickling.py": "messages between the processes of a test",
 }
 UNPICKLING = {"pickle.load", "pickle.loads", "pickle.Unpickler", "torch.load", "marshal.loads", "shelve.open"}

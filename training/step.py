@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..data.ahead import all_labels, tokens_ahead
 from ..data.batch import Batch
+from ..data.multi_token_labels import all_labels, tokens_ahead
 from ..layers import (
     chunked_cross_entropy,
     cut_sequence,

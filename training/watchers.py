@@ -22,7 +22,7 @@ from ..runs.trackers import Tracker, Trackers
 from .build import Parts
 from .evaluation import Evaluator, perplexity
 from .forward import ForwardOnly
-from .norms import Activations, Norms
+from .parameter_norms import Activations, Norms
 from .run_plan import RunPlan, flops_of
 from .stragglers import Stragglers
 

@@ -12,18 +12,18 @@ from typing import Any
 
 from ...models import AdaptedFamily
 from ...parallel_state import BadInput, Layout, check_workers, fault
-from ...storage.companions import store_companion
 from ...storage.disk import Disk
 from ...storage.dtypes import TORCH
-from ...storage.outgoing import export
+from ...storage.files_beside_weights import store_companion
 from ...storage.output_file import check_place
 from ...storage.records import StoredFile
 from ...storage.safetensors_writer import TensorWriter
 from ...storage.staging import Staging, check_output, staged
+from ...storage.upload import export
 from ...system import no_garbage_search
 from ..hugging_face.writer import HFFolderWriter
 from ..manifest import Manifest
-from ..readable import check_plain, read_back
+from ..manifest_rereading import check_plain, read_back
 from ..verify import checksum_of, verify_file, verify_rest, verify_sums
 from .execute import execute
 from .finished_work import EVERY, JOURNAL, FinishedWork

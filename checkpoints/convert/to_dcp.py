@@ -19,9 +19,9 @@ from torch import Tensor
 from ...parallel_state import BadInput, Box
 from ...storage.dtypes import TORCH
 from ...storage.fetched import as_url
-from ...storage.outgoing import export
 from ...storage.output_file import check_place
 from ...storage.staging import check_output, staged
+from ...storage.upload import export
 from ..foreign.rules import Piece, foreign_shapes, pieces, table_named
 from ..moments import MOMENTS, moment_name
 from ..source import Source, read_source

@@ -17,7 +17,7 @@ from ...parallel_state import BadInput, Box
 from ...storage.coverage import check_coverage
 from ...storage.dtypes import TORCH
 from ...storage.file_names import DCP_METADATA
-from ...storage.regular import check_plain_name, contained, open_regular, read_small
+from ...storage.safe_open import check_plain_name, contained, open_regular, read_small
 from ...storage.strict_json import shown
 from ...storage.torch_archive import Limits, Name, Record, View, ViewFile, ZipEntry, archive_at, read_records
 from ...storage.torch_archive.archive import size_of

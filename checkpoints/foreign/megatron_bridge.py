@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from ...parallel_state import BadInput
-from ...storage.regular import contained
+from ...storage.safe_open import contained
 from ...storage.small_files import read_text
 from ...storage.strict_json import shown
 

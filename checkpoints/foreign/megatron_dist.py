@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ...parallel_state import BadInput, Box
-from ...storage.regular import contained
+from ...storage.safe_open import contained
 from ...storage.small_files import read_json
 from ...storage.strict_json import shown
 from ...storage.torch_archive import TorchArchive, View

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ...parallel_state import BadInput
-from ...storage.regular import read_small
+from ...storage.safe_open import read_small
 from ...storage.strict_json import shown
 
 #: Megatron's file that names the newest step, in the folder that ``--save`` named.

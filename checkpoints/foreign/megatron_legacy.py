@@ -16,7 +16,7 @@ from itertools import product
 from pathlib import Path
 
 from ...parallel_state import BadInput, Box
-from ...storage.regular import contained
+from ...storage.safe_open import contained
 from ...storage.strict_json import shown
 from ...storage.torch_archive import TorchArchive, View, ViewFile
 from .checkpoint import Chunk, ForeignCheckpoint, ForeignTensor

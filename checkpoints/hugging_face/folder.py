@@ -12,9 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ...parallel_state import BadInput
-from ...storage.companions import companions_in
 from ...storage.file_names import CONFIG, INDEX, OLD_INDEX, OLD_SINGLE, SINGLE
-from ...storage.regular import check_plain_name, contained
+from ...storage.files_beside_weights import companions_in
+from ...storage.safe_open import check_plain_name, contained
 from ...storage.safetensors_header import MAX_TENSORS, Entry
 from ...storage.safetensors_reader import TensorFile
 from ...storage.small_files import read_json

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 
-from ...storage.companions import copy_file
 from ...storage.disk import Disk
 from ...storage.dtypes import BITS
 from ...storage.file_names import ADAPTER_CONFIG, ADAPTER_MODEL, CONFIG, INDEX, SINGLE
+from ...storage.files_beside_weights import copy_file
 from ...storage.safetensors_writer import TensorWriter, Written
 
 Spec = tuple[str, tuple[int, ...]]  # dtype by the format's name, and shape

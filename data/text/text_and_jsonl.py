@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, Protocol, cast
 
 from ...parallel_state import BadInput
-from ...storage.regular import stat_regular
+from ...storage.safe_open import stat_regular
 from .parquet_and_arrow import dataset_files, need, read_dataset, read_parquet
 from .tokenizer_loading import LARGEST_TEXT
 

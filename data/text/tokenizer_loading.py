@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from ...parallel_state import BadInput
 from ...storage import DECIDE_IDS, VOCABULARIES
-from ...storage.regular import read_small, stat_regular
+from ...storage.safe_open import read_small, stat_regular
 from ...storage.small_files import refuse_pointer
 from ...system import OverLimit, bounded
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from ...parallel_state import Initial, ParallelState, alone_or, local, shared_units
 from ..column_parallel_linear import ColumnParallelLinear
 from ..cost import Cost, Tokens, cost_of
+from ..device_constants import HostNumbers
 from ..dropout import own_random
-from ..host_numbers import HostNumbers
 from ..norm import HeadsRMSNorm
 from ..row_parallel_linear import RowParallelLinear
 from .alibi import Alibi

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from ...layers import Checkpointing, Cost, Send, cross_entropy_cost
 from ...pipeline import schedule_kind
 from ..data_rounds import DataRounds, data_rounds
+from ..kinds_of_blocks import SampledModel
 from ..rank_parameters import Group, RankParameters
-from ..sampled import SampledModel
 from ..stage_costs import Alike, StageCost
 from ..step_shape import Work
 from .collectives import Links

@@ -29,9 +29,9 @@ from ...pipeline import schedule_kind
 from ...pipeline.schedule_actions import Kind
 from ...pipeline.timetable import step_length
 from ..flops import TokenFlops, flops_per_token
+from ..kinds_of_blocks import SampledModel
 from ..memory import MemoryPlan, memory_of
 from ..rank_parameters import RankParameters
-from ..sampled import SampledModel
 from ..stage_costs import StageCost
 from ..step_shape import Work
 from .collectives import Links

@@ -17,7 +17,7 @@ from typing import Any, cast
 from ...parallel_state import BadCheckpoint, BadInput
 from ..crc import crc32
 from ..dtypes import BITS, TORCH
-from ..regular import open_regular
+from ..safe_open import open_regular
 from ..strict_json import shown, what_it_looks_like
 from .pickle_records import read_records
 from .records import Maker, Name

@@ -11,7 +11,7 @@ import torch
 
 from ...parallel_state import BadInput, Box
 from ..dtypes import TORCH
-from ..regular import open_regular
+from ..safe_open import open_regular
 from ..safetensors_header import Entry
 from ..safetensors_reader import TensorFile, fill, identity_of
 from ..strides import Runs, blocks, runs_of

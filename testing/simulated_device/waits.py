@@ -73,7 +73,9 @@ WAITS = (
     # At the start of a run, where it saves and evaluates, and in generation.
     Wait("checkpoints/moments.py: begin_moments", "upload", 0, "outside", "each moment's number of steps"),
     Wait("layers/rotary.py: RotaryEmbedding._inverses", "upload", 0, "outside", "the table of frequencies"),
-    Wait("layers/host_numbers.py: HostNumbers.on", "upload", 0, "outside", "slopes of ALiBi, shared heads"),
+    Wait(
+        "layers/device_constants.py: HostNumbers.on", "upload", 0, "outside", "slopes of ALiBi, shared heads"
+    ),
     Wait(
         "layers/attention/blockwise.py: fused_is_right", "upload", 0, "outside", "a check of torch's kernels"
     ),
@@ -84,7 +86,13 @@ WAITS = (
         "checkpoints/rank_files.py: write_file", "read", 0, "outside", "weights and moments of a checkpoint"
     ),
     Wait("training/evaluation.py: Evaluator.__call__", "read", 0, "outside", "the loss on held-out tokens"),
-    Wait("training/norms.py: Norms._measure", "read", 0, "outside", "the norms, in steps that ask for them"),
+    Wait(
+        "training/parameter_norms.py: Norms._measure",
+        "read",
+        0,
+        "outside",
+        "the norms, in steps that ask for them",
+    ),
     Wait("generation/generate.py: left_padded", "upload", 0, "outside", "the prompts"),
     Wait("generation/generate.py: generate", "upload", 0, "outside", "each token's random numbers"),
     Wait("generation/generate.py: generate", "read", 0, "outside", "each token, which may end the text"),

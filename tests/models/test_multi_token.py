@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from trilith.checkpoints import read_source
 from trilith.cli.app import run
-from trilith.data.ahead import tokens_ahead
 from trilith.data.batch import Batch
+from trilith.data.multi_token_labels import tokens_ahead
 from trilith.layers import IGNORE
 from trilith.models import CausalLM, Family, ModelConfig, family_of
 from trilith.parallel_state import BadInput

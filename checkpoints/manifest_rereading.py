@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from ..parallel_state import BadInput, from_validation
-from ..storage.companions import check_companion
+from ..storage.files_beside_weights import check_companion
 from ..storage.strict_json import shown
 from .manifest import Manifest
 

@@ -15,7 +15,7 @@ from ..parallel_state import BadInput
 from .crc import Checksum
 from .disk import Disk, writing
 from .records import StoredFile
-from .regular import contained, open_regular, read_small
+from .safe_open import contained, open_regular, read_small
 from .strict_json import shown
 
 #: Any of these is enough for a tokenizer.

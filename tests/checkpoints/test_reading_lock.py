@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from trilith.checkpoints import convert, find, load_model, load_module, read_source, save_module, verify
-from trilith.checkpoints.hold import hold, nobody_reads
+from trilith.checkpoints.reading_lock import hold, nobody_reads
 from trilith.checkpoints.retention import delete_old
 from trilith.cli.app import run
 from trilith.parallel_state import BadCheckpoint, Box

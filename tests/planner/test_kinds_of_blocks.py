@@ -15,8 +15,8 @@ from trilith.models import LoraConfig, adapted, family_of, published_size
 from trilith.parallel_state import BadInput, Layout, ParallelState
 from trilith.planner import Work, plan_memory, rank_parameters, stage_costs, step_traffic
 from trilith.planner.communication import traffic_of
+from trilith.planner.kinds_of_blocks import SampledModel, block_kinds, sampled
 from trilith.planner.memory import memory_of
-from trilith.planner.sampled import SampledModel, block_kinds, sampled
 from trilith.testing.tiny_models import MODELS
 
 LAYOUTS = [

@@ -20,9 +20,9 @@ from trilith.checkpoints import Manifest, Saver, convert, module_contents, read_
 from trilith.parallel_state import BadInput, ParallelState
 from trilith.recipes.recipe import parse_recipe
 from trilith.storage import companions_in
-from trilith.storage.companions import COMPANIONS
 from trilith.storage.disk import Disk, DiskFailed
 from trilith.storage.file_names import MANIFEST
+from trilith.storage.files_beside_weights import COMPANIONS
 from trilith.storage.records import StoredFile
 from trilith.testing.forked import obey_permissions, run_forked
 from trilith.testing.hf_folders import write_hf_folder
