@@ -70,7 +70,6 @@ PLANS: dict[str, tuple[list[str], float]] = {
 ONE_RANK = """
 import json, sys, time
 from pathlib import Path
-from trilith.pipeline.schedule_actions import schedule_classes
 from trilith.recipes import load_recipe
 from trilith.training.dry_run import plan_without_weights, rank_plan
 
@@ -78,7 +77,6 @@ def anonymous():
     return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines()
                 if line.startswith("RssAnon:")) / 1024
 
-schedule_classes()
 recipe = load_recipe(sys.argv[1], sys.argv[2:])
 before, began = anonymous(), time.process_time()
 rank_plan(recipe, plan_without_weights(recipe)[0], 5)

@@ -4,11 +4,12 @@ them.
 
 from __future__ import annotations
 
+import sys
+
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from .engine import is_dtensor, is_sharded
 from .errors import BadInput
 from .state import ParallelState
 
@@ -18,7 +19,7 @@ _TODO = "Take shard_over_data(model, state, Precision()) instead: layout.zero=0 
 def mark_shared(model: nn.Module) -> None:
     """Note that ``shard_over_data`` made the FSDP modules of this model."""
     for module in model.modules():
-        if isinstance(module, FSDPModule):
+        if is_sharded(module):
             module.__dict__["shared_over_data"] = True
 
 
@@ -35,7 +36,7 @@ def check_state(model: nn.Module, state: ParallelState, where: str) -> None:
             _refuse_state(where, name, str(theirs.layout), state)
     if state.layout.world == 1:
         for name, one in model.named_parameters():
-            if isinstance(one, DTensor) and one.device_mesh.size() > 1:
+            if is_dtensor(one) and one.device_mesh.size() > 1:
                 _refuse_state(where, name, f"{one.device_mesh.size()} ranks", state)
 
 
@@ -51,11 +52,13 @@ def _refuse_state(where: str, name: str, found: str, state: ParallelState) -> No
 
 def refuse_foreign(model: nn.Module, where: str) -> None:
     """Refuse a model that torch's ``fully_shard``, FSDP or DDP has wrapped directly, naming the module."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # if it is not imported, nothing is wrapped by it
+    wrappers = (DistributedDataParallel, *((fsdp.FullyShardedDataParallel,) if fsdp else ()))
     for name, module in model.named_modules():
         found = None
-        if isinstance(module, DistributedDataParallel | FullyShardedDataParallel):
+        if isinstance(module, wrappers):
             found = f"{type(module).__name__}, which averages gradients over all ranks"
-        elif isinstance(module, FSDPModule) and not module.__dict__.get("shared_over_data"):
+        elif is_sharded(module) and not module.__dict__.get("shared_over_data"):
             found = "torch's fully_shard with a mesh of its own, which averages gradients"
         if found is not None:
             raise BadInput(

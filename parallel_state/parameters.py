@@ -7,11 +7,10 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from .boxes import Box
 from .declaration import BUFFER_DTYPE, Declaration, declarations
-from .engine import local_data
+from .engine import is_dtensor, local_data
 from .initial_weights import Own, fill, seed_of
 from .state import ParallelState, alone_or
 from .user_parameters import own_values
@@ -62,6 +61,8 @@ def declare_parameter(
     if declaration.experts and state.layout.expert > 1:  # FSDP wants both meshes of one root
         mesh, shape = state.expert_tensor_mesh, (box.shape[0], *shape[1:])
     if mesh is not None and not declaration.buffer:  # which FSDP and the optimizer never see
+        from torch.distributed.tensor import DTensor, Replicate, Shard  # half a second
+
         cut = declaration.cut is not None and declaration.cut.axis == "tensor"
         placement = Shard(declaration.cut.dim) if cut and declaration.cut else Replicate()
         whole = torch.empty(shape, device="meta")
@@ -79,7 +80,7 @@ def local(parameter: Tensor) -> Tensor:
     """Return the part of a parameter to compute with; its gradient flows back as this rank's own, not
     summed.
     """
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return parameter.to_local() if is_dtensor(parameter) else parameter
 
 
 def stored_box(parameter: Tensor, declaration: Declaration, state: ParallelState) -> Box:

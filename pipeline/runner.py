@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import pipelining
 from torch.distributed.fsdp import FSDPModule
 
 from ..layers import Stage
 from ..models import CausalLM
-from ..parallel_state import ParallelState
+from ..parallel_state import ParallelState, engine
 from .driver import DrivenStage, StageModule, after_schedule, before_schedule
-from .schedule_actions import schedule_classes
 from .schedule_kinds import check_schedule, schedule_kind
 
 
@@ -28,6 +29,20 @@ class Travels:
     def meta(self) -> Tensor:
         floating = self.dtype.is_floating_point
         return torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=floating)
+
+
+@cache
+def schedule_classes() -> dict[str, Any]:
+    """Return torch's class of each schedule."""
+    engine.require(engine.PIPELINING)
+    return {
+        "gpipe": pipelining.ScheduleGPipe,
+        "1f1b": pipelining.Schedule1F1B,
+        "interleaved": pipelining.ScheduleInterleaved1F1B,
+        "interleaved-zero-bubble": pipelining.ScheduleInterleavedZeroBubble,
+        "zbv": pipelining.ScheduleZBVZeroBubble,
+        "dualpipev": pipelining.ScheduleDualPipeV,
+    }
 
 
 class Pipeline:

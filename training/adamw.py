@@ -7,10 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from ..parallel_state import declarations
-from ..parallel_state.engine import AdamW
+from ..parallel_state.engine import AdamW, is_dtensor
 from ..recipes.optimizer_sections import ParameterGroup
 
 
@@ -41,7 +40,7 @@ def make_adamw(
             decay = weight_decay if dims >= 2 else 0.0
             decay = decay if group.weight_decay is None else group.weight_decay
             # A fused kernel takes tensors of one mesh at a time; what is not declared is on a smaller one.
-            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            mesh = parameter.device_mesh if is_dtensor(parameter) else None
             sorted_out.setdefault((group.lr_scale, decay, mesh), []).append(parameter)
     parts = [
         {"params": params, "weight_decay": decay, "lr_scale": scale}

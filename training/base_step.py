@@ -9,7 +9,6 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from ..parallel_state import (
     BadInput,
@@ -19,6 +18,7 @@ from ..parallel_state import (
     refuse_foreign,
     refuse_untrained,
 )
+from ..parallel_state.engine import is_sharded
 from .zero_on_fsdp import before_backward
 
 MicroBatch = TypeVar("MicroBatch")
@@ -61,7 +61,7 @@ class Step:
         if dist.is_initialized() and dist.get_world_size() > state.layout.world:
             refuse_foreign(model, "step")  # a state of one rank, and a wrapper that averages over several
         data = state.layout.data
-        if data > 1 and not isinstance(model, FSDPModule):
+        if data > 1 and not is_sharded(model):
             todo = "Call shard_over_data(model, state, Precision(...)) before"
             expected = f"one shared over data={data} ranks"
             raise BadInput("step", "model", expected=expected, found="none", todo=todo)
@@ -76,9 +76,9 @@ class Step:
         self, parts: Sequence[MicroBatch], loss_of: Callable[[MicroBatch], Tensor]
     ) -> list[Tensor]:
         """Run forward and backward of the micro-batches, and return their losses; for one pipeline stage."""
-        losses = []
+        losses, sharded = [], is_sharded(self._whole)
         for number, part in enumerate(parts):
-            if isinstance(self._whole, FSDPModule):
+            if sharded:
                 last = number == len(parts) - 1
                 before_backward(self._whole, self.state, last=last, sum_replicas=last or not self.trains_all)
             loss = loss_of(part)

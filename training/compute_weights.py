@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from ..parallel_state import engine
-from ..parallel_state.engine import local_data
+from ..parallel_state.engine import is_dtensor, local_data
 from .precision import Precision
 
 
@@ -83,7 +82,7 @@ class ComputeWeights(AbstractContextManager["ComputeWeights"]):
         modules = dict(self.model.named_modules())
         found: dict[nn.Parameter, _Pair] = {}
         for name, master in self.model.named_parameters(remove_duplicate=False):
-            if name in self.fixed or not (self.precision.casts or isinstance(master, DTensor)):
+            if name in self.fixed or not (self.precision.casts or is_dtensor(master)):
                 continue
             if master not in found:
                 copy = nn.Parameter(local_data(master).to(self.precision.compute), master.requires_grad)

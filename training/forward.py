@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from ..data.batch import Batch
 from ..layers import Stage
 from ..models import CausalLM
+from ..parallel_state.engine import is_sharded
 from ..pipeline import through_stages
 from .compute_weights import computing
 
@@ -40,7 +40,7 @@ class ForwardOnly:
             for part in batch.of_context(self.model.state).split(self.micro_batch):
                 self._micro_batch(part, each)
         for module in self.model.modules():
-            if isinstance(module, FSDPModule):  # no backward comes that would drop the gathered weights
+            if is_sharded(module):  # no backward comes that would drop the gathered weights
                 module.reshard()
 
     def _micro_batch(self, part: Batch, each: Callable[[Tensor, Tensor], None]) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,8 @@ class Precision:
     @property
     def policy(self) -> MixedPrecisionPolicy:
         """Return FSDP2's policy, which casts weights on all-gather and gradients before they are summed."""
+        from torch.distributed.fsdp import MixedPrecisionPolicy  # half a second
+
         return MixedPrecisionPolicy(
             param_dtype=self.compute if self.compute != self.master else None,
             reduce_dtype=self.reduce if self.reduce != self.compute else None,

@@ -18,12 +18,10 @@ and ``compute_with_stored`` spares FSDP's copy of the weights. The stages are th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
 
 from ..layers import find_blocks, keep_aside
 from ..models import CausalLM
@@ -38,6 +36,9 @@ from ..parallel_state import (
 )
 from .compute_weights import ComputeWeights
 from .precision import Precision
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Shard
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -62,9 +63,12 @@ def shard_over_data(
     refuse_foreign(model, "shard_over_data")
     fixed = buffer_names(declarations(model))
     if state.layout.holds_alone and not offload:
-        if precision.casts or any(isinstance(one, DTensor) for one in model.parameters()):
+        if precision.casts or any(engine.is_dtensor(one) for one in model.parameters()):
             model.__dict__["compute_weights"] = ComputeWeights(model, precision, fixed=fixed)
         return model
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard  # half a second
+
+    engine.require(engine.FULLY_SHARDED)
     regather, mesh, policy = state.layout.zero == 3, state.data_mesh, precision.policy
     # Pages of a host without accelerator need no pinning, and cannot be.
     resting = CPUOffloadPolicy(pin_memory=state.device.type != "cpu") if offload else OffloadPolicy()
@@ -116,11 +120,10 @@ def _sum_gradients(model: nn.Module, stacks: Sequence[nn.Module], state: Paralle
     groups = {False: state.replica_group(), True: of_experts}
     sums = {experts: engine.ReplicaSums(group) for experts, group in groups.items() if group is not None}
     for module in model.modules():
-        if isinstance(module, FSDPModule):
-            if not state.layout.zero:
-                engine.compute_with_stored(module)
+        of_replicas = sums.get(module in stacks)
+        if engine.is_sharded(module):
             module.set_force_sum_reduction_for_comms(True)
-            if (of_replicas := sums.get(module in stacks)) is not None:
+            if of_replicas is not None:
                 of_replicas.take(module)
             else:
                 module.set_gradient_divide_factor(1.0)
@@ -140,6 +143,8 @@ def shard_dims(model: nn.Module, layout: Layout) -> Callable[[nn.Parameter], Sha
 
     ``None`` is the first dim.
     """
+    from torch.distributed.tensor import Shard
+
     stated = declarations(model)
     dims = {parameter: stated[name].shard_dim(layout) for name, parameter in model.named_parameters()}
 
@@ -160,7 +165,7 @@ def before_backward(model: nn.Module, state: ParallelState, *, last: bool, sum_r
     ``sum_replicas``: whether the replicas of a shard (HSDP) add up their gradients now, or keep each their
     own until a later micro-batch of the step.
     """
-    assert isinstance(model, FSDPModule)
+    assert engine.is_sharded(model)
     zero = state.layout.zero
     model.set_requires_gradient_sync(last or zero >= 2)
     if not sum_replicas:

@@ -25,17 +25,27 @@ from .fully_sharded import (
     end_backward,
     fsdp_modules,
     gather_weights,
+    is_sharded,
     sum_gradients,
 )
 from .kernels import assert_on_device, flash_attention, flash_attention_backward, scaled_mm
-from .local_tensors import AdamW, foreach_copy_, foreach_mul_, foreach_norm, like, local_data, tensors_in
-from .pipelining import order_only
-from .private_names import COMPILER, PIPELINING, PRIVATE, require, self_check
+from .local_tensors import (
+    AdamW,
+    foreach_copy_,
+    foreach_mul_,
+    foreach_norm,
+    is_dtensor,
+    like,
+    local_data,
+    tensors_in,
+)
+from .private_names import COMPILER, FULLY_SHARDED, PIPELINING, PRIVATE, require, self_check
 from .waiting_time import Waited, waiting_time
 
 __all__ = [
     "AdamW",
     "COMPILER",
+    "FULLY_SHARDED",
     "PIPELINING",
     "PRIVATE",
     "ReplicaSums",
@@ -63,9 +73,10 @@ __all__ = [
     "gather_weights",
     "group_of_call",
     "group_ranks",
+    "is_dtensor",
+    "is_sharded",
     "like",
     "local_data",
-    "order_only",
     "recorded_collectives",
     "reduce_scatter",
     "reduce_scatter_start",

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from .autograd_and_compiler import after_backward, in_backward
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+
+
+def is_sharded(module: nn.Module) -> TypeGuard[FSDPModule]:
+    """Tell whether FSDP shards this module by itself. No module is sharded before FSDP is imported, which
+    takes half a second that many commands need not spend.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 def fsdp_modules(module: nn.Module) -> list[FSDPModule]:
     """Return every module in ``module``, itself included, that FSDP shards by itself."""
-    return [one for one in module.modules() if isinstance(one, FSDPModule)]
+    return [one for one in module.modules() if is_sharded(one)]
 
 
 def computed_with(modules: Iterable[FSDPModule]) -> Iterator[nn.Parameter]:

@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 #: Elements that are cast at once: they stay in a core's cache.
 _PIECE = 1 << 18
 
 
+def is_dtensor(x: Tensor) -> TypeGuard[DTensor]:
+    """Tell whether ``x`` is a DTensor. Those are imported late: their import takes half a second."""
+    if type(x) in (Tensor, nn.Parameter):
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(x, DTensor)
+
+
 def local_data(x: Tensor) -> Tensor:
     """Return what this rank stores of ``x``, sharing memory and outside autograd."""
-    here = x._local_tensor if isinstance(x, DTensor) else x
+    here = x._local_tensor if is_dtensor(x) else x
     return here.detach() if here.requires_grad else here
 
 
@@ -29,14 +40,16 @@ class AdamW(torch.optim.AdamW):
     def _init_group(self, group: dict[str, Any], *gathered: list[Tensor]) -> bool:
         is_complex = bool(super()._init_group(group, *gathered))
         for tensors in gathered:
-            tensors[:] = [one._local_tensor if isinstance(one, DTensor) else one for one in tensors]
+            tensors[:] = [one._local_tensor if is_dtensor(one) else one for one in tensors]
         return is_complex
 
 
 def like(parameter: Tensor, here: Tensor) -> Tensor:
     """Return this rank's piece ``here`` of a tensor that is cut as ``parameter`` is; its gradient, say."""
-    if not isinstance(parameter, DTensor):
+    if not is_dtensor(parameter):
         return here
+    from torch.distributed.tensor import DTensor
+
     mesh, shape, stride = parameter.device_mesh, parameter.shape, parameter.stride()
     return DTensor.from_local(here, mesh, parameter.placements, run_check=False, shape=shape, stride=stride)
 

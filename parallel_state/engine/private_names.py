@@ -31,7 +31,6 @@ PRIVATE = (
     ("torch.ops.aten", "_scaled_dot_product_flash_attention"),
     ("torch.ops.aten", "_scaled_dot_product_flash_attention_backward"),
     ("torch", "_scaled_mm"),
-    ("torch.distributed.tensor.DTensor", "_local_tensor"),
     ("torch.optim.AdamW", "_init_group"),
     ("torch.utils._python_dispatch", "TorchDispatchMode"),
     ("torch.distributed.ProcessGroup", "unbox"),
@@ -39,6 +38,11 @@ PRIVATE = (
     ("torch.distributed.distributed_c10d", "_get_default_store"),
     ("torch.distributed.distributed_c10d", "_pg_names"),
     ("torch.distributed.distributed_c10d", "_resolve_process_group"),
+)
+
+#: The same for parameters that are cut or sharded, checked when a model is first shared over data ranks.
+FULLY_SHARDED = (
+    ("torch.distributed.tensor.DTensor", "_local_tensor"),
     ("torch.distributed.fsdp.FSDPModule", "_get_fsdp_state"),
     (f"{_FSDP}_state.FSDPState", "_root_post_backward_final_callback"),
     (f"{_FSDP}_param_group.FSDPParamGroup", "fsdp_params"),
@@ -71,12 +75,10 @@ PIPELINING = (
     ("torch.distributed.pipelining.PipelineStage", "forward_one_chunk"),
     ("torch.distributed.pipelining.PipelineStage", "backward_one_chunk"),
     ("torch.distributed.pipelining.PipelineStage", "backward_weight_one_chunk"),
-    ("torch.distributed.pipelining.schedules._PipelineScheduleRuntime", "pipeline_order"),
-    ("torch.distributed.pipelining.schedules._PipelineScheduleRuntime", "_prepare_schedule_with_comms"),
 )
 
 
-def self_check(names: Iterable[tuple[str, str]] = (*PRIVATE, *COMPILER)) -> list[str]:
+def self_check(names: Iterable[tuple[str, str]] = (*PRIVATE, *FULLY_SHARDED, *COMPILER)) -> list[str]:
     """Return which of the names this torch lacks; none in the supported versions (2.11 to 2.13).
 
     An attribute that only objects of a class have is looked for in the code of the class's methods.

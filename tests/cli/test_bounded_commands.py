@@ -18,7 +18,8 @@ from trilith.cli.shared.sizes import LARGEST, parse_size
 from trilith.data.text import tokenizer_training
 from trilith.parallel_state import BadInput, Layout, check_local_ranks, check_workers
 from trilith.pipeline import layout_of, timetable
-from trilith.pipeline.schedule_actions import MOST_FORWARDS, schedule_classes
+from trilith.pipeline.rank_order import ORDERS
+from trilith.pipeline.schedule_actions import MOST_FORWARDS
 from trilith.runs import launch
 from trilith.runs.launch import check_local
 from trilith.system import most_at_once
@@ -155,7 +156,7 @@ def test_no_worker_and_too_many_workers_are_refused(workers: int) -> None:
 
 @settings(deadline=None, max_examples=50)
 @given(
-    name=st.sampled_from(sorted(schedule_classes())),
+    name=st.sampled_from(sorted(ORDERS)),
     stages=st.integers(2, 2**30),
     virtual=st.integers(1, 2**30) | st.none(),
     over=st.integers(1, 2**30),
@@ -165,8 +166,8 @@ def test_a_timetable_beyond_the_limit_is_not_computed(
 ) -> None:
     patch = pytest.MonkeyPatch()
     try:
-        for one in schedule_classes():
-            patch.setitem(schedule_classes(), one, no_process)
+        for one in ORDERS:
+            patch.setitem(ORDERS, one, no_process)
         with pytest.raises(BadInput):
             timetable(name, layout_of(name, stages, virtual), MOST_FORWARDS // stages + over)
     finally:

@@ -4,10 +4,66 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 from trilith.parallel_state import BadInput, Layout
-from trilith.pipeline import SCHEDULE_NAMES, Held, bubble, check_schedule, held_at_once, layout_of, timetable
+from trilith.pipeline import (
+    SCHEDULE_NAMES,
+    Held,
+    bubble,
+    check_schedule,
+    held_at_once,
+    layout_of,
+    schedule_kind,
+    timetable,
+)
+from trilith.pipeline.order import actions
+from trilith.pipeline.runner import schedule_classes
+
+#: One stage a rank: torch does not state what it runs (``Schedule1F1B`` orders its last rank otherwise).
+STATED = ("interleaved", "interleaved-zero-bubble", "zbv", "dualpipev")
+
+
+def order_of_torch(name: str, layout: Layout, micro_batches: int) -> list[list[str]]:
+    """Return what torch's class states: each rank's actions in order; ``+`` if the next one goes with it."""
+    seats = [
+        SimpleNamespace(
+            stage_index=number, num_stages=layout.stages, group_size=layout.pipeline, group_rank=0,
+            is_first=number == 0, is_last=number == layout.stages - 1, submod=None, has_backward=True,
+        )
+        for number in layout.stages_of(0)
+    ]  # fmt: skip
+    order = schedule_classes()[name](seats, micro_batches).pipeline_order
+    letters = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
+    found = []
+    for rank in range(layout.pipeline):
+        texts = []
+        for one in filter(None, order[rank]):
+            parts = one.sub_actions or (one,)
+            texts += [
+                f"{letters[a.computation_type.name]} {a.stage_index} {a.microbatch_index}+" for a in parts
+            ]
+            texts[-1] = texts[-1].removesuffix("+")
+        found.append(texts)
+    return found
+
+
+@pytest.mark.parametrize("name", STATED)
+@pytest.mark.parametrize("pipeline", [2, 3, 4, 5, 8])
+def test_the_order_is_torch_s(name: str, pipeline: int) -> None:
+    compared = 0
+    for virtual in (2, 3, 4) if name.startswith("interleaved") else (2,):
+        layout = layout_of(name, pipeline, virtual)
+        for micro_batches in range(1, 3 * pipeline + 2):
+            if not schedule_kind(name).runs(pipeline, micro_batches):
+                continue
+            ours = actions(name, pipeline, virtual, layout.v_shape, micro_batches)
+            texts = [[f"{a.kind} {a.stage} {a.micro_batch}{'+' * a.paired}" for a in rank] for rank in ours]
+            assert texts == order_of_torch(name, layout, micro_batches)
+            compared += 1
+    assert compared > 2
+
 
 SIZES = [(2, 4), (2, 8), (4, 8), (4, 20), (8, 16)]
 
