@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -120,6 +121,7 @@ def plan(
         return
     with no_garbage_search():
         results = [_search(request, 1 if several else 10) for request in requests]
+        gc.freeze()  # the next search, which comes at once, would look at a million objects that stay
     if json:
         import json as json_module
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 
 def cut_by_cost(blocks: Sequence[float], stages: int, *, first: float = 0.0, last: float = 0.0) -> list[int]:
@@ -18,13 +18,11 @@ def cut_by_cost(blocks: Sequence[float], stages: int, *, first: float = 0.0, las
     for one in blocks:
         sums.append(sums[-1] + one)
 
-    def cost(stage: int, start: int, stop: int) -> float:
-        return sums[stop] - sums[start] + first * (stage == 0) + last * (stage == stages - 1)
-
     even = [len(blocks) * (stage + 1) // stages - len(blocks) * stage // stages for stage in range(stages)]
     room = max(stage_costs(even, blocks, first=first, last=last))
-    least = _best(len(blocks), stages, cost, max, room * (1 + 1e-12))[0]
-    return _best(len(blocks), stages, cost, lambda one, rest: one**2 + rest, least * (1 + 1e-12))[1]
+    ends = [first * (stage == 0) + last * (stage == stages - 1) for stage in range(stages)]
+    least = _best(sums, ends, room * (1 + 1e-12), squares=False)[0]
+    return _best(sums, ends, least * (1 + 1e-12), squares=True)[1]
 
 
 def stage_costs(
@@ -41,27 +39,30 @@ def stage_costs(
 
 
 def _best(
-    blocks: int,
-    stages: int,
-    cost: Callable[[int, int, int], float],
-    value: Callable[[float, float], float],
-    room: float,
+    sums: Sequence[float], ends: Sequence[float], room: float, *, squares: bool
 ) -> tuple[float, list[int]]:
     """Return the least value of any cut whose stages cost at most ``room``, and that cut, computed from the
-    last stage back to the first.
+    last stage back to the first. The value is the sum of squares, or the largest cost. Of equal ones it is
+    the cut whose first stages have least.
+
+    ``sums``: the cost of so many first blocks; ``ends``: what each stage costs beside its blocks.
     """
+    blocks = len(sums) - 1
     after: dict[int, tuple[float, list[int]]] = {blocks: (0.0, [])}
-    for stage in reversed(range(stages)):
+    for stage in reversed(range(len(ends))):
         now: dict[int, tuple[float, list[int]]] = {}
         for start in range(stage, blocks) if stage else (0,):
-            choices = []
+            least, where, before = 0.0, -1, sums[start]
             for stop in range(start + 1, blocks + 1):
-                if (one := cost(stage, start, stop)) > room:
+                one = sums[stop] - before + ends[stage]
+                if one > room:
                     break
                 if stop in after:
-                    rest, counts = after[stop]
-                    choices.append((value(one, rest), [stop - start, *counts]))
-            if choices:
-                now[start] = min(choices)
+                    rest = after[stop][0]
+                    value = one**2 + rest if squares else max(one, rest)
+                    if where < 0 or value < least:
+                        least, where = value, stop
+            if where >= 0:
+                now[start] = least, [where - start, *after[where][1]]
         after = now
     return after[0]

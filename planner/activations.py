@@ -51,9 +51,9 @@ class Saved:
 
 def saved_under(mode: Checkpointing, cost: Cost, work: Work) -> Saved:
     """Return what a block keeps and recomputes in this mode; a recomputed block keeps its input."""
-    given = work.tokens.between_blocks(work.state).bytes(work.hidden)
     if mode == "none":
         return Saved(cost.kept, cost.working)
+    given = work.between_blocks
     if mode == "selective":
         return Saved(given + cost.selective, cost.kept - cost.both - given + cost.working)
     return Saved(given, cost.kept - given + cost.working)

@@ -22,7 +22,7 @@ from ..models import AdaptedFamily, CausalLM, Family, ModelConfig
 from ..models.base.decoder import Decoder
 from ..parallel_state import Layout, ParallelState, declarations
 from .rank_parameters import Group, RankParameters, count_parameters
-from .stage_costs import StageCost, model_stage_costs
+from .stage_costs import StageCost, stage_cost
 from .step_shape import Work
 
 #: Kinds of blocks, each with how many a rank holds.
@@ -91,7 +91,7 @@ class SampledModel:
     def parameters(self, state: ParallelState, split: Sequence[int] | None = None) -> RankParameters:
         """Count the parameters of a rank."""
         stage, numbers = self._stage(state, split)
-        key = _of_one_stage(state.layout), state.rank % self._world(state), numbers, stage.first, stage.last
+        key = _place(state), numbers, stage.first, stage.last
         if key not in self._held:
             root = sum(self._at_ends(stage, state), Group())
             blocks = [(self._count(self._blocks[kind], state), number) for kind, number in numbers]
@@ -116,38 +116,40 @@ class SampledModel:
         return [self._count(one, state, ends and one is embed) for one in dict.fromkeys(modules)]
 
     def _count(self, module: nn.Module, state: ParallelState, ends: bool | None = None) -> Group:
-        key = id(module), _of_one_stage(state.layout), state.rank % self._world(state), ends
+        key = id(module), _place(state), ends
         if key not in self._counted:
             self._counted[key] = _count_module(module, state, ends=ends)
         return self._counted[key]
 
-    @staticmethod
-    def _world(state: ParallelState) -> int:
-        """Return the number of ranks of one pipeline rank."""
-        return state.layout.world // state.layout.pipeline
-
     def costs(self, work: Work, split: Sequence[int] | None = None) -> list[StageCost]:
         """Return the costs of each stage of the rank of ``work``."""
         stage, _ = self._stage(work.state, split)
-        rank = copy(self._model)
-        rank._modules = {**self._model._modules, "layers": self._layers(stage.blocks)}
-        rank.stage = stage
-        return model_stage_costs(work, rank, self._known)
+        layers = {number: self.block(number) for number in stage.blocks}
+
+        @cache
+        def model() -> CausalLM:
+            rank = copy(self._model)
+            rank._modules = {**self._model._modules, "layers": nn.ModuleDict()}
+            rank.layers._modules.update({str(number): one for number, one in layers.items()})
+            rank.stage = stage
+            return rank
+
+        return [stage_cost(work, part, layers, model, self._known) for part in stage.parts]
 
     def block(self, number: int) -> nn.Module:
         """Return a block like the one of this number."""
         return self._blocks[self.kinds[number]]
 
-    def _layers(self, numbers: Sequence[int]) -> nn.ModuleDict:
-        found = nn.ModuleDict()
-        found._modules.update({str(number): self.block(number) for number in numbers})
+
+def _place(state: ParallelState) -> tuple[object, ...]:
+    """Return all of a layout and of a rank's place in it that the counts of a module's parameters depend on:
+    neither the pipeline nor the replicas.
+    """
+    layout, at = state.layout, state.at
+    found = layout.tensor, at.tensor, layout.data_sizes()[1], layout.data_place(at)[1]
+    if layout.expert == 1:
         return found
-
-
-@cache
-def _of_one_stage(layout: Layout) -> Layout:
-    """Return the layout without what has no part in the counts of a module's parameters."""
-    return replace(layout, pipeline=1, virtual_stages=1, v_shape=False, zero=min(layout.zero, 1))
+    return *found, layout.expert, layout.data_sizes(experts=True)[1], layout.data_place(at, experts=True)[1:]
 
 
 def _count_module(module: nn.Module, state: ParallelState, *, ends: bool | None) -> Group:

@@ -59,20 +59,25 @@ def plan_memory(work: Work, model: nn.Module, *, loss: Cost | None = None) -> Me
     return memory_of(work, rank_parameters(model, work.state), stage_costs(work, model, loss))
 
 
-def memory_of(work: Work, held: RankParameters, stages: Sequence[StageCost]) -> MemoryPlan:
-    """Return the memory of the rank of ``work``, from its parameters and the costs of its stages."""
+def memory_of(
+    work: Work, held: RankParameters, stages: Sequence[StageCost], *, kept: tuple[int, int] | None = None
+) -> MemoryPlan:
+    """Return the memory of the rank of ``work``, from its parameters and the costs of its stages.
+
+    ``kept``: what ``kept_activations`` returns, if it is known.
+    """
     every = held.every
     resting = every.trained_stored * work.master + every.fixed_bytes
     moments = 2 * every.trained_stored * work.master
     sharded, whole = _gradients(work, held)
-    kept, recomputed = _activations(work, stages)
+    activations, recomputed = kept or kept_activations(work, stages)
     losses = [one.loss for one in stages if one.loss is not None]
     return MemoryPlan(
         weights=0 if work.offload else resting,
         gathered=_gathered(work, held),
         gradients=whole + (0 if work.offload else sharded),
         moments=0 if work.offload else moments,
-        activations=kept,
+        activations=activations,
         pipeline=_pipeline_buffers(work, len(stages)),
         logits=int(sum(one.kept + one.working for one in losses)),
         block=recomputed + _communicated(work, held),
@@ -127,8 +132,10 @@ def _gradients(work: Work, held: RankParameters) -> tuple[int, int]:
     )
 
 
-def _activations(work: Work, stages: Sequence[StageCost]) -> tuple[int, int]:
-    """Return bytes: (kept by all micro-batches in flight, needed besides by one block in its backward)."""
+def kept_activations(work: Work, stages: Sequence[StageCost]) -> tuple[int, int]:
+    """Return bytes: (kept by all micro-batches in flight, needed besides by one block in its backward). They
+    depend on no ZeRO stage and no replicas.
+    """
     held = held_at_once(work.schedule, work.layout, work.micro_batches, work.at.pipeline)
     cut = work.layout.pipeline > 1
     kept, recomputed = 0.0, 0.0

@@ -104,7 +104,8 @@ def model_stage_costs(
     ``known``: answers of the same modules to earlier questions; new ones are added.
     """
     known = {} if known is None else known
-    return [_of_stage(work, model, part, known) for part in model.stage.parts]
+    layers = {number: model.layers[str(number)] for number in model.stage.blocks}
+    return [stage_cost(work, part, layers, lambda: model, known) for part in model.stage.parts]
 
 
 def model_cost(model: nn.Module, tokens: Tokens) -> Cost:
@@ -118,38 +119,54 @@ def model_cost(model: nn.Module, tokens: Tokens) -> Cost:
         raise name_module(error, model) from None
 
 
-def _of_stage(work: Work, model: CausalLM, stage: Stage, known: dict[object, Cost]) -> StageCost:
+def stage_cost(
+    work: Work,
+    stage: Stage,
+    layers: Mapping[int, nn.Module],
+    model: Callable[[], CausalLM],
+    known: dict[object, Cost],
+) -> StageCost:
+    """Return the costs of one stage of a rank that holds ``layers``, its blocks by number; ``model``: the
+    rank's model, which is asked for what is not ``known`` yet.
+    """
+
     def ask(key: object, cost: Callable[[], Cost]) -> Cost:
         if key not in known:
             known[key] = cost()
         return known[key]
 
-    tokens = work.tokens
-    blocks, reached = {}, set()
+    tokens, kinds = work.tokens, dict[int, Cost]()
+    blocks, reached = dict[int, Cost](), set[int]()
     # Every later stage sends gradients back, trained or not: torch's stages do.
-    trained = not stage.first or any(map(_is_trained, model.entry))
+    trained = not stage.first or any(map(_is_trained, model().entry))
     for number in stage.blocks:
-        block = model.layers[str(number)]
-        blocks[number] = ask((id(block), tokens), partial(cost_of, block, tokens))
+        block = layers[number]
+        if id(block) not in kinds:  # blocks may be one object, and hashes take time
+            kinds[id(block)] = ask((id(block), tokens), partial(cost_of, block, tokens))
+        blocks[number] = kinds[id(block)]
         trained = trained or _is_trained(block)
         if trained:
             reached.add(number)
-    here = frozenset(map(id, model.layers.values()))
+    here = frozenset(map(id, layers.values()))
     ends = (stage.first, stage.last)
     chunk, sums, loss = work.loss_chunk, work.loss_sums, None
     beside = ask(
         (here, ends, tokens, bool(chunk)),
-        lambda: model.cost_beside_blocks(tokens, stage, head_in_loss=bool(chunk)),
+        partial(_beside, model, tokens, stage, bool(chunk)),
     )
     exit = 0.0
     if stage.last:
         for sign, last in ((1, True), (-1, False)):  # without what stages between the ends keep, too
             part = Stage((), first=False, last=last)
-            behind = partial(model.cost_beside_blocks, tokens, part, head_in_loss=bool(chunk))
+            behind = partial(_beside, model, tokens, part, bool(chunk))
             exit += sign * ask((here, (False, last), tokens, bool(chunk)), behind).kept
-        one = ask(("loss", tokens, chunk, sums), partial(_loss, work, model))
-        loss = sum([one] * len(model.mtp), one)
+        one = ask(("loss", tokens, chunk, sums), lambda: _loss(work, model()))
+        loss = sum([one] * len(model().mtp), one)
     return StageCost(stage.number, blocks, beside, frozenset(reached), loss, exit)
+
+
+def _beside(model: Callable[[], CausalLM], tokens: Tokens, stage: Stage, head_in_loss: bool) -> Cost:
+    return model().cost_beside_blocks(tokens, stage, head_in_loss=head_in_loss)
 
 
 def _loss(work: Work, model: CausalLM) -> Cost:

@@ -50,6 +50,11 @@ class Work:
         return Tokens(self.micro_batch, length, self.hidden, self.compute, self.fused)
 
     @cached_property
+    def between_blocks(self) -> float:
+        """Return the bytes that a block gives to the next one for a micro-batch."""
+        return self.tokens.between_blocks(self.state).bytes(self.hidden)
+
+    @property
     def between_stages(self) -> int:
         """Return the bytes that a stage gives to the next one for a micro-batch."""
-        return int(self.tokens.between_blocks(self.state).bytes(self.hidden))
+        return int(self.between_blocks)

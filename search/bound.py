@@ -19,10 +19,14 @@ class Bound:
 
     def of_cut(self, cut: Cut) -> float:
         """Return a lower bound, in seconds, for every layout with this cut: as if no pipeline rank waited."""
-        return min(
-            self.evaluator.whole_model(cut.layout, rows, once=count == 1) * count / cut.layout.pipeline
-            for rows, count in {(flow.micro_batch, flow.count) for flow in cut.flows}
-        )
+        alike = {(flow.micro_batch, flow.count): flow for flow in cut.flows}
+        return min(self.of_rows(cut, flow) for flow in alike.values())
+
+    def of_rows(self, cut: Cut, flow: Flow) -> float:
+        """Return a lower bound, in seconds, for every schedule with these micro-batches."""
+        once = flow.count == 1
+        of_one = self.evaluator.whole_model(cut.layout, flow.micro_batch, once=once)
+        return of_one * flow.count / cut.layout.pipeline
 
     def of_flow(self, cut: Cut, flow: Flow) -> float:
         """Return a lower bound, in seconds, for every mode of activation checkpointing: "none" computes
@@ -41,7 +45,7 @@ class Bound:
         """Return a lower bound, in seconds, for one layout, with less work than ``of_choice``."""
         if store.zero < 2:
             return self.of_mode(cut, flow, mode)
-        return self.evaluator.least_beside(cut.choice(flow, mode, store))
+        return self.evaluator.least_shared(cut.choice(flow, mode, store), cut.choice(flow, mode))
 
     def of_choice(self, choice: Choice) -> float:
         """Return a lower bound, in seconds, for one layout, including the traffic of its data ranks."""

@@ -13,7 +13,7 @@ from ..parallel_state import Layout, ParallelState, dtype_named
 from ..pipeline import ScheduleName
 from ..planner import MemoryPlan, StageCost, Work
 from ..planner.kinds_of_blocks import SampledModel, sampled
-from ..planner.memory import memory_of
+from ..planner.memory import kept_activations, memory_of
 from ..planner.rank_parameters import RankParameters
 from ..planner.stage_cut import StageCut, cut_stages
 from ..planner.time import StepTime, StepTimer
@@ -74,6 +74,7 @@ class Evaluator:
         #: Asked for by all stores of a choice in turn.
         self._last_alone = lru_cache(1)(self._without_store)
         self._known: dict[Any, Any] = {}
+        self._kept: dict[Any, tuple[int, int]] = {}
 
     def model(self, layout: Layout) -> SampledModel:
         """Return one block of each kind, cut as the layout says; ``BadInput`` if the model forbids it."""
@@ -100,7 +101,12 @@ class Evaluator:
         work = self.work(choice, pipeline)
         layout = _without_data(choice.layout)
         costs = self._stage_costs(layout, choice.micro_batch, work.loss_chunk, pipeline)
-        return memory_of(work, self._held(choice.layout, pipeline), costs)
+        # All of ``kept_activations``'s work but the stores, of which a search compares many.
+        key = layout, choice.schedule, work.micro_batches, work.tokens, work.loss_chunk
+        key = *key, choice.checkpointing, pipeline
+        if key not in self._kept:
+            self._kept[key] = kept_activations(work, costs)
+        return memory_of(work, self._held(choice.layout, pipeline), costs, kept=self._kept[key])
 
     def memory_of_ranks(self, choice: Choice) -> list[MemoryPlan]:
         """Return the memory of the first rank of each pipeline rank."""
@@ -124,12 +130,13 @@ class Evaluator:
         """
         return self._without_store(choice, compiled).least_of_stages()
 
-    def least_beside(self, choice: Choice) -> float:
-        """Return a lower bound of the seconds of a choice with ZeRO 2 or 3, with less work than ``least``."""
+    def least_shared(self, choice: Choice, first: Choice) -> float:
+        """Return a lower bound of the seconds of a choice with ZeRO 2 or 3, with less work than ``least``.
+
+        ``first``: one choice for all that differ from it in their store only.
+        """
         compiled = self.compiles(choice.checkpointing, choice.schedule, choice.layout.pipeline)
-        layout = choice.layout
-        bare = replace(choice, layout=replace(layout, zero=0, data_shard=1, data_replicate=layout.data))
-        return self._timer(choice).least_beside(self._last_alone(bare, compiled))
+        return self._last_alone(first, compiled).least_shared(self.work(choice))
 
     def _without_store(self, choice: Choice, compiled: bool) -> StepTimer:
         """Return the timer of a choice as if its data ranks shared nothing."""
@@ -236,13 +243,25 @@ def _first_rank(layout: Layout, pipeline: int) -> ParallelState:
     return ParallelState.stand_in(layout, layout.first_rank(pipeline))
 
 
-@cache
 def _without_data(layout: Layout) -> Layout:
     """Return the layout with as few data ranks as its experts allow, which share nothing."""
-    return replace(layout, zero=0, data_shard=1, data_replicate=layout.expert)
+    one = layout
+    return _made(one.tensor, one.context, one.expert, one.sequence, one.ring,
+                 one.pipeline, one.virtual_stages, one.v_shape)  # fmt: skip
+
+
+def _bare(layout: Layout) -> Layout:
+    """Return the layout with one pipeline rank, and with as few data ranks as its experts allow."""
+    one = layout
+    return _made(one.tensor, one.context, one.expert, one.sequence, one.ring, 1, 1, False)
 
 
 @cache
-def _bare(layout: Layout) -> Layout:
-    """Return the layout with one pipeline rank, and with as few data ranks as its experts allow."""
-    return replace(_without_data(layout), pipeline=1, virtual_stages=1, v_shape=False)
+def _made(
+    tensor: int, context: int, expert: int, sequence: bool, ring: bool,
+    pipeline: int, virtual: int, v_shape: bool,
+) -> Layout:  # fmt: skip
+    return Layout(
+        tensor=tensor, context=context, data_replicate=expert, pipeline=pipeline, expert=expert,
+        sequence=sequence, ring=ring, virtual_stages=virtual, v_shape=v_shape,
+    )  # fmt: skip

@@ -2,18 +2,18 @@
 
 Every group of layouts has a lower bound of its time; the group with the lowest bound is opened next. A group
 is first a cut of the model, then also a flow, a mode, and a store. Each of these steps makes the bound
-tighter; a single layout has two bounds in turn, and is timed in full at the end. What is timed waits for its
-turn like the groups: if it comes first, no layout is faster. So the search finds what timing every layout
-would find. A layout that is opened is among the fastest or does not fit, so the counted reasons are those of
-layouts that would have been faster.
+tighter; a flow and a single layout have two bounds in turn, and a layout is timed in full at the end. What
+is timed waits for its turn like the groups: if it comes first, no layout is faster. So the search finds what
+timing every layout would find. What is opened is among the fastest or does not fit, so the counted reasons
+are those of layouts that could have been faster.
 
 Offload (weights on the host) is tried only if no layout fits without it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cached_property
 from heapq import heappop, heappush
 from itertools import count
@@ -52,11 +52,12 @@ class Found:
         return self.tally.count("memory") + self.tally.count("slower") + len(self.best)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Group:
     """State what is decided so far; what follows in this order is left open.
 
-    ``tight``: whether the bound of a single layout is the tighter one of the two, which takes more work.
+    ``tight``: whether the bound of a flow, or of a single layout, is the tighter one of its two, which takes
+    more work.
     """
 
     cut: Cut
@@ -148,7 +149,8 @@ class _Search:
         if group.flow is None:
             return self.bound.of_cut(group.cut)
         if group.mode is None:
-            return self.bound.of_flow(group.cut, group.flow)
+            bound = self.bound.of_flow if group.tight else self.bound.of_rows
+            return bound(group.cut, group.flow)
         if group.store is None:
             return self.bound.of_mode(group.cut, group.flow, group.mode)
         if not group.tight:
@@ -163,18 +165,35 @@ class _Search:
             self._take(group.answer)
         elif flow is None:
             for one in cut.flows:
-                self._push(replace(group, flow=one))
+                self._push(_Group(cut, one))
+        elif not group.tight and (group.mode is None or group.store is not None):
+            group.tight = True
+            self._push(group)
         elif group.mode is None:
             for mode in flow.modes:
-                self._push(replace(group, mode=mode))
+                self._push(_Group(cut, flow, mode))
         elif group.store is None:
-            if self._fits([cut.choice(flow, group.mode, store) for store in cut.least_stores], group.layouts):
-                for store in cut.stores:
-                    self._push(replace(group, store=store))
-        elif not group.tight:
-            self._push(replace(group, tight=True))
-        elif self._fits([group.choice], 1):
+            self._open_stores(cut, flow, group.mode)
+        elif (short := self._short(group.choice)) is not None:
+            self._count_memory(group.choice, *short, 1)
+        else:
             self._time(group)
+
+    def _open_stores(self, cut: Cut, flow: Flow, mode: Checkpointing) -> None:
+        """Open the stores of each ZeRO stage of which the one that needs least memory fits."""
+        left = list(cut.stores)
+        for least in cut.least_stores:
+            alike = [store for store in left if store.zero == least.zero]
+            short = self._short(choice := cut.choice(flow, mode, least))
+            if short is None:
+                for store in alike:
+                    self._push(_Group(cut, flow, mode, store))
+            elif short[1].activations + short[1].pipeline + RUNTIME > self.request.room:
+                self._count_memory(choice, *short, len(left))  # no store changes it
+                break
+            else:
+                self._count_memory(choice, *short, len(alike))
+            left = [store for store in left if store.zero != least.zero]
 
     def _time(self, group: _Group) -> None:
         """Evaluate a layout in full, and open it again if every one of its ranks fits."""
@@ -185,30 +204,23 @@ class _Search:
             return
         answer = self.evaluator.answer(group.choice, memory)
         self.found.timed.append(answer)
-        self._push(replace(group, answer=answer))
+        group.answer = answer
+        self._push(group)
 
     def _take(self, answer: Answer) -> None:
         recipe_of(self.request, answer.choice)  # every check of a recipe, once more
         self.found.best.append(answer)
         self._shown.add(answer.choice.cut)
 
-    def _fits(self, choices: Sequence[Choice], layouts: int) -> bool:
-        """Tell whether both ends of the pipeline, which nearly always need most, fit with one of these
-        choices; if not, count why.
+    def _short(self, choice: Choice) -> tuple[int, MemoryPlan] | None:
+        """Return the end of the pipeline, which nearly always needs most, that does not fit, with its memory;
+        ``None`` if both fit.
         """
-        room, refused = self.request.room, []
-        for choice in choices:
-            for rank in dict.fromkeys((0, choice.layout.pipeline - 1)):
-                plan = self.evaluator.memory(choice, rank)
-                if plan.total + RUNTIME > room:
-                    refused.append((choice, rank, plan))
-                    break
-            else:
-                return True
-            if plan.activations + plan.pipeline + RUNTIME > room:  # which no store changes
-                break
-        self._count_memory(*min(refused, key=lambda one: one[2].total), layouts)
-        return False
+        for rank in dict.fromkeys((0, choice.layout.pipeline - 1)):
+            plan = self.evaluator.memory(choice, rank)
+            if plan.total + RUNTIME > self.request.room:
+                return rank, plan
+        return None
 
     def _count_memory(self, choice: Choice, rank: int, plan: MemoryPlan, layouts: int) -> None:
         room = self.request.room

@@ -189,21 +189,19 @@ class StepTimer:
             return self._longest[0]
         layout, work = self.layout, self.work
         key = self._timed_alike, layout.pipeline, layout.virtual_stages, work.schedule, work.micro_batches
-        if key not in self._known:  # layouts that differ in their data ranks share it
-            self._known[key] = self._longest[0]
-        found: float = self._known[key]
-        return found
+        # Layouts that differ in their data ranks share it.
+        return float(self._known.get(key) or self._known.setdefault(key, self._longest[0]))
 
-    def least_beside(self, alone: StepTimer) -> float:
-        """Return a lower bound of the seconds of a step with ZeRO 2 or 3, with less work: as if only the rank
-        that is busy longest exchanged something at every micro-batch.
-
-        ``alone``: the timer of the same step without data ranks.
+    def least_shared(self, work: Work) -> float:
+        """Return a lower bound of the seconds of ``work``, the same step with ZeRO 2 or 3; this timer is that
+        of the step without data ranks. As if only the rank that is busy longest exchanged something.
         """
-        seconds, blocks = alone._longest[0], alone._blocks_of_longest
-        of = [(self.model.group(one.number, self.work.state), one) for one in blocks]
-        more = sum(one.alike * sum(self.timer.around(group, one.forward, one.back)) for group, one in of)
-        return (seconds + self.work.micro_batches * more) * _ROUNDED
+        timer = StageTimer(self.model, work, self.kernels, Links(work.layout, self.machine), self._known)
+        more = 0.0
+        for one in self._blocks_of_longest:
+            group = self.model.group(one.number, work.state)
+            more += one.alike * sum(timer.around(group, one.forward, one.back))
+        return (self._longest[0] + work.micro_batches * more) * _ROUNDED
 
     @cached_property
     def _longest(self) -> tuple[float, int]:
@@ -219,8 +217,13 @@ class StepTimer:
 
     @cached_property
     def _blocks_of_longest(self) -> list[Computed]:
-        costs = self.costs(self._alike[self._longest[1]])
-        return [block for stage in costs for block in self.timer.blocks(stage)]
+        found: dict[tuple[int, float, float], Computed] = {}
+        for stage in self.costs(self._alike[self._longest[1]]):
+            for one in self.timer.blocks(stage):
+                key = self.model.kinds[one.number], one.forward, one.back
+                before = found[key].alike if key in found else 0
+                found[key] = one._replace(alike=before + one.alike)
+        return [*found.values()]
 
     def _length(self, costs: Sequence[Mapping[Kind, float]], sending: float) -> float:
         """Return the seconds of the timetable; layouts that differ in their data ranks may share one."""
