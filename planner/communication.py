@@ -25,12 +25,13 @@ dropout send nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
 from ..layers import Cost, checkpointed
-from .data_rounds import data_rounds
+from ..models import CausalLM
+from .data_rounds import gathers_of_block, gathers_of_root, sums, sums_of_replicas
 from .formulas.ring_and_tree import ring_wire_bytes
 from .rank_parameters import Group, RankParameters, rank_parameters
 from .stage_costs import StageCost, stage_costs
@@ -84,6 +85,7 @@ def step_traffic(work: Work, model: nn.Module, *, loss: Cost | None = None) -> l
     The traffic of routers and experts depends on the tokens and is not counted. ``loss``: as for
     ``plan_memory``. Raises ``BadInput`` for a module that does not say what it sends.
     """
+    work = replace(work, trains_all=isinstance(model, CausalLM))
     return traffic_of(work, rank_parameters(model, work.state), stage_costs(work, model, loss))
 
 
@@ -99,9 +101,13 @@ def traffic_of(work: Work, held: RankParameters, stages: Iterable[StageCost]) ->
         found += block_traffic(work, stage.loss or Cost())
     found = [_times(one, work.micro_batches) for one in found]
     found += _between_stages(work)
-    found += _over_data(work, held.root, root=True)
-    for group, number in held.blocks:
-        found += [_times(one, number) for one in _over_data(work, group, root=False)]
+    found += [_gathers(work, held.root, gathers_of_root(work))]
+    for one in held.ends or (held.root,):
+        found += _sums(work, one, root=True)
+    for place, blocks in zip(work.layout.stages_of(work.at.pipeline), held.stages, strict=True):
+        for group, number in blocks:
+            every = [_gathers(work, group, gathers_of_block(work, place)), *_sums(work, group, root=False)]
+            found += [_times(one, number) for one in every]
     found += _once(work, held.every)
     return _added(one for one in found if one.count and one.ranks > 1)
 
@@ -120,16 +126,21 @@ def _between_stages(work: Work) -> list[Traffic]:
     return [Traffic("pipeline", "send", "hidden states", count, count * work.between_stages, layout.pipeline)]
 
 
-def _over_data(work: Work, group: Group, *, root: bool) -> list[Traffic]:
-    """Count FSDP's traffic for a group of parameters: a block, or the rest (``root``)."""
+def _gathers(work: Work, group: Group, count: int) -> Traffic:
+    """Count FSDP's gathers of a group of parameters: a block, or the rest."""
+    count *= bool(group.padded)
+    shards = work.layout.data_sizes()[1]
+    return Traffic("data", "all_gather", "weights", count, count * group.padded * work.compute, shards)
+
+
+def _sums(work: Work, group: Group, *, root: bool) -> list[Traffic]:
+    """Count the sums of a group's gradients over the ranks that hold shards, and over the replicas."""
     copies, shards, _ = work.layout.data_sizes()
-    rounds, trained = data_rounds(work, root=root), bool(group.trained_padded)
-    weights, piece = group.padded * work.compute, group.trained_padded * work.reduce
-    scatters, sums = trained * rounds.scatters, trained * rounds.replicas
+    piece, trained = group.trained_padded * work.reduce, bool(group.trained_padded)
+    scatters, replicas = trained * sums(work), trained * sums_of_replicas(work, root=root)
     return [
-        Traffic("data", "all_gather", "weights", rounds.gathers, rounds.gathers * weights, shards),
         Traffic("data", "reduce_scatter", "gradients", scatters, scatters * shards * piece, shards),
-        Traffic("replicas", "all_reduce", "gradients", sums, sums * piece, copies),
+        Traffic("replicas", "all_reduce", "gradients", replicas, replicas * piece, copies),
     ]
 
 

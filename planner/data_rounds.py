@@ -1,40 +1,68 @@
-"""Count how often a step gathers the weights of a group, and sums its gradients, over the data axes."""
+"""Count how often a step gathers the weights of a group, and sums its gradients, over the data axes.
+
+A group is what FSDP gathers at once: a block, or the ``root``, all parameters that are in no block.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from ..pipeline.order import actions
+from ..pipeline.schedules import schedule_kind
 from .step_shape import Work
 
 
-@dataclass(frozen=True, slots=True)
-class DataRounds:
-    """State how often a step does each exchange of a group of parameters, such as a block.
-
-    ``forward``, ``backward``: all-gathers of the weights; ``scatters``: reduce-scatters of the gradients;
-    ``replicas``: all-reduces of a rank's piece of the gradients over the replicas of the shards.
+def root_stays(work: Work) -> bool:
+    """Tell whether the root's weights stay whole from forward to backward with ZeRO 3. In a pipeline they do
+    not, because a stage runs other forwards in between, unless the loss is computed in chunks.
     """
-
-    forward: int
-    backward: int
-    scatters: int
-    replicas: int
-
-    @property
-    def gathers(self) -> int:
-        return self.forward + self.backward
+    return work.layout.pipeline == 1 or bool(work.loss_chunk)
 
 
-def data_rounds(work: Work, *, root: bool) -> DataRounds:
-    """Return the counts of a step for a group; ``root``: the group of all parameters that are in no block.
+def gathers_of_block(work: Work, stage: int) -> int:
+    """Return how often a step gathers the weights of a block in a stage of the pipeline.
 
-    With ZeRO 3 the root's weights stay whole from forward to backward, except in a pipeline: there a stage
-    runs other forwards in between and gathers the root again, unless the loss is computed in chunks. Replicas
-    sum once in a step; those of the root, under a pipeline, after each reduce-scatter.
+    With ZeRO 3 once for each part of the computation: the forward and the backward, or its two parts. The
+    model's first stage has no gradient of an input to compute, so its backward is one part anyway.
     """
-    layout, rounds = work.layout, work.micro_batches
-    once, each = int(layout.zero in (1, 2)), rounds * (layout.zero == 3)
-    stays = root and (layout.pipeline == 1 or bool(work.loss_chunk))
-    scatters = rounds if layout.zero >= 2 else 1
-    replicas = scatters if root and layout.pipeline > 1 else 1
-    return DataRounds(once or each, 0 if stays else each, scatters, replicas)
+    if work.layout.zero < 3:
+        return int(work.layout.zero > 0)
+    return 2 * work.micro_batches + (0 if stage == 0 else _backwards_in_two(work, stage))
+
+
+def gathers_of_root(work: Work) -> int:
+    """Return how often a step gathers the root's weights; with ZeRO 3 each stage of the rank does, whether it
+    uses them or not.
+    """
+    if work.layout.zero < 3:
+        return int(work.layout.zero > 0)
+    stages = work.layout.stages_of(work.at.pipeline)
+    if root_stays(work):  # until a backward drops them: each drops what some forward gathered
+        return work.micro_batches * len(stages)
+    return sum(gathers_of_block(work, stage) for stage in stages)
+
+
+def sums(work: Work) -> int:
+    """Return how often a step sums the gradients of a group that one stage uses over the ranks that hold
+    shards of it.
+    """
+    return work.micro_batches if work.layout.zero >= 2 else 1
+
+
+def sums_of_replicas(work: Work, *, root: bool) -> int:
+    """Return how often the replicas of a shard (HSDP) sum these: once in a step; each time those of the root
+    in a pipeline, and those of a model of which a micro-batch may leave parameters without a gradient.
+    """
+    each = (root and work.layout.pipeline > 1) or not work.trains_all
+    return sums(work) if each else 1
+
+
+def _backwards_in_two(work: Work, stage: int) -> int:
+    """Return the number of micro-batches whose backward has two parts on a stage: all of them, or in
+    DualPipeV as many as in its shortest step.
+    """
+    layout, kind = work.layout, schedule_kind(work.schedule)
+    if layout.pipeline == 1 or not kind.two_backwards:
+        return 0
+    few = kind.least_micro_batches(layout.pipeline)
+    order = actions(work.schedule, layout.pipeline, layout.virtual_stages, layout.v_shape, few)
+    found = sum(one.kind == "I" and one.stage == stage for one in order[work.at.pipeline])
+    return work.micro_batches if found == few else found

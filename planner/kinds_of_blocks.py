@@ -8,7 +8,7 @@ alike (tensor, context, expert) share even these.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cache
@@ -25,7 +25,7 @@ from .rank_parameters import Group, RankParameters, count_parameters
 from .stage_costs import StageCost, stage_cost
 from .step_shape import Work
 
-#: Kinds of blocks, each with how many a rank holds.
+#: Kinds of blocks, each with how many a stage holds.
 Numbers = tuple[tuple[int, int], ...]
 
 
@@ -47,23 +47,21 @@ class SampledModel:
         self._blocks: dict[int, nn.Module] = {}
         for number, kind in enumerate(self.kinds):
             self._blocks.setdefault(kind, self._model.layers[str(number)])
-        self._stages: dict[object, tuple[Stage, Numbers]] = {}
+        self._stages: dict[object, tuple[Stage, tuple[Numbers, ...]]] = {}
         self._shapes: dict[object, list[tuple[int, ...]]] = {}
         self._shape_numbers: dict[object, int] = {}
         self._counted: dict[object, Group] = {}
         self._held: dict[object, RankParameters] = {}
         self._known: dict[object, Cost] = {}
 
-    def _stage(
-        self, state: ParallelState, split: Sequence[int] | None
-    ) -> tuple[Stage, tuple[tuple[int, int], ...]]:
-        """Return what a rank holds of the blocks, and how many of each kind."""
+    def _stage(self, state: ParallelState, split: Sequence[int] | None) -> tuple[Stage, tuple[Numbers, ...]]:
+        """Return what a rank holds of the blocks, and how many of each kind are in each of its stages."""
         one, counts = state.layout, split and tuple(split)
         key = one.pipeline, one.virtual_stages, one.v_shape, state.at.pipeline, counts
         if key not in self._stages:
             stage = Stage.of(len(self.kinds), split=split, state=state)
-            kinds = Counter(self.kinds[number] for number in stage.blocks)
-            self._stages[key] = stage, tuple(sorted(kinds.items()))
+            parts = [Counter(self.kinds[number] for number in part.blocks) for part in stage.parts]
+            self._stages[key] = stage, tuple(tuple(sorted(kinds.items())) for kinds in parts)
         return self._stages[key]
 
     def shapes(self, layout: Layout, split: Sequence[int] | None, every: int) -> list[tuple[int, ...]]:
@@ -93,11 +91,11 @@ class SampledModel:
         stage, numbers = self._stage(state, split)
         key = _place(state), numbers, stage.first, stage.last
         if key not in self._held:
-            root = sum(self._at_ends(stage, state), Group())
-            blocks = [(self._count(self._blocks[kind], state), number) for kind, number in numbers]
+            parts = [[(self._count(self._blocks[kind], state), n) for kind, n in part] for part in numbers]
             further = self._model.mtp.values() if stage.last else ()
-            blocks += [(self._count(one, state), 1) for one in further]
-            self._held[key] = RankParameters(root, tuple(blocks))
+            parts[-1] += [(self._count(one, state), 1) for one in further]
+            *ends, root = self._at_ends(stage, state)
+            self._held[key] = RankParameters(root, tuple(map(tuple, parts)), tuple(ends))
         return self._held[key]
 
     def group(self, number: int, state: ParallelState) -> Group:
@@ -105,15 +103,21 @@ class SampledModel:
         return self._count(self.block(number), state)
 
     def _at_ends(self, stage: Stage, state: ParallelState) -> list[Group]:
-        """Count the parameters of a stage that are in no block."""
-        tied, further = self.config.tie_word_embeddings, self.config.mtp_blocks > 0
+        """Count the parameters of a rank that are in no block; before them those that the first stage uses
+        and those that the last one uses, if it holds these two as several stages.
+        """
+        embed, tied, further = self._model.embed, self.config.tie_word_embeddings, self.config.mtp_blocks > 0
         ends = (tied or further) and not (stage.first and stage.last)
-        modules = list(self._model.entry) if stage.first else []
-        if stage.last:
-            modules += [self._model.norm] + ([] if tied else [self._model.head])
-            modules += [self._model.embed] if tied or further else []
-        embed = self._model.embed
-        return [self._count(one, state, ends and one is embed) for one in dict.fromkeys(modules)]
+        first = list(self._model.entry) if stage.first else []
+        last = [self._model.norm] + ([] if tied else [self._model.head]) if stage.last else []
+        last += [embed] if stage.last and (tied or further) else []
+
+        def count(modules: Iterable[nn.Module]) -> Group:
+            every = (self._count(one, state, ends and one is embed) for one in dict.fromkeys(modules))
+            return sum(every, Group())
+
+        both = [count(first), count(last)] if stage.first and stage.last and stage.pieces else []
+        return [*both, count([*first, *last])]
 
     def _count(self, module: nn.Module, state: ParallelState, ends: bool | None = None) -> Group:
         key = id(module), _place(state), ends

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from math import ceil, prod
@@ -12,6 +12,7 @@ from operator import attrgetter
 from torch import nn
 
 from ..layers import find_blocks
+from ..models import CausalLM
 from ..parallel_state import BUFFER_DTYPE, Declaration, ParallelState, declarations
 
 
@@ -90,12 +91,24 @@ def count_parameters(
 
 @dataclass(frozen=True)
 class RankParameters:
-    """Hold the groups of a rank's parameters: the ``root``, which is in no block, and the ``blocks``, each
-    different one once with how many there are.
+    """Hold the groups of a rank's parameters: the ``root``, which is in no block, and for each of the rank's
+    ``stages`` its blocks, each different one once with how many there are.
+
+    ``ends``: what the model's first and its last stage use of the root, where a rank of a V holds both.
     """
 
     root: Group
-    blocks: tuple[tuple[Group, int], ...]
+    stages: tuple[tuple[tuple[Group, int], ...], ...]
+    ends: tuple[Group, ...] = ()
+
+    @cached_property
+    def blocks(self) -> tuple[tuple[Group, int], ...]:
+        """Return each different block of the rank once, with how many there are."""
+        found: Counter[Group] = Counter()
+        for blocks in self.stages:
+            for group, number in blocks:
+                found[group] += number
+        return tuple(found.items())
 
     @cached_property
     def every(self) -> Group:
@@ -129,4 +142,26 @@ def rank_parameters(model: nn.Module, state: ParallelState) -> RankParameters:
         members.setdefault(group_of[name], []).append((named[name], declaration))
     groups = {name: count_parameters(one, state) for name, one in members.items()}
     root = groups.pop("", Group())
-    return RankParameters(root, tuple(Counter(groups.values()).items()))
+    if not isinstance(model, CausalLM) or len(model.stage.parts) == 1:
+        return RankParameters(root, (tuple(Counter(groups.values()).items()),))
+    # A block's name ends with its number in the whole model; multi-token prediction is the last stage's.
+    found: list[list[Group]] = [[] for _ in model.stage.parts]
+    places = {number: place for place, part in enumerate(model.stage.parts) for number in part.blocks}
+    for name, group in groups.items():
+        found[places.get(int(name.rpartition(".")[2]), -1)].append(group)
+    stages = tuple(tuple(Counter(one).items()) for one in found)
+    return RankParameters(root, stages, _ends(model, members.get("", []), state))
+
+
+def _ends(
+    model: CausalLM, root: Sequence[tuple[nn.Parameter, Declaration]], state: ParallelState
+) -> tuple[Group, ...]:
+    """Count what the model's first and its last stage use of the root, if this rank holds both."""
+    if not (model.stage.first and model.stage.last):
+        return ()
+    again = model.config.tie_word_embeddings or model.config.mtp_blocks > 0
+    entry = {id(one) for module in model.entry for one in module.parameters()}
+    both = {id(one) for one in model.embed.parameters()} if again else set()
+    first = [one for one in root if id(one[0]) in entry]
+    last = [one for one in root if id(one[0]) not in entry or id(one[0]) in both]
+    return count_parameters(first, state), count_parameters(last, state)

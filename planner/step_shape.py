@@ -34,6 +34,8 @@ class Work:
     offload: bool = False
     #: Whether RMSNorm, dropout and attention that drops are one kernel each (CUDA), or several (a CPU).
     fused: bool = True
+    #: Whether every micro-batch gives every trained parameter a gradient, as in the zoo's models.
+    trains_all: bool = True
 
     @property
     def layout(self) -> Layout:

@@ -102,8 +102,8 @@ class Evaluator:
         layout = _without_data(choice.layout)
         costs = self._stage_costs(layout, choice.micro_batch, work.loss_chunk, pipeline)
         # All of ``kept_activations``'s work but the stores, of which a search compares many.
-        key = layout, choice.schedule, work.micro_batches, work.tokens, work.loss_chunk
-        key = *key, choice.checkpointing, pipeline
+        flow = choice.schedule, work.micro_batches, work.tokens, work.loss_chunk
+        key = layout, *flow, choice.checkpointing, pipeline
         if key not in self._kept:
             self._kept[key] = kept_activations(work, costs)
         return memory_of(work, self._held(choice.layout, pipeline), costs, kept=self._kept[key])

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ...layers import Checkpointing, Cost, Send, cross_entropy_cost
 from ...pipeline import schedule_kind
-from ..data_rounds import DataRounds, data_rounds
+from ..data_rounds import root_stays, sums, sums_of_replicas
 from ..kinds_of_blocks import SampledModel
 from ..rank_parameters import Group, RankParameters
 from ..stage_costs import Alike, StageCost
@@ -219,18 +219,22 @@ class StageTimer:
         """Return what FSDP exchanges at every micro-batch, where it takes longer than what runs beside it: in
         forward, and in the two parts of a backward.
         """
-        rounds, seconds, exposed = self._rounds[root], self.exchange(group), self.links.exposed
-        gather = seconds.gather if self.layout.zero == 3 else 0.0
-        again = gather * (rounds.backward > 0)
+        seconds, exposed = self.exchange(group), self.links.exposed
+        (gathers, replicas), gather = self._rounds[root], seconds.gather if self.layout.zero == 3 else 0.0
+        again = gather * gathers
         apart = self.layout.pipeline > 1 and schedule_kind(self.work.schedule).two_backwards
-        summed = seconds.scatter + seconds.replicas * rounds.replicas / rounds.scatters
+        summed = seconds.scatter + seconds.replicas * replicas
         back = exposed(again + (0.0 if apart else summed), backward)
         return exposed(gather, forward), back, summed if apart else 0.0
 
     @cached_property
-    def _rounds(self) -> tuple[DataRounds, DataRounds]:
-        """Return the exchanges of a step for a block, and for the parameters that are in no block."""
-        return data_rounds(self.work, root=False), data_rounds(self.work, root=True)
+    def _rounds(self) -> tuple[tuple[int, float], tuple[int, float]]:
+        """Return, for a block and for the root, the gathers in a backward, and the share of the sums that the
+        replicas sum too.
+        """
+        work, every = self.work, sums(self.work)
+        share = {root: sums_of_replicas(work, root=root) / every for root in (False, True)}
+        return (1, share[False]), (int(not root_stays(work)), share[True])
 
     def exchange(self, group: Group) -> Exchange:
         """Return the seconds of a group's exchanges over the data ranks."""

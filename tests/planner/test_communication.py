@@ -131,6 +131,7 @@ def measured_and_planned(case: Case) -> tuple[Totals, Totals]:
         LENGTH,
         SAMPLES,
         case.micro_batches,
+        schedule=case.schedule,
         compute=case.compute.itemsize,
         checkpointing=case.memory.checkpointing,
         checkpoint_every=case.memory.every,
@@ -170,6 +171,7 @@ def totals(every: list[Traffic]) -> Totals:
 
 
 MODELS["sixteens"] = LLAMA | {"hidden_size": 64, "intermediate_size": 96, "num_key_value_heads": 2}
+V: dict[str, Any] = {"virtual_stages": 2, "v_shape": True}
 SEQUENCE, TENSOR = Layout.of(tensor=2, sequence=True), Layout.of(tensor=2)
 CASES = [
     *(Case(model, layout) for model in MODELS if model != "sixteens" for layout in (TENSOR, SEQUENCE)),
@@ -221,6 +223,23 @@ CASES = [
         micro_batches=4,
     ),
     Case("gpt2", Layout.of(pipeline=2, virtual_stages=2, v_shape=True), schedule="zbv", micro_batches=4),
+    # On a V's first rank both ends of the model use the root, and its sums are of what each end uses.
+    Case("deepseek_v3", Layout.of(pipeline=2, data=2, zero=2, **V), schedule="zbv", micro_batches=4),
+    Case("llama-tied", Layout.of(pipeline=2, data=2, zero=3, **V), schedule="dualpipev", micro_batches=5),
+    Case("llama", Layout.of(pipeline=2, data=2, zero=3, **V), schedule="zbv", micro_batches=4),
+    Case(
+        "llama",
+        Layout.of(pipeline=2, data=2, zero=3, virtual_stages=2),
+        schedule="interleaved-zero-bubble",
+        micro_batches=4,
+    ),
+    Case(
+        "llama-tied",
+        Layout.of(pipeline=2, data=2, zero=3, virtual_stages=2),
+        MemorySection(loss_chunk=5),
+        schedule="interleaved",
+        micro_batches=4,
+    ),
 ]
 
 
