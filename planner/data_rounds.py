@@ -5,8 +5,8 @@ A group is what FSDP gathers at once: a block, or the ``root``, all parameters t
 
 from __future__ import annotations
 
-from ..pipeline.order import actions
-from ..pipeline.schedules import schedule_kind
+from ..pipeline.schedule_actions import actions
+from ..pipeline.schedule_kinds import schedule_kind
 from .step_shape import Work
 
 

@@ -201,7 +201,7 @@ def absolute_imports(files: dict[str, str]) -> list[str]:
 
 def private_torch(files: dict[str, str]) -> list[str]:
     """Private names imported from torch, private attributes of its modules, and what the engine lists."""
-    listed = {name for owner, name in engine.PRIVATE if name.startswith("_")}
+    listed = {name for owner, name in (*engine.PRIVATE, *engine.FULLY_SHARDED) if name.startswith("_")}
     found = []
     for path, text in files.items():
         names = [(line, name) for line, name in imported(path, text) if name.split(".")[0] == "torch"]
@@ -656,7 +656,7 @@ def replaced_in_torch(cls: type) -> set[str]:
 
 def test_what_torch_does_not_promise_is_looked_for_at_the_start() -> None:
     """Private names in the engine, those of FSDP's groups, and methods that a pipeline's stage replaces."""
-    listed = {name for _, name in (*engine.PRIVATE, *engine.PIPELINING)}
+    listed = {name for _, name in (*engine.PRIVATE, *engine.FULLY_SHARDED, *engine.PIPELINING)}
     files = sorted((ROOT / "parallel_state/engine").glob("*.py"))
     tree = ast.Module([node for file in files for node in ast.parse(file.read_text()).body], [])
     own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
@@ -670,7 +670,7 @@ def test_what_torch_does_not_promise_is_looked_for_at_the_start() -> None:
     }
     from trilith.pipeline.driver import DrivenStage
 
-    parts = {part for path, _ in engine.PRIVATE for part in path.split(".")}
+    parts = {part for path, _ in (*engine.PRIVATE, *engine.FULLY_SHARDED) for part in path.split(".")}
     assert found - own - listed - parts == set()
     assert of_groups == GROUP and listed >= GROUP
     assert {"backward_one_chunk"} < replaced_in_torch(DrivenStage) <= listed

@@ -18,8 +18,8 @@ from trilith.pipeline import (
     schedule_kind,
     timetable,
 )
-from trilith.pipeline.order import actions
 from trilith.pipeline.runner import schedule_classes
+from trilith.pipeline.schedule_actions import actions
 
 #: One stage a rank: torch does not state what it runs (``Schedule1F1B`` orders its last rank otherwise).
 STATED = ("interleaved", "interleaved-zero-bubble", "zbv", "dualpipev")
