@@ -1,0 +1,55 @@
+"""Code that asks for "cuda" by name is given tensors that say they are there, and torch's rules for them.
+
+On a build of torch for CPUs such tensors cannot be cut or copied from the host, so these are the branches,
+each alone; a whole step runs on the simulated device. Others: ids (``tests/layers/test_embedding.py``),
+float8 (``tests/layers/test_float8.py``), offload (``tests/training/test_trained.py``).
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from trilith.layers.experts import grouped_matmul
+from trilith.layers.experts.grouped_matmul import GroupSizes, grouped_mm, has_kernel
+from trilith.parallel_state import engine
+from trilith.testing import Operators
+
+BF16 = torch.bfloat16
+
+
+def test_flash_attention_with_log_sums_takes_the_gpu_s_operators() -> None:
+    """Forward and backward, with fewer queries than keys, as in attention over blocks of a sequence."""
+    with FakeTensorMode(), Operators() as operators:
+        q, k, v = (torch.empty(2, 4, length, 64, dtype=BF16, device="cuda") for length in (32, 96, 96))
+        out, log_sums = engine.flash_attention(q, k, v, causal=False, scale=0.125)
+        grads = engine.flash_attention_backward(out, q, k, v, out, log_sums, causal=False, scale=0.125)
+    assert out.shape == q.shape and out.dtype == BF16
+    assert log_sums.shape == (2, 4, 32) and log_sums.dtype == torch.float32
+    assert [one.shape for one in grads] == [q.shape, k.shape, v.shape]
+    assert {one.device.type for one in (out, log_sums, *grads)} == {"cuda"}
+    flash = [name for name in operators.names if "attention" in name]
+    name = "aten::_scaled_dot_product_flash_attention"
+    assert flash == [name, f"{name}_backward"]
+
+
+@pytest.mark.parametrize(
+    ("capability", "width", "one_kernel"), [((8, 0), 32, True), ((7, 5), 32, False), ((9, 0), 36, False)]
+)
+def test_experts_are_one_kernel_on_a_gpu_that_has_it(
+    capability: tuple[int, int], width: int, one_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    with FakeTensorMode(), Operators() as operators:
+        x = torch.empty(10, width, dtype=BF16, device="cuda")
+        w = torch.empty(4, 48, width, dtype=BF16, device="cuda")
+        assert has_kernel(x, w) == one_kernel
+        sizes = GroupSizes(torch.empty(4, dtype=torch.int32, device="cuda"))
+        if one_kernel:
+            operators.names.clear()
+            y = grouped_mm(x, w, sizes)
+            assert y.shape == (10, 48) and y.device.type == "cuda"
+            assert [name for name in operators.names if "mm" in name] == ["aten::_grouped_mm"]
+        elif width % 8:  # the rule is torch's own
+            with pytest.raises(RuntimeError, match="16 bytes"):
+                grouped_matmul.by_kernel(x, w, sizes)
