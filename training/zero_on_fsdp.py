@@ -122,6 +122,8 @@ def _sum_gradients(model: nn.Module, stacks: Sequence[nn.Module], state: Paralle
     for module in model.modules():
         of_replicas = sums.get(module in stacks)
         if engine.is_sharded(module):
+            if not state.layout.zero:
+                engine.compute_with_stored(module)
             module.set_force_sum_reduction_for_comms(True)
             if of_replicas is not None:
                 of_replicas.take(module)
