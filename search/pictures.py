@@ -30,14 +30,17 @@ def pareto(found: Found) -> str:
     places = [(one.time.seconds, one.bytes / 1e9) for one in found.best]
     axes.scatter(*zip(*places, strict=True), s=46, color=_COLOURS[0])
     left, right = axes.get_xlim()
-    for numbers in _close(places, (right - left) / 30):
+    lowest = min(one.bytes for one in found.timed) / 1e9
+    bottom = max(0.0, lowest - 0.4 * (room - lowest))  # and room for the numbers below
+    axes.set_ylim(bottom, room + 0.2 * (room - bottom))
+    for numbers in _close(places, (right - left) / 30, (room - bottom) / 8):
         label = ", ".join(str(number + 1) for number in numbers)
-        lowest = min((places[number] for number in numbers), key=lambda place: place[1])
+        under = min((places[number] for number in numbers), key=lambda place: place[1])
         below = {"xytext": (0, -7), "textcoords": "offset points", "va": "top", "ha": "center"}
-        axes.annotate(label, lowest, fontsize=10, **below)
+        axes.annotate(label, under, fontsize=10, **below)
     axes.axhline(room, color=_COLOURS[4], linewidth=1, linestyle="--")
-    axes.annotate(f"{room:.1f} GB may be used", (0, room), xycoords=("axes fraction", "data"), va="bottom")
-    axes.set_ylim(0, room * 1.12)
+    at_end = {"xycoords": ("axes fraction", "data"), "va": "bottom", "ha": "right"}
+    axes.annotate(f"{room:.1f} GB may be used", (1, room), **at_end)
     axes.set_xlabel("seconds of a step")
     axes.set_ylabel("GB of the heaviest rank")
     return _svg(figure)
@@ -52,13 +55,13 @@ def _frontier(found: Found) -> list[tuple[float, float]]:
     return line
 
 
-def _close(places: Sequence[tuple[float, float]], width: float) -> list[list[int]]:
+def _close(places: Sequence[tuple[float, float]], width: float, height: float) -> list[list[int]]:
     """Return the numbers of the points, those together whose labels would cover each other."""
     found: list[list[int]] = []
     for number, (seconds, size) in enumerate(places):
         for group in found:
             near = places[group[0]]
-            if abs(near[0] - seconds) < width and abs(near[1] - size) < 5:
+            if abs(near[0] - seconds) < width and abs(near[1] - size) < height:
                 group.append(number)
                 break
         else:

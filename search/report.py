@@ -154,7 +154,8 @@ def _schedule(found: Found) -> list[str]:
         return []
     return [
         "<h2>Timetable of the fastest layout</h2>",
-        f"<figure><figcaption>When each pipeline rank computes</figcaption>{timetable_of(found)}</figure>",
+        f'<figure class="broad"><figcaption>When each pipeline rank computes</figcaption>'
+        f"{timetable_of(found)}</figure>",
     ]
 
 

@@ -16,6 +16,7 @@ figure { margin: 0; padding: 12px; background: var(--card); border: 1px solid va
   border-radius: 8px; }
 figcaption { font-weight: 600; } .unit { font-weight: 400; color: var(--soft); }
 figure > svg { display: block; width: 100%; height: auto; max-width: 640px; }
+figure.broad > svg { max-width: none; }
 svg text { font: 15px system-ui, sans-serif; fill: var(--soft); }
 .grid { stroke: var(--rule); } .resumed { stroke: var(--soft); stroke-dasharray: 3 3; stroke-width: 1.5; }
 .curve { fill: none; stroke-width: 2; stroke-linejoin: round; } .dot { stroke: var(--card); stroke-width: 1; }
@@ -31,6 +32,7 @@ table { border-collapse: collapse; font-size: .9rem; }
 caption { text-align: left; font-weight: 600; padding: 4px 0; }
 th, td { text-align: left; vertical-align: top; padding: 4px 14px 4px 0; border-bottom: 1px solid var(--rule);
   overflow-wrap: anywhere; min-width: 5em; }
+thead th { overflow-wrap: normal; }
 tbody th { font-weight: 400; color: var(--soft); overflow-wrap: break-word; }
 .numbers th, .numbers td { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
 summary { cursor: pointer; padding: 6px 0; font-weight: 600; }
