@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 from trilith.layers import Cost, Tokens, cost_of, cross_entropy_cost, sum_costs
 from trilith.models import family_of
-from trilith.parallel_state import BadInput, Layout, ParallelState
+from trilith.parallel_state import BadInput, Layout, ParallelState, initialize
 from trilith.planner import Work, model_cost, plan_memory, rank_parameters, step_traffic
+from trilith.testing import Operators, run_parallel
 from trilith.testing.tiny_models import MODELS
+from trilith.training import ModuleStep, Precision, own_samples, shard_over_data
 
 
 def example() -> Any:
@@ -129,3 +131,32 @@ def test_costs_add_up_and_the_most_of_what_is_needed_for_a_moment_counts() -> No
     one, other = Cost(kept=1, working=5), Cost(kept=2, working=3)
     assert one + other == Cost(kept=3, working=5)
     assert sum_costs([nn.Identity(), nn.ReLU()], Tokens(1, 2, 3)) == Cost(kept=24)
+
+
+def sums_of_a_step(layout: Layout) -> list[tuple[int, int]]:
+    """Return the all-reduces of steps of two and of four micro-batches: launched, planned over replicas."""
+    custom, found = example(), []
+    state = ParallelState.start(layout)
+    model = shard_over_data(custom.Transcriber(state=state), state, Precision())
+    initialize(model, 0, state=state)
+    step = ModuleStep(model, custom.loss, micro_batch=1, state=state)
+    for count in (2, 4):
+        samples = own_samples(custom.batch(0, samples=count * layout.data), state)
+        step(samples)  # which makes the pipeline ready
+        model.zero_grad()
+        with Operators() as operators:
+            step(samples)
+        model.zero_grad()
+        work = Work(state, 32, 8, 1, count, fused=False)
+        loss = cross_entropy_cost(work.tokens, custom.VOCAB, state=state)
+        planned = sum(one.count for one in step_traffic(work, model, loss=loss) if one.axis == "replicas")
+        found.append((operators.collectives["all_reduce"], planned))
+    return found
+
+
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_replicas_of_a_module_of_ones_own_sum_at_each_micro_batch(pipeline: int) -> None:
+    """The other all-reduces of a step are as many for four micro-batches as for two."""
+    layout = Layout.of(pipeline=pipeline, data=2, zero=2, data_replicate=2)
+    for (two, planned_two), (four, planned_four) in run_parallel(sums_of_a_step, layout.world, layout):
+        assert four - two == planned_four - planned_two > 0
