@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import fsdp
 from trilith.layers import Checkpointing
 from trilith.models import family_of
 from trilith.parallel_state import Layout, ParallelState
@@ -67,13 +68,13 @@ def test_checkpointing_changes_no_bit(
 def policies(offload: bool) -> list[tuple[str, bool]]:
     """Return each ``fully_shard``'s kind of offload policy in a model, and whether pages are pinned."""
     seen: list[Any] = []
-    shard = zero_on_fsdp.fully_shard
+    shard = fsdp.fully_shard
     state = ParallelState.start(Layout.of(data=2, zero=3))
     family = family_of(MODEL)
     model = family.build(family.from_hf(MODEL), state=state)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            zero_on_fsdp,
+            fsdp,
             "fully_shard",
             lambda module, **said: (seen.append(said["offload_policy"]), shard(module, **said))[1],
         )
