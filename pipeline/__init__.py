@@ -6,8 +6,8 @@ order; and ``through_stages``, a forward pass without a backward.
 """
 
 from .bubble import bubble, bubble_share, micro_batches_for
-from .rank_order import Action
 from .relay import through_stages
+from .schedule_actions import Action
 from .schedule_kinds import (
     SCHEDULE_NAMES,
     ScheduleKind,

@@ -45,7 +45,7 @@ def _best(
     last stage back to the first. The value is the sum of squares, or the largest cost. Of equal ones it is
     the cut whose first stages have least.
 
-    ``sums``: the cost of so many first blocks; ``ends``: what each stage costs beside its blocks.
+    ``sums[n]``: the cost of the first n blocks; ``ends``: what each stage costs beside its blocks.
     """
     blocks = len(sums) - 1
     after: dict[int, tuple[float, list[int]]] = {blocks: (0.0, [])}

@@ -1,15 +1,208 @@
-"""List the actions of a pipeline schedule: what each rank computes in a step, in order, without times."""
+"""List the actions of a pipeline schedule: what each rank computes in a step, in order, without times.
+
+The order is that of torch's own classes, but their import takes half a second, which is long for a plan. A
+test compares both.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from functools import cache
+from typing import Literal, NamedTuple
 
 from ..parallel_state import BadInput, Layout
-from .rank_order import ORDERS, Action, Kind
 from .schedule_kinds import check_schedule
 
 #: Forwards of a step that are planned at most, over all stages. They take some tenths of a second.
 MOST_FORWARDS = 2**15
+
+#: Forward; backward as a whole; its two parts, for the stage's input and for its weights.
+Kind = Literal["F", "B", "I", "W"]
+#: What is computed for a micro-batch where the backward is not cut in two.
+_WHOLE: tuple[Kind, ...] = ("F", "B")
+
+
+class Action(NamedTuple):
+    """State one computation of one stage for one micro-batch.
+
+    ``paired``: the rank sends its result together with that of the next action, not before.
+    """
+
+    kind: Kind
+    stage: int
+    micro_batch: int
+    paired: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.micro_batch}"
+
+
+class _Order:
+    """Number the micro-batches of each stage: forwards and backwards come in the order of micro-batches."""
+
+    def __init__(self) -> None:
+        self.actions: list[Action] = []
+        self._next: Counter[tuple[bool, int]] = Counter()
+        self._waiting: list[Action] = []  # whose weights have no gradient yet
+
+    def add(self, kind: Kind, stage: int, *, paired: bool = False) -> None:
+        """Add a forward, or the first or only part of a backward."""
+        side = kind == "F", stage
+        one = Action(kind, stage, self._next[side], paired)
+        self._next[side] += 1
+        self.actions.append(one)
+        if kind == "I":
+            self._waiting.append(one)
+
+    def weights(self, stage: int | None = None) -> None:
+        """Add the second part of the oldest backward that lacks it, of this stage or of any, if there is
+        one.
+        """
+        for place, one in enumerate(self._waiting):
+            if stage in (None, one.stage):
+                del self._waiting[place]
+                self.actions.append(Action("W", one.stage, one.micro_batch))
+                return
+
+    def both(self, stage: int) -> None:
+        """Add both parts of a stage's backward, one after the other."""
+        self.add("I", stage)
+        self.weights(stage)
+
+
+def gpipe(ranks: int, stages: int, count: int, rank: int) -> list[Action]:
+    """Return all forwards, and then all backwards."""
+    order = _Order()
+    for kind in _WHOLE:
+        for _ in range(count):
+            order.add(kind, rank)
+    return order.actions
+
+
+def one_forward_one_backward(ranks: int, stages: int, count: int, rank: int) -> list[Action]:
+    """Return 1F1B (Narayanan et al. 2019): as many forwards as ranks follow, then a backward for each."""
+    order, ahead = _Order(), min(ranks - rank, count)
+    for _ in range(ahead):
+        order.add("F", rank)
+    for number in range(count):
+        order.add("B", rank)
+        if ahead + number < count:
+            order.add("F", rank)
+    return order.actions
+
+
+def interleaved(ranks: int, stages: int, count: int, rank: int, *, apart: bool = False) -> list[Action]:
+    """Return 1F1B over several stages of a rank (Narayanan et al. 2021), each for one round of micro-batches.
+
+    ``apart``: with backwards in two parts (ZB1P of Qi et al. 2023), of which the second comes later.
+    """
+    order, own, total = _Order(), stages // ranks, stages // ranks * count
+    each = count // max(1, count // ranks)
+
+    def stage(number: int, *, back: bool) -> int:
+        turn = number // each % own
+        return (own - 1 - turn if back else turn) * ranks + rank
+
+    ahead = min((own - 1) * each + (1 if apart else 2) * (ranks - 1 - rank), total)
+    for number in range(ahead):
+        order.add("F", stage(number, back=False))
+    for number in range(total):
+        if ahead + number < total:
+            order.add("F", stage(ahead + number, back=False))
+        order.add("I" if apart else "B", stage(number, back=True))
+        if number >= rank:
+            order.weights()
+    for _ in range(rank):
+        order.weights()
+    return order.actions
+
+
+def interleaved_apart(ranks: int, stages: int, count: int, rank: int) -> list[Action]:
+    """Return ``interleaved`` with backwards in two parts."""
+    return interleaved(ranks, stages, count, rank, apart=True)
+
+
+def zbv(ranks: int, stages: int, count: int, rank: int) -> list[Action]:
+    """Return ZB-V (Qi et al. 2023, section 6) over the two stages of a rank on a V."""
+    order, down, up = _Order(), rank, stages - 1 - rank
+    add, both, most = order.add, order.both, max(stages - 1, count)
+    for _ in range(2 * (ranks - rank) - 1):
+        add("F", down)
+    for _ in range(rank):
+        add("F", up)
+        add("F", down)
+    for _ in range(ranks - rank):
+        add("F", up)
+        both(up)
+    began, ended = stages - rank - 1, ranks
+    while ended < began or began < most:
+        if began < most:
+            add("F", down)
+            began += 1
+        both(down)
+        add("F", up)
+        both(up)
+        ended += 1
+    for _ in range(rank):
+        add("I", down)
+        add("I", up)
+    for _ in range(ranks - rank):
+        add("I", down)
+        order.weights(down)
+    for stage in (up, down):
+        for _ in range(most):
+            order.weights(stage)
+    # With few micro-batches the same order stands, with gaps.
+    return [one for one in order.actions if one.micro_batch < count]
+
+
+def dualpipev(ranks: int, stages: int, count: int, rank: int) -> list[Action]:
+    """Return DualPipeV (DeepSeek-AI 2024, cut in half): pairs of a forward and a backward."""
+    order, down, up = _Order(), rank, stages - 1 - rank
+    add, after = order.add, ranks - rank - 1
+
+    def pair(forward: int, backward: int, *, paired: bool = True) -> None:
+        add("F", forward, paired=paired)
+        add("B", backward)
+
+    for _ in range(2 * after):
+        add("F", down)
+    for _ in range(rank + 1):
+        add("F", down)
+        add("F", up)
+    for _ in range(after):
+        order.both(up)
+        add("F", up)
+    for number in range(count - stages + rank + 1):
+        pair(down, up, paired=number > 0 or after > 0)
+        pair(up, down)
+    for _ in range(after):
+        add("B", up)
+        pair(up, down)
+    kind: Kind = "B"
+    for number in range(rank + 1):
+        for stage, odd in ((up, 1), (down, 0)):
+            if number == (rank + 1) // 2 and rank % 2 == odd:
+                kind = "I"
+            add(kind, stage)
+    for _ in range(after):
+        order.weights()
+        add(kind, down)
+    for _ in range(rank + 1):
+        order.weights()
+    return order.actions
+
+
+#: Each returns a rank's actions, given the numbers of ranks, stages and micro-batches and the rank's number.
+ORDERS: dict[str, Callable[[int, int, int, int], list[Action]]] = {
+    "gpipe": gpipe,
+    "1f1b": one_forward_one_backward,
+    "interleaved": interleaved,
+    "interleaved-zero-bubble": interleaved_apart,
+    "zbv": zbv,
+    "dualpipev": dualpipev,
+}
 
 
 @cache
@@ -22,11 +215,8 @@ def actions(
         raise BadInput("schedule", name, expected=expected, found=f"{forwards:,}")
     layout = Layout.of(pipeline=pipeline, virtual_stages=virtual_stages, v_shape=v_shape)
     if pipeline == 1:
-        one = tuple(Action(kind, 0, m) for m in range(micro_batches) for kind in _PLAIN)
+        one = tuple(Action(kind, 0, m) for m in range(micro_batches) for kind in _WHOLE)
         return (one,)
     check_schedule(name, layout, micro_batches)
     order = ORDERS[name]
     return tuple(tuple(order(pipeline, layout.stages, micro_batches, rank)) for rank in range(pipeline))
-
-
-_PLAIN: tuple[Kind, ...] = ("F", "B")

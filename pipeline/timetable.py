@@ -8,8 +8,7 @@ from functools import cache
 from typing import NamedTuple, get_args
 
 from ..parallel_state import Layout
-from .rank_order import Action, Kind
-from .schedule_actions import actions
+from .schedule_actions import Action, Kind, actions
 from .schedule_kinds import schedule_kind
 
 #: Their costs if nothing is measured: each matrix product of forward has two in backward.

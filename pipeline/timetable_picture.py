@@ -13,7 +13,7 @@ from matplotlib.patches import Patch
 
 from ..parallel_state import BadInput
 from ..storage.output_file import check_output_file, output_file
-from .rank_order import Kind
+from .schedule_actions import Kind
 from .timetable import Timetable
 
 FORMATS = (".png", ".svg", ".pdf")

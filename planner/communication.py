@@ -31,8 +31,8 @@ from torch import nn
 
 from ..layers import Cost, checkpointed
 from ..models import CausalLM
-from .data_rounds import gathers_of_block, gathers_of_root, sums, sums_of_replicas
 from .formulas.ring_and_tree import ring_wire_bytes
+from .gathers_and_sums import gathers_of_block, gathers_of_root, sums, sums_of_replicas
 from .rank_parameters import Group, RankParameters, rank_parameters
 from .stage_costs import StageCost, stage_costs
 from .step_shape import Work

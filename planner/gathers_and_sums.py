@@ -48,8 +48,9 @@ def sums(work: Work) -> int:
 
 
 def sums_of_replicas(work: Work, *, root: bool) -> int:
-    """Return how often the replicas of a shard (HSDP) sum these: once in a step; each time those of the root
-    in a pipeline, and those of a model of which a micro-batch may leave parameters without a gradient.
+    """Return how often a step sums the gradients of a group over the replicas of a shard (HSDP): once in a
+    step. After every reduce-scatter for the root under a pipeline, and for a model whose micro-batches may
+    leave parameters without a gradient.
     """
     each = (root and work.layout.pipeline > 1) or not work.trains_all
     return sums(work) if each else 1

@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..parallel_state import Layout, ParallelState
-from ..pipeline.rank_order import Action, Kind
 from ..pipeline.runner import Travels, make_schedule
-from ..pipeline.schedule_actions import actions
+from ..pipeline.schedule_actions import Action, Kind, actions
 from ..pipeline.timetable import UNIT_COSTS, Timed, Timetable
 from .ranks.pool import run_parallel
 

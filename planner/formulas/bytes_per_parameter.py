@@ -44,8 +44,3 @@ def state_bytes(
     cut = [data_ranks if zero >= stage else 1 for stage in (3, 2, 1)]
     sizes = (weight_bytes, gradient_bytes, optimizer_bytes)
     return StateBytes(*(parameters * size / ranks for size, ranks in zip(sizes, cut, strict=True)))
-
-
-def lora_parameters(rank: int, inputs: int, outputs: int) -> int:
-    """Return the parameters of one LoRA adapter. Source: Hu et al. 2021."""
-    return rank * (inputs + outputs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ...pipeline.rank_order import Kind
+from ...pipeline.schedule_actions import Kind
 from ..flops import Mfu, TokenFlops, Utilization
 
 #: The parts of a step, in the order in which they are shown.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from ...pipeline.rank_order import Kind
+from ...pipeline.schedule_actions import Kind
 
 
 @dataclass

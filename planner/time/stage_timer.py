@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ...layers import Checkpointing, Cost, Send, cross_entropy_cost
 from ...pipeline import schedule_kind
-from ..data_rounds import root_stays, sums, sums_of_replicas
+from ..gathers_and_sums import root_stays, sums, sums_of_replicas
 from ..kinds_of_blocks import SampledModel
 from ..rank_parameters import Group, RankParameters
 from ..stage_costs import Alike, StageCost

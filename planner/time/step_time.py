@@ -26,7 +26,7 @@ from typing import Any
 from ...models import Family, ModelConfig
 from ...parallel_state import ParallelState
 from ...pipeline import schedule_kind
-from ...pipeline.rank_order import Kind
+from ...pipeline.schedule_actions import Kind
 from ...pipeline.timetable import step_length
 from ..flops import TokenFlops, flops_per_token
 from ..kinds_of_blocks import SampledModel

@@ -18,8 +18,7 @@ from trilith.cli.shared.sizes import LARGEST, parse_size
 from trilith.data.text import tokenizer_training
 from trilith.parallel_state import BadInput, Layout, check_local_ranks, check_workers
 from trilith.pipeline import layout_of, timetable
-from trilith.pipeline.rank_order import ORDERS
-from trilith.pipeline.schedule_actions import MOST_FORWARDS
+from trilith.pipeline.schedule_actions import MOST_FORWARDS, ORDERS
 from trilith.runs import launch
 from trilith.runs.launch import check_local
 from trilith.system import most_at_once

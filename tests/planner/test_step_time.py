@@ -12,7 +12,7 @@ from trilith.layers import Checkpointing, Cost
 from trilith.models import family_of, published_size
 from trilith.parallel_state import BadInput, Layout, ParallelState
 from trilith.pipeline import bubble, timetable
-from trilith.pipeline.rank_order import Kind
+from trilith.pipeline.schedule_actions import Kind
 from trilith.pipeline.timetable import UNIT_COSTS, layout_of, step_length
 from trilith.planner import Work, sampled
 from trilith.planner.time import (
