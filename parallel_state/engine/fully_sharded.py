@@ -111,11 +111,10 @@ class _OneBuffer:
 
 
 def compute_with_stored(module: FSDPModule) -> None:
-    """Let FSDP compute with this module's stored parameters, where it would copy the whole of them as they
-    are; it was applied to the module with a mesh of one rank.
+    """Make FSDP compute with the stored parameters of a module on a mesh of one rank, instead of a copy.
 
-    FSDP makes memory for the parameter that it computes with, copies the shard there, and frees it after the
-    step, also where the shard is the parameter. For a cast and for offload it still does.
+    There the shard is the whole parameter, but FSDP would make memory for a second one, copy the shard there
+    and free it after the step. It still does so where it casts the parameter or offloads it.
     """
     for group in _groups([module]):
         for held in group.fsdp_params:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+    from typing_extensions import TypeIs
 
 #: Elements that are cast at once: they stay in a core's cache.
 _PIECE = 1 << 18
 
 
-def is_dtensor(x: Tensor) -> TypeGuard[DTensor]:
+def is_dtensor(x: Tensor) -> TypeIs[DTensor]:
     """Tell whether ``x`` is a DTensor. Those are imported late: their import takes half a second."""
     if type(x) in (Tensor, nn.Parameter):
         return False

@@ -15,16 +15,24 @@ from trilith.testing.tiny_models import TINIEST_LLAMA, TINY_GPT2
 
 LENGTH = 32
 LLAMA: dict[str, Any] = {key: value for key, value in TINIEST_LLAMA.items() if not key.startswith("tie")} | {
-    **{"vocab_size": 128, "hidden_size": 64, "intermediate_size": 224, "num_hidden_layers": 1}
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 224,
+    "num_hidden_layers": 1,
 }
 GPT2: dict[str, Any] = TINY_GPT2 | {
-    **{"vocab_size": 128, "n_embd": 64, "n_layer": 1},
+    "vocab_size": 128,
+    "n_embd": 64,
+    "n_layer": 1,
     **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
 }
 MIXTRAL = LLAMA | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 GLM = LLAMA | {
-    **{"model_type": "glm4_moe", "first_k_dense_replace": 0},
-    **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96},
+    "model_type": "glm4_moe",
+    "first_k_dense_replace": 0,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 96,
 }
 GEMMA2 = LLAMA | {"model_type": "gemma2", "head_dim": 16, "tie_word_embeddings": True}
 GEMMA3 = GEMMA2 | {"model_type": "gemma3_text", "sliding_window": 8}
@@ -33,8 +41,13 @@ QWEN3 = LLAMA | {"model_type": "qwen3", "head_dim": 16}
 OLMO2 = LLAMA | {"model_type": "olmo2"}
 OLMO3 = LLAMA | {"model_type": "olmo3", "sliding_window": 8}
 GPT_OSS = LLAMA | {
-    **{"model_type": "gpt_oss", "head_dim": 16, "intermediate_size": 96, "num_local_experts": 4},
-    **{"num_experts_per_tok": 2, "num_key_value_heads": 2, "sliding_window": 8},
+    "model_type": "gpt_oss",
+    "head_dim": 16,
+    "intermediate_size": 96,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_key_value_heads": 2,
+    "sliding_window": 8,
 }
 COHERE = LLAMA | {"model_type": "cohere", "use_qk_norm": True}
 COHERE2 = LLAMA | {"model_type": "cohere2", "sliding_window": 8}
@@ -45,22 +58,34 @@ GRANITE = LLAMA | {"model_type": "granite", "residual_multiplier": 0.5}
 EXAONE4 = LLAMA | {"model_type": "exaone4", "sliding_window": 8}
 SEED_OSS = LLAMA | {"model_type": "seed_oss", "head_dim": 16, "attention_dropout": 0.0}
 QWEN3_MOE = LLAMA | {
-    **{"model_type": "qwen3_moe", "head_dim": 16},
-    **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96},
+    "model_type": "qwen3_moe",
+    "head_dim": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 96,
 }
 PHI3 = LLAMA | {"model_type": "phi3", "pad_token_id": 0}
 STARCODER2 = LLAMA | {"model_type": "starcoder2"}
 QWEN2_MOE = LLAMA | {
-    **{"model_type": "qwen2_moe", "shared_expert_intermediate_size": 128},
-    **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96},
+    "model_type": "qwen2_moe",
+    "shared_expert_intermediate_size": 128,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 96,
 }
 GPT_NEOX = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"} | {
     "model_type": "gpt_neox"
 }
 DEEPSEEK = {
     **{key: value for key, value in LLAMA.items() if key != "num_key_value_heads"},
-    **{"model_type": "deepseek_v2", "q_lora_rank": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 16},
-    **{"qk_rope_head_dim": 8, "v_head_dim": 16, "moe_intermediate_size": 96, "n_routed_experts": 4},
+    "model_type": "deepseek_v2",
+    "q_lora_rank": 48,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "moe_intermediate_size": 96,
+    "n_routed_experts": 4,
     "num_experts_per_tok": 2,
 }
 GPTJ = {key: value for key, value in GPT2.items() if key != "model_type"} | {
@@ -69,20 +94,31 @@ GPTJ = {key: value for key, value in GPT2.items() if key != "model_type"} | {
 }
 PHI = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"} | {"model_type": "phi"}
 FALCON = {
-    **{"model_type": "falcon", "vocab_size": 128, "hidden_size": 64},
-    **{"num_hidden_layers": 1, "num_attention_heads": 4},
+    "model_type": "falcon",
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
 }
 OPT = FALCON | {"model_type": "opt", "ffn_dim": 224, "dropout": 0.0}
 BLOOM = {"model_type": "bloom", "vocab_size": 128, "hidden_size": 64, "n_layer": 1, "n_head": 4}
 QWEN3_NEXT = QWEN2_MOE | {
-    **{"model_type": "qwen3_next", "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
-    **{"linear_key_head_dim": 12, "linear_value_head_dim": 16},
+    "model_type": "qwen3_next",
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 16,
 }
 QWEN3_5 = {key: QWEN3_NEXT[key] for key in QWEN3_NEXT if "expert" not in key and not key.startswith("moe")}
 QWEN3_5 |= {"model_type": "qwen3_5_text"}
 GRANITE_4 = LLAMA | {
-    **{"model_type": "granitemoehybrid", "num_local_experts": 4, "intermediate_size": 96, "mamba_n_heads": 4},
-    **{"shared_intermediate_size": 128, "mamba_d_state": 16},
+    "model_type": "granitemoehybrid",
+    "num_local_experts": 4,
+    "intermediate_size": 96,
+    "mamba_n_heads": 4,
+    "shared_intermediate_size": 128,
+    "mamba_d_state": 16,
 }
 FULL = {"layer_types": ["full_attention"]}
 NO_CAPS = {"attn_logit_softcapping": None, "final_logit_softcapping": None}

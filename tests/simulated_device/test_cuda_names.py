@@ -1,8 +1,9 @@
 """Code that asks for "cuda" by name is given tensors that say they are there, and torch's rules for them.
 
 On a build of torch for CPUs such tensors cannot be cut or copied from the host, so these are the branches,
-each alone; a whole step runs on the simulated device. Others: ids (``tests/layers/test_embedding.py``),
-float8 (``tests/layers/test_float8.py``), offload (``tests/training/test_trained.py``).
+each alone; a whole step runs on the simulated device. Other files test the branches for token ids
+(``tests/layers/test_embedding.py``), float8 (``tests/layers/test_float8.py``) and offload
+(``tests/training/test_gradient_checks.py``).
 """
 
 from __future__ import annotations

@@ -102,10 +102,9 @@ def trained(layout: Layout, copies: bool, changes: dict[str, Any]) -> list[Tenso
         found += [local_data(one.grad).clone() for one in model.parameters() if one.grad is not None]
         optimizer.step()
         optimizer.zero_grad()
-        with torch.no_grad():  # after an evaluation the weights are there, and change with the next step
-            model(
-                batch(number, model.state).of_context(model.state).input_ids
-            ) if layout.pipeline == 1 else None
+        if layout.pipeline == 1:
+            with torch.no_grad():  # after an evaluation the weights are there, and change with the next step
+                model(batch(number, model.state).of_context(model.state).input_ids)
         if number == 1:
             model.double().float()
             optimizer = make_adamw(model, lr=1e-2)
