@@ -142,8 +142,8 @@ def odd_node(folder: str) -> None:
     facts.measure_folder = lambda place: Folder(10**11, 1e9 if rank != 3 else 1e7, 1e9)
     if rank == 1:
         facts._version = lambda package: "0.0.1"
-    if rank == 2:
-        links._to_and_fro = lambda *args: (facts.time.sleep(0.1), to_and_fro(*args))[1]
+    if rank == 2:  # far slower than a link between processes that wait for a busy core
+        links._to_and_fro = lambda *args: (facts.time.sleep(0.5), to_and_fro(*args))[1]
     os.chdir(folder)
     with open(Path(folder, f"said{rank}"), "w") as file, redirect_stdout(file):
         code = run(["doctor", "--nodes", "--exclude", "--json", folder])

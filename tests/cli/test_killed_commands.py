@@ -8,6 +8,8 @@ commit and clean-up alike, however fast or loaded the machine is. Each start is 
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
+import gc
 import itertools
 import json
 import os
@@ -160,6 +162,9 @@ class Start:
                 os.dup2(err, 1)
                 os.dup2(err, 2)
                 sys.stdout = sys.stderr = os.fdopen(2, "w", 1)  # not pytest's
+                faulthandler.enable(sys.stderr)  # a crash says where
+                # Earlier tests left objects with threads, which a fork does not have: freeing them crashes.
+                gc.freeze()
                 forget_servers()
                 watch_calls(theirs, at)
                 code = run(words)
