@@ -36,7 +36,7 @@ def refuse_untrained(
 ) -> None:
     """Raise ``NotTrained``, naming parameters, if one parameter or all of them would not be trained.
 
-    ``counts``: the numbers of ``Gradients.count``, summed over all ranks. All ranks must call this with the
+    ``counts``: what ``GradientSums.count`` returns, summed over all ranks. All ranks must call this with the
     same numbers; then all raise alike. ``unused``: a pattern over names of parameters that a step may leave
     without a gradient. An expert that got no token has a gradient of zeros, and a rank's piece of a parameter
     may be empty: neither counts as missing. A loss of exactly zero, such as that of a step in which no label

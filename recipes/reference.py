@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -32,11 +32,19 @@ def default_of(field: FieldInfo) -> str:
 
 
 def choices_of(annotation: Any) -> list[str]:
-    """Return the words that a key may have."""
-    found = [str(one) for one in get_args(annotation) if isinstance(one, str)]
+    """Return the words that a key may have, then what else it may have; nothing for a key without words."""
+    found: list[str] = []
     for part in get_args(annotation):
-        found += choices_of(part) if get_origin(part) is not None else []
-    return found
+        if isinstance(part, str):
+            found.append(f"`{part}`")
+        elif part is bool:
+            found += ["`true`", "`false`"]
+        elif part is int or (get_origin(part) is Annotated and get_args(part)[0] is int):
+            found.append("a number")
+        elif get_origin(part) is not None:
+            found += choices_of(part)
+    words = [one for one in found if one.startswith("`")]
+    return words + [one for one in found if one not in words] if words else []
 
 
 def table(model: type[BaseModel], keys: list[str]) -> str:
@@ -47,8 +55,9 @@ def table(model: type[BaseModel], keys: list[str]) -> str:
         if keys and name not in keys:
             continue
         assert field.description, f"{model.__name__}.{name} has no description"
-        words = ", ".join(f"`{one}`" for one in choices_of(field.annotation))
-        said = f"{field.description}{f': {words}' if words else ''}".replace("|", "\\|")
+        words = ", ".join(choices_of(field.annotation))
+        several = "some of" if get_origin(field.annotation) is list else "one of"
+        said = f"{field.description}{f'; {several} {words}' if words else ''}".replace("|", "\\|")
         lines.append(f"| `{name}` | {default_of(field)} | {said} |")
     return "\n".join(lines) + "\n"
 

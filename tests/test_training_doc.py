@@ -21,6 +21,13 @@ DOC = Path(__file__).parents[1] / "docs" / "training.md"
 TABLES = TABLE.findall(DOC.read_text())
 
 
+def test_a_key_that_takes_more_than_words_says_so() -> None:
+    page = reference()
+    assert "; one of `true`, `false`, `auto` |" in page  # compile
+    assert "; one of `auto`, a number |" in page  # memory.loss_chunk
+    assert "; some of `tensorboard`, `wandb`, `mlflow`, `trackio` |" in page  # watch.trackers, a list
+
+
 def test_the_reference_has_every_section_and_key() -> None:
     assert {model for _, model in SECTIONS} == {
         one
