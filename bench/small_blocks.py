@@ -5,6 +5,8 @@ A figure is the difference between a Llama of 10 such blocks and one of 2, forwa
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 import torch
@@ -14,9 +16,9 @@ from ..models import CausalLM, family_of
 from ..parallel_state import ParallelState, initialize
 from ..planner import Work, block_traffic
 from ..planner.time.kernels import leaves
-from .timing import median_seconds
+from .timing import seconds_of
 
-_FEW, _MANY = 2, 10
+_FEW, _MANY, _ROUNDS = 2, 10, 20
 _TOKENS = 8
 #: The modes of checkpointing that compute a block again, and differ in what the host does for it.
 AGAIN: tuple[Checkpointing, ...] = ("full", "selective")
@@ -51,19 +53,25 @@ def _collectives(state: ParallelState, mode: Checkpointing) -> int:
 
 
 def _seconds(device: torch.device, mode: Checkpointing, state: ParallelState | None = None) -> float:
-    """Time a block, forward and backward."""
-    few, many = (_pass_seconds(blocks, device, mode, state) for blocks in (_FEW, _MANY))
-    return (many - few) / (_MANY - _FEW)
+    """Time a block, forward and backward.
+
+    Each round times both models, one after the other, so that other work on the machine slows both.
+    """
+    few, many = (_forward_and_backward(blocks, device, mode, state) for blocks in (_FEW, _MANY))
+    for _ in range(2):  # these do not count
+        few(), many()
+    rounds = [(seconds_of(few, device), seconds_of(many, device)) for _ in range(_ROUNDS)]
+    return median(more - less for less, more in rounds) / (_MANY - _FEW)
 
 
-def _pass_seconds(
+def _forward_and_backward(
     blocks: int, device: torch.device, mode: Checkpointing, state: ParallelState | None
-) -> float:
+) -> Callable[[], object]:
     model = _model(blocks, state, device)
     initialize(model, 0, state=state)
     checkpoint_blocks(model.numbered_blocks().items(), mode)
     ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device=device)
-    return median_seconds(lambda: model(ids).sum().backward(), device, rounds=10)
+    return lambda: model(ids).sum().backward()
 
 
 def _model(blocks: int, state: ParallelState | None = None, device: torch.device | str = "meta") -> CausalLM:
