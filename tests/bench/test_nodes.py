@@ -137,12 +137,19 @@ def odd_node(folder: str) -> None:
     """Run the command on a node that is one of four: the second has another package, the third a slow link
     and the fourth a slow disk.
     """
-    rank, to_and_fro = int(os.environ["RANK"]), links._to_and_fro
+    rank, to_and_fro, measure = int(os.environ["RANK"]), links._to_and_fro, links._measure
+
+    def measured(store: Any, first: int, second: int, here: int) -> Link:
+        """Measure a link of the third as it is; say of the others what two idle nodes would have."""
+        link = measure(store, first, second, here)
+        return link if link.error or 2 in (first, second) else replace(link, rate=1e9)
+
+    links._measure = measured
     os.environ["SLURMD_NODENAME"] = f"node{rank}"
     facts.measure_folder = lambda place: Folder(10**11, 1e9 if rank != 3 else 1e7, 1e9)
     if rank == 1:
         facts._version = lambda package: "0.0.1"
-    if rank == 2:  # far slower than a link between processes that wait for a busy core
+    if rank == 2:
         links._to_and_fro = lambda *args: (facts.time.sleep(0.5), to_and_fro(*args))[1]
     os.chdir(folder)
     with open(Path(folder, f"said{rank}"), "w") as file, redirect_stdout(file):
