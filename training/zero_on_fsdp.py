@@ -18,7 +18,7 @@ and ``compute_with_stored`` spares FSDP's copy of the weights. The stages are th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -74,41 +74,20 @@ def shard_over_data(
     resting = CPUOffloadPolicy(pin_memory=state.device.type != "cpu") if offload else OffloadPolicy()
     cut, stacks = shard_dims(model, state.layout), stacks_of_experts(model) if state.layout.expert > 1 else []
     ignored = {parameter for name, parameter in model.named_parameters() if name in fixed}
+    alike: dict[str, Any] = {
+        "shard_placement_fn": cut, "ignored_params": ignored, "mp_policy": policy, "offload_policy": resting
+    }  # fmt: skip
     for stack in stacks:
-        fully_shard(
-            stack,
-            mesh=state.expert_data_mesh,  # over the ranks that hold the same experts
-            reshard_after_forward=regather,
-            shard_placement_fn=cut,
-            ignored_params=ignored,
-            mp_policy=policy,
-            offload_policy=resting,
-        )
+        # Over the ranks that hold the same experts.
+        fully_shard(stack, mesh=state.expert_data_mesh, reshard_after_forward=regather, **alike)
         keep_aside(stack)
     for block in find_blocks(model) if blocks is None else blocks:
         if block not in stacks:
-            fully_shard(
-                block,
-                mesh=mesh,
-                reshard_after_forward=regather,
-                shard_placement_fn=cut,
-                ignored_params=ignored,
-                mp_policy=policy,
-                offload_policy=resting,
-            )
+            fully_shard(block, mesh=mesh, reshard_after_forward=regather, **alike)
     # Backward begins with what forward ended with, the output layer; a loss may also use its weight itself.
     # Between the two, a pipeline's stage runs forwards of other micro-batches.
     stays = state.layout.pipeline == 1 or (isinstance(model, CausalLM) and model.head_in_loss)
-    regather = regather and not stays
-    fully_shard(
-        model,
-        mesh=mesh,
-        reshard_after_forward=regather,
-        shard_placement_fn=cut,
-        ignored_params=ignored,
-        mp_policy=policy,
-        offload_policy=resting,
-    )
+    fully_shard(model, mesh=mesh, reshard_after_forward=regather and not stays, **alike)
     _sum_gradients(model, stacks, state)
     mark_shared(model)
     return model
