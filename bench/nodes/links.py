@@ -16,8 +16,8 @@ from torch import Tensor
 
 #: Seconds after which a link counts as broken.
 _BROKEN = timedelta(seconds=10)
-#: Messages that go to and fro for the latency, and seconds that the rate is measured for.
-_PINGS, _SECONDS = 20, 0.2
+#: Messages that go to and fro for the latency and for the rate, and seconds that the rate is measured for.
+_PINGS, _MESSAGES, _SECONDS = 20, 3, 0.2
 _LEAST, _MOST = 1 << 20, 64 << 20
 
 
@@ -112,13 +112,15 @@ def _ping(group: Any, me: int) -> tuple[float, float]:
 
 
 def _rate(group: Any, me: int) -> float:
-    """Return the bytes a second of a message to the second and back; a short one says how long it may be."""
+    """Return the bytes a second of a message to the second and back, by the fastest of several; a short one
+    says how long they may be.
+    """
     size = torch.tensor([_LEAST])
     seconds = _to_and_fro(group, me, _LEAST)
-    size[0] = min(_MOST, max(_LEAST, int(_SECONDS / 2 * _LEAST / max(seconds, 1e-6))))
+    size[0] = min(_MOST, max(_LEAST, int(_SECONDS / 2 / _MESSAGES * _LEAST / max(seconds, 1e-6))))
     _send(group, size, 1) if me == 0 else _receive(group, size, 0)
     bytes_sent = int(size[0])
-    return bytes_sent / _to_and_fro(group, me, bytes_sent)
+    return bytes_sent / min(_to_and_fro(group, me, bytes_sent) for _ in range(_MESSAGES))
 
 
 def _to_and_fro(group: Any, me: int, size: int) -> float:

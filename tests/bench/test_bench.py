@@ -42,9 +42,7 @@ def test_the_quick_bench_measures_every_part_and_leaves_a_json_and_a_page(
     assert report["machine"]["torch"] == torch.__version__
     assert report["doctor"] == [asdict(finding)]
     reached = machine_from_bench(out / "bench.json").efficiency
-    assert reached.source.startswith("measured")
-    # Of a module this small the recomputation may be lost in the noise: then it is 0.
-    assert {*reached.again} == {"full", "selective", "every"} and min(reached.again.values()) >= 0
+    assert reached.source.startswith("measured") and reached.again["selective"] > 0
     assert {*reached.collectives} == {"none", "full", "selective", "every"}
     layer = rows["layers: MLP 16 wide at tensor 1"]["figures"]
     assert layer["operators, ours"] == layer["operators, torch.nn"]

@@ -137,20 +137,13 @@ def odd_node(folder: str) -> None:
     """Run the command on a node that is one of four: the second has another package, the third a slow link
     and the fourth a slow disk.
     """
-    rank, to_and_fro, measure = int(os.environ["RANK"]), links._to_and_fro, links._measure
-
-    def measured(store: Any, first: int, second: int, here: int) -> Link:
-        """Measure a link of the third as it is; say of the others what two idle nodes would have."""
-        link = measure(store, first, second, here)
-        return link if link.error or 2 in (first, second) else replace(link, rate=1e9)
-
-    links._measure = measured
+    rank, to_and_fro = int(os.environ["RANK"]), links._to_and_fro
     os.environ["SLURMD_NODENAME"] = f"node{rank}"
     facts.measure_folder = lambda place: Folder(10**11, 1e9 if rank != 3 else 1e7, 1e9)
     if rank == 1:
         facts._version = lambda package: "0.0.1"
-    if rank == 2:
-        links._to_and_fro = lambda *args: (facts.time.sleep(0.5), to_and_fro(*args))[1]
+    if rank == 2:  # the other end waits meanwhile, and this end counts its own sleep too
+        links._to_and_fro = lambda *args: (facts.time.sleep(0.3), to_and_fro(*args) + 0.15)[1]
     os.chdir(folder)
     with open(Path(folder, f"said{rank}"), "w") as file, redirect_stdout(file):
         code = run(["doctor", "--nodes", "--exclude", "--json", folder])
@@ -163,11 +156,21 @@ def test_the_command_names_the_slow_and_the_different_node(tmp_path: Path) -> No
     said = json.loads((tmp_path / "said0").read_text())
     assert [node["name"] for node in said["nodes"]] == ["node0", "node1", "node2", "node3"]
     assert len(said["links"]) == 6 and all(link["rate"] > 0 and not link["error"] for link in said["links"])
+    assert all(link["rate"] < 2**20 / 0.15 for link in said["links"] if 2 in (link["first"], link["second"]))
     assert sorted(said["exclude"]) == ["node1", "node2", "node3"]
     assert sorted((tmp_path / EXCLUDED_NODES).read_text().split()) == ["node1", "node2", "node3"]
     assert {one["check"] for one in said["findings"] if one["level"] == "fault"} >= {
         *("torch on node1", "node2", f"{tmp_path} on node3")
     }
+
+
+def test_one_interruption_makes_no_link_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = iter([1e-3, 2e-3, 5.0, 1e-3])  # the first says how long the messages may be
+    monkeypatch.setattr(links, "_to_and_fro", lambda *args: next(taken))
+    monkeypatch.setattr(links, "_send", lambda group, size, to: sent.append(int(size)))
+    sent: list[int] = []
+    rate = links._rate(None, 0)
+    assert sent == [pytest.approx(0.1 / 3 * 2**20 / 1e-3, abs=1)] and rate == sent[0] / 1e-3
 
 
 def one_of_three(folder: str) -> None:
