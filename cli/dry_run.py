@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ..planner import Traffic
 
 
-@no_garbage_search()
+@no_garbage_search(hide=True)
 def show_dry_run(
     recipe: Path, overrides: Sequence[str], *, rank: int | None, device_memory: str | None
 ) -> None:

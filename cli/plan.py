@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -119,9 +118,8 @@ def plan(
     if generate:
         _print_generation(requests, dtype, json)
         return
-    with no_garbage_search():
+    with no_garbage_search(hide=True):
         results = [_search(request, 1 if several else 10) for request in requests]
-        gc.freeze()  # the next search, which comes at once, would look at a million objects that stay
     if json:
         import json as json_module
 

@@ -6,7 +6,7 @@ import gc
 from collections.abc import Iterator
 
 import pytest
-from trilith.system import search_garbage_when_told
+from trilith.system import no_garbage_search, search_garbage_when_told
 
 
 @pytest.fixture
@@ -101,3 +101,14 @@ def test_a_caller_that_never_searches_has_it_so_afterwards(searches: list[int]) 
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_what_is_made_meanwhile_is_not_searched_and_can_be_hidden(searches: list[int]) -> None:
+    with no_garbage_search():
+        before = len(searches)
+        kept = make_objects()
+        assert len(searches) == before and len(kept) == 1000
+    hidden = gc.get_freeze_count()
+    with no_garbage_search(hide=True):
+        pass
+    assert gc.isenabled() and gc.get_freeze_count() > hidden + 1000
