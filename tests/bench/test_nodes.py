@@ -142,7 +142,7 @@ def odd_node(folder: str) -> None:
     facts.measure_folder = lambda place: Folder(10**11, 1e9 if rank != 3 else 1e7, 1e9)
     if rank == 1:
         facts._version = lambda package: "0.0.1"
-    # Each link takes 30 ms, beside which the delays of a busy machine are short. The third node sleeps as well:
+    # Each link takes 30 ms, beside which a busy machine delays it little. The third node sleeps as well:
     # the other end waits meanwhile, and this end counts its own sleep too.
     sleep = 0.3 if rank == 2 else 0.0
     links._to_and_fro = lambda *args: (facts.time.sleep(sleep), to_and_fro(*args) + sleep / 2 + 0.03)[1]
