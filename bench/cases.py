@@ -21,6 +21,8 @@ from .steps import WARM_UP, peak_memory, step_stalls, train_steps
 #: The parts in the order in which they run: what is cheap and what the rest is judged by comes first.
 PARTS = ("speed", "parity", "links", "layers", "mfu", "memory", "saving", "conversion")
 
+#: The ranks that share a CPU's cores where its speed and its links are measured.
+CPU_RANKS = 2
 #: Share of a device's free memory that a plan may take: the allocator needs some room between its blocks.
 _FILLED = 0.92
 #: The shape for a CPU: 58 million parameters, of which half are embeddings.
@@ -98,7 +100,8 @@ def cases(bench: Bench, parts: Iterable[str] = PARTS) -> Iterator[Case]:
 def _speed(bench: Bench) -> Iterator[Case]:
     side, megabytes = (8192, 1024) if bench.device == "cuda" else (256, 16) if bench.quick else (1024, 128)
     options = {"device": bench.device, "side": side, "megabytes": megabytes}
-    yield Case("speed", "the device itself", device_speed, options)
+    ranks = 1 if bench.device == "cuda" else CPU_RANKS
+    yield Case("speed", "the device itself", device_speed, options, ranks)
 
 
 def _parity(bench: Bench) -> Iterator[Case]:
@@ -119,7 +122,7 @@ def _parity(bench: Bench) -> Iterator[Case]:
 def _links(bench: Bench) -> Iterator[Case]:
     if bench.device == "cpu":
         options = {"device": "cpu", "megabytes": 1 if bench.quick else 16}
-        yield Case("links", "gloo, 2 ranks", collective_speed, options, 2)
+        yield Case("links", f"gloo, {CPU_RANKS} ranks", collective_speed, options, CPU_RANKS)
     elif bench.gpus == 1:
         yield Case("links", "NCCL", note="one GPU: nothing to send to")
     else:

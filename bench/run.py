@@ -19,7 +19,7 @@ from ..parallel_state import BadInput
 from ..storage.disk import Disk
 from ..system.machine import memory_available, processor_name, usable_cores
 from ..testing.short_runs import write_tokens
-from .cases import PARTS, Bench, cases
+from .cases import CPU_RANKS, PARTS, Bench, cases
 from .child import finite, in_ranks
 from .doctor import diagnose
 from .finding import Finding
@@ -100,6 +100,7 @@ def machine_facts(device: str | None = None) -> dict[str, Any]:
     return {
         "device": device,
         "gpus": len(here),
+        "ranks": len(here) or CPU_RANKS,
         "names": here,
         "memory": ran.result["free"] if here else memory_available() or 0,
         "processor": processor_name() or platform.processor(),

@@ -2,30 +2,53 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import torch
+import torch.distributed as dist
 from torch.nn import functional as F
 
+from ..parallel_state import Layout
+from ..runs.launch import process_group
 from .row import Figures
 from .small_blocks import AGAIN, module_seconds
 from .timing import median_seconds
 
 
-def device_speed(device: str, side: int, megabytes: int) -> dict[str, Figures]:
-    """Measure products of square matrices of ``side`` rows, and copies of ``megabytes``, in this process."""
-    here = torch.device(device)
-    figures: Figures = {"matmul, bf16: TFLOP/s": matmul_flops(here, side) / 1e12}
-    figures["matmul, fp32: TFLOP/s"] = matmul_flops(here, side // 2, torch.float32) / 1e12
-    for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
-        figures[f"attention, {name}: TFLOP/s"] = attention_flops(here, side // 2, dtype) / 1e12
-    figures["operator of one number: us"] = launch_seconds(here) * 1e6
-    figures["module, forward and backward: us"] = module_seconds(here) * 1e6
+def device_speed(device: str, side: int, megabytes: int) -> dict[str, Any]:
+    """Measure products of square matrices of ``side`` rows, and copies of ``megabytes``, in this process.
+
+    Ranks of a CPU begin each measurement at the same moment, because they share its memory and its clock.
+    """
+    here, ranks = torch.device(device), int(os.environ["WORLD_SIZE"])
+    work: dict[str, Callable[[], float]] = {
+        "matmul, bf16: TFLOP/s": lambda: matmul_flops(here, side) / 1e12,
+        "matmul, fp32: TFLOP/s": lambda: matmul_flops(here, side // 2, torch.float32) / 1e12,
+        "attention, bf16: TFLOP/s": lambda: attention_flops(here, side // 2, torch.bfloat16) / 1e12,
+        "attention, fp32: TFLOP/s": lambda: attention_flops(here, side // 2, torch.float32) / 1e12,
+        "operator of one number: us": lambda: launch_seconds(here) * 1e6,
+        "module, forward and backward: us": lambda: module_seconds(here) * 1e6,
+        "copy: GB/s read and written": lambda: copy_rate(here, megabytes) / 1e9,
+    }
     if here.type == "cpu":  # a GPU works while the host goes on
         for mode in AGAIN:
-            figures[f"module, checkpointing {mode}: us"] = module_seconds(here, mode) * 1e6
-    figures["copy: GB/s read and written"] = copy_rate(here, megabytes) / 1e9
+            name = f"module, checkpointing {mode}: us"
+            work[name] = partial(lambda mode: module_seconds(here, mode) * 1e6, mode)
     if here.type == "cuda":
-        figures["host to device, pinned: GB/s"] = transfer_rate(here, megabytes) / 1e9
-    return {"figures": figures}
+        work["host to device, pinned: GB/s"] = lambda: transfer_rate(here, megabytes) / 1e9
+    if ranks == 1:
+        return {"figures": {name: measure() for name, measure in work.items()}}
+    figures: Figures = {}
+    with process_group(Layout.of(data=ranks), device=device):
+        for name, measure in work.items():
+            dist.barrier()
+            figures[name] = measure()
+        dist.barrier()  # or a rank that has finished would leave the others the whole machine
+    threads = torch.get_num_threads()
+    return {"figures": figures, "note": f"{ranks} ranks at once, each with {threads} threads"}
 
 
 def matmul_flops(device: torch.device, side: int, dtype: torch.dtype = torch.bfloat16) -> float:

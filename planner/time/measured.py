@@ -23,7 +23,8 @@ def machine_from_bench(path: str | Path, *, gpus_per_node: int | None = None) ->
 
     A rate is what one rank reached, so every efficiency is 1, and peaks are the products measured. Links
     between nodes are unknown, because bench looks at one machine: they count as those inside. If bench found
-    one device only, there are no links, and a plan of several ranks is refused.
+    one device only, there are no links, and a plan of several ranks is refused. On a CPU a rank is one of the
+    ``ranks`` that shared its cores and its memory when bench measured.
     """
     report = read_json(Path(path))
     if not isinstance(report, dict) or not isinstance(report.get("rows"), list):
@@ -31,7 +32,6 @@ def machine_from_bench(path: str | Path, *, gpus_per_node: int | None = None) ->
     facts: Mapping[str, Any] = report.get("machine", {})
     speed, links = _figures(report, "speed"), _figures(report, "links")
     cuda = facts.get("device") == "cuda"
-    gpus = int(facts.get("gpus") or 1) if cuda else int(facts.get("cores") or 1)
     names: Any = facts.get("names") or []
     name = str(names[0]) if cuda and names else str(facts.get("processor", "CPU"))
     products = {
@@ -41,6 +41,7 @@ def machine_from_bench(path: str | Path, *, gpus_per_node: int | None = None) ->
     attention = {
         dtype: _figure(speed, f"attention, {word}: TFLOP/s", path) * 1e12 for dtype, word in _DTYPES.items()
     }
+    ranks = _figure(facts, "ranks", path)
     rates = {
         kind: float(links[f"{word}: GB/s"]) * 1e9
         for kind, word in _KINDS.items()
@@ -75,12 +76,12 @@ def machine_from_bench(path: str | Path, *, gpus_per_node: int | None = None) ->
     )
     return Machine(
         name,
-        memory=float(facts.get("memory") or 0),
+        memory=float(facts.get("memory") or 0) / (1 if cuda else ranks),
         peaks=products,
         bandwidth=_figure(speed, "copy: GB/s read and written", path) * 1e9,
         inside=link,
         between=link,
-        gpus=gpus_per_node or gpus,
+        gpus=gpus_per_node or int(ranks),
         watts=0.0,
         source=f"measured: {path}",
         efficiency=efficiency,

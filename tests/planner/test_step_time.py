@@ -238,7 +238,9 @@ def test_the_table_of_machines_states_sources_and_rates_without_sparsity() -> No
 
 
 BENCH: dict[str, Any] = {
-    "machine": {"device": "cpu", "gpus": 0, "processor": "a CPU", "cores": 2, "memory": 8 * 2**30},
+    "machine": {
+        "device": "cpu", "gpus": 0, "ranks": 2, "processor": "a CPU", "cores": 8, "memory": 8 * 2**30,
+    },
     "doctor": [],
     "rows": [
         {"part": "speed", "status": "done", "figures": {
@@ -263,6 +265,8 @@ def test_a_measured_machine_takes_the_place_of_the_table(tmp_path: Path) -> None
     path.write_text(json.dumps(BENCH))
     machine = machine_from_bench(path)
     assert machine.peak("float32") == 0.05e12 and machine.efficiency.products == 1
+    assert machine.gpus == 2 and machine.memory == 4 * 2**30  # two ranks share the CPU
+    assert machine_from_bench(path, gpus_per_node=8).gpus == 8
     assert machine.efficiency.attention == 0.5 and machine.efficiency.source == f"measured: {path}"
     reached = machine.efficiency
     assert reached.again == pytest.approx({"full": 12.4e-6, "every": 12.4e-6, "selective": 47.4e-6})
@@ -283,6 +287,10 @@ def test_a_file_that_lacks_a_figure_is_refused_with_the_command_that_measures_it
         path.write_text(json.dumps(lacking))
         with pytest.raises(BadInput, match="trilith bench --only speed,links"):
             machine_from_bench(path)
+    machine = {key: value for key, value in BENCH["machine"].items() if key != "ranks"}
+    path.write_text(json.dumps(BENCH | {"machine": machine}))
+    with pytest.raises(BadInput, match=r"ranks.*trilith bench --only speed,links"):
+        machine_from_bench(path)
     alone = BENCH | {"rows": BENCH["rows"][:1]}
     path.write_text(json.dumps(alone))
     with pytest.raises(BadInput, match="one device"):
