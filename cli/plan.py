@@ -14,8 +14,11 @@ from .shared.options import FORCE
 from .shared.sizes import parse_amount, parse_counts
 
 if TYPE_CHECKING:
+    from rich.progress import TaskID
+
     from ..search.find import Found
     from ..search.request import Request
+    from ..search.sweep import Unmet
 
 
 def plan(
@@ -38,17 +41,42 @@ def plan(
         int | None, typer.Option(min=1, help="GPUs of a node; default: as many as in the maker's own servers")
     ] = None,
     seq: Annotated[
-        str | None, typer.Option(help="tokens of a row, or several such as 8192,32768 for a sweep")
+        str | None,
+        typer.Option(
+            help="tokens of a row, or several such as 8192,32768 for a sweep; default: the recipe's, or the "
+            "most that the model takes, up to 8192"
+        ),
     ] = None,
-    global_batch: Annotated[int | None, typer.Option(min=1, help="rows of a step, over all ranks")] = None,
+    global_batch: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="rows of a step, over all ranks; default: the recipe's, or 4 Mi tokens, with --lora "
+            "64 rows, with --generate 16",
+        ),
+    ] = None,
     lora: Annotated[int | None, typer.Option(min=1, help="train LoRA adapters of this rank")] = None,
-    tokens: Annotated[str | None, typer.Option(help="tokens of the whole training, such as 15T")] = None,
+    tokens: Annotated[
+        str | None, typer.Option(help="tokens of the whole training, such as 15T, for its days and GPU-hours")
+    ] = None,
+    price: Annotated[
+        str | None, typer.Option(help="price of a GPU-hour, for the cost of --tokens", metavar="NUMBER")
+    ] = None,
+    watts: Annotated[
+        str | None,
+        typer.Option(
+            help="watts of a GPU, for the energy of --tokens; default: the maker's", metavar="NUMBER"
+        ),
+    ] = None,
     generate: Annotated[
         bool, typer.Option("--generate", help="plan `trilith generate` in the place of training")
     ] = False,
     dtype: Annotated[
-        str, typer.Option(help="data type of weights and cache, for --generate", metavar="DTYPE")
-    ] = "bfloat16",
+        str | None,
+        typer.Option(
+            help="data type of weights and cache, for --generate; default: bfloat16", metavar="DTYPE"
+        ),
+    ] = None,
     headroom: Annotated[
         float, typer.Option(min=0, max=0.9, help="share of a GPU's memory to leave free")
     ] = 0.08,
@@ -64,30 +92,31 @@ def plan(
     The search lists every legal layout, with each pipeline schedule, ZeRO stage, size of a micro-batch and
     mode of activation checkpointing, and times each layout that fits and could be the fastest. It prints the
     fastest layout of each cut of the model, up to ten: the same that timing every legal layout would give.
-    Times are predictions: docs/planning.md says what they rest on. `trilith train RECIPE --dry-run` accepts
-    the recipe that --write makes.
+    Times are predictions: docs/planning.md says what they rest on, and explains what is printed. `trilith
+    train RECIPE --dry-run` accepts the recipe that --write makes.
 
     With --generate the command lists, for `trilith generate`, what a rank holds in each layout: weights, the
-    cache of keys and values of --global-batch rows (default: 16) of --seq tokens, and how many rows fit.
+    cache of keys and values of --global-batch rows of --seq tokens, and how many rows fit.
 
     Examples:
 
         trilith plan llama-3.1-8b --gpus 8
         trilith plan llama-3.1-405b --gpus 16384 --gpu h100-80gb --seq 8192 --global-batch 2048
-        trilith plan llama-3.1-70b --gpus 64 --tokens 15T --write recipe.toml --html plan.html
-        trilith plan llama-3.1-8b --gpus 8,16,32,64 --global-batch 128
+        trilith plan llama-3.1-70b --gpus 64 --write recipe.toml --html plan.html
+        trilith plan llama-3.1-8b --gpus 8,16,32,64 --global-batch 128 --tokens 1T --price 2.50
         trilith plan llama-3.1-70b --gpus 4 --generate --seq 8192,32768
         trilith plan smollm2-135m --gpus 2 --seq 512 --global-batch 8 --machine bench.json
     """
+    from dataclasses import replace
+
     from ..parallel_state import BadInput
     from ..planner.time import machine_from_bench, machine_named
-    from ..search.report import MARK, as_json, make_page, make_sweep_page, recipe_toml
+    from ..search.report import recipe_toml
     from ..search.request import read_request
+    from ..search.sweep import found_ones
     from ..storage.output_file import check_output_file, output_file
+    from .shared.plan_output import is_page, page_of, print_generation, print_plan
     from .shared.say import say
-
-    def is_page(seen: bytes) -> bool:
-        return seen.startswith(b"<!DOCTYPE html>") and MARK.encode() in seen
 
     counts: Sequence[int | None] = _counts(gpus, "--gpus") or [None]
     lengths: Sequence[int | None] = _counts(seq, "--seq") or [None]
@@ -97,45 +126,48 @@ def plan(
     if generate and (write or html or lora or tokens):
         expected = "--generate without --write, --html, --lora and --tokens, which are of training"
         raise BadInput("plan", "--generate", expected=expected, found="one of them")
+    if dtype is not None and not generate:
+        todo = "A recipe's compute and dtype are those of training: plan the recipe"
+        raise BadInput("plan", "--dtype", expected="--generate with it", found="training", todo=todo)
+    for option, given in (("--price", price), ("--watts", watts)):
+        if given is not None and tokens is None:
+            raise BadInput("plan", option, expected="--tokens with it", found="no --tokens")
+    if write is not None and html is not None and write.resolve() == html.resolve():
+        raise BadInput("plan", "--html", expected="another file than --write", found=html)
     if write is not None:
         check_output_file(write, force=force)
     if html is not None:
         check_output_file(html, ours=is_page, force=force)
     if machine is None:
-        device = machine_named(gpu, gpus_per_node=gpus_per_node)
+        device = machine_named(gpu.lower(), gpus_per_node=gpus_per_node)
     else:
         device = machine_from_bench(machine, gpus_per_node=gpus_per_node)
-    amount = None if tokens is None else parse_amount(tokens, "--tokens")
+    if watts is not None:
+        device = replace(device, watts=parse_amount(watts, "--watts"))
     rows = 16 if generate and global_batch is None else global_batch
     requests = [
         read_request(
-            model, device, count, sequence_length=length, global_batch=rows, lora=lora,
-            headroom=headroom, tokens=amount,
+            model, device, count, sequence_length=length, global_batch=rows, lora=lora, headroom=headroom,
+            tokens=None if tokens is None else parse_amount(tokens, "--tokens", least=1),
+            price=None if price is None else parse_amount(price, "--price"),
         )
         for count in counts
         for length in lengths
     ]  # fmt: skip
     if generate:
-        _print_generation(requests, dtype, json)
+        print_generation(requests, dtype or "bfloat16", json)
         return
     with no_garbage_search(hide=True):
-        results = [_search(request, 1 if several else 10) for request in requests]
-    if json:
-        import json as json_module
-
-        found = [as_json(one) for one in results]
-        say(json_module.dumps(found if several else found[0], indent=2))
-    elif several:
-        _print_sweep(results)
-    else:
-        _print(results[0])
+        results = _search(requests)
+    print_plan(results, json)
     with ExitStack() as stack:  # both files can be written, or neither is
         files = []
         if write is not None:
-            files.append((stack.enter_context(output_file(write, force=force)), recipe_toml(results[0])))
+            (found,) = found_ones(results)
+            files.append((stack.enter_context(output_file(write, force=force)), recipe_toml(found)))
         if html is not None:
-            page = make_sweep_page(results) if several else make_page(results[0])
-            files.append((stack.enter_context(output_file(html, ours=is_page, force=force)), page))
+            page = stack.enter_context(output_file(html, ours=is_page, force=force))
+            files.append((page, page_of(results)))
         for file, text in files:
             file.write_text(text, encoding="utf-8")
     for path in (write, html):
@@ -144,91 +176,39 @@ def plan(
 
 
 def _counts(text: str | None, option: str) -> list[int] | None:
-    """Parse one or more numbers of at least 1."""
+    """Parse one or more numbers of at least 1, each of which counts once."""
     from ..parallel_state import BadInput
 
     found = parse_counts(text, "plan", option)
     if found is not None and not all(1 <= one <= 2**24 for one in found):
         raise BadInput("plan", option, expected="numbers from 1 to 16,777,216", found=text)
-    return found
+    return found and list(dict.fromkeys(found))
 
 
-def _search(request: Request, shown: int) -> Found:
-    """Search with a progress bar on a terminal."""
+def _search(requests: Sequence[Request]) -> list[Found | Unmet]:
+    """Search for each request with a progress bar on a terminal; raise ``BadInput`` if all find nothing."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+    from ..parallel_state import BadInput
     from ..runs.console import plain_console
-    from ..search.find import find_layouts
+    from ..search.find import SHOWN, find_layouts
+    from ..search.sweep import Unmet, found_ones
 
     console = plain_console(stderr=True)
+    results: list[Found | Unmet] = []
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("listing layouts", total=None)
+        for request in requests:
+            task = progress.add_task(f"{request.gpus:,} GPUs: listing layouts", total=None)
 
-        def told(found: Found) -> None:
-            words = f"{found.settled:,} of {found.legal:,} layouts settled, {len(found.best)} found"
-            progress.update(task, total=found.legal, completed=found.settled, description=words)
+            def told(found: Found, task: TaskID = task) -> None:
+                words = f"{found.settled:,} of {found.legal:,} layouts settled, {len(found.best)} found"
+                progress.update(task, total=found.legal, completed=found.settled, description=words)
 
-        return find_layouts(request, shown=shown, told=told)
-
-
-def _print(found: Found) -> None:
-    from ..runs.console import plain_console
-    from ..search.report import HEAD, counted, headline, parts, rows, run_facts
-    from ..search.strategy import reasons, warnings
-
-    console, best = plain_console(soft_wrap=True), found.best[0]
-    console.print(headline(found))
-    _table(HEAD, rows(found), left=1)
-    for line in reasons(found.request, best):
-        console.print(line)
-    console.print(f"seconds        {parts(best)}")
-    console.print(f"efficiency     {best.time.source}")
-    if (facts := run_facts(found)) is not None:
-        console.print(f"training       {facts}")
-    for line in warnings(found.request, best):
-        console.print(f"warning        {line}")
-    console.print("\nwhy the others fall")
-    for kind, reason, layouts, example in counted(found):
-        console.print(f"  {layouts:>12}  {kind}: {reason}" + (f"; nearest: {example}" if example else ""))
-
-
-def _print_sweep(results: list[Found]) -> None:
-    from ..search.report import SWEEP_HEAD, sweep_rows
-
-    _table(SWEEP_HEAD, sweep_rows(results), left=2)
-
-
-def _print_generation(requests: Sequence[Request], dtype: str, json: bool) -> None:
-    from ..parallel_state import dtype_named
-    from ..search.generation_layouts import generation_layouts
-    from .shared.say import say
-
-    found = [one for request in requests for one in generation_layouts(request, dtype_named(dtype))]
-    if json:
-        import json as json_module
-
-        say(json_module.dumps([one.as_json() for one in found], indent=2))
-        return
-    data = found[0].request.recipe.data
-    head = ("GPUs", "tokens of a row", "layout", "weights", f"cache of {data.global_batch:,} rows", "reading",
-            "GB in all", "rows that fit")  # fmt: skip
-    rows = []
-    for one in found:
-        memory, length = one.memory, one.request.recipe.data.sequence_length
-        sizes = (f"{size / 1e9:.1f}" for size in (memory.weights, memory.cache, memory.reading, one.bytes))
-        rows.append((f"{one.layout.world:,}", f"{length:,}", str(one.layout), *sizes, f"{one.most:,}"))
-    _table(head, rows, left=2)
-
-
-def _table(head: Sequence[str], rows: Sequence[tuple[str, ...]], *, left: int) -> None:
-    from rich.table import Table
-
-    from ..runs.console import plain_console
-
-    table = Table()
-    for number, name in enumerate(head):
-        table.add_column(name, justify="left" if number == left else "right")
-    for row in rows:
-        table.add_row(*row)
-    plain_console().print(table)
+            try:
+                results.append(find_layouts(request, shown=SHOWN if len(requests) == 1 else 1, told=told))
+            except BadInput as error:
+                results.append(Unmet(request, error))
+            progress.remove_task(task)
+    found_ones(results)
+    return results

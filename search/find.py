@@ -31,7 +31,7 @@ from .shortage import none_fits, none_legal, shortage
 from .tally import Tally
 
 #: Layouts to show, and how many times as long as the fastest one of them may take.
-SHOWN, _LONGEST = 10, 3.0
+SHOWN, LONGEST = 10, 3.0
 
 
 @dataclass
@@ -132,7 +132,7 @@ class _Search:
 
     def _done(self, bound: float) -> bool:
         best = self.found.best
-        return bool(best) and (len(best) == self.shown or bound > _LONGEST * best[0].time.seconds)
+        return bool(best) and (len(best) == self.shown or bound > LONGEST * best[0].time.seconds)
 
     def _push(self, group: _Group) -> None:
         try:

@@ -104,7 +104,7 @@ def timetable_of(found: Found) -> str:
     whole = best.choice.micro_batches(request.recipe.data.global_batch)
     drawn = few_micro_batches(schedule, layout, whole)
     table = timetable(schedule, layout, drawn, best.time.stages, best.time.sending)
-    figure, axes = _figure(1, min(9.0, 1.5 + 0.3 * layout.pipeline))
+    figure, axes = _figure(1, min(9.0, 1.5 + 0.3 * layout.pipeline), width=12)
     draw_times(axes, table)
     axes.set_yticks(range(0, layout.pipeline, max(1, layout.pipeline // 16)))
     axes.set_yticklabels([str(int(rank)) for rank in axes.get_yticks()])
@@ -112,12 +112,14 @@ def timetable_of(found: Found) -> str:
     axes.set_xlabel("seconds" + (f", of a step with {drawn} of {whole:,} micro-batches" * (drawn < whole)))
     axes.set_ylabel("pipeline rank")
     patches = legend_of([table])
-    figure.legend(handles=patches, loc="outside upper left", ncols=len(patches), frameon=False)
+    figure.legend(handles=patches, loc="outside upper left", ncols=len(patches), frameon=False, fontsize=10)
     return _svg(figure)
 
 
 def sweep(results: Sequence[Found]) -> str:
     """Return SVG: tokens a second of the fastest layout of each search, against GPUs or tokens of a row."""
+    from matplotlib.ticker import LogLocator
+
     points = [
         (one.request.gpus, one.request.recipe.data.sequence_length, one.best[0].time.rate) for one in results
     ]
@@ -134,21 +136,22 @@ def sweep(results: Sequence[Found]) -> str:
             axes.plot([first, last], [rate, rate * last / first], ":", linewidth=1, color=colour)
     axes.set_xscale("log", base=2)
     if over_gpus:
-        axes.set_yscale("log", base=2)
-        axes.plot([], [], ":", linewidth=1, color=_INK, label="as many times as GPUs")
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.plot([], [], ":", linewidth=1, color=_INK, label="in proportion to the GPUs")
     else:
         axes.set_ylim(0)
     ticks = sorted({x for line in lines.values() for x, _ in line})
     axes.set_xticks(ticks, [f"{one:,}" for one in ticks])
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.minorticks_off()
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.set_xlabel("GPUs" if over_gpus else "tokens of a row")
     axes.set_ylabel("tokens a second")
     axes.legend(frameon=False)
     return _svg(figure)
 
 
-def _figure(rows: int, height: float) -> tuple[Any, Any]:
+def _figure(rows: int, height: float, *, width: float = 8) -> tuple[Any, Any]:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -156,7 +159,7 @@ def _figure(rows: int, height: float) -> tuple[Any, Any]:
 
     # Text stays text: it can be searched, and needs no font of this machine.
     matplotlib.rcParams.update({"svg.fonttype": "none", "text.color": _INK, "axes.labelcolor": _INK})
-    figure, axes = pyplot.subplots(rows, 1, figsize=(8, height), layout="constrained")
+    figure, axes = pyplot.subplots(rows, 1, figsize=(width, height), layout="constrained")
     axes.tick_params(colors=_INK)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(_INK)

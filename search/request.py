@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -43,8 +43,9 @@ class Request:
     machine: Machine
     gpus: int
     room: int
-    #: Tokens of the whole training, if the user says how many.
+    #: Tokens of the whole training, and the price of a GPU-hour, if the user states them.
     tokens: float | None = None
+    price: float | None = None
 
     @property
     def step_tokens(self) -> int:
@@ -62,13 +63,14 @@ def read_request(
     lora: int | None = None,
     headroom: float = HEADROOM,
     tokens: float | None = None,
+    price: float | None = None,
 ) -> Request:
     """Return the checked request for a model: a published size, a config.json, a Hugging Face folder, or a
     recipe.
 
     ``lora``: the rank of adapters, which are trained in place of the model. ``headroom``: share of a device's
-    memory to leave free. A recipe's own batch, sequence length and number of ranks are the defaults. Raises
-    ``BadInput`` for a model that cannot be read or trained so.
+    memory to leave free. ``price``: of a GPU-hour. A recipe's own batch, sequence length and number of ranks
+    are the defaults. Raises ``BadInput`` for a model that cannot be read or trained so.
     """
     name, raw, ranks = _template(model)
     if gpus is None and ranks is None:
@@ -91,7 +93,8 @@ def read_request(
     if tokens is not None:
         raw["steps"] = max(1, round(tokens / (data["global_batch"] * data["sequence_length"])))
     raw.setdefault("memory", {})["device_gb"] = machine.memory / 1e9
-    return request_of(name, raw, machine, gpus, headroom=headroom, tokens=tokens)
+    found = request_of(name, raw, machine, gpus, headroom=headroom, tokens=tokens)
+    return replace(found, price=price)
 
 
 def request_of(
@@ -128,6 +131,8 @@ def _template(model: str) -> tuple[str, dict[str, Any], int | None]:
         )
     if path.is_dir():
         path = path / CONFIG
+        if not path.is_file() and model.lower() not in published_sizes():
+            raise BadInput("plan", model, expected=f"a {CONFIG} in this folder", found="none")
     if path.is_file():
         read_json(path)  # refuses what is none
         name = path.parent.resolve().name if path.name == CONFIG else path.stem
@@ -188,5 +193,9 @@ def _as_base(model: dict[str, Any], name: str) -> dict[str, Any]:
     if "init_from" in model:
         return model
     config = model.get("config")
-    folder = str(Path(config).parent) if isinstance(config, str) else name
-    return {"init_from": folder, "config": _fields(model)}
+    folder = Path(config).parent if isinstance(config, str) and Path(config).name == CONFIG else None
+    if folder is not None and any(folder.glob("*.safetensors*")):
+        weights = str(folder)
+    else:  # a name for the weights, which need not be here yet
+        weights = f"{name}-weights" if Path(name).exists() else name
+    return {"init_from": weights, "config": _fields(model)}

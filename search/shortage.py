@@ -43,9 +43,18 @@ def shortage(plan: MemoryPlan, choice: Choice, rank: int, room: int) -> tuple[st
     """Return the kind that needs the most bytes on a rank that does not fit, and a line with the figures."""
     parts = sorted(parts_of(plan).items(), key=lambda one: -one[1])
     told = ", ".join(f"{words} {size / 1e9:.1f}" for words, size in parts[:3])
-    total = plan.total + RUNTIME
-    line = f"pipeline rank {rank} needs {total / 1e9:.1f} of {room / 1e9:.1f} GB: {told} ({choice})"
+    needs, has = needed_of(plan.total + RUNTIME, room)
+    line = f"pipeline rank {rank} needs {needs} of {has} GB: {told} ({choice})"
     return parts[0][0], line
+
+
+def needed_of(needed: int, room: int) -> tuple[str, str]:
+    """Return the GB that are needed and those that there are, with so many digits that they differ."""
+    for digits in range(1, 9):
+        both = f"{needed / 1e9:.{digits}f}", f"{room / 1e9:.{digits}f}"
+        if both[0] != both[1]:
+            break
+    return both
 
 
 def none_legal(request: Request, tally: Tally) -> BadInput:

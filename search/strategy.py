@@ -1,16 +1,22 @@
-"""Name the strategy of a layout, say why the search chose it, and warn of what makes a run slow or bad."""
+"""Name the strategy of a layout, and say why the search chose it."""
 
 from __future__ import annotations
 
-from math import prod
+from collections.abc import Callable
+from dataclasses import replace
 
-from ..parallel_state import Layout, declarations
-from .critical_batch import critical_batch
-from .evaluate import Answer
+from ..parallel_state import BadInput, Layout
+from ..planner.explanations.explanation import readable
+from ..training.dry_run import RUNTIME
+from .evaluate import Answer, Evaluator
+from .find import LONGEST, SHOWN, Found
 from .request import Request
+from .whole_model import parameters_of
 
 #: Bytes of one trained parameter in mixed precision: weights, gradients and two moments in fp32.
 _STATES = 16
+#: Two steps take as long if they differ by less than this share.
+_ALIKE = 0.0005
 
 
 def strategy(layout: Layout) -> str:
@@ -31,71 +37,87 @@ def strategy(layout: Layout) -> str:
     return ("3D parallelism: " if three else "") + ", ".join(found)
 
 
-def reasons(request: Request, answer: Answer) -> list[str]:
-    """Return two sentences: which strategy this is, and why."""
-    layout, room = answer.choice.layout, request.room / 1e9
-    whole, trained = _parameters(request)
-    states = (_STATES * trained + 2 * (whole - trained)) / 1e9
-    what = f"Weights, gradients and moments take {states:,.0f} GB, of which a GPU may hold {room:.1f} GB"
-    why = []
-    if layout.holds_alone and layout.tensor * layout.pipeline == 1:
-        why.append("nothing has to be cut")
-    elif layout.tensor * layout.pipeline == 1:
-        cut = {0: "nothing", 1: "moments", 2: "moments and gradients", 3: "weights, gradients and moments"}
-        why.append(f"the data ranks share {cut[layout.zero]}, which is the least exchange that fits")
+def reasons(found: Found) -> list[str]:
+    """Return two sentences about the fastest layout: which strategy it is, and why."""
+    request, best = found.request, found.best[0]
+    layout = best.choice.layout
+    whole, trained = parameters_of(request)
+    states = _STATES * trained + 2 * (whole - trained)
+    what = (
+        f"Weights, gradients and moments take {readable(states, 'bytes')}, "
+        f"and a GPU may hold {request.room / 1e9:.1f} GB"
+    )
+    why = ["nothing has to be cut"] if layout.world == 1 else []
+    why += [_sharing(request, best)] if layout.data * layout.context > 1 else []
     if layout.tensor > 1:
-        inside = layout.tensor <= request.machine.gpus
-        where = "inside a node, over its fast link" if inside else "beyond one node"
-        why.append(f"tensor ranks cut every product {where}")
+        where = _where(layout, layout.tensor, request.machine.gpus, "inside a node, over its fast link")
+        why.append(f"tensor ranks cut every product {where}{_without(found, lambda one: one.tensor > 1)}")
     if layout.pipeline > 1:
+        where = _where(layout, layout.world, request.machine.gpus, "inside a node")
+        waits = best.time.parts["bubble"] / best.time.seconds
         why.append(
-            f"pipeline ranks cut the blocks over nodes, where little is sent, and wait {_waits(answer)}"
+            f"pipeline ranks cut the blocks {where}, send little, and wait {waits:.0%} of the step"
+            f"{_without(found, lambda one: one.pipeline > 1)}"
         )
     if layout.context > 1:
         why.append(
             f"context ranks cut rows of {request.recipe.data.sequence_length:,} tokens, and their activations"
+            f"{_without(found, lambda one: one.context > 1)}"
         )
     if layout.expert > 1:
-        why.append("expert ranks hold different experts")
+        why.append(f"expert ranks hold different experts{_without(found, lambda one: one.expert > 1)}")
+    if best.choice.offload:
+        why.append("the host holds weights, gradients and moments, because no layout fits otherwise")
     return [f"This is {strategy(layout)}.", f"{what}: {'; '.join(why)}."]
 
 
-def _waits(answer: Answer) -> str:
-    return f"{answer.time.parts['bubble'] / answer.time.seconds:.0%} of the step"
+def crosses(layout: Layout, span: int, gpus: int) -> bool:
+    """Tell whether some group of ``span`` consecutive ranks does not lie inside one node of ``gpus``."""
+    return layout.world > gpus and (span > gpus or gpus % span > 0)
 
 
-def warnings(request: Request, answer: Answer) -> list[str]:
-    """Return a line for each thing about a layout that a user should know before it costs a run."""
-    layout, gpus, found = answer.choice.layout, request.machine.gpus, []
-    if layout.tensor > gpus:
-        found.append(
-            f"tensor={layout.tensor} leaves the node of {gpus} GPUs: every block waits for the network"
-        )
-    if layout.expert > 1 and layout.expert * layout.tensor > gpus:
-        found.append(
-            f"expert={layout.expert} x tensor={layout.tensor} crosses the node of {gpus} GPUs: "
-            "tokens travel over the network in every block"
-        )
-    whole, trained = _parameters(request)
-    if trained == whole:
-        tokens = request.tokens or 20 * whole
-        critical = critical_batch(whole, tokens)
-        if request.step_tokens > critical:
-            found.append(
-                f"a step of {request.step_tokens / 1e6:.1f} M tokens is beyond the critical batch of about "
-                f"{critical / 1e6:.1f} M at the end of training: more tokens a step save few steps "
-                "(Kaplan et al. 2020, eq. 1.4, with the loss of Hoffmann et al. 2022)"
-            )
-    host = max(one.host for one in answer.memory)
-    if host:
-        found.append(f"offload needs {host * gpus / 1e9:,.0f} GB of each node's own memory")
-    return found
+def _where(layout: Layout, span: int, gpus: int, inside: str) -> str:
+    return "over nodes" if crosses(layout, span, gpus) else inside
 
 
-def _parameters(request: Request) -> tuple[int, int]:
-    """Return the parameters of the whole model, and those that are trained."""
-    model = request.family.build(request.config)
-    stated = {name: one for name, one in declarations(model).items() if not one.buffer}
-    trained = {name for name, one in model.named_parameters() if one.requires_grad}
-    sizes = {name: prod(one.shape) for name, one in stated.items()}
-    return sum(sizes.values()), sum(size for name, size in sizes.items() if name in trained)
+def _sharing(request: Request, best: Answer) -> str:
+    """Say what the data ranks share, and what one ZeRO stage less would need or take."""
+    layout = best.choice.layout
+    who = " and ".join(name for name in ("data", "context") if getattr(layout, name) > 1)
+    if not layout.zero:
+        return f"the {who} ranks share no weights, gradients or moments, for these fit"
+    shared = {1: "moments", 2: "moments and gradients", 3: "weights, gradients and moments"}[layout.zero]
+    return f"the {who} ranks share {shared}{_one_stage_less(request, best)}"
+
+
+def _one_stage_less(request: Request, best: Answer) -> str:
+    choice, layout = best.choice, best.choice.layout
+    whole = {"data_shard": 1, "data_replicate": layout.data} if layout.zero == 1 else {}
+    evaluator = Evaluator(request)
+    try:
+        less = replace(choice, layout=replace(layout, zero=layout.zero - 1, **whole))
+        memory = evaluator.memory_of_ranks(less)
+    except BadInput:  # experts may need shards
+        return ""
+    needed = max(one.total for one in memory) + RUNTIME
+    if needed > request.room:
+        return f" (with ZeRO {layout.zero - 1} a GPU needs {needed / 1e9:.1f} GB)"
+    longer = _longer(evaluator.answer(less, memory), best)
+    return f" (ZeRO {layout.zero - 1} fits too, and its step takes {longer})"
+
+
+def _without(found: Found, has: Callable[[Layout], bool]) -> str:
+    """Say what the fastest layout takes that has not got an axis. Only the fastest ones are known."""
+    if len(found.best) == 1:
+        return ""
+    for one in found.best[1:]:
+        if not has(one.choice.layout):
+            return f" (without them a step takes {_longer(one, found.best[0])})"
+    if len(found.best) == SHOWN:
+        return f" (all of the {SHOWN} fastest layouts do so)"
+    return f" (without them no layout fits, or its step takes more than {LONGEST:g} times as long)"
+
+
+def _longer(one: Answer, best: Answer) -> str:
+    more = one.time.seconds / best.time.seconds - 1
+    return "as long" if abs(more) < _ALIKE else f"{100 * more:.1f} % longer"

@@ -25,20 +25,31 @@ def whole_page(title: str, body: str, *, mark: str) -> str:
 
 
 def table(
-    rows: Iterable[Sequence[str]], *, caption: str = "", head: Sequence[str] = (), numbers: bool = False
+    rows: Iterable[Sequence[str]],
+    *,
+    caption: str = "",
+    head: Sequence[str] = (),
+    numbers: bool = False,
+    text: int | None = None,
 ) -> str:
     """Write an HTML table, every cell escaped, that scrolls by itself where it is wider than the page.
 
-    A row's first cell names the row.
+    A row's first cell names the row. ``text``: the only column, from 0, of which a cell may take several
+    lines; by default every cell may.
     """
+    wide = "" if text is None else ' class="text"'
     body = "".join(
-        f'<tr><th scope="row">{escape(first)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in rest)}</tr>'
+        f'<tr><th scope="row">{escape(first)}</th>'
+        + "".join(
+            f"<td{wide if number == text else ''}>{escape(cell)}</td>" for number, cell in enumerate(rest, 1)
+        )
+        + "</tr>"
         for first, *rest in rows
     )
     cells = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in head)
     top = f"<thead><tr>{cells}</tr></thead>" if head else ""
     title = f"<caption>{escape(caption)}</caption>" if caption else ""
-    kind = ' class="numbers"' if numbers else ""
+    kind = ' class="numbers"' if numbers else "" if text is None else ' class="lines"'
     return f'<div class="wide" tabindex="0"><table{kind}>{title}{top}<tbody>{body}</tbody></table></div>'
 
 

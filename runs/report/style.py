@@ -35,6 +35,8 @@ th, td { text-align: left; vertical-align: top; padding: 4px 14px 4px 0; border-
 thead th { overflow-wrap: normal; }
 tbody th { font-weight: 400; color: var(--soft); overflow-wrap: break-word; }
 .numbers th, .numbers td { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
+.lines td, .lines th { white-space: nowrap; min-width: 0; overflow-wrap: normal; }
+.lines .text { white-space: normal; min-width: 18em; }
 summary { cursor: pointer; padding: 6px 0; font-weight: 600; }
 @media print { details > * { display: block; } }
 """

@@ -14,7 +14,7 @@ from trilith.search import Request, find_layouts, read_request
 from trilith.search.bound import Bound
 from trilith.search.candidates import Cut, Flow, candidates
 from trilith.search.evaluate import Answer, Evaluator
-from trilith.search.find import _LONGEST, SHOWN
+from trilith.search.find import LONGEST, SHOWN
 from trilith.search.tally import Tally
 
 _WIDE: dict[str, Any] = {
@@ -79,6 +79,6 @@ def test_the_ten_best_are_those_of_all_layouts(tmp_path: Path, name: str, headro
     found, best = find_layouts(request), sorted(fastest.values())
     assert found.tally.count("memory") > 0 and len(best) > 1
     assert [one.time.seconds for one in found.best] == [
-        seconds for seconds in best[:SHOWN] if seconds <= _LONGEST * best[0]
+        seconds for seconds in best[:SHOWN] if seconds <= LONGEST * best[0]
     ]
     assert all(one.time.seconds == fastest[one.choice.cut] for one in found.best)

@@ -16,7 +16,8 @@ from trilith.search.bound import Bound
 from trilith.search.candidates import candidates
 from trilith.search.critical_batch import critical_batch
 from trilith.search.evaluate import Evaluator
-from trilith.search.report import make_page, recipe_toml
+from trilith.search.page import make_page
+from trilith.search.report import recipe_toml
 from trilith.search.tally import Tally
 from trilith.training.dry_run import dry_run, heaviest
 from trilith.training.run_plan import plan

@@ -1,0 +1,103 @@
+"""Print what ``trilith plan`` found, and make its page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from json import dumps
+
+from ...parallel_state import BadInput, dtype_named
+from ...runs.console import plain_console
+from ...search.find import Found
+from ...search.generation_layouts import GenerationChoice, generation_layouts
+from ...search.page import MARK, make_page, make_sweep_page
+from ...search.report import HEAD, as_json, asked, counted, facts, rows, searched
+from ...search.request import Request
+from ...search.strategy import reasons
+from ...search.sweep import Unmet, sweep_head, sweep_json, sweep_rows, sweep_warnings
+from .say import say
+
+
+def is_page(seen: bytes) -> bool:
+    """Tell whether a file begins as a page that ``page_of`` made."""
+    return seen.startswith(b"<!DOCTYPE html>") and MARK.encode() in seen
+
+
+def page_of(results: Sequence[Found | Unmet]) -> str:
+    """Return the page of one search or of several."""
+    first = results[0]
+    return make_page(first) if len(results) == 1 and isinstance(first, Found) else make_sweep_page(results)
+
+
+def print_plan(results: Sequence[Found | Unmet], json: bool) -> None:
+    """Print one search, or the table of several."""
+    first = results[0]
+    one = first if len(results) == 1 and isinstance(first, Found) else None
+    if json:
+        say(dumps(as_json(one) if one else sweep_json(results), indent=2))
+    elif one:
+        _print_one(one)
+    else:
+        _print_several(results)
+
+
+def _print_one(found: Found) -> None:
+    console = plain_console(soft_wrap=True)
+    console.print(asked(found.request))
+    _table(HEAD, rows(found), left=1)
+    for line in reasons(found):
+        console.print(line)
+    for word, line in facts(found):
+        console.print(f"{word:<14} {line}")
+    console.print(f"\nwhy the others fall: {searched(found)}")
+    for kind, reason, layouts, example in counted(found):
+        console.print(f"  {layouts:>12}  {kind}: {reason}" + (f"; nearest: {example}" if example else ""))
+
+
+def _print_several(results: Sequence[Found | Unmet]) -> None:
+    console = plain_console(soft_wrap=True)
+    for one in results:
+        console.print(asked(one.request))
+    _table(sweep_head(results), sweep_rows(results), left=2)
+    for line in sweep_warnings(results):
+        console.print(f"warning        {line}")
+    for one in results:
+        if isinstance(one, Unmet):
+            console.print(f"none           {one.request.gpus:,} GPUs: {one.error}")
+
+
+def print_generation(requests: Sequence[Request], dtype: str, json: bool) -> None:
+    """Print the layouts of ``trilith generate`` for each request."""
+    kind, found = dtype_named(dtype), list[GenerationChoice]()
+    unmet: list[Unmet] = []
+    for request in requests:
+        try:
+            found += generation_layouts(request, kind)
+        except BadInput as error:
+            unmet.append(Unmet(request, error))
+    if not found:
+        raise unmet[0].error
+    if json:
+        say(dumps([one.as_json() for one in found] + sweep_json(unmet), indent=2))
+        return
+    data = found[0].request.recipe.data
+    head = ("GPUs", "tokens of a row", "layout", "weights", f"cache of {data.global_batch:,} rows", "reading",
+            "GB in all", "rows that fit")  # fmt: skip
+    lines = []
+    for one in found:
+        memory, length = one.memory, one.request.recipe.data.sequence_length
+        sizes = (f"{size / 1e9:.1f}" for size in (memory.weights, memory.cache, memory.reading, one.bytes))
+        lines.append((f"{one.layout.world:,}", f"{length:,}", str(one.layout), *sizes, f"{one.most:,}"))
+    _table(head, lines, left=2)
+    for without in unmet:
+        say(f"none           {without.request.gpus:,} GPUs: {without.error}")
+
+
+def _table(head: Sequence[str], lines: Sequence[tuple[str, ...]], *, left: int) -> None:
+    from rich.table import Table
+
+    table = Table()
+    for number, name in enumerate(head):
+        table.add_column(name, justify="left" if number == left else "right")
+    for line in lines:
+        table.add_row(*line)
+    plain_console().print(table)

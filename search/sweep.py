@@ -1,0 +1,83 @@
+"""Search for several numbers of GPUs or lengths of a row, and tell what was found as one table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..parallel_state import BadInput
+from .find import Found
+from .report import as_json, asked_json, seconds_of, spent
+from .request import Request
+from .warnings import warnings
+
+
+@dataclass(frozen=True)
+class Unmet:
+    """Hold a request for which no layout is legal or none fits, and the reason."""
+
+    request: Request
+    error: BadInput
+
+
+def found_ones(results: Sequence[Found | Unmet]) -> list[Found]:
+    """Return the searches that found a layout; raises the first one's ``BadInput`` if there is none."""
+    found = [one for one in results if isinstance(one, Found)]
+    if not found:
+        raise next(one.error for one in results if isinstance(one, Unmet))
+    return found
+
+
+def sweep_head(results: Sequence[Found | Unmet]) -> tuple[str, ...]:
+    """Return the head of the table; days and GPU-hours are there if the user stated the tokens of a run."""
+    head = ["GPUs", "tokens of a row", "layout", "seconds", "tokens/s", "of a GPU", "GB"]
+    first = results[0].request
+    if first.tokens is not None:
+        head += ["days", "GPU-hours"] + ["cost"] * (first.price is not None)
+    return tuple(head)
+
+
+def sweep_rows(results: Sequence[Found | Unmet]) -> list[tuple[str, ...]]:
+    """Return the table of the fastest layout of each search, one row each, as text."""
+    rows: list[tuple[str, ...]] = []
+    width = len(sweep_head(results))
+    for found in results:
+        request = found.request
+        row = [f"{request.gpus:,}", f"{request.recipe.data.sequence_length:,}"]
+        if isinstance(found, Unmet):
+            rows.append((*row, f"none: {found.error.found}", *("",) * (width - 3)))
+            continue
+        best = found.best[0]
+        rate = best.time.rate
+        row += [str(best.choice), seconds_of(best.time.seconds), f"{rate:,.0f}",
+                f"{rate / request.gpus:,.0f}", f"{best.bytes / 1e9:.1f}"]  # fmt: skip
+        if request.tokens is not None:
+            whole = spent(found)
+            row += [f"{whole.days:,.1f}", f"{whole.gpu_hours:,.0f}"]
+            row += [] if whole.cost is None else [f"{whole.cost:,.0f}"]
+        rows.append(tuple(row))
+    return rows
+
+
+def sweep_warnings(results: Sequence[Found | Unmet]) -> list[str]:
+    """Return the warnings about the layouts of the table, each with the rows that it is about."""
+    about: dict[str, list[str]] = {}
+    for found in results:
+        if isinstance(found, Unmet):
+            continue
+        request = found.request
+        row = f"{request.gpus:,} GPUs with {request.recipe.data.sequence_length:,} tokens of a row"
+        for line in warnings(request, found.best[0]):
+            about.setdefault(line, []).append(row)
+    return [f"{'; '.join(rows)}: {line}" for line, rows in about.items()]
+
+
+def sweep_json(results: Sequence[Found | Unmet]) -> list[dict[str, Any]]:
+    """Return each search as plain data; ``error`` says why one found nothing."""
+    return [
+        asked_json(one.request) | {"layouts": [], "error": str(one.error)}
+        if isinstance(one, Unmet)
+        else as_json(one)
+        for one in results
+    ]

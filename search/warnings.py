@@ -1,0 +1,41 @@
+"""Warn of what a user should know about a layout before it costs a run."""
+
+from __future__ import annotations
+
+from .critical_batch import critical_batch
+from .evaluate import Answer
+from .request import Request
+from .strategy import crosses
+from .whole_model import parameters_of
+
+
+def warnings(request: Request, answer: Answer) -> list[str]:
+    """Return a line for each thing about a layout that makes a run slow or bad."""
+    layout, gpus, found = answer.choice.layout, request.machine.gpus, []
+    if layout.tensor > 1 and crosses(layout, layout.tensor, gpus):
+        found.append(
+            f"tensor={layout.tensor} leaves the node of {gpus} GPUs: every block waits for the network"
+        )
+    if layout.expert > 1 and crosses(layout, layout.expert * layout.tensor, gpus):
+        found.append(
+            f"expert={layout.expert} x tensor={layout.tensor} crosses the node of {gpus} GPUs: "
+            "tokens travel over the network in every block"
+        )
+    whole, trained = parameters_of(request)
+    if trained == whole:
+        critical = critical_batch(whole, request.tokens or 20 * whole)
+        if request.step_tokens > critical:
+            found.append(
+                f"a step of {_tokens(request.step_tokens)} tokens is beyond the critical batch of about "
+                f"{_tokens(critical)} at the end of training: more tokens a step save few steps "
+                "(Kaplan et al. 2020, eq. 1.4, with the loss of Hoffmann et al. 2022)"
+            )
+    host = max(one.host for one in answer.memory)
+    if host:
+        ranks = min(gpus, layout.world)
+        found.append(f"offload needs {host * ranks / 1e9:,.0f} GB of each node's own memory")
+    return found
+
+
+def _tokens(number: float) -> str:
+    return f"{number / 1e6:.1f} M" if number >= 1e5 else f"{number:,.0f}"

@@ -1,0 +1,193 @@
+"""``trilith plan`` prints what was asked, what it costs and what it found; as text, JSON, recipe and page."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trilith
+from trilith.cli.app import run
+from trilith.planner.time import machine_named
+from trilith.recipes import load_recipe
+
+SMALL = ["plan", "llama-3.2-1b", "--seq", "1024", "--global-batch", "8"]
+GUIDE = (Path(trilith.__path__[0]) / "docs" / "planning.md").read_text()
+
+
+def told(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    assert run([*SMALL, *words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert run(["plan", *words]) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.count("\n") == 1
+    return err
+
+
+def test_it_says_what_it_assumed(capsys: pytest.CaptureFixture[str]) -> None:
+    """4 Mi tokens a step in rows of the model's length, and the links of the maker's servers."""
+    assert run(["plan", "gpt2", "--gpus", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert (
+        "gpt2: steps of 4,096 rows x 1,024 tokens on 2 x h100-80gb, 8 a node, NVLink 450 GB/s inside" in shown
+    )
+    one = told(capsys, "--gpus", "2", "--gpus-per-node", "1")
+    asked = {
+        "gpus": 2,
+        "gpus_per_node": 1,
+        "machine": "h100-80gb",
+        "sequence_length": 1024,
+        "global_batch": 8,
+    }
+    assert asked.items() <= one.items()
+
+
+def test_a_training_has_days_hours_a_price_and_energy_worked_out_by_hand(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    one = told(capsys, "--gpus", "2", "--tokens", "3B", "--price", "2.50", "--watts", "500")
+    rate, training = one["layouts"][0]["tokens_per_second"], one["training"]
+    hours = 3e9 / rate / 3600 * 2
+    assert training == {
+        "tokens": 3e9,
+        "days": pytest.approx(3e9 / rate / 86400),
+        "gpu_hours": pytest.approx(hours),
+        "cost": pytest.approx(2.5 * hours),
+        "kilowatt_hours": pytest.approx(hours / 2),
+    }
+    assert run([*SMALL, "--gpus", "2", "--tokens", "3B", "--price", "2.50", "--watts", "500"]) == 0
+    shown = capsys.readouterr().out
+    assert f"{hours:,.0f} GPU-hours, {2.5 * hours:,.0f} at 2.5 a GPU-hour, {hours / 2:,.0f} kWh" in shown
+    assert "training" not in told(capsys, "--gpus", "2")
+
+
+def test_mfu_is_told_in_both_conventions(capsys: pytest.CaptureFixture[str]) -> None:
+    from trilith.models import published_size
+    from trilith.planner.flops import flops_per_token
+
+    best = told(capsys, "--gpus", "2")["layouts"][0]
+    size = published_size("llama-3.2-1b")
+    flops = flops_per_token(size.family.on_meta(size.config), 1024)
+    share = best["tokens_per_second"] / (2 * machine_named("h100-80gb").peak("bfloat16"))
+    assert best["mfu"] == {
+        "causal": pytest.approx(share * flops.causal),
+        "full": pytest.approx(share * flops.full),
+    }
+    assert run([*SMALL, "--gpus", "2"]) == 0
+    line = next(one for one in capsys.readouterr().out.splitlines() if one.startswith("MFU"))
+    assert f"{best['mfu']['causal']:.1%} of 989 TFLOP/s" in line and f"{best['mfu']['full']:.1%} if" in line
+
+
+def keys_of(value: Any) -> set[str]:
+    """Return the keys of nested objects, without those of the objects that have a key for each name."""
+    if isinstance(value, list):
+        return set().union(*map(keys_of, value))
+    if not isinstance(value, dict):
+        return set()
+    named = {"recipe", "parts", "bytes_of_pipeline_ranks"}
+    return set(value).union(*(keys_of(one) for key, one in value.items() if key not in named))
+
+
+def test_every_key_of_the_json_is_in_the_guide_and_no_other(capsys: pytest.CaptureFixture[str]) -> None:
+    one = told(capsys, "--gpus", "2", "--tokens", "3B")
+    several = told(capsys, "--gpus", "1,17")
+    assert [len(two["layouts"]) for two in several] == [1, 0] and "Nearest" in several[1]["error"]
+    generation = told(capsys, "--gpus", "2", "--generate")
+    part = GUIDE.partition("\n## The result for programs\n")[2].partition("\n## ")[0]
+    listed = [
+        re.findall(r"`(\w+)`", line.split("|")[1]) for line in part.splitlines() if line.startswith("| `")
+    ]
+    keys = keys_of([one, several, generation])
+    assert keys == {key for line in listed for key in line}
+    layout = one["layouts"][0]
+    assert layout["bytes"] == max(sum(kinds.values()) for kinds in layout["bytes_of_pipeline_ranks"])
+    assert sum(layout["parts"].values()) == pytest.approx(layout["seconds"])
+
+
+def test_a_sweep_goes_on_where_one_point_has_no_layout(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    page = tmp_path / "sweep.html"
+    words = ["--gpus", "1,17,2", "--tokens", "3B", "--price", "2", "--html", str(page)]
+    assert run([*SMALL, *words]) == 0
+    shown = capsys.readouterr().out
+    for text in (shown, page.read_text()):
+        assert "GPU-hours" in text and "cost" in text and "none: 17" in text
+        assert "on 2 x h100-80gb" in text
+    assert "Nearest legal data.global_batch" in shown
+    assert refused(capsys, *SMALL[1:], "--gpus", "17,19").startswith("error: plan llama-3.2-1b: --gpus")
+
+
+def test_a_sweep_shows_the_warnings_of_its_layouts(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["llama-3.1-8b", "--gpus", "2", "--gpu", "rtx-4090", "--seq", "512,1024", "--global-batch", "4"]
+    assert run(["plan", *words]) == 0
+    lines = [one for one in capsys.readouterr().out.splitlines() if one.startswith("warning")]
+    assert lines and all("2 GPUs with" in one for one in lines)
+    assert any("offload needs" in one and "512 tokens of a row" in one for one in lines)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["llama-3.2-1b", "--gpus", "2", "--dtype", "float32"], "--dtype"),
+        (["llama-3.2-1b", "--gpus", "2", "--price", "2"], "--tokens"),
+        (["llama-3.2-1b", "--gpus", "2", "--watts", "500"], "--tokens"),
+        (["llama-3.2-1b", "--gpus", "2", "--tokens", "1B", "--price", "cheap"], "--price"),
+        (["llama-3.2-1b", "--gpus", "2", "--tokens", "0.5"], "--tokens"),
+        (["llama-3.2-1b", "--gpus", "2", "--write", "one.toml", "--html", "./one.toml"], "--html"),
+        (["empty", "--gpus", "2"], "config.json"),
+        (["llama-3.2-1b", "--gpus", "0"], "--gpus"),
+        (["llama-3.2-1b", "--gpus", "2", "--global-batch", "-4"], "--global-batch"),
+        (["llama-3.2-1b", "--gpus", "2", "--html", "nowhere/page.html"], "nowhere"),
+        (["llama-3.2-1b", "--gpus", "2", "--write", "taken.toml"], "taken.toml"),
+        (["unknown.json", "--gpus", "2"], "model_type"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_in_one_line(
+    words: list[str],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "taken.toml").touch()
+    (tmp_path / "unknown.json").write_text('{"model_type": "unknown"}')
+    assert said in refused(capsys, *words)
+    assert not (tmp_path / "one.toml").exists() and not (tmp_path / "taken.toml").read_text()
+
+
+def test_a_gpu_s_name_may_be_in_capitals_and_a_number_stand_twice(capsys: pytest.CaptureFixture[str]) -> None:
+    assert [one["gpus"] for one in told(capsys, "--gpus", "2,1,2", "--gpu", "H100-80GB")] == [2, 1]
+
+
+@pytest.mark.parametrize("name", ["config.json", "llama.json"])
+def test_adapters_are_planned_from_a_config_without_weights(
+    name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trilith.models import published_size
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "llama" / name).write_text(json.dumps(published_size("llama-3.2-1b").fields))
+    words = [f"llama/{name}", "--gpus", "1", "--lora", "8", "--seq", "512", "--global-batch", "4"]
+    assert run(["plan", *words, "--write", "recipe.toml"]) == 0
+    capsys.readouterr()
+    assert load_recipe(tmp_path / "recipe.toml").lora is not None
+    assert run(["train", "recipe.toml", "--dry-run"]) == 0 and "fits " in capsys.readouterr().out
+
+
+def test_a_recipe_of_a_short_step_states_its_seconds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tmp_path / "recipe.toml"
+    assert run([*SMALL, "--gpus", "8", "--write", str(recipe)]) == 0
+    capsys.readouterr()
+    seconds = re.search(r"# Predicted: (\S+) s a step", recipe.read_text())
+    assert seconds and len(seconds[1].lstrip("0.")) >= 3

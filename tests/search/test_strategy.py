@@ -1,0 +1,156 @@
+"""What is said about the fastest layout is true: why it was chosen, and what it is warned of."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trilith.parallel_state import Layout
+from trilith.planner.time import machine_named
+from trilith.search import Choice, Found, Request, find_layouts, read_request
+from trilith.search.evaluate import Evaluator
+from trilith.search.strategy import reasons, strategy
+from trilith.search.warnings import warnings
+
+_BLOCK: dict[str, Any] = {
+    **{"vocab_size": 32000, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4},
+    **{"num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 4096},
+}
+DENSE = {**_BLOCK, "model_type": "llama"}
+EXPERTS = {
+    **{**_BLOCK, "model_type": "qwen3_moe", "head_dim": 128, "num_experts": 8, "num_experts_per_tok": 2},
+    **{"moe_intermediate_size": 1408, "decoder_sparse_step": 1},
+}
+
+
+def request_for(folder: Path, config: dict[str, Any], gpus: int, node: int, **given: Any) -> Request:
+    file = folder / "model.json"
+    file.write_text(json.dumps(config))
+    given = {"sequence_length": 2048, "global_batch": 16} | given
+    return read_request(str(file), machine_named("rtx-4090", gpus_per_node=node), gpus, **given)
+
+
+def only(request: Request, choice: Choice) -> Found:
+    """Return what a search returns that found one layout."""
+    return Found(request, best=[Evaluator(request).answer(choice)])
+
+
+def said(found: Found) -> str:
+    first, second = reasons(found)
+    assert first.startswith("This is ") and first.endswith(".") and second.endswith(".")
+    return second
+
+
+@pytest.mark.parametrize(("node", "where"), [(8, "inside a node"), (2, "over nodes")])
+def test_it_says_where_the_pipeline_and_the_tensor_ranks_are(tmp_path: Path, node: int, where: str) -> None:
+    request = request_for(tmp_path, DENSE, 4, node)
+    second = said(only(request, Choice(Layout.of(pipeline=4))))
+    assert f"pipeline ranks cut the blocks {where}, send little" in second
+    second = said(only(request, Choice(Layout.of(tensor=4, sequence=True))))
+    assert f"tensor ranks cut every product {where}" in second
+    assert ("over its fast link" in second) == (node == 8)
+
+
+def test_it_says_what_one_zero_stage_less_would_need_or_take(tmp_path: Path) -> None:
+    room = request_for(tmp_path, DENSE, 4, 8)
+    small = replace(room, room=4_000_000_000)
+    for zero in (1, 2, 3):
+        choice = Choice(Layout.of(data=4, zero=zero))
+        less = Evaluator(room).answer(replace(choice, layout=Layout.of(data=4, zero=zero - 1)))
+        assert less.bytes > small.room
+        assert f"(with ZeRO {zero - 1} a GPU needs {less.bytes / 1e9:.1f} GB)" in said(only(small, choice))
+        told = re.search(rf"\(ZeRO {zero - 1} fits too, and its step takes (.+?)\)", said(only(room, choice)))
+        more = less.time.seconds / Evaluator(room).answer(choice).time.seconds - 1
+        assert told and told[1] == ("as long" if abs(more) < 0.0005 else f"{100 * more:.1f} % longer")
+    assert "share no weights" in said(only(room, Choice(Layout.of(data=4))))
+    assert "the data and context ranks share moments" in said(
+        only(room, Choice(Layout.of(data=2, context=2, zero=1)))
+    )
+
+
+def test_it_says_what_a_layout_without_an_axis_takes(tmp_path: Path) -> None:
+    request = request_for(tmp_path, DENSE, 4, 2, headroom=0.7)
+    found = find_layouts(request)
+    best, others = found.best[0], found.best[1:]
+    axes = [axis for axis in ("tensor", "pipeline", "context") if getattr(best.choice.layout, axis) > 1]
+    assert axes and others
+    for axis in axes:
+        (clause,) = re.findall(rf"{axis} ranks cut [^;]*\((.*?)\)[;.]", said(found))
+        without = [one for one in others if getattr(one.choice.layout, axis) == 1]
+        if without:
+            more = 100 * (without[0].time.seconds / best.time.seconds - 1)
+            assert clause == f"without them a step takes {more:.1f} % longer"
+        else:
+            assert clause.startswith("without them no layout fits, or its step takes more than 3 times")
+
+
+def test_sizes_of_a_small_model_are_not_rounded_away(tmp_path: Path) -> None:
+    tiny = {**DENSE, "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128}
+    request = request_for(tmp_path, tiny, 1, 8, global_batch=2048)
+    second = said(only(request, Choice(Layout())))
+    states = 16 * (2 * 256 * 64 + 64 + 4 * (2 * 64 + 4 * 64 * 64 + 3 * 64 * 128))
+    assert f"take {states / 1e6:.4g} MB" in second and "nothing has to be cut" in second
+    (line,) = warnings(request, Evaluator(request).answer(Choice(Layout())))
+    critical = re.search(r"4\.2 M tokens is beyond the critical batch of about ([\d,]+) ", line)
+    assert critical and 100 < int(critical[1].replace(",", "")) < 100_000
+
+
+@pytest.mark.parametrize(
+    ("layout", "word"),
+    [
+        (Layout(), "one GPU"),
+        (Layout.of(data=8), "data parallelism (DDP)"),
+        (Layout.of(data=8, zero=3), "ZeRO 3 (FSDP)"),
+        (Layout.of(data=8, zero=3, data_replicate=2), "ZeRO 3 (FSDP) in replicas (HSDP)"),
+        (Layout.of(tensor=2, data=4, zero=1), "ZeRO 1, 2 tensor ranks"),
+        (Layout.of(tensor=2, pipeline=2, data=2), "3D parallelism: data parallelism (DDP), 2 pipeline ranks, "
+                                                  "2 tensor ranks"),
+        (Layout.of(context=2, ring=True), "data parallelism (DDP), 2 context ranks around a ring"),
+        (Layout.of(data=8, zero=1, expert=4), "ZeRO 1, 4 expert ranks"),
+    ],
+)  # fmt: skip
+def test_a_strategy_has_the_name_that_tutorials_use(layout: Layout, word: str) -> None:
+    assert strategy(layout) == word
+
+
+@pytest.mark.parametrize(
+    ("config", "layout", "node", "word"),
+    [
+        (DENSE, Layout.of(tensor=4, data=2), 2, "tensor=4 leaves the node of 2 GPUs"),
+        (DENSE, Layout.of(tensor=2, data=4), 2, ""),
+        (DENSE, Layout.of(tensor=2, data=4), 3, "tensor=2 leaves the node of 3 GPUs"),
+        (DENSE, Layout.of(tensor=8), 8, ""),
+        (EXPERTS, Layout.of(data=8, expert=8), 4, "expert=8 x tensor=1 crosses the node of 4 GPUs"),
+        (EXPERTS, Layout.of(tensor=2, data=4, expert=4), 4, "expert=4 x tensor=2 crosses the node of 4 GPUs"),
+        (EXPERTS, Layout.of(data=8, expert=4), 4, ""),
+    ],
+)
+def test_it_warns_when_tensor_or_expert_ranks_leave_a_node(
+    tmp_path: Path, config: dict[str, Any], layout: Layout, node: int, word: str
+) -> None:
+    request = request_for(tmp_path, config, 8, node)
+    found = warnings(request, Evaluator(request).answer(Choice(layout)))
+    assert [line for line in found if line.startswith(word)] if word else found == []
+
+
+def test_it_warns_beyond_the_critical_batch_unless_adapters_are_trained(tmp_path: Path) -> None:
+    for tokens, warned in ((1e9, True), (1e16, False)):
+        request = request_for(tmp_path, DENSE, 1, 8, global_batch=1024, tokens=tokens)
+        found = warnings(request, Evaluator(request).answer(Choice(Layout())))
+        assert [line for line in found if "critical batch" in line] == found and bool(found) == warned
+    request = request_for(tmp_path, DENSE, 1, 8, global_batch=1024, lora=8)
+    assert warnings(request, Evaluator(request).answer(Choice(Layout()))) == []
+
+
+def test_it_warns_of_the_memory_that_offload_takes_from_a_node(tmp_path: Path) -> None:
+    for gpus, ranks in ((2, 2), (8, 4)):
+        request = request_for(tmp_path, DENSE, gpus, 4)
+        answer = Evaluator(request).answer(Choice(Layout.of(data=gpus), offload=True))
+        (line,) = warnings(request, answer)
+        assert (
+            line == f"offload needs {answer.memory[0].host * ranks / 1e9:,.0f} GB of each node's own memory"
+        )
