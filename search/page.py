@@ -10,7 +10,7 @@ from .find import Found
 from .pictures import memory_of_stages, pareto, sweep, timetable_of
 from .report import HEAD, asked, counted, facts, recipe_toml, rows, searched
 from .strategy import reasons
-from .sweep import Unmet, found_ones, sweep_head, sweep_rows, sweep_warnings
+from .sweep import Unmet, asked_in_sweep, found_ones, sweep_head, sweep_rows, sweep_warnings
 
 MARK = '<meta name="generator" content="trilith plan">'
 
@@ -28,6 +28,8 @@ def make_page(found: Found) -> str:
         "<p>Seconds are those of a step, waits the share of it in which a pipeline rank is idle, "
         "and GB those of the heaviest rank.</p>",
         f"<figure><figcaption>Memory against time</figcaption>{pareto(found)}</figure>",
+        "<p>Each point is a layout that was timed in full; the numbers are those of the table. The line "
+        "joins the layouts than which none of these is as fast with less memory.</p>",
         "<h2>Memory of the fastest layout</h2>",
         f"<figure><figcaption>By pipeline rank</figcaption>{memory_of_stages(found)}</figure>",
         *_schedule(found),
@@ -54,13 +56,14 @@ def _schedule(found: Found) -> list[str]:
 def make_sweep_page(results: Sequence[Found | Unmet]) -> str:
     """Return the page of several searches: how tokens a second grow with GPUs or tokens of a row."""
     found = found_ones(results)
-    said = [asked(one.request) for one in results]
-    said += [f"Warning: {line}." for line in sweep_warnings(results)]
+    said = [f"Warning: {line}." for line in sweep_warnings(results)]
+    said += [f"{one.error}." for one in results if isinstance(one, Unmet)]
     name = found[0].request.name
     body = [
         f"<h1>Layouts of {escape(name)}</h1>",
+        f"<p>{escape(asked_in_sweep(results))}</p>",
         f"<figure><figcaption>Tokens a second of the fastest layouts</figcaption>{sweep(found)}</figure>",
-        table(sweep_rows(results), head=sweep_head(results), text=2),
+        table(sweep_rows(results), head=sweep_head(results), text=3),
         "".join(f"<p>{escape(one)}</p>" for one in said),
     ]
     return whole_page(f"trilith plan {name}", "".join(body), mark=MARK)

@@ -47,15 +47,18 @@ def counted(found: Found) -> list[tuple[str, str, str, str]]:
 
 def asked(request: Request) -> str:
     """Return what is planned, in one line: also what the user did not say."""
-    data, machine = request.recipe.data, request.machine
-    line = (
-        f"{request.name}: steps of {data.global_batch:,} rows x {data.sequence_length:,} tokens "
-        f"on {request.gpus:,} x {machine.name}"
-    )
-    if request.gpus == 1:
-        return line
-    nodes = f", {machine.between.name} between nodes" if request.gpus > machine.gpus else ""
-    return f"{line}, {machine.gpus} a node, {machine.inside.name} inside{nodes}"
+    data = request.recipe.data
+    step = f"steps of {data.global_batch:,} rows x {data.sequence_length:,} tokens"
+    return f"{request.name}: {step} on {request.gpus:,} x {machine_of(request, request.gpus)}"
+
+
+def machine_of(request: Request, gpus: int) -> str:
+    """Return the kind of GPU, and the links of so many of them."""
+    machine = request.machine
+    if gpus == 1:
+        return machine.name
+    nodes = f", {machine.between.name} between nodes" if gpus > machine.gpus else ""
+    return f"{machine.name}, {machine.gpus} a node, {machine.inside.name} inside{nodes}"
 
 
 def searched(found: Found) -> str:

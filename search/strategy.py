@@ -92,10 +92,13 @@ def _sharing(request: Request, best: Answer) -> str:
 
 def _one_stage_less(request: Request, best: Answer) -> str:
     choice, layout = best.choice, best.choice.layout
-    whole = {"data_shard": 1, "data_replicate": layout.data} if layout.zero == 1 else {}
+    shards, copies = layout.data_shard, layout.data_replicate
+    if layout.zero == 1:
+        shards, copies = 1, layout.data
     evaluator = Evaluator(request)
     try:
-        less = replace(choice, layout=replace(layout, zero=layout.zero - 1, **whole))
+        one = replace(layout, zero=layout.zero - 1, data_shard=shards, data_replicate=copies)
+        less = replace(choice, layout=one)
         memory = evaluator.memory_of_ranks(less)
     except BadInput:  # experts may need shards
         return ""

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..parallel_state import BadInput
 from .find import Found
-from .report import as_json, asked_json, seconds_of, spent
+from .report import as_json, asked_json, machine_of, seconds_of, spent
 from .request import Request
 from .warnings import warnings
 
@@ -29,9 +29,16 @@ def found_ones(results: Sequence[Found | Unmet]) -> list[Found]:
     return found
 
 
+def asked_in_sweep(results: Sequence[Found | Unmet]) -> str:
+    """Return what all rows of the table have in common, in one line."""
+    first = results[0].request
+    most = max(one.request.gpus for one in results)
+    return f"{first.name} on {machine_of(first, most)}"
+
+
 def sweep_head(results: Sequence[Found | Unmet]) -> tuple[str, ...]:
     """Return the head of the table; days and GPU-hours are there if the user stated the tokens of a run."""
-    head = ["GPUs", "tokens of a row", "layout", "seconds", "tokens/s", "of a GPU", "GB"]
+    head = ["GPUs", "tokens of a row", "rows", "layout", "seconds", "tokens/s", "of a GPU", "GB"]
     first = results[0].request
     if first.tokens is not None:
         head += ["days", "GPU-hours"] + ["cost"] * (first.price is not None)
@@ -44,9 +51,10 @@ def sweep_rows(results: Sequence[Found | Unmet]) -> list[tuple[str, ...]]:
     width = len(sweep_head(results))
     for found in results:
         request = found.request
-        row = [f"{request.gpus:,}", f"{request.recipe.data.sequence_length:,}"]
+        data = request.recipe.data
+        row = [f"{request.gpus:,}", f"{data.sequence_length:,}", f"{data.global_batch:,}"]
         if isinstance(found, Unmet):
-            rows.append((*row, f"none: {found.error.found}", *("",) * (width - 3)))
+            rows.append((*row, f"none: {found.error.found}", *("",) * (width - 4)))
             continue
         best = found.best[0]
         rate = best.time.rate

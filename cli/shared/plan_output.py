@@ -13,7 +13,7 @@ from ...search.page import MARK, make_page, make_sweep_page
 from ...search.report import HEAD, as_json, asked, counted, facts, rows, searched
 from ...search.request import Request
 from ...search.strategy import reasons
-from ...search.sweep import Unmet, sweep_head, sweep_json, sweep_rows, sweep_warnings
+from ...search.sweep import Unmet, asked_in_sweep, sweep_head, sweep_json, sweep_rows, sweep_warnings
 from .say import say
 
 
@@ -55,9 +55,8 @@ def _print_one(found: Found) -> None:
 
 def _print_several(results: Sequence[Found | Unmet]) -> None:
     console = plain_console(soft_wrap=True)
-    for one in results:
-        console.print(asked(one.request))
-    _table(sweep_head(results), sweep_rows(results), left=2)
+    console.print(asked_in_sweep(results))
+    _table(sweep_head(results), sweep_rows(results), left=3)
     for line in sweep_warnings(results):
         console.print(f"warning        {line}")
     for one in results:

@@ -118,8 +118,8 @@ def test_a_sweep_goes_on_where_one_point_has_no_layout(
     shown = capsys.readouterr().out
     for text in (shown, page.read_text()):
         assert "GPU-hours" in text and "cost" in text and "none: 17" in text
-        assert "on 2 x h100-80gb" in text
-    assert "Nearest legal data.global_batch" in shown
+        assert "llama-3.2-1b on h100-80gb, 8 a node, NVLink" in text and "between nodes" in text
+        assert "Nearest legal data.global_batch" in text
     assert refused(capsys, *SMALL[1:], "--gpus", "17,19").startswith("error: plan llama-3.2-1b: --gpus")
 
 

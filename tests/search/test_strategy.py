@@ -1,4 +1,4 @@
-"""What is said about the fastest layout is true: why it was chosen, and what it is warned of."""
+"""Reasons and warnings about the fastest layout are true: each figure is computed again here."""
 
 from __future__ import annotations
 
