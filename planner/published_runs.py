@@ -1,6 +1,7 @@
 """Predict training runs that others published, and write docs/published_runs.md: ``make docs``.
 
-The rows of ``published_runs.toml`` are data to judge the planner by. None of its constants comes from them.
+The rows of ``published_runs.toml`` are data to judge the planner by. No constant with which a prediction is
+computed comes from them.
 """
 
 from __future__ import annotations
@@ -67,7 +68,12 @@ class Comparison:
     @property
     def error(self) -> float:
         """Return the error of the prediction in relation to what was reported."""
-        return self.predicted / self.reported - 1
+        return self.times_slower - 1
+
+    @property
+    def times_slower(self) -> float:
+        """Return how many times as long as predicted the run's step took."""
+        return self.predicted / self.reported
 
 
 def published_runs() -> list[PublishedRun]:
@@ -115,16 +121,32 @@ def compare(run: PublishedRun) -> Comparison:
     return Comparison(run, layout, unit, reported, predicted, memory, time)
 
 
+def corrected(found: Sequence[Comparison]) -> list[float]:
+    """Return the error of each row's prediction once it is slowed down as the rows of all other sources say:
+    by the median of ``times_slower``.
+    """
+    slower = {
+        source: median(other.times_slower for other in found if other.run.source != source)
+        for source in {one.run.source for one in found}
+    }
+    return [one.times_slower / slower[one.run.source] - 1 for one in found]
+
+
 _HEAD = """# Published runs, predicted
 
 This page compares the planner's step time with speeds that were published. `make docs` writes it from
-`planner/published_runs.toml`, which holds the numbers and the address of each row. No constant of the planner
-is fitted to any of these rows: the shares of a device's peak that it reckons with are those of a single
+`planner/published_runs.toml`, which holds the numbers and the address of each row. No constant with which a
+prediction is computed is fitted to any of these rows: the shares of a device's peak are those of a single
 product and a single copy on one H100, and assumed for the rest (`planner/time/machines.py`).
 
 Of {rows} rows, {within} are within 15 %. The median error is {middle:.0f} %, the largest {largest:.0f} %;
 {fast} predictions are too fast. So take a predicted speed as what a layout allows, and compare layouts by it;
-measure before you promise a date. Possible reasons, none of which a measurement here has shown:
+measure before you promise a date. The steps took {least:.2f} to {most:.2f} times as long as predicted, in the
+median {usual:.2f} times, which `trilith plan` tells beside its predictions. The column "corrected" shows what
+such a factor is worth: it divides a row's predicted speed by the median factor of the rows of all other
+sources. So corrected, {again} rows are within 15 %, and the median error is {error:.0f} %.
+
+Possible reasons, none of which a measurement here has shown:
 
 - Large products are assumed to reach what a single one reaches. Products of experts are small, and eight busy
   GPUs may lower their clocks.
@@ -146,20 +168,25 @@ def page(found: Sequence[Comparison]) -> str:
         within=sum(abs(error) <= 0.15 for error in errors),
         middle=100 * median(map(abs, errors)),
         largest=100 * max(map(abs, errors)),
+        least=min(one.times_slower for one in found),
+        most=max(one.times_slower for one in found),
+        usual=median(one.times_slower for one in found),
+        again=sum(abs(error) <= 0.15 for error in corrected(found)),
+        error=100 * median(map(abs, corrected(found))),
         fast=sum(error > 0 for error in errors),
     )
-    parts = [head]
+    parts, rest = [head], corrected(found)
     for source in dict.fromkeys(one.run.source for one in found):
         title = f"<{source}>" if "://" in source else f"[{source}]({source})"
-        rows = _table([one for one in found if one.run.source == source])
+        rows = _table([both for both in zip(found, rest, strict=True) if both[0].run.source == source])
         parts.append(f"## {title}\n\n" + "\n".join(rows) + "\n")
     return "\n".join(parts)
 
 
-def _table(found: list[Comparison]) -> Iterator[str]:
-    yield "| model | GPUs | layout | products | reported | predicted | error | memory | assumed |"
-    yield "|---|---|---|---|---|---|---|---|---|"
-    for one in found:
+def _table(found: list[tuple[Comparison, float]]) -> Iterator[str]:
+    yield "| model | GPUs | layout | products | reported | predicted | error | corrected | memory | assumed |"
+    yield "|---|---|---|---|---|---|---|---|---|---|"
+    for one, rest in found:
         run, layout = one.run, one.layout
         stages = f", {run.schedule}" if layout.pipeline > 1 else ""
         memory = f"{one.memory:.0f}" + (f" ({run.gibibytes:.0f})" if run.gibibytes else "")
@@ -171,6 +198,7 @@ def _table(found: list[Comparison]) -> Iterator[str]:
             f"{_short(one.reported)} {one.unit}",
             _short(one.predicted),
             f"{100 * one.error:+.0f} %",
+            f"{100 * rest:+.0f} %",
             memory,
             run.assumed,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..planner.explanations.explanation import readable
-from ..planner.time import Spending, spending
+from ..planner.time import MACHINES, TIMES_SLOWER, Spending, spending
 from .choice import raw_recipe, recipe_text
 from .evaluate import Answer
 from .find import Found
@@ -78,6 +78,10 @@ def facts(found: Found) -> list[tuple[str, str]]:
         f"table; {mfu.full:.1%} if all of it counts"
     )
     lines = [("seconds", parts(best)), ("MFU", conventions), ("efficiency", best.time.source)]
+    if request.machine.name in MACHINES:
+        least, usual, most = TIMES_SLOWER
+        took = f"took {least:g} to {most:g} times as long as predicted, in the median {usual:g} times"
+        lines.append(("published", f"steps of runs that others published {took} (docs/published_runs.md)"))
     lines += [("training", run_facts(found))] if request.tokens is not None else []
     return lines + [("warning", line) for line in warnings(request, best)]
 
@@ -123,6 +127,8 @@ def as_json(found: Found) -> dict[str, Any]:
         "strategy": reasons(found),
         "warnings": warnings(request, best),
     }
+    if request.machine.name in MACHINES:
+        told["times_slower"] = dict(zip(("least", "median", "most"), TIMES_SLOWER, strict=True))
     if request.tokens is not None:
         whole = spent(found)
         told["training"] = {

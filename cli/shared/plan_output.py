@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from json import dumps
+from textwrap import wrap
 
 from ...parallel_state import BadInput, dtype_named
 from ...runs.console import plain_console
@@ -15,6 +16,9 @@ from ...search.request import Request
 from ...search.strategy import reasons
 from ...search.sweep import Unmet, asked_in_sweep, sweep_head, sweep_json, sweep_rows, sweep_warnings
 from .say import say
+
+#: Characters: the least of a column of layouts, the longest line of a column's name, and more than any table.
+_LAYOUT, _NAME, _WIDEST = 26, 8, 1000
 
 
 def is_page(seen: bytes) -> bool:
@@ -92,11 +96,22 @@ def print_generation(requests: Sequence[Request], dtype: str, json: bool) -> Non
 
 
 def _table(head: Sequence[str], lines: Sequence[tuple[str, ...]], *, left: int) -> None:
+    """Print a table whose column ``left`` holds layouts, which break over lines; numbers are never cut."""
+    from rich.measure import Measurement
     from rich.table import Table
 
     table = Table()
     for number, name in enumerate(head):
-        table.add_column(name, justify="left" if number == left else "right")
+        if number == left:
+            table.add_column(name, min_width=_LAYOUT)
+            continue
+        cells = [line[number] for line in lines]
+        names = wrap(name, max(map(len, [*cells, " " * _NAME])), break_on_hyphens=False)
+        width = max(map(len, [*cells, *names]))
+        table.add_column("\n".join(names), justify="right", no_wrap=True, min_width=width)
     for line in lines:
         table.add_row(*line)
-    plain_console().print(table)
+    console = plain_console()
+    needed = Measurement.get(console, console.options.update(width=_WIDEST), table).minimum
+    console.width = max(console.width, needed)
+    console.print(table)

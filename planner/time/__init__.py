@@ -6,12 +6,13 @@ Offers ``Machine``, by its name (``machine_named``) or from measurements (``mach
 
 from .machines import MACHINES, Efficiency, Link, Machine, machine_named
 from .measured import machine_from_bench
-from .prediction import PARTS, Spending, StepTime, spending
+from .prediction import PARTS, TIMES_SLOWER, Spending, StepTime, spending
 from .step_time import StepTimer, step_time
 
 __all__ = [
     "MACHINES",
     "PARTS",
+    "TIMES_SLOWER",
     "Efficiency",
     "Link",
     "Machine",

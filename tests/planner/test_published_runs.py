@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from statistics import median
 
 import pytest
 import trilith
-from trilith.planner.published_runs import Comparison, compare, page, published_runs
+from trilith.planner.published_runs import Comparison, compare, corrected, page, published_runs
+from trilith.planner.time import TIMES_SLOWER
 
 ROOT = Path(trilith.__path__[0])
 PAGE = (ROOT / "docs" / "published_runs.md").read_text(encoding="utf-8")
@@ -43,11 +45,32 @@ def test_speeds_of_other_units_are_one_arithmetic(found: list[Comparison]) -> No
 
 def test_misses_are_shown_and_counted(found: list[Comparison]) -> None:
     errors = [abs(one.error) for one in found]
-    rows = re.findall(r"^\| [\w.-]+ \| .* \| ([+-]\d+) % \|", PAGE, re.MULTILINE)
+    rows = re.findall(r"^\| [\w.-]+ \| .* \| ([+-]\d+) % \| [+-]\d+ % \|", PAGE, re.MULTILINE)
     assert sorted(map(int, rows)) == sorted(int(f"{100 * one.error:+.0f}") for one in found)
     within = sum(error <= 0.15 for error in errors)
     assert f"Of {len(found)} rows, {within} are within 15 %" in PAGE
     assert f"the largest {100 * max(errors):.0f} %" in PAGE
+
+
+def test_a_correction_is_judged_by_rows_of_other_sources(found: list[Comparison]) -> None:
+    """Rows of the same source never correct each other, and one factor for all makes the median row exact."""
+    some = [one for one in found if one.run.source == found[-1].run.source] + found[:2]
+    own, others = some[:-2], [one.times_slower for one in found[:2]]
+    assert {one.run.source for one in own}.isdisjoint(one.run.source for one in found[:2])
+    expected = [one.times_slower / median(others) - 1 for one in own]
+    assert corrected(some)[: len(own)] == pytest.approx(expected)
+    rest = corrected(found)
+    assert median(map(abs, rest)) < median(abs(one.error) for one in found)
+    rows = re.findall(r"^\| [\w.-]+ \| .* \| [+-]\d+ % \| ([+-]\d+) % \|", PAGE, re.MULTILINE)
+    assert sorted(map(int, rows)) == sorted(int(f"{100 * error:+.0f}") for error in rest)
+
+
+def test_what_a_plan_tells_of_published_runs_is_what_the_rows_say(found: list[Comparison]) -> None:
+    slower = [one.times_slower for one in found]
+    guide = " ".join((ROOT / "docs" / "planning.md").read_text(encoding="utf-8").split())
+    rest, plain = (100 * median(map(abs, some)) for some in (corrected(found), (one.error for one in found)))
+    assert f"miss by {rest:.0f}% in the median, uncorrected by {plain:.0f}%" in guide
+    assert tuple(round(of(slower), 2) for of in (min, median, max)) == TIMES_SLOWER
 
 
 def test_nothing_that_computes_a_plan_reads_the_published_rows() -> None:

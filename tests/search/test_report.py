@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,9 @@ def test_it_says_what_it_assumed(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         "gpt2: steps of 4,096 rows x 1,024 tokens on 2 x h100-80gb, 8 a node, NVLink 450 GB/s inside" in shown
     )
+    assert "published took 1.01 to 3.52 times as long as predicted, in the median 1.27 times" in shown
     one = told(capsys, "--gpus", "2", "--gpus-per-node", "1")
+    assert one["times_slower"] == {"least": 1.01, "median": 1.27, "most": 3.52}
     asked = {
         "gpus": 2,
         "gpus_per_node": 1,
@@ -45,6 +48,14 @@ def test_it_says_what_it_assumed(capsys: pytest.CaptureFixture[str]) -> None:
         "global_batch": 8,
     }
     assert asked.items() <= one.items()
+
+
+def test_a_measured_machine_is_not_compared_with_published_runs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = replace(machine_named("h100-80gb"), name="NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr("trilith.planner.time.machine_from_bench", lambda path, **options: measured)
+    assert "times_slower" not in told(capsys, "--gpus", "2", "--machine", "bench.json")
 
 
 def test_a_training_has_days_hours_a_price_and_energy_worked_out_by_hand(
@@ -110,12 +121,14 @@ def test_every_key_of_the_json_is_in_the_guide_and_no_other(capsys: pytest.Captu
 
 
 def test_a_sweep_goes_on_where_one_point_has_no_layout(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = tmp_path / "sweep.html"
     words = ["--gpus", "1,17,2", "--tokens", "3B", "--price", "2", "--html", str(page)]
+    monkeypatch.setenv("COLUMNS", "60")  # no number is cut where a terminal is narrower than the table
     assert run([*SMALL, *words]) == 0
     shown = capsys.readouterr().out
+    assert "…" not in shown
     for text in (shown, page.read_text()):
         assert "GPU-hours" in text and "cost" in text and "none: 17" in text
         assert "llama-3.2-1b on h100-80gb, 8 a node, NVLink" in text and "between nodes" in text
