@@ -41,7 +41,7 @@ def machine_from_bench(path: str | Path, *, gpus_per_node: int | None = None) ->
     attention = {
         dtype: _figure(speed, f"attention, {word}: TFLOP/s", path) * 1e12 for dtype, word in _DTYPES.items()
     }
-    ranks = _figure(facts, "ranks", path)
+    ranks = _figure(facts, "gpus" if cuda else "ranks", path)
     rates = {
         kind: float(links[f"{word}: GB/s"]) * 1e9
         for kind, word in _KINDS.items()
