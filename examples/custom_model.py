@@ -70,7 +70,7 @@ class Recurrence(nn.Module):
         They are three gates, the remainder of the second gate, the value, the states and their stack.
         """
         channels = self.enter.parts[0].here
-        return sum_costs(self.children(), tokens) + Cost(kept=tokens.bytes(7 * channels))
+        return Cost(kept=tokens.bytes(7 * channels)) + sum_costs(self.children(), tokens)
 
 
 class CrossAttention(nn.Module):
@@ -123,7 +123,7 @@ class Block(nn.Module):
 
     def cost(self, tokens: Tokens) -> Cost:
         """Return the children's cost, and that of the activation's input."""
-        return sum_costs(self.children(), tokens) + Cost(kept=tokens.bytes(self.up.parts[0].here))
+        return Cost(kept=tokens.bytes(self.up.parts[0].here)) + sum_costs(self.children(), tokens)
 
 
 class Transcriber(nn.Module):

@@ -114,6 +114,7 @@ class ColumnParallelLinear(DeclaredModule):
         here = sum(part.here for part in self.parts)
         found = Cost(
             kept=tokens.bytes(self.in_features) if self.keeps_input else 0.0,
+            working=self._working(tokens),
             outputs=tokens.bytes(here),
             sends=() if self.entered else enter_sends(tokens, self.in_features, self.state),
         )
@@ -121,11 +122,27 @@ class ColumnParallelLinear(DeclaredModule):
             trained = cast(Tensor, part.holder.weight).requires_grad
             found += matrix(tokens, self.in_features * part.features, trained=trained)
         if self.float8 is not None:
-            found += self.float8.cost(tokens, self.in_features, [part.here for part in self.parts])
+            casts = self.float8.cost(tokens, self.in_features, [part.here for part in self.parts])
+            found = found.beside(casts.working) + casts
         for adapter in self.adapters:
             found += adapter.cost(tokens)
         if self.gather_output and self.state.tensor_size > 1:
             found += Cost(sends=(Send("tensor", "all_gather", tokens.bytes(here), again="always"),))
+        return found
+
+    def _working(self, tokens: Tokens) -> float:
+        """Return the bytes of the outputs' gradients, and of those of the input: each output makes one, which
+        is added to the one so far. The outputs' gradients are given back one by one, the last output's first,
+        unless one function computes all of them (``column_products``).
+        """
+        given, here = tokens.bytes(self.in_features), [tokens.bytes(part.here) for part in self.parts]
+        more = given * bool(self.adapters)  # what the adapters make of it
+        if self.state.tensor_size > 1 and not self.adapters and not self.entered:
+            return sum(here) + given * min(len(here), 2)
+        found = sum(here) + given + more
+        for number in range(1, len(here)):
+            left = sum(here[:-number])
+            found = max(found, left + 2 * given + more, left - here[-number - 1] + 3 * given + more)
         return found
 
     def _finish(self, y: Tensor) -> Tensor:

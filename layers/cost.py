@@ -8,7 +8,7 @@ adds their costs (``cost_of``) to its own. Nothing is computed: the model may be
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
@@ -83,13 +83,18 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Hold the cost of a module for some tokens; costs of several modules are added with ``+``.
+    """Hold the cost of a module for some tokens; costs of several modules are added with ``+``, in the order
+    in which the modules run.
 
     ``kept``: bytes that are kept from the forward until the backward. ``selective``: bytes that selective
-    checkpointing keeps instead (products, attention, sums over the ranks). ``both``: bytes that are in
-    ``kept`` and in ``selective``. ``working``: bytes that the backward needs for a moment; a sum of costs has
-    the largest. ``outputs``: bytes of the outputs of norms and products; their gradients are kept for a while
-    if a schedule splits the backward in two.
+    checkpointing keeps instead (products, attention, sums over the ranks). ``working``: the most bytes that
+    the backward holds at once beside ``kept``: intermediate results, and the gradients of what the module is
+    given and makes. ``making``: the most bytes that a forward holds at once beside ``kept``, as far as a
+    recomputation may need more than the backward after it. ``outputs``: bytes of the outputs of norms and
+    products; their gradients are kept for a while if a schedule splits the backward in two.
+
+    The backward of a sum comes to the last module first, and gives back what this one kept before it comes to
+    the others.
 
     FLOPs are counted over all tensor ranks in one forward; a multiplication and an addition are two.
     ``matrices``: products with weights; ``trained``: the part of them whose weights are trained.
@@ -99,8 +104,8 @@ class Cost:
 
     kept: float = 0.0
     selective: float = 0.0
-    both: float = 0.0
     working: float = 0.0
+    making: float = 0.0
     outputs: float = 0.0
     sends: tuple[Send, ...] = ()
     matrices: float = 0.0
@@ -109,9 +114,24 @@ class Cost:
     other: float = 0.0
 
     def __add__(self, more: Cost) -> Cost:
-        one, other = ({f.name: getattr(cost, f.name) for f in fields(Cost)} for cost in (self, more))
-        added = {name: one[name] + other[name] for name in one}
-        return Cost(**(added | {"working": max(self.working, more.working)}))
+        return Cost(
+            self.kept + more.kept,
+            self.selective + more.selective,
+            max(more.working, self.working - more.kept),
+            max(more.making, self.making - more.kept),
+            self.outputs + more.outputs,
+            self.sends + more.sends,
+            self.matrices + more.matrices,
+            self.trained + more.trained,
+            self.attention + more.attention,
+            self.other + more.other,
+        )
+
+    def beside(self, held: float) -> Cost:
+        """Return the cost of a module during whose backward ``held`` bytes of other modules' gradients
+        wait.
+        """
+        return replace(self, working=self.working + held)
 
     def without_last_sum(self) -> Cost:
         """Return the cost of a block whose last sum joins the residual stream: no backward needs it again."""
@@ -138,7 +158,7 @@ class UnknownCost(BadInput):
             "cost",
             expected="a method cost(tokens): what the module keeps for backward, sends and computes",
             found="none",
-            todo="Let it return sum_costs(self.children(), tokens) + Cost(...); see docs/your_model.md",
+            todo="Let it return Cost(...) + sum_costs(self.children(), tokens); see docs/your_model.md",
         )
         self.module = module
 
@@ -184,18 +204,23 @@ def matrix(tokens: Tokens, numbers: float, *, trained: bool) -> Cost:
 def norm_cost(tokens: Tokens, width: float, *, rms: bool, trained: bool, wide: bool = False) -> Cost:
     """Return the cost of a norm. ``wide``: its input is brought to fp32 first, and kept in it."""
     count, inner = tokens.count, tokens.inner
+    working = 2 * width * tokens.compute  # the gradients of its output and of its input
     if not rms:
         kept = width * tokens.compute + 2 * inner  # the input; mean and scale
     elif tokens.fused:
         kept = width * (inner if wide else tokens.compute) + inner
+        working += 2 * width * inner * wide
     else:
         kept = (1 + trained) * width * inner + inner  # both inputs, normalised and not, in its dtype
-    return Cost(kept=kept * count, outputs=tokens.bytes(width))
+        # One part of the input's gradient, and four tensors of which the other part is made; by then what the
+        # weight multiplied is given back.
+        working = (4 if trained else 5) * width * inner
+    return Cost(kept=kept * count, working=working * count, outputs=tokens.bytes(width))
 
 
 def dropout_cost(tokens: Tokens, width: float, p: float) -> Cost:
     """Return the cost of dropout: its mask."""
-    return Cost(kept=tokens.count * width * tokens.mask if p else 0.0)
+    return Cost(kept=tokens.count * width * tokens.mask, working=2 * tokens.bytes(width)) if p else Cost()
 
 
 def _in_sequence(modules: nn.Sequential, tokens: Tokens) -> Cost:
@@ -212,7 +237,8 @@ def _linear(module: nn.Linear, tokens: Tokens) -> Cost:
     trained = module.weight.requires_grad
     kept = tokens.bytes(module.in_features) if trained else 0.0
     product = matrix(tokens, module.in_features * module.out_features, trained=trained)
-    return product + Cost(kept=kept, outputs=tokens.bytes(module.out_features))
+    made = tokens.bytes(module.out_features)
+    return product + Cost(kept=kept, working=made + tokens.bytes(module.in_features), outputs=made)
 
 
 def _torch_norm(module: nn.LayerNorm | nn.RMSNorm, tokens: Tokens) -> Cost:
@@ -222,7 +248,8 @@ def _torch_norm(module: nn.LayerNorm | nn.RMSNorm, tokens: Tokens) -> Cost:
 
 
 def _activation(module: nn.Module, tokens: Tokens) -> Cost:
-    return Cost(kept=tokens.bytes(tokens.width or tokens.hidden))
+    width = tokens.bytes(tokens.width or tokens.hidden)
+    return Cost(kept=width, working=2 * width)
 
 
 #: Torch's own modules; a subclass with a ``forward`` of its own is none of them.

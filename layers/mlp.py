@@ -67,11 +67,8 @@ class GatedMLP(nn.Module):
         return down
 
     def cost(self, tokens: Tokens) -> Cost:
-        return (
-            cost_of(self.gate_up, tokens)
-            + cost_of(self.down, tokens)
-            + between_products(self.gate_up, tokens, keeps_output=self.act is F.relu)
-        )
+        between = between_products(self.gate_up, tokens, keeps_output=self.act is F.relu)
+        return _in_turn(self.gate_up, between, self.down, tokens)
 
 
 class MLP(nn.Module):
@@ -107,14 +104,22 @@ class MLP(nn.Module):
         between = between_products(self.up, tokens, keeps_output=self.act is F.relu)
         if self.act is F.relu and not self.down.keeps_input:
             between += Cost(kept=tokens.bytes(self.up.parts[0].here))
-        return cost_of(self.up, tokens) + cost_of(self.down, tokens) + between
+        return _in_turn(self.up, between, self.down, tokens)
+
+
+def _in_turn(into: ColumnParallelLinear, between: Cost, out: RowParallelLinear, tokens: Tokens) -> Cost:
+    """Add up the costs of two products and of what is between them, while the input is there."""
+    last = cost_of(out, tokens)
+    given = 0.0 if into.keeps_input else tokens.bytes(into.in_features)
+    return cost_of(into, tokens) + between + last + Cost(making=last.making + given)
 
 
 def between_products(into: ColumnParallelLinear, tokens: Tokens, *, keeps_output: bool = False) -> Cost:
     """Return the cost of the activation between the products, and of the gate if there are two of the first.
 
     ``keeps_output``: the activation's backward needs what it made, not what it was given (ReLU). The backward
-    holds at once the gradients of both sides of the activation, and of the hidden states.
+    holds at once the gradients of both sides of the activation or, with a gate, of the product and of its two
+    factors; and what the activation made, which the next product no longer needs.
     """
     here = [part.here for part in into.parts]
     gated = len(here) == 2
@@ -124,8 +129,5 @@ def between_products(into: ColumnParallelLinear, tokens: Tokens, *, keeps_output
     return Cost(
         kept=made + tokens.bytes(here[0]) * gated - given,
         selective=products,
-        both=0.0
-        if into.adapters
-        else max(products - given, 0.0),  # an adapter adds to the product: what is kept is the sum
-        working=tokens.bytes(2 * here[0] + 2 * into.in_features),
+        working=tokens.bytes((2 + (gated or keeps_output)) * here[0]),
     )

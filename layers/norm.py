@@ -195,12 +195,15 @@ class HeadsRMSNorm(_HeadsNorm):
         width, here = self.head_dim * (1 + self.weight.requires_grad), len(self.groups.held)
         one = tokens.count / len(self.copies.values) * tokens.inner  # one number a token
         sums, heads = self.groups.groups * one, len(self.copies.values) if here > 1 else 0
+        # As in ``norm_cost``.
+        working = (3 if self.weight.requires_grad else 4) * tokens.count * self.head_dim * tokens.inner
         sends = (
             Send("tensor", "all_reduce", sums, again="full", what="sums"),
             Send("tensor", "all_reduce", sums, forward=False, what="sums"),
         )
         return Cost(
             kept=tokens.count * width * tokens.inner + (here + heads) * one,
+            working=working,
             outputs=tokens.bytes(self.head_dim),
             sends=sends if self.groups.shared else (),
         )
@@ -224,7 +227,8 @@ class HeadsLayerNorm(_HeadsNorm):
     def cost(self, tokens: Tokens) -> Cost:
         """Return the cost for the tokens of all heads here: the weight's product keeps the norm's output."""
         normalised = tokens.bytes(self.head_dim * self.weight.requires_grad)
-        return norm_cost(tokens, self.head_dim, rms=False, trained=True) + Cost(kept=normalised)
+        product = Cost(kept=normalised, working=tokens.bytes(3 * self.head_dim))
+        return norm_cost(tokens, self.head_dim, rms=False, trained=True) + product
 
 
 def _declare_norm(

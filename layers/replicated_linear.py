@@ -76,6 +76,7 @@ class ReplicatedLinear(DeclaredModule):
         here = tokens.between_blocks(self.state)
         found = Cost(
             kept=here.bytes(self.in_features) if self.keeps_input else 0.0,
+            working=here.bytes(self.out_features + self.in_features * (2 if self.adapters else 1)),
             outputs=here.bytes(self.out_features),
         )
         found += matrix(tokens, self.in_features * self.out_features, trained=self.weight.requires_grad)

@@ -104,16 +104,20 @@ class RowParallelLinear(DeclaredModule):
         again = made if width == tokens.hidden else 0.0
         if state.tensor_size > 1:
             again += tokens.between_blocks(state).bytes(self.out_features)
-        found = Cost() if self.float8 is None else self.float8.cost(tokens, width, [self.out_features])
-        found += Cost(
+        casts = Cost() if self.float8 is None else self.float8.cost(tokens, width, [self.out_features])
+        found = casts + Cost(
             kept=tokens.bytes(width) if self.keeps_input else 0.0,
             selective=again,
+            # The output's gradient is that of the residual stream, but where it is gathered.
+            working=made * state.sequence + tokens.bytes(width) * (2 if self.adapters else 1) + casts.working,
             outputs=made,
             sends=leave_sends(tokens, self.out_features, state),
         )
         found += matrix(tokens, self.in_features * self.out_features, trained=self.weight.requires_grad)
         for adapter in self.adapters:
             found += adapter.cost(tokens)
+        # A product whose weight is frozen does not keep its input, which is there until the adapters end.
+        found += Cost(making=made + (0.0 if self.keeps_input else tokens.bytes(width)))
         if self.scatter_input and state.tensor_size > 1:
             found += Cost(sends=(Send("tensor", "all_gather", tokens.bytes(width), forward=False),))
         return found

@@ -147,9 +147,12 @@ class Attention(nn.Module):
         """Add up projections, norms, and attention's own: what it keeps and sends over context ranks."""
         query, key_value = (part.here for part in self.qkv.parts[:2])
         heads, key_heads = query // self.head_dim, key_value // self.head_dim
-        found = cost_of(self.qkv, tokens)
-        found += cost_of(self.q_norm, tokens.times(heads)) + cost_of(self.k_norm, tokens.times(key_heads))
-        return found + self._cost_of_scores(tokens, query, key_value) + cost_of(self.out, tokens)
+        norms = cost_of(self.q_norm, tokens.times(heads)) + cost_of(self.k_norm, tokens.times(key_heads))
+        gate = tokens.bytes(query * self.gated)  # whose gradient waits for that of the other products
+        inside = norms.beside(tokens.bytes(query + 2 * key_value)) + self._cost_of_scores(
+            tokens, query, key_value
+        )
+        return cost_of(self.qkv, tokens) + inside.beside(gate) + cost_of(self.out, tokens)
 
     def cache_bytes(self, tokens: Tokens) -> float:
         """Return the bytes that a ``KeyValueCache`` of these tokens keeps: keys and values."""
@@ -180,27 +183,30 @@ class Attention(nn.Module):
         copied = ranks > 1 or not as_product
         kept += tokens.bytes(query) if copied or self.gated or not self.out.keeps_input else 0.0
         kept += tokens.bytes(query * (1 + copied) * self.gated)  # the gate, and what it multiplies if copied
-        if not one_operator and not in_blocks:  # the scores, their softmax and what dropout leaves of it
-            kept += 3 * heads * whole * count * tokens.compute
+        scores = heads * whole * count * tokens.compute * (not one_operator and not in_blocks)
+        kept += 3 * scores  # the scores, their softmax and what dropout leaves of it
         products = query * (1 + self.gated) + 2 * key_value if self.qkv.in_features == tokens.hidden else 0
-        as_made = products > 0 and not self.qkv.adapters and not repeated and not self.shared.picks
-        untouched = self.rotary is None and isinstance(self.q_norm, nn.Identity)
-        both = (key_value + (query + key_value) * untouched) * as_made + query * one_operator
         sums = heads * count * tokens.inner * one_operator
         # Scores with sinks: the kernel's output and sums are kept, and changed ones are made of them again.
         inside = in_blocks and not written_out and ranks == 1
         kernel = (tokens.bytes(query) + heads * count * tokens.inner) * inside
-        working = context_working(tokens, query, 2 * key_value, self.state)
-        if written_out:  # beside them queries, keys and values in fp32, and their gradients
+        # The output, until its gradient has gone through, and the gradients of queries, keys and values.
+        working = tokens.bytes(2 * query)
+        if ranks > 1:
+            working += context_working(tokens, query, 2 * key_value, self.state)
+        elif not in_blocks:
+            working += tokens.bytes(query + 2 * seen) + scores
+        if written_out:  # in fp32, and copies in fp32 of what scores are computed from
             working += scores_bytes(
                 tokens, heads, tokens.length, dropout=self.dropout > 0, bounded=self.soft_cap is not None
             )
             again = 2 if tokens.compute < tokens.inner else 1
             working += again * count * (query + 2 * key_value) * tokens.inner
+        elif inside:
+            working += count * (query + 2 * key_value) * tokens.inner
         return Cost(
             kept=kept,
             selective=tokens.bytes(products + query * one_operator) + sums + kernel,
-            both=tokens.bytes(both) + sums,
             working=working,
             sends=context_sends(tokens, 2 * key_value, self.state),
             attention=4.0 * self.whole_width * whole * count,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ...parallel_state import BadInput, Initial, ParallelState, alone_or
 from ..collectives import enter_sends, enter_tensor
 from ..column_parallel_linear import ColumnParallelLinear
-from ..cost import Cost, Tokens, sum_costs
+from ..cost import Cost, Tokens, cost_of, sum_costs
 from ..dropout import own_random
 from ..norm import RMSNorm
 from ..replicated_linear import ReplicatedLinear
@@ -148,19 +148,22 @@ class MultiHeadLatentAttention(nn.Module):
         """Add up products, norms, and attention's own: what it keeps and sends over context ranks."""
         state, between = self.state, tokens.between_blocks(self.state)
         first = self.q if self.direct else self.q_down
-        found = sum_costs(self.children(), tokens)
-        found += Cost(sends=enter_sends(tokens, self.latent_parts[1], state))
+        key_values: list[nn.Module] = [self.kv_down, self.kv_norm, self.kv_up]
+        queries = [self.q] if self.direct else [self.q_down, self.q_norm, self.q_up]
+        found = sum_costs(queries, tokens).beside(between.bytes(tokens.hidden))
         if first.keeps_input and self.kv_down.keeps_input and not (state.sequence and self.direct):
             found += Cost(kept=-between.bytes(tokens.hidden))  # they keep the same one
+        query = self.heads // state.tensor_size * self.key_dim
+        found += sum_costs(key_values, tokens).beside(tokens.bytes(query))
         # The norms keep what these products make, the whole of it, unless they bring it to fp32 first.
         latents = sum(one.out_features for one in (first, self.kv_down) if isinstance(one, ReplicatedLinear))
         as_made = tokens.fused or tokens.compute == tokens.inner
         found += Cost(
             kept=between.bytes(self.latent_parts[1] * as_made),
             selective=between.bytes(latents),
-            both=between.bytes(latents * as_made),
+            sends=enter_sends(tokens, self.latent_parts[1], state),
         )
-        return found + self._cost_of_scores(tokens)
+        return found + self._cost_of_scores(tokens) + cost_of(self.out, tokens)
 
     def cache_bytes(self, tokens: Tokens) -> float:
         """Return the bytes that a ``KeyValueCache`` of these tokens keeps: latents and rotated keys."""
@@ -189,11 +192,16 @@ class MultiHeadLatentAttention(nn.Module):
         return Cost(
             kept=tokens.bytes(kept) + sums + written,
             selective=tokens.bytes(products + query * one_operator) + sums * one_operator,
-            both=tokens.bytes(query * one_operator) + sums * one_operator,
-            working=context_working(tokens, query, query + value, self.state),
+            working=self._working(tokens, query, value) + written / 3,
             sends=context_sends(tokens, query + value, self.state),
             attention=2.0 * self.heads * (self.key_dim + self.value_parts[1]) * whole * count,
         )
+
+    def _working(self, tokens: Tokens, query: int, value: int) -> float:
+        """Return the bytes of attention's output and of the gradients of it, of queries, keys and values."""
+        if self.state.context_size > 1:
+            return tokens.bytes(2 * value) + context_working(tokens, query, query + value, self.state)
+        return tokens.bytes(value + 4 * query)
 
 
 def _joined(still_BHSE: Tensor, turned_BHSE: Tensor) -> Tensor:

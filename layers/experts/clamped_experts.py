@@ -22,7 +22,7 @@ from ...parallel_state import (
 )
 from ..cost import Cost, Tokens, matrix
 from .experts import ExpertAdapter, Experts
-from .grouped_matmul import GroupSizes, has_kernel, kernel_takes
+from .grouped_matmul import GroupSizes, grouped_working, has_kernel, kernel_takes
 
 
 class ClampedExperts(Experts):
@@ -92,12 +92,21 @@ class ClampedExperts(Experts):
         adapted = {output for adapter in self.adapters for output in adapter.outputs}
         inputs = hidden * (trained or "gate_up" in adapted) + width * (trained or "down" in adapted)
         found = sum((one.cost(tokens) for one in self.adapters), matrix(tokens, whole, trained=trained))
-        # The product, the clamped gate, its sigmoid, their product, and the upper product from 1.
-        return found + Cost(
-            kept=tokens.bytes(inputs + both + 4 * width),
+        down = width * (trained or "down" in adapted)
+        found += Cost(
+            kept=tokens.bytes(inputs - down),
+            working=grouped_working(tokens, hidden, [both]),
             selective=tokens.bytes(made),
-            working=tokens.bytes(4 * width + 2 * hidden),
-            outputs=tokens.bytes(both + hidden),
+            outputs=tokens.bytes(both),
+        )
+        # The product, the clamped gate, its sigmoid, their product, and the upper product from 1.
+        found += Cost(kept=tokens.bytes(both + 4 * width), working=tokens.bytes(3 * width))
+        return found + Cost(
+            kept=tokens.bytes(down),
+            working=grouped_working(tokens, width, [hidden]),
+            # The upper product; the product, the biases of its rows, and those of one rank.
+            making=tokens.bytes(width * (1 if down else 2) + 3 * hidden),
+            outputs=tokens.bytes(hidden),
         )
 
     def extra_repr(self) -> str:

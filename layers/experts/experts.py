@@ -22,7 +22,7 @@ from ...parallel_state import (
 )
 from ..cost import Cost, Tokens, matrix
 from ..mlp import activation
-from .grouped_matmul import grouped_mm, kernel_takes
+from .grouped_matmul import grouped_making, grouped_mm, grouped_working, kernel_takes
 
 
 class ExpertAdapter(Protocol):
@@ -105,6 +105,13 @@ class Experts(DeclaredModule):
                     made[name] = made[name] + change
         return made
 
+    @property
+    def keeps_input(self) -> bool:
+        """Return whether backward needs the rows: stacks that are frozen and not adapted do not."""
+        adapted = {output for adapter in self.adapters for output in adapter.outputs}
+        into = self.products[0]
+        return getattr(self, into[0]).requires_grad or any(one in adapted for one in into)
+
     def cost(self, tokens: Tokens) -> Cost:
         """Return the cost of the rows here: evenly used experts have as many as this rank's tokens make."""
         _, width, hidden = local(self.up).shape
@@ -115,13 +122,22 @@ class Experts(DeclaredModule):
         made = products * width if hidden == tokens.hidden and not by_kernel else 0
         adapted = {output for adapter in self.adapters for output in adapter.outputs}
         inputs = hidden * (trained or bool(adapted - {"down"})) + width * (trained or "down" in adapted)
-        return sum(
-            (one.cost(tokens) for one in self.adapters), matrix(tokens, whole, trained=trained)
-        ) + Cost(
-            kept=tokens.bytes(inputs + (products + self.gated) * width),
+        down = width * (trained or "down" in adapted)
+        found = sum((one.cost(tokens) for one in self.adapters), matrix(tokens, whole, trained=trained))
+        found += Cost(
+            kept=tokens.bytes(inputs - down),
+            working=grouped_working(tokens, hidden, [width] * products),
             selective=tokens.bytes(made),
-            working=tokens.bytes(2 * width + 2 * hidden),
-            outputs=tokens.bytes(products * width + hidden),
+            outputs=tokens.bytes(products * width),
+        )
+        found += Cost(
+            kept=tokens.bytes((products + self.gated) * width), working=tokens.bytes((2 + self.gated) * width)
+        )
+        return found + Cost(
+            kept=tokens.bytes(down),
+            working=grouped_working(tokens, width, [hidden]),
+            making=grouped_making(tokens, width, hidden, keeps=down > 0),
+            outputs=tokens.bytes(hidden),
         )
 
     def extra_repr(self) -> str:

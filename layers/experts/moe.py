@@ -64,9 +64,20 @@ class MoE(nn.Module):
         """
         hidden, top_k = tokens.hidden, self.router.top_k
         places = 4 * 8 * top_k  # int64: the experts, their order, and back
-        found = cost_of(self.router, tokens) + cost_of(self.experts, tokens.times(top_k))
+        cast = tokens.compute < tokens.inner
+        found = cost_of(self.router, tokens).beside(tokens.bytes(hidden))  # the rows' gradient, summed
+        experts = cost_of(self.experts, tokens.times(top_k))
+        # While the experts run, their rows are there, and the tokens that these are made of.
+        rows = tokens.bytes(top_k * hidden * (not self.experts.keeps_input))
+        rows += tokens.bytes(hidden * (not self.router.weight.requires_grad))
+        found += experts + Cost(making=experts.making + rows)
         found += Cost(
             kept=tokens.bytes(top_k * hidden) + places * tokens.count,
+            # In fp32, as the weights are: the gradients of the sum, which is the residual stream's if that is
+            # in fp32, of the rows, and of the weights before it is summed.
+            working=tokens.count * hidden * (2 * top_k * tokens.inner + tokens.inner * cast)
+            + tokens.bytes(hidden * (top_k * cast + (self.state.sequence))),
+            making=tokens.count * (top_k + 1) * hidden * tokens.inner + rows,  # weighted, and their sum
             selective=tokens.between_blocks(self.state).bytes(hidden) * (self.state.tensor_size > 1),
             sends=enter_sends(tokens, hidden, self.state) + leave_sends(tokens, hidden, self.state),
         )
@@ -75,7 +86,10 @@ class MoE(nn.Module):
         # In fp32 the router and the shared experts keep the same input.
         trained = self.router.weight.requires_grad
         same = trained and tokens.compute == tokens.inner and not self.state.sequence
-        return found + cost_of(self.shared, tokens) + Cost(kept=-tokens.bytes(hidden) * same)
+        given = tokens.between_blocks(self.state).bytes(hidden)  # the gradient of the shared experts' input
+        shared = cost_of(self.shared, tokens)
+        found = found.beside(given) + Cost(kept=-tokens.bytes(hidden) * same) + shared
+        return found + Cost(making=shared.making + given + rows)  # beside the sum of the other experts
 
 
 class GatedShared(DeclaredModule):
@@ -111,7 +125,7 @@ class GatedShared(DeclaredModule):
         if self.gate.requires_grad and self.state.sequence:  # otherwise the net keeps the same input
             kept += here.bytes(width)
         return (
-            cost_of(self.net, tokens).with_sums_needed()
+            cost_of(self.net, tokens).with_sums_needed().beside(here.bytes(width))
             + matrix(tokens, width, trained=self.gate.requires_grad)
-            + Cost(kept=kept)
+            + Cost(kept=kept, working=here.bytes(3 * width))
         )

@@ -109,6 +109,7 @@ class CausalConvolution(DeclaredModule):
         )
         return Cost(
             kept=kept,
+            working=2 * tokens.bytes(width),  # the gradients of the activation's output and input
             sends=sends if ranks > 1 else (),
             other=2.0 * tokens.count * self.kernel_size * sum(self.channels.values()),
         )

@@ -121,35 +121,47 @@ class GatedDeltaNet(DeclaredModule):
         The rule's FLOPs are ``other``: the conventions of MFU know matrices and scores.
         """
         (query, _, value, _), heads = (part.here for part in self.qkvz.parts), self.ba.parts[0].here
-        found = cost_of(self.qkvz, tokens) + cost_of(self.ba, tokens) + cost_of(self.conv, tokens)
-        found += cost_of(self.norm, tokens.times(heads)) + cost_of(self.out, tokens)
         hidden = self.qkvz.in_features
         twice = self.qkvz.keeps_input and self.ba.keeps_input  # the same input
-        # Queries, keys and values as the rule takes them; the norm's output, and both sides of its gate.
-        kept = tokens.bytes(2 * query + value + heads + 3 * value - hidden * twice)
+        found = cost_of(self.qkvz, tokens).beside(tokens.bytes(hidden))  # its gradient by ``ba``
+        found += Cost(kept=-tokens.bytes(hidden) * twice)
+        found += cost_of(self.ba, tokens).beside(tokens.bytes(2 * query + 2 * value))
+        # Queries, keys and values as the rule takes them.
+        kept = tokens.bytes(2 * query + value + heads)
         kept += 3 * heads * tokens.count * tokens.inner  # the decay, and both sides of its softplus
         products = tokens.bytes(2 * query + 2 * value + 2 * heads) if hidden == tokens.hidden else 0.0
-        return found + Cost(
+        inside = cost_of(self.conv, tokens) + Cost(
             kept=kept + 2 * heads * tokens.inner,
             selective=products,
-            both=tokens.bytes(value) if products and not self.qkvz.adapters else 0.0,  # the gate
             sends=enter_sends(tokens, hidden, self.state) + self._sends(tokens, heads),
-            working=self._working(tokens, query, heads),
+            working=self._working(tokens, query, heads) + value * tokens.count * tokens.inner,
             other=self._flops(tokens),
         )
+        inside += cost_of(self.norm, tokens.times(heads))
+        # The gate's gradient waits for that of the other products.
+        found += inside.beside(tokens.bytes(value))
+        gate = tokens.bytes(3 * value)  # the norm's output, and both sides of its gate
+        return found + Cost(kept=gate, working=gate) + cost_of(self.out, tokens)
 
     def cache_bytes(self, tokens: Tokens) -> float:
         """Return the bytes that a ``KeyValueCache`` keeps: each row's state, however many tokens it has."""
         return tokens.rows * self.ba.parts[0].here * self.key_dim * self.value_dim * tokens.inner
 
     def _working(self, tokens: Tokens, query: int, heads: int) -> float:
-        """Return the bytes of the rule's intermediate results and their gradients, which backward makes for
-        a moment; factors as measured.
+        """Return the bytes that the rule's own backward holds, its output among them: at the product of
+        queries, keys and decays (``own``), or at the triangular system.
+
+        Both hold three matrices of a chunk's pairs for each head, and the gradients of three; what else they
+        hold is as in ``gated_delta_rule``.
         """
         length, key, value = min(CHUNK, tokens.length), self.key_dim, self.value_dim
-        shared = 10 * query + 2 * query // key * length
-        each = 5.5 * length + key + 7.5 * value + key * (2 * key + 4 * value) / length
-        return tokens.count * tokens.inner * (shared + heads * each)
+        pairs = query // key * length  # products of keys, or of queries and keys
+        states = key * (key + 2 * value) / length
+        own = 6 * query + 3 * pairs + heads * (2 * (key + value) + 2 * value + 3 * key + states)
+        system = 5 * query + pairs + heads * (4 * (key + value) + value)
+        numbers = 6 * heads * length + max(own, system) + 4 * heads + 2 * query // key
+        numbers += 2 * query * (tokens.compute < tokens.inner)  # queries and keys in fp32
+        return tokens.count * tokens.inner * numbers
 
     def _flops(self, tokens: Tokens) -> float:
         """Return the products of the rule: of all pairs in a chunk, with the state, and between chunks."""

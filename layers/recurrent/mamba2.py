@@ -134,34 +134,41 @@ class Mamba2(DeclaredModule):
         The FLOPs of the state space are ``other``: the conventions of MFU know matrices and scores.
         """
         (value, _, heads), made = (self.inner.parts[n].here for n in (0, 1, 4)), self.inner
-        found = cost_of(made, tokens) + cost_of(self.conv, tokens) + cost_of(self.out, tokens)
-        found += cost_of(self.norm, tokens.times(heads))
-        # B, C and x as the convolution made them; the gate, both sides of its silu and what it multiplies.
-        kept = tokens.bytes(value + 2 * len(self.groups.held) * self.state_dim + 3 * value)
+        # B, C and x as the convolution made them.
+        kept = tokens.bytes(value + 2 * len(self.groups.held) * self.state_dim)
         # x times its step; the step, the sum in its softplus, the decay.
         kept += tokens.count * tokens.inner * (value + 3 * heads) + 3 * heads * tokens.inner
         products = tokens.bytes(sum(part.here for part in made.parts))
         products = products if made.in_features == tokens.hidden else 0.0
-        return found + Cost(
+        inside = cost_of(self.conv, tokens) + Cost(
             kept=kept,
             selective=products,
-            both=tokens.bytes(value) if products and not made.adapters else 0.0,  # the gate
             sends=self._sends(tokens, heads),
-            working=self._working(tokens, heads),
+            # Beside it the gradients of the states' output, and of x that passes them by.
+            working=self._working(tokens, heads) + value * tokens.count * tokens.inner + tokens.bytes(value),
             other=self._flops(tokens),
         )
+        found = cost_of(made, tokens) + inside.beside(tokens.bytes(value))  # the gate's gradient
+        # The gate, both sides of its silu and what it multiplies.
+        found += Cost(kept=tokens.bytes(3 * value), working=tokens.bytes(3 * value))
+        return found + cost_of(self.norm, tokens.times(heads)) + cost_of(self.out, tokens)
 
     def cache_bytes(self, tokens: Tokens) -> float:
         """Return the bytes that a ``KeyValueCache`` keeps: each row's state, however many tokens it has."""
         return tokens.rows * self.inner.parts[0].here * self.state_dim * tokens.inner
 
     def _working(self, tokens: Tokens, heads: int) -> float:
-        """Return the bytes of the states' intermediate results and their gradients, for a moment."""
+        """Return the bytes that the backward of ``state_space`` itself holds: when it has made the output
+        again, or at the product of the pairs with their decays.
+        """
         length, width, states = min(CHUNK, tokens.length), self.head_dim, self.state_dim
-        each, groups = 5 * length + 6 * width + states + 4 * states * width / length, len(self.groups.held)
-        if groups > 1:  # spread to the heads: the products of all pairs, B and C
-            each += 2 * length + 4 * states
-        return tokens.count * tokens.inner * (groups * (6 * states + 2 * length) + heads * each)
+        groups, carried = len(self.groups.held), states * width / length
+        made = heads * (7 * width + 2 * length + 2 * states + 3 * carried) + groups * (4 * states + length)
+        pairs = heads * (4 * width + 4 * length + states + 2 * carried) + groups * (3 * states + 2 * length)
+        if groups > 1:  # the products of all pairs are spread to the heads before the decays multiply them
+            made += (heads - groups) * length
+            pairs += (heads - 2 * groups) * length
+        return tokens.count * tokens.inner * (max(made, pairs) + 3 * heads)
 
     def _flops(self, tokens: Tokens) -> float:
         """Return the products: of all pairs in a chunk, into the state and out of it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
@@ -12,12 +12,36 @@ from ...layers import (
     Cost,
     Dropout,
     GatedDeltaNet,
+    LayerNorm,
     Mamba2,
+    RMSNorm,
     Tokens,
+    cost_of,
     linears,
     sum_costs,
 )
-from ...parallel_state import ParallelState
+from ...parallel_state import ParallelState, alone_or
+
+
+def branch(block: nn.Module, modules: Sequence[nn.Module], tokens: Tokens, *, scaled: bool = False) -> Cost:
+    """Return the cost of modules whose output is added to the residual stream, ``scaled`` before that.
+
+    Their backward holds the gradient of the residual stream until the gradient of their input is added to
+    it. It is the gradient of their output, too, unless a factor, dropout or a norm comes after them.
+    """
+    layer = block.mixer if isinstance(block, RecurrentBlock) else block.attention
+    waits = tokens.between_blocks(alone_or(getattr(layer, "state", None))).bytes(tokens.hidden)
+    inner = [one for one in modules if not isinstance(one, nn.Identity)]
+    after = [inner.pop()] if isinstance(inner[-1], Dropout | RMSNorm | LayerNorm) else []
+    found = sum_costs(inner, tokens)
+    if after or scaled:  # the output has a gradient of its own
+        product = getattr(inner[-1], "out", None) or getattr(inner[-1], "down", None)
+        if product is None:  # experts need it more than once
+            found = found.beside(waits)
+        else:
+            found += Cost(working=cost_of(product, tokens).working + waits)
+        found += Cost(making=found.making + waits)
+    return (found + sum_costs(after, tokens)).beside(waits)
 
 
 class PreNormBlock(nn.Module):
@@ -47,8 +71,9 @@ class PreNormBlock(nn.Module):
         return x_BSD
 
     def cost(self, tokens: Tokens) -> Cost:
-        first, second = [self.attention_norm, self.attention], [self.mlp_norm, self.mlp]
-        found = sum_costs([*first, self.dropout, *second, self.dropout], tokens)
+        scaled = self.scale != 1
+        first = branch(self, [self.attention_norm, self.attention, self.dropout], tokens, scaled=scaled)
+        found = first + branch(self, [self.mlp_norm, self.mlp, self.dropout], tokens, scaled=scaled)
         # Dropout's backward needs no more than its mask, but to draw that again takes its input.
         return found if isinstance(self.dropout, Dropout) else found.without_last_sum()
 
@@ -65,8 +90,9 @@ class AddNormBlock(PreNormBlock):
         return x_BSD
 
     def cost(self, tokens: Tokens) -> Cost:
-        first, second = [self.attention, self.attention_norm], [self.mlp, self.mlp_norm]
-        return sum_costs([*first, self.dropout, *second, self.dropout], tokens)
+        first = branch(self, [self.attention, self.dropout], tokens) + cost_of(self.attention_norm, tokens)
+        second = branch(self, [self.mlp, self.dropout], tokens) + cost_of(self.mlp_norm, tokens)
+        return first + second
 
 
 class RecurrentBlock(nn.Module):
@@ -97,7 +123,9 @@ class RecurrentBlock(nn.Module):
         return x_BSD if self.scale == 1 else x_BSD * self.scale
 
     def cost(self, tokens: Tokens) -> Cost:
-        return sum_costs(self.children(), tokens).without_last_sum()
+        scaled = self.scale != 1
+        found = branch(self, [self.mixer_norm, self.mixer], tokens, scaled=scaled)
+        return (found + branch(self, [self.mlp_norm, self.mlp], tokens, scaled=scaled)).without_last_sum()
 
 
 class PostNormBlock(nn.Module):
@@ -113,7 +141,8 @@ class PostNormBlock(nn.Module):
         return x_BSD
 
     def cost(self, tokens: Tokens) -> Cost:
-        return sum_costs(self.children(), tokens)
+        first = branch(self, [self.attention, self.after_attention], tokens)
+        return first + branch(self, [self.mlp, self.after_mlp], tokens)
 
 
 class ParallelBlock(nn.Module):
@@ -147,15 +176,22 @@ class ParallelBlock(nn.Module):
         return x_BSD
 
     def cost(self, tokens: Tokens) -> Cost:
-        found = sum_costs([*self.children(), self.dropout], tokens)  # the dropout of each branch
-        if not isinstance(self.dropout, Dropout):  # see PreNormBlock
-            found = found.without_last_sum()
+        size = tokens.between_blocks(self.attention.state).bytes(tokens.hidden)
+        norms = [cost_of(self.attention_norm, tokens)]
         if self.two_norms:  # both of which keep the same input
-            return found + Cost(kept=-tokens.between_blocks(self.attention.state).bytes(tokens.hidden))
+            norms += [Cost(kept=-size), cost_of(self.mlp_norm, tokens)]
         first = next((one for _, one in linears(self.mlp)), None)
         # Both branches keep the same input, unless sequence parallelism gathers it for each.
         same = self.attention.qkv.keeps_input and first is not None and first.keeps_input
-        return found + Cost(kept=-tokens.bytes(tokens.hidden) * (same and not self.attention.state.sequence))
+        shared = same and not self.two_norms and not self.attention.state.sequence
+        # The gradient of what the feed-forward was given waits, too.
+        found = (sum(norms, Cost()) + branch(self, [self.attention, self.dropout], tokens)).beside(size)
+        last = branch(self, [self.mlp, self.dropout], tokens)
+        # While the feed-forward runs, the sum so far is there, and what attention was given.
+        given = self.two_norms and not self.attention.qkv.keeps_input
+        found += Cost(kept=-tokens.bytes(tokens.hidden) * shared) + last
+        found += Cost(making=last.making + size * (1 + given))
+        return found if isinstance(self.dropout, Dropout) else found.without_last_sum()  # see PreNormBlock
 
 
 class SandwichBlock(nn.Module):
@@ -172,7 +208,8 @@ class SandwichBlock(nn.Module):
         return x_BSD
 
     def cost(self, tokens: Tokens) -> Cost:
-        return sum_costs(self.children(), tokens)
+        first = branch(self, [self.attention_norm, self.attention, self.after_attention], tokens)
+        return first + branch(self, [self.mlp_norm, self.mlp, self.after_mlp], tokens)
 
 
 Block = PreNormBlock | RecurrentBlock | PostNormBlock | SandwichBlock | ParallelBlock

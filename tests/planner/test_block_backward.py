@@ -1,0 +1,81 @@
+"""The bytes that the backward of one real block holds at its worst moment, against what its layers state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from trilith.layers import AttentionInputs, Checkpointing, checkpoint_blocks, cost_of
+from trilith.models import LoraConfig, adapted, family_of
+from trilith.parallel_state import ParallelState, initialize
+from trilith.planner import Work, saved_under
+from trilith.testing import LiveBytes
+from trilith.testing.tiny_models import MODELS
+
+ROWS, LENGTH = 4, 256
+LORA = LoraConfig(r=4, lora_dropout=0.05)
+
+
+def peaks(
+    raw: dict[str, Any],
+    mode: Checkpointing = "none",
+    dtype: torch.dtype = torch.float32,
+    lora: LoraConfig | None = None,
+) -> list[float]:
+    """Return the peak over the plan for each block of a model; many tokens, beside which weights are few."""
+    family = family_of(raw) if lora is None else adapted(family_of(raw), lora)
+    config = family.from_hf(raw)
+    model = family.build(config, device="cpu")
+    initialize(model, 0)
+    model = model.to(dtype)
+    checkpoint_blocks([(int(number), block) for number, block in model.layers.items()], mode)
+    state = ParallelState.alone()
+    work = Work(state, config.hidden_size, LENGTH, ROWS, 1, compute=dtype.itemsize, fused=False)
+    return [peak_of(model, block, work, mode, dtype) for block in model.layers.values()]
+
+
+def peak_of(model: Any, block: nn.Module, work: Work, mode: Checkpointing, dtype: torch.dtype) -> float:
+    shape, used = (ROWS, LENGTH, work.hidden), [one for one in block.parameters() if one.requires_grad]
+    factor, source = torch.randn(shape, dtype=dtype), torch.randn(shape, dtype=dtype)
+    inputs = AttentionInputs(
+        None, None, like=factor, layers=model.attentions, rotary=model.rotary, state=work.state
+    )
+    for one in used:  # to which gradients are added
+        one.grad = torch.zeros_like(one)
+    with LiveBytes() as memory:
+        before = memory.now
+        # As between blocks: nobody but the block needs its input, and the gradient is a tensor of its own.
+        made = (block(source.requires_grad_() * 1.0, inputs) * factor).sum()
+        memory.peak = 0
+        made.backward()
+    cost = cost_of(block, work.tokens)
+    saved = saved_under(mode, cost, work)
+    return (memory.peak - before) / (saved.kept + saved.recomputed)
+
+
+def raw_of(name: str) -> dict[str, Any]:
+    """Return a small model whose rows may be long enough."""
+    raw = dict(MODELS[name])
+    return raw | {key: LENGTH for key in raw if key in ("max_position_embeddings", "n_positions")}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_block_holds_what_its_layers_state(name: str) -> None:
+    """Without checkpointing, and with it: then a forward comes before the backward."""
+    modes: tuple[Checkpointing, ...] = ("none", "selective")
+    for mode in modes:
+        assert all(0.98 < ratio < 1.02 for ratio in peaks(raw_of(name), mode))
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "gpt_oss", "deepseek_v3", "gpt_neox"])
+def test_a_block_with_adapters_holds_what_its_layers_state(name: str) -> None:
+    """Weights that are frozen keep no input, but a forward still has it."""
+    assert all(0.96 < ratio < 1.03 for ratio in peaks(raw_of(name), "full", lora=LORA))
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "gemma2", "qwen3_next", "granitemoehybrid"])
+def test_a_block_in_16_bits_holds_what_its_layers_state(name: str) -> None:
+    """Recurrences, written-out scores and weighted sums of experts are in fp32."""
+    assert all(0.96 < ratio < 1.03 for ratio in peaks(raw_of(name), dtype=torch.bfloat16))
