@@ -6,6 +6,7 @@ B batch  S sequence  D hidden  E head dim  H query heads here  K key/value heads
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -176,11 +177,10 @@ class Attention(nn.Module):
         repeated = by_sdpa and (narrow or not one_operator or (tokens.fused and tokens.compute > 2))
         seen = query if repeated else self.shared.heads * self.head_dim if self.shared.picks else key_value
         kept = tokens.bytes(query + 2 * seen) + heads * count * tokens.inner  # and a logsumexp a head
-        # Its output is the last product's input, unless that is a copy: of context ranks' output, and of one
-        # that lies in memory as norms of single heads leave queries, heads before tokens.
+        # Its output is the last product's input, unless that is a copy of one that lies in memory as norms of
+        # single heads leave queries, heads before tokens.
         laid = self.partial_rotary or isinstance(self.q_norm, nn.Identity | HeadsRMSNorm)
-        as_product = laid or in_blocks
-        copied = ranks > 1 or not as_product
+        copied = not laid and not (in_blocks and ranks == 1)
         kept += tokens.bytes(query) if copied or self.gated or not self.out.keeps_input else 0.0
         kept += tokens.bytes(query * (1 + copied) * self.gated)  # the gate, and what it multiplies if copied
         scores = heads * whole * count * tokens.compute * (not one_operator and not in_blocks)
@@ -190,20 +190,20 @@ class Attention(nn.Module):
         # Scores with sinks: the kernel's output and sums are kept, and changed ones are made of them again.
         inside = in_blocks and not written_out and ranks == 1
         kernel = (tokens.bytes(query) + heads * count * tokens.inner) * inside
-        # The output, until its gradient has gone through, and the gradients of queries, keys and values.
-        working = tokens.bytes(2 * query)
+        numbers = query + 2 * key_value
+        written = 0.0
+        if written_out:  # in fp32, as what they are computed from
+            block = tokens if ranks == 1 else replace(tokens, length=tokens.length / 2)
+            drops, bounds = self.dropout > 0, self.soft_cap is not None
+            written = scores_bytes(block, heads, block.length, dropout=drops, bounded=bounds)
+            written += block.count * numbers * tokens.inner * (tokens.compute < tokens.inner)
         if ranks > 1:
-            working += context_working(tokens, query, 2 * key_value, self.state)
-        elif not in_blocks:
-            working += tokens.bytes(query + 2 * seen) + scores
-        if written_out:  # in fp32, and copies in fp32 of what scores are computed from
-            working += scores_bytes(
-                tokens, heads, tokens.length, dropout=self.dropout > 0, bounded=self.soft_cap is not None
-            )
-            again = 2 if tokens.compute < tokens.inner else 1
-            working += again * count * (query + 2 * key_value) * tokens.inner
-        elif inside:
-            working += count * (query + 2 * key_value) * tokens.inner
+            working = context_working(tokens, query, 2 * key_value, query, self.state, scores=written)
+            working += tokens.bytes(query * (not copied))  # the output
+        else:  # the output and its gradient, and the gradients of queries, keys and values
+            inner = count * numbers * tokens.inner
+            working = tokens.bytes(2 * query) + (inner if in_blocks else tokens.bytes(query + 2 * seen))
+            working += scores + written
         return Cost(
             kept=kept,
             selective=tokens.bytes(products + query * one_operator) + sums + kernel,

@@ -200,7 +200,7 @@ class MultiHeadLatentAttention(nn.Module):
     def _working(self, tokens: Tokens, query: int, value: int) -> float:
         """Return the bytes of attention's output and of the gradients of it, of queries, keys and values."""
         if self.state.context_size > 1:
-            return tokens.bytes(2 * value) + context_working(tokens, query, query + value, self.state)
+            return context_working(tokens, query, query + value, value, self.state)
         return tokens.bytes(value + 4 * query)
 
 

@@ -112,19 +112,33 @@ class _ContextAttention(torch.autograd.Function):
 _attention: Callable[..., Tensor] = _ContextAttention.apply
 
 
-def context_working(tokens: Tokens, query: float, key_value: float, state: ParallelState) -> float:
-    """Return the bytes of the pieces that a backward over context ranks holds.
+def context_working(
+    tokens: Tokens, query: float, key_value: float, value: float, state: ParallelState, *, scores: float = 0.0
+) -> float:
+    """Return the bytes that a backward over context ranks holds at once.
 
-    These are all ranks' keys and values (around a ring, those of one rank and of the next), their gradients,
-    and the gradients of the queries here. ``query`` and ``key_value``: numbers a token, keys and values
-    together.
+    ``query``: numbers a token of the queries here, ``key_value`` of keys and values together, ``value`` of
+    the output, whose gradient is here too. ``scores``: the bytes that a block needs for scores in memory; 0:
+    an operator of its own computes the block.
     """
-    ranks = state.context_size
+    ranks, count = state.context_size, tokens.count
     if ranks == 1:
         return 0.0
-    pieces, sums = (2, 3) if state.layout.ring else (1 + ranks, 1 + ranks)
-    numbers = key_value * (pieces * tokens.compute + sums * tokens.inner) + query * tokens.inner
-    return numbers * tokens.count
+    compute, inner = count * tokens.compute, count * tokens.inner
+    # A block has half of the tokens. Its gradients are made while those of the block before are there.
+    block = scores + (query + 2 * key_value) / 2 * inner
+    if not scores:
+        block += 3 * query / 2 * compute  # one key and value for each query head, as wide as queries
+        block += (query + value) / 2 * compute * (key_value < query + value)  # so they are repeated,
+        block += 3 * query / 2 * compute * (value < query)  # and widened, as output and its gradient
+    lasting = value * compute + query * inner
+    if not state.layout.ring:
+        return lasting + (1 + ranks) * key_value * (compute + inner) + block
+    # On the way: keys and values of the next rank, gradients to the next rank and from the one before.
+    coming = ranks > 2
+    blocks = key_value * ((1 + coming) * compute + (2 + 2 * coming) * inner) + block
+    end = key_value * (compute + 4 * inner) + (query + key_value) / 2 * inner
+    return lasting + max(blocks, end)
 
 
 def context_sends(tokens: Tokens, key_value: float, state: ParallelState) -> tuple[Send, ...]:

@@ -9,12 +9,13 @@ import torch
 from torch import nn
 from trilith.layers import AttentionInputs, Checkpointing, checkpoint_blocks, cost_of
 from trilith.models import LoraConfig, adapted, family_of
-from trilith.parallel_state import ParallelState, initialize
+from trilith.parallel_state import Layout, ParallelState, initialize
 from trilith.planner import Work, saved_under
-from trilith.testing import LiveBytes
+from trilith.testing import LiveBytes, run_parallel
 from trilith.testing.tiny_models import MODELS
 
 ROWS, LENGTH = 4, 256
+ALONE = Layout()
 LORA = LoraConfig(r=4, lora_dropout=0.05)
 
 
@@ -23,16 +24,18 @@ def peaks(
     mode: Checkpointing = "none",
     dtype: torch.dtype = torch.float32,
     lora: LoraConfig | None = None,
+    layout: Layout = ALONE,
 ) -> list[float]:
     """Return the peak over the plan for each block of a model; many tokens, beside which weights are few."""
     family = family_of(raw) if lora is None else adapted(family_of(raw), lora)
     config = family.from_hf(raw)
-    model = family.build(config, device="cpu")
-    initialize(model, 0)
+    state = ParallelState.alone() if layout == ALONE else ParallelState.start(layout)
+    model = family.build(config, state=state, device="cpu")
+    initialize(model, 0, state=state)
     model = model.to(dtype)
     checkpoint_blocks([(int(number), block) for number, block in model.layers.items()], mode)
-    state = ParallelState.alone()
-    work = Work(state, config.hidden_size, LENGTH, ROWS, 1, compute=dtype.itemsize, fused=False)
+    length = LENGTH * layout.context
+    work = Work(state, config.hidden_size, length, ROWS, 1, compute=dtype.itemsize, fused=False)
     return [peak_of(model, block, work, mode, dtype) for block in model.layers.values()]
 
 
@@ -58,7 +61,7 @@ def peak_of(model: Any, block: nn.Module, work: Work, mode: Checkpointing, dtype
 def raw_of(name: str) -> dict[str, Any]:
     """Return a small model whose rows may be long enough."""
     raw = dict(MODELS[name])
-    return raw | {key: LENGTH for key in raw if key in ("max_position_embeddings", "n_positions")}
+    return raw | {key: 2 * LENGTH for key in raw if key in ("max_position_embeddings", "n_positions")}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -79,3 +82,12 @@ def test_a_block_with_adapters_holds_what_its_layers_state(name: str) -> None:
 def test_a_block_in_16_bits_holds_what_its_layers_state(name: str) -> None:
     """Recurrences, written-out scores and weighted sums of experts are in fp32."""
     assert all(0.96 < ratio < 1.03 for ratio in peaks(raw_of(name), dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("ring", [True, False])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "cohere", "deepseek_v2", "qwen3_next", "falcon"])
+def test_a_block_over_context_ranks_holds_what_its_layers_state(name: str, ring: bool) -> None:
+    """Pieces of other ranks are held, and half of a rank's tokens see half of another's at a time."""
+    layout = Layout.of(context=2, ring=ring)
+    for found in run_parallel(peaks, 2, raw_of(name), "none", torch.float32, None, layout):
+        assert all(0.97 < ratio < 1.02 for ratio in found)

@@ -249,7 +249,7 @@ SLOW = [
     Case("gpt2", Layout(), MemorySection(checkpointing="every"), near=True),
     Case("glm4_moe", Layout.of(data=2, zero=3)),
     Case("gpt2", Layout.of(context=2), near=True),
-    Case("llama", Layout.of(context=2, zero=3), micro_batch=4),
+    Case("llama", Layout.of(context=2, zero=3), micro_batch=4, near=True),
     Case("llama", Layout.of(data=2, zero=2), frozen=("embed", "layers.0", "layers.1", "layers.2"), near=True),
     Case("llama", Layout.of(pipeline=2, **SHAPED), micro_batches=4, schedule="zbv"),
     Case("gemma2", Layout(), micro_batch=4, near=True),
@@ -330,8 +330,7 @@ def test_a_stage_holds_as_many_micro_batches_as_follow_it() -> None:
 
 def test_context_ranks_share_activations_and_a_ring_holds_few_keys_at_once() -> None:
     alone, *cut = (planned(layout=Layout.of(context=context)) for context in (1, 2, 4, 8))
-    assert [cut[0].activations / one.activations for one in cut] == pytest.approx([1, 2, 4], rel=1e-6)
-    assert 1.85 < alone.activations / cut[0].activations < 2  # which keep a copy of attention's output
+    assert [alone.activations / one.activations for one in cut] == pytest.approx([2, 4, 8], rel=1e-6)
     assert [alone.logits / one.logits for one in cut] == [2, 4, 8]
     more = []
     for ranks in (16, 32):
