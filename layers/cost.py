@@ -91,7 +91,8 @@ class Cost:
     the backward holds at once beside ``kept``: intermediate results, and the gradients of what the module is
     given and makes. ``making``: the most bytes that a forward holds at once beside ``kept``, as far as a
     recomputation may need more than the backward after it. ``outputs``: bytes of the outputs of norms and
-    products; their gradients are kept for a while if a schedule splits the backward in two.
+    products; their gradients are kept for a while if a schedule splits the backward in two. ``moved``: bytes
+    that are written and read and not kept; only time depends on them.
 
     The backward of a sum comes to the last module first, and gives back what this one kept before it comes to
     the others.
@@ -107,6 +108,7 @@ class Cost:
     working: float = 0.0
     making: float = 0.0
     outputs: float = 0.0
+    moved: float = 0.0
     sends: tuple[Send, ...] = ()
     matrices: float = 0.0
     trained: float = 0.0
@@ -120,6 +122,7 @@ class Cost:
             max(more.working, self.working - more.kept),
             max(more.making, self.making - more.kept),
             self.outputs + more.outputs,
+            self.moved + more.moved,
             self.sends + more.sends,
             self.matrices + more.matrices,
             self.trained + more.trained,

@@ -181,7 +181,8 @@ class Attention(nn.Module):
         # single heads leave queries, heads before tokens.
         laid = self.partial_rotary or isinstance(self.q_norm, nn.Identity | HeadsRMSNorm)
         copied = not laid and not (in_blocks and ranks == 1)
-        kept += tokens.bytes(query) if copied or self.gated or not self.out.keeps_input else 0.0
+        own = copied or self.gated or not self.out.keeps_input
+        kept += tokens.bytes(query * own)
         kept += tokens.bytes(query * (1 + copied) * self.gated)  # the gate, and what it multiplies if copied
         scores = heads * whole * count * tokens.compute * (not one_operator and not in_blocks)
         kept += 3 * scores  # the scores, their softmax and what dropout leaves of it
@@ -208,6 +209,7 @@ class Attention(nn.Module):
             kept=kept,
             selective=tokens.bytes(products + query * one_operator) + sums + kernel,
             working=working,
+            moved=tokens.bytes(query * (ranks > 1 and not own)),  # the output, before it is whole
             sends=context_sends(tokens, 2 * key_value, self.state),
             attention=4.0 * self.whole_width * whole * count,
         )

@@ -69,7 +69,7 @@ class Kernels:
         product, attention = cost.matrices / self.tensor / self._products, cost.attention / 2 / self.tensor
         attention /= self._attention
         passes = (one * more for one, more in zip(PASSES[self.mode], heavier, strict=True))
-        there, back = (self.moved(one * max(cost.kept, 0.0)) for one in passes)
+        there, back = (self.moved(one * max(cost.kept + cost.moved, 0.0)) for one in passes)
         launched = modules * OPERATORS[self.mode] * self.machine.efficiency.launch
         weights = cost.trained / self.tensor / self._products
         return Seconds(
@@ -88,7 +88,8 @@ class Kernels:
         if mode == "selective":
             launched /= 2
             passes = PASSES[self.mode][0] * heavier[0]
-            found = self._with(self.moved(passes * max(cost.kept - cost.selective, 0.0)), launched)
+            moved = max(cost.kept + cost.moved - cost.selective, 0.0)
+            found = self._with(self.moved(passes * moved), launched)
         else:
             found = self.compute(cost, modules, heavier).forward
         # A CPU's host has more to do than to start operators; a GPU has other work meanwhile.

@@ -84,8 +84,14 @@ def test_a_block_in_16_bits_holds_what_its_layers_state(name: str) -> None:
     assert all(0.96 < ratio < 1.03 for ratio in peaks(raw_of(name), dtype=torch.bfloat16))
 
 
-@pytest.mark.parametrize("ring", [True, False])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "cohere", "deepseek_v2", "qwen3_next", "falcon"])
+@pytest.mark.parametrize(
+    ("name", "ring"),
+    [
+        *((name, False) for name in ("gpt2", "gemma2", "cohere", "deepseek_v2", "qwen3_next", "falcon")),
+        # Where attention is the worst moment, a ring's peak depends on when a message is taken.
+        *((name, True) for name in ("llama", "gemma2")),
+    ],
+)
 def test_a_block_over_context_ranks_holds_what_its_layers_state(name: str, ring: bool) -> None:
     """Pieces of other ranks are held, and half of a rank's tokens see half of another's at a time."""
     layout = Layout.of(context=2, ring=ring)
