@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,8 +20,8 @@ def plan_explain() -> None:
     """Explain a figure of parallel training: formula, numbers, result.
 
     Each topic prints what is given, then one line of arithmetic for each result, so that you can redo it by
-    hand. Every number is an option. The same functions compute the plan of a run, and docs/techniques.md
-    lists figures in circulation that these formulas correct.
+    hand. Every number is an option. Tests hold these formulas equal to the plans of real models, and
+    docs/techniques.md lists figures in circulation that they correct.
 
     Examples:
 
@@ -110,6 +110,8 @@ class Topic:
     help: str
     examples: tuple[str, ...]
     defaults: Mapping[str, Any]
+    #: The options that --model sets.
+    of_model: tuple[str, ...] = ()
 
 
 _SIZES = {"weight_bytes": "2", "gradient_bytes": "2", "optimizer_bytes": "12"}
@@ -157,6 +159,7 @@ TOPICS: Mapping[str, Topic] = {
             **{"tensor": 1, "pipeline": 1, "data": 1, "zero": 0, "sequence": 2048, "micro_batch": 1},
             **{"sequence_parallel": False, "recompute": "selective", **_SIZES},
         },
+        ("parameters", "layers", "hidden", "heads"),
     ),
     "training-time": Topic(
         "run_time",
@@ -169,6 +172,7 @@ TOPICS: Mapping[str, Topic] = {
             **{"model": None, "parameters": "70B", "tokens": "15T", "gpus": 2048, "peak": "989e12"},
             **{"mfu": 0.4, "price": "2", "watts": "700"},
         },
+        ("parameters",),
     ),
     "tensor-parallel": Topic(
         "axes",
@@ -222,6 +226,7 @@ TOPICS: Mapping[str, Topic] = {
             **{"rate": "10K", "model": None, "parameters": "7.5B", "layers": 32, "width": 4096},
             **{"sequence": 8192, "gpus": 1, "peak": "989e12"},
         },
+        ("parameters", "layers", "width"),
     ),
 }
 
@@ -233,9 +238,11 @@ def topics() -> Iterator[Callable[..., None]]:
 
 
 def _command(name: str, topic: Topic) -> Callable[..., None]:
-    def command(*, json: bool, **given: Any) -> None:
+    def command(*, called: typer.Context, json: bool, **given: Any) -> None:
         from importlib import import_module
 
+        if given.get("model") is not None:
+            _refuse_given(called, topic.of_model)
         for key, least in AMOUNTS.items():
             if key in given:
                 given[key] = parse_amount(given[key], f"--{key.replace('_', '-')}", least=least)
@@ -250,10 +257,22 @@ def _command(name: str, topic: Topic) -> Callable[..., None]:
     defaults = {**topic.defaults, "json": False}
     kind = inspect.Parameter.KEYWORD_ONLY
     shown = [inspect.Parameter(key, kind, default=defaults[key], annotation=hints[key]) for key in hints]
-    command.__annotations__ = hints
+    shown.append(inspect.Parameter("called", kind, annotation=typer.Context))
+    command.__annotations__ = hints | {"called": typer.Context}
     # typer reads the options from here; the type of a function does not state the attribute.
     command.__dict__["__signature__"] = inspect.Signature(shown)
     return command
+
+
+def _refuse_given(called: typer.Context, names: Sequence[str]) -> None:
+    """Refuse the options of these names where the user wrote them: --model sets their numbers."""
+    from ..parallel_state import BadInput
+
+    for name in names:
+        source = called.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            option = f"--{name.replace('_', '-')}"
+            raise BadInput("explain", option, expected="no --model, which sets it", found="both")
 
 
 def _show(found: Explanation, as_json: bool) -> None:

@@ -184,8 +184,10 @@ def _fields(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _positions(model: Mapping[str, Any]) -> int:
-    fields = _fields(model)
-    return family_of(fields).from_hf(fields).max_position_embeddings
+    fields, where = _fields(model), model.get("config")
+    # As the plan reads it again, so that Python prints a warning once.
+    name = where if isinstance(where, str) else "config.json"
+    return family_of(fields, name).from_hf(fields, name).max_position_embeddings
 
 
 def _as_base(model: dict[str, Any], name: str) -> dict[str, Any]:

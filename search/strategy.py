@@ -23,8 +23,9 @@ def strategy(layout: Layout) -> str:
     """Return the name under which the literature knows a layout."""
     if layout.world == 1:
         return "one GPU"
-    data = {0: "data parallelism (DDP)", 1: "ZeRO 1", 2: "ZeRO 2", 3: "ZeRO 3 (FSDP)"}[layout.zero]
-    if layout.zero and layout.data_replicate > 1:
+    zero = layout.zero if shards_of(layout) > 1 else 0
+    data = {0: "data parallelism (DDP)", 1: "ZeRO 1", 2: "ZeRO 2", 3: "ZeRO 3 (FSDP)"}[zero]
+    if zero and layout.data_replicate > 1:
         data += " in replicas (HSDP)"
     found = [data] if layout.data * layout.context > 1 else []
     found += [f"{layout.pipeline} pipeline ranks"] if layout.pipeline > 1 else []
@@ -35,6 +36,12 @@ def strategy(layout: Layout) -> str:
     found += [f"{layout.expert} expert ranks"] if layout.expert > 1 else []
     three = layout.tensor > 1 and layout.pipeline > 1 and layout.data > 1
     return ("3D parallelism: " if three else "") + ", ".join(found)
+
+
+def shards_of(layout: Layout) -> int:
+    """Return over how many ranks ZeRO cuts what it cuts; 1: each data rank holds everything."""
+    _, shards, _ = layout.data_sizes()
+    return shards
 
 
 def reasons(found: Found) -> list[str]:
@@ -84,8 +91,9 @@ def _sharing(request: Request, best: Answer) -> str:
     """Say what the data ranks share, and what one ZeRO stage less would need or take."""
     layout = best.choice.layout
     who = " and ".join(name for name in ("data", "context") if getattr(layout, name) > 1)
-    if not layout.zero:
-        return f"the {who} ranks share no weights, gradients or moments, for these fit"
+    if shards_of(layout) == 1:
+        beside = ", and sum gradients beside each micro-batch, as ZeRO 2 does" if layout.zero > 1 else ""
+        return f"the {who} ranks share no weights, gradients or moments, for these fit{beside}"
     shared = {1: "moments", 2: "moments and gradients", 3: "weights, gradients and moments"}[layout.zero]
     return f"the {who} ranks share {shared}{_one_stage_less(request, best)}"
 

@@ -121,4 +121,6 @@ def readable(value: float, unit: str) -> str:
         return f"{value / size:.4g} {letter}B"
     if value >= 1e15:
         return f"{value:.4g} {unit}"
-    return f"{value:,.0f} {unit}" if value >= 1e4 or value == int(value) else f"{value:.4g} {unit}"
+    if value >= 1e4 or value == int(value):
+        return f"{value:,.0f} {unit}"
+    return f"{value:,.1f} {unit}" if value >= 1e3 else f"{value:.4g} {unit}"

@@ -81,6 +81,9 @@ def test_each_number_that_is_given_has_an_option_that_changes_it(
         (("zero", "--parameters", "1e40"), "--parameters"),
         (("memory", "--recompute", "some"), "--recompute"),
         (("memory", "--model", "llama-9"), "--model"),
+        (("memory", "--model", "llama-3.1-8b", "--layers", "32"), "--layers"),
+        (("mfu", "--model", "llama-3.1-8b", "--width", "64"), "--width"),
+        (("training-time", "--model", "llama-3.1-8b", "--parameters", "8B"), "--parameters"),
         (("juggling",), "juggling"),
         ((), "Missing command"),
     ],
@@ -100,5 +103,7 @@ def test_results_are_written_as_one_says_them() -> None:
         readable(2.5e-6, "s"),
         readable(27, "micro-batches"),
         readable(22.3, "s"),
+        readable(4096 / 3, "outputs"),
     ]
-    assert said == ["140 GB", "15.8 %", "6.3e+24 FLOPs", "1.34 ms", "2.5 us", "27 micro-batches", "22.3 s"]
+    assert said == ["140 GB", "15.8 %", "6.3e+24 FLOPs", "1.34 ms", "2.5 us", "27 micro-batches", "22.3 s",
+                    "1,365.3 outputs"]  # fmt: skip

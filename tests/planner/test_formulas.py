@@ -14,12 +14,14 @@ from trilith.planner.flops import flops_per_token
 from trilith.planner.formulas.axis_bytes import (
     context_block_bytes,
     data_step_bytes,
+    expert_block_bytes,
     pipeline_border_bytes,
     tensor_block_bytes,
 )
 from trilith.planner.formulas.bytes_per_parameter import state_bytes
 from trilith.planner.formulas.ring_and_tree import ring_messages, ring_seconds, ring_wire_bytes
 from trilith.planner.formulas.training_time import flops_of_token
+from trilith.planner.time.kernels import exchanged
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -52,6 +54,17 @@ def test_context_bytes_of_a_block_are_the_plan_s(ring: bool) -> None:
     work, model = planned(Layout.of(context=4, ring=ring))
     sent = block_traffic(work, cost_of(model.layers["0"], work.tokens))
     assert sum(one.wire for one in sent) == context_block_bytes(ROWS * LENGTH // 4, 2 * 32, 4, ring=ring)
+
+
+def test_bytes_of_a_block_with_experts_are_those_that_a_plan_times() -> None:
+    """The tokens' choices decide the real bytes; a plan takes them as even, like the formula."""
+    config = {**LLAMA, "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2}
+    config |= {"moe_intermediate_size": 32, "decoder_sparse_step": 1, "head_dim": 8}
+    state, family = ParallelState.stand_in(Layout.of(data=4, expert=4)), family_of(config)
+    model = family.build(family.from_hf(config), state=state)
+    work = Work(state, 64, LENGTH, ROWS, ROUNDS, compute=2)
+    given = exchanged(model.layers["0"], work.tokens.bytes(64))
+    assert 4 * ring_wire_bytes("all_to_all", given, 4) == expert_block_bytes(ROWS * LENGTH, 64, 2, 4) > 0
 
 
 def test_bytes_between_two_stages_are_the_plan_s() -> None:

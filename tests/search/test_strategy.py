@@ -67,6 +67,8 @@ def test_it_says_what_one_zero_stage_less_would_need_or_take(tmp_path: Path) -> 
         more = less.time.seconds / Evaluator(room).answer(choice).time.seconds - 1
         assert told and told[1] == ("as long" if abs(more) < 0.0005 else f"{100 * more:.1f} % longer")
     assert "share no weights" in said(only(room, Choice(Layout.of(data=4))))
+    alone = said(only(room, Choice(Layout.of(data=4, zero=3, data_replicate=4))))
+    assert "share no weights" in alone and "sum gradients beside each micro-batch" in alone
     assert "the data and context ranks share moments" in said(
         only(room, Choice(Layout.of(data=2, context=2, zero=1)))
     )
@@ -106,6 +108,7 @@ def test_sizes_of_a_small_model_are_not_rounded_away(tmp_path: Path) -> None:
         (Layout.of(data=8), "data parallelism (DDP)"),
         (Layout.of(data=8, zero=3), "ZeRO 3 (FSDP)"),
         (Layout.of(data=8, zero=3, data_replicate=2), "ZeRO 3 (FSDP) in replicas (HSDP)"),
+        (Layout.of(data=8, zero=3, data_replicate=8), "data parallelism (DDP)"),
         (Layout.of(tensor=2, data=4, zero=1), "ZeRO 1, 2 tensor ranks"),
         (Layout.of(tensor=2, pipeline=2, data=2), "3D parallelism: data parallelism (DDP), 2 pipeline ranks, "
                                                   "2 tensor ranks"),
