@@ -26,12 +26,13 @@ _TABLE = Path(__file__).with_name("published_runs.toml")
 class PublishedRun:
     """Describe a published run: its step, and one reported speed.
 
-    That is ``tokens`` a second or ``tflops`` of a GPU, or ``mfu`` with the causal half of attention.
-    ``split_ends``: blocks of the first and the last stage, if they have fewer than the others. ``gibibytes``:
-    reported memory. ``assumed``: what the source does not say.
+    ``title`` names the source. The speed is ``tokens`` a second or ``tflops`` of a GPU, or ``mfu`` with the
+    causal half of attention. ``split_ends``: blocks of the first and the last stage, if they have fewer than
+    the others. ``gibibytes``: reported memory. ``assumed``: what the source does not say.
     """
 
     source: str
+    title: str
     model: str
     gpu: str
     gpus: int
@@ -81,7 +82,11 @@ def published_runs() -> list[PublishedRun]:
     raw = read_toml(_TABLE)
     configs = {name: size.fields for name, size in published_sizes().items()} | raw["models"]
     return [
-        PublishedRun(**row | {"source": raw["sources"][row["source"]], "config": configs[row["model"]]})
+        PublishedRun(
+            **row
+            | {"source": raw["sources"][row["source"]], "title": raw["titles"][row["source"]]}
+            | {"config": configs[row["model"]]}
+        )
         for row in raw["run"]
     ]
 
@@ -154,6 +159,10 @@ Possible reasons, none of which a measurement here has shown:
 - The sources do not say everything, above all what is recomputed. Where the predicted memory is more than the
   GPU has, the run recomputed something, kept gradients in 16 bits, or freed tensors sooner than trilith does.
 
+A step has so many rows x tokens; a rank computes so many rows at once (a micro-batch). `again` is the mode of
+activation checkpointing, and `products` their type; blocks are compiled unless the row says eager. What a
+source does not state is under `assumed`.
+
 The first two rows are this project's own measurement. Tokens a second and TFLOP/s are those of one GPU.
 TFLOP/s and MFU count the causal half of attention. Memory is that of the fullest rank in GiB, predicted, and
 reported in brackets where the source has it.
@@ -177,15 +186,21 @@ def page(found: Sequence[Comparison]) -> str:
     )
     parts, rest = [head], corrected(found)
     for source in dict.fromkeys(one.run.source for one in found):
-        title = f"<{source}>" if "://" in source else f"[{source}]({source})"
-        rows = _table([both for both in zip(found, rest, strict=True) if both[0].run.source == source])
-        parts.append(f"## {title}\n\n" + "\n".join(rows) + "\n")
+        of = [both for both in zip(found, rest, strict=True) if both[0].run.source == source]
+        place = f"<{source}>" if "://" in source else f"[{source}]({source})"
+        title = of[0][0].run.title
+        parts.append(f"## {title}\n\nSource: {place}\n\n" + "\n".join(_table(of)) + "\n")
     return "\n".join(parts)
 
 
+#: The head of each table.
+_COLUMNS = ("model", "GPUs", "layout", "step", "again", "products", "reported", "predicted", "error",
+            "corrected", "memory", "assumed")  # fmt: skip
+
+
 def _table(found: list[tuple[Comparison, float]]) -> Iterator[str]:
-    yield "| model | GPUs | layout | products | reported | predicted | error | corrected | memory | assumed |"
-    yield "|---|---|---|---|---|---|---|---|---|---|"
+    yield f"| {' | '.join(_COLUMNS)} |"
+    yield "|---" * len(_COLUMNS) + "|"
     for one, rest in found:
         run, layout = one.run, one.layout
         stages = f", {run.schedule}" if layout.pipeline > 1 else ""
@@ -194,7 +209,9 @@ def _table(found: list[tuple[Comparison, float]]) -> Iterator[str]:
             run.model,
             f"{run.gpus:,} {run.gpu}",
             f"{layout}{stages}",
-            run.dtype,
+            f"{run.global_batch:,} x {run.sequence_length:,}, {run.micro_batch} at once",
+            run.checkpointing,
+            run.dtype + ("" if run.compiled else ", eager"),
             f"{_short(one.reported)} {one.unit}",
             _short(one.predicted),
             f"{100 * one.error:+.0f} %",

@@ -31,7 +31,16 @@ def test_every_row_names_its_source_its_gpus_and_one_speed(found: list[Compariso
         assert one.layout.world == run.gpus
         assert run.source.startswith("http") or (ROOT / "docs" / run.source).is_file()
         assert [bool(run.tokens), bool(run.tflops), bool(run.mfu)].count(True) == 1
-        assert run.global_batch % (one.layout.data * run.micro_batch) == 0 and run.assumed
+        assert run.global_batch % (one.layout.data * run.micro_batch) == 0 and run.assumed and run.title
+
+
+def test_every_row_states_what_it_was_predicted_with(found: list[Comparison]) -> None:
+    rows = [line.split(" | ") for line in PAGE.splitlines() if re.match(r"\| [a-z][\w.-]+-\d", line)]
+    assert len(rows) == len(found)
+    for row, one in zip(rows, found, strict=True):
+        run = one.run
+        step = f"{run.global_batch:,} x {run.sequence_length:,}, {run.micro_batch} at once"
+        assert row[3:6] == [step, run.checkpointing, run.dtype + ", eager" * (not run.compiled)]
 
 
 def test_speeds_of_other_units_are_one_arithmetic(found: list[Comparison]) -> None:
