@@ -203,7 +203,9 @@ class Attention(nn.Module):
             working += tokens.bytes(query * (not copied))  # the output
         else:  # the output and its gradient, and the gradients of queries, keys and values
             inner = count * numbers * tokens.inner
-            working = tokens.bytes(2 * query) + (inner if in_blocks else tokens.bytes(query + 2 * seen))
+            working = tokens.bytes(query * (2 - copied)) + (
+                inner if in_blocks else tokens.bytes(query + 2 * seen)
+            )
             working += scores + written
         return Cost(
             kept=kept,

@@ -198,10 +198,12 @@ class MultiHeadLatentAttention(nn.Module):
         )
 
     def _working(self, tokens: Tokens, query: int, value: int) -> float:
-        """Return the bytes of attention's output and of the gradients of it, of queries, keys and values."""
+        """Return the bytes of the gradients of attention's output, queries, keys and values, as wide as
+        queries; and of the output, unless a wider one is kept.
+        """
         if self.state.context_size > 1:
             return context_working(tokens, query, query + value, value, self.state)
-        return tokens.bytes(value + 4 * query)
+        return tokens.bytes(4 * query + value * (value == query))
 
 
 def _joined(still_BHSE: Tensor, turned_BHSE: Tensor) -> Tensor:

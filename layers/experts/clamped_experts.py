@@ -22,7 +22,7 @@ from ...parallel_state import (
 )
 from ..cost import Cost, Tokens, matrix
 from .experts import ExpertAdapter, Experts
-from .grouped_matmul import GroupSizes, grouped_working, has_kernel, kernel_takes
+from .grouped_matmul import GroupSizes, has_kernel, kernel_takes
 
 
 class ClampedExperts(Experts):
@@ -95,7 +95,6 @@ class ClampedExperts(Experts):
         down = width * (trained or "down" in adapted)
         found += Cost(
             kept=tokens.bytes(inputs - down),
-            working=grouped_working(tokens, hidden, [both]),
             selective=tokens.bytes(made),
             outputs=tokens.bytes(both),
         )
@@ -103,7 +102,6 @@ class ClampedExperts(Experts):
         found += Cost(kept=tokens.bytes(both + 4 * width), working=tokens.bytes(3 * width))
         return found + Cost(
             kept=tokens.bytes(down),
-            working=grouped_working(tokens, width, [hidden]),
             # The upper product; the product, the biases of its rows, and those of one rank.
             making=tokens.bytes(width * (1 if down else 2) + 3 * hidden),
             outputs=tokens.bytes(hidden),

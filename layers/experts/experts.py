@@ -22,7 +22,7 @@ from ...parallel_state import (
 )
 from ..cost import Cost, Tokens, matrix
 from ..mlp import activation
-from .grouped_matmul import grouped_making, grouped_mm, grouped_working, kernel_takes
+from .grouped_matmul import grouped_making, grouped_mm, kernel_takes
 
 
 class ExpertAdapter(Protocol):
@@ -126,16 +126,15 @@ class Experts(DeclaredModule):
         found = sum((one.cost(tokens) for one in self.adapters), matrix(tokens, whole, trained=trained))
         found += Cost(
             kept=tokens.bytes(inputs - down),
-            working=grouped_working(tokens, hidden, [width] * products),
             selective=tokens.bytes(made),
             outputs=tokens.bytes(products * width),
         )
+        # The products' own backwards hold less than the activation's, or that of the sum after them.
         found += Cost(
             kept=tokens.bytes((products + self.gated) * width), working=tokens.bytes((2 + self.gated) * width)
         )
         return found + Cost(
             kept=tokens.bytes(down),
-            working=grouped_working(tokens, width, [hidden]),
             making=grouped_making(tokens, width, hidden, keeps=down > 0),
             outputs=tokens.bytes(hidden),
         )

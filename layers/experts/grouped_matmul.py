@@ -58,21 +58,6 @@ def grouped_mm(x_MD: Tensor, w_EFD: Tensor, counts: Sequence[int]) -> Tensor:
     return torch.cat([F.linear(rows, weight) for rows, weight in groups])
 
 
-def grouped_working(tokens: Tokens, width: int, made: Sequence[int]) -> float:
-    """Return the bytes of the gradients that the backwards of ``grouped_mm`` hold, for rows of ``width``
-    numbers that several products share; ``made``: the numbers of a row of each of them.
-
-    Without the kernel the gradient of the rows exists twice for a moment: by groups, and joined.
-    """
-    by_kernel = tokens.fused and kernel_takes(tokens.compute, width, *made)
-    found = sum(made) + width
-    for number in range(len(made)):
-        left, before = sum(made[: len(made) - number - 1]), number > 0
-        found = max(found, left + made[len(made) - number - 1] + (1 + before) * width)
-        found = max(found, left + (1 + 2 * before if by_kernel else 2 + before) * width)
-    return tokens.bytes(found)
-
-
 def grouped_making(tokens: Tokens, width: int, made: int, *, keeps: bool) -> float:
     """Return the bytes that ``grouped_mm`` itself holds: what it makes, twice without the kernel, and the
     rows that it is given, unless they are kept.

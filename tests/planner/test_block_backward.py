@@ -72,10 +72,23 @@ def test_a_block_holds_what_its_layers_state(name: str) -> None:
         assert all(0.98 < ratio < 1.02 for ratio in peaks(raw_of(name), mode))
 
 
-@pytest.mark.parametrize("name", ["llama", "mixtral", "gpt_oss", "deepseek_v3", "gpt_neox"])
+@pytest.mark.parametrize("name", ["llama", "granite", "mixtral", "gpt_oss", "deepseek_v3", "gpt_neox"])
 def test_a_block_with_adapters_holds_what_its_layers_state(name: str) -> None:
     """Weights that are frozen keep no input, but a forward still has it."""
     assert all(0.96 < ratio < 1.03 for ratio in peaks(raw_of(name), "full", lora=LORA))
+
+
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [
+        ("mixtral", {"intermediate_size": 256}),  # the experts' activation is the worst moment
+        ("gemma", {"head_dim": 64, "intermediate_size": 16}),  # attention
+        ("deepseek_v3", {"qk_nope_head_dim": 64, "v_head_dim": 64, "intermediate_size": 16}),
+        ("olmo2", {"intermediate_size": 16}),  # a norm
+    ],
+)
+def test_a_block_of_other_widths_holds_what_its_layers_state(name: str, changed: dict[str, Any]) -> None:
+    assert all(0.98 < ratio < 1.02 for ratio in peaks(raw_of(name) | changed))
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral", "gemma2", "qwen3_next", "granitemoehybrid"])
