@@ -106,7 +106,8 @@ def _table(head: Sequence[str], lines: Sequence[tuple[str, ...]], *, left: int) 
             table.add_column(name, min_width=_LAYOUT)
             continue
         cells = [line[number] for line in lines]
-        names = wrap(name, max(map(len, [*cells, " " * _NAME])), break_on_hyphens=False)
+        room = max(map(len, [*cells, " " * _NAME]))
+        names = wrap(name, room, break_on_hyphens=False, break_long_words=False)
         width = max(map(len, [*cells, *names]))
         table.add_column("\n".join(names), justify="right", no_wrap=True, min_width=width)
     for line in lines:
