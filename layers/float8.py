@@ -97,7 +97,9 @@ class Float8:
         if not fitting:
             return Cost()
         largest = max(fitting)
-        cast = tokens.count * (in_features + largest) + in_features * largest
+        # A product's two factors, scaled in their own dtype and cast: of the gradient of input or weight.
+        cast = tokens.count * largest + in_features * max(tokens.count, largest)
+        cast *= tokens.compute + 1
         if self.state.tensor_size == 1:
             return Cost(working=cast)
         forward, backward = len(fitting) + 1.0, float(len(fitting))

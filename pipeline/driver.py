@@ -101,6 +101,9 @@ class DrivenStage(PipelineStage):
         with self._summing(last_backward) if full_backward else nullcontext():
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         _free(self.grad_recv_info.get(bwd_chunk_id, ()))
+        if loss is not None and full_backward:
+            # Torch keeps the losses until the step ends, and their graphs keep each micro-batch's input.
+            loss.detach_()
 
     # Two private methods of torch; the first is called before torch 2.13 only.
 

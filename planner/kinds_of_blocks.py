@@ -94,8 +94,10 @@ class SampledModel:
             parts = [[(self._count(self._blocks[kind], state), n) for kind, n in part] for part in numbers]
             further = self._model.mtp.values() if stage.last else ()
             parts[-1] += [(self._count(one, state), 1) for one in further]
-            *ends, root = self._at_ends(stage, state)
-            self._held[key] = RankParameters(root, tuple(map(tuple, parts)), tuple(ends))
+            first, last, root = self._at_ends(stage, state)
+            ends = (first, last) if stage.first and stage.last and stage.pieces else ()
+            tied = 0 if stage.pieces else first.trained + last.trained - root.trained
+            self._held[key] = RankParameters(root, tuple(map(tuple, parts)), ends, last.trained, tied)
         return self._held[key]
 
     def group(self, number: int, state: ParallelState) -> Group:
@@ -103,8 +105,8 @@ class SampledModel:
         return self._count(self.block(number), state)
 
     def _at_ends(self, stage: Stage, state: ParallelState) -> list[Group]:
-        """Count the parameters of a rank that are in no block; before them those that the first stage uses
-        and those that the last one uses, if it holds these two as several stages.
+        """Count the parameters of a rank that the model's first stage uses, those that the last one uses, and
+        all that are in no block.
         """
         embed, tied, further = self._model.embed, self.config.tie_word_embeddings, self.config.mtp_blocks > 0
         ends = (tied or further) and not (stage.first and stage.last)
@@ -116,8 +118,7 @@ class SampledModel:
             every = (self._count(one, state, ends and one is embed) for one in dict.fromkeys(modules))
             return sum(every, Group())
 
-        both = [count(first), count(last)] if stage.first and stage.last and stage.pieces else []
-        return [*both, count([*first, *last])]
+        return [count(first), count(last), count([*first, *last])]
 
     def _count(self, module: nn.Module, state: ParallelState, ends: bool | None = None) -> Group:
         key = id(module), _place(state), ends

@@ -8,15 +8,18 @@ has sums in bf16 and keeps no gathered weights beside sharded ones.
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import nn
 
 from ..layers import Cost
+from ..pipeline.moments import heaviest
+from ..pipeline.schedule_actions import Kind
 from ..pipeline.schedule_kinds import schedule_kind
-from ..pipeline.timetable import held_at_once
 from .activations import Saved, saved_under
+from .moments_of_sharing import Place, gathered_bytes, gradient_bytes, moment_bytes
 from .rank_parameters import RankParameters, rank_parameters
 from .stage_costs import Alike, StageCost, stage_costs
 from .step_shape import Work
@@ -60,7 +63,7 @@ def plan_memory(work: Work, model: nn.Module, *, loss: Cost | None = None) -> Me
 
 
 def memory_of(
-    work: Work, held: RankParameters, stages: Sequence[StageCost], *, kept: tuple[int, int] | None = None
+    work: Work, held: RankParameters, stages: Sequence[StageCost], *, kept: Sequence[Need] | None = None
 ) -> MemoryPlan:
     """Return the memory of the rank of ``work``, from its parameters and the costs of its stages.
 
@@ -69,128 +72,158 @@ def memory_of(
     every = held.every
     resting = every.trained_stored * work.master + every.fixed_bytes
     moments = 2 * every.trained_stored * work.master
-    sharded, whole = _gradients(work, held)
-    activations, recomputed = kept or kept_activations(work, stages)
-    losses = [one.loss for one in stages if one.loss is not None]
+    sharded, whole = gradient_bytes(work, held)
+    shared = moment_bytes(work, held)
+    most, worst, elsewhere = -1.0, None, {True: 0.0, False: 0.0}
+    for one in kept or kept_activations(work, stages):
+        total = one.bytes + shared[one.place, one.stage]
+        if total > most:
+            most, worst = total, one
+        if total > elsewhere[one.place == "loss"]:
+            elsewhere[one.place == "loss"] = total
+    assert worst is not None
     return MemoryPlan(
         weights=0 if work.offload else resting,
-        gathered=_gathered(work, held),
+        gathered=gathered_bytes(work, held),
         gradients=whole + (0 if work.offload else sharded),
         moments=0 if work.offload else moments,
-        activations=activations,
-        pipeline=_pipeline_buffers(work, len(stages)),
-        logits=int(sum(one.kept + one.working for one in losses)),
-        block=recomputed + _communicated(work, held),
+        activations=int(worst.held - worst.messages),
+        pipeline=int(worst.messages),
+        logits=int(max(elsewhere[True] - worst.held, 0)),
+        block=int(max(elsewhere[False] - worst.held, 0)),
         host=resting + moments + sharded if work.offload else 0,
     )
 
 
-def _alone(work: Work) -> bool:
-    """Tell whether the weights are shared with no rank, and not by FSDP (``compute_weights``)."""
-    return work.layout.holds_alone and not work.offload
+class Need(NamedTuple):
+    """State the bytes of a rank at a moment of one of its stages.
 
-
-def _gathered(work: Work, held: RankParameters) -> int:
-    """Return the bytes of the weights that a rank computes with, where they are not the stored ones. With
-    offload they are others even without ZeRO.
+    ``held``: the activations kept for backward, and the ``messages`` that its stages have sent or received.
+    ``bytes``: these with what is needed beside; less, if kept activations are already given back. What data
+    ranks share is not included (``moment_bytes``).
     """
-    if not work.layout.zero and not work.offload:
-        return held.every.here * work.compute if work.compute != work.master else 0
-    return (held.every if work.layout.zero < 3 else held.root).here * work.compute
+
+    place: Place
+    stage: int
+    held: float
+    messages: float
+    bytes: float
 
 
-def _communicated(work: Work, held: RankParameters) -> int:
-    """Return the bytes that FSDP sends for this block and the next: gathered weights, reduced gradients."""
-    if _alone(work):
-        # The gradients of a micro-batch before they are added to the others', and of what stages exchange:
-        # one is made while the last one is sent.
-        sent = 2 * work.between_stages if work.layout.pipeline > 1 else 0
-        return max(held.root.trained, held.largest_trained_block) * work.reduce + sent
-    if not work.layout.zero and work.reduce == work.master:
-        # A group's gradients in the buffer that is summed and stays: the largest beside what it is made of.
-        return max(held.root.trained, held.largest_trained_block) * work.reduce
-    coming = 2 * held.largest_block * work.compute if work.layout.zero == 3 else 0
-    whole = 0
-    if work.layout.zero >= 2 and work.layout.pipeline > 1 and schedule_kind(work.schedule).two_backwards:
-        # All gradients of a stage's weights are made before they are summed.
-        whole = held.every.trained * work.compute // work.layout.virtual_stages
-    return coming + whole + (held.root.trained + held.largest_trained_block) * work.reduce
+def kept_activations(work: Work, stages: Sequence[StageCost]) -> list[Need]:
+    """Return the moments that may need most memory. They depend on no ZeRO stage and no replicas."""
+    layout, number = work.layout, work.at.pipeline
+    message = work.between_stages if layout.pipeline > 1 else 0
+    parts = [_Part(stage, work) for stage in stages]
+    for place, part in enumerate(parts):
+        if place and part.stage.number - 1 in layout.stages_of(number):
+            part.kept -= message  # its input is the output of the stage before, on the same rank
+    places = {part.stage.number: place for place, part in enumerate(parts)}
+    kept, halfway = [part.kept for part in parts], [part.halfway for part in parts]
+    found: dict[tuple[Place, int], Need] = {}
+    for kind, stage, held, count in heaviest(
+        work.schedule, layout, work.micro_batches, number, kept, halfway, message
+    ):
+        at, messages = places[stage], count * message
+        for name, beside in parts[at].moments(kind):
+            known = found.get((name, at))
+            if known is None or known.bytes < held + beside:
+                found[name, at] = Need(name, at, held, messages, held + beside)
+    return [*found.values()]
 
 
-def _gradients(work: Work, held: RankParameters) -> tuple[int, int]:
-    """Return the bytes of gradients: (summed over the data ranks and sharded, whole and not summed yet)."""
-    sharded = held.every.trained_stored * work.master
-    if work.micro_batches == 1:
-        return sharded, 0
-    if _alone(work):
-        return 0, held.every.trained * work.reduce
-    if work.layout.zero >= 2:  # FSDP keeps the last group's input of the sum until the next backward
-        return sharded, held.root.trained * work.reduce
-    # Sums over the micro-batches; each is freed when its sharded sum is made.
-    return (
-        (sharded, held.every.trained * work.reduce) if work.offload else (0, held.every.trained * work.reduce)
-    )
+class _Part:
+    """Compute what one stage of a rank keeps of a micro-batch, and needs at each moment beside it.
 
-
-def kept_activations(work: Work, stages: Sequence[StageCost]) -> tuple[int, int]:
-    """Return bytes: (kept by all micro-batches in flight, needed besides by one block in its backward). They
-    depend on no ZeRO stage and no replicas.
+    ``kept``: the bytes from the forward to the backward. ``halfway``: those that the first part of a backward
+    in two leaves to the second one, the gradients of what norms and products make.
     """
-    held = held_at_once(work.schedule, work.layout, work.micro_batches, work.at.pipeline)
-    cut = work.layout.pipeline > 1
-    kept, recomputed = 0.0, 0.0
-    for stage in stages:
-        here, of_one = held[stage.number], stage.beside.kept
-        recomputed = max(recomputed, stage.beside.working)
-        every = [
+
+    def __init__(self, stage: StageCost, work: Work) -> None:
+        self.stage, self.work = stage, work
+        self.cut = work.layout.pipeline > 1
+        self.logits = stage.loss.kept if stage.loss is not None and not work.loss_chunk else 0.0
+        #: What each block that a backward reaches keeps and computes again.
+        self.every = [
             (one, saved_under(work.checkpointing if one.forgets else "none", one.cost, work))
             for one in stage.alike(work.checkpointing, work.checkpoint_every)
             if one.reached
         ]
-        # Torch keeps a stage's output until the end of its backward: on a pipeline's last one the logits.
-        logits = stage.loss is not None and not work.loss_chunk
-        output = stage.loss.kept if cut and stage.loss is not None and logits else 0.0
-        for one, saved in every:
-            of_one += one.count * saved.kept
-            recomputed = max(recomputed, output + saved.recomputed - _freed(one, every, stage, work))
-        if cut and not logits:
-            of_one += work.between_stages
-        kept += here.micro_batches * of_one
-        if stage.loss is not None and logits:  # GPipe has made the others' losses too
-            kept += (here.micro_batches - 1) * stage.loss.kept
-        if here.halfway:  # the gradient of what each norm and product of a block makes
-            outputs = sum(block.outputs for block in [*stage.blocks.values(), stage.beside])
-            kept += here.halfway * outputs
-    return int(kept), int(recomputed)
+        self.kept = stage.beside.kept + sum(one.count * saved.kept for one, saved in self.every)
+        if self.cut:
+            # Torch keeps a stage's output until the end of its backward: on a pipeline's last one the logits.
+            self.kept += self.logits or work.between_stages
+        self.halfway = 0.0
+        if self.cut and schedule_kind(work.schedule).two_backwards:
+            self.halfway = stage.beside.outputs + sum(one.count * one.cost.outputs for one, _ in self.every)
+            # The gradient of logits is written over them, if nothing else reads them.
+            self.halfway -= self.logits * stage.overwrites
+
+    def moments(self, kind: Kind) -> Iterator[tuple[Place, float]]:
+        """Yield the moments of an action, each with the bytes that it needs beside the kept activations."""
+        stage, loss = self.stage, self.stage.loss
+        if kind == "F" and loss is not None:
+            yield "loss", loss.working + (0.0 if self.cut and self.logits else loss.kept)
+        elif kind == "I":
+            yield "inputs", self._in_first_part()
+        elif kind == "W" and stage.number:
+            yield "weights", 0.0
+            yield "weights made", -self.halfway
+        elif kind == "W":  # the model's first stage computes all of its backward now
+            names: dict[Place, Place] = {
+                "last block": "unsummed last block", "block": "unsummed block", "entry": "unsummed end"
+            }  # fmt: skip
+            yield "weights", 0.0
+            yield from ((names[name], size) for name, size in self._in_backward() if name in names)
+        else:
+            yield from self._in_backward()
+
+    def _in_backward(self) -> Iterator[tuple[Place, float]]:
+        """Yield the moments of a whole backward: what it has given back counts as negative."""
+        if self.logits:
+            yield "head", (0.0 if self.cut else self.logits) + self.work.tokens.bytes(self.work.hidden)
+        if self.stage.beside.working:
+            yield "last block", self.stage.beside.working
+        last = max((one.numbers[-1] for one, _ in self.every), default=-1)
+        for one, saved in self.every:
+            freed = _freed(one, self.every, self.stage, self.work)
+            beside = saved.recomputed - freed
+            if one.numbers[-1] != last:
+                yield "block", beside
+                continue
+            # In a pipeline the gradient of a stage's output is a message.
+            given = self.work.between_stages if self.cut and self.stage.loss is None else 0.0
+            yield "last block", beside - given
+            yield "sum", -freed - saved.kept
+            if one.count > 1:
+                yield "block", beside - saved.kept
+        yield "entry", -self.kept
+
+    def _in_first_part(self) -> float:
+        """Return the most bytes beside the kept activations in a backward's first part, which frees none.
+
+        They are needed in a block, with what the blocks behind it leave, or in the norm at the end.
+        """
+        most, behind = 0.0, self.halfway - sum(one.count * one.cost.outputs for one, _ in self.every)
+        for one, saved in self.every:
+            first = one.numbers[0]
+            after = (
+                other.cost.outputs * (other.count - bisect(other.numbers, first)) for other, _ in self.every
+            )
+            most = max(most, behind + sum(after) + saved.recomputed)
+        # An RMSNorm of several operators has the gradients of its mean and of its square, in three steps.
+        norm = 0.0 if self.work.tokens.fused else 4 * self.work.between_blocks
+        return max(most, self.halfway + norm)
 
 
 def _freed(one: Alike, every: Sequence[tuple[Alike, Saved]], stage: StageCost, work: Work) -> float:
     """Return the bytes that a micro-batch has given back when its backward comes to the last block like
-    ``one``: what the blocks and the output layer behind it had kept. On a pipeline's last stage, and with a
-    loss in chunks, the output layer's were measured to stay; if the backward comes in two parts, all of them.
+    ``one``: what the blocks and the output layer behind it had kept. With a loss in chunks the output layer's
+    were measured to stay.
     """
-    cut = work.layout.pipeline > 1
-    if cut and schedule_kind(work.schedule).two_backwards:
-        return 0.0
     behind = sum(
         saved.kept * (other.count - bisect(other.numbers, one.numbers[-1]))
         for other, saved in every
         if other is not one
     )
-    return behind + (0.0 if cut or work.loss_chunk else stage.exit)
-
-
-def _pipeline_buffers(work: Work, stages: int) -> int:
-    """Return the bytes of what stages exchange, beside the inputs that blocks keep: a gradient that a stage
-    receives, and what torch's schedules of several stages a rank keep of what they have sent in a step.
-    """
-    layout = work.layout
-    if layout.pipeline == 1:
-        return 0
-    numbers = layout.stages_of(work.at.pipeline)
-    receives = sum(number < layout.stages - 1 for number in numbers)
-    borders = [
-        other for number in numbers for other in (number - 1, number + 1) if 0 <= other < layout.stages
-    ]
-    sends = sum(layout.rank_of_stage(other) != work.at.pipeline for other in borders) if stages > 1 else 0
-    return (receives + sends * work.micro_batches) * work.between_stages
+    return behind + stage.exit

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from math import ceil, prod
 from operator import attrgetter
+from typing import Any
 
 from torch import nn
 
@@ -41,16 +42,19 @@ class Group:
     buffers: int = 0
     #: Bytes of the buffers and of the stored parameters that are not trained.
     fixed_bytes: int = 0
+    #: The most elements of a trained parameter, as ``here``; a sum of groups has the largest.
+    largest: int = 0
 
     def times(self, number: int) -> Group:
         """Return the counts of so many groups like this one."""
-        return Group(*(number * one for one in _counts(self)))
+        return Group(*(number * one for one in _counts(self)), self.largest)  # type: ignore[call-arg]
 
     def __add__(self, more: Group) -> Group:
-        return Group(*(one + other for one, other in zip(_counts(self), _counts(more), strict=True)))
+        counts = (one + other for one, other in zip(_counts(self), _counts(more), strict=True))
+        return Group(*counts, max(self.largest, more.largest))  # type: ignore[call-arg]
 
 
-_counts = attrgetter(*(one.name for one in fields(Group)))
+_counts = attrgetter(*(one.name for one in fields(Group)[:-1]))
 
 
 def count_parameters(
@@ -78,6 +82,7 @@ def count_parameters(
             found["fixed_bytes"] += stored * parameter.dtype.itemsize
             continue
         found["trained"] += box.size
+        found["largest"] = max(found["largest"], box.size)
         found["trained_stored"] += stored
         found["trained_padded"] += counts["padded"]
         at_ends = declaration.ends if ends is None else ends
@@ -95,11 +100,18 @@ class RankParameters:
     ``stages`` its blocks, each different one once with how many there are.
 
     ``ends``: what the model's first and its last stage use of the root, where a rank of a V holds both.
+    ``exit``: how many trained elements of the root the model's last stage uses; they have a gradient before
+    any block has one. ``tied``: those of them that the embedding uses, too, in the same backward; the first
+    part of their gradient waits for the second one.
     """
 
     root: Group
     stages: tuple[tuple[tuple[Group, int], ...], ...]
     ends: tuple[Group, ...] = ()
+    exit: int = 0
+    tied: int = 0
+    #: Answers of ``moment_bytes``, which a search asks for often.
+    moments: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @cached_property
     def blocks(self) -> tuple[tuple[Group, int], ...]:
@@ -129,6 +141,19 @@ class RankParameters:
     def largest_trained_block(self) -> int:
         return max((one.trained for one, _ in self.blocks), default=0)
 
+    @cached_property
+    def largest_of_blocks(self) -> int:
+        """Return the most elements of a trained parameter of a block."""
+        return max((one.largest for one, _ in self.blocks), default=0)
+
+    @cached_property
+    def sums_of_stages(self) -> tuple[tuple[int, int], ...]:
+        """Return for each stage the elements of its blocks: (computed with, trained)."""
+        return tuple(
+            (sum(n * one.here for one, n in blocks), sum(n * one.trained for one, n in blocks))
+            for blocks in self.stages
+        )
+
 
 def rank_parameters(model: nn.Module, state: ParallelState) -> RankParameters:
     """Count the parameters of a rank's stages, which may be on the meta device. Buffers count beside them."""
@@ -142,26 +167,30 @@ def rank_parameters(model: nn.Module, state: ParallelState) -> RankParameters:
         members.setdefault(group_of[name], []).append((named[name], declaration))
     groups = {name: count_parameters(one, state) for name, one in members.items()}
     root = groups.pop("", Group())
-    if not isinstance(model, CausalLM) or len(model.stage.parts) == 1:
-        return RankParameters(root, (tuple(Counter(groups.values()).items()),))
+    if not isinstance(model, CausalLM):
+        return RankParameters(root, (tuple(Counter(groups.values()).items()),), exit=root.trained)
+    first, last = _ends(model, members.get("", []), state)
+    if len(model.stage.parts) == 1:
+        blocks_of = tuple(Counter(groups.values()).items())
+        tied = first.trained + last.trained - root.trained
+        return RankParameters(root, (blocks_of,), exit=last.trained, tied=tied)
     # A block's name ends with its number in the whole model; multi-token prediction is the last stage's.
     found: list[list[Group]] = [[] for _ in model.stage.parts]
     places = {number: place for place, part in enumerate(model.stage.parts) for number in part.blocks}
     for name, group in groups.items():
         found[places.get(int(name.rpartition(".")[2]), -1)].append(group)
     stages = tuple(tuple(Counter(one).items()) for one in found)
-    return RankParameters(root, stages, _ends(model, members.get("", []), state))
+    ends = (first, last) if model.stage.first and model.stage.last else ()
+    return RankParameters(root, stages, ends, last.trained)
 
 
 def _ends(
     model: CausalLM, root: Sequence[tuple[nn.Parameter, Declaration]], state: ParallelState
-) -> tuple[Group, ...]:
-    """Count what the model's first and its last stage use of the root, if this rank holds both."""
-    if not (model.stage.first and model.stage.last):
-        return ()
+) -> tuple[Group, Group]:
+    """Count what the model's first and its last stage use of the root, as far as this rank holds them."""
     again = model.config.tie_word_embeddings or model.config.mtp_blocks > 0
-    entry = {id(one) for module in model.entry for one in module.parameters()}
-    both = {id(one) for one in model.embed.parameters()} if again else set()
+    entry = {id(one) for module in model.entry for one in module.parameters()} if model.stage.first else set()
+    both = {id(one) for one in model.embed.parameters()} if again and model.stage.last else set()
     first = [one for one in root if id(one[0]) in entry]
     last = [one for one in root if id(one[0]) not in entry or id(one[0]) in both]
     return count_parameters(first, state), count_parameters(last, state)

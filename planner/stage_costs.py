@@ -62,6 +62,8 @@ class StageCost:
     #: On the last stage; and of ``beside`` what the final norm and the output layer keep.
     loss: Cost | None = None
     exit: float = 0.0
+    #: Whether the gradient of the logits is written over them.
+    overwrites: bool = False
     _alike: dict[tuple[Checkpointing, int], list[Alike]] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
@@ -162,7 +164,8 @@ def stage_cost(
             exit += sign * ask((here, (False, last), tokens, bool(chunk)), behind).kept
         one = ask(("loss", tokens, chunk, sums), lambda: _loss(work, model()))
         loss = sum([one] * len(model().mtp), one)
-    return StageCost(stage.number, blocks, beside, frozenset(reached), loss, exit)
+    overwrites = stage.last and not model().mtp
+    return StageCost(stage.number, blocks, beside, frozenset(reached), loss, exit, overwrites)
 
 
 def _beside(model: Callable[[], CausalLM], tokens: Tokens, stage: Stage, head_in_loss: bool) -> Cost:

@@ -13,7 +13,7 @@ from ..parallel_state import Layout, ParallelState, dtype_named
 from ..pipeline import ScheduleName
 from ..planner import MemoryPlan, StageCost, Work
 from ..planner.kinds_of_blocks import SampledModel, sampled
-from ..planner.memory import kept_activations, memory_of
+from ..planner.memory import Need, kept_activations, memory_of
 from ..planner.rank_parameters import RankParameters
 from ..planner.stage_cut import StageCut, cut_stages
 from ..planner.time import StepTime, StepTimer
@@ -74,7 +74,7 @@ class Evaluator:
         #: Asked for by all stores of a choice in turn.
         self._last_alone = lru_cache(1)(self._without_store)
         self._known: dict[Any, Any] = {}
-        self._kept: dict[Any, tuple[int, int]] = {}
+        self._kept: dict[Any, list[Need]] = {}
 
     def model(self, layout: Layout) -> SampledModel:
         """Return one block of each kind, cut as the layout says; ``BadInput`` if the model forbids it."""

@@ -24,7 +24,8 @@ class LiveBytes(TorchDispatchMode):
     at first.
 
     ``LiveBytes(model.parameters())`` counts the parameters too. ``now``: the bytes alive. ``peak``: the most
-    bytes after any operator. A storage that was emptied (FSDP's) counts as empty.
+    bytes after any operator. A storage that was emptied (FSDP's) counts as empty, and so does one on the meta
+    device, which has no memory.
     """
 
     def __init__(self, *first: Any) -> None:
@@ -65,9 +66,10 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _storages(value: Any) -> Iterator[torch.UntypedStorage]:
-    """Yield the storages of all tensors in nested lists, tuples and dicts."""
+    """Yield the storages of all tensors in nested lists, tuples and dicts that have memory."""
     if isinstance(value, Tensor):
-        yield (local_data(value) if isinstance(value, DTensor) else value).untyped_storage()
+        if value.device.type != "meta":
+            yield (local_data(value) if isinstance(value, DTensor) else value).untyped_storage()
     elif isinstance(value, Mapping):
         yield from _storages(list(value.values()))
     elif isinstance(value, list | tuple):

@@ -174,7 +174,7 @@ def test_the_page_s_commands_write_jobs(tmp_path: Path, monkeypatch: pytest.Monk
     for words in commands("launch"):
         assert run([*words, "--force"]) == 0, words
     spared = (tmp_path / "llama-3.1-8b-8gpus.sbatch").read_text()
-    assert "#SBATCH --nodes=2\n" in spared and "layout.data=8" in spared
+    assert "#SBATCH --nodes=2\n" in spared and "layout.data=16" in spared
 
 
 @pytest.mark.slow

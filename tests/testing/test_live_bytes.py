@@ -25,6 +25,12 @@ def test_it_counts_what_lives_and_the_worst_moment() -> None:
     assert (live.now, live.peak) == (80, 680)
 
 
+def test_tensors_on_the_meta_device_have_no_memory() -> None:
+    with LiveBytes() as live:
+        shape = torch.empty(100, device="meta")
+        assert (len(shape), live.now, live.peak) == (100, 0, 0)
+
+
 def test_storages_may_die_in_another_thread_while_they_are_counted() -> None:
     switch = sys.getswitchinterval()
     with LiveBytes() as live:

@@ -1,0 +1,203 @@
+"""Follow what a pipeline rank holds through a step: activations of micro-batches, and messages of its stages.
+
+The moments that may need most memory are those at which a rank computes a loss or gradients. What each of
+them holds follows from the order of actions and from how torch's schedules send:
+
+- A schedule of several stages a rank keeps all that it has sent until the step ends. It receives a message
+  when the sender has it, maybe some actions before it is used (``_add_send_recv`` in torch's schedules.py).
+- 1F1B keeps what it sent last: the last gradient, and the output before the last one of its warm-up.
+- GPipe keeps the gradients that it has sent.
+
+A stage's output is counted with the activations of its micro-batch until their end. What a stage gives to the
+next one of the same rank is one message, and no copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..parallel_state import Layout
+from .schedule_actions import Kind, actions
+
+
+class Moment(NamedTuple):
+    """State what a rank holds while it computes an action: ``F`` on the model's last stage, with its loss, or
+    a backward. ``W`` on the model's first stage is a whole backward.
+
+    ``bytes``: of activations and messages. ``messages``: how many hidden states and gradients of one
+    micro-batch are held beside the activations.
+    """
+
+    kind: Kind
+    stage: int
+    bytes: float
+    messages: int
+
+
+#: What a rank holds at a moment: for each of its stages, the micro-batches whose activations it has, with the
+#: one that it computes; for each, those of them whose first part of the backward is done; messages; and
+#: whether the moment is in the second half of the step.
+_Row = tuple[int, ...]
+#: Different rows of each kind of action and stage, in order.
+_Found = dict[tuple[Kind, int], dict[_Row, None]]
+
+
+def heaviest(
+    name: str, layout: Layout, micro_batches: int, rank: int,
+    whole: Sequence[float], halfway: Sequence[float], message: float,
+) -> list[Moment]:  # fmt: skip
+    """Return the moments of a pipeline rank that hold most bytes, one for each kind of action and stage.
+
+    ``whole``, ``halfway``: for each stage of the rank, the bytes of a micro-batch's activations and those
+    added by the first part of its backward. ``message``: the bytes of a message.
+    """
+    pipeline = layout.pipeline
+    # Rounds in the middle of a step are all alike; the third of four is in its second half.
+    few = min(micro_batches, 4 * pipeline + micro_batches % pipeline)
+    if pipeline == 1 or name in _ONE_STAGE:
+        few = micro_batches
+    rows = _rows(name, pipeline, layout.virtual_stages, layout.v_shape, few, rank)
+    # What is sent for the others has been kept by the second half.
+    further = (micro_batches - few) * rows.sends
+    held = rows.counts @ np.array([*whole, *halfway, message, further * message])
+    found = []
+    for (kind, stage), start, stop in rows.groups:
+        number = start + int(held[start:stop].argmax())
+        *_, messages, late = rows.each[number]
+        found.append(Moment(kind, stage, float(held[number]), messages + further * late))
+    return found
+
+
+class _Rows(NamedTuple):
+    """Hold the rows of a rank, also as an array; where those of each kind and stage start and stop; and how
+    many messages the rank sends for a micro-batch.
+    """
+
+    each: list[_Row]
+    counts: NDArray[np.float64]
+    groups: list[tuple[tuple[Kind, int], int, int]]
+    sends: int
+
+
+@cache
+def _rows(
+    name: str, pipeline: int, virtual_stages: int, v_shape: bool, micro_batches: int, rank: int
+) -> _Rows:
+    layout = Layout.of(pipeline=pipeline, virtual_stages=virtual_stages, v_shape=v_shape)
+    if pipeline == 1 or name in _ONE_STAGE:
+        whole, sent = _ONE_STAGE[name if pipeline > 1 else "1f1b"](pipeline, micro_batches, rank)
+        found: _Found = {("B", rank): {(whole, 0, sent + (rank < pipeline - 1), 0): None}}
+        if rank == pipeline - 1:
+            found["F", rank] = {(whole, 0, sent, 0): None}
+    else:
+        events = _with_messages(name, pipeline, virtual_stages, v_shape, micro_batches)[rank]
+        found = _followed(events, layout, rank)
+    each, groups = list[_Row](), list[tuple[tuple[Kind, int], int, int]]()
+    for key, alike in found.items():
+        groups.append((key, len(each), len(each) + len(alike)))
+        each += alike
+    here = layout.stages_of(rank)
+    borders = [other for one in here for other in (one - 1, one + 1)]
+    sends = sum(0 <= one < layout.stages and one not in here for one in borders)
+    return _Rows(each, np.array(each, dtype=float), groups, sends)
+
+
+def _gpipe(ranks: int, micro_batches: int, rank: int) -> tuple[int, int]:
+    return micro_batches, 0
+
+
+def _one_forward_one_backward(ranks: int, micro_batches: int, rank: int) -> tuple[int, int]:
+    ahead = min(ranks - rank, micro_batches)
+    return ahead, (rank > 0 and micro_batches > 1) + (1 < ahead <= (micro_batches + 1) // 2)
+
+
+#: The most micro-batches that a rank holds, and the sent messages that it keeps then.
+_ONE_STAGE = {"gpipe": _gpipe, "1f1b": _one_forward_one_backward}
+
+
+#: What a rank computes, on which stage; or, if the last is true, that what it needs for this arrives.
+_Event = tuple[Kind, int, bool]
+
+
+@cache
+def _with_messages(
+    name: str, pipeline: int, virtual_stages: int, v_shape: bool, micro_batches: int
+) -> list[list[_Event]]:
+    """Return each rank's actions in order, and between them the messages, received as torch receives them:
+    the ranks take turns, each computes one action, and its receiver receives at once.
+    """
+    todo = actions(name, pipeline, virtual_stages, v_shape, micro_batches)
+    layout = Layout.of(pipeline=pipeline, virtual_stages=virtual_stages, v_shape=v_shape)
+    stages = layout.stages
+    home = [layout.rank_of_stage(stage) for stage in range(stages)]
+    events: list[list[_Event]] = [[] for _ in todo]
+    # Places of forwards, then of backwards, stage by stage.
+    back = stages * micro_batches
+    ready = bytearray(2 * back)
+    ready[:micro_batches] = b"\1" * micro_batches
+    at, left = [0] * pipeline, [*range(pipeline)]
+    while left:
+        for rank in left:
+            mine, mine_events, number = todo[rank], events[rank], at[rank]
+            kind, stage, micro_batch, paired = mine[number]
+            if kind != "W" and not ready[stage * micro_batches + micro_batch + (kind != "F") * back]:
+                continue
+            if paired:
+                _, other, batch, _ = mine[number + 1]
+                if not ready[other * micro_batches + batch + back]:
+                    continue
+            for kind, stage, micro_batch, _ in mine[number : number + 1 + paired]:
+                mine_events.append((kind, stage, False))
+                if kind == "F":
+                    if stage + 1 == stages:
+                        ready[back + stage * micro_batches + micro_batch] = 1
+                        continue
+                    ready[(stage + 1) * micro_batches + micro_batch] = 1
+                    if home[stage + 1] != rank:
+                        events[home[stage + 1]].append(("F", stage + 1, True))
+                elif kind != "W" and stage:
+                    ready[back + (stage - 1) * micro_batches + micro_batch] = 1
+                    if home[stage - 1] != rank:
+                        events[home[stage - 1]].append(("B", stage - 1, True))
+            at[rank] = number + 1 + paired
+        left = [rank for rank in left if at[rank] < len(todo[rank])]
+    return events
+
+
+def _followed(events: Sequence[_Event], layout: Layout, rank: int) -> _Found:
+    """Return what a rank holds at each of its actions that computes a loss or gradients."""
+    here, last = layout.stages_of(rank), layout.stages - 1
+    place, size = {stage: number for number, stage in enumerate(here)}, len(here)
+    now = [0] * (2 * size + 1)
+    found: _Found = {}
+    for number, (kind, stage, arrives) in enumerate(events):
+        if arrives:
+            now[-1] += 1
+            continue
+        of, late = place[stage], 2 * number >= len(events)
+        if kind == "F":
+            now[of] += 1
+            now[-1] -= stage > 0 and stage - 1 not in place  # it is an input, which is kept
+            if stage == last:
+                found.setdefault((kind, stage), {})[*now, late] = None
+            continue
+        if kind == "I" and stage == 0:
+            continue  # torch leaves all of it to the second part
+        found.setdefault((kind, stage), {})[*now, late] = None
+        if kind == "I":
+            now[size + of] += 1
+            # Of the gradient that came a product's weight gradient is made; another one is sent.
+            now[-1] += 1 - (stage < last)
+            continue
+        split = kind == "W" and stage > 0
+        now[of] -= 1
+        now[size + of] -= split
+        now[-1] += stage < last and stage + 1 not in place  # the output that was sent is still kept
+        if not split:
+            now[-1] += (stage > 0) - (stage < last)
+    return found

@@ -1,0 +1,118 @@
+"""Count the bytes of weights and gradients that data ranks share: those that last, and those of a moment.
+
+FSDP handles a group of parameters at a time: a block, or the root, all that is in no block. In a backward it
+gathers a group and, with ZeRO 3, the group before it. After the backward of a group it copies the gradients
+into a buffer, which is summed; a shard of the sum stays. The buffer stays until the next group has its
+gradients, so that of the last group stays until the next backward (``reduce_scatter_states`` in torch).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from ..pipeline.schedule_kinds import schedule_kind
+from .rank_parameters import RankParameters
+from .step_shape import Work
+
+#: Moments of a micro-batch on a stage: in the loss; in the backward of the output layer, of the stage's last
+#: block, of another block; after that of a block; in that of the embedding. Then those of a backward in two
+#: parts: in the first part, and at the start and the end of the second one. The model's first stage computes
+#: all of a backward in the second part, and sums no gradient before its end: its last block, others, its end.
+Place = Literal[
+    "loss", "head", "last block", "block", "sum", "entry",
+    "inputs", "weights", "weights made",
+    "unsummed last block", "unsummed block", "unsummed end",
+]  # fmt: skip
+
+
+def holds_alone(work: Work) -> bool:
+    """Tell whether the weights are shared with no rank, and not by FSDP (``compute_weights``)."""
+    return work.layout.holds_alone and not work.offload
+
+
+def gathered_bytes(work: Work, held: RankParameters) -> int:
+    """Return the bytes of the weights that a rank computes with, where they are not the stored ones. With
+    offload they are others even without ZeRO.
+    """
+    if not work.layout.zero and not work.offload:
+        return held.every.here * work.compute if work.compute != work.master else 0
+    return (held.every if work.layout.zero < 3 else held.root).here * work.compute
+
+
+def gradient_bytes(work: Work, held: RankParameters) -> tuple[int, int]:
+    """Return the bytes of gradients: (summed over the data ranks and sharded, whole and not summed yet)."""
+    sharded = held.every.trained_stored * work.master
+    if work.micro_batches == 1:
+        return sharded, 0
+    if holds_alone(work):
+        return 0, held.every.trained * work.reduce
+    if work.layout.zero >= 2:  # the last group's buffer
+        return sharded, _last_summed(held) * work.reduce
+    # Sums over the micro-batches; each is freed when its sharded sum is made.
+    return (
+        (sharded, held.every.trained * work.reduce) if work.offload else (0, held.every.trained * work.reduce)
+    )
+
+
+def _last_summed(held: RankParameters) -> int:
+    """Return the elements of the group that FSDP sums last in a backward: the root, or a block where a stage
+    uses nothing of it.
+    """
+    return max((one.trained for one in held.ends or (held.root,)), default=0) or held.largest_trained_block
+
+
+def moment_bytes(work: Work, held: RankParameters) -> dict[tuple[Place, int], float]:
+    """Return the bytes of each moment on each of the rank's stages, beside those that last."""
+    shards = work.layout.data_sizes()[1]
+    in_two = work.layout.pipeline > 1 and schedule_kind(work.schedule).two_backwards
+    key = (
+        work.layout.zero, shards, holds_alone(work), work.micro_batches > 1, in_two,
+        work.compute, work.reduce, work.master,
+    )  # fmt: skip
+    found: dict[tuple[Place, int], float] | None = held.moments.get(key)
+    if found is None:
+        found = held.moments[key] = _moment_bytes(held, *key)
+    return found
+
+
+def _moment_bytes(
+    held: RankParameters, zero: int, shards: int, alone: bool, several: bool, in_two: bool,
+    compute: int, reduce: int, master: int,
+) -> dict[tuple[Place, int], float]:  # fmt: skip
+    """Compute ``moment_bytes``. ``several``: whether a step has several micro-batches; ``in_two``: whether a
+    backward has two parts.
+    """
+    # Gradients that are added to those of earlier micro-batches exist one parameter at a time.
+    added, sums_each = several and zero < 2, zero >= 2
+    first = alone and not added  # the gradients that last
+    one = 0 if first else held.largest_of_blocks * compute
+    made = 0 if alone or added else compute
+    # What is summed, and the shard of the sum; without ZeRO one buffer.
+    buffer = 0.0 if alone else reduce * (1 + (1 / shards if zero else 0))
+    if not alone and reduce != master:
+        buffer += master / shards
+    # The buffer of the last sum counts as gradients that last; the next group's gradients replace it.
+    last = _last_summed(held) * reduce if sums_each and several else 0
+    gathered = held.largest_block * compute if zero == 3 else 0
+    block, entry = held.largest_trained_block, max(end.trained for end in held.ends or (held.root,))
+    # A tied weight's gradient waits for its second part also where others are added at once.
+    tied = held.tied * compute if added else 0
+    found: dict[tuple[Place, int], float] = {}
+    for place, (here, trained) in enumerate(held.sums_of_stages):
+        exit = held.exit * (place == len(held.stages) - 1)  # the model's last stage is its rank's last one
+        found["loss", place] = 0
+        found["head", place] = (0 if first else exit * compute) + gathered
+        found["last block", place] = before = 2 * gathered + one + exit * made + tied
+        found["block", place] = before + (block * reduce - last if sums_each else 0)
+        found["sum", place] = gathered + block * (made + buffer) + exit * made + tied - last
+        found["entry", place] = entry * (made + buffer + compute * (alone and added)) - last
+        if not in_two:
+            continue
+        whole, grads = here * compute * (zero == 3), trained * made
+        found["inputs", place] = 2 * gathered
+        found["weights", place] = whole + max(held.root.here * compute * (zero == 3), gathered)
+        found["weights made", place] = whole + max(one, grads + exit * made + block * buffer - last)
+        found["unsummed last block", place] = whole + one
+        found["unsummed block", place] = whole + one + grads
+        found["unsummed end", place] = grads + entry * (made + buffer) - last
+    return found

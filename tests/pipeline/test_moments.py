@@ -1,0 +1,53 @@
+"""Moments of a pipeline step hold what one counts by hand; few micro-batches show those of a long step."""
+
+from __future__ import annotations
+
+import pytest
+from trilith.parallel_state import Layout
+from trilith.pipeline import layout_of, schedule_kind
+from trilith.pipeline.moments import _followed, _with_messages, heaviest
+from trilith.pipeline.timetable import held_at_once
+
+SEVERAL = ("interleaved", "interleaved-zero-bubble", "zbv", "dualpipev")
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+@pytest.mark.parametrize("micro_batches", [8, 24, 32])
+def test_few_micro_batches_and_what_further_ones_send_are_the_whole_step(
+    name: str, micro_batches: int
+) -> None:
+    layout = layout_of(name, 4)
+    one = name, layout.pipeline, layout.virtual_stages, layout.v_shape, micro_batches
+    for rank in range(layout.pipeline):
+        weights = [100.0, 70.0, 20.0, 30.0, 1.0, 0.0]  # of two stages: whole, halfway; messages; late
+        every = _followed(_with_messages(*one)[rank], layout, rank)
+        expected = {
+            key: max(sum(a * b for a, b in zip(row, weights, strict=True)) for row in rows)
+            for key, rows in every.items()
+        }
+        found = heaviest(name, layout, micro_batches, rank, weights[:2], weights[2:4], weights[4])
+        assert {(moment.kind, moment.stage): moment.bytes for moment in found} == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_the_micro_batches_at_the_worst_moment_are_those_of_the_timetable(name: str) -> None:
+    """Without messages and halves, the most that is held is what ``held_at_once`` counts, in a backward."""
+    layout = layout_of(name, 4)
+    for rank in range(4):
+        held = held_at_once(name, layout, 16, rank)
+        found = heaviest(name, layout, 16, rank, [2.0, 2.0], [1.0, 1.0], 0.0)
+        most = max(moment.bytes for moment in found)
+        assert most == max(2 * sum(h.micro_batches for h in held.values())
+                           + sum(h.halfway for h in held.values()), 0)  # fmt: skip
+        assert schedule_kind(name).two_backwards or all(moment.kind != "W" for moment in found)
+
+
+def test_1f1b_and_gpipe_by_hand() -> None:
+    """The first of four ranks holds four micro-batches with 1F1B, and the gradient that it receives."""
+    layout = Layout.of(pipeline=4)
+    (first,) = heaviest("1f1b", layout, 8, 0, [10.0], [0.0], 1.0)
+    assert (first.kind, first.stage, first.messages, first.bytes) == ("B", 0, 2, 42)
+    last = {one.kind: one for one in heaviest("1f1b", layout, 8, 3, [10.0], [0.0], 1.0)}
+    assert {kind: one.bytes for kind, one in last.items()} == {"B": 11, "F": 11}
+    (every,) = heaviest("gpipe", layout, 8, 0, [10.0], [0.0], 1.0)
+    assert every.bytes == 81
