@@ -15,7 +15,7 @@ from .schedule_kinds import (
     check_schedule,
     schedule_kind,
 )
-from .timetable import Held, Timed, Timetable, held_at_once, layout_of, timetable
+from .timetable import Held, Timed, Timetable, layout_of, timetable
 
 __all__ = [
     "Action",
@@ -28,7 +28,6 @@ __all__ = [
     "bubble",
     "bubble_share",
     "check_schedule",
-    "held_at_once",
     "layout_of",
     "micro_batches_for",
     "schedule_kind",

@@ -216,7 +216,7 @@ class Held:
 
 
 def most_held(order: Sequence[Action]) -> dict[int, Held]:
-    """Count the micro-batches that each stage of a rank holds, at the moment when the rank holds most."""
+    """Count the micro-batches that each stage of a rank holds, at the instant when the rank holds most."""
     now = {one.stage: [0, 0] for one in order}
     most, largest, size = dict.fromkeys(now, Held()), 0, 0  # sizes in halves of an activation
     for one in order:
@@ -234,26 +234,3 @@ def most_held(order: Sequence[Action]) -> dict[int, Held]:
         if size > largest:
             most, largest = {stage: Held(*both) for stage, both in now.items()}, size
     return most
-
-
-def held_at_once(name: str, layout: Layout, micro_batches: int, pipeline: int) -> dict[int, Held]:
-    """Return ``most_held`` of a pipeline rank with this schedule.
-
-    Only the first rounds are computed: what fills in them stays full, so many micro-batches give the same
-    number.
-    """
-    if layout.pipeline == 1:
-        return {0: Held(1)}
-    if name == "gpipe":
-        return {pipeline: Held(micro_batches)}
-    # Whole rounds are all alike; others are a little longer, the fewer they are.
-    rounds = 4 if micro_batches % layout.pipeline else 2
-    few = min(micro_batches, rounds * layout.pipeline)
-    return _held_by(name, layout.pipeline, layout.virtual_stages, layout.v_shape, few, pipeline)
-
-
-@cache
-def _held_by(
-    name: str, pipeline: int, virtual_stages: int, v_shape: bool, micro_batches: int, rank: int
-) -> dict[int, Held]:
-    return most_held(actions(name, pipeline, virtual_stages, v_shape, micro_batches)[rank])

@@ -1,4 +1,4 @@
-"""Plan the memory of one rank in a step, by kind, at its worst moment: in the loss, or in a block's backward.
+"""Plan the memory of one rank in a step, by kind, at its worst instant.
 
 FSDP2's own bytes a parameter, measured (bf16 compute, fp32 weights, moments and sums, between micro-batches,
 2 data ranks): 18, 12, 10, 8 at ZeRO 0 to 3. The textbook's (Rajbhandari et al. 2020): 16, 10, 9, 8, since it
@@ -15,19 +15,19 @@ from typing import NamedTuple
 from torch import nn
 
 from ..layers import Cost
-from ..pipeline.moments import heaviest
+from ..pipeline.held_in_step import heaviest
 from ..pipeline.schedule_actions import Kind
 from ..pipeline.schedule_kinds import schedule_kind
 from .activations import Saved, saved_under
-from .moments_of_sharing import Place, gathered_bytes, gradient_bytes, moment_bytes
 from .rank_parameters import RankParameters, rank_parameters
+from .shared_in_step import Place, gathered_bytes, gradient_bytes, shared_bytes
 from .stage_costs import Alike, StageCost, stage_costs
 from .step_shape import Work
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Hold the bytes on the device by kind. ``logits`` and ``block`` are two moments; the worse one counts.
+    """Hold the bytes on the device by kind. ``logits`` and ``block`` are two instants; the worse one counts.
 
     ``gathered``: weights that are whole beside the stored shards. ``activations``: kept for backward, of all
     micro-batches in flight. ``logits``: in the loss of the last stage. ``block``: during one block's
@@ -47,7 +47,7 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        """Return the bytes on the device at the worst moment."""
+        """Return the bytes on the device at the worst instant."""
         lasting = self.weights + self.gathered + self.gradients + self.moments
         return lasting + self.activations + self.pipeline + max(self.logits, self.block)
 
@@ -63,19 +63,19 @@ def plan_memory(work: Work, model: nn.Module, *, loss: Cost | None = None) -> Me
 
 
 def memory_of(
-    work: Work, held: RankParameters, stages: Sequence[StageCost], *, kept: Sequence[Need] | None = None
+    work: Work, held: RankParameters, stages: Sequence[StageCost], *, needs: Sequence[Need] | None = None
 ) -> MemoryPlan:
     """Return the memory of the rank of ``work``, from its parameters and the costs of its stages.
 
-    ``kept``: what ``kept_activations`` returns, if it is known.
+    ``needs``: what ``needs_of_rank`` returns, if it is known.
     """
     every = held.every
     resting = every.trained_stored * work.master + every.fixed_bytes
     moments = 2 * every.trained_stored * work.master
     sharded, whole = gradient_bytes(work, held)
-    shared = moment_bytes(work, held)
+    shared = shared_bytes(work, held)
     most, worst, elsewhere = -1.0, None, {True: 0.0, False: 0.0}
-    for one in kept or kept_activations(work, stages):
+    for one in needs or needs_of_rank(work, stages):
         total = one.bytes + shared[one.place, one.stage]
         if total > most:
             most, worst = total, one
@@ -96,11 +96,11 @@ def memory_of(
 
 
 class Need(NamedTuple):
-    """State the bytes of a rank at a moment of one of its stages.
+    """State the bytes of a rank at an instant of one of its stages.
 
     ``held``: the activations kept for backward, and the ``messages`` that its stages have sent or received.
     ``bytes``: these with what is needed beside; less, if kept activations are already given back. What data
-    ranks share is not included (``moment_bytes``).
+    ranks share is not included (``shared_bytes``).
     """
 
     place: Place
@@ -110,8 +110,8 @@ class Need(NamedTuple):
     bytes: float
 
 
-def kept_activations(work: Work, stages: Sequence[StageCost]) -> list[Need]:
-    """Return the moments that may need most memory. They depend on no ZeRO stage and no replicas."""
+def needs_of_rank(work: Work, stages: Sequence[StageCost]) -> list[Need]:
+    """Return what a rank needs at the instants that may be the worst. No ZeRO stage and no replicas count."""
     layout, number = work.layout, work.at.pipeline
     message = work.between_stages if layout.pipeline > 1 else 0
     parts = [_Part(stage, work) for stage in stages]
@@ -125,7 +125,7 @@ def kept_activations(work: Work, stages: Sequence[StageCost]) -> list[Need]:
         work.schedule, layout, work.micro_batches, number, kept, halfway, message
     ):
         at, messages = places[stage], count * message
-        for name, beside in parts[at].moments(kind):
+        for name, beside in parts[at].needs(kind):
             known = found.get((name, at))
             if known is None or known.bytes < held + beside:
                 found[name, at] = Need(name, at, held, messages, held + beside)
@@ -133,7 +133,7 @@ def kept_activations(work: Work, stages: Sequence[StageCost]) -> list[Need]:
 
 
 class _Part:
-    """Compute what one stage of a rank keeps of a micro-batch, and needs at each moment beside it.
+    """Compute what one stage of a rank keeps of a micro-batch, and needs at each instant beside it.
 
     ``kept``: the bytes from the forward to the backward. ``halfway``: those that the first part of a backward
     in two leaves to the second one, the gradients of what norms and products make.
@@ -159,8 +159,8 @@ class _Part:
             # The gradient of logits is written over them, if nothing else reads them.
             self.halfway -= self.logits * stage.overwrites
 
-    def moments(self, kind: Kind) -> Iterator[tuple[Place, float]]:
-        """Yield the moments of an action, each with the bytes that it needs beside the kept activations."""
+    def needs(self, kind: Kind) -> Iterator[tuple[Place, float]]:
+        """Yield the instants of an action, each with the bytes that it needs beside the kept activations."""
         stage, loss = self.stage, self.stage.loss
         if kind == "F" and loss is not None:
             yield "loss", loss.working + (0.0 if self.cut and self.logits else loss.kept)
@@ -179,14 +179,14 @@ class _Part:
             yield from self._in_backward()
 
     def _in_backward(self) -> Iterator[tuple[Place, float]]:
-        """Yield the moments of a whole backward: what it has given back counts as negative."""
+        """Yield the instants of a whole backward: what it has given back counts as negative."""
         if self.logits:
             yield "head", (0.0 if self.cut else self.logits) + self.work.tokens.bytes(self.work.hidden)
         if self.stage.beside.working:
             yield "last block", self.stage.beside.working
         last = max((one.numbers[-1] for one, _ in self.every), default=-1)
         for one, saved in self.every:
-            freed = _freed(one, self.every, self.stage, self.work)
+            freed = _freed(one, self.every, self.stage)
             beside = saved.recomputed - freed
             if one.numbers[-1] != last:
                 yield "block", beside
@@ -216,10 +216,9 @@ class _Part:
         return max(most, self.halfway + norm)
 
 
-def _freed(one: Alike, every: Sequence[tuple[Alike, Saved]], stage: StageCost, work: Work) -> float:
+def _freed(one: Alike, every: Sequence[tuple[Alike, Saved]], stage: StageCost) -> float:
     """Return the bytes that a micro-batch has given back when its backward comes to the last block like
-    ``one``: what the blocks and the output layer behind it had kept. With a loss in chunks the output layer's
-    were measured to stay.
+    ``one``: what the blocks and the output layer behind it had kept.
     """
     behind = sum(
         saved.kept * (other.count - bisect(other.numbers, one.numbers[-1]))

@@ -47,11 +47,14 @@ class Group:
 
     def times(self, number: int) -> Group:
         """Return the counts of so many groups like this one."""
-        return Group(*(number * one for one in _counts(self)), self.largest)  # type: ignore[call-arg]
+        found = [number * one for one in _counts(self)]
+        found.append(self.largest)
+        return Group(*found)
 
     def __add__(self, more: Group) -> Group:
-        counts = (one + other for one, other in zip(_counts(self), _counts(more), strict=True))
-        return Group(*counts, max(self.largest, more.largest))  # type: ignore[call-arg]
+        found = [one + other for one, other in zip(_counts(self), _counts(more), strict=True)]
+        found.append(max(self.largest, more.largest))
+        return Group(*found)
 
 
 _counts = attrgetter(*(one.name for one in fields(Group)[:-1]))
@@ -110,8 +113,8 @@ class RankParameters:
     ends: tuple[Group, ...] = ()
     exit: int = 0
     tied: int = 0
-    #: Answers of ``moment_bytes``, which a search asks for often.
-    moments: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+    #: Answers of ``shared_bytes``, which a search asks for often.
+    known_shared: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @cached_property
     def blocks(self) -> tuple[tuple[Group, int], ...]:

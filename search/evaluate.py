@@ -13,7 +13,7 @@ from ..parallel_state import Layout, ParallelState, dtype_named
 from ..pipeline import ScheduleName
 from ..planner import MemoryPlan, StageCost, Work
 from ..planner.kinds_of_blocks import SampledModel, sampled
-from ..planner.memory import Need, kept_activations, memory_of
+from ..planner.memory import Need, memory_of, needs_of_rank
 from ..planner.rank_parameters import RankParameters
 from ..planner.stage_cut import StageCut, cut_stages
 from ..planner.time import StepTime, StepTimer
@@ -74,7 +74,7 @@ class Evaluator:
         #: Asked for by all stores of a choice in turn.
         self._last_alone = lru_cache(1)(self._without_store)
         self._known: dict[Any, Any] = {}
-        self._kept: dict[Any, list[Need]] = {}
+        self._needs: dict[Any, list[Need]] = {}
 
     def model(self, layout: Layout) -> SampledModel:
         """Return one block of each kind, cut as the layout says; ``BadInput`` if the model forbids it."""
@@ -101,12 +101,12 @@ class Evaluator:
         work = self.work(choice, pipeline)
         layout = _without_data(choice.layout)
         costs = self._stage_costs(layout, choice.micro_batch, work.loss_chunk, pipeline)
-        # All of ``kept_activations``'s work but the stores, of which a search compares many.
+        # All of ``needs_of_rank``'s work but the stores, of which a search compares many.
         flow = choice.schedule, work.micro_batches, work.tokens, work.loss_chunk
         key = layout, *flow, choice.checkpointing, pipeline
-        if key not in self._kept:
-            self._kept[key] = kept_activations(work, costs)
-        return memory_of(work, self._held(choice.layout, pipeline), costs, kept=self._kept[key])
+        if key not in self._needs:
+            self._needs[key] = needs_of_rank(work, costs)
+        return memory_of(work, self._held(choice.layout, pipeline), costs, needs=self._needs[key])
 
     def memory_of_ranks(self, choice: Choice) -> list[MemoryPlan]:
         """Return the memory of the first rank of each pipeline rank."""

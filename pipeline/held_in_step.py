@@ -1,6 +1,6 @@
 """Follow what a pipeline rank holds through a step: activations of micro-batches, and messages of its stages.
 
-The moments that may need most memory are those at which a rank computes a loss or gradients. What each of
+The instants that may need most memory are those at which a rank computes a loss or gradients. What each of
 them holds follows from the order of actions and from how torch's schedules send:
 
 - A schedule of several stages a rank keeps all that it has sent until the step ends. It receives a message
@@ -25,7 +25,7 @@ from ..parallel_state import Layout
 from .schedule_actions import Kind, actions
 
 
-class Moment(NamedTuple):
+class Instant(NamedTuple):
     """State what a rank holds while it computes an action: ``F`` on the model's last stage, with its loss, or
     a backward. ``W`` on the model's first stage is a whole backward.
 
@@ -39,9 +39,9 @@ class Moment(NamedTuple):
     messages: int
 
 
-#: What a rank holds at a moment: for each of its stages, the micro-batches whose activations it has, with the
-#: one that it computes; for each, those of them whose first part of the backward is done; messages; and
-#: whether the moment is in the second half of the step.
+#: What a rank holds at an instant: for each of its stages, the micro-batches whose activations it has, with
+#: the one that it computes; for each, those of them whose first part of the backward is done; messages; and
+#: whether the instant is in the second half of the step.
 _Row = tuple[int, ...]
 #: Different rows of each kind of action and stage, in order.
 _Found = dict[tuple[Kind, int], dict[_Row, None]]
@@ -50,8 +50,8 @@ _Found = dict[tuple[Kind, int], dict[_Row, None]]
 def heaviest(
     name: str, layout: Layout, micro_batches: int, rank: int,
     whole: Sequence[float], halfway: Sequence[float], message: float,
-) -> list[Moment]:  # fmt: skip
-    """Return the moments of a pipeline rank that hold most bytes, one for each kind of action and stage.
+) -> list[Instant]:  # fmt: skip
+    """Return the instants of a pipeline rank that hold most bytes, one for each kind of action and stage.
 
     ``whole``, ``halfway``: for each stage of the rank, the bytes of a micro-batch's activations and those
     added by the first part of its backward. ``message``: the bytes of a message.
@@ -69,7 +69,7 @@ def heaviest(
     for (kind, stage), start, stop in rows.groups:
         number = start + int(held[start:stop].argmax())
         *_, messages, late = rows.each[number]
-        found.append(Moment(kind, stage, float(held[number]), messages + further * late))
+        found.append(Instant(kind, stage, float(held[number]), messages + further * late))
     return found
 
 

@@ -1,4 +1,4 @@
-"""Count the bytes of weights and gradients that data ranks share: those that last, and those of a moment.
+"""Count the bytes of weights and gradients that data ranks share: those that last, and those of an instant.
 
 FSDP handles a group of parameters at a time: a block, or the root, all that is in no block. In a backward it
 gathers a group and, with ZeRO 3, the group before it. After the backward of a group it copies the gradients
@@ -14,7 +14,7 @@ from ..pipeline.schedule_kinds import schedule_kind
 from .rank_parameters import RankParameters
 from .step_shape import Work
 
-#: Moments of a micro-batch on a stage: in the loss; in the backward of the output layer, of the stage's last
+#: Instants of a micro-batch on a stage: in the loss; in the backward of the output layer, of the stage's last
 #: block, of another block; after that of a block; in that of the embedding. Then those of a backward in two
 #: parts: in the first part, and at the start and the end of the second one. The model's first stage computes
 #: all of a backward in the second part, and sums no gradient before its end: its last block, others, its end.
@@ -61,25 +61,25 @@ def _last_summed(held: RankParameters) -> int:
     return max((one.trained for one in held.ends or (held.root,)), default=0) or held.largest_trained_block
 
 
-def moment_bytes(work: Work, held: RankParameters) -> dict[tuple[Place, int], float]:
-    """Return the bytes of each moment on each of the rank's stages, beside those that last."""
+def shared_bytes(work: Work, held: RankParameters) -> dict[tuple[Place, int], float]:
+    """Return the bytes of each instant on each of the rank's stages, beside those that last."""
     shards = work.layout.data_sizes()[1]
     in_two = work.layout.pipeline > 1 and schedule_kind(work.schedule).two_backwards
     key = (
         work.layout.zero, shards, holds_alone(work), work.micro_batches > 1, in_two,
         work.compute, work.reduce, work.master,
     )  # fmt: skip
-    found: dict[tuple[Place, int], float] | None = held.moments.get(key)
+    found: dict[tuple[Place, int], float] | None = held.known_shared.get(key)
     if found is None:
-        found = held.moments[key] = _moment_bytes(held, *key)
+        found = held.known_shared[key] = _shared_bytes(held, *key)
     return found
 
 
-def _moment_bytes(
+def _shared_bytes(
     held: RankParameters, zero: int, shards: int, alone: bool, several: bool, in_two: bool,
     compute: int, reduce: int, master: int,
 ) -> dict[tuple[Place, int], float]:  # fmt: skip
-    """Compute ``moment_bytes``. ``several``: whether a step has several micro-batches; ``in_two``: whether a
+    """Compute ``shared_bytes``. ``several``: whether a step has several micro-batches; ``in_two``: whether a
     backward has two parts.
     """
     # Gradients that are added to those of earlier micro-batches exist one parameter at a time.

@@ -1,12 +1,13 @@
-"""Moments of a pipeline step hold what one counts by hand; few micro-batches show those of a long step."""
+"""A pipeline rank holds in a step what one counts by hand; few micro-batches show what a long step holds."""
 
 from __future__ import annotations
 
 import pytest
 from trilith.parallel_state import Layout
 from trilith.pipeline import layout_of, schedule_kind
-from trilith.pipeline.moments import _followed, _with_messages, heaviest
-from trilith.pipeline.timetable import held_at_once
+from trilith.pipeline.held_in_step import _followed, _with_messages, heaviest
+from trilith.pipeline.schedule_actions import actions
+from trilith.pipeline.timetable import most_held
 
 SEVERAL = ("interleaved", "interleaved-zero-bubble", "zbv", "dualpipev")
 
@@ -26,20 +27,20 @@ def test_few_micro_batches_and_what_further_ones_send_are_the_whole_step(
             for key, rows in every.items()
         }
         found = heaviest(name, layout, micro_batches, rank, weights[:2], weights[2:4], weights[4])
-        assert {(moment.kind, moment.stage): moment.bytes for moment in found} == pytest.approx(expected)
+        assert {(at.kind, at.stage): at.bytes for at in found} == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("name", SEVERAL)
-def test_the_micro_batches_at_the_worst_moment_are_those_of_the_timetable(name: str) -> None:
-    """Without messages and halves, the most that is held is what ``held_at_once`` counts, in a backward."""
+def test_the_micro_batches_at_the_worst_instant_are_those_of_the_timetable(name: str) -> None:
+    """Without messages, the most that is held is counted action by action (``most_held``)."""
     layout = layout_of(name, 4)
+    ranks = actions(name, layout.pipeline, layout.virtual_stages, layout.v_shape, 16)
     for rank in range(4):
-        held = held_at_once(name, layout, 16, rank)
+        held = most_held(ranks[rank]).values()
         found = heaviest(name, layout, 16, rank, [2.0, 2.0], [1.0, 1.0], 0.0)
-        most = max(moment.bytes for moment in found)
-        assert most == max(2 * sum(h.micro_batches for h in held.values())
-                           + sum(h.halfway for h in held.values()), 0)  # fmt: skip
-        assert schedule_kind(name).two_backwards or all(moment.kind != "W" for moment in found)
+        expected = sum(2 * one.micro_batches + one.halfway for one in held)
+        assert max(one.bytes for one in found) == expected
+        assert schedule_kind(name).two_backwards or all(one.kind != "W" for one in found)
 
 
 def test_1f1b_and_gpipe_by_hand() -> None:
