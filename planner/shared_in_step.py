@@ -91,6 +91,8 @@ def _shared_bytes(
     buffer = 0.0 if alone else reduce * (1 + (1 / shards if zero else 0))
     if not alone and reduce != master:
         buffer += master / shards
+    # FSDP copies gradients into the buffer and frees them before it makes the shard.
+    summed = max(made + reduce, buffer) if zero and not alone else made + buffer
     # The buffer of the last sum counts as gradients that last; the next group's gradients replace it.
     last = _last_summed(held) * reduce if sums_each and several else 0
     gathered = held.largest_block * compute if zero == 3 else 0
@@ -104,15 +106,15 @@ def _shared_bytes(
         found["head", place] = (0 if first else exit * compute) + gathered
         found["last block", place] = before = 2 * gathered + one + exit * made + tied
         found["block", place] = before + (block * reduce - last if sums_each else 0)
-        found["sum", place] = gathered + block * (made + buffer) + exit * made + tied - last
-        found["entry", place] = entry * (made + buffer + compute * (alone and added)) - last
+        found["sum", place] = gathered + block * summed + exit * made + tied - last
+        found["entry", place] = entry * (summed + compute * (alone and added)) - last
         if not in_two:
             continue
         whole, grads = here * compute * (zero == 3), trained * made
         found["inputs", place] = 2 * gathered
         found["weights", place] = whole + max(held.root.here * compute * (zero == 3), gathered)
-        found["weights made", place] = whole + max(one, grads + exit * made + block * buffer - last)
+        found["weights made", place] = whole + max(one, grads + exit * made + block * (summed - made) - last)
         found["unsummed last block", place] = whole + one
         found["unsummed block", place] = whole + one + grads
-        found["unsummed end", place] = grads + entry * (made + buffer) - last
+        found["unsummed end", place] = grads + entry * summed - last
     return found

@@ -49,6 +49,8 @@ GLM = LLAMA | {
 }
 #: Its vocabulary takes 768 rows on 3 ranks.
 THREE = LLAMA | {"vocab_size": 503, "num_attention_heads": 6, "intermediate_size": 225, "head_dim": 10}
+#: Its weights are more than its activations, so that its worst instant is a sum over the data ranks.
+WIDE = LLAMA | {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 3}
 #: Its scores, which are written out, are most of its memory.
 GEMMA2 = LLAMA | {"model_type": "gemma2", "head_dim": 8, "tie_word_embeddings": True, "sliding_window": 64}
 #: Its first and its last block, whose backward meets the activations of all, write out scores of a window.
@@ -82,6 +84,7 @@ CONFIGS = {
     "gpt_oss": GPT_OSS,
     "llama": LLAMA,
     "three": THREE,
+    "wide": WIDE,
     "gpt2": GPT2,
     "glm4_moe": GLM,
     "gemma2": GEMMA2,
@@ -244,6 +247,7 @@ SLOW = [
     ),
     Case("granitemoehybrid", Layout.of(context=2), MemorySection(checkpointing="selective")),
     Case("gpt2", Layout.of(data=2, zero=2)),
+    *(Case("wide", Layout.of(data=2, zero=zero), micro_batch=1, micro_batches=3) for zero in range(4)),
     Case("gpt2", SEQUENCE),
     Case("gpt2", Layout(), MemorySection(checkpointing="every")),
     Case("glm4_moe", Layout.of(data=2, zero=3)),
