@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from ..parallel_state import BadInput
@@ -68,9 +69,18 @@ def family_of(raw: Mapping[str, Any], where: str = "config.json") -> Family:
     contradiction.
     """
     kind = raw.get("model_type")
+    if kind is None:
+        raise BadInput(
+            where, "model_type",
+            expected="the model's type, such as 'llama'",
+            found="no such key" if raw else "an object without any key",
+            todo="Take the config.json that came with the model; `trilith models` lists the types",
+        )  # fmt: skip
     if not isinstance(kind, str) or kind not in FAMILIES:
-        expected = f"one of {', '.join(sorted(FAMILIES))}"
-        raise BadInput(where, "model_type", expected=expected, found=repr(kind))
+        expected, found = f"one of {', '.join(sorted(FAMILIES))}", repr(kind)[:80]
+        near = get_close_matches(str(kind).lower(), FAMILIES, n=3)
+        todo = f"Nearest: {', '.join(near)}" if near else "docs/new_family.md shows how to add a family"
+        raise BadInput(where, "model_type", expected=expected, found=found, todo=todo)
     family = FAMILIES[kind]
     architectures = raw.get("architectures")
     if architectures and architectures != [family.architecture]:

@@ -54,7 +54,9 @@ class TokenFlops:
 
     @property
     def causal(self) -> float:
-        """Return FLOPs of forward and backward, attention under a causal mask, as Megatron-LM counts."""
+        """Return FLOPs of forward and backward, attention under a causal mask, as Megatron-LM
+        counts since 2025.
+        """
         return self.full - 1.5 * self.attention
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 from ..models import family_of, published_sizes
 from ..parallel_state import Layout, ParallelState
@@ -26,9 +26,10 @@ _TABLE = Path(__file__).with_name("published_runs.toml")
 class PublishedRun:
     """Describe a published run: its step, and one reported speed.
 
-    ``title`` names the source. The speed is ``tokens`` a second or ``tflops`` of a GPU, or ``mfu`` with the
-    causal half of attention. ``split_ends``: blocks of the first and the last stage, if they have fewer than
-    the others. ``gibibytes``: reported memory. ``assumed``: what the source does not say.
+    ``title`` names the source. The speed is ``tokens`` a second or ``tflops`` of a GPU, or ``mfu``;
+    ``convention`` says whether the latter two count the causal half of attention or all of it.
+    ``split_ends``: blocks of the first and the last stage, if they have fewer than the others.
+    ``gibibytes``: reported memory. ``assumed``: what the source does not say.
     """
 
     source: str
@@ -49,6 +50,7 @@ class PublishedRun:
     tokens: float = 0.0
     tflops: float = 0.0
     mfu: float = 0.0
+    convention: Literal["causal", "full"] = "causal"
     gibibytes: float = 0.0
     config: Mapping[str, Any] = field(default_factory=dict)
 
@@ -120,9 +122,9 @@ def compare(run: PublishedRun) -> Comparison:
     if run.tokens:
         unit, reported, predicted = "tokens/s", run.tokens, rate
     elif run.tflops:
-        unit, reported, predicted = "TFLOP/s", run.tflops, rate * time.flops.causal / 1e12
+        unit, reported, predicted = "TFLOP/s", run.tflops, rate * getattr(time.flops, run.convention) / 1e12
     else:
-        unit, reported, predicted = "% MFU", 100 * run.mfu, 100 * time.mfu.causal
+        unit, reported, predicted = "% MFU", 100 * run.mfu, 100 * getattr(time.mfu, run.convention)
     return Comparison(run, layout, unit, reported, predicted, memory, time)
 
 
@@ -164,8 +166,8 @@ activation checkpointing, and `products` their type; blocks are compiled unless 
 source does not state is under `assumed`.
 
 The first two rows are this project's own measurement. Tokens a second and TFLOP/s are those of one GPU.
-TFLOP/s and MFU count the causal half of attention. Memory is that of the fullest rank in GiB, predicted, and
-reported in brackets where the source has it.
+TFLOP/s and MFU count the causal half of attention, unless `assumed` says that they count all of it. Memory is
+that of the fullest rank in GiB, predicted, and reported in brackets where the source has it.
 """
 
 

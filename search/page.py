@@ -29,7 +29,7 @@ def make_page(found: Found) -> str:
         "and GB those of the heaviest rank.</p>",
         f"<figure><figcaption>Memory against time</figcaption>{pareto(found)}</figure>",
         "<p>Each point is a layout that was timed in full; the numbers are those of the table. The line "
-        "joins the layouts than which none of these is as fast with less memory.</p>",
+        "joins the points that are best: no other point needs less memory and is as fast.</p>",
         "<h2>Memory of the fastest layout</h2>",
         f"<figure><figcaption>By pipeline rank</figcaption>{memory_of_stages(found)}</figure>",
         *_schedule(found),

@@ -20,7 +20,7 @@ _INK = "#7a8088"
 def pareto(found: Found) -> str:
     """Return SVG: memory against time of every layout that was timed; those shown have their number.
 
-    A line joins the layouts than which none is as fast with less memory.
+    A line joins the best of them: no other needs less memory and is as fast.
     """
     figure, axes = _figure(1, 3.6)
     room = found.request.room / 1e9

@@ -48,8 +48,8 @@ def reasons(found: Found) -> list[str]:
     """Return two sentences about the fastest layout: which strategy it is, and why."""
     request, best = found.request, found.best[0]
     layout = best.choice.layout
-    whole, trained = parameters_of(request)
-    states = _STATES * trained + 2 * (whole - trained)
+    of = parameters_of(request)
+    states = _STATES * of.trained + 2 * (of.whole - of.trained)
     what = (
         f"Weights, gradients and moments take {readable(states, 'bytes')}, "
         f"and a GPU may hold {request.room / 1e9:.1f} GB"

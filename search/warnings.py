@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .critical_batch import critical_batch
+from .critical_batch import TOKENS_OF_A_PARAMETER, critical_batch
 from .evaluate import Answer
 from .request import Request
 from .strategy import crosses
@@ -21,14 +21,19 @@ def warnings(request: Request, answer: Answer) -> list[str]:
             f"expert={layout.expert} x tensor={layout.tensor} crosses the node of {gpus} GPUs: "
             "tokens travel over the network in every block"
         )
-    whole, trained = parameters_of(request)
-    if trained == whole:
-        critical = critical_batch(whole, request.tokens or 20 * whole)
+    of = parameters_of(request)
+    if of.trained == of.whole:
+        # The loss law was fitted to dense models, in which each token uses every parameter.
+        tokens = request.tokens or TOKENS_OF_A_PARAMETER * of.active
+        critical = critical_batch(of.active, tokens)
         if request.step_tokens > critical:
+            which = "parameters" if of.active == of.whole else "parameters that a token uses"
             found.append(
                 f"a step of {_tokens(request.step_tokens)} tokens is beyond the critical batch of about "
                 f"{_tokens(critical)} at the end of training: more tokens a step save few steps "
-                "(Kaplan et al. 2020, eq. 1.4, with the loss of Hoffmann et al. 2022)"
+                f"(Kaplan et al. 2020, eq. 1.4, with the loss of Hoffmann et al. 2022 for {of.active:.3g} "
+                f"{which} and {tokens:.3g} tokens). A smaller --global-batch reaches the same loss with "
+                "fewer tokens, in more steps"
             )
     host = max(one.host for one in answer.memory)
     if host:

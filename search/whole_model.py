@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import prod
 
 from ..parallel_state import declarations
+from ..planner.flops import active_parameters
 from .request import Request
 
 
-def parameters_of(request: Request) -> tuple[int, int]:
-    """Return the parameters of the whole model, and those that are trained."""
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """Count the parameters of a model: ``whole``, those that are ``trained``, and the ``active`` ones, which
+    one token uses (fewer where a router chooses experts).
+    """
+
+    whole: int
+    trained: int
+    active: int
+
+
+def parameters_of(request: Request) -> Parameters:
+    """Return the parameters of the whole model in each of these counts."""
     model = request.family.build(request.config)
     stated = {name: one for name, one in declarations(model).items() if not one.buffer}
     trained = {name for name, one in model.named_parameters() if one.requires_grad}
     sizes = {name: prod(one.shape) for name, one in stated.items()}
-    return sum(sizes.values()), sum(size for name, size in sizes.items() if name in trained)
+    of_trained = sum(size for name, size in sizes.items() if name in trained)
+    return Parameters(sum(sizes.values()), of_trained, active_parameters(model))

@@ -83,10 +83,12 @@ def explain_mfu(
         found.step(
             name, f"6 * P + {half} * L * A * S", both[name], "FLOPs", f"for a token, counting {counted}"
         )
-    names = {"full": "torchtitan, nanotron, PaLM", "causal": "Megatron-LM"}
+    names = {"full": "torchtitan, nanotron, PaLM", "causal": "Megatron-LM, since 2025"}
     for name, users in names.items():
         share = utilization(rate, both[name], devices=gpus, peak_flops_per_second=peak)
-        found.step(f"mfu_{name}", f"R * {name} / (G * F)", share, "share", f"is MFU as {users} count")
+        found.step(
+            f"mfu_{name}", f"R * {name} / (G * F)", share, "share", f"is MFU in the convention of {users}"
+        )
     hardware = with_recomputation(both["causal"])
     share = utilization(rate, hardware, devices=gpus, peak_flops_per_second=peak)
     found.step("hfu", "R * causal * 4 / 3 / (G * F)", share, "share",

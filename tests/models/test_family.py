@@ -98,6 +98,26 @@ def test_a_family_is_found_by_its_model_type_and_has_a_tiny_model() -> None:
     assert {raw["model_type"] for raw in MODELS.values()} == FAMILIES.keys()
 
 
+@pytest.mark.parametrize(
+    ("config", "found", "todo"),
+    [
+        ({}, "found an object without any key", "`trilith models` lists the types"),
+        ({"hidden_size": 8}, "found no such key", "Take the config.json that came with the model"),
+        ({"model_type": None}, "found no such key", "Take the config.json that came with the model"),
+        ({"model_type": "lama"}, "found 'lama'", "Nearest: llama"),
+        ({"model_type": ["llama"]}, "found ['llama']", "Nearest: llama"),
+        ({"model_type": "bert"}, "found 'bert'", "docs/new_family.md shows how to add a family"),
+    ],
+)
+def test_a_config_of_no_known_type_is_refused_with_what_to_do(
+    config: dict[str, Any], found: str, todo: str
+) -> None:
+    with pytest.raises(BadInput) as refused:
+        family_of(config, "here.json")
+    line = str(refused.value)
+    assert line.startswith("here.json: model_type: expected ") and found in line and todo in line
+
+
 @pytest.mark.parametrize("layout", [Layout(), Layout.of(tensor=2, pipeline=3, data=2, zero=1)], ids=str)
 def test_names_and_whole_shapes_are_the_same_in_every_layout(layout: Layout) -> None:
     config = LLAMA.from_hf({**CONFIG, "tie_word_embeddings": True})

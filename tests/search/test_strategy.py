@@ -12,9 +12,11 @@ import pytest
 from trilith.parallel_state import Layout
 from trilith.planner.time import machine_named
 from trilith.search import Choice, Found, Request, find_layouts, read_request
+from trilith.search.critical_batch import critical_batch
 from trilith.search.evaluate import Evaluator
 from trilith.search.strategy import reasons, strategy
 from trilith.search.warnings import warnings
+from trilith.search.whole_model import Parameters, parameters_of
 
 _BLOCK: dict[str, Any] = {
     **{"vocab_size": 32000, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4},
@@ -147,6 +149,23 @@ def test_it_warns_beyond_the_critical_batch_unless_adapters_are_trained(tmp_path
         assert [line for line in found if "critical batch" in line] == found and bool(found) == warned
     request = request_for(tmp_path, DENSE, 1, 8, global_batch=1024, lora=8)
     assert warnings(request, Evaluator(request).answer(Choice(Layout()))) == []
+
+
+def test_the_critical_batch_of_experts_counts_what_a_token_uses(tmp_path: Path) -> None:
+    """2 of 8 experts: the loss law takes the parameters of a dense model that does as much for each token."""
+    request = request_for(tmp_path, EXPERTS, 1, 8, global_batch=1024)
+    block = 4 * 1024 * 8 * 128 + 2 * 128 + 2 * 1024 + 8 * 1024  # attention, norms, router
+    active, every = (2 * 32000 * 1024 + 1024 + 4 * (block + n * 3 * 1024 * 1408) for n in (2, 8))
+    assert parameters_of(request) == Parameters(whole=every, trained=every, active=active)
+    for tokens, used in ((None, 20 * active), (1e11, 1e11)):
+        request = replace(request, tokens=tokens)
+        (line,) = warnings(request, Evaluator(request).answer(Choice(Layout())))
+        assert f"critical batch of about {critical_batch(active, used) / 1e6:.1f} M" in line
+        assert f"for {active:.3g} parameters that a token uses and {used:.3g} tokens" in line
+        assert f"{critical_batch(every, used) / 1e6:.1f} M" not in line
+    dense = request_for(tmp_path, DENSE, 1, 8, global_batch=1024)
+    (line,) = warnings(dense, Evaluator(dense).answer(Choice(Layout())))
+    assert "parameters and" in line and "that a token uses" not in line
 
 
 def test_it_warns_of_the_memory_that_offload_takes_from_a_node(tmp_path: Path) -> None:
