@@ -120,7 +120,7 @@ def test_the_textbook_s_figures_come_out_of_the_commands_beside_them(
     from trilith.cli.app import run
 
     figures = rows("Figures")
-    assert len(figures) == 10 and len(WRONG) == len(BY_FORMULA) == 6
+    assert len(figures) == 12 and len(WRONG) == len(BY_FORMULA) == 6
     sizes = {"memory of 7B": ("14 GB", "84 GB"), "7B on 4 GPUs": ("49 GB", "38.5 GB", "28 GB")}
     sizes |= {
         "70B on 8": ("840 GB", "105 GB"),
@@ -131,6 +131,7 @@ def test_the_textbook_s_figures_come_out_of_the_commands_beside_them(
         "all-reduce": ("279.7 GB", "5.595 s"),
         "the same": ("22.31 s",),
         "column shard": ("1,024 outputs",),
+        "bytes that 8 tensor ranks": ("1.879 GB",),
     }
     sizes |= {"training FLOPs": ("6.3e+24",)}
     for name, expected in sizes.items():

@@ -11,7 +11,7 @@ from ...runs.console import plain_console
 from ...search.find import Found
 from ...search.generation_layouts import GenerationChoice, generation_layouts
 from ...search.page import MARK, make_page, make_sweep_page
-from ...search.report import HEAD, as_json, asked, counted, facts, rows, searched
+from ...search.report import HEAD, as_json, asked, counted, facts, machine_of, rows, searched
 from ...search.request import Request
 from ...search.strategy import reasons
 from ...search.sweep import Unmet, asked_in_sweep, sweep_head, sweep_json, sweep_rows, sweep_warnings
@@ -82,7 +82,12 @@ def print_generation(requests: Sequence[Request], dtype: str, json: bool) -> Non
     if json:
         say(dumps([one.as_json() for one in found] + sweep_json(unmet), indent=2))
         return
-    data = found[0].request.recipe.data
+    data, first = found[0].request.recipe.data, found[0].request
+    most = max((one.request for one in found), key=lambda one: one.gpus)
+    say(
+        f"{first.name} on {machine_of(most, most.gpus)}: GB of the rank that needs most, numbers in {dtype}; "
+        f"a GPU may hold {first.room / 1e9:.1f} GB"
+    )
     head = ("GPUs", "tokens of a row", "layout", "weights", f"cache of {data.global_batch:,} rows", "reading",
             "GB in all", "rows that fit")  # fmt: skip
     lines = []

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from trilith.layers import Checkpointing, checkpoint_blocks
+from trilith.layers import Checkpointing, Cost, checkpoint_blocks
 from trilith.models import family_of, published_size
-from trilith.parallel_state import ParallelState, initialize
+from trilith.parallel_state import Layout, ParallelState, initialize
 from trilith.planner import Work, plan_memory, stage_costs
-from trilith.testing import LiveBytes
+from trilith.planner.activations import saved_under
+from trilith.testing import LiveBytes, run_parallel
 from trilith.testing.tiny_models import MODELS
 
 
@@ -51,3 +54,45 @@ def test_a_model_of_a_billion_parameters_keeps_what_its_plan_says(mode: Checkpoi
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_that_computes_some_again_keeps_what_its_plan_says(name: str) -> None:
     assert 0.99 < alive_by_plan(MODELS[name], "selective", rows=4, length=64, fake=False) <= 1
+
+
+ROWS, LENGTH = 3, 16
+
+
+def _now_and_soon(memory: LiveBytes) -> Iterator[int]:
+    for _ in range(20):
+        yield memory.now
+        time.sleep(0.01)
+
+
+def kept_by_a_block(layout: Layout, mode: Checkpointing) -> float:
+    """Return the bytes that each further block leaves alive on a rank after the forward."""
+    alive = []
+    for blocks in (1, 4):
+        state = ParallelState.start(layout)
+        raw = {**MODELS["llama"], "num_hidden_layers": blocks}
+        family = family_of(raw)
+        model = family.build(family.from_hf(raw), state=state, device="cpu")
+        initialize(model, 0, state=state)
+        checkpoint_blocks([(int(number), block) for number, block in model.layers.items()], mode)
+        ids = torch.zeros(ROWS, LENGTH, dtype=torch.long)
+        with LiveBytes(model.parameters(), ids) as memory:
+            before = memory.now
+            logits = model(ids)
+            assert logits.requires_grad
+            # A thread of gloo may hold the last messages a little longer.
+            alive.append(min(_now_and_soon(memory)) - before)
+    return (alive[1] - alive[0]) / 3
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "cut"])
+def test_what_a_checkpointed_block_keeps_is_cut_over_the_tensor_ranks_under_sequence_parallelism(
+    sequence: bool,
+) -> None:
+    """A block keeps its input and nothing else: whole on each rank, or one piece of it on each."""
+    raw = MODELS["llama"]
+    whole = ROWS * LENGTH * raw["hidden_size"] * 4
+    layout = Layout.of(tensor=2, sequence=sequence)
+    assert set(run_parallel(kept_by_a_block, 2, layout, "full")) == {whole / 2 if sequence else whole}
+    work = Work(ParallelState.stand_in(layout), raw["hidden_size"], LENGTH, ROWS, 1, checkpointing="full")
+    assert saved_under("full", Cost(), work).kept == (whole / 2 if sequence else whole)

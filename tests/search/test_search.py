@@ -152,7 +152,10 @@ def test_generation_lists_layouts_by_the_rows_that_fit(capsys: pytest.CaptureFix
     assert {(one["tensor"], one["pipeline"]) for one in told} == {(1, 2), (2, 1)}
     rows = [one["rows_that_fit"] for one in told]
     assert rows == sorted(rows, reverse=True) and rows[-1] > 16 and told[0]["rows"] == 16
-    assert run(words) == 0 and "reading" in capsys.readouterr().out
+    assert run(words) == 0
+    first, *shown = capsys.readouterr().out.splitlines()
+    assert first.startswith("llama-3.2-1b on l40s") and "GB of the rank that needs most" in first
+    assert "bfloat16" in first and "a GPU may hold 44.2 GB" in first and "reading" in "".join(shown)
     assert run([*words, "--write", "recipe.toml"]) == 2 and not Path("recipe.toml").exists()
     assert run([*words, "--headroom", "0.9", "--dtype", "float32"]) == 2
     assert "Take more --gpus" in capsys.readouterr().err
