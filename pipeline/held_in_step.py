@@ -30,28 +30,32 @@ class Instant(NamedTuple):
     a backward. ``W`` on the model's first stage is a whole backward.
 
     ``bytes``: of activations and messages. ``messages``: how many hidden states and gradients of one
-    micro-batch are held beside the activations.
+    micro-batch are held beside the activations. ``absent``: the stages that have had no backward in this
+    step, and so have no gradients, each by its place among the rank's stages.
     """
 
     kind: Kind
     stage: int
     bytes: float
     messages: int
+    absent: tuple[int, ...] = ()
 
 
 #: What a rank holds at an instant: for each of its stages, the micro-batches whose activations it has, with
 #: the one that it computes; for each, those of them whose first part of the backward is done; messages; and
 #: whether the instant is in the second half of the step.
 _Row = tuple[int, ...]
-#: Different rows of each kind of action and stage, in order.
-_Found = dict[tuple[Kind, int], dict[_Row, None]]
+#: Different rows of each kind of action, stage, and ``absent``, in order.
+_Key = tuple[Kind, int, tuple[int, ...]]
+_Found = dict[_Key, dict[_Row, None]]
 
 
 def heaviest(
     name: str, layout: Layout, micro_batches: int, rank: int,
     whole: Sequence[float], halfway: Sequence[float], message: float,
 ) -> list[Instant]:  # fmt: skip
-    """Return the instants of a pipeline rank that hold most bytes, one for each kind of action and stage.
+    """Return the instants of a pipeline rank that hold most bytes, one for each kind of action and stage; and
+    those at which gradients are still absent, if they hold more.
 
     ``whole``, ``halfway``: for each stage of the rank, the bytes of a micro-batch's activations and those
     added by the first part of its backward. ``message``: the bytes of a message.
@@ -65,12 +69,15 @@ def heaviest(
     # What is sent for the others has been kept by the second half.
     further = (micro_batches - few) * rows.sends
     held = rows.counts @ np.array([*whole, *halfway, message, further * message])
-    found = []
-    for (kind, stage), start, stop in rows.groups:
+    found = list[Instant]()
+    with_all = dict[tuple[Kind, int], float]()
+    for (kind, stage, absent), start, stop in rows.groups:
         number = start + int(held[start:stop].argmax())
         *_, messages, late = rows.each[number]
-        found.append(Instant(kind, stage, float(held[number]), messages + further * late))
-    return found
+        found.append(Instant(kind, stage, float(held[number]), messages + further * late, absent))
+        if not absent:
+            with_all[kind, stage] = found[-1].bytes
+    return [one for one in found if not one.absent or one.bytes > with_all.get((one.kind, one.stage), -1.0)]
 
 
 class _Rows(NamedTuple):
@@ -80,7 +87,7 @@ class _Rows(NamedTuple):
 
     each: list[_Row]
     counts: NDArray[np.float64]
-    groups: list[tuple[tuple[Kind, int], int, int]]
+    groups: list[tuple[_Key, int, int]]
     sends: int
 
 
@@ -90,14 +97,17 @@ def _rows(
 ) -> _Rows:
     layout = Layout.of(pipeline=pipeline, virtual_stages=virtual_stages, v_shape=v_shape)
     if pipeline == 1 or name in _ONE_STAGE:
-        whole, sent = _ONE_STAGE[name if pipeline > 1 else "1f1b"](pipeline, micro_batches, rank)
-        found: _Found = {("B", rank): {(whole, 0, sent + (rank < pipeline - 1), 0): None}}
+        found: _Found = {}
+        instants = _ONE_STAGE[name if pipeline > 1 else "1f1b"](pipeline, micro_batches, rank)
+        for whole, sent, absent in instants:
+            found["B", rank, absent] = {(whole, 0, sent + (rank < pipeline - 1), 0): None}
         if rank == pipeline - 1:
-            found["F", rank] = {(whole, 0, sent, 0): None}
+            whole, sent, absent = instants[0]
+            found["F", rank, absent] = {(whole, 0, sent, 0): None}
     else:
         events = _with_messages(name, pipeline, virtual_stages, v_shape, micro_batches)[rank]
         found = _followed(events, layout, rank)
-    each, groups = list[_Row](), list[tuple[tuple[Kind, int], int, int]]()
+    each, groups = list[_Row](), list[tuple[_Key, int, int]]()
     for key, alike in found.items():
         groups.append((key, len(each), len(each) + len(alike)))
         each += alike
@@ -107,16 +117,24 @@ def _rows(
     return _Rows(each, np.array(each, dtype=float), groups, sends)
 
 
-def _gpipe(ranks: int, micro_batches: int, rank: int) -> tuple[int, int]:
-    return micro_batches, 0
+#: The micro-batches that a rank holds at an instant, the sent messages that it keeps then, and ``absent``.
+_Ahead = tuple[int, int, tuple[int, ...]]
 
 
-def _one_forward_one_backward(ranks: int, micro_batches: int, rank: int) -> tuple[int, int]:
-    ahead = min(ranks - rank, micro_batches)
-    return ahead, (rank > 0 and micro_batches > 1) + (1 < ahead <= (micro_batches + 1) // 2)
+def _gpipe(ranks: int, micro_batches: int, rank: int) -> list[_Ahead]:
+    """Return the first backward and the second one, which has gradients."""
+    first: _Ahead = (micro_batches, 0, (0,))
+    return [first] if micro_batches == 1 else [first, (micro_batches - 1, int(rank > 0), ())]
 
 
-#: The most micro-batches that a rank holds, and the sent messages that it keeps then.
+def _one_forward_one_backward(ranks: int, micro_batches: int, rank: int) -> list[_Ahead]:
+    ahead = ranks - rank
+    if ahead >= micro_batches:  # no forward follows a backward
+        return _gpipe(ranks, micro_batches, rank)
+    return [(ahead, (rank > 0) + (1 < ahead <= (micro_batches + 1) // 2), ())]
+
+
+#: The instants at which a rank may hold most.
 _ONE_STAGE = {"gpipe": _gpipe, "1f1b": _one_forward_one_backward}
 
 
@@ -174,6 +192,7 @@ def _followed(events: Sequence[_Event], layout: Layout, rank: int) -> _Found:
     here, last = layout.stages_of(rank), layout.stages - 1
     place, size = {stage: number for number, stage in enumerate(here)}, len(here)
     now = [0] * (2 * size + 1)
+    absent = tuple(range(size))
     found: _Found = {}
     for number, (kind, stage, arrives) in enumerate(events):
         if arrives:
@@ -184,16 +203,18 @@ def _followed(events: Sequence[_Event], layout: Layout, rank: int) -> _Found:
             now[of] += 1
             now[-1] -= stage > 0 and stage - 1 not in place  # it is an input, which is kept
             if stage == last:
-                found.setdefault((kind, stage), {})[*now, late] = None
+                found.setdefault((kind, stage, absent), {})[*now, late] = None
             continue
         if kind == "I" and stage == 0:
             continue  # torch leaves all of it to the second part
-        found.setdefault((kind, stage), {})[*now, late] = None
+        # Where a backward has two parts, all gradients count.
+        found.setdefault((kind, stage, absent if kind == "B" else ()), {})[*now, late] = None
         if kind == "I":
             now[size + of] += 1
             # Of the gradient that came a product's weight gradient is made; another one is sent.
             now[-1] += 1 - (stage < last)
             continue
+        absent = tuple(one for one in absent if one != of)
         split = kind == "W" and stage > 0
         now[of] -= 1
         now[size + of] -= split

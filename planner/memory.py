@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import NamedTuple
 
 from torch import nn
@@ -18,10 +19,11 @@ from ..layers import Cost
 from ..pipeline.held_in_step import heaviest
 from ..pipeline.schedule_actions import Kind
 from ..pipeline.schedule_kinds import schedule_kind
-from .activations import Saved, saved_under
+from .activations import saved_under
+from .first_backward import first_backward
 from .rank_parameters import RankParameters, rank_parameters
 from .shared_in_step import Place, gathered_bytes, gradient_bytes, shared_bytes
-from .stage_costs import Alike, StageCost, stage_costs
+from .stage_costs import StageCost, stage_costs
 from .step_shape import Work
 
 
@@ -29,8 +31,9 @@ from .step_shape import Work
 class MemoryPlan:
     """Hold the bytes on the device by kind. ``logits`` and ``block`` are two instants; the worse one counts.
 
-    ``gathered``: weights that are whole beside the stored shards. ``activations``: kept for backward, of all
-    micro-batches in flight. ``logits``: in the loss of the last stage. ``block``: during one block's
+    ``gathered``: weights that are whole beside the stored shards. ``gradients``: those that last and exist at
+    the worst instant; in the first backward of a step some do not yet. ``activations``: kept for backward, of
+    all micro-batches in flight. ``logits``: in the loss of the last stage. ``block``: during one block's
     backward, what it computes again, its gradients, and what is gathered and summed over the data ranks.
     ``pipeline``: what stages exchange. ``host``: what offload puts into the host's memory.
     """
@@ -74,23 +77,34 @@ def memory_of(
     moments = 2 * every.trained_stored * work.master
     sharded, whole = gradient_bytes(work, held)
     shared = shared_bytes(work, held)
-    most, worst, elsewhere = -1.0, None, {True: 0.0, False: 0.0}
+    most, worst, elsewhere = -inf, None, {True: -inf, False: -inf}
     for one in needs or needs_of_rank(work, stages):
-        total = one.bytes + shared[one.place, one.stage]
+        if one.absent:
+            early = first_backward(work, held)
+            total = one.bytes + (early.shared if one.first else shared)[one.place, one.stage]
+            total -= sum(early.missing(one.absent, one.first))
+        else:
+            total = one.bytes + shared[one.place, one.stage]
         if total > most:
             most, worst = total, one
         if total > elsewhere[one.place == "loss"]:
             elsewhere[one.place == "loss"] = total
     assert worst is not None
+    kept, gathered = worst.held, gathered_bytes(work, held)
+    gradients = whole + (0 if work.offload else sharded)
+    if worst.absent:
+        missing, dropped = first_backward(work, held).missing(worst.absent, worst.first)
+        kept, gradients, gathered = min(kept, worst.bytes), gradients - int(missing), gathered - int(dropped)
+        elsewhere = {loss: total + missing + dropped for loss, total in elsewhere.items()}
     return MemoryPlan(
         weights=0 if work.offload else resting,
-        gathered=gathered_bytes(work, held),
-        gradients=whole + (0 if work.offload else sharded),
+        gathered=gathered,
+        gradients=gradients,
         moments=0 if work.offload else moments,
-        activations=int(worst.held - worst.messages),
+        activations=int(kept - worst.messages),
         pipeline=int(worst.messages),
-        logits=int(max(elsewhere[True] - worst.held, 0)),
-        block=int(max(elsewhere[False] - worst.held, 0)),
+        logits=int(max(elsewhere[True] - kept, 0)),
+        block=int(max(elsewhere[False] - kept, 0)),
         host=resting + moments + sharded if work.offload else 0,
     )
 
@@ -100,7 +114,8 @@ class Need(NamedTuple):
 
     ``held``: the activations kept for backward, and the ``messages`` that its stages have sent or received.
     ``bytes``: these with what is needed beside; less, if kept activations are already given back. What data
-    ranks share is not included (``shared_bytes``).
+    ranks share is not included (``shared_bytes``). ``absent``: for each of the rank's stages, how many of its
+    blocks have no gradients yet; empty if all have. ``first``: whether no stage has had a backward before.
     """
 
     place: Place
@@ -108,6 +123,8 @@ class Need(NamedTuple):
     held: float
     messages: float
     bytes: float
+    absent: tuple[int, ...] = ()
+    first: bool = False
 
 
 def needs_of_rank(work: Work, stages: Sequence[StageCost]) -> list[Need]:
@@ -120,15 +137,24 @@ def needs_of_rank(work: Work, stages: Sequence[StageCost]) -> list[Need]:
             part.kept -= message  # its input is the output of the stage before, on the same rank
     places = {part.stage.number: place for place, part in enumerate(parts)}
     kept, halfway = [part.kept for part in parts], [part.halfway for part in parts]
-    found: dict[tuple[Place, int], Need] = {}
-    for kind, stage, held, count in heaviest(
+    found: dict[tuple[Place, int, tuple[int, ...]], Need] = {}
+    for kind, stage, held, count, early in heaviest(
         work.schedule, layout, work.micro_batches, number, kept, halfway, message
     ):
         at, messages = places[stage], count * message
-        for name, beside in parts[at].needs(kind):
-            known = found.get((name, at))
+        # Of a module that is not the zoo's it is not known when its gradients appear.
+        early = early if parts[at].blocks else ()
+        first = len(early) == len(parts)
+        for name, beside, left in parts[at].needs(kind, at in early):
+            absent: tuple[int, ...] = ()
+            if early:
+                absent = tuple(
+                    left if place == at else part.blocks * (place in early)
+                    for place, part in enumerate(parts)
+                )
+            known = found.get((name, at, absent))
             if known is None or known.bytes < held + beside:
-                found[name, at] = Need(name, at, held, messages, held + beside)
+                found[name, at, absent] = Need(name, at, held, messages, held + beside, absent, first)
     return [*found.values()]
 
 
@@ -149,6 +175,7 @@ class _Part:
             for one in stage.alike(work.checkpointing, work.checkpoint_every)
             if one.reached
         ]
+        self.blocks = len(stage.blocks)
         self.kept = stage.beside.kept + sum(one.count * saved.kept for one, saved in self.every)
         if self.cut:
             # Torch keeps a stage's output until the end of its backward: on a pipeline's last one the logits.
@@ -159,45 +186,57 @@ class _Part:
             # The gradient of logits is written over them, if nothing else reads them.
             self.halfway -= self.logits * stage.overwrites
 
-    def needs(self, kind: Kind) -> Iterator[tuple[Place, float]]:
-        """Yield the instants of an action, each with the bytes that it needs beside the kept activations."""
+    def needs(self, kind: Kind, first: bool) -> Iterator[tuple[Place, float, int]]:
+        """Yield the instants of an action, each with the bytes that it needs beside the kept activations, and
+        with how many blocks have no gradients: none, but in the ``first`` backward.
+        """
         stage, loss = self.stage, self.stage.loss
         if kind == "F" and loss is not None:
-            yield "loss", loss.working + (0.0 if self.cut and self.logits else loss.kept)
+            working = loss.working + (0.0 if self.cut and self.logits else loss.kept)
+            yield "loss", working, self.blocks * first
         elif kind == "I":
-            yield "inputs", self._in_first_part()
+            yield "inputs", self._in_first_part(), 0
         elif kind == "W" and stage.number:
-            yield "weights", 0.0
-            yield "weights made", -self.halfway
+            yield "weights", 0.0, 0
+            yield "weights made", -self.halfway, 0
         elif kind == "W":  # the model's first stage computes all of its backward now
             names: dict[Place, Place] = {
                 "last block": "unsummed last block", "block": "unsummed block", "entry": "unsummed end"
             }  # fmt: skip
-            yield "weights", 0.0
-            yield from ((names[name], size) for name, size in self._in_backward() if name in names)
+            yield "weights", 0.0, 0
+            yield from ((names[at], size, 0) for at, size, _ in self._in_backward(first=False) if at in names)
         else:
-            yield from self._in_backward()
+            yield from self._in_backward(first)
 
-    def _in_backward(self) -> Iterator[tuple[Place, float]]:
+    def _in_backward(self, first: bool) -> Iterator[tuple[Place, float, int]]:
         """Yield the instants of a whole backward: what it has given back counts as negative."""
+        every = self.blocks * first
         if self.logits:
-            yield "head", (0.0 if self.cut else self.logits) + self.work.tokens.bytes(self.work.hidden)
+            logits = 0.0 if self.cut else self.logits
+            yield "head", logits + self.work.tokens.bytes(self.work.hidden), every
         if self.stage.beside.working:
-            yield "last block", self.stage.beside.working
+            yield "last block", self.stage.beside.working, every
         last = max((one.numbers[-1] for one, _ in self.every), default=-1)
         for one, saved in self.every:
-            freed = _freed(one, self.every, self.stage)
-            beside = saved.recomputed - freed
+            freed, behind = self._freed(one.numbers[-1])
+            beside, left = saved.recomputed - freed, every - behind * first
             if one.numbers[-1] != last:
-                yield "block", beside
-                continue
-            # In a pipeline the gradient of a stage's output is a message.
-            given = self.work.between_stages if self.cut and self.stage.loss is None else 0.0
-            yield "last block", beside - given
-            yield "sum", -freed - saved.kept
-            if one.count > 1:
-                yield "block", beside - saved.kept
-        yield "entry", -self.kept
+                yield "block", beside, left
+            else:
+                # In a pipeline the gradient of a stage's output is a message.
+                given = self.work.between_stages if self.cut and self.stage.loss is None else 0.0
+                yield "last block", beside - given, left
+                yield "sum", -freed - saved.kept, left
+                if first and not self.cut:
+                    yield "gather", -freed - saved.kept, left
+                if one.count > 1:
+                    yield "block", beside - saved.kept, left - first
+            if first:  # gradients may be more than activations: then the worst instant is late
+                freed, behind = self._freed(one.numbers[0])
+                yield "sum", -freed - saved.kept, every - behind
+                if one.count > 1:
+                    yield "block", saved.recomputed - freed, every - behind
+        yield "entry", -self.kept, 0
 
     def _in_first_part(self) -> float:
         """Return the most bytes beside the kept activations in a backward's first part, which frees none.
@@ -215,14 +254,13 @@ class _Part:
         norm = 0.0 if self.work.tokens.fused else 4 * self.work.between_blocks
         return max(most, self.halfway + norm)
 
-
-def _freed(one: Alike, every: Sequence[tuple[Alike, Saved]], stage: StageCost) -> float:
-    """Return the bytes that a micro-batch has given back when its backward comes to the last block like
-    ``one``: what the blocks and the output layer behind it had kept.
-    """
-    behind = sum(
-        saved.kept * (other.count - bisect(other.numbers, one.numbers[-1]))
-        for other, saved in every
-        if other is not one
-    )
-    return behind + stage.exit
+    def _freed(self, number: int) -> tuple[float, int]:
+        """Return the bytes that a micro-batch has given back when its backward comes to the block ``number``:
+        what the output layer had kept, and the blocks behind it; and how many these are.
+        """
+        freed, behind = self.stage.exit, 0
+        for one, saved in self.every:
+            count = one.count - bisect(one.numbers, number)
+            freed += count * saved.kept
+            behind += count
+        return freed, behind

@@ -14,12 +14,13 @@ from ..pipeline.schedule_kinds import schedule_kind
 from .rank_parameters import RankParameters
 from .step_shape import Work
 
-#: Instants of a micro-batch on a stage: in the loss; in the backward of the output layer, of the stage's last
-#: block, of another block; after that of a block; in that of the embedding. Then those of a backward in two
-#: parts: in the first part, and at the start and the end of the second one. The model's first stage computes
-#: all of a backward in the second part, and sums no gradient before its end: its last block, others, its end.
+#: Instants of a micro-batch on a stage: when a forward has gathered the last block; in the loss; in the
+#: backward of the output layer, of the stage's last block, of another block; after that of a block; in that
+#: of the embedding. Then those of a backward in two parts: in the first part, and at the start and the end of
+#: the second one. The model's first stage computes all of a backward in the second part, and sums no gradient
+#: before its end: its last block, others, its end.
 Place = Literal[
-    "loss", "head", "last block", "block", "sum", "entry",
+    "gather", "loss", "head", "last block", "block", "sum", "entry",
     "inputs", "weights", "weights made",
     "unsummed last block", "unsummed block", "unsummed end",
 ]  # fmt: skip
@@ -63,27 +64,38 @@ def _last_summed(held: RankParameters) -> int:
 
 def shared_bytes(work: Work, held: RankParameters) -> dict[tuple[Place, int], float]:
     """Return the bytes of each instant on each of the rank's stages, beside those that last."""
-    shards = work.layout.data_sizes()[1]
-    in_two = work.layout.pipeline > 1 and schedule_kind(work.schedule).two_backwards
-    key = (
-        work.layout.zero, shards, holds_alone(work), work.micro_batches > 1, in_two,
-        work.compute, work.reduce, work.master,
-    )  # fmt: skip
+    key = shared_key(work)
     found: dict[tuple[Place, int], float] | None = held.known_shared.get(key)
     if found is None:
-        found = held.known_shared[key] = _shared_bytes(held, *key)
+        found = held.known_shared[key] = places_shared(held, *key)
     return found
 
 
-def _shared_bytes(
-    held: RankParameters, zero: int, shards: int, alone: bool, several: bool, in_two: bool,
+def shared_key(work: Work) -> tuple[int, int, bool, bool, bool, bool, int, int, int]:
+    """Return all of a step that ``places_shared`` depends on."""
+    cut = work.layout.pipeline > 1
+    in_two = cut and schedule_kind(work.schedule).two_backwards
+    return (
+        work.layout.zero, work.layout.data_sizes()[1], holds_alone(work), work.micro_batches > 1, cut, in_two,
+        work.compute, work.reduce, work.master,
+    )  # fmt: skip
+
+
+def dropped_in_last(zero: int, alone: bool, cut: bool, compute: int, master: int) -> int:
+    """Return the bytes of each gathered weight that a step's last backward drops after that of its block."""
+    gathers = zero in (1, 2) or (not zero and not alone and compute != master)
+    return compute * (gathers and not cut)
+
+
+def places_shared(
+    held: RankParameters, zero: int, shards: int, alone: bool, several: bool, cut: bool, in_two: bool,
     compute: int, reduce: int, master: int,
 ) -> dict[tuple[Place, int], float]:  # fmt: skip
-    """Compute ``shared_bytes``. ``several``: whether a step has several micro-batches; ``in_two``: whether a
-    backward has two parts.
+    """Compute ``shared_bytes``. ``several``: whether a step has several micro-batches; ``cut``: whether the
+    model is cut into stages; ``in_two``: whether a backward has two parts.
     """
     # Gradients that are added to those of earlier micro-batches exist one parameter at a time.
-    added, sums_each = several and zero < 2, zero >= 2
+    added, sums_each = several and zero < 2, zero >= (2 if several else 1)
     first = alone and not added  # the gradients that last
     one = 0 if first else held.largest_of_blocks * compute
     made = 0 if alone or added else compute
@@ -91,30 +103,41 @@ def _shared_bytes(
     buffer = 0.0 if alone else reduce * (1 + (1 / shards if zero else 0))
     if not alone and reduce != master:
         buffer += master / shards
-    # FSDP copies gradients into the buffer and frees them before it makes the shard.
-    summed = max(made + reduce, buffer) if zero and not alone else made + buffer
+    # FSDP copies gradients into the buffer and frees them, but for the last one, before it makes the shard.
+    freed = reduce if added else 0
+
+    def summed(numbers: int, largest: int) -> float:
+        if not zero or alone:
+            return numbers * (made + buffer)
+        return max(numbers * (made + reduce), numbers * (buffer - freed) + largest * (freed or compute))
+
     # The buffer of the last sum counts as gradients that last; the next group's gradients replace it.
     last = _last_summed(held) * reduce if sums_each and several else 0
     gathered = held.largest_block * compute if zero == 3 else 0
     block, entry = held.largest_trained_block, max(end.trained for end in held.ends or (held.root,))
+    of_block, of_entry = summed(block, held.largest_of_blocks), summed(entry, held.root.largest)
+    # In the last backward, which alone sums with less than ZeRO 2, a block's weights are dropped before.
+    dropped = held.largest_block * dropped_in_last(zero, alone, cut, compute, master) * (added or not several)
     # A tied weight's gradient waits for its second part also where others are added at once.
     tied = held.tied * compute if added else 0
     found: dict[tuple[Place, int], float] = {}
     for place, (here, trained) in enumerate(held.sums_of_stages):
         exit = held.exit * (place == len(held.stages) - 1)  # the model's last stage is its rank's last one
+        # FSDP keeps what it received for this block and for the one before.
+        found["gather", place] = held.largest_block * compute * (2 + (zero == 3)) * (zero > 0)
         found["loss", place] = 0
         found["head", place] = (0 if first else exit * compute) + gathered
         found["last block", place] = before = 2 * gathered + one + exit * made + tied
         found["block", place] = before + (block * reduce - last if sums_each else 0)
-        found["sum", place] = gathered + block * summed + exit * made + tied - last
-        found["entry", place] = entry * (summed + compute * (alone and added)) - last
+        found["sum", place] = gathered + of_block + exit * made + tied - last - dropped
+        found["entry", place] = of_entry + entry * compute * (alone and added) - last
         if not in_two:
             continue
         whole, grads = here * compute * (zero == 3), trained * made
         found["inputs", place] = 2 * gathered
         found["weights", place] = whole + max(held.root.here * compute * (zero == 3), gathered)
-        found["weights made", place] = whole + max(one, grads + exit * made + block * (summed - made) - last)
+        found["weights made", place] = whole + max(one, grads + exit * made + of_block - block * made - last)
         found["unsummed last block", place] = whole + one
         found["unsummed block", place] = whole + one + grads
-        found["unsummed end", place] = grads + entry * summed - last
+        found["unsummed end", place] = grads + of_entry - last
     return found

@@ -27,7 +27,13 @@ def test_few_micro_batches_and_what_further_ones_send_are_the_whole_step(
             for key, rows in every.items()
         }
         found = heaviest(name, layout, micro_batches, rank, weights[:2], weights[2:4], weights[4])
-        assert {(at.kind, at.stage): at.bytes for at in found} == pytest.approx(expected)
+        assert {(at.kind, at.stage, at.absent): at.bytes for at in found} == pytest.approx(
+            {
+                (kind, stage, absent): held
+                for (kind, stage, absent), held in expected.items()
+                if not absent or held > expected.get((kind, stage, ()), 0)
+            }
+        )
 
 
 @pytest.mark.parametrize("name", SEVERAL)
@@ -50,5 +56,19 @@ def test_1f1b_and_gpipe_by_hand() -> None:
     assert (first.kind, first.stage, first.messages, first.bytes) == ("B", 0, 2, 42)
     last = {one.kind: one for one in heaviest("1f1b", layout, 8, 3, [10.0], [0.0], 1.0)}
     assert {kind: one.bytes for kind, one in last.items()} == {"B": 11, "F": 11}
-    (every,) = heaviest("gpipe", layout, 8, 0, [10.0], [0.0], 1.0)
-    assert every.bytes == 81
+    every = heaviest("gpipe", layout, 8, 1, [10.0], [0.0], 1.0)
+    assert [(one.bytes, one.absent) for one in every] == [(81, (0,)), (72, ())]
+
+
+def test_gradients_are_absent_until_a_stage_has_had_a_backward() -> None:
+    """With few micro-batches all forwards come before the first backward."""
+    for name in ("gpipe", "1f1b"):
+        first = heaviest(name, Layout.of(pipeline=4), 4, 0, [10.0], [0.0], 1.0)
+        assert [(one.bytes, one.absent) for one in first] == [(41, (0,)), (31, ())]
+    for micro_batches, absent in ((1, (0,)), (2, ())):
+        alone = heaviest("1f1b", Layout(), micro_batches, 0, [10.0], [0.0], 0.0)
+        assert [(one.kind, one.absent) for one in alone] == [("B", absent), ("F", absent)]
+    layout = Layout.of(pipeline=2, virtual_stages=2)
+    few = heaviest("interleaved", layout, 2, 0, [10.0, 10.0], [0.0, 0.0], 1.0)
+    absent_at = [(one.stage, one.absent) for one in few]
+    assert absent_at == [(2, (0, 1)), (2, (0,)), (0, (0,)), (0, ())] and few[0].bytes == 41
