@@ -13,13 +13,14 @@ import torch.distributed as dist
 from ..parallel_state import Layout
 from ..runs.launch import process_group
 from .check_devices import smi
+from .groups_of_parameters import exchange_figures
 from .row import Figures
 from .small_blocks import AGAIN, collective_seconds
 from .timing import median_seconds
 
 
 def collective_speed(device: str, megabytes: int) -> dict[str, Any]:
-    """Time collectives of ``megabytes`` in all, of 4 KiB, and on a CPU those inside a block; collective.
+    """Time collectives of ``megabytes`` in all, of 4 KiB, and on a CPU those inside a step; collective.
 
     A rate is the bus bandwidth of NCCL's own tests: the bytes that each rank sends, by the seconds.
     """
@@ -45,6 +46,7 @@ def collective_speed(device: str, megabytes: int) -> dict[str, Any]:
             for mode in ("none", *AGAIN):
                 name = f"collective in a block, checkpointing {mode}: us"
                 figures[name] = collective_seconds(state, mode) * 1e6
+            figures |= exchange_figures(world, figures)
     link = link_rate(smi("nvlink", "-s", "-i", "0")) if device == "cuda" else 0.0
     if link:
         figures["NVLink, one direction: GB/s"] = link

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from ..parallel_state import BadInput, Layout
 from ..planner.explanations.explanation import readable
+from ..planner.time.collectives import worst_placement
 from ..training.dry_run import RUNTIME
 from .evaluate import Answer, Evaluator
 from .find import LONGEST, SHOWN, Found
@@ -80,7 +81,7 @@ def reasons(found: Found) -> list[str]:
 
 def crosses(layout: Layout, span: int, gpus: int) -> bool:
     """Tell whether some group of ``span`` consecutive ranks does not lie inside one node of ``gpus``."""
-    return layout.world > gpus and (span > gpus or gpus % span > 0)
+    return worst_placement(span, 1, layout.world, gpus).nodes > 1
 
 
 def _where(layout: Layout, span: int, gpus: int, inside: str) -> str:

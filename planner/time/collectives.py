@@ -1,16 +1,18 @@
 """Time collectives over the links that their ranks really use, by latency and rate (Thakur et al. 2005).
 
 A group's ranks are ``stride`` apart, in the layout's order, and nodes hold consecutive ranks. If several
-ranks of a group share a node, they send to the next node over as many links, up to the rate inside a node. A
+ranks of a group share a node, they send to the next node over as many links, up to the rate inside a node.
+Collectives of all groups of an axis run at once, so the group that lies worst is timed. A
 ring sends ``(n - 1) / n`` of the bytes for each of its two halves, in ``n - 1`` messages. A tree sends the
 bytes up and down in as many messages as it is deep; NCCL takes the faster of both, and so does this.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cache
-from math import ceil, log2
+from math import ceil, lcm, log2
 
 from ...layers import Checkpointing
 from ...parallel_state import BadInput, Layout
@@ -20,7 +22,7 @@ from .machines import Machine
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """State how a group lies on nodes: ``ranks`` on ``nodes`` nodes, at most ``together`` on one."""
+    """State how a group lies on nodes: ``ranks`` on ``nodes`` nodes, at least ``together`` on each."""
 
     ranks: int
     nodes: int
@@ -30,11 +32,25 @@ class Placement:
 @cache
 def placement(ranks: int, stride: int, gpus: int, first: int = 0) -> Placement:
     """Place the group of ``ranks`` ranks from ``first`` on, ``stride`` apart, on nodes of ``gpus``."""
-    on: dict[int, int] = {}
-    for number in range(ranks):
-        node = (first + number * stride) // gpus
-        on[node] = on.get(node, 0) + 1
-    return Placement(ranks, len(on), max(on.values()))
+    if stride >= gpus:
+        return Placement(ranks, ranks, 1)
+    on = Counter((first + number * stride) // gpus for number in range(ranks))
+    return Placement(ranks, len(on), min(on.values()))
+
+
+@cache
+def worst_placement(ranks: int, stride: int, world: int, gpus: int) -> Placement:
+    """Place the groups of ``ranks`` ranks, ``stride`` apart, that ``world`` ranks form.
+
+    Return the worst place: on most nodes, with the fewest ranks on one of them.
+    """
+    span, last = ranks * stride, (ranks - 1) * stride
+    # Groups that start at the same place of a node lie alike, and so do those between two strides of a node.
+    places = range(stride if gpus % stride else 1)
+    starts = (start + place for start in range(0, min(world, lcm(span, gpus)), span) for place in places)
+    firsts = {start % gpus for start in starts if start + last < world}
+    every = (placement(ranks, stride, gpus, first) for first in firsts)
+    return max(every, key=lambda one: (one.nodes, -one.together))
 
 
 def group_of(layout: Layout, axis: str) -> tuple[int, int]:
@@ -63,9 +79,10 @@ class Links:
         self._places: dict[str, Placement] = {}  # asked for hundreds of times in a step
 
     def place(self, axis: str) -> Placement:
+        """Return how the group of an axis lies that lies worst."""
         if axis not in self._places:
             ranks, stride = group_of(self.layout, axis)
-            self._places[axis] = placement(ranks, max(stride, 1), self.machine.gpus)
+            self._places[axis] = worst_placement(ranks, max(stride, 1), self.layout.world, self.machine.gpus)
         return self._places[axis]
 
     def rate(self, axis: str, kind: str = "") -> float:
@@ -89,6 +106,8 @@ class Links:
                 "machine", "links", expected="measured rates between devices", found="one device",
                 todo="Run `trilith bench` where there are several, or name a machine of the table",
             )  # fmt: skip
+        if axis in ("data", "replicas") and (group := self.machine.efficiency.groups.get(kind)) is not None:
+            return ring_wire_bytes(kind, size, place.ranks) / group.rate + count * group.latency
         waited = count * self.machine.efficiency.collectives.get(mode, 0.0)
         return waited + self._alone(place, kind, size, count, self.rate(axis, kind))
 

@@ -15,7 +15,8 @@ from .machines import Efficiency, Link, Machine
 
 #: What bench calls a dtype.
 _DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
-_KINDS = {"all_reduce": "all-reduce", "all_gather": "all-gather", "reduce_scatter": "reduce-scatter"}
+#: What bench's figures call the kinds of collectives.
+FIGURE_NAMES = {"all_reduce": "all-reduce", "all_gather": "all-gather", "reduce_scatter": "reduce-scatter"}
 
 
 def machine_from_bench(path: str | Path, *, gpus_per_node: int | None = None) -> Machine:
@@ -44,7 +45,7 @@ def machine_from_bench(path: str | Path, *, gpus_per_node: int | None = None) ->
     ranks = _figure(facts, "gpus" if cuda else "ranks", path)
     rates = {
         kind: float(links[f"{word}: GB/s"]) * 1e9
-        for kind, word in _KINDS.items()
+        for kind, word in FIGURE_NAMES.items()
         if links.get(f"{word}: GB/s")
     }
     best = max(rates.values(), default=0.0)
@@ -60,6 +61,11 @@ def machine_from_bench(path: str | Path, *, gpus_per_node: int | None = None) ->
         if links:
             name = f"collective in a block, checkpointing {measured}: us"
             collectives[mode] = max(0.0, _figure(links, name, path, zero=True) / 1e6 - small)
+    groups = {
+        kind: Link("measured", rate=_figure(links, f"{word} of a block: GB/s", path) * 1e9,
+                   latency=_figure(links, f"{word} of a tiny block: us", path, zero=True) / 1e6)
+        for kind, word in (FIGURE_NAMES.items() if links and not cuda else ())
+    }  # fmt: skip
     share = {kind: rate / best for kind, rate in rates.items()}
     link = Link("measured", best, small / 2)
     main = "bfloat16" if cuda else "float32"
@@ -73,6 +79,7 @@ def machine_from_bench(path: str | Path, *, gpus_per_node: int | None = None) ->
         links={"": min(share.values(), default=1.0), **share},
         again=again,
         collectives=collectives,
+        groups=groups,
     )
     return Machine(
         name,

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from trilith.bench import Finding, Report, Row, cases, layouts, links
+from trilith.bench import Finding, Report, Row, cases, groups_of_parameters, layouts, links
 from trilith.bench import run as run_module
 from trilith.bench.cases import PARTS, Bench
 from trilith.bench.page import make_page, shown_figure
@@ -211,6 +211,19 @@ def test_a_layout_beyond_its_bound_differs() -> None:
 def test_the_link_s_rate_is_the_sum_of_a_gpu_s_links() -> None:
     text = "GPU 0: NVIDIA H100 80GB HBM3\n\t Link 0: 26.562 GB/s\n\t Link 1: 26.562 GB/s\n"
     assert links.link_rate(text) == pytest.approx(53.124) and links.link_rate("") == 0.0
+
+
+def test_a_group_of_parameters_is_never_sent_faster_than_in_a_loop(monkeypatch: Patch) -> None:
+    kinds = ("all_reduce", "all_gather", "reduce_scatter")
+    tiny, wide = dict(zip(kinds, (2e-3, -1e-3, 1e-3), strict=True)), dict.fromkeys(kinds, 6e-3)
+    exchanges = {16: (tiny, 1), 256: (wide, 4_000_000)}
+    monkeypatch.setattr(groups_of_parameters, "_exchanges", lambda world, width: exchanges[width])
+    loop = {"all-reduce: GB/s": 5.0, "all-gather: GB/s": 0.25, "reduce-scatter: GB/s": 5.0}
+    assert groups_of_parameters.exchange_figures(2, loop) == pytest.approx({
+        "all-reduce of a tiny block: us": 2000, "all-reduce of a block: GB/s": 1.0,
+        "all-gather of a tiny block: us": 0, "all-gather of a block: GB/s": 0.25,
+        "reduce-scatter of a tiny block: us": 1000, "reduce-scatter of a block: GB/s": 0.4,
+    })  # fmt: skip
 
 
 def test_the_page_escapes_what_comes_from_elsewhere() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from trilith.planner.time import (
     spending,
     step_time,
 )
-from trilith.planner.time.collectives import Links, placement
+from trilith.planner.time.collectives import Links, group_of, placement
 from trilith.planner.time.kernels import OPERATORS, Kernels, heavier
 from trilith.testing.tiny_models import MODELS
 
@@ -48,6 +49,34 @@ def test_groups_lie_on_nodes_as_ranks_are_numbered() -> None:
     assert (placement(128, 8, 8).nodes, placement(128, 8, 8).together) == (128, 1)
     assert (placement(4, 2, 8).nodes, placement(8, 2, 8).nodes) == (1, 2)
     assert placement(2, 3, 4, first=2).nodes == 2
+
+
+@pytest.mark.parametrize(
+    ("layout", "gpus"),
+    [
+        (Layout.of(tensor=3, data=8, zero=1), 8),  # 6 to 8 straddle two nodes, 0 to 2 do not
+        (Layout.of(tensor=2, data=6, zero=2), 3),
+        (Layout.of(tensor=2, data=6, zero=2), 6),
+        (Layout.of(data=6, pipeline=4, expert=3), 4),
+        (Layout.of(tensor=2, context=3, pipeline=3, data=2), 4),
+        (Layout.of(tensor=8, data=4, pipeline=2), 8),
+        (Layout.of(context=6, data=2, data_replicate=2, zero=3), 8),
+        (Layout.of(tensor=5, pipeline=3), 4),
+    ],
+)
+def test_the_group_of_an_axis_is_timed_that_lies_worst(layout: Layout, gpus: int) -> None:
+    """Against all groups, one rank at a time."""
+    links = Links(layout, replace(H100, gpus=gpus))
+    for axis in ("tensor", "context", "expert", "data", "pipeline", "samples"):
+        ranks, stride = group_of(layout, axis)
+        groups = {
+            frozenset(block + place + number * stride for number in range(ranks))
+            for block in range(0, layout.world, ranks * stride)
+            for place in range(stride)
+        }
+        on = [Counter(rank // gpus for rank in group) for group in groups]
+        worst = max((len(one), -min(one.values())) for one in on)
+        assert (links.place(axis).nodes, -links.place(axis).together) == worst, axis
 
 
 def test_a_collective_takes_the_link_that_it_runs_on() -> None:
@@ -252,6 +281,9 @@ BENCH: dict[str, Any] = {
         {"part": "links", "status": "done", "figures": {
             "all-reduce: GB/s": 2.0, "all-gather: GB/s": 1.0, "reduce-scatter: GB/s": 0.5,
             "all-reduce of 4 KiB: us": 100.0,
+            "all-reduce of a block: GB/s": 1.0, "all-reduce of a tiny block: us": 300.0,
+            "all-gather of a block: GB/s": 0.5, "all-gather of a tiny block: us": 400.0,
+            "reduce-scatter of a block: GB/s": 0.25, "reduce-scatter of a tiny block: us": 0.0,
             "collective in a block, checkpointing none: us": 80.0,
             "collective in a block, checkpointing full: us": 90.0,
             "collective in a block, checkpointing selective: us": 150.0,
@@ -272,8 +304,12 @@ def test_a_measured_machine_takes_the_place_of_the_table(tmp_path: Path) -> None
     assert reached.again == pytest.approx({"full": 12.4e-6, "every": 12.4e-6, "selective": 47.4e-6})
     assert reached.collectives == pytest.approx({"none": 0, "full": 0, "every": 0, "selective": 50e-6})
     two = Links(Layout.of(data=2), machine)
-    assert two.seconds("replicas", "all_reduce", 2e9) == pytest.approx(1 + 100e-6)
-    assert Links(Layout.of(data=2, zero=1), machine).rate("data", "all_gather") == 1e9
+    assert two.seconds("all", "all_reduce", 2e9) == pytest.approx(1 + 100e-6)
+    assert two.seconds("replicas", "all_reduce", 2e9) == pytest.approx(2 + 300e-6)
+    sharded = Links(Layout.of(data=2, zero=1), machine)
+    assert sharded.seconds("data", "all_gather", 1e9) == pytest.approx(2 + 400e-6)
+    assert sharded.seconds("data", "reduce_scatter", 1e9) == pytest.approx(2)
+    assert Links(Layout.of(tensor=2), machine).rate("tensor", "all_gather") == 1e9
     step = predicted("llama-3.2-1b", Layout.of(data=2), machine, compute=4, fused=False, compiled=False)
     assert step.source == f"measured: {path}" and step.seconds > 0
 
@@ -281,7 +317,8 @@ def test_a_measured_machine_takes_the_place_of_the_table(tmp_path: Path) -> None
 def test_a_file_that_lacks_a_figure_is_refused_with_the_command_that_measures_it(tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
     keys = ("module, forward and backward: us", "module, checkpointing full: us", "matmul, fp32: TFLOP/s")
-    for index, key in (*((0, key) for key in keys), (1, "collective in a block, checkpointing none: us")):
+    waits = ("collective in a block, checkpointing none: us", "all-gather of a tiny block: us")
+    for index, key in (*((0, key) for key in keys), *((1, key) for key in waits)):
         lacking = json.loads(json.dumps(BENCH))
         del lacking["rows"][index]["figures"][key]
         path.write_text(json.dumps(lacking))

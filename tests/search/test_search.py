@@ -191,6 +191,9 @@ BENCH = {
         {"part": "links", "status": "done", "figures": {
             "all-reduce: GB/s": 2.0, "all-gather: GB/s": 1.0, "reduce-scatter: GB/s": 0.5,
             "all-reduce of 4 KiB: us": 100.0,
+            "all-reduce of a block: GB/s": 1.0, "all-reduce of a tiny block: us": 300.0,
+            "all-gather of a block: GB/s": 0.5, "all-gather of a tiny block: us": 400.0,
+            "reduce-scatter of a block: GB/s": 0.25, "reduce-scatter of a tiny block: us": 0.0,
             **{f"collective in a block, checkpointing {mode}: us": 150.0 for mode in
                ("none", "full", "selective")},
         }},
