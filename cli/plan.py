@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ..search.sweep import Unmet
 
 
+@no_garbage_search(hide=True)
 def plan(
     model: Annotated[
         str,
@@ -157,8 +158,7 @@ def plan(
     if generate:
         print_generation(requests, dtype or "bfloat16", json)
         return
-    with no_garbage_search(hide=True):
-        results = _search(requests)
+    results = _search(requests)
     print_plan(results, json)
     with ExitStack() as stack:  # both files can be written, or neither is
         files = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from torch import nn
 
@@ -51,13 +52,18 @@ class Stage:
 
 def all_stages(num_layers: int, stages: int, split: Sequence[int] | None = None) -> list[Stage]:
     """Return every stage of a model in its order; each block is in exactly one."""
+    return list(_all_stages(tuple(split_blocks(num_layers, stages, split))))
+
+
+@cache
+def _all_stages(counts: tuple[int, ...]) -> tuple[Stage, ...]:
+    """Return the stages of these numbers of blocks; each rank of a pipeline asks for all of them."""
     found: list[Stage] = []
-    start = 0
-    for number, count in enumerate(split_blocks(num_layers, stages, split)):
-        blocks = tuple(range(start, start + count))
-        found.append(Stage(blocks, number == 0, number == stages - 1, number))
+    start, last = 0, len(counts) - 1
+    for number, count in enumerate(counts):
+        found.append(Stage(tuple(range(start, start + count)), number == 0, number == last, number))
         start += count
-    return found
+    return tuple(found)
 
 
 def split_blocks(num_layers: int, stages: int, split: Sequence[int] | None = None) -> list[int]:

@@ -79,6 +79,11 @@ class Cut:
         """Return every legal store: the highest ZeRO stage and the fewest replicas first."""
         return _stores(self.data, self.layout.context, self.layout.expert, self.offload)
 
+    @cached_property
+    def shown(self) -> tuple[object, ...]:
+        """Return the axes of which one layout is shown: a ring and gathered keys are not told apart."""
+        return Choice(self.layout).cut
+
     @property
     def layouts(self) -> int:
         """Return the number of legal layouts with this cut."""

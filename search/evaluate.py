@@ -136,7 +136,7 @@ class Evaluator:
         ``first``: one choice for all that differ from it in their store only.
         """
         compiled = self.compiles(choice.checkpointing, choice.schedule, choice.layout.pipeline)
-        return self._last_alone(first, compiled).least_shared(self.work(choice))
+        return self._last_alone(first, compiled).least_shared(choice.layout, lambda: self.work(choice))
 
     def _without_store(self, choice: Choice, compiled: bool) -> StepTimer:
         """Return the timer of a choice as if its data ranks shared nothing."""

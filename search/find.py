@@ -75,11 +75,6 @@ class _Group:
         modes = len(self.flow.modes) if self.mode is None else 1
         return modes * (len(self.cut.stores) if self.store is None else 1)
 
-    @property
-    def cut_shown(self) -> tuple[object, ...]:
-        """Return the axes of which one layout is shown: a ring and gathered keys are not told apart."""
-        return Choice(self.cut.layout).cut
-
     @cached_property
     def choice(self) -> Choice:
         """Return the layout of this group; if the store is still open, with the first one."""
@@ -159,7 +154,7 @@ class _Search:
 
     def _open(self, group: _Group) -> None:
         cut, flow = group.cut, group.flow
-        if group.cut_shown in self._shown:
+        if group.cut.shown in self._shown:
             self.found.tally.add("slower", "than a layout of the same cut", group.layouts, "")
         elif group.answer is not None:
             self._take(group.answer)

@@ -48,6 +48,28 @@ class Exchange(NamedTuple):
     scatter: float
     replicas: float
 
+    def around(
+        self,
+        forward: float,
+        backward: float,
+        links: Links,
+        *,
+        zero: int,
+        apart: bool,
+        replicas: float,
+        gathers: int = 1,
+    ) -> tuple[float, float, float]:
+        """Return the seconds of what FSDP exchanges at every micro-batch, as far as they are longer than what
+        runs beside: in forward, and in the two parts of a backward.
+
+        ``apart``: whether a backward has two parts; ``replicas``: the share of the sums that the replicas sum
+        too; ``gathers``: those in a backward with ZeRO 3.
+        """
+        gather = self.gather if zero == 3 else 0.0
+        summed = self.scatter + self.replicas * replicas
+        back = links.exposed(gather * gathers + (0.0 if apart else summed), backward)
+        return links.exposed(gather, forward), back, summed if apart else 0.0
+
 
 class StageTimer:
     """Time the stages of one model in one layout; ``work`` is that of any of its ranks.
@@ -216,16 +238,17 @@ class StageTimer:
     def around(
         self, group: Group, forward: float, backward: float, root: bool = False
     ) -> tuple[float, float, float]:
-        """Return what FSDP exchanges at every micro-batch, where it takes longer than what runs beside it: in
-        forward, and in the two parts of a backward.
-        """
-        seconds, exposed = self.exchange(group), self.links.exposed
-        (gathers, replicas), gather = self._rounds[root], seconds.gather if self.layout.zero == 3 else 0.0
-        again = gather * gathers
-        apart = self.layout.pipeline > 1 and schedule_kind(self.work.schedule).two_backwards
-        summed = seconds.scatter + seconds.replicas * replicas
-        back = exposed(again + (0.0 if apart else summed), backward)
-        return exposed(gather, forward), back, summed if apart else 0.0
+        """Return the exposed seconds of what FSDP exchanges for a group at every micro-batch."""
+        gathers, replicas = self._rounds[root]
+        return self.exchange(group).around(
+            forward, backward, self.links,
+            zero=self.layout.zero, apart=self.in_two, replicas=replicas, gathers=gathers,
+        )  # fmt: skip
+
+    @cached_property
+    def in_two(self) -> bool:
+        """Tell whether a backward has two parts."""
+        return self.layout.pipeline > 1 and schedule_kind(self.work.schedule).two_backwards
 
     @cached_property
     def _rounds(self) -> tuple[tuple[int, float], tuple[int, float]]:

@@ -24,8 +24,7 @@ from functools import cache, cached_property, partial
 from typing import Any
 
 from ...models import Family, ModelConfig
-from ...parallel_state import ParallelState
-from ...pipeline import schedule_kind
+from ...parallel_state import Layout, ParallelState
 from ...pipeline.schedule_actions import Kind
 from ...pipeline.timetable import step_length
 from ..flops import TokenFlops, flops_per_token
@@ -37,9 +36,10 @@ from ..step_shape import Work
 from .collectives import Links
 from .kernels import Kernels, Mode
 from .machines import Machine
+from .once_a_step import OnceAStep
 from .prediction import PARTS, StepTime
 from .stage_seconds import StageSeconds
-from .stage_timer import Computed, StageTimer
+from .stage_timer import Computed, Exchange, StageTimer
 
 #: By how much a bound is lowered whose sums are not added up in the order of the seconds that it bounds.
 _ROUNDED = 1 - 1e-12
@@ -76,6 +76,7 @@ class StepTimer:
         self.links = Links(layout, machine)
         self._known: dict[Any, Any] = {} if known is None else known
         self.timer = StageTimer(model, work, self.kernels, self.links, self._known)
+        self.once = OnceAStep(self.timer, machine, self._known)
         self._exchanging: dict[int, StageSeconds] = {}
         self.held = held or cache(lambda rank: model.parameters(self._work_of(rank).state, split))
         self.costs = costs or cache(lambda rank: model.costs(self._work_of(rank), split))
@@ -192,38 +193,52 @@ class StepTimer:
         # Layouts that differ in their data ranks share it.
         return float(self._known.get(key) or self._known.setdefault(key, self._longest[0]))
 
-    def least_shared(self, work: Work) -> float:
-        """Return a lower bound of the seconds of ``work``, the same step with ZeRO 2 or 3; this timer is that
-        of the step without data ranks. As if only the rank that is busy longest exchanged something.
+    def least_shared(self, layout: Layout, work: Callable[[], Work]) -> float:
+        """Return a lower bound of the seconds of the same step in ``layout``, whose data ranks share with
+        ZeRO 2 or 3; this timer is that of the step without data ranks. As if only the rank that is busy
+        longest exchanged something. ``work``: returns the step in ``layout``.
         """
-        timer = StageTimer(self.model, work, self.kernels, Links(work.layout, self.machine), self._known)
-        more = 0.0
+        more, rounds, known, sizes = 0.0, self.work.micro_batches, self._known, layout.data_sizes()
         for one in self._blocks_of_longest:
-            group = self.model.group(one.number, work.state)
-            more += one.alike * sum(timer.around(group, one.forward, one.back))
-        return (self._longest[0] + work.micro_batches * more) * _ROUNDED
+            # Layouts whose data ranks lie alike share it, with any flow.
+            key = id(self.model), self.model.kinds[one.number], sizes
+            if key not in known:
+                known[key] = self._exchange_in(work(), one.number)
+            around = known[key].around(
+                one.forward,
+                one.back,
+                self.links,
+                zero=layout.zero,
+                apart=self.timer.in_two,
+                replicas=1 / rounds,
+            )
+            more += one.alike * sum(around)
+        return (self._longest[0] + rounds * more) * _ROUNDED
+
+    def _exchange_in(self, work: Work, number: int) -> Exchange:
+        timer = StageTimer(self.model, work, self.kernels, Links(work.layout, self.machine), self._known)
+        return timer.exchange(self.model.group(number, work.state))
 
     @cached_property
     def _longest(self) -> tuple[float, int]:
         """Return the bound of ``least_of_stages``, and the pipeline rank that it follows from."""
-        apart = schedule_kind(self.work.schedule).two_backwards
         waits, least, longest = 0.0, 0.0, 0
         for rank, (busy, alike) in enumerate(zip(self._busy, self._alike, strict=True)):
             if waits + busy > least:
                 least, longest = waits + busy, rank
             costs = self._of_rank[alike][0].costs
-            waits += costs["F"] + self._sending + (0.0 if apart else costs["B"] + self._sending)
+            waits += costs["F"] + self._sending + (0.0 if self.timer.in_two else costs["B"] + self._sending)
         return least, longest
 
     @cached_property
-    def _blocks_of_longest(self) -> list[Computed]:
+    def _blocks_of_longest(self) -> tuple[Computed, ...]:
         found: dict[tuple[int, float, float], Computed] = {}
         for stage in self.costs(self._alike[self._longest[1]]):
             for one in self.timer.blocks(stage):
                 key = self.model.kinds[one.number], one.forward, one.back
                 before = found[key].alike if key in found else 0
                 found[key] = one._replace(alike=before + one.alike)
-        return [*found.values()]
+        return tuple(found.values())
 
     def _length(self, costs: Sequence[Mapping[Kind, float]], sending: float) -> float:
         """Return the seconds of the timetable; layouts that differ in their data ranks may share one."""
@@ -239,53 +254,12 @@ class StepTimer:
     @cached_property
     def _exchange(self) -> float:
         """Return the exposed seconds of what ranks exchange once a step."""
-        return max(self._sums(rank) for rank in self._of_rank)
+        return max(self.once.exchange(stages, self.held(rank)) for rank, stages in self._of_rank.items())
 
     @cached_property
     def _updates(self) -> float:
         """Return the seconds of clipping and of the optimizer."""
-        return max(self._update(self.held(rank)) for rank in self._of_rank)
-
-    def _sums(self, pipeline: int) -> float:
-        """Return the exposed seconds of what a pipeline rank exchanges once a step."""
-        layout, held, exposed = self.layout, self.held(pipeline), self.links.exposed
-        stages, found = self._of_rank[pipeline], 0.0
-        if not layout.holds_alone and layout.zero < 3:
-            every = [(self.timer.exchange(one), number) for one, number in held.kinds]
-            root, _ = every[0]
-            if layout.zero > 0:  # weights, beside the first forward
-                forward = sum(one.costs["F"] for one in stages)
-                found += max(root.gather, exposed(sum(one.gather * n for one, n in every), forward))
-            if layout.zero < 2:
-                sums = sum((one.scatter + one.replicas) * n for one, n in every)
-                last = root.scatter + root.replicas
-                backward = sum(one.costs["B"] for one in stages)
-                apart = layout.pipeline > 1 and schedule_kind(self.work.schedule).two_backwards
-                found += sums if apart else max(last, exposed(sums, backward))
-        return found + self._sums_of_all(held)
-
-    def _sums_of_all(self, held: RankParameters) -> float:
-        """Return the seconds of the sums of single parameters, and of numbers that all ranks sum."""
-        key = "once", id(held), self.layout.pipeline, self.layout.world
-        if key not in self._known:
-            size, seconds = max(self.work.master, self.work.reduce), self.links.seconds
-            found = seconds("tensor", "all_reduce", held.every.partial * size)
-            found += seconds("ends", "all_reduce", held.every.ends * size)
-            self._known[key] = found + 3 * seconds("all", "all_reduce", 8)
-        once: float = self._known[key]
-        return once
-
-    def _update(self, held: RankParameters) -> float:
-        """Time clipping, which reads gradients twice and writes them, and AdamW, which reads four numbers of
-        each parameter and writes three.
-        """
-        every, work, kernels = held.every, self.work, self.kernels
-        numbers, machine = every.trained_stored * work.master, self.machine
-        copied = kernels.moved(every.here * (work.master + work.compute)) * (work.master != work.compute)
-        if work.offload:
-            moved = (every.trained_stored * work.reduce + numbers) / machine.host
-            return moved + 10 * numbers / machine.host + copied
-        return kernels.moved(10 * numbers) + copied
+        return max(self.once.update(self.held(rank)) for rank in self._of_rank)
 
 
 @cache
