@@ -25,7 +25,7 @@ class _Products(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         state, (x, *weights) = ctx.state, ctx.saved_tensors
-        needed, coming, dx = ctx.needs_input_grad, None, None
+        needed, coming, dx = engine.wanted_gradients(ctx), None, None
         if needed[0]:
             for grad, weight in zip(reversed(grads), reversed(weights), strict=True):  # autograd's order
                 dx = grad @ weight if dx is None else dx.add_(grad @ weight)

@@ -3,7 +3,13 @@
 Offers collectives that ``torch.compile`` can trace, kernels, access to FSDP's internals, and ``self_check``.
 """
 
-from .autograd_and_compiler import TorchDispatchMode, after_backward, allow_graphs, compiler_errors
+from .autograd_and_compiler import (
+    TorchDispatchMode,
+    after_backward,
+    allow_graphs,
+    compiler_errors,
+    wanted_gradients,
+)
 from .collectives import (
     all_gather,
     all_reduce,
@@ -88,5 +94,6 @@ __all__ = [
     "sum_gradients",
     "tensors_in",
     "waiting_time",
+    "wanted_gradients",
     "work_of",
 ]

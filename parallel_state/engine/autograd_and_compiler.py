@@ -1,4 +1,4 @@
-"""Reach autograd: what follows a backward pass, every operator; and the limits and errors of the compiler."""
+"""Reach autograd: what a backward pass wants, what follows it, every operator; and the compiler's limits."""
 
 from __future__ import annotations
 
@@ -18,6 +18,28 @@ def after_backward(call: Callable[[], None]) -> None:
 def in_backward() -> bool:
     """Tell whether this thread is inside a backward pass."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def wanted_gradients(ctx: Any) -> tuple[bool, ...]:
+    """Return for each input of a ``torch.autograd.Function`` whether the backward that is running wants its
+    gradient.
+
+    ``ctx.needs_input_grad`` states what any backward may want. A schedule with a backward in two parts wants
+    the gradients of activations in the first one, and those of weights in the second one.
+    """
+    needed: tuple[bool, ...] = ctx.needs_input_grad
+    if not any(needed) or torch.compiler.is_compiling():
+        return needed
+    # One function for each input that is a tensor; those of the others need no gradient.
+    before = iter([one for one, _ in ctx.next_functions if one is not None])
+    return tuple(need and _runs(next(before)) for need in needed)
+
+
+def _runs(function: Any) -> bool:
+    try:
+        return bool(torch._C._will_engine_execute_node(function))
+    except RuntimeError:  # raised for a parameter whose gradient ``torch.autograd.grad`` was asked for
+        return True
 
 
 def allow_graphs(count: int) -> None:

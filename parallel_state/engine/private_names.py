@@ -16,6 +16,7 @@ PRIVATE = (
     ("torch.autograd.Variable", "_execution_engine"),
     ("torch", "_assert_async"),
     ("torch._C", "_current_graph_task_id"),
+    ("torch._C", "_will_engine_execute_node"),
     ("torch.Tensor", "_post_accumulate_grad_hooks"),
     ("torch", "_foreach_copy_"),
     ("torch", "_foreach_mul_"),

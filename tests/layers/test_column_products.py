@@ -42,6 +42,30 @@ def test_the_gradients_of_the_weights_are_computed_while_the_input_s_is_summed(
         assert names.count("aten::add_") == products - 1 and "aten::add" not in names, "in its own memory"
 
 
+def backward_in_two(layout: Layout) -> list[list[str]]:
+    """Return the operators of the two parts of a backward, as the pipeline's schedules cut it."""
+    state = ParallelState.start(layout)
+    layer = ColumnParallelLinear(8, {"a": 6, "b": 4}, state=state)
+    x = torch.randn(2, 4, 8, requires_grad=True)
+    total = sum(one.square().sum() for one in layer(x * 2))
+    weights, found = [*layer.parameters()], []
+    for asked in ([x], weights):
+        with Operators() as seen:
+            torch.autograd.grad(total, asked, retain_graph=True)
+        found.append(seen.names)
+    whole = torch.autograd.grad(total, [x, *weights], retain_graph=True)
+    parts = [*torch.autograd.grad(total, [x], retain_graph=True), *torch.autograd.grad(total, weights)]
+    assert all(torch.equal(one, other) for one, other in zip(whole, parts, strict=True))
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_backward_in_two_parts_computes_and_sends_each_gradient_once(layout: Layout) -> None:
+    for inputs, weights in run_parallel(backward_in_two, 2, layout):
+        assert [sum("c10d" in name for name in names) for names in (inputs, weights)] == [2, 0]  # and a wait
+        assert [sum(name == "aten::mm" for name in names) for names in (inputs, weights)] == [2, 2]
+
+
 def copies_of(rows: int) -> int:
     state = ParallelState.start(Layout.of(tensor=2, sequence=True))
     with Operators() as seen:
