@@ -154,7 +154,9 @@ def stage_view(model: CausalLM, stage: Stage) -> StageModule:
         out: Tensor = model(x, positions, stage=stage, ahead=ahead)
         return out
 
-    ends = [module for name, module in model.named_children() if name != "layers"]
+    # A V's first rank also holds the last stage, which alone predicts further tokens.
+    others = {"layers"} if stage.last else {"layers", "mtp"}
+    ends = [module for name, module in model.named_children() if name not in others]
     uses = [*model.blocks_of(stage), *(ends if stage.first or stage.last else ())]
     return StageModule(forward, uses, model if isinstance(model, FSDPModule) else None)
 

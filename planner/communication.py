@@ -44,6 +44,7 @@ class Traffic:
     them.
 
     ``axis``: tensor, context, data (ranks that hold shards), replicas (of shards), pipeline, ends, or all.
+    ``expert data`` and ``expert replicas`` are those of experts that ranks share out.
     """
 
     axis: str
@@ -93,20 +94,22 @@ def traffic_of(work: Work, held: RankParameters, stages: Iterable[StageCost]) ->
     """Return ``step_traffic`` of a rank, from its parameters and the costs of its stages."""
     found: list[Traffic] = []
     for stage in stages:
-        for number, cost in stage.blocks.items():
+        for cost in stage.blocks.values():
             found += block_traffic(work, cost)
+        for number, cost in (*stage.blocks.items(), *stage.further.items()):
             if checkpointed(number, work.checkpointing, work.checkpoint_every):
                 found += block_traffic(work, cost, again=True)
         found += block_traffic(work, stage.beside)
         found += block_traffic(work, stage.loss or Cost())
     found = [_times(one, work.micro_batches) for one in found]
     found += _between_stages(work)
-    found += [_gathers(work, held.root, gathers_of_root(work))]
-    for one in held.ends or (held.root,):
+    found += _gathers(work, held.root, gathers_of_root(work))
+    # Each end's backward sums what it uses from ZeRO 2 on; otherwise the step's end sums the root as a whole.
+    for one in (work.layout.zero >= 2 and held.ends) or (held.root,):
         found += _sums(work, one, root=True)
     for place, blocks in zip(work.layout.stages_of(work.at.pipeline), held.stages, strict=True):
         for group, number in blocks:
-            every = [_gathers(work, group, gathers_of_block(work, place)), *_sums(work, group, root=False)]
+            every = _gathers(work, group, gathers_of_block(work, place)) + _sums(work, group, root=False)
             found += [_times(one, number) for one in every]
     found += _once(work, held.every)
     return _added(one for one in found if one.count and one.ranks > 1)
@@ -126,22 +129,33 @@ def _between_stages(work: Work) -> list[Traffic]:
     return [Traffic("pipeline", "send", "hidden states", count, count * work.between_stages, layout.pipeline)]
 
 
-def _gathers(work: Work, group: Group, count: int) -> Traffic:
-    """Count FSDP's gathers of a group of parameters: a block, or the rest."""
-    count *= bool(group.padded)
-    shards = work.layout.data_sizes()[1]
-    return Traffic("data", "all_gather", "weights", count, count * group.padded * work.compute, shards)
+def _gathers(work: Work, group: Group, count: int) -> list[Traffic]:
+    """Count FSDP's gathers of a group of parameters, a block or the rest, and of the experts in it that are
+    gathered by themselves.
+    """
+    return [
+        Traffic(axis, "all_gather", "weights", count, count * padded * work.compute, ranks)
+        for axis, ranks, padded in (
+            ("data", work.layout.data_sizes()[1], group.padded),
+            ("expert data", work.layout.data_sizes(experts=True)[1], group.apart),
+        )
+        if padded
+    ]
 
 
 def _sums(work: Work, group: Group, *, root: bool) -> list[Traffic]:
     """Count the sums of a group's gradients over the ranks that hold shards, and over the replicas."""
-    copies, shards, _ = work.layout.data_sizes()
-    piece, trained = group.trained_padded * work.reduce, bool(group.trained_padded)
-    scatters, replicas = trained * sums(work), trained * sums_of_replicas(work, root=root)
-    return [
-        Traffic("data", "reduce_scatter", "gradients", scatters, scatters * shards * piece, shards),
-        Traffic("replicas", "all_reduce", "gradients", replicas, replicas * piece, copies),
-    ]
+    scatters, replicas = sums(work), sums_of_replicas(work, root=root)
+    found = []
+    for experts, name, trained in ((False, "", group.trained_padded), (True, "expert ", group.trained_apart)):
+        if trained:
+            (copies, shards, _), piece = work.layout.data_sizes(experts), trained * work.reduce
+            size = scatters * shards * piece
+            found += [
+                Traffic(f"{name}data", "reduce_scatter", "gradients", scatters, size, shards),
+                Traffic(f"{name}replicas", "all_reduce", "gradients", replicas, replicas * piece, copies),
+            ]
+    return found
 
 
 def _once(work: Work, held: Group) -> list[Traffic]:

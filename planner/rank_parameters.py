@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from math import ceil, prod
+from math import ceil
 from operator import attrgetter
 from typing import Any
 
@@ -23,15 +23,19 @@ class Group:
 
     ``here``: cut along the tensor and expert axes only; a rank computes with these. ``stored``: between
     steps, after FSDP cut them over the data axes. ``padded``: the equal piece that each data rank sends.
+    ``apart``: the piece of stacked experts, if FSDP gathers them by themselves, over the ranks that hold the
+    same experts; it is not in ``padded``.
     """
 
     here: int = 0
     stored: int = 0
     padded: int = 0
-    #: The same three counts of trained parameters only.
+    apart: int = 0
+    #: The same four counts of trained parameters only.
     trained: int = 0
     trained_stored: int = 0
     trained_padded: int = 0
+    trained_apart: int = 0
     #: Trained, stored, and summed over the tensor ranks; trained, stored, and held at both ends.
     partial: int = 0
     ends: int = 0
@@ -68,7 +72,6 @@ def count_parameters(
     ``ends``: whether they are held at both ends of the pipeline, if the declarations do not say so.
     """
     layout, at = state.layout, state.at
-    shards = layout.data_sizes()[1]
     found = dict.fromkeys((one.name for one in fields(Group)), 0)
     for parameter, declaration in named:
         box = declaration.box(layout, at)
@@ -76,10 +79,10 @@ def count_parameters(
             found["buffers"] += box.size
             found["fixed_bytes"] += box.size * BUFFER_DTYPE.itemsize
             continue
-        rows, *rest = box.shape
-        stored = declaration.shard_box(layout, at).size
-        counts = {"here": box.size, "stored": stored, "padded": ceil(rows / shards) * prod(rest)}
-        for name, count in counts.items():
+        rows, shards = box.shape[declaration.shard_dim(layout)], layout.data_sizes(declaration.experts)[1]
+        stored, piece = declaration.shard_box(layout, at).size, ceil(rows / shards) * (box.size // rows)
+        sent = "apart" if declaration.experts and layout.expert > 1 else "padded"
+        for name, count in {"here": box.size, "stored": stored, sent: piece}.items():
             found[name] += count
         if not parameter.requires_grad:
             found["fixed_bytes"] += stored * parameter.dtype.itemsize
@@ -87,7 +90,7 @@ def count_parameters(
         found["trained"] += box.size
         found["largest"] = max(found["largest"], box.size)
         found["trained_stored"] += stored
-        found["trained_padded"] += counts["padded"]
+        found[f"trained_{sent}"] += piece
         at_ends = declaration.ends if ends is None else ends
         partial = "tensor" in declaration.partial
         found["partial"] += stored * partial

@@ -64,6 +64,8 @@ class StageCost:
     exit: float = 0.0
     #: Whether the gradient of the logits is written over them.
     overwrites: bool = False
+    #: Of ``beside`` the blocks of multi-token prediction, by number: what is in them may be recomputed, too.
+    further: Mapping[int, Cost] = field(default_factory=dict)
     _alike: dict[tuple[Checkpointing, int], list[Alike]] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
@@ -156,7 +158,7 @@ def stage_cost(
         (here, ends, tokens, bool(chunk)),
         partial(_beside, model, tokens, stage, bool(chunk)),
     )
-    exit = 0.0
+    exit, further = 0.0, dict[int, Cost]()
     if stage.last:
         for sign, last in ((1, True), (-1, False)):  # without what stages between the ends keep, too
             part = Stage((), first=False, last=last)
@@ -164,8 +166,11 @@ def stage_cost(
             exit += sign * ask((here, (False, last), tokens, bool(chunk)), behind).kept
         one = ask(("loss", tokens, chunk, sums), lambda: _loss(work, model()))
         loss = sum([one] * len(model().mtp), one)
+        for name, prediction in model().mtp.items():
+            block = prediction.get_submodule("block")
+            further[int(name)] = ask((id(block), tokens), partial(cost_of, block, tokens))
     overwrites = stage.last and not model().mtp
-    return StageCost(stage.number, blocks, beside, frozenset(reached), loss, exit, overwrites)
+    return StageCost(stage.number, blocks, beside, frozenset(reached), loss, exit, overwrites, further)
 
 
 def _beside(model: Callable[[], CausalLM], tokens: Tokens, stage: Stage, head_in_loss: bool) -> Cost:

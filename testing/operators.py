@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..parallel_state.engine import TorchDispatchMode
+from ..parallel_state.engine import TorchDispatchMode, group_of_call
 
 #: The kinds of collectives, by the operators of torch that start them.
 _KINDS = {
@@ -29,8 +29,9 @@ class Operators(TorchDispatchMode):
     """Record, while it is entered, every operator that runs on this rank.
 
     ``names`` are the operators in order, as ``aten::mm``. ``collectives`` counts those that send by their
-    kind, ``sent`` the bytes that they were given; a wait, a barrier and a ``recv`` send nothing. ``largest``
-    is the number of elements of the largest tensor that an operator made on this rank.
+    kind, ``sent`` the bytes that they were given; a wait, a barrier and a ``recv`` send nothing.
+    ``in_groups`` has both for each process group, by its name, and kind. ``largest`` is the number of
+    elements of the largest tensor that an operator made on this rank.
     """
 
     def __init__(self) -> None:
@@ -38,6 +39,7 @@ class Operators(TorchDispatchMode):
         self.names: list[str] = []
         self.collectives: Counter[str] = Counter()
         self.sent: Counter[str] = Counter()
+        self.in_groups: dict[tuple[str, str], tuple[int, int]] = {}
         self.largest = 0
 
     def __torch_dispatch__(
@@ -49,8 +51,12 @@ class Operators(TorchDispatchMode):
         if "c10d" in space and not short.startswith(("wait", "recv", "barrier")):
             kind = _KINDS.get(short, short)
             given = args[1] if short.endswith("base_") else args[0]
+            size = sum(tensor.nbytes for tensor in tensors_in(given))
             self.collectives[kind] += 1
-            self.sent[kind] += sum(tensor.nbytes for tensor in tensors_in(given))
+            self.sent[kind] += size
+            group = group_of_call((*args, *(kwargs or {}).values())).group_name, kind
+            count, before = self.in_groups.get(group, (0, 0))
+            self.in_groups[group] = count + 1, before + size
         result = func(*args, **(kwargs or {}))
         here = (made.numel() for made in tensors_in(result) if not isinstance(made, DTensor))
         self.largest = max(self.largest, *here, 0)

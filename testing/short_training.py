@@ -102,8 +102,8 @@ class Parts:
     config: ModelConfig
 
 
-def build_rank(case: Case, state: ParallelState) -> Parts:
-    """Build a rank's part of the model in its layout, its step and its optimizer."""
+def model_of(case: Case, state: ParallelState) -> tuple[CausalLM, Family, ModelConfig]:
+    """Build a rank's part of the model on the meta device; the state may be a stand-in."""
     family = family_of(case.config)
     config = family.from_hf(case.config)
     if case.lora is not None:
@@ -111,6 +111,12 @@ def build_rank(case: Case, state: ParallelState) -> Parts:
     model = family.build(config, split=case.split, state=state, dtype=case.dtype)
     if case.frozen is not None:
         freeze(model, assign([ParameterGroup(match=case.frozen, freeze=True)], names_of(family, config)))
+    return model, family, config
+
+
+def build_rank(case: Case, state: ParallelState) -> Parts:
+    """Build a rank's part of the model in its layout, its step and its optimizer."""
+    model, family, config = model_of(case, state)
     precision = Precision(case.dtype, case.compute or case.dtype, case.dtype)
     if case.float8 is not None:
         assert use_float8(model, case.float8) == []

@@ -55,7 +55,7 @@ def worst_placement(ranks: int, stride: int, world: int, gpus: int) -> Placement
 
 def group_of(layout: Layout, axis: str) -> tuple[int, int]:
     """Return the number of ranks of a group along an axis of ``Traffic``, and how far apart they are."""
-    copies, shards, _ = layout.data_sizes()
+    (copies, shards, _), (same, pieces, _) = layout.data_sizes(), layout.data_sizes(experts=True)
     inner = layout.tensor * layout.context
     stage = layout.world // layout.pipeline
     return {
@@ -64,6 +64,8 @@ def group_of(layout: Layout, axis: str) -> tuple[int, int]:
         "expert": (layout.expert, layout.tensor),
         "data": (shards, layout.tensor),
         "replicas": (copies, layout.tensor * shards),
+        "expert data": (pieces, layout.tensor * layout.expert),
+        "expert replicas": (same, layout.tensor * layout.expert * pieces),
         "pipeline": (layout.pipeline, stage),
         "ends": (min(2, layout.pipeline), stage * (layout.pipeline - 1)),
         "all": (layout.world, 1),

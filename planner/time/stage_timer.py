@@ -263,16 +263,24 @@ class StageTimer:
         """Return the seconds of a group's exchanges over the data ranks."""
         key = self._place, id(group)  # the sampled model and ``held`` hold each group
         if key not in self._exchanges:
-            work, seconds, shards = self.work, self.links.seconds, self.layout.data_sizes()[1]
-            piece = group.trained_padded * work.reduce
-            self._exchanges[key] = Exchange(
-                seconds("data", "all_gather", group.padded * work.compute),
-                seconds("data", "reduce_scatter", shards * piece),
-                seconds("replicas", "all_reduce", piece),
-            )
+            found = self._exchanged("data", "replicas", group.padded, group.trained_padded)
+            if group.apart:
+                more = self._exchanged("expert data", "expert replicas", group.apart, group.trained_apart)
+                found = Exchange(*map(sum, zip(found, more, strict=True)))
+            self._exchanges[key] = found
         return self._exchanges[key]
+
+    def _exchanged(self, data: str, replicas: str, padded: int, trained: int) -> Exchange:
+        """Return the seconds of pieces of these sizes over two axes: ranks with shards, and replicas."""
+        work, seconds, piece = self.work, self.links.seconds, trained * self.work.reduce
+        shards = self.links.place(data).ranks
+        return Exchange(
+            seconds(data, "all_gather", padded * work.compute),
+            seconds(data, "reduce_scatter", shards * piece),
+            seconds(replicas, "all_reduce", piece),
+        )
 
     @cached_property
     def _place(self) -> tuple[object, ...]:
         """Return what the places of the data ranks follow from."""
-        return self.layout.tensor, self.layout.data_sizes()
+        return self.layout.tensor, self.layout.data_sizes(), self.layout.data_sizes(experts=True)

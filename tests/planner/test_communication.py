@@ -1,4 +1,4 @@
-"""The planner's collectives against those that ranks launch: kinds, numbers and bytes, exactly."""
+"""The planner's collectives against those that ranks launch: axes, kinds, numbers and bytes, exactly."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from trilith.parallel_state import Layout, ParallelState, clip_gradients, initia
 from trilith.parallel_state.engine import fsdp_modules
 from trilith.planner import Traffic, Work, block_traffic, step_traffic
 from trilith.recipes.sections import MemorySection
-from trilith.testing import Operators, run_parallel
+from trilith.testing import run_parallel
+from trilith.testing.traffic import Totals, added, sent_by
 from trilith.training import Precision, TrainStep, shard_over_data
 from trilith.training.build import spare_memory
 
@@ -110,15 +111,12 @@ class Case:
         return config | kinds | {"n_layer" if "n_layer" in config else "num_hidden_layers": 2}
 
 
-Totals = dict[str, tuple[int, int]]
-
-
 def all_measured(cases: list[Case]) -> list[tuple[Totals, Totals]]:
     return [measured_and_planned(case) for case in cases]
 
 
 def measured_and_planned(case: Case) -> tuple[Totals, Totals]:
-    """Return, measured and planned for a step, the collectives of each kind and their bytes."""
+    """Return, measured and planned for a step, the collectives of each axis and kind and their bytes."""
     state = ParallelState.start(case.layout)
     family = family_of(case.config)
     config = family.from_hf(case.config)
@@ -137,7 +135,7 @@ def measured_and_planned(case: Case) -> tuple[Totals, Totals]:
         checkpoint_every=case.memory.every,
         loss_chunk=case.memory.stated_chunk,
     )
-    plan = totals(step_traffic(work, model))
+    plan = added(step_traffic(work, model))
     spare_memory(model, case.memory, case.memory.stated_chunk)
     shard_over_data(model, state, Precision(torch.float32, case.compute, torch.float32))
     model.to_empty(device="cpu")
@@ -152,18 +150,19 @@ def measured_and_planned(case: Case) -> tuple[Totals, Totals]:
         reduce=torch.float32,
     )
     ids = torch.randint(500, (SAMPLES * case.micro_batches, LENGTH))
+
+    def run() -> None:
+        step.launch(Batch(ids, ids))
+        clip_gradients(model, 1.0, state=state)
+
     if fsdp_modules(model) or case.layout.pipeline > 1:  # which make themselves ready in their first step
-        step.launch(Batch(ids, ids))
-        clip_gradients(model, 1.0, state=state)
+        run()
         model.zero_grad()
-    with Operators() as operators:
-        step.launch(Batch(ids, ids))
-        clip_gradients(model, 1.0, state=state)
-    return {kind: (count, operators.sent[kind]) for kind, count in operators.collectives.items()}, plan
+    return sent_by(run, state), plan
 
 
-def totals(every: list[Traffic]) -> Totals:
-    found: Totals = {}
+def of_kinds(every: list[Traffic]) -> dict[str, tuple[int, int]]:
+    found: dict[str, tuple[int, int]] = {}
     for one in every:
         count, size = found.get(one.kind, (0, 0))
         found[one.kind] = (count + one.count, size + one.bytes)
@@ -192,6 +191,12 @@ CASES = [
     Case("deepseek_v2", SEQUENCE, MemorySection(checkpointing="full")),
     Case("deepseek_v2", TENSOR, MemorySection(checkpointing="selective")),
     Case("deepseek_v3", SEQUENCE, MemorySection(loss_chunk=5)),
+    Case("deepseek_v3", SEQUENCE, MemorySection(checkpointing="selective")),
+    Case("deepseek_v3", Layout.of(context=2, ring=True), MemorySection(checkpointing="full")),
+    # Experts are gathered and summed by themselves, over the ranks that hold the same ones.
+    *(Case("glm4_moe", Layout.of(data=4, expert=2, zero=zero)) for zero in (0, 3)),
+    Case("glm4_moe", Layout.of(data=4, expert=2, zero=2, data_replicate=2)),
+    Case("deepseek_v2", Layout.of(data=8, zero=1)),  # four experts: each is cut along its width
     Case("phi", TENSOR, MemorySection(checkpointing="full")),
     Case("qwen3_next", SEQUENCE, MemorySection(checkpointing="selective")),
     Case("qwen3_next", TENSOR, MemorySection(checkpointing="full")),
@@ -224,7 +229,11 @@ CASES = [
     ),
     Case("gpt2", Layout.of(pipeline=2, virtual_stages=2, v_shape=True), schedule="zbv", micro_batches=4),
     # On a V's first rank both ends of the model use the root, and its sums are of what each end uses.
-    Case("deepseek_v3", Layout.of(pipeline=2, data=2, zero=2, **V), schedule="zbv", micro_batches=4),
+    *(
+        Case("deepseek_v3", Layout.of(pipeline=2, data=2, zero=zero, **V), schedule="zbv", micro_batches=4)
+        for zero in range(4)
+    ),
+    Case("llama-tied", Layout.of(pipeline=2, tensor=2, **V), schedule="zbv", micro_batches=4),
     Case("llama-tied", Layout.of(pipeline=2, data=2, zero=3, **V), schedule="dualpipev", micro_batches=5),
     Case("llama", Layout.of(pipeline=2, data=2, zero=3, **V), schedule="zbv", micro_batches=4),
     Case(
@@ -291,7 +300,7 @@ def test_a_block_s_table_is_the_formula() -> None:
             ):
                 stated[kind.replace("-", "_")] = (int(count), int(count) * numbers[size] * 2)
             here = [one for one in sent if one.what == ("forward" if forward else "backward")]
-            assert stated and totals(here) == stated, name
+            assert stated and of_kinds(here) == stated, name
 
 
 _CONFIG = family_of(LLAMA).from_hf(LLAMA)

@@ -1,0 +1,185 @@
+"""Compare what ranks send in layouts of all kinds with the plan: count and bytes of each axis and kind.
+
+The covering array has every pair of choices that a recipe may make. Drawn cases have more choices at once,
+and multi-token prediction with a backward in two parts, which recipes refuse and the library does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import pytest
+from trilith.parallel_state import Layout, ParallelState, clip_gradients, initialize
+from trilith.pipeline import SCHEDULE_NAMES, schedule_kind
+from trilith.planner import Work, step_traffic
+from trilith.recipes.sections import MemorySection
+from trilith.testing import run_parallel
+from trilith.testing.combinations import LONG, covering_array
+from trilith.testing.short_training import Case, build_rank, model_of, rank_batch
+from trilith.testing.tiny_models import MODELS
+from trilith.testing.traffic import Totals, added, sent_by
+
+#: Blocks that predict further tokens, experts, recurrences, tied embeddings.
+CONFIGS: dict[str, dict[str, Any]] = {
+    **{
+        name: MODELS[name] for name in ("llama", "llama-tied-kv1", "gpt2", "mixtral", "gpt_oss", "qwen3_next")
+    },
+    "deepseek_v3-mtp": MODELS["deepseek_v3"] | {"mtp": True},
+    "deepseek_v3-mtp2": MODELS["deepseek_v3"] | {"mtp": True, "num_nextn_predict_layers": 2},
+    "glm4_moe-tied-mtp": MODELS["glm4_moe"] | {"mtp": True, "tie_word_embeddings": True},
+}
+EXPERTS = {"mixtral", "gpt_oss", "qwen3_next", "deepseek_v3-mtp", "deepseek_v3-mtp2", "glm4_moe-tied-mtp"}
+#: What a backward in two parts would go through twice: the loss of several predictions, a tied embedding.
+WHOLE = {"deepseek_v3-mtp2", "glm4_moe-tied-mtp"}
+
+
+@dataclass(frozen=True)
+class Drawn:
+    name: str
+    case: Case
+
+    def __str__(self) -> str:
+        one, memory = self.case, self.case.memory
+        words = [self.name, one.schedule, f"{one.layout}", memory.checkpointing, f"chunk{memory.loss_chunk}"]
+        words += [f"{one.samples}x{one.length}by{one.micro_batch}", f"{one.split}"]
+        return "-".join(words).replace(", ", "-").replace(" ", "")
+
+
+def sent_and_planned(cases: Sequence[Case]) -> list[tuple[Totals, Totals]]:
+    """Return, for each case, what this rank sends in the second step and what is planned."""
+    return [_sent_and_planned(case) for case in cases]
+
+
+def _sent_and_planned(case: Case) -> tuple[Totals, Totals]:
+    state = ParallelState.start(case.layout)
+    model, _, config = model_of(case, ParallelState.stand_in(case.layout, state.rank))
+    size = case.dtype.itemsize
+    work = Work(
+        model.state,
+        config.hidden_size,
+        case.length,
+        case.micro_batch,
+        case.samples // (case.layout.data * case.micro_batch),
+        schedule=case.schedule,
+        master=size,
+        compute=(case.compute or case.dtype).itemsize,
+        reduce=size,
+        checkpointing=case.memory.checkpointing,
+        checkpoint_every=case.memory.every,
+        loss_chunk=case.memory.stated_chunk,
+        offload=case.memory.offload,
+    )
+    planned = added(step_traffic(work, model))
+    parts = build_rank(case, state)
+    initialize(parts.model, case.seed, state=state)
+    batch = rank_batch(case, 0, state)
+
+    def step() -> None:
+        parts.step.launch(batch)
+        clip_gradients(parts.model, case.clip, state=state)
+
+    step()  # FSDP and pipelines make themselves ready
+    parts.optimizer.zero_grad()
+    return sent_by(step, state), planned
+
+
+def drawn(ranks: int, number: int) -> Drawn:
+    """Draw the case of this number with a pipeline and data ranks; it depends on nothing else."""
+    random = Random(f"{ranks} {number}")
+    pick = random.choice
+    schedule = pick(SCHEDULE_NAMES)
+    kind = schedule_kind(schedule)
+    name = pick(sorted(CONFIGS.keys() - (WHOLE if kind.two_backwards else set())))
+    config = dict(CONFIGS[name])
+    pipeline = pick((2, 2, ranks // 2))
+    rest = ranks // pipeline
+    axis = pick(("tensor", "context", "data", "data"))
+    beside = pick((1, 2)) if axis != "data" and rest > 2 else 1
+    data, zero = rest // beside, pick((0, 1, 2, 3, 3))
+    replicas = pick((1, 2)) if zero and data % 2 == 0 else 1
+    virtual = pick((2, 3)) if kind.interleaved and pipeline == 2 else kind.virtual_stages
+    layout: dict[str, Any] = {"pipeline": pipeline, "data": data, "zero": zero, "data_replicate": replicas}
+    layout |= {axis: beside} if beside > 1 else {}
+    pool = data * layout.get("context", 1) // (replicas if zero else 1)
+    layout["expert"] = pick([size for size in (1, 2, 4) if pool % size == 0]) if name in EXPERTS else 1
+    key = "n_layer" if "n_layer" in config else "num_hidden_layers"
+    stages = pipeline * virtual
+    blocks = max(stages, config[key]) if name in EXPERTS else stages + pick((0, 1))
+    for listed in ("layer_types", "mlp_layer_types"):
+        if listed in config:
+            config[listed] = (list(config[listed]) * blocks)[:blocks]
+    least, micro = kind.least_micro_batches(pipeline), pick((1, 2))
+    rounds = pick([count for count in range(least, 2 * least + 2) if kind.runs(pipeline, count)])
+    apart = kind.two_backwards
+    memory = MemorySection(
+        checkpointing="none" if apart else pick(("none", "selective", "full", "every")),
+        loss_chunk=0 if apart or schedule == "gpipe" else pick((0, 5)),
+    )
+    return Drawn(
+        f"{name}-{number}",
+        Case(
+            config | {key: blocks},
+            Layout.of(
+                **layout,
+                sequence=axis == "tensor" and beside > 1 and pick((False, True)),
+                ring=axis == "context" and beside > 1 and pick((False, True)),
+                virtual_stages=virtual,
+                v_shape=kind.v_shape,
+            ),
+            schedule=schedule,
+            mtp=0.3 if "mtp" in name else 0.0,
+            samples=rounds * micro * data,
+            micro_batch=micro,
+            memory=memory,
+        ),
+    )
+
+
+def compared(case: Case, totals: Totals) -> Totals:
+    """Return what a plan knows exactly. It takes a backward through parameters that are not trained as one
+    through others, which ends earlier and gathers less.
+    """
+    if case.frozen is None and case.lora is None:
+        return totals
+    axes = ("data", "replicas", "expert data", "expert replicas")
+    kinds = ("all_reduce", "reduce_scatter") + ("all_gather",) * (case.layout.zero < 3)
+    return {key: total for key, total in totals.items() if key[0] in axes and key[1] in kinds}
+
+
+COVERING = [Drawn(str(choice), choice.case) for choice in [*covering_array(), *LONG] if choice.world > 1]
+DRAWN = [*(drawn(4, number) for number in range(150)), *(drawn(8, number) for number in range(40))]
+#: The others take minutes.
+QUICK = [*COVERING[::4], *DRAWN[:12]]
+CASES = [*QUICK, *COVERING[1::4], *COVERING[2::4], *COVERING[3::4], *DRAWN[12:]]
+
+
+@pytest.fixture(scope="module")
+def found() -> Callable[[Drawn], list[tuple[Totals, Totals]]]:
+    """Return what each rank sent and planned in a case; some cases of so many ranks in one call."""
+    known: dict[str, list[tuple[Totals, Totals]]] = {}
+
+    def of(one: Drawn) -> list[tuple[Totals, Totals]]:
+        if str(one) not in known:
+            lane = QUICK if one in QUICK else CASES
+            world = one.case.layout.world
+            some = [other for other in lane[lane.index(one) :] if other.case.layout.world == world][:8]
+            ranks = run_parallel(sent_and_planned, world, [other.case for other in some], timeout=200)
+            known.update({str(other): [rank[i] for rank in ranks] for i, other in enumerate(some)})
+        return known[str(one)]
+
+    return of
+
+
+@pytest.mark.parametrize(
+    "one",
+    [*QUICK, *(pytest.param(one, marks=pytest.mark.slow) for one in CASES[len(QUICK) :])],
+    ids=str,
+)
+def test_a_step_sends_what_is_planned(
+    one: Drawn, found: Callable[[Drawn], list[tuple[Totals, Totals]]]
+) -> None:
+    for sent, planned in found(one):
+        assert compared(one.case, sent) == compared(one.case, planned)
