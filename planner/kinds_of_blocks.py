@@ -53,6 +53,7 @@ class SampledModel:
         self._counted: dict[object, Group] = {}
         self._held: dict[object, RankParameters] = {}
         self._known: dict[object, Cost] = {}
+        self._costs: dict[object, StageCost] = {}
 
     def _stage(self, state: ParallelState, split: Sequence[int] | None) -> tuple[Stage, tuple[Numbers, ...]]:
         """Return what a rank holds of the blocks, and how many of each kind are in each of its stages."""
@@ -127,8 +128,20 @@ class SampledModel:
         return self._counted[key]
 
     def costs(self, work: Work, split: Sequence[int] | None = None) -> list[StageCost]:
-        """Return the costs of each stage of the rank of ``work``."""
+        """Return the costs of each stage of the rank of ``work``. Stages alike share one object."""
         stage, _ = self._stage(work.state, split)
+        every, found = work.checkpoint_every, list[StageCost]()
+        for part in stage.parts:
+            kinds = tuple(map(self.kinds.__getitem__, part.blocks))
+            place = every, part.blocks[0] % every
+            key = kinds, place, part.first, part.last, work.tokens, work.loss_chunk, work.loss_sums
+            if key not in self._costs:
+                self._costs[key] = self._cost(work, stage, part)
+            found.append(self._costs[key])
+        return found
+
+    def _cost(self, work: Work, stage: Stage, part: Stage) -> StageCost:
+        """Return the costs of one stage of a rank, which holds ``stage``."""
         layers = {number: self.block(number) for number in stage.blocks}
 
         @cache
@@ -139,7 +152,7 @@ class SampledModel:
             rank.stage = stage
             return rank
 
-        return [stage_cost(work, part, layers, model, self._known) for part in stage.parts]
+        return stage_cost(work, part, layers, model, self._known)
 
     def block(self, number: int) -> nn.Module:
         """Return a block like the one of this number."""

@@ -131,11 +131,11 @@ def needs_of_rank(work: Work, stages: Sequence[StageCost]) -> list[Need]:
     """Return what a rank needs at the instants that may be the worst. No ZeRO stage and no replicas count."""
     layout, number = work.layout, work.at.pipeline
     message = work.between_stages if layout.pipeline > 1 else 0
-    parts = [_Part(stage, work) for stage in stages]
+    here, parts = layout.stages_of(number), [_Part(stage, work) for stage in stages]
     for place, part in enumerate(parts):
-        if place and part.stage.number - 1 in layout.stages_of(number):
+        if place and here[place] - 1 in here:
             part.kept -= message  # its input is the output of the stage before, on the same rank
-    places = {part.stage.number: place for place, part in enumerate(parts)}
+    places = {stage: place for place, stage in enumerate(here)}
     kept, halfway = [part.kept for part in parts], [part.halfway for part in parts]
     found: dict[tuple[Place, int, tuple[int, ...]], Need] = {}
     for kind, stage, held, count, early in heaviest(
@@ -196,7 +196,7 @@ class _Part:
             yield "loss", working, self.blocks * first
         elif kind == "I":
             yield "inputs", self._in_first_part(), 0
-        elif kind == "W" and stage.number:
+        elif kind == "W" and not stage.first:
             yield "weights", 0.0, 0
             yield "weights made", -self.halfway, 0
         elif kind == "W":  # the model's first stage computes all of its backward now

@@ -51,11 +51,13 @@ class Alike:
 class StageCost:
     """Hold the costs of one stage for one micro-batch.
 
-    ``blocks`` may be recomputed in backward, and have their global numbers; ``beside`` is everything else.
-    ``reached``: the blocks that a backward comes to; it ends at the first trained parameter.
+    ``first``: whether it is the model's first stage. ``blocks`` may be recomputed in backward, and have their
+    global numbers; ``beside`` is everything else. ``reached``: the blocks that a backward comes to; it ends
+    at the first trained parameter. Stages that are alike may share one object, with the numbers of one of
+    them.
     """
 
-    number: int
+    first: bool
     blocks: Mapping[int, Cost]
     beside: Cost
     reached: frozenset[int]
@@ -170,7 +172,7 @@ def stage_cost(
             block = prediction.get_submodule("block")
             further[int(name)] = ask((id(block), tokens), partial(cost_of, block, tokens))
     overwrites = stage.last and not model().mtp
-    return StageCost(stage.number, blocks, beside, frozenset(reached), loss, exit, overwrites, further)
+    return StageCost(stage.first, blocks, beside, frozenset(reached), loss, exit, overwrites, further)
 
 
 def _beside(model: Callable[[], CausalLM], tokens: Tokens, stage: Stage, head_in_loss: bool) -> Cost:
@@ -204,7 +206,7 @@ def _of_module(work: Work, model: nn.Module, loss: Cost | None) -> StageCost:
             "plan", "loss", expected="a Cost: the bytes that your loss keeps and sends", found="none",
             todo="Our loss's Cost is cross_entropy_cost(work.tokens, vocabulary, state=work.state)",
         )  # fmt: skip
-    return StageCost(number, {}, cost_of(model, work.tokens), frozenset(), loss if last else None)
+    return StageCost(number == 0, {}, cost_of(model, work.tokens), frozenset(), loss if last else None)
 
 
 def _is_trained(module: nn.Module) -> bool:

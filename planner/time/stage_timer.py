@@ -94,7 +94,7 @@ class StageTimer:
         blocks = stage.alike(self.work.checkpointing, self.work.checkpoint_every)
         # The sampled model holds each cost as long as it lives, so that no other object takes its id.
         kinds = tuple((id(one.cost), one.forgets, one.reached, one.count) for one in blocks)
-        key = kinds, id(stage.beside), stage.number == 0, stage.loss is not None
+        key = kinds, id(stage.beside), stage.first, stage.loss is not None
         if key not in self._stages:
             self._stages[key] = self._of_stage(stage, blocks, held)
         return self._stages[key]
@@ -106,7 +106,7 @@ class StageTimer:
         for one in blocks:
             found.include(self._block(one).seconds, one.count)
             self._accumulate(found, self.model.group(one.number, self.work.state), one.count)
-        ends = 3 * (stage.number == 0) + 3 * (stage.loss is not None)
+        ends = 3 * stage.first + 3 * (stage.loss is not None)
         self._module(found, stage.beside, ends, reached=True)
         if stage.loss is not None:
             self._loss(found, stage.loss)
@@ -141,8 +141,8 @@ class StageTimer:
 
     def _has_root(self, stage: StageCost) -> bool:
         """Tell whether the parameters that are in no block count with this stage: once on a rank."""
-        home = self.layout.rank_of_stage
-        return stage.number == 0 or (stage.loss is not None and home(stage.number) != home(0))
+        apart = self.layout.rank_of_stage(self.layout.stages - 1) != 0
+        return stage.first or (stage.loss is not None and apart)
 
     def _block(self, one: Alike) -> _Block:
         mode = self.work.checkpointing if one.forgets else "none"

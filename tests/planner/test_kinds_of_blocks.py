@@ -13,7 +13,7 @@ from torch import nn
 from trilith.layers import Stage
 from trilith.models import LoraConfig, adapted, family_of, published_size
 from trilith.parallel_state import BadInput, Layout, ParallelState
-from trilith.planner import Work, plan_memory, rank_parameters, stage_costs, step_traffic
+from trilith.planner import StageCost, Work, plan_memory, rank_parameters, stage_costs, step_traffic
 from trilith.planner.communication import traffic_of
 from trilith.planner.kinds_of_blocks import SampledModel, block_kinds, sampled
 from trilith.planner.memory import memory_of
@@ -40,6 +40,13 @@ def fits(model: dict[str, Any], layout: Layout) -> bool:
 FURTHER = MODELS["deepseek_v3"] | {"mtp": True, "num_nextn_predict_layers": 2}
 
 
+def unnumbered(one: StageCost) -> StageCost:
+    """Number the blocks of a stage from 0; stages alike share an object with the numbers of one of them."""
+    first = min(one.blocks)
+    blocks = {number - first: cost for number, cost in one.blocks.items()}
+    return replace(one, blocks=blocks, reached=frozenset(number - first for number in one.reached))
+
+
 @pytest.mark.parametrize("name", [*MODELS, "multi-token prediction"])
 def test_one_block_of_each_kind_plans_what_all_blocks_plan(name: str) -> None:
     """Parameters, gradients, moments, activations and traffic: equal for each stage of each layout."""
@@ -58,7 +65,7 @@ def test_one_block_of_each_kind_plans_what_all_blocks_plan(name: str) -> None:
             held, costs = sample.parameters(state), sample.costs(work)
             assert held.every == rank_parameters(model, state).every
             assert held.every.here + held.every.buffers == sum(p.numel() for p in model.parameters())
-            assert costs == stage_costs(work, model)
+            assert [*map(unnumbered, costs)] == [*map(unnumbered, stage_costs(work, model))]
             assert memory_of(work, held, costs) == plan_memory(work, model)
             found, expected = traffic_of(work, held, costs), step_traffic(work, model)
             assert sorted(map(str, found)) == sorted(map(str, expected))
