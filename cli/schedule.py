@@ -56,7 +56,10 @@ def schedule(
     for line in timetable_lines(computed, width=console.width):
         console.print(line)
     console.print("")
-    console.print("F forward, B backward, I and W its halves: for the stage's input, for its weights")
+    console.print(
+        "F forward, B backward, which takes a second slot (--); I and W its halves: for the stage's input, "
+        "for its weights; . waits"
+    )
     if layout.virtual_stages > 1:
         console.print("small letters: the rank's later stages")
     console.print("")

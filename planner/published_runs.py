@@ -139,6 +139,18 @@ def corrected(found: Sequence[Comparison]) -> list[float]:
     return [one.times_slower / slower[one.run.source] - 1 for one in found]
 
 
+#: What the columns of a table mean, as far as their heads do not say it.
+_MEANINGS = {
+    "step": "rows x tokens of a step, and how many rows a rank computes at once (a micro-batch)",
+    "checkpointing": "the mode of activation checkpointing",
+    "products": "the type of matrix products; blocks are compiled unless the row says eager",
+    "reported, predicted": "tokens a second or TFLOP/s of one GPU, or MFU. TFLOP/s and MFU count the "
+    "causal half of attention, unless `assumed` says that they count all of it",
+    "error": "of the prediction: above 0 the run was slower than predicted",
+    "corrected": "the error after the correction above",
+    "memory": "GiB of the fullest rank: predicted, and in brackets reported, where the source has it",
+    "assumed": "what the source does not state, or what the planner has no key for",
+}
 _HEAD = """# Published runs, predicted
 
 This page compares the planner's step time with speeds that were published. `make docs` writes it from
@@ -161,13 +173,13 @@ Possible reasons, none of which a measurement here has shown:
 - The sources do not say everything, above all what is recomputed. Where the predicted memory is more than the
   GPU has, the run recomputed something, kept gradients in 16 bits, or freed tensors sooner than trilith does.
 
-A step has so many rows x tokens; a rank computes so many rows at once (a micro-batch). `again` is the mode of
-activation checkpointing, and `products` their type; blocks are compiled unless the row says eager. What a
-source does not state is under `assumed`.
+The columns:
 
-The first two rows are this project's own measurement. Tokens a second and TFLOP/s are those of one GPU.
-TFLOP/s and MFU count the causal half of attention, unless `assumed` says that they count all of it. Memory is
-that of the fullest rank in GiB, predicted, and reported in brackets where the source has it.
+| column | meaning |
+|---|---|
+{meanings}
+
+The first two rows are this project's own measurement.
 """
 
 
@@ -185,6 +197,7 @@ def page(found: Sequence[Comparison]) -> str:
         again=sum(abs(error) <= 0.15 for error in corrected(found)),
         error=100 * median(map(abs, corrected(found))),
         fast=sum(error > 0 for error in errors),
+        meanings="\n".join(f"| {name} | {meaning} |" for name, meaning in _MEANINGS.items()),
     )
     parts, rest = [head], corrected(found)
     for source in dict.fromkeys(one.run.source for one in found):
@@ -196,7 +209,7 @@ def page(found: Sequence[Comparison]) -> str:
 
 
 #: The head of each table.
-_COLUMNS = ("model", "GPUs", "layout", "step", "again", "products", "reported", "predicted", "error",
+_COLUMNS = ("model", "GPUs", "layout", "step", "checkpointing", "products", "reported", "predicted", "error",
             "corrected", "memory", "assumed")  # fmt: skip
 
 

@@ -54,7 +54,9 @@ def run(case: Case) -> Outcome:
 def test_bf16_compute(layout: Layout, fp32: Outcome) -> None:
     case = Case(CONFIG, layout, dtype=torch.float32, compute=torch.bfloat16)
     found = run(case)
-    assert found.losses == pytest.approx(fp32.losses, abs=1e-2) and found.losses != fp32.losses
+    assert found.losses == pytest.approx(fp32.losses, abs=1e-2)
+    # Further from fp32 than another order of sums is: it was computed in bf16.
+    assert max(abs(a - b) for a, b in zip(found.losses, fp32.losses, strict=True)) > 1e-5
     assert found.norms == pytest.approx(fp32.norms, rel=0.05)
     for kind in (found.initial, found.gradients, found.parameters):
         assert {tensor.dtype for tensor in kind.values()} == {torch.float32}
