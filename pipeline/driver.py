@@ -9,7 +9,7 @@ the stage's last micro-batch (``zero`` 0 and 1), be they made in one backward pa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -18,25 +18,41 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
-from ..parallel_state.engine import computed_with, end_backward, fsdp_modules, gather_weights, sum_gradients
+from ..parallel_state.engine import (
+    computed_with,
+    end_backward,
+    fsdp_modules,
+    gather_weights,
+    left_alone,
+    sum_gradients,
+)
 
 
 class StageModule(nn.Module):
     """Hold what a stage computes with: its ``forward``, and the modules whose parameters it uses.
 
     ``root``: the module that FSDP was applied to, if it was. It is the whole model, of which each stage on
-    this rank is a view, or the one module itself.
+    this rank is a view, or the one module itself. ``uses_root``: whether the stage computes with parameters
+    of the root itself.
     """
 
     def __init__(
-        self, forward: Callable[..., Tensor], uses: Sequence[nn.Module], root: FSDPModule | None = None
+        self,
+        forward: Callable[..., Tensor],
+        uses: Sequence[nn.Module],
+        root: FSDPModule | None = None,
+        *,
+        uses_root: bool = True,
     ) -> None:
         super().__init__()
         self._run, self.root = forward, None if root is None else (root,)  # a tuple: no submodule
         self.uses = nn.ModuleList(uses)
         #: What FSDP shards of this stage alone, and with the root, which several stages may share.
         self.own = [one for module in uses for one in fsdp_modules(module) if one is not root]
-        self.sharded = self.own if root is None else [*self.own, root]
+        roots = [] if root is None else [root]
+        self.sharded = [*self.own, *(roots if uses_root else [])]
+        #: What FSDP's hooks would gather although this stage computes without it.
+        self.unused = [] if uses_root else roots
 
     def forward(self, *inputs: Any, **keywords: Any) -> Tensor:
         return self._run(*inputs, **keywords)
@@ -90,7 +106,8 @@ class DrivenStage(PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *given: Any, **named: Any) -> Any:
         """Run one micro-batch's forward; after it autograd alone keeps the input that was received."""
-        output = super().forward_one_chunk(fwd_chunk_id, *given, **named)
+        with self._sparing():
+            output = super().forward_one_chunk(fwd_chunk_id, *given, **named)
         _free(self.args_recv_info[fwd_chunk_id])
         return output
 
@@ -98,7 +115,7 @@ class DrivenStage(PipelineStage):
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         """Run one micro-batch's backward; a whole backward runs FSDP's hooks, which sum block by block."""
-        with self._summing(last_backward) if full_backward else nullcontext():
+        with self._sparing(), self._summing(last_backward) if full_backward else nullcontext():
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         _free(self.grad_recv_info.get(bwd_chunk_id, ()))
         if loss is not None and full_backward:
@@ -126,9 +143,14 @@ class DrivenStage(PipelineStage):
         """
         if self.gathers_each:
             gather_weights(self.module.sharded)
-        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        with self._sparing():
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
         with self._summing(last_backward) as modules:
             sum_gradients(modules)
+
+    def _sparing(self) -> AbstractContextManager[None]:
+        """Let FSDP gather nothing of the root for a stage that uses none of it."""
+        return left_alone(self.module.unused) if self.gathers_each else nullcontext()
 
     @contextmanager
     def _summing(self, last: bool) -> Iterator[list[FSDPModule]]:

@@ -158,7 +158,8 @@ def stage_view(model: CausalLM, stage: Stage) -> StageModule:
     others = {"layers"} if stage.last else {"layers", "mtp"}
     ends = [module for name, module in model.named_children() if name not in others]
     uses = [*model.blocks_of(stage), *(ends if stage.first or stage.last else ())]
-    return StageModule(forward, uses, model if isinstance(model, FSDPModule) else None)
+    root = model if isinstance(model, FSDPModule) else None
+    return StageModule(forward, uses, root, uses_root=stage.first or stage.last)
 
 
 def _seat(module: nn.Module) -> StageModule:

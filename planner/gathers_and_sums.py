@@ -29,12 +29,14 @@ def gathers_of_block(work: Work, stage: int) -> int:
 
 
 def gathers_of_root(work: Work) -> int:
-    """Return how often a step gathers the root's weights; with ZeRO 3 each stage of the rank does, whether it
-    uses them or not.
+    """Return how often a step gathers the root's weights; with ZeRO 3 the model's first stage does, and the
+    last one, if the rank holds them.
     """
     if work.layout.zero < 3:
         return int(work.layout.zero > 0)
     stages = work.layout.stages_of(work.at.pipeline)
+    # A rank with neither holds no such weights, or a module of one's own, which is one stage.
+    stages = tuple(stage for stage in stages if stage in (0, work.layout.stages - 1)) or stages
     if root_stays(work):  # until a backward drops them: each drops what some forward gathered
         return work.micro_batches * len(stages)
     return sum(gathers_of_block(work, stage) for stage in stages)

@@ -32,6 +32,7 @@ from .fully_sharded import (
     fsdp_modules,
     gather_weights,
     is_sharded,
+    left_alone,
     sum_gradients,
 )
 from .kernels import assert_on_device, flash_attention, flash_attention_backward, scaled_mm
@@ -81,6 +82,7 @@ __all__ = [
     "group_ranks",
     "is_dtensor",
     "is_sharded",
+    "left_alone",
     "like",
     "local_data",
     "recorded_collectives",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
@@ -47,6 +48,25 @@ def gather_weights(modules: Iterable[FSDPModule]) -> None:
     for group in _groups(modules):
         group.unshard()
         group.wait_for_unshard()
+
+
+@contextmanager
+def left_alone(modules: Iterable[FSDPModule]) -> Iterator[None]:
+    """Keep the weights of these modules as they are meanwhile, whatever FSDP's hooks ask for: what is whole
+    stays whole, and nothing is gathered.
+    """
+    groups = [*_groups(modules)]
+    for group in groups:
+        group.unshard = group.reshard = _do_nothing
+    try:
+        yield
+    finally:
+        for group in groups:
+            del group.unshard, group.reshard
+
+
+def _do_nothing(async_op: bool = False) -> None:
+    """Stand in for two methods of FSDP's group."""
 
 
 def sum_gradients(modules: Iterable[FSDPModule]) -> None:

@@ -48,6 +48,7 @@ FULLY_SHARDED = (
     (f"{_FSDP}_state.FSDPState", "_root_post_backward_final_callback"),
     (f"{_FSDP}_param_group.FSDPParamGroup", "fsdp_params"),
     (f"{_FSDP}_param_group.FSDPParamGroup", "post_backward"),
+    (f"{_FSDP}_param_group.FSDPParamGroup", "reshard"),
     (f"{_FSDP}_param_group.FSDPParamGroup", "unshard"),
     (f"{_FSDP}_param_group.FSDPParamGroup", "wait_for_unshard"),
     (f"{_FSDP}_param.FSDPParam", "_unsharded_param"),
