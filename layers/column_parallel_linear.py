@@ -112,9 +112,11 @@ class ColumnParallelLinear(DeclaredModule):
 
     def cost(self, tokens: Tokens) -> Cost:
         here = sum(part.here for part in self.parts)
+        kept = tokens.bytes(self.in_features) if self.keeps_input else 0.0
         found = Cost(
-            kept=tokens.bytes(self.in_features) if self.keeps_input else 0.0,
+            kept=kept,
             working=self._working(tokens),
+            given=kept * (self.entered or not self.state.sequence),  # the gathered one is another tensor
             outputs=tokens.bytes(here),
             sends=() if self.entered else enter_sends(tokens, self.in_features, self.state),
         )

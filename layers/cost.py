@@ -90,9 +90,12 @@ class Cost:
     checkpointing keeps instead (products, attention, sums over the ranks). ``working``: the most bytes that
     the backward holds at once beside ``kept``: intermediate results, and the gradients of what the module is
     given and makes. ``making``: the most bytes that a forward holds at once beside ``kept``, as far as a
-    recomputation may need more than the backward after it. ``outputs``: bytes of the outputs of norms and
-    products; their gradients are kept for a while if a schedule splits the backward in two. ``moved``: bytes
-    that are written and read and not kept; only time depends on them.
+    recomputation may need more than the backward after it. ``given``: of ``kept``, the bytes of the module's
+    own input; 0 if it keeps a copy or nothing of it, ``None`` if it is not stated. ``released``: of ``kept``,
+    the bytes that a recomputed block has given back already when ``working`` is needed: it keeps a tensor
+    until its operator's backward, and autograd until the gradients are cast, too. ``outputs``: bytes of the
+    outputs of norms and products; their gradients are kept for a while if a schedule splits the backward in
+    two. ``moved``: bytes that are written and read and not kept; only time depends on them.
 
     The backward of a sum comes to the last module first, and gives back what this one kept before it comes to
     the others.
@@ -107,6 +110,8 @@ class Cost:
     selective: float = 0.0
     working: float = 0.0
     making: float = 0.0
+    given: float | None = None
+    released: float = 0.0
     outputs: float = 0.0
     moved: float = 0.0
     sends: tuple[Send, ...] = ()
@@ -116,11 +121,14 @@ class Cost:
     other: float = 0.0
 
     def __add__(self, more: Cost) -> Cost:
+        later = self.working - more.kept
         return Cost(
             self.kept + more.kept,
             self.selective + more.selective,
-            max(more.working, self.working - more.kept),
+            max(more.working, later),
             max(more.making, self.making - more.kept),
+            more.given if self.given is None else self.given,
+            more.released if more.working >= later else self.released,
             self.outputs + more.outputs,
             self.moved + more.moved,
             self.sends + more.sends,
@@ -208,17 +216,20 @@ def norm_cost(tokens: Tokens, width: float, *, rms: bool, trained: bool, wide: b
     """Return the cost of a norm. ``wide``: its input is brought to fp32 first, and kept in it."""
     count, inner = tokens.count, tokens.inner
     working = 2 * width * tokens.compute  # the gradients of its output and of its input
+    given = width * tokens.compute
     if not rms:
-        kept = width * tokens.compute + 2 * inner  # the input; mean and scale
+        kept = given + 2 * (inner if tokens.fused else tokens.compute)  # the input; mean and scale
     elif tokens.fused:
+        given *= not wide or inner == tokens.compute
         kept = width * (inner if wide else tokens.compute) + inner
         working += 2 * width * inner * wide
     else:
+        given *= inner == tokens.compute
         kept = (1 + trained) * width * inner + inner  # both inputs, normalised and not, in its dtype
         # One part of the input's gradient, and four tensors of which the other part is made; by then what the
         # weight multiplied is given back.
         working = (4 if trained else 5) * width * inner
-    return Cost(kept=kept * count, working=working * count, outputs=tokens.bytes(width))
+    return Cost(kept=kept * count, working=working * count, given=given * count, outputs=tokens.bytes(width))
 
 
 def dropout_cost(tokens: Tokens, width: float, p: float) -> Cost:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -104,12 +105,24 @@ class MLP(nn.Module):
         between = between_products(self.up, tokens, keeps_output=self.act is F.relu)
         if self.act is F.relu and not self.down.keeps_input:
             between += Cost(kept=tokens.bytes(self.up.parts[0].here))
-        return _in_turn(self.up, between, self.down, tokens)
+        return _in_turn(self.up, between, self.down, tokens, keeps_output=self.act is F.relu)
 
 
-def _in_turn(into: ColumnParallelLinear, between: Cost, out: RowParallelLinear, tokens: Tokens) -> Cost:
-    """Add up the costs of two products and of what is between them, while the input is there."""
+def _in_turn(
+    into: ColumnParallelLinear,
+    between: Cost,
+    out: RowParallelLinear,
+    tokens: Tokens,
+    *,
+    keeps_output: bool = False,
+) -> Cost:
+    """Add up the costs of two products and of what is between them, while the input is there.
+
+    ``keeps_output``: what is between them keeps the input of the second product.
+    """
     last = cost_of(out, tokens)
+    if keeps_output and not out.keeps_input:
+        last = replace(last, making=last.making - tokens.bytes(into.parts[0].here))
     given = 0.0 if into.keeps_input else tokens.bytes(into.in_features)
     return cost_of(into, tokens) + between + last + Cost(making=last.making + given)
 

@@ -98,6 +98,12 @@ class RowParallelLinear(DeclaredModule):
         """Return whether backward needs the input: a product whose weight is frozen does not."""
         return self.weight.requires_grad or any(adapter.keeps_input for adapter in self.adapters)
 
+    def adding(self, tokens: Tokens) -> float:
+        """Return the bytes of what an adapter makes and of its sum with the product. Only where a later
+        operator keeps the output does a recomputation come to this sum.
+        """
+        return 2 * tokens.bytes(self.out_features) * bool(self.adapters)
+
     def cost(self, tokens: Tokens) -> Cost:
         state, width, made = self.state, self._width, tokens.bytes(self.out_features)
         # Selective checkpointing keeps a product that starts from the hidden width, and a sum over the ranks.

@@ -54,9 +54,8 @@ def saved_under(mode: Checkpointing, cost: Cost, work: Work) -> Saved:
     if mode == "none":
         return Saved(cost.kept, cost.working)
     given = work.between_blocks  # and as many bytes are the gradient that a recomputation begins with
-    # Norms keep what they are given or, in several operators of 16 bits, a copy in fp32.
-    copied = not work.fused and work.tokens.compute < work.tokens.inner
-    again = cost.kept + max(cost.working, cost.making + given * (1 + copied)) - given * (not copied)
+    own = given if cost.given is None else cost.given
+    again = cost.kept + max(cost.working - cost.released, cost.making + given) - own
     if mode == "selective":  # what it kept is given back when the block has computed again what it is for
         return Saved(given + cost.selective, max(again - cost.selective, 0.0))
     return Saved(given, again)

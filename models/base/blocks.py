@@ -15,6 +15,7 @@ from ...layers import (
     LayerNorm,
     Mamba2,
     RMSNorm,
+    RowParallelLinear,
     Tokens,
     cost_of,
     linears,
@@ -34,10 +35,13 @@ def branch(block: nn.Module, modules: Sequence[nn.Module], tokens: Tokens, *, sc
     inner = [one for one in modules if not isinstance(one, nn.Identity)]
     after = [inner.pop()] if isinstance(inner[-1], Dropout | RMSNorm | LayerNorm) else []
     found = sum_costs(inner, tokens)
+    if isinstance(inner[0], RMSNorm | LayerNorm) and found.given == 0:
+        # While the branch runs the residual stream is there, of which the norm has kept a copy.
+        found += Cost(making=found.making + waits)
     if after or scaled:  # the output has a gradient of its own
         product = getattr(inner[-1], "out", None) or getattr(inner[-1], "down", None)
-        if product is None:  # experts need it more than once
-            found = found.beside(waits)
+        if product is None:  # experts need it more than once, but not if they cast it first
+            found = found.beside(waits * (tokens.compute == tokens.inner))
         else:
             found += Cost(working=cost_of(product, tokens).working + waits)
         found += Cost(making=found.making + waits)
@@ -91,8 +95,11 @@ class AddNormBlock(PreNormBlock):
 
     def cost(self, tokens: Tokens) -> Cost:
         first = branch(self, [self.attention, self.dropout], tokens) + cost_of(self.attention_norm, tokens)
-        second = branch(self, [self.mlp, self.dropout], tokens) + cost_of(self.mlp_norm, tokens)
-        return first + second
+        second = branch(self, [self.mlp, self.dropout], tokens)
+        down = getattr(self.mlp, "down", None)
+        if isinstance(down, RowParallelLinear):  # the norm keeps the sum with the product
+            second += Cost(making=second.making + down.adding(tokens))
+        return first + second + cost_of(self.mlp_norm, tokens)
 
 
 class RecurrentBlock(nn.Module):
