@@ -12,7 +12,7 @@ from operator import mul
 from typing import NamedTuple
 
 from .rank_parameters import RankParameters
-from .shared_in_step import Place, dropped_in_last, gradient_bytes, places_shared, shared_key
+from .shared_in_step import Place, SharedKey, dropped_in_last, gradient_bytes, places_shared
 from .step_shape import Work
 
 
@@ -40,17 +40,17 @@ class FirstBackward(NamedTuple):
         return gradients, self.weights * (self.blocks - absent[0])
 
 
-def first_backward(work: Work, held: RankParameters) -> FirstBackward:
-    """Return the bytes of the first backward; a search asks for them often."""
-    key = "first", work.offload, shared_key(work)
+def first_backward(work: Work, held: RankParameters, shared: SharedKey) -> FirstBackward:
+    """Return the bytes of the first backward; a search asks for them often. ``shared``: ``shared_key``."""
+    key = "first", work.offload, shared
     if key not in held.known_shared:
-        held.known_shared[key] = _first_backward(work, held)
+        held.known_shared[key] = _first_backward(work, held, shared)
     found: FirstBackward = held.known_shared[key]
     return found
 
 
-def _first_backward(work: Work, held: RankParameters) -> FirstBackward:
-    zero, shards, alone, several, cut, in_two, compute, reduce, master = shared_key(work)
+def _first_backward(work: Work, held: RankParameters, key: SharedKey) -> FirstBackward:
+    zero, shards, alone, several, cut, in_two, compute, reduce, master = key
     # Gradients stay where they are made, or they are summed and shards of the sums stay.
     stay = alone or (several and zero < 2)
     shared = places_shared(held, zero, shards, stay, False, cut, in_two, compute, reduce, master)

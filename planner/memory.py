@@ -22,7 +22,7 @@ from ..pipeline.schedule_kinds import schedule_kind
 from .activations import saved_under
 from .first_backward import first_backward
 from .rank_parameters import RankParameters, rank_parameters
-from .shared_in_step import Place, gathered_bytes, gradient_bytes, shared_bytes
+from .shared_in_step import Place, gathered_bytes, gradient_bytes, shared_bytes, shared_key
 from .stage_costs import StageCost, stage_costs
 from .step_shape import Work
 
@@ -76,24 +76,27 @@ def memory_of(
     resting = every.trained_stored * work.master + every.fixed_bytes
     moments = 2 * every.trained_stored * work.master
     sharded, whole = gradient_bytes(work, held)
-    shared = shared_bytes(work, held)
+    key = shared_key(work)
+    shared, early = shared_bytes(held, key), None
     most, worst, elsewhere = -inf, None, {True: -inf, False: -inf}
     for one in needs or needs_of_rank(work, stages):
+        in_loss = one.place == "loss"
         if one.absent:
-            early = first_backward(work, held)
+            early = early or first_backward(work, held, key)
             total = one.bytes + (early.shared if one.first else shared)[one.place, one.stage]
-            total -= sum(early.missing(one.absent, one.first))
+            if total > elsewhere[in_loss]:  # otherwise it is less anyway
+                total -= sum(early.missing(one.absent, one.first))
         else:
             total = one.bytes + shared[one.place, one.stage]
-        if total > most:
-            most, worst = total, one
-        if total > elsewhere[one.place == "loss"]:
-            elsewhere[one.place == "loss"] = total
+        if total > elsewhere[in_loss]:
+            elsewhere[in_loss] = total
+            if total > most:
+                most, worst = total, one
     assert worst is not None
     kept, gathered = worst.held, gathered_bytes(work, held)
     gradients = whole + (0 if work.offload else sharded)
     if worst.absent:
-        missing, dropped = first_backward(work, held).missing(worst.absent, worst.first)
+        missing, dropped = first_backward(work, held, key).missing(worst.absent, worst.first)
         kept, gradients, gathered = min(kept, worst.bytes), gradients - int(missing), gathered - int(dropped)
         elsewhere = {loss: total + missing + dropped for loss, total in elsewhere.items()}
     return MemoryPlan(
@@ -127,14 +130,23 @@ class Need(NamedTuple):
     first: bool = False
 
 
-def needs_of_rank(work: Work, stages: Sequence[StageCost]) -> list[Need]:
-    """Return what a rank needs at the instants that may be the worst. No ZeRO stage and no replicas count."""
+def needs_of_rank(
+    work: Work, stages: Sequence[StageCost], known: dict[object, _Part] | None = None
+) -> list[Need]:
+    """Return what a rank needs at the instants that may be the worst. No ZeRO stage and no replicas count.
+
+    ``known``: what was computed for the same stages before; new ones are added. They must live as long.
+    """
     layout, number = work.layout, work.at.pipeline
     message = work.between_stages if layout.pipeline > 1 else 0
-    here, parts = layout.stages_of(number), [_Part(stage, work) for stage in stages]
-    for place, part in enumerate(parts):
-        if place and here[place] - 1 in here:
-            part.kept -= message  # its input is the output of the stage before, on the same rank
+    here, known, parts = layout.stages_of(number), {} if known is None else known, list[_Part]()
+    in_two = layout.pipeline > 1 and schedule_kind(work.schedule).two_backwards
+    for stage, one in zip(here, stages, strict=True):
+        given = stage - 1 in here
+        key = id(one), work.checkpointing, work.checkpoint_every, layout.pipeline > 1, in_two, given
+        if key not in known:
+            known[key] = _Part(one, work, in_two=in_two, given=given)
+        parts.append(known[key])
     places = {stage: place for place, stage in enumerate(here)}
     kept, halfway = [part.kept for part in parts], [part.halfway for part in parts]
     found: dict[tuple[Place, int, tuple[int, ...]], Need] = {}
@@ -161,11 +173,12 @@ def needs_of_rank(work: Work, stages: Sequence[StageCost]) -> list[Need]:
 class _Part:
     """Compute what one stage of a rank keeps of a micro-batch, and needs at each instant beside it.
 
+    ``in_two``: whether a backward has two parts; ``given``: whether the stage before is on the same rank.
     ``kept``: the bytes from the forward to the backward. ``halfway``: those that the first part of a backward
     in two leaves to the second one, the gradients of what norms and products make.
     """
 
-    def __init__(self, stage: StageCost, work: Work) -> None:
+    def __init__(self, stage: StageCost, work: Work, *, in_two: bool, given: bool) -> None:
         self.stage, self.work = stage, work
         self.cut = work.layout.pipeline > 1
         self.logits = stage.loss.kept if stage.loss is not None and not work.loss_chunk else 0.0
@@ -180,16 +193,25 @@ class _Part:
         if self.cut:
             # Torch keeps a stage's output until the end of its backward: on a pipeline's last one the logits.
             self.kept += self.logits or work.between_stages
+        if given:
+            self.kept -= work.between_stages  # its input is the output of the stage before
         self.halfway = 0.0
-        if self.cut and schedule_kind(work.schedule).two_backwards:
+        if in_two:
             self.halfway = stage.beside.outputs + sum(one.count * one.cost.outputs for one, _ in self.every)
             # The gradient of logits is written over them, if nothing else reads them.
             self.halfway -= self.logits * stage.overwrites
 
-    def needs(self, kind: Kind, first: bool) -> Iterator[tuple[Place, float, int]]:
-        """Yield the instants of an action, each with the bytes that it needs beside the kept activations, and
-        with how many blocks have no gradients: none, but in the ``first`` backward.
+        self._needs: dict[tuple[Kind, bool], list[tuple[Place, float, int]]] = {}
+
+    def needs(self, kind: Kind, first: bool) -> list[tuple[Place, float, int]]:
+        """Return the instants of an action, each with the bytes that it needs beside the kept activations,
+        and with how many blocks have no gradients: none, but in the ``first`` backward.
         """
+        if (kind, first) not in self._needs:
+            self._needs[kind, first] = [*self._instants(kind, first)]
+        return self._needs[kind, first]
+
+    def _instants(self, kind: Kind, first: bool) -> Iterator[tuple[Place, float, int]]:
         stage, loss = self.stage, self.stage.loss
         if kind == "F" and loss is not None:
             working = loss.working + (0.0 if self.cut and self.logits else loss.kept)

@@ -62,16 +62,19 @@ def _last_summed(held: RankParameters) -> int:
     return max((one.trained for one in held.ends or (held.root,)), default=0) or held.largest_trained_block
 
 
-def shared_bytes(work: Work, held: RankParameters) -> dict[tuple[Place, int], float]:
+def shared_bytes(held: RankParameters, key: SharedKey) -> dict[tuple[Place, int], float]:
     """Return the bytes of each instant on each of the rank's stages, beside those that last."""
-    key = shared_key(work)
     found: dict[tuple[Place, int], float] | None = held.known_shared.get(key)
     if found is None:
         found = held.known_shared[key] = places_shared(held, *key)
     return found
 
 
-def shared_key(work: Work) -> tuple[int, int, bool, bool, bool, bool, int, int, int]:
+#: The arguments of ``places_shared`` that follow from a step.
+SharedKey = tuple[int, int, bool, bool, bool, bool, int, int, int]
+
+
+def shared_key(work: Work) -> SharedKey:
     """Return all of a step that ``places_shared`` depends on."""
     cut = work.layout.pipeline > 1
     in_two = cut and schedule_kind(work.schedule).two_backwards

@@ -75,6 +75,7 @@ class Evaluator:
         self._last_alone = lru_cache(1)(self._without_store)
         self._known: dict[Any, Any] = {}
         self._needs: dict[Any, list[Need]] = {}
+        self._parts: dict[Any, Any] = {}
 
     def model(self, layout: Layout) -> SampledModel:
         """Return one block of each kind, cut as the layout says; ``BadInput`` if the model forbids it."""
@@ -105,7 +106,7 @@ class Evaluator:
         flow = choice.schedule, work.micro_batches, work.tokens, work.loss_chunk
         key = layout, *flow, choice.checkpointing, pipeline
         if key not in self._needs:
-            self._needs[key] = needs_of_rank(work, costs)
+            self._needs[key] = needs_of_rank(work, costs, self._parts)
         return memory_of(work, self._held(choice.layout, pipeline), costs, needs=self._needs[key])
 
     def memory_of_ranks(self, choice: Choice) -> list[MemoryPlan]:

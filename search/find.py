@@ -192,11 +192,12 @@ class _Search:
 
     def _time(self, group: _Group) -> None:
         """Evaluate a layout in full, and open it again if every one of its ranks fits."""
-        memory = self.evaluator.memory_of_ranks(group.choice)
-        heaviest = max(range(len(memory)), key=lambda rank: memory[rank].total)
-        if memory[heaviest].total + RUNTIME > self.request.room:
-            self._count_memory(group.choice, heaviest, memory[heaviest], 1)
-            return
+        memory = []
+        for rank in range(group.choice.layout.pipeline):
+            memory.append(self.evaluator.memory(group.choice, rank))
+            if memory[rank].total + RUNTIME > self.request.room:
+                self._count_memory(group.choice, rank, memory[rank], 1)
+                return
         answer = self.evaluator.answer(group.choice, memory)
         self.found.timed.append(answer)
         group.answer = answer
