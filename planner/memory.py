@@ -164,8 +164,8 @@ def needs_of_rank(
                     left if place == at else part.blocks * (place in early)
                     for place, part in enumerate(parts)
                 )
-            known = found.get((name, at, absent))
-            if known is None or known.bytes < held + beside:
+            before = found.get((name, at, absent))
+            if before is None or before.bytes < held + beside:
                 found[name, at, absent] = Need(name, at, held, messages, held + beside, absent, first)
     return [*found.values()]
 
