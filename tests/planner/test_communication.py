@@ -104,7 +104,7 @@ class Case:
     @property
     def config(self) -> dict[str, Any]:
         """Return the model's config. Along tensor and context ranks each block sends for itself: two do."""
-        config = MODELS[self.model]
+        config = (MODELS | SPECIAL)[self.model]
         if self.layout.pipeline > 1 or self.layout.data > 1:
             return config
         kinds = {key: config[key][:2] for key in ("layer_types",) if key in config}
@@ -169,11 +169,15 @@ def of_kinds(every: list[Traffic]) -> dict[str, tuple[int, int]]:
     return found
 
 
-MODELS["sixteens"] = LLAMA | {"hidden_size": 64, "intermediate_size": 96, "num_key_value_heads": 2}
+#: Models for some cases alone.
+SPECIAL: dict[str, dict[str, Any]] = {
+    "sixteens": LLAMA | {"hidden_size": 64, "intermediate_size": 96, "num_key_value_heads": 2},
+    "two-experts": MODELS["glm4_moe"] | {"n_routed_experts": 2},
+}
 V: dict[str, Any] = {"virtual_stages": 2, "v_shape": True}
 SEQUENCE, TENSOR = Layout.of(tensor=2, sequence=True), Layout.of(tensor=2)
 CASES = [
-    *(Case(model, layout) for model in MODELS if model != "sixteens" for layout in (TENSOR, SEQUENCE)),
+    *(Case(model, layout) for model in MODELS for layout in (TENSOR, SEQUENCE)),
     Case("sixteens", TENSOR, MemorySection(checkpointing="full"), float8="tensorwise"),
     Case("sixteens", SEQUENCE, MemorySection(checkpointing="selective"), float8="rowwise"),
     Case("sixteens", SEQUENCE, float8="tensorwise"),
@@ -196,7 +200,7 @@ CASES = [
     # Experts are gathered and summed by themselves, over the ranks that hold the same ones.
     *(Case("glm4_moe", Layout.of(data=4, expert=2, zero=zero)) for zero in (0, 3)),
     Case("glm4_moe", Layout.of(data=4, expert=2, zero=2, data_replicate=2)),
-    Case("deepseek_v2", Layout.of(data=8, zero=1)),  # four experts: each is cut along its width
+    Case("two-experts", Layout.of(data=4, zero=1)),  # each is cut along its width
     Case("phi", TENSOR, MemorySection(checkpointing="full")),
     Case("qwen3_next", SEQUENCE, MemorySection(checkpointing="selective")),
     Case("qwen3_next", TENSOR, MemorySection(checkpointing="full")),
