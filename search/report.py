@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..planner.explanations.explanation import readable
+from ..planner.explanations.explanation import plain
 from ..planner.time import MACHINES, TIMES_SLOWER, Spending, spending
 from .choice import raw_recipe, recipe_text
 from .evaluate import Answer
@@ -103,9 +103,7 @@ def spent(found: Found) -> Spending:
 def run_facts(found: Found) -> str:
     """Return days, GPU-hours, energy and cost of the whole training, in one line."""
     request, whole = found.request, spent(found)
-    line = (
-        f"{readable(request.tokens or 0, 'tokens')}: {whole.days:,.1f} days, {whole.gpu_hours:,.0f} GPU-hours"
-    )
+    line = f"{plain(request.tokens or 0)} tokens: {whole.days:,.1f} days, {whole.gpu_hours:,.0f} GPU-hours"
     if whole.cost is not None:
         line += f", {whole.cost:,.0f} at {request.price:g} a GPU-hour"
     if request.machine.watts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..planner.explanations.explanation import plain
 from .critical_batch import TOKENS_OF_A_PARAMETER, critical_batch
 from .evaluate import Answer
 from .request import Request
@@ -31,15 +32,23 @@ def warnings(request: Request, answer: Answer) -> list[str]:
             found.append(
                 f"a step of {_tokens(request.step_tokens)} tokens is beyond the critical batch of about "
                 f"{_tokens(critical)} at the end of training: more tokens a step save few steps "
-                f"(Kaplan et al. 2020, eq. 1.4, with the loss of Hoffmann et al. 2022 for {of.active:.3g} "
-                f"{which} and {tokens:.3g} tokens). A smaller --global-batch reaches the same loss with "
-                "fewer tokens, in more steps"
+                "(Kaplan et al. 2020, eq. 1.4, with the loss of Hoffmann et al. 2022 for "
+                f"{_rounded(of.active)} {which} and {_rounded(tokens)} tokens). A smaller --global-batch "
+                "reaches the same loss with fewer tokens, in more steps"
             )
     host = max(one.host for one in answer.memory)
     if host:
         ranks = min(gpus, layout.world)
-        found.append(f"offload needs {host * ranks / 1e9:,.0f} GB of each node's own memory")
+        found.append(
+            f"offload needs {host * ranks / 1e9:,.0f} GB of each node's own memory: "
+            "see that a node has it, or take more GPUs"
+        )
     return found
+
+
+def _rounded(number: float) -> str:
+    """Write a number with three digits, as Python reads it: ``37.6e9``."""
+    return plain(float(f"{number:.3g}"))
 
 
 def _tokens(number: float) -> str:
