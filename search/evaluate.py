@@ -103,7 +103,7 @@ class Evaluator:
         layout = _without_data(choice.layout)
         costs = self._stage_costs(layout, choice.micro_batch, work.loss_chunk, pipeline)
         # All of ``needs_of_rank``'s work but the stores, of which a search compares many.
-        flow = choice.schedule, work.micro_batches, work.tokens, work.loss_chunk
+        flow = choice.schedule, work.micro_batches, choice.micro_batch, work.loss_chunk
         key = layout, *flow, choice.checkpointing, pipeline
         if key not in self._needs:
             self._needs[key] = needs_of_rank(work, costs, self._parts)

@@ -125,11 +125,14 @@ class StepTimer:
         return [self._exchanging[number] for number in numbers]
 
     @cached_property
-    def _timed_alike(self) -> tuple[object, ...]:
-        """Return all that the seconds of a stage depend on, beside its shape and the data ranks."""
-        work = self.work
+    def _timed_alike(self) -> int:
+        """Return a number for all that the seconds of a stage depend on, beside its shape and the data
+        ranks; steps that share this have equal numbers.
+        """
+        work, known = self.work, self._known
         made = id(self.model), work.tokens, work.checkpointing, work.loss_chunk, self.kernels.mode
-        return *made, work.micro_batches > 1
+        found: int = known.setdefault((*made, work.micro_batches > 1), len(known))
+        return found
 
     @cached_property
     def _stages(self) -> list[StageSeconds]:
