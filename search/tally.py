@@ -27,8 +27,9 @@ class Tally:
     _examples: dict[tuple[str, str], tuple[float, str]] = field(default_factory=dict)
 
     def illegal(self, error: BadInput, layouts: int) -> None:
-        """Count layouts that a recipe would refuse."""
-        self.add("not legal", str(error.key), layouts, str(error))
+        """Count layouts that a recipe would refuse. The reason is the key; the example does not repeat it."""
+        example = str(error).removeprefix(f"{error.where}: {error.key}: ")
+        self.add("not legal", str(error.key), layouts, example)
 
     def add(self, kind: str, text: str, layouts: int, example: str, *, excess: float = 0.0) -> None:
         """Count layouts. The example with the least ``excess`` is kept, because it is the nearest to

@@ -75,6 +75,13 @@ def test_every_layout_is_accounted_for(found: Found) -> None:
     assert counted + len(found.best) == found.legal == found.settled
 
 
+def test_a_refused_layout_is_told_by_its_key_and_what_was_expected(found: Found) -> None:
+    refused = [one for one in found.tally if one.kind == "not legal"]
+    assert refused
+    for one in refused:
+        assert one.example.startswith("expected ") and one.text not in one.example.split(", found")[0], one
+
+
 def test_few_layouts_are_timed_and_stages_alike_are_priced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     priced, exact = list[object](), list[object]()
     of_stage, of_choice = StageTimer._of_stage, Bound.of_choice
