@@ -8,7 +8,7 @@ the stage's last micro-batch (``zero`` 0 and 1), be they made in one backward pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
@@ -145,6 +145,8 @@ class DrivenStage(PipelineStage):
             gather_weights(self.module.sharded)
         with self._sparing():
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        if self.module.root is None:  # FSDP copies gradients anyway
+            _lay_out_gradients(self.module.parameters())
         with self._summing(last_backward) as modules:
             sum_gradients(modules)
 
@@ -166,6 +168,16 @@ class DrivenStage(PipelineStage):
         yield modules
         for module in modules:
             module.set_requires_gradient_sync(False, recurse=False)
+
+
+def _lay_out_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Let each gradient lie in memory as its parameter does. ``backward`` sees to that; torch's second part of
+    a backward does not, and a fused optimizer goes through the memory of both, element by element.
+    """
+    for parameter in parameters:
+        found = parameter.grad
+        if found is not None and found.stride() != parameter.stride():
+            parameter.grad = torch.empty_like(parameter, dtype=found.dtype).copy_(found)
 
 
 class _WithoutMemory(dict[int, tuple[Any, ...]]):

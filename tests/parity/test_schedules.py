@@ -17,6 +17,7 @@ from trilith.parallel_state import Layout, ParallelState, initialize
 from trilith.parallel_state.engine import computed_with, fsdp_modules
 from trilith.pipeline.driver import DrivenStage
 from trilith.testing import run_parallel
+from trilith.testing.short_training import Case
 from trilith.testing.tiny_models import MODELS
 from trilith.training import Precision, TrainStep, shard_over_data
 
@@ -41,6 +42,14 @@ def test_several_stages_a_rank_equal_one_device(
 ) -> None:
     layout = Layout.of(tensor=2, pipeline=2, sequence=model == "gpt2", **SCHEDULES[name])
     assert_same(model, layout, schedule=name, documents=True)
+
+
+def test_gradients_of_transposed_stacks_lie_as_the_optimizer_takes_them(
+    assert_same: Callable[..., None],
+) -> None:
+    """GPT-OSS multiplies by transposed stacks of experts, and autograd gives gradients transposed as well."""
+    config = MODELS["gpt_oss"] | {"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4}
+    assert_same(Case(config, Layout.of(pipeline=2, **SHAPED), schedule="zbv"))
 
 
 def whole_gradients(name: str) -> list[list[int]]:
