@@ -171,8 +171,8 @@ class DrivenStage(PipelineStage):
 
 
 def _lay_out_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Let each gradient lie in memory as its parameter does. ``backward`` sees to that; torch's second part of
-    a backward does not, and a fused optimizer goes through the memory of both, element by element.
+    """Let each gradient lie in memory as its parameter does. ``backward`` sees to that; torch's second part
+    of a backward does not, and a fused optimizer goes through the memory of both, element by element.
     """
     for parameter in parameters:
         found = parameter.grad

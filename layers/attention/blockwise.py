@@ -172,8 +172,10 @@ class _BlockwiseAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, log_sums = ctx.saved_tensors
-        dq, dk, dv = attend_backward(grads[0], q, k, v, out, log_sums, ctx.options)
         dsinks = None if sinks is None else sinks_gradient(grads[0], out, log_sums, sinks)
+        if not any(engine.wanted_gradients(ctx)[:3]):  # the second part of a backward in two
+            return None, None, None, dsinks, None
+        dq, dk, dv = attend_backward(grads[0], q, k, v, out, log_sums, ctx.options)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None
 
 

@@ -87,6 +87,9 @@ class _ContextAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, out, sums = ctx.saved_tensors
         scope, chunk, (grad,) = ctx.scope, q.shape[2] // 2, grads
+        dsinks = None if sinks is None else sinks_gradient(grad, out, sums, sinks)
+        if not any(engine.wanted_gradients(ctx)[:3]):  # the second part of a backward in two
+            return None, None, None, dsinks, None, None, None
         dq = torch.zeros_like(q, dtype=sums.dtype)
         home = _Returning(scope.state)
         for source, keys, values in _arriving(k, v, scope.state):
@@ -104,7 +107,6 @@ class _ContextAttention(torch.autograd.Function):
                 dvs[:, :, theirs] += dv
             home.add(source, dkv)
         dk, dv = _both(home.arrived().to(k.dtype), k, v)
-        dsinks = None if sinks is None else sinks_gradient(grad, out, sums, sinks)
         return dq.to(q.dtype), dk, dv, dsinks, None, None, None
 
 

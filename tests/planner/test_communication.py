@@ -238,6 +238,10 @@ CASES = [
         for zero in range(4)
     ),
     Case("llama-tied", Layout.of(pipeline=2, tensor=2, **V), schedule="zbv", micro_batches=4),
+    *(
+        Case("gpt_oss", Layout.of(pipeline=2, context=2, ring=ring, **V), schedule="zbv")
+        for ring in (False, True)
+    ),
     Case("llama-tied", Layout.of(pipeline=2, data=2, zero=3, **V), schedule="dualpipev", micro_batches=5),
     Case("llama", Layout.of(pipeline=2, data=2, zero=3, **V), schedule="zbv", micro_batches=4),
     Case(
