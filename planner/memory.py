@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from ..layers import Cost
+from ..layers import Cost, checkpointed
 from ..pipeline.held_in_step import heaviest
 from ..pipeline.schedule_actions import Kind
 from ..pipeline.schedule_kinds import schedule_kind
@@ -183,13 +183,21 @@ class _Part:
         self.cut = work.layout.pipeline > 1
         self.logits = stage.loss.kept if stage.loss is not None and not work.loss_chunk else 0.0
         #: What each block that a backward reaches keeps and computes again.
+        mode, every = work.checkpointing, work.checkpoint_every
         self.every = [
-            (one, saved_under(work.checkpointing if one.forgets else "none", one.cost, work))
-            for one in stage.alike(work.checkpointing, work.checkpoint_every)
+            (one, saved_under(mode if one.forgets else "none", one.cost, work))
+            for one in stage.alike(mode, every)
             if one.reached
         ]
         self.blocks = len(stage.blocks)
-        self.kept = stage.beside.kept + sum(one.count * saved.kept for one, saved in self.every)
+        #: The same of blocks of multi-token prediction; in ``stage.beside`` nothing of them is dropped.
+        self.further = [
+            (cost, saved_under(mode if checkpointed(number, mode, every) else "none", cost, work))
+            for number, cost in stage.further.items()
+        ]
+        dropped = sum(cost.kept - saved.kept for cost, saved in self.further)
+        self.exit = stage.exit - dropped
+        self.kept = stage.beside.kept - dropped + sum(one.count * saved.kept for one, saved in self.every)
         if self.cut:
             # Torch keeps a stage's output until the end of its backward: on a pipeline's last one the logits.
             self.kept += self.logits or work.between_stages
@@ -236,8 +244,9 @@ class _Part:
         if self.logits:
             logits = 0.0 if self.cut else self.logits
             yield "head", logits + self.work.tokens.bytes(self.work.hidden), every
-        if self.stage.beside.working:
-            yield "last block", self.stage.beside.working, every
+        working = max([self.stage.beside.working, *(saved.recomputed for _, saved in self.further)])
+        if working:
+            yield "last block", working, every
         last = max((one.numbers[-1] for one, _ in self.every), default=-1)
         for one, saved in self.every:
             freed, behind = self._freed(one.numbers[-1])
@@ -280,7 +289,7 @@ class _Part:
         """Return the bytes that a micro-batch has given back when its backward comes to the block ``number``:
         what the output layer had kept, and the blocks behind it; and how many these are.
         """
-        freed, behind = self.stage.exit, 0
+        freed, behind = self.exit, 0
         for one, saved in self.every:
             count = one.count - bisect(one.numbers, number)
             freed += count * saved.kept

@@ -79,6 +79,7 @@ GRANITE_4 = LLAMA | {
 }
 CONFIGS = {
     "deepseek_v3": DEEPSEEK,
+    "mtp": DEEPSEEK | {"mtp": True, "num_nextn_predict_layers": 1},
     "qwen3_next": QWEN3_NEXT,
     "granitemoehybrid": GRANITE_4,
     "gpt_oss": GPT_OSS,
@@ -160,6 +161,7 @@ def measure(case: Case) -> Measured:
             schedule=case.schedule,
             dtype=case.compute,
             loss_chunk=case.memory.stated_chunk,
+            mtp=0.3,
         )
         ids = torch.randint(500, (case.micro_batch * case.micro_batches, LENGTH))
         peaks = []
@@ -228,6 +230,8 @@ CASES = [
 ]
 #: Further cases, of which each differs from one above in one choice.
 SLOW = [
+    Case("mtp", Layout(), MemorySection(checkpointing="full")),
+    Case("mtp", Layout.of(pipeline=2), MemorySection(checkpointing="full"), micro_batch=4, micro_batches=4),
     Case(
         "llama",
         Layout(),
