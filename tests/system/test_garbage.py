@@ -58,7 +58,8 @@ def test_the_first_search_hides_what_is_there_until_the_end_whatever_ends_it(sea
                 search(True)
                 hidden = gc.get_freeze_count()
                 search(True)
-                assert gc.get_freeze_count() == hidden > 1000
+                # Objects that another thread drops meanwhile are freed all the same.
+                assert hidden - 100 < gc.get_freeze_count() <= hidden and hidden > 1000
                 if error is not None:
                     raise error
         except ValueError:
