@@ -77,10 +77,11 @@ def family_of(raw: Mapping[str, Any], where: str = "config.json") -> Family:
             todo="Take the config.json that came with the model; `trilith models` lists the types",
         )  # fmt: skip
     if not isinstance(kind, str) or kind not in FAMILIES:
-        expected, found = f"one of {', '.join(sorted(FAMILIES))}", repr(kind)[:80]
-        near = get_close_matches(str(kind).lower(), FAMILIES, n=3)
-        todo = f"Nearest: {', '.join(near)}" if near else "docs/new_family.md shows how to add a family"
-        raise BadInput(where, "model_type", expected=expected, found=found, todo=todo)
+        # The list says it all, but for a name that was meant to be one of them.
+        near = get_close_matches(str(kind).lower(), FAMILIES, n=1, cutoff=0.7)
+        expected = "a type that `trilith models` lists" if near else f"one of {', '.join(sorted(FAMILIES))}"
+        todo = f"Nearest: {near[0]}" if near else ""
+        raise BadInput(where, "model_type", expected=expected, found=repr(kind)[:80], todo=todo)
     family = FAMILIES[kind]
     architectures = raw.get("architectures")
     if architectures and architectures != [family.architecture]:

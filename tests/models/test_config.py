@@ -320,8 +320,7 @@ def test_it_is_refused_in_one_line_that_names_the_key(
         read(base, changes)
     assert error.value.key == key and error.value.where == "folder/config.json"
     assert error.value.expected is not None and error.value.found is not None
-    # The longest line lists every model type.
-    assert "\n" not in str(error.value) and len(str(error.value)) < 480
+    assert "\n" not in str(error.value) and len(str(error.value)) < 400
 
 
 def test_an_unsupported_model_is_told_what_is_supported() -> None:  # D4
