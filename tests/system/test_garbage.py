@@ -33,6 +33,12 @@ def make_objects() -> list[list[int]]:
     return [[number] for number in range(1000)]
 
 
+def seen_by_a_search(objects: list[list[int]]) -> int:
+    """Count the objects that are not hidden from a search."""
+    seen = set(map(id, gc.get_objects()))
+    return sum(id(one) in seen for one in objects)
+
+
 def test_nothing_else_searches_until_the_end(searches: list[int]) -> None:
     make_objects()
     assert len(searches) > 5
@@ -50,21 +56,25 @@ def test_nothing_else_searches_until_the_end(searches: list[int]) -> None:
 
 
 def test_the_first_search_hides_what_is_there_until_the_end_whatever_ends_it(searches: list[int]) -> None:
+    here = make_objects()
     for error in (None, ValueError()):
         try:
             with search_garbage_when_told() as search:
                 search(False)
-                assert gc.get_freeze_count() == 0
+                assert gc.get_freeze_count() == 0 and seen_by_a_search(here) == 1000
                 search(True)
                 hidden = gc.get_freeze_count()
+                assert hidden > 1000 and seen_by_a_search(here) == 0
+                new = make_objects()
                 search(True)
-                # Objects that another thread drops meanwhile are freed all the same.
-                assert hidden - 100 < gc.get_freeze_count() <= hidden and hidden > 1000
+                # Not equal: an object that another thread drops is freed, hidden or not.
+                assert gc.get_freeze_count() <= hidden
+                assert (seen_by_a_search(here), seen_by_a_search(new)) == (0, 1000)
                 if error is not None:
                     raise error
         except ValueError:
             pass
-        assert gc.get_freeze_count() == 0 and gc.isenabled()
+        assert gc.get_freeze_count() == 0 and gc.isenabled() and seen_by_a_search(here) == 1000
 
 
 def test_garbage_is_freed(searches: list[int]) -> None:
