@@ -2,8 +2,9 @@
 
 A group's ranks are ``stride`` apart, in the layout's order, and nodes hold consecutive ranks. If several
 ranks of a group share a node, they send to the next node over as many links, up to the rate inside a node.
-Collectives of all groups of an axis run at once, so the group that lies worst is timed. A
-ring sends ``(n - 1) / n`` of the bytes for each of its two halves, in ``n - 1`` messages. A tree sends the
+Collectives of all groups of an axis run at once, so the group that lies worst is timed.
+
+A ring sends ``(n - 1) / n`` of the bytes for each of its two halves, in ``n - 1`` messages. A tree sends the
 bytes up and down in as many messages as it is deep; NCCL takes the faster of both, and so does this.
 """
 
@@ -18,6 +19,9 @@ from ...layers import Checkpointing
 from ...parallel_state import BadInput, Layout
 from ..formulas.ring_and_tree import ring_wire_bytes, tree_all_reduce_wire_bytes
 from .machines import Machine
+
+#: The axes over which FSDP gathers and sums groups of parameters.
+FSDP_AXES = ("data", "replicas", "expert data", "expert replicas")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +112,7 @@ class Links:
                 "machine", "links", expected="measured rates between devices", found="one device",
                 todo="Run `trilith bench` where there are several, or name a machine of the table",
             )  # fmt: skip
-        if axis in ("data", "replicas") and (group := self.machine.efficiency.groups.get(kind)) is not None:
+        if axis in FSDP_AXES and (group := self.machine.efficiency.groups.get(kind)) is not None:
             return ring_wire_bytes(kind, size, place.ranks) / group.rate + count * group.latency
         waited = count * self.machine.efficiency.collectives.get(mode, 0.0)
         return waited + self._alone(place, kind, size, count, self.rate(axis, kind))

@@ -203,7 +203,7 @@ class StepTimer:
         """
         more, rounds, known, sizes = 0.0, self.work.micro_batches, self._known, layout.data_sizes()
         for one in self._blocks_of_longest:
-            # Layouts whose data ranks lie alike share it, with any flow.
+            # Layouts whose data ranks lie alike share it, with any flow. Replicas sum at least once a step.
             key = id(self.model), self.model.kinds[one.number], sizes
             if key not in known:
                 known[key] = self._exchange_in(work(), one.number)

@@ -310,6 +310,9 @@ def test_a_measured_machine_takes_the_place_of_the_table(tmp_path: Path) -> None
     assert sharded.seconds("data", "all_gather", 1e9) == pytest.approx(2 + 400e-6)
     assert sharded.seconds("data", "reduce_scatter", 1e9) == pytest.approx(2)
     assert Links(Layout.of(tensor=2), machine).rate("tensor", "all_gather") == 1e9
+    experts = Links(Layout.of(data=4, zero=1, expert=2), machine)  # which FSDP gathers by themselves
+    assert experts.seconds("expert data", "all_gather", 1e9) == pytest.approx(2 + 400e-6)
+    assert experts.seconds("expert", "all_gather", 1e9) == pytest.approx(1 + 100e-6 / 2)
     step = predicted("llama-3.2-1b", Layout.of(data=2), machine, compute=4, fused=False, compiled=False)
     assert step.source == f"measured: {path}" and step.seconds > 0
 
