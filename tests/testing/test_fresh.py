@@ -24,7 +24,6 @@ def add_up():
 
 
 def end_each_in_its_way():
-    dist.barrier()  # whoever leaves while gloo still connects the ranks can leave the others hanging
     match dist.get_rank():
         case 1:
             raise BadCheckpoint("step-10", expected="a manifest")
@@ -65,6 +64,11 @@ def start_own_group():
     dist.init_process_group("gloo")
     add_up()
     dist.destroy_process_group()
+
+
+def report_who_joined():
+    store = dist.distributed_c10d._get_default_store().underlying_store
+    print(store.check([f"joined/{rank}" for rank in range(dist.get_world_size())]))
 
 
 def report_process():
@@ -112,6 +116,10 @@ def test_ranks_work_together_and_end_with_0():
     codes = run_fresh(add_up, 3)
     assert codes == [0, 0, 0]
     assert [code.output for code in codes] == [f"rank {rank} sees 3\n" for rank in range(3)]
+
+
+def test_a_function_starts_when_all_ranks_have_joined_so_that_none_ends_while_another_still_connects():
+    assert [code.output for code in run_fresh(report_who_joined, 3)] == ["True\n"] * 3
 
 
 def test_every_way_to_end_has_its_exit_code():
