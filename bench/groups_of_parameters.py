@@ -1,9 +1,9 @@
 """Measure how long the data ranks of a CPU take to gather and to sum a group of parameters, as FSDP does it.
 
 In a step both take longer than the same collective in a loop: FSDP copies a block's parameters together and
-apart again, in memory that no core has in its cache, and ranks come late. A block is timed, forward and
-backward, on a rank alone and at three ZeRO stages. They differ by what they send for a block: an all-reduce
-at stage 0, a gather and a reduce-scatter at stage 1, one gather more at stage 3.
+apart again, in memory that no core has in its cache, and ranks come late. So FSDP is timed while a small
+model computes forward and backward with ZeRO 3, which gathers and sums each block. With ZeRO 0 the sums run
+while backward goes on, and take its core meanwhile; they are the difference to a rank alone.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..models import family_of
-from ..parallel_state import Layout, ParallelState, initialize
+from ..models import CausalLM, family_of
+from ..parallel_state import Layout, ParallelState, engine, initialize
 from ..planner.time.measured import FIGURE_NAMES
 from ..training import Precision, shard_over_data
 from .row import Figures
 from .timing import seconds_of
 
-#: Blocks of the two models whose difference counts, rounds, and the tokens of a round.
-_FEW, _MANY, _ROUNDS, _TOKENS = 2, 6, 20, 8
+#: Blocks of the model, rounds that count, and the tokens of a round.
+_BLOCKS, _ROUNDS, _TOKENS = 6, 20, 256
 #: Widths of a block: one has next to nothing to send, the other about 3 MiB.
 _NARROW, _WIDE = 16, 256
 
@@ -46,38 +46,41 @@ def exchange_figures(world: int, figures: Figures) -> Figures:
 
 
 def _exchanges(world: int, width: int) -> tuple[dict[str, float], int]:
-    """Return the seconds that each kind of collective adds to a block of this width, and the bytes of the
+    """Return the seconds that each kind of collective takes for a block of this width, and the bytes of the
     block.
     """
-    states = {"alone": ParallelState.alone()}
-    for zero in (0, 1, 3):
-        states[f"zero {zero}"] = ParallelState.start(Layout.of(data=world, zero=zero), device="cpu")
-    models = {
-        name: [_forward_and_backward(blocks, width, state) for blocks in (_FEW, _MANY)]
-        for name, state in states.items()
-    }
-    rounds = []
+    sharded, whole = (_shared(width, Layout.of(data=world, zero=zero)) for zero in (3, 0))
+    alone = _forward_and_backward(_initialized(_model(width, ParallelState.alone())))
+    blocks = [*sharded.layers.values()]
+    sharded_work, whole_work = _forward_and_backward(sharded), _forward_and_backward(whole)
+    rounds: list[dict[str, float]] = []
     for _ in range(_ROUNDS + 2):
-        found = {}
-        for name, (few, many) in models.items():
-            dist.barrier()
-            less, more = (seconds_of(work, torch.device("cpu")) for work in (few, many))
-            found[name] = (more - less) / (_MANY - _FEW)
-        rounds.append(found)
-    one = {name: median(found[name] for found in rounds[2:]) for name in models}
-    gather = max(one["zero 3"] - one["zero 1"], 0.0)
-    seconds = {
-        "all_reduce": one["zero 0"] - one["alone"],
-        "all_gather": gather,
-        "reduce_scatter": one["zero 1"] - one["alone"] - gather,
-    }
-    block = _model(1, width, states["alone"]).layers
-    return seconds, sum(one.numel() * one.element_size() for one in block.parameters())
+        dist.barrier()
+        with engine.clocked(engine.fsdp_modules(sharded.layers)) as spent:
+            sharded_work()
+        dist.barrier()
+        more = seconds_of(whole_work, torch.device("cpu")) - seconds_of(alone, torch.device("cpu"))
+        rounds.append({
+            "all_gather": spent["all_gather"] / 2 / len(blocks),  # in forward and in backward
+            "reduce_scatter": spent["reduce_scatter"] / len(blocks),
+            "all_reduce": more / len(blocks),
+        })  # fmt: skip
+    found = {kind: median(one[kind] for one in rounds[2:]) for kind in rounds[0]}
+    block = _model(width, ParallelState.alone()).layers["0"]
+    return found, sum(one.numel() * one.element_size() for one in block.parameters())
 
 
-def _forward_and_backward(blocks: int, width: int, state: ParallelState) -> Callable[[], None]:
-    model = shard_over_data(_model(blocks, width, state), state, Precision())
+def _shared(width: int, layout: Layout) -> CausalLM:
+    state = ParallelState.start(layout, device="cpu")
+    return _initialized(shard_over_data(_model(width, state), state, Precision()), state)
+
+
+def _initialized(model: CausalLM, state: ParallelState | None = None) -> CausalLM:
     initialize(model, 0, state=state)
+    return model
+
+
+def _forward_and_backward(model: CausalLM) -> Callable[[], None]:
     ids = torch.zeros(1, _TOKENS, dtype=torch.int64)
 
     def work() -> None:
@@ -88,10 +91,10 @@ def _forward_and_backward(blocks: int, width: int, state: ParallelState) -> Call
     return work
 
 
-def _model(blocks: int, width: int, state: ParallelState) -> Any:
+def _model(width: int, state: ParallelState) -> Any:
     raw: dict[str, Any] = {
         "model_type": "llama", "vocab_size": 16, "hidden_size": width, "intermediate_size": 11 * width // 4,
-        "num_hidden_layers": blocks, "num_attention_heads": 8, "num_key_value_heads": 8,
+        "num_hidden_layers": _BLOCKS, "num_attention_heads": 8, "num_key_value_heads": 8,
     }  # fmt: skip
     family = family_of(raw)
     return family.build(family.from_hf(raw), state=state, device="cpu")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..parallel_state import Layout
+from ..parallel_state import Layout, ParallelState
 from ..runs.launch import process_group
 from .check_devices import smi
 from .groups_of_parameters import exchange_figures
@@ -43,9 +43,10 @@ def collective_speed(device: str, megabytes: int) -> dict[str, Any]:
             median_seconds(lambda: dist.all_reduce(small), here, rounds=50) * 1e6
         )
         if device == "cpu":
-            for mode in ("none", *AGAIN):
-                name = f"collective in a block, checkpointing {mode}: us"
-                figures[name] = collective_seconds(state, mode) * 1e6
+            ring = ParallelState.start(Layout.of(context=world, ring=True), device=device)
+            for name, ranks in (("collective in a block", state), ("exchange around a ring", ring)):
+                for mode in ("none", *AGAIN):
+                    figures[f"{name}, checkpointing {mode}: us"] = collective_seconds(ranks, mode) * 1e6
             figures |= exchange_figures(world, figures)
     link = link_rate(smi("nvlink", "-s", "-i", "0")) if device == "cuda" else 0.0
     if link:

@@ -34,10 +34,12 @@ def module_seconds(device: torch.device, mode: Checkpointing = "none") -> float:
 
 
 def collective_seconds(state: ParallelState, mode: Checkpointing = "none") -> float:
-    """Return the seconds that a collective over the tensor ranks of ``state`` adds to its block. Collective.
+    """Return the seconds that a collective of ``state``, over tensor ranks or around a ring of context ranks,
+    adds to its block. Collective.
 
     A rank wakes the thread that sends, and waits for the other ranks, which reach the collective at other
-    moments. All of this takes longer than the same collective in a loop of its own.
+    moments. All of this takes longer than the same collective in a loop of its own. Around a ring each
+    exchange also brings keys and values to which attention is computed by more operators.
     """
     more = _seconds(state.device, mode, state) - _seconds(state.device, mode)
     return max(0.0, more) / _collectives(state, mode)

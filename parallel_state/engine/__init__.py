@@ -32,6 +32,7 @@ from .fully_sharded import (
     fsdp_modules,
     gather_weights,
     is_sharded,
+    clocked,
     left_alone,
     sum_gradients,
 )
@@ -82,6 +83,7 @@ __all__ = [
     "group_ranks",
     "is_dtensor",
     "is_sharded",
+    "clocked",
     "left_alone",
     "like",
     "local_data",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
@@ -67,6 +68,34 @@ def left_alone(modules: Iterable[FSDPModule]) -> Iterator[None]:
 
 def _do_nothing(async_op: bool = False) -> None:
     """Stand in for two methods of FSDP's group."""
+
+
+@contextmanager
+def clocked(modules: Iterable[FSDPModule]) -> Iterator[dict[str, float]]:
+    """Add up the seconds in which these modules gather weights, ``all_gather``, and sum gradients,
+    ``reduce_scatter``, meanwhile: FSDP's copies before and after, and the wait for late ranks, included.
+    """
+    spent = {"all_gather": 0.0, "reduce_scatter": 0.0}
+    kinds = {"unshard": "all_gather", "wait_for_unshard": "all_gather", "post_backward": "reduce_scatter"}
+    groups = [*_groups(modules)]
+
+    def timed(call: Callable[..., None], kind: str) -> Callable[..., None]:
+        def work(*arguments: Any) -> None:
+            began = time.perf_counter()
+            call(*arguments)
+            spent[kind] += time.perf_counter() - began
+
+        return work
+
+    for group in groups:
+        for name, kind in kinds.items():
+            setattr(group, name, timed(getattr(group, name), kind))
+    try:
+        yield spent
+    finally:
+        for group in groups:
+            for name in kinds:
+                delattr(group, name)
 
 
 def sum_gradients(modules: Iterable[FSDPModule]) -> None:

@@ -114,8 +114,9 @@ class Links:
             )  # fmt: skip
         if axis in FSDP_AXES and (group := self.machine.efficiency.groups.get(kind)) is not None:
             return ring_wire_bytes(kind, size, place.ranks) / group.rate + count * group.latency
-        waited = count * self.machine.efficiency.collectives.get(mode, 0.0)
-        return waited + self._alone(place, kind, size, count, self.rate(axis, kind))
+        reached = self.machine.efficiency
+        waits = reached.exchanges if kind == "exchange" else reached.collectives
+        return count * waits.get(mode, 0.0) + self._alone(place, kind, size, count, self.rate(axis, kind))
 
     def exposed(self, seconds: float, beside: float) -> float:
         """Return the seconds of a collective that are not hidden by ``beside``, the seconds of other work."""

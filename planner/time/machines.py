@@ -36,10 +36,11 @@ class Efficiency:
     reached by operators that mostly read and write. ``launch``: seconds that the host needs to start any
     operator.
 
-    A CPU has three more. Two are in seconds, by the mode of activation checkpointing: ``again``, what the
-    host does for each module that is computed again, and ``collectives``, what each collective takes more
-    inside a block than alone, because threads wake up and ranks come late. ``groups`` are by the kind of
-    collective with which data ranks gather or sum a group of parameters.
+    A CPU has four more. Three are in seconds, by the mode of activation checkpointing: ``again``, what the
+    host does for each module that is computed again; ``collectives``, what each collective takes more inside
+    a block than alone, because threads wake up and ranks come late; ``exchanges``, the same for those around
+    a ring, with the operators that each adds to attention. ``groups`` are by the kind of collective with
+    which data ranks gather or sum a group of parameters.
     """
 
     products: float
@@ -51,6 +52,7 @@ class Efficiency:
     links: Mapping[str, float] = field(default_factory=lambda: {"": 0.8})
     again: Mapping[Checkpointing, float] = field(default_factory=dict)
     collectives: Mapping[Checkpointing, float] = field(default_factory=dict)
+    exchanges: Mapping[Checkpointing, float] = field(default_factory=dict)
     groups: Mapping[str, Link] = field(default_factory=dict)
 
     def link(self, kind: str) -> float:

@@ -53,14 +53,16 @@ def machine_from_bench(path: str | Path, *, gpus_per_node: int | None = None) ->
     module = _figure(speed, "module, forward and backward: us", path) / 1e6
     again: dict[Checkpointing, float] = {}
     collectives: dict[Checkpointing, float] = {}
+    exchanges: dict[Checkpointing, float] = {}
     for mode in () if cuda else get_args(Checkpointing):
         measured = "full" if mode == "every" else mode
         if mode != "none":
             whole = _figure(speed, f"module, checkpointing {measured}: us", path) / 1e6
             again[mode] = max(0.0, whole - module)
         if links:
-            name = f"collective in a block, checkpointing {measured}: us"
-            collectives[mode] = max(0.0, _figure(links, name, path, zero=True) / 1e6 - small)
+            for name, waits in (("collective in a block", collectives), ("exchange around a ring", exchanges)):
+                whole = _figure(links, f"{name}, checkpointing {measured}: us", path, zero=True) / 1e6
+                waits[mode] = max(0.0, whole - small)
     groups = {
         kind: Link("measured", rate=_figure(links, f"{word} of a block: GB/s", path) * 1e9,
                    latency=_figure(links, f"{word} of a tiny block: us", path, zero=True) / 1e6)
@@ -79,6 +81,7 @@ def machine_from_bench(path: str | Path, *, gpus_per_node: int | None = None) ->
         links={"": min(share.values(), default=1.0), **share},
         again=again,
         collectives=collectives,
+        exchanges=exchanges,
         groups=groups,
     )
     return Machine(

@@ -287,6 +287,9 @@ BENCH: dict[str, Any] = {
             "collective in a block, checkpointing none: us": 80.0,
             "collective in a block, checkpointing full: us": 90.0,
             "collective in a block, checkpointing selective: us": 150.0,
+            "exchange around a ring, checkpointing none: us": 80.0,
+            "exchange around a ring, checkpointing full: us": 700.0,
+            "exchange around a ring, checkpointing selective: us": 900.0,
         }},
     ],
 }  # fmt: skip
@@ -303,6 +306,10 @@ def test_a_measured_machine_takes_the_place_of_the_table(tmp_path: Path) -> None
     reached = machine.efficiency
     assert reached.again == pytest.approx({"full": 12.4e-6, "every": 12.4e-6, "selective": 47.4e-6})
     assert reached.collectives == pytest.approx({"none": 0, "full": 0, "every": 0, "selective": 50e-6})
+    assert reached.exchanges == pytest.approx({"none": 0, "full": 6e-4, "every": 6e-4, "selective": 8e-4})
+    ring = Links(Layout.of(context=2, ring=True), machine)
+    alone, selective = (ring.seconds("context", "exchange", 1e6, 3, mode) for mode in ("none", "selective"))
+    assert selective - alone == pytest.approx(3 * 8e-4)
     two = Links(Layout.of(data=2), machine)
     assert two.seconds("all", "all_reduce", 2e9) == pytest.approx(1 + 100e-6)
     assert two.seconds("replicas", "all_reduce", 2e9) == pytest.approx(2 + 300e-6)
@@ -320,7 +327,11 @@ def test_a_measured_machine_takes_the_place_of_the_table(tmp_path: Path) -> None
 def test_a_file_that_lacks_a_figure_is_refused_with_the_command_that_measures_it(tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
     keys = ("module, forward and backward: us", "module, checkpointing full: us", "matmul, fp32: TFLOP/s")
-    waits = ("collective in a block, checkpointing none: us", "all-gather of a tiny block: us")
+    waits = (
+        "collective in a block, checkpointing none: us",
+        "exchange around a ring, checkpointing full: us",
+        "all-gather of a tiny block: us",
+    )
     for index, key in (*((0, key) for key in keys), *((1, key) for key in waits)):
         lacking = json.loads(json.dumps(BENCH))
         del lacking["rows"][index]["figures"][key]

@@ -201,8 +201,8 @@ BENCH = {
             "all-reduce of a block: GB/s": 1.0, "all-reduce of a tiny block: us": 300.0,
             "all-gather of a block: GB/s": 0.5, "all-gather of a tiny block: us": 400.0,
             "reduce-scatter of a block: GB/s": 0.25, "reduce-scatter of a tiny block: us": 0.0,
-            **{f"collective in a block, checkpointing {mode}: us": 150.0 for mode in
-               ("none", "full", "selective")},
+            **{f"{name}, checkpointing {mode}: us": 150.0 for mode in ("none", "full", "selective")
+               for name in ("collective in a block", "exchange around a ring")},
         }},
     ],
 }  # fmt: skip
