@@ -166,13 +166,11 @@ def stage_cost(
             part = Stage((), first=False, last=last)
             behind = partial(_beside, model, tokens, part, bool(chunk))
             exit += sign * ask((here, (False, last), tokens, bool(chunk)), behind).kept
-        one = ask(("loss", tokens, chunk, sums), lambda: _loss(work, model()))
-        loss = sum([one] * len(model().mtp), one)
+        loss = ask(("loss", tokens, chunk, sums), lambda: _loss(work, model()))
         for name, prediction in model().mtp.items():
             block = prediction.get_submodule("block")
             further[int(name)] = ask((id(block), tokens), partial(cost_of, block, tokens))
-    overwrites = stage.last and not model().mtp
-    return StageCost(stage.first, blocks, beside, frozenset(reached), loss, exit, overwrites, further)
+    return StageCost(stage.first, blocks, beside, frozenset(reached), loss, exit, stage.last, further)
 
 
 def _beside(model: Callable[[], CausalLM], tokens: Tokens, stage: Stage, head_in_loss: bool) -> Cost:
@@ -180,17 +178,19 @@ def _beside(model: Callable[[], CausalLM], tokens: Tokens, stage: Stage, head_in
 
 
 def _loss(work: Work, model: CausalLM) -> Cost:
+    """Return the cost of the loss, with that of blocks of multi-token prediction."""
     tokens = replace(work.tokens, hidden=model.config.embedding_width)
-    vocabulary, chunk = model.config.vocab_size, work.loss_chunk
+    vocabulary, chunk, count = model.config.vocab_size, work.loss_chunk, 1 + len(model.mtp)
     cap = model.logit_cap
-    if not chunk:
-        alone = not model.mtp  # a step overwrites the logits of one block alone
-        return cross_entropy_cost(tokens, vocabulary, logit_cap=cap, overwrite=alone, state=model.state)
+    if not chunk:  # one loss over the logits of all
+        tokens = tokens.times(count)
+        return cross_entropy_cost(tokens, vocabulary, logit_cap=cap, overwrite=True, state=model.state)
     weight = model.embed.weight if model.config.tie_word_embeddings else model.head.weight
-    return chunked_cross_entropy_cost(
+    one = chunked_cross_entropy_cost(
         tokens, vocabulary, chunk, sums=work.loss_sums, trained=weight.requires_grad, logit_cap=cap,
         state=model.state,
     )  # fmt: skip
+    return sum([one] * count, Cost())
 
 
 def _of_module(work: Work, model: nn.Module, loss: Cost | None) -> StageCost:

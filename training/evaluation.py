@@ -35,7 +35,7 @@ class Evaluator:
         found = torch.zeros(2, dtype=torch.float64, device=state.device)
 
         def add(given: Tensor, labels: Tensor) -> None:
-            total = self.step.total_loss(given, labels)
+            (total,) = self.step.total_losses(given, labels)
             if state.counts_here:
                 found[0] += total
                 found[1] += valid_tokens(labels)

@@ -110,53 +110,59 @@ class TrainStep(Step):
         ``targets``: what ``all_labels`` returns. The losses of multi-token prediction, each a mean
         over the tokens of the step, have gradients only: their value is not added.
         """
-        scale, labels = self._scale / self._tokens.double(), targets
-        blocks = targets.shape[1] - 1 if targets.ndim == 3 else 0
-        if blocks:
-            output, *further = output.chunk(1 + blocks)
-            labels = targets[:, 0]
-        named = {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss}
-        # Logits of several blocks are pieces of one tensor: autograd would take each as overwritten.
-        found = self.total_loss(output, labels, **named, scale=scale, overwrite=not blocks)
-        for number in range(blocks):
-            wanted, share = targets[:, 1 + number], scale * (self.mtp / blocks)
-            more = self.total_loss(further[number], wanted, **named, scale=share, overwrite=False)
+        scale = self._scale / self._tokens.double()
+        labels, scales = targets, [scale]
+        if targets.ndim == 3:  # one block's come after the other's along the batch, as in the output
+            blocks = targets.shape[1] - 1
+            labels, scales = (
+                targets.transpose(0, 1).flatten(0, 1),
+                [scale] + [scale * (self.mtp / blocks)] * blocks,
+            )
+        found, *further = self.total_losses(
+            output, labels, label_smoothing=self.label_smoothing, z_loss=self.z_loss, scales=scales
+        )
+        for more in further:
             found = found + (more - more.detach())
         return found
 
-    def total_loss(
+    def total_losses(
         self,
         output: Tensor,
         labels: Tensor,
         *,
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
-        scale: Tensor | None = None,
-        overwrite: bool = False,
-    ) -> Tensor:
-        """Return the sum of the loss over a micro-batch's valid tokens times ``scale``, equal on the ranks of
-        a tensor group.
+        scales: Sequence[Tensor | None] = (None,),
+    ) -> list[Tensor]:
+        """Return sums of the loss over a micro-batch's valid tokens, equal on the ranks of a tensor group:
+        one for each equal part of the rows, times its own number of ``scales``.
 
-        ``output``: logits, or with ``head_in_loss`` the hidden states of the last stage. ``scale``: one
-        number; default: 1. ``overwrite``: backward may write over the logits.
+        ``output``: logits, which a backward overwrites, or with ``head_in_loss`` the hidden states of the
+        last stage. A scale ``None`` is 1.
         """
-        size, state = self.model.config.vocab_size, self.state
+        size, state, parts = self.model.config.vocab_size, self.state, len(scales)
         if self.model.head_in_loss:
-            return chunked_cross_entropy(
-                output,
-                self.model.head_weight,
-                labels,
-                size,
-                chunk=self.loss_chunk,
-                bias=self.model.head_bias,
-                label_smoothing=label_smoothing,
-                z_loss=z_loss,
-                logit_cap=self.model.logit_cap,
-                scale=scale,
-                sums=self.loss_sums,
-                compiled=self.compiled_loss,
-                state=state,
-            )
+            return [
+                chunked_cross_entropy(
+                    hidden,
+                    self.model.head_weight,
+                    wanted,
+                    size,
+                    chunk=self.loss_chunk,
+                    bias=self.model.head_bias,
+                    label_smoothing=label_smoothing,
+                    z_loss=z_loss,
+                    logit_cap=self.model.logit_cap,
+                    scale=scale,
+                    sums=self.loss_sums,
+                    compiled=self.compiled_loss,
+                    state=state,
+                )
+                for hidden, wanted, scale in zip(
+                    output.chunk(parts), labels.chunk(parts), scales, strict=True
+                )
+            ]
+        # All parts at once: autograd would take each part of the logits as overwritten by the others.
         losses = vocab_parallel_cross_entropy(
             output,
             labels,
@@ -164,10 +170,13 @@ class TrainStep(Step):
             label_smoothing=label_smoothing,
             z_loss=z_loss,
             compiled=self.compiled_loss,
-            overwrite=overwrite,
+            overwrite=True,
             state=state,
         )
-        return losses.sum() if scale is None else losses.sum() * scale.to(losses.dtype)
+        return [
+            one.sum() if scale is None else one.sum() * scale.to(one.dtype)
+            for one, scale in zip(losses.chunk(parts), scales, strict=True)
+        ]
 
     def _loss_of(self, part: tuple[Batch, Tensor | None]) -> Tensor:
         batch, ahead = part

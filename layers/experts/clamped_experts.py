@@ -87,15 +87,15 @@ class ClampedExperts(Experts):
         _, hidden, both = local(self.gate_up).shape
         width, trained = both // 2, self.gate_up.requires_grad
         whole = 3 * declarations(self)["down"].shape[1] * hidden
+        made = both * (hidden == tokens.hidden) + hidden * (width == tokens.hidden)
         by_kernel = tokens.fused and kernel_takes(tokens.compute, hidden, both)
-        made = both if hidden == tokens.hidden and not by_kernel else 0
         adapted = {output for adapter in self.adapters for output in adapter.outputs}
         inputs = hidden * (trained or "gate_up" in adapted) + width * (trained or "down" in adapted)
         found = sum((one.cost(tokens) for one in self.adapters), matrix(tokens, whole, trained=trained))
         down = width * (trained or "down" in adapted)
         found += Cost(
             kept=tokens.bytes(inputs - down),
-            selective=tokens.bytes(made),
+            selective=tokens.bytes(made * (not by_kernel)),
             outputs=tokens.bytes(both),
         )
         # The product, the clamped gate, its sigmoid, their product, and the upper product from 1.

@@ -118,15 +118,15 @@ class Experts(DeclaredModule):
         products = 2 if self.gated else 1
         trained = self.up.requires_grad
         whole = (products + 1) * declarations(self)["up"].shape[1] * hidden
+        made = products * width * (hidden == tokens.hidden) + hidden * (width == tokens.hidden)
         by_kernel = tokens.fused and kernel_takes(tokens.compute, hidden, width)
-        made = products * width if hidden == tokens.hidden and not by_kernel else 0
         adapted = {output for adapter in self.adapters for output in adapter.outputs}
         inputs = hidden * (trained or bool(adapted - {"down"})) + width * (trained or "down" in adapted)
         down = width * (trained or "down" in adapted)
         found = sum((one.cost(tokens) for one in self.adapters), matrix(tokens, whole, trained=trained))
         found += Cost(
             kept=tokens.bytes(inputs - down),
-            selective=tokens.bytes(made),
+            selective=tokens.bytes(made * (not by_kernel)),
             outputs=tokens.bytes(products * width),
         )
         # The products' own backwards hold less than the activation's, or that of the sum after them.

@@ -56,6 +56,13 @@ def test_a_model_that_computes_some_again_keeps_what_its_plan_says(name: str) ->
     assert 0.99 < alive_by_plan(MODELS[name], "selective", rows=4, length=64, fake=False) <= 1
 
 
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_experts_as_wide_as_the_block_keep_what_the_plan_says(name: str) -> None:
+    """Their second product reads as many numbers as the first one, and is kept, too."""
+    raw = MODELS[name] | {"intermediate_size": MODELS[name]["hidden_size"]}
+    assert 0.99 < alive_by_plan(raw, "selective", rows=4, length=64, fake=False) <= 1
+
+
 ROWS, LENGTH = 3, 16
 
 

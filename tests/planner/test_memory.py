@@ -209,6 +209,8 @@ CASES = [
     ),
     Case("llama", Layout(), MemorySection(loss_chunk=64), torch.bfloat16, micro_batch=4),
     Case("qwen3_next", Layout()),
+    # One loss over the logits of all blocks, whose gradient is written over them.
+    Case("mtp", Layout.of(pipeline=2), micro_batch=4, micro_batches=4),
     Case("llama", Layout(), MemorySection(loss_chunk=64), lora=LORA),
     Case(
         "llama",
@@ -231,6 +233,9 @@ CASES = [
 #: Further cases, of which each differs from one above in one choice.
 SLOW = [
     Case("mtp", Layout(), MemorySection(checkpointing="full")),
+    Case("mtp", Layout(), MemorySection(checkpointing="selective")),
+    Case("mtp", Layout(), compute=torch.bfloat16),
+    Case("mtp", Layout(), MemorySection(loss_chunk=64)),
     Case("mtp", Layout.of(pipeline=2), MemorySection(checkpointing="full"), micro_batch=4, micro_batches=4),
     Case(
         "llama",
