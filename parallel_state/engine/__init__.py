@@ -26,13 +26,13 @@ from .collectives import (
 from .flight_recorder import dump_on_timeout, group_ranks, recorded_collectives
 from .fully_sharded import (
     ReplicaSums,
+    clocked,
     compute_with_stored,
     computed_with,
     end_backward,
     fsdp_modules,
     gather_weights,
     is_sharded,
-    clocked,
     left_alone,
     sum_gradients,
 )

@@ -60,7 +60,8 @@ def machine_from_bench(path: str | Path, *, gpus_per_node: int | None = None) ->
             whole = _figure(speed, f"module, checkpointing {measured}: us", path) / 1e6
             again[mode] = max(0.0, whole - module)
         if links:
-            for name, waits in (("collective in a block", collectives), ("exchange around a ring", exchanges)):
+            kinds = {"collective in a block": collectives, "exchange around a ring": exchanges}
+            for name, waits in kinds.items():
                 whole = _figure(links, f"{name}, checkpointing {measured}: us", path, zero=True) / 1e6
                 waits[mode] = max(0.0, whole - small)
     groups = {
