@@ -32,7 +32,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "glm4_moe-tied-mtp": MODELS["glm4_moe"] | {"mtp": True, "tie_word_embeddings": True},
 }
 EXPERTS = {"mixtral", "gpt_oss", "qwen3_next", "deepseek_v3-mtp", "deepseek_v3-mtp2", "glm4_moe-tied-mtp"}
-#: What a backward in two parts would go through twice: the loss of several predictions, a tied embedding.
+#: What a backward in two parts would go through twice, and is refused: several predictions, a tied embedding.
 WHOLE = {"deepseek_v3-mtp2", "glm4_moe-tied-mtp"}
 
 
