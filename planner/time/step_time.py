@@ -232,6 +232,7 @@ class StepTimer:
                 zero=layout.zero,
                 apart=self.timer.in_two,
                 replicas=1 / rounds,
+                gathers=int(one.reached),
             )
             more += one.alike * sum(around)
         return (self._longest[0] + rounds * more) * _ROUNDED

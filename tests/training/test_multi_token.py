@@ -76,5 +76,7 @@ def test_what_a_backward_in_two_parts_would_go_through_twice_is_refused(
             model, lambda a, b: a, name=schedule, microbatches=4, shape=(1, 8), dtype=torch.float32
         )
     said = str(error.value)
-    assert said.startswith(f"layout: schedule: expected gpipe, 1f1b or interleaved {words}, found {schedule}. ")
+    assert said.startswith(
+        f"layout: schedule: expected gpipe, 1f1b or interleaved {words}, found {schedule}. "
+    )
     assert "\n" not in said
