@@ -31,7 +31,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "glm4_moe-tied-mtp": MODELS["glm4_moe"] | {"mtp": True, "tie_word_embeddings": True},
 }
 EXPERTS = {"mixtral", "gpt_oss", "qwen3_next", "deepseek_v3-mtp", "deepseek_v3-mtp2", "glm4_moe-tied-mtp"}
-#: What a backward in two parts would go through twice, and is refused: several predictions, a tied embedding.
+#: Their last stage uses the embedding more than once, which is refused with a backward in two parts.
 WHOLE = {"deepseek_v3-mtp2", "glm4_moe-tied-mtp"}
 
 
