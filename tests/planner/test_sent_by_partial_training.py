@@ -67,7 +67,7 @@ def partial(
     schedule: str = "1f1b",
     **layout: Any,
 ) -> Partial:
-    config = dict(MODELS[model])
+    config = dict(MODELS["deepseek_v3"] | {"mtp": True} if model == "mtp" else MODELS[model])
     blocks = "n_layer" if "n_layer" in config else "num_hidden_layers"
     for listed in ("layer_types", "mlp_layer_types"):
         if listed in config:
@@ -76,6 +76,7 @@ def partial(
         config | {blocks: 4},
         Layout.of(**layout),
         schedule=schedule,
+        mtp=0.3 * (model == "mtp"),
         samples=rounds * layout.get("data", 1),
         memory=MemorySection.model_validate({"checkpointing": mode, "loss_chunk": chunk}),
         **TRAINS[trains],
@@ -105,6 +106,11 @@ QUICK = [
     partial("all but the first blocks", data=2, zero=2),
     partial("all but the first blocks", data=2, zero=1),
     partial("lora of attention", data=2),
+    partial("the output layer", pipeline=2, data=2, zero=3, rounds=5),
+    partial("one block", pipeline=2, data=2, zero=3, chunk=5, rounds=3),
+    # Its last stage also looks tokens up.
+    *(partial("all but the embedding", "mtp", mode, tensor=2, sequence=True) for mode in MODES),
+    partial("the output layer", "mtp", "full", tensor=2, sequence=True),
 ]
 #: Further combinations of the same.
 SLOW = [
