@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from math import sqrt
 from typing import cast
 
@@ -114,22 +113,19 @@ class ColumnParallelLinear(DeclaredModule):
     def cost(self, tokens: Tokens) -> Cost:
         here = sum(part.here for part in self.parts)
         kept = tokens.bytes(self.in_features) if self.keeps_input else 0.0
-        sends = () if self.entered else enter_sends(tokens, self.in_features, self.state)
         found = Cost(
             kept=kept,
             working=self._working(tokens),
-            given=kept * (self.entered or not self.state.sequence),  # the gathered one is another tensor
+            with_gradient=self._with_gradient(tokens),
+            kept_input=kept * (self.entered or not self.state.sequence),  # the gathered one is another tensor
             outputs=tokens.bytes(here),
-            sends=sends,
-            repeated=len(sends),  # if nothing else, the weight is needed after them
+            sends=() if self.entered else enter_sends(tokens, self.in_features, self.state),
         )
         for part in self.parts:
             trained = cast(Tensor, part.holder.weight).requires_grad
             found += matrix(tokens, self.in_features * part.features, trained=trained)
         if self.float8 is not None:
-            rows, held = [part.here for part in self.parts], (part.holder.weight for part in self.parts)
-            reached = tokens.reached or any(cast(Tensor, one).requires_grad for one in held)
-            casts = self.float8.cost(replace(tokens, reached=reached), self.in_features, rows)
+            casts = self.float8.cost(tokens, self.in_features, [part.here for part in self.parts])
             found = found.beside(casts.working) + casts
         for adapter in self.adapters:
             found += adapter.cost(tokens)
@@ -151,6 +147,24 @@ class ColumnParallelLinear(DeclaredModule):
             left = sum(here[:-number])
             found = max(found, left + 2 * given + more, left - here[-number - 1] + 3 * given + more)
         return found
+
+    def _with_gradient(self, tokens: Tokens) -> float:
+        """Return the bytes at the worst moment in which a weight has a gradient: those of the outputs that
+        are not done, of the input and of the weight.
+        """
+        given, here = tokens.bytes(self.in_features), [tokens.bytes(part.here) for part in self.parts]
+        weights = [
+            part.here * self.in_features * tokens.compute * cast(Tensor, part.holder.weight).requires_grad
+            for part in self.parts
+        ]
+        if self.state.tensor_size > 1 and not self.adapters and not self.entered:  # all at once
+            return sum(here) + given + sum(weights)
+        more = given * bool(self.adapters)
+        last = len(here) - 1
+        return max(
+            sum(here[: number + 1]) + given * (1 if number == last else 2) + more + weight
+            for number, weight in enumerate(weights)
+        )
 
     def _finish(self, y: Tensor) -> Tensor:
         return gather_from_tensor(y, self.state) if self.gather_output else y

@@ -24,8 +24,7 @@ class Tokens:
     ``rows`` of ``length`` tokens: this rank's piece over the context axis, whole over the tensor axis.
     ``hidden``: numbers of a token between the blocks. ``compute``: bytes of a number. ``fused``: whether
     norms, dropout and attention with dropout are one kernel each (CUDA) or several (a CPU). ``width``: how
-    many numbers of a token a module is given, if it does not know; 0: ``hidden``. ``reached``: whether a
-    backward comes to what a module is given, because something before it is trained.
+    many numbers of a token a module is given, if it does not know; 0: ``hidden``.
     """
 
     rows: float
@@ -34,7 +33,6 @@ class Tokens:
     compute: int = 4
     fused: bool = True
     width: int = 0
-    reached: bool = True
 
     @property
     def count(self) -> float:
@@ -58,13 +56,6 @@ class Tokens:
         """Return ``number`` times as many rows, such as one row for each head or each expert of a token."""
         return replace(self, rows=self.rows * number)
 
-    def after(self, *parts: nn.Module | nn.Parameter) -> Tokens:
-        """Return the tokens as these modules, or parameters, give them: a backward comes to trained ones."""
-        if self.reached:
-            return self
-        every = ([one] if isinstance(one, nn.Parameter) else one.parameters() for one in parts)
-        return replace(self, reached=any(one.requires_grad for some in every for one in some))
-
     def between_blocks(self, state: ParallelState) -> Tokens:
         """Return the tokens between the blocks, which sequence parallelism splits over the tensor ranks."""
         return replace(self, length=self.length / state.tensor_size) if state.sequence else self
@@ -76,8 +67,8 @@ class Send:
     them.
 
     ``again``: when activation checkpointing repeats the collectives: ``never``; ``full``: only if it is full,
-    because selective checkpointing keeps the results of sums; or ``always``. ``what``: what is sent; empty
-    for hidden states.
+    because selective checkpointing keeps the results of sums; or ``always``. ``needed``: the backward needs
+    the result of this sum, even if the sum ends a block. ``what``: what is sent; empty for hidden states.
     """
 
     axis: Literal["tensor", "context"]
@@ -87,6 +78,7 @@ class Send:
     again: Literal["never", "full", "always"] = "never"
     count: int = 1
     what: str = ""
+    needed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,15 +89,18 @@ class Cost:
     ``kept``: bytes that are kept from the forward until the backward. ``selective``: bytes that selective
     checkpointing keeps instead (products, attention, sums over the ranks). ``working``: the most bytes that
     the backward holds at once beside ``kept``: intermediate results, and the gradients of what the module is
-    given and makes. ``making``: the most bytes that a forward holds at once beside ``kept``, as far as a
-    recomputation may need more than the backward after it. ``given``: of ``kept``, the bytes of the module's
-    own input; 0 if it keeps a copy or nothing of it, ``None`` if it is not stated. ``released``: of ``kept``,
-    the bytes that a recomputed block has given back already when ``working`` is needed: it keeps a tensor
-    until its operator's backward, and autograd until the gradients are cast, too. ``outputs``: bytes of the
-    outputs of norms and products; their gradients are kept for a while if a schedule splits the backward in
-    two. ``moved``: bytes that are written and read and not kept; only time depends on them. ``sends`` are in
-    the order of the forward. ``repeated``: how many of them come before the last tensor that the backward
-    needs, where a recomputation ends; -1: it needs none; ``None``: all of them if something is kept.
+    given and makes. ``with_gradient``: the same when a weight's gradient has been made, with it; it exists
+    for a moment if it is added to that of earlier micro-batches. ``making``: the most bytes that a forward
+    holds at once beside ``kept``, as far as a recomputation may need more than the backward after it.
+    ``outputs``: bytes of the outputs of norms and products; their gradients are kept for a while if a
+    schedule splits the backward in two. ``moved``: bytes that are written and read and not kept; only time
+    depends on them.
+
+    Two parts of ``kept`` tell what a block that is computed again does not hold at its worst moment.
+    ``kept_input``: the bytes of the module's own input, which the block has kept by itself; 0 if the module
+    keeps a copy of it or nothing, ``None`` if it is not stated. ``given_back``: the bytes of what its last
+    operators kept, which are given back when ``working`` is needed. Without checkpointing they are not:
+    autograd holds them until the gradients are cast.
 
     The backward of a sum comes to the last module first, and gives back what this one kept before it comes to
     the others.
@@ -119,13 +114,13 @@ class Cost:
     kept: float = 0.0
     selective: float = 0.0
     working: float = 0.0
+    with_gradient: float = 0.0
     making: float = 0.0
-    given: float | None = None
-    released: float = 0.0
+    kept_input: float | None = None
+    given_back: float = 0.0
     outputs: float = 0.0
     moved: float = 0.0
     sends: tuple[Send, ...] = ()
-    repeated: int | None = None
     matrices: float = 0.0
     trained: float = 0.0
     attention: float = 0.0
@@ -137,13 +132,13 @@ class Cost:
             self.kept + more.kept,
             self.selective + more.selective,
             max(more.working, later),
+            max(more.with_gradient, self.with_gradient - more.kept),
             max(more.making, self.making - more.kept),
-            more.given if self.given is None else self.given,
-            more.released if more.working >= later else self.released,
+            more.kept_input if self.kept_input is None else self.kept_input,
+            more.given_back if more.working >= later else self.given_back,
             self.outputs + more.outputs,
             self.moved + more.moved,
             self.sends + more.sends,
-            self._repeated if more._repeated < 0 else len(self.sends) + more._repeated,
             self.matrices + more.matrices,
             self.trained + more.trained,
             self.attention + more.attention,
@@ -154,21 +149,21 @@ class Cost:
         """Return the cost of a module during whose backward ``held`` bytes of other modules' gradients
         wait.
         """
-        return replace(self, working=self.working + held)
+        return replace(self, working=self.working + held, with_gradient=self.with_gradient + held)
 
-    def sent_again(self, mode: str) -> tuple[Send, ...]:
-        """Return what is sent again when activation checkpointing of this mode computes the forward again."""
-        whens = ("always",) if mode == "selective" else ("always", "full")
-        return tuple(one for one in self.sends[: max(self._repeated, 0)] if one.again in whens)
+    def without_last_sum(self) -> Cost:
+        """Return the cost of a block whose last sum joins the residual stream: no backward needs it again."""
+        sums = (n for n, send in enumerate(self.sends) if (send.axis, send.again) == ("tensor", "full"))
+        last = max(sums, default=None)
+        if last is None or self.sends[last].needed:
+            return self
+        sends = [replace(send, again="never") if n == last else send for n, send in enumerate(self.sends)]
+        return replace(self, sends=tuple(sends))
 
-    def under(self, tokens: Tokens) -> Cost:
-        """Return the cost without what a backward sends and needs, if none comes to these tokens."""
-        forward = tuple(one for one in self.sends if one.forward)
-        return self if tokens.reached else replace(self, sends=forward, repeated=-1)
-
-    @property
-    def _repeated(self) -> int:
-        return (len(self.sends) if self.kept > 0 else -1) if self.repeated is None else self.repeated
+    def with_sums_needed(self) -> Cost:
+        """Return the cost of a branch whose output another factor multiplies."""
+        sends = [replace(send, needed=send.again == "full") for send in self.sends]
+        return replace(self, sends=tuple(sends))
 
 
 class UnknownCost(BadInput):
@@ -190,13 +185,10 @@ class UnknownCost(BadInput):
 
 
 def cost_of(module: nn.Module, tokens: Tokens) -> Cost:
-    """Return the cost of a module for these tokens, by its own ``cost`` or by the table of torch's modules;
-    raise ``BadInput`` for a module that has neither.
+    """Return the cost of a module for these tokens, by its own ``cost`` or by the table of torch's modules.
+
+    Raises ``BadInput`` for a module that has neither.
     """
-    return _cost_of(module, tokens).under(tokens.after(module))
-
-
-def _cost_of(module: nn.Module, tokens: Tokens) -> Cost:
     own: Callable[[nn.Module, Tokens], Cost] | None = getattr(type(module), "cost", None)
     if own is not None:
         return own(module, tokens)
@@ -211,12 +203,8 @@ def _cost_of(module: nn.Module, tokens: Tokens) -> Cost:
 
 
 def sum_costs(modules: Iterable[nn.Module], tokens: Tokens) -> Cost:
-    """Return the cost of several modules in the order in which they run; the first is given these tokens."""
-    found = Cost()
-    for module in modules:
-        found += cost_of(module, tokens)
-        tokens = tokens.after(module)
-    return found
+    """Return the cost of several modules that are given these tokens, in the order in which they run."""
+    return sum((cost_of(module, tokens) for module in modules), Cost())
 
 
 def name_module(error: UnknownCost, model: nn.Module) -> UnknownCost:
@@ -248,7 +236,9 @@ def norm_cost(tokens: Tokens, width: float, *, rms: bool, trained: bool, wide: b
         # One part of the input's gradient, and four tensors of which the other part is made; by then what the
         # weight multiplied is given back.
         working = (4 if trained else 5) * width * inner
-    return Cost(kept=kept * count, working=working * count, given=given * count, outputs=tokens.bytes(width))
+    return Cost(
+        kept=kept * count, working=working * count, kept_input=given * count, outputs=tokens.bytes(width)
+    )
 
 
 def dropout_cost(tokens: Tokens, width: float, p: float) -> Cost:
@@ -260,7 +250,7 @@ def _in_sequence(modules: nn.Sequential, tokens: Tokens) -> Cost:
     """Add up modules of which each is given what the one before makes."""
     found = Cost()
     for module in modules:
-        found, tokens = found + cost_of(module, tokens), tokens.after(module)
+        found += cost_of(module, tokens)
         made = module.out_features if isinstance(module, nn.Linear) else 0
         tokens = replace(tokens, width=made) if made else tokens
     return found
@@ -271,7 +261,9 @@ def _linear(module: nn.Linear, tokens: Tokens) -> Cost:
     kept = tokens.bytes(module.in_features) if trained else 0.0
     product = matrix(tokens, module.in_features * module.out_features, trained=trained)
     made = tokens.bytes(module.out_features)
-    return product + Cost(kept=kept, working=made + tokens.bytes(module.in_features), outputs=made)
+    working = made + tokens.bytes(module.in_features)
+    gradient = module.weight.numel() * tokens.compute * trained
+    return product + Cost(kept=kept, working=working, with_gradient=working + gradient, outputs=made)
 
 
 def _torch_norm(module: nn.LayerNorm | nn.RMSNorm, tokens: Tokens) -> Cost:

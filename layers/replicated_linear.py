@@ -74,9 +74,12 @@ class ReplicatedLinear(DeclaredModule):
 
     def cost(self, tokens: Tokens) -> Cost:
         here = tokens.between_blocks(self.state)
+        working = here.bytes(self.out_features + self.in_features * (2 if self.adapters else 1))
+        gradient = self.weight.numel() * tokens.compute * self.weight.requires_grad
         found = Cost(
             kept=here.bytes(self.in_features) if self.keeps_input else 0.0,
-            working=here.bytes(self.out_features + self.in_features * (2 if self.adapters else 1)),
+            working=working,
+            with_gradient=working + gradient,
             outputs=here.bytes(self.out_features),
         )
         found += matrix(tokens, self.in_features * self.out_features, trained=self.weight.requires_grad)

@@ -42,20 +42,24 @@ from .step_shape import Work
 @dataclass(frozen=True)
 class Saved:
     """Hold the bytes of a block: ``kept`` until its backward, and ``recomputed`` (or made besides) during
-    it.
+    it. ``with_gradient``: the same as ``recomputed`` when the gradient of a weight is there, which is added
+    to that of earlier micro-batches.
     """
 
     kept: float
     recomputed: float
+    with_gradient: float = 0.0
 
 
 def saved_under(mode: Checkpointing, cost: Cost, work: Work) -> Saved:
     """Return what a block keeps and recomputes in this mode; a recomputed block keeps its input."""
     if mode == "none":
-        return Saved(cost.kept, cost.working)
+        return Saved(cost.kept, cost.working, max(cost.working, cost.with_gradient))
     given = work.between_blocks  # and as many bytes are the gradient that a recomputation begins with
-    own = given if cost.given is None else cost.given
-    again = cost.kept + max(cost.working - cost.released, cost.making + given) - own
+    own = given if cost.kept_input is None else cost.kept_input
+    again = cost.kept + max(cost.working - cost.given_back, cost.making + given) - own
+    with_gradient = max(again, cost.kept + cost.with_gradient - own)
     if mode == "selective":  # what it kept is given back when the block has computed again what it is for
-        return Saved(given + cost.selective, max(again - cost.selective, 0.0))
-    return Saved(given, again)
+        again, with_gradient = (max(one - cost.selective, 0.0) for one in (again, with_gradient))
+        return Saved(given + cost.selective, again, with_gradient)
+    return Saved(given, again, with_gradient)

@@ -17,32 +17,20 @@ def root_stays(work: Work) -> bool:
     return work.layout.pipeline == 1 or bool(work.loss_chunk)
 
 
-def gathers_of_block(work: Work, stage: int, *, reached: bool = True) -> int:
+def gathers_of_block(work: Work, stage: int) -> int:
     """Return how often a step gathers the weights of a block in a stage of the pipeline.
 
-    With ZeRO 3 once for each part of the computation: the forward and, if it is ``reached``, the backward, or
-    its two parts. The model's first stage has no gradient of an input to compute, so its backward is one part
-    anyway.
+    With ZeRO 3 once for each part of the computation: the forward and the backward, or its two parts. The
+    model's first stage has no gradient of an input to compute, so its backward is one part anyway.
     """
     if work.layout.zero < 3:
         return int(work.layout.zero > 0)
-    if not reached:
-        return work.micro_batches
     return 2 * work.micro_batches + (0 if stage == 0 else _backwards_in_two(work, stage))
 
 
-def gathers_ahead(work: Work) -> int:
-    """Return how often a step gathers the last block that no backward reaches, beside its forwards.
-
-    The backward of each block gathers the one before with ZeRO 3. Here no backward takes what it gathered,
-    but the next forward does: only the step's last one is in vain.
-    """
-    return int(work.layout.zero == 3)
-
-
-def gathers_of_root(work: Work, *, reached: bool = True) -> int:
+def gathers_of_root(work: Work) -> int:
     """Return how often a step gathers the root's weights; with ZeRO 3 the model's first stage does, and the
-    last one, if the rank holds them. ``reached``: whether a backward comes to the model's first stage.
+    last one, if the rank holds them.
     """
     if work.layout.zero < 3:
         return int(work.layout.zero > 0)
@@ -50,8 +38,8 @@ def gathers_of_root(work: Work, *, reached: bool = True) -> int:
     # A rank with neither holds no such weights, or a module of one's own, which is one stage.
     stages = tuple(stage for stage in stages if stage in (0, work.layout.stages - 1)) or stages
     if root_stays(work):  # until a backward drops them: each drops what some forward gathered
-        return sum(work.micro_batches if reached or stage else 1 for stage in stages)
-    return sum(gathers_of_block(work, stage, reached=reached or stage > 0) for stage in stages)
+        return work.micro_batches * len(stages)
+    return sum(gathers_of_block(work, stage) for stage in stages)
 
 
 def sums(work: Work) -> int:

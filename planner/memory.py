@@ -7,23 +7,29 @@ has sums in bf16 and keeps no gathered weights beside sharded ones.
 
 from __future__ import annotations
 
-from bisect import bisect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
 
 from torch import nn
 
-from ..layers import Cost, checkpointed
+from ..layers import Cost
 from ..pipeline.held_in_step import heaviest
-from ..pipeline.schedule_actions import Kind
 from ..pipeline.schedule_kinds import schedule_kind
-from .activations import saved_under
 from .first_backward import first_backward
 from .rank_parameters import RankParameters, rank_parameters
-from .shared_in_step import Place, gathered_bytes, gradient_bytes, shared_bytes, shared_key
+from .shared_in_step import (
+    Place,
+    adds_at_once,
+    gathered_bytes,
+    gradient_bytes,
+    holds_alone,
+    shared_bytes,
+    shared_key,
+)
 from .stage_costs import StageCost, stage_costs
+from .stage_instants import StageInstants
 from .step_shape import Work
 
 
@@ -79,15 +85,18 @@ def memory_of(
     key = shared_key(work)
     shared, early = shared_bytes(held, key), None
     most, worst, elsewhere = -inf, None, {True: -inf, False: -inf}
+    zero, alone, several = work.layout.zero, holds_alone(work), work.micro_batches > 1
+    added = adds_at_once(zero, alone, several, work.compute, work.reduce)
     for one in needs or needs_of_rank(work, stages):
         in_loss = one.place == "loss"
         if one.absent:
             early = early or first_backward(work, held, key)
-            total = one.bytes + (early.shared if one.first else shared)[one.place, one.stage]
+            beside = (early.shared if one.first else shared)[one.place, one.stage]
+            total = beside + (one.adding if added and not one.first else one.bytes)
             if total > elsewhere[in_loss]:  # otherwise it is less anyway
                 total -= sum(early.missing(one.absent, one.first))
         else:
-            total = one.bytes + shared[one.place, one.stage]
+            total = (one.adding if added else one.bytes) + shared[one.place, one.stage]
         if total > elsewhere[in_loss]:
             elsewhere[in_loss] = total
             if total > most:
@@ -117,7 +126,8 @@ class Need(NamedTuple):
 
     ``held``: the activations kept for backward, and the ``messages`` that its stages have sent or received.
     ``bytes``: these with what is needed beside; less, if kept activations are already given back. What data
-    ranks share is not included (``shared_bytes``). ``absent``: for each of the rank's stages, how many of its
+    ranks share is not included (``shared_bytes``). ``adding``: the same, with the gradient of a weight that
+    is added to that of earlier micro-batches. ``absent``: for each of the rank's stages, how many of its
     blocks have no gradients yet; empty if all have. ``first``: whether no stage has had a backward before.
     """
 
@@ -126,12 +136,13 @@ class Need(NamedTuple):
     held: float
     messages: float
     bytes: float
+    adding: float
     absent: tuple[int, ...] = ()
     first: bool = False
 
 
 def needs_of_rank(
-    work: Work, stages: Sequence[StageCost], known: dict[object, _Part] | None = None
+    work: Work, stages: Sequence[StageCost], known: dict[object, StageInstants] | None = None
 ) -> list[Need]:
     """Return what a rank needs at the instants that may be the worst. No ZeRO stage and no replicas count.
 
@@ -139,13 +150,13 @@ def needs_of_rank(
     """
     layout, number = work.layout, work.at.pipeline
     message = work.between_stages if layout.pipeline > 1 else 0
-    here, known, parts = layout.stages_of(number), {} if known is None else known, list[_Part]()
+    here, known, parts = layout.stages_of(number), {} if known is None else known, list[StageInstants]()
     in_two = layout.pipeline > 1 and schedule_kind(work.schedule).two_backwards
     for stage, one in zip(here, stages, strict=True):
         given = stage - 1 in here
         key = id(one), work.checkpointing, work.checkpoint_every, layout.pipeline > 1, in_two, given
         if key not in known:
-            known[key] = _Part(one, work, in_two=in_two, given=given)
+            known[key] = StageInstants(one, work, in_two=in_two, given=given)
         parts.append(known[key])
     places = {stage: place for place, stage in enumerate(here)}
     kept, halfway = [part.kept for part in parts], [part.halfway for part in parts]
@@ -157,7 +168,7 @@ def needs_of_rank(
         # Of a module that is not the zoo's it is not known when its gradients appear.
         early = early if parts[at].blocks else ()
         first = len(early) == len(parts)
-        for name, beside, left in parts[at].needs(kind, at in early):
+        for name, beside, adding, left in parts[at].needs(kind, at in early):
             absent: tuple[int, ...] = ()
             if early:
                 absent = tuple(
@@ -165,133 +176,9 @@ def needs_of_rank(
                     for place, part in enumerate(parts)
                 )
             before = found.get((name, at, absent))
-            if before is None or before.bytes < held + beside:
-                found[name, at, absent] = Need(name, at, held, messages, held + beside, absent, first)
-    return [*found.values()]
-
-
-class _Part:
-    """Compute what one stage of a rank keeps of a micro-batch, and needs at each instant beside it.
-
-    ``in_two``: whether a backward has two parts; ``given``: whether the stage before is on the same rank.
-    ``kept``: the bytes from the forward to the backward. ``halfway``: those that the first part of a backward
-    in two leaves to the second one, the gradients of what norms and products make.
-    """
-
-    def __init__(self, stage: StageCost, work: Work, *, in_two: bool, given: bool) -> None:
-        self.stage, self.work = stage, work
-        self.cut = work.layout.pipeline > 1
-        self.logits = stage.loss.kept if stage.loss is not None and not work.loss_chunk else 0.0
-        #: What each block that a backward reaches keeps and computes again.
-        mode, every = work.checkpointing, work.checkpoint_every
-        self.every = [
-            (one, saved_under(mode if one.forgets else "none", one.cost, work))
-            for one in stage.alike(mode, every)
-            if one.reached
-        ]
-        self.blocks = len(stage.blocks)
-        #: The same of blocks of multi-token prediction; in ``stage.beside`` nothing of them is dropped.
-        self.further = [
-            (cost, saved_under(mode if checkpointed(number, mode, every) else "none", cost, work))
-            for number, cost in stage.further.items()
-        ]
-        dropped = sum(cost.kept - saved.kept for cost, saved in self.further)
-        self.exit = stage.exit - dropped
-        self.kept = stage.beside.kept - dropped + sum(one.count * saved.kept for one, saved in self.every)
-        if self.cut:
-            # Torch keeps a stage's output until the end of its backward: on a pipeline's last one the logits.
-            self.kept += self.logits or work.between_stages
-        if given:
-            self.kept -= work.between_stages  # its input is the output of the stage before
-        self.halfway = 0.0
-        if in_two:
-            self.halfway = stage.beside.outputs + sum(one.count * one.cost.outputs for one, _ in self.every)
-            # The gradient of logits is written over them, if nothing else reads them.
-            self.halfway -= self.logits * stage.overwrites
-
-        self._needs: dict[tuple[Kind, bool], list[tuple[Place, float, int]]] = {}
-
-    def needs(self, kind: Kind, first: bool) -> list[tuple[Place, float, int]]:
-        """Return the instants of an action, each with the bytes that it needs beside the kept activations,
-        and with how many blocks have no gradients: none, but in the ``first`` backward.
-        """
-        if (kind, first) not in self._needs:
-            self._needs[kind, first] = [*self._instants(kind, first)]
-        return self._needs[kind, first]
-
-    def _instants(self, kind: Kind, first: bool) -> Iterator[tuple[Place, float, int]]:
-        stage, loss = self.stage, self.stage.loss
-        if kind == "F" and loss is not None:
-            working = loss.working + (0.0 if self.cut and self.logits else loss.kept)
-            yield "loss", working, self.blocks * first
-        elif kind == "I":
-            yield "inputs", self._in_first_part(), 0
-        elif kind == "W" and not stage.first:
-            yield "weights", 0.0, 0
-            yield "weights made", -self.halfway, 0
-        elif kind == "W":  # the model's first stage computes all of its backward now
-            names: dict[Place, Place] = {
-                "last block": "unsummed last block", "block": "unsummed block", "entry": "unsummed end"
-            }  # fmt: skip
-            yield "weights", 0.0, 0
-            yield from ((names[at], size, 0) for at, size, _ in self._in_backward(first=False) if at in names)
-        else:
-            yield from self._in_backward(first)
-
-    def _in_backward(self, first: bool) -> Iterator[tuple[Place, float, int]]:
-        """Yield the instants of a whole backward: what it has given back counts as negative."""
-        every = self.blocks * first
-        if self.logits:
-            logits = 0.0 if self.cut else self.logits
-            yield "head", logits + self.work.tokens.bytes(self.work.hidden), every
-        working = max([self.stage.beside.working, *(saved.recomputed for _, saved in self.further)])
-        if working:
-            yield "last block", working, every
-        last = max((one.numbers[-1] for one, _ in self.every), default=-1)
-        for one, saved in self.every:
-            freed, behind = self._freed(one.numbers[-1])
-            beside, left = saved.recomputed - freed, every - behind * first
-            if one.numbers[-1] != last:
-                yield "block", beside, left
-            else:
-                # In a pipeline the gradient of a stage's output is a message.
-                given = self.work.between_stages if self.cut and self.stage.loss is None else 0.0
-                yield "last block", beside - given, left
-                yield "sum", -freed - saved.kept, left
-                if first and not self.cut:
-                    yield "gather", -freed - saved.kept, left
-                if one.count > 1:
-                    yield "block", beside - saved.kept, left - first
-            if first:  # gradients may be more than activations: then the worst instant is late
-                freed, behind = self._freed(one.numbers[0])
-                yield "sum", -freed - saved.kept, every - behind
-                if one.count > 1:
-                    yield "block", saved.recomputed - freed, every - behind
-        yield "entry", -self.kept, 0
-
-    def _in_first_part(self) -> float:
-        """Return the most bytes beside the kept activations in a backward's first part, which frees none.
-
-        They are needed in a block, with what the blocks behind it leave, or in the norm at the end.
-        """
-        most, behind = 0.0, self.halfway - sum(one.count * one.cost.outputs for one, _ in self.every)
-        for one, saved in self.every:
-            first = one.numbers[0]
-            after = (
-                other.cost.outputs * (other.count - bisect(other.numbers, first)) for other, _ in self.every
+            if before is not None:  # of another kind of blocks
+                beside, adding = max(beside, before.bytes - held), max(adding, before.adding - held)
+            found[name, at, absent] = Need(
+                name, at, held, messages, held + beside, held + adding, absent, first
             )
-            most = max(most, behind + sum(after) + saved.recomputed)
-        # An RMSNorm of several operators has the gradients of its mean and of its square, in three steps.
-        norm = 0.0 if self.work.tokens.fused else 4 * self.work.between_blocks
-        return max(most, self.halfway + norm)
-
-    def _freed(self, number: int) -> tuple[float, int]:
-        """Return the bytes that a micro-batch has given back when its backward comes to the block ``number``:
-        what the output layer had kept, and the blocks behind it; and how many these are.
-        """
-        freed, behind = self.exit, 0
-        for one, saved in self.every:
-            count = one.count - bisect(one.numbers, number)
-            freed += count * saved.kept
-            behind += count
-        return freed, behind
+    return [*found.values()]

@@ -84,6 +84,14 @@ def shared_key(work: Work) -> SharedKey:
     )  # fmt: skip
 
 
+def adds_at_once(zero: int, alone: bool, several: bool, compute: int, reduce: int) -> bool:
+    """Tell whether each gradient is added to that of earlier micro-batches as soon as it is made.
+
+    FSDP adds gradients to sums of another dtype only after the backward of their block.
+    """
+    return several and zero < 2 and (alone or compute == reduce)
+
+
 def dropped_in_last(zero: int, alone: bool, cut: bool, compute: int, master: int) -> int:
     """Return the bytes of each gathered weight that a step's last backward drops after that of its block."""
     gathers = zero in (1, 2) or (not zero and not alone and compute != master)
@@ -97,10 +105,11 @@ def places_shared(
     """Compute ``shared_bytes``. ``several``: whether a step has several micro-batches; ``cut``: whether the
     model is cut into stages; ``in_two``: whether a backward has two parts.
     """
-    # Gradients that are added to those of earlier micro-batches exist one parameter at a time.
     added, sums_each = several and zero < 2, zero >= (2 if several else 1)
     first = alone and not added  # the gradients that last
-    one = 0 if first else held.largest_of_blocks * compute
+    largest = 0 if first else held.largest_of_blocks * compute
+    # Those that are added at once exist for a moment, which the cost of a block's backward counts.
+    one = 0 if adds_at_once(zero, alone, several, compute, reduce) else largest
     made = 0 if alone or added else compute
     # What is summed, and the shard of the sum; without ZeRO one buffer.
     buffer = 0.0 if alone else reduce * (1 + (1 / shards if zero else 0))
@@ -139,7 +148,9 @@ def places_shared(
         whole, grads = here * compute * (zero == 3), trained * made
         found["inputs", place] = 2 * gathered
         found["weights", place] = whole + max(held.root.here * compute * (zero == 3), gathered)
-        found["weights made", place] = whole + max(one, grads + exit * made + of_block - block * made - last)
+        found["weights made", place] = whole + max(
+            largest, grads + exit * made + of_block - block * made - last
+        )
         found["unsummed last block", place] = whole + one
         found["unsummed block", place] = whole + one + grads
         found["unsummed end", place] = grads + of_entry - last

@@ -22,7 +22,7 @@ from ...parallel_state import (
 )
 from ..cost import Cost, Tokens, matrix
 from .experts import ExpertAdapter, Experts
-from .grouped_matmul import GroupSizes, has_kernel, kernel_takes
+from .grouped_matmul import GroupSizes, grouped_gradient, has_kernel, kernel_takes
 
 
 class ClampedExperts(Experts):
@@ -95,6 +95,7 @@ class ClampedExperts(Experts):
         down = width * (trained or "down" in adapted)
         found += Cost(
             kept=tokens.bytes(inputs - down),
+            with_gradient=grouped_gradient(tokens, local(self.gate_up), hidden, both, trained=trained),
             selective=tokens.bytes(made * (not by_kernel)),
             outputs=tokens.bytes(both),
         )
@@ -102,6 +103,7 @@ class ClampedExperts(Experts):
         found += Cost(kept=tokens.bytes(both + 4 * width), working=tokens.bytes(3 * width))
         return found + Cost(
             kept=tokens.bytes(down),
+            with_gradient=grouped_gradient(tokens, local(self.down), width, hidden, trained=trained),
             # The upper product; the product, the biases of its rows, and those of one rank.
             making=tokens.bytes(width * (1 if down else 2) + 3 * hidden),
             outputs=tokens.bytes(hidden),

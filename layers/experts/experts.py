@@ -22,7 +22,7 @@ from ...parallel_state import (
 )
 from ..cost import Cost, Tokens, matrix
 from ..mlp import activation
-from .grouped_matmul import grouped_making, grouped_mm, kernel_takes
+from .grouped_matmul import grouped_gradient, grouped_making, grouped_mm, kernel_takes
 
 
 class ExpertAdapter(Protocol):
@@ -124,8 +124,14 @@ class Experts(DeclaredModule):
         inputs = hidden * (trained or bool(adapted - {"down"})) + width * (trained or "down" in adapted)
         down = width * (trained or "down" in adapted)
         found = sum((one.cost(tokens) for one in self.adapters), matrix(tokens, whole, trained=trained))
+        # The gate's backward comes first, beside the gradient of the upper product.
+        up, own = local(self.up), {"trained": trained}
+        gradients = [grouped_gradient(tokens, up, hidden, width, beside=hidden * self.gated, **own)]
+        if self.gated:
+            gradients.append(grouped_gradient(tokens, up, hidden, width, beside=width, **own))
         found += Cost(
             kept=tokens.bytes(inputs - down),
+            with_gradient=max(gradients),
             selective=tokens.bytes(made * (not by_kernel)),
             outputs=tokens.bytes(products * width),
         )
@@ -135,6 +141,7 @@ class Experts(DeclaredModule):
         )
         return found + Cost(
             kept=tokens.bytes(down),
+            with_gradient=grouped_gradient(tokens, local(self.down), width, hidden, **own),
             making=grouped_making(tokens, width, hidden, keeps=down > 0),
             outputs=tokens.bytes(hidden),
         )

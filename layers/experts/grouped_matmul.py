@@ -66,6 +66,19 @@ def grouped_making(tokens: Tokens, width: int, made: int, *, keeps: bool) -> flo
     return tokens.bytes(times * made + width * (not keeps))
 
 
+def grouped_gradient(
+    tokens: Tokens, stack: Tensor, width: int, made: int, *, trained: bool, beside: float = 0.0
+) -> float:
+    """Return the bytes at the worst moment of ``grouped_mm``'s backward: the gradients of what it made and of
+    its rows, of the ``stack`` of matrices, and those ``beside`` them, in numbers of a row. Without the kernel
+    the gradients of the matrices are put together when all are there.
+    """
+    rows, gradient = tokens.bytes(width + beside), stack.numel() * tokens.compute * trained
+    if tokens.fused and kernel_takes(tokens.compute, width, made):
+        return rows + tokens.bytes(made) + gradient
+    return rows + max(tokens.bytes(made) + gradient, 2 * gradient)
+
+
 def has_kernel(x: Tensor, w: Tensor) -> bool:
     """Return whether ``grouped_mm`` is one kernel for these matrices."""
     return (

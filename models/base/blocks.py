@@ -34,8 +34,8 @@ def branch(block: nn.Module, modules: Sequence[nn.Module], tokens: Tokens, *, sc
     waits = tokens.between_blocks(alone_or(getattr(layer, "state", None))).bytes(tokens.hidden)
     inner = [one for one in modules if not isinstance(one, nn.Identity)]
     after = [inner.pop()] if isinstance(inner[-1], Dropout | RMSNorm | LayerNorm) else []
-    found, made = sum_costs(inner, tokens), tokens.after(*inner)
-    if isinstance(inner[0], RMSNorm | LayerNorm) and found.given == 0:
+    found = sum_costs(inner, tokens)
+    if isinstance(inner[0], RMSNorm | LayerNorm) and found.kept_input == 0:
         # While the branch runs the residual stream is there, of which the norm has kept a copy.
         found += Cost(making=found.making + waits)
     if after or scaled:  # the output has a gradient of its own
@@ -43,9 +43,10 @@ def branch(block: nn.Module, modules: Sequence[nn.Module], tokens: Tokens, *, sc
         if product is None:  # experts need it more than once, but not if they cast it first
             found = found.beside(waits * (tokens.compute == tokens.inner))
         else:
-            found += Cost(working=cost_of(product, tokens).working + waits)
+            last = cost_of(product, tokens).beside(waits)
+            found += Cost(working=last.working, with_gradient=last.with_gradient)
         found += Cost(making=found.making + waits)
-    return (found + sum_costs(after, made)).beside(waits)
+    return (found + sum_costs(after, tokens)).beside(waits)
 
 
 class PreNormBlock(nn.Module):
@@ -77,8 +78,9 @@ class PreNormBlock(nn.Module):
     def cost(self, tokens: Tokens) -> Cost:
         scaled = self.scale != 1
         first = branch(self, [self.attention_norm, self.attention, self.dropout], tokens, scaled=scaled)
-        tokens = tokens.after(self.attention_norm, self.attention)
-        return first + branch(self, [self.mlp_norm, self.mlp, self.dropout], tokens, scaled=scaled)
+        found = first + branch(self, [self.mlp_norm, self.mlp, self.dropout], tokens, scaled=scaled)
+        # Dropout's backward needs no more than its mask, but to draw that again takes its input.
+        return found if isinstance(self.dropout, Dropout) else found.without_last_sum()
 
     def _scaled(self, x_BSD: Tensor) -> Tensor:
         return x_BSD if self.scale == 1 else x_BSD * self.scale
@@ -93,15 +95,12 @@ class AddNormBlock(PreNormBlock):
         return x_BSD
 
     def cost(self, tokens: Tokens) -> Cost:
-        first = branch(self, [self.attention, self.dropout], tokens)
-        tokens = tokens.after(self.attention)
-        first += cost_of(self.attention_norm, tokens)
-        tokens = tokens.after(self.attention_norm)
+        first = branch(self, [self.attention, self.dropout], tokens) + cost_of(self.attention_norm, tokens)
         second = branch(self, [self.mlp, self.dropout], tokens)
         down = getattr(self.mlp, "down", None)
         if isinstance(down, RowParallelLinear):  # the norm keeps the sum with the product
             second += Cost(making=second.making + down.adding(tokens))
-        return first + second + cost_of(self.mlp_norm, tokens.after(self.mlp))
+        return first + second + cost_of(self.mlp_norm, tokens)
 
 
 class RecurrentBlock(nn.Module):
@@ -134,8 +133,7 @@ class RecurrentBlock(nn.Module):
     def cost(self, tokens: Tokens) -> Cost:
         scaled = self.scale != 1
         found = branch(self, [self.mixer_norm, self.mixer], tokens, scaled=scaled)
-        tokens = tokens.after(self.mixer_norm, self.mixer)
-        return found + branch(self, [self.mlp_norm, self.mlp], tokens, scaled=scaled)
+        return (found + branch(self, [self.mlp_norm, self.mlp], tokens, scaled=scaled)).without_last_sum()
 
 
 class PostNormBlock(nn.Module):
@@ -152,7 +150,6 @@ class PostNormBlock(nn.Module):
 
     def cost(self, tokens: Tokens) -> Cost:
         first = branch(self, [self.attention, self.after_attention], tokens)
-        tokens = tokens.after(self.attention, self.after_attention)
         return first + branch(self, [self.mlp, self.after_mlp], tokens)
 
 
@@ -188,7 +185,7 @@ class ParallelBlock(nn.Module):
 
     def cost(self, tokens: Tokens) -> Cost:
         size = tokens.between_blocks(self.attention.state).bytes(tokens.hidden)
-        norms, normed = [cost_of(self.attention_norm, tokens)], tokens.after(self.attention_norm)
+        norms = [cost_of(self.attention_norm, tokens)]
         if self.two_norms:  # both of which keep the same input
             norms += [Cost(kept=-size), cost_of(self.mlp_norm, tokens)]
         first = next((one for _, one in linears(self.mlp)), None)
@@ -196,13 +193,13 @@ class ParallelBlock(nn.Module):
         same = self.attention.qkv.keeps_input and first is not None and first.keeps_input
         shared = same and not self.two_norms and not self.attention.state.sequence
         # The gradient of what the feed-forward was given waits, too.
-        found = (sum(norms, Cost()) + branch(self, [self.attention, self.dropout], normed)).beside(size)
-        normed = tokens.after(self.mlp_norm) if self.two_norms else normed
-        last = branch(self, [self.mlp, self.dropout], normed)
+        found = (sum(norms, Cost()) + branch(self, [self.attention, self.dropout], tokens)).beside(size)
+        last = branch(self, [self.mlp, self.dropout], tokens)
         # While the feed-forward runs, the sum so far is there, and what attention was given.
         given = self.two_norms and not self.attention.qkv.keeps_input
         found += Cost(kept=-tokens.bytes(tokens.hidden) * shared) + last
-        return found + Cost(making=last.making + size * (1 + given))
+        found += Cost(making=last.making + size * (1 + given))
+        return found if isinstance(self.dropout, Dropout) else found.without_last_sum()  # see PreNormBlock
 
 
 class SandwichBlock(nn.Module):
@@ -219,9 +216,8 @@ class SandwichBlock(nn.Module):
         return x_BSD
 
     def cost(self, tokens: Tokens) -> Cost:
-        before = [self.attention_norm, self.attention, self.after_attention]
-        after = [self.mlp_norm, self.mlp, self.after_mlp]
-        return branch(self, before, tokens) + branch(self, after, tokens.after(*before))
+        first = branch(self, [self.attention_norm, self.attention, self.after_attention], tokens)
+        return first + branch(self, [self.mlp_norm, self.mlp, self.after_mlp], tokens)
 
 
 Block = PreNormBlock | RecurrentBlock | PostNormBlock | SandwichBlock | ParallelBlock

@@ -228,6 +228,8 @@ CASES = [
     # The first backward is the worst instant, at its begin or, with wide weights, at its end.
     Case("llama", Layout.of(pipeline=2), micro_batches=4, schedule="gpipe"),
     Case("wide", Layout(), micro_batches=1),
+    # The worst instant is a product, with the gradient of its weight.
+    Case("wide", Layout.of(pipeline=2), micro_batch=1),
     Case("wide", Layout.of(data=2, zero=2), compute=torch.bfloat16, micro_batch=1, micro_batches=1),
 ]
 #: Further cases, of which each differs from one above in one choice.
