@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from math import sqrt
 from typing import cast
 
@@ -114,23 +113,19 @@ class ColumnParallelLinear(DeclaredModule):
     def cost(self, tokens: Tokens) -> Cost:
         here = sum(part.here for part in self.parts)
         kept = tokens.bytes(self.in_features) if self.keeps_input else 0.0
-        sends = () if self.entered else enter_sends(tokens, self.in_features, self.state)
-        found = Cost(
+        found = Cost(working=self.last_sum(tokens)) + Cost(
             kept=kept,
             working=self._working(tokens),
             with_gradient=self._with_gradient(tokens),
             kept_input=kept * (self.entered or not self.state.sequence),  # the gathered one is another tensor
             outputs=tokens.bytes(here),
-            sends=sends,
-            repeated=len(sends),  # if nothing else, the weight is needed after them
+            sends=() if self.entered else enter_sends(tokens, self.in_features, self.state),
         )
         for part in self.parts:
             trained = cast(Tensor, part.holder.weight).requires_grad
             found += matrix(tokens, self.in_features * part.features, trained=trained)
         if self.float8 is not None:
-            rows, held = [part.here for part in self.parts], (part.holder.weight for part in self.parts)
-            reached = tokens.reached or any(cast(Tensor, one).requires_grad for one in held)
-            casts = self.float8.cost(replace(tokens, reached=reached), self.in_features, rows)
+            casts = self.float8.cost(tokens, self.in_features, [part.here for part in self.parts])
             found = found.beside(casts.working) + casts
         for adapter in self.adapters:
             found += adapter.cost(tokens)
@@ -141,7 +136,7 @@ class ColumnParallelLinear(DeclaredModule):
     def _working(self, tokens: Tokens) -> float:
         """Return the bytes of the outputs' gradients, and of those of the input: each output makes one, which
         is added to the one so far. The outputs' gradients are given back one by one, the last output's first,
-        unless one function computes all of them (``column_products``).
+        unless one function computes all of them (``column_products``). Without the ``last_sum``.
         """
         given, here = tokens.bytes(self.in_features), [tokens.bytes(part.here) for part in self.parts]
         more = given * bool(self.adapters)  # what the adapters make of it
@@ -150,8 +145,18 @@ class ColumnParallelLinear(DeclaredModule):
         found = sum(here) + given + more
         for number in range(1, len(here)):
             left = sum(here[:-number])
-            found = max(found, left + 2 * given + more, left - here[-number - 1] + 3 * given + more)
+            found = max(found, left + 2 * given + more)
+            if number < len(here) - 1:
+                found = max(found, left - here[-number - 1] + 3 * given + more)
         return found
+
+    def last_sum(self, tokens: Tokens) -> float:
+        """Return the bytes of the input's gradients in their last sum, if there are several outputs. By then
+        no product needs the input any more.
+        """
+        if len(self.parts) == 1 or (self.state.tensor_size > 1 and not self.adapters and not self.entered):
+            return 0.0
+        return (3 + bool(self.adapters)) * tokens.bytes(self.in_features)
 
     def _with_gradient(self, tokens: Tokens) -> float:
         """Return the bytes at the worst moment in which a weight has a gradient: those of the outputs that

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from ...layers import (
     Attention,
     AttentionInputs,
+    ColumnParallelLinear,
     Cost,
     Dropout,
     GatedDeltaNet,
@@ -34,7 +35,11 @@ def branch(block: nn.Module, modules: Sequence[nn.Module], tokens: Tokens, *, sc
     waits = tokens.between_blocks(alone_or(getattr(layer, "state", None))).bytes(tokens.hidden)
     inner = [one for one in modules if not isinstance(one, nn.Identity)]
     after = [inner.pop()] if isinstance(inner[-1], Dropout | RMSNorm | LayerNorm) else []
-    found, made = sum_costs(inner, tokens), tokens.after(*inner)
+    found = cost_of(inner[0], tokens)
+    if isinstance(inner[0], RMSNorm) and found.kept_input and not tokens.fused:
+        # The parts of its input's gradient are added to the residual stream's one by one.
+        found = found.beside(-waits)
+    found += sum_costs(inner[1:], tokens)
     if isinstance(inner[0], RMSNorm | LayerNorm) and found.kept_input == 0:
         # While the branch runs the residual stream is there, of which the norm has kept a copy.
         found += Cost(making=found.making + waits)
@@ -46,7 +51,7 @@ def branch(block: nn.Module, modules: Sequence[nn.Module], tokens: Tokens, *, sc
             last = cost_of(product, tokens).beside(waits)
             found += Cost(working=last.working, with_gradient=last.with_gradient)
         found += Cost(making=found.making + waits)
-    return (found + sum_costs(after, made)).beside(waits)
+    return (found + sum_costs(after, tokens)).beside(waits)
 
 
 class PreNormBlock(nn.Module):
@@ -78,8 +83,9 @@ class PreNormBlock(nn.Module):
     def cost(self, tokens: Tokens) -> Cost:
         scaled = self.scale != 1
         first = branch(self, [self.attention_norm, self.attention, self.dropout], tokens, scaled=scaled)
-        tokens = tokens.after(self.attention_norm, self.attention)
-        return first + branch(self, [self.mlp_norm, self.mlp, self.dropout], tokens, scaled=scaled)
+        found = first + branch(self, [self.mlp_norm, self.mlp, self.dropout], tokens, scaled=scaled)
+        # Dropout's backward needs no more than its mask, but to draw that again takes its input.
+        return found if isinstance(self.dropout, Dropout) else found.without_last_sum()
 
     def _scaled(self, x_BSD: Tensor) -> Tensor:
         return x_BSD if self.scale == 1 else x_BSD * self.scale
@@ -94,15 +100,12 @@ class AddNormBlock(PreNormBlock):
         return x_BSD
 
     def cost(self, tokens: Tokens) -> Cost:
-        first = branch(self, [self.attention, self.dropout], tokens)
-        tokens = tokens.after(self.attention)
-        first += cost_of(self.attention_norm, tokens)
-        tokens = tokens.after(self.attention_norm)
+        first = branch(self, [self.attention, self.dropout], tokens) + cost_of(self.attention_norm, tokens)
         second = branch(self, [self.mlp, self.dropout], tokens)
         down = getattr(self.mlp, "down", None)
         if isinstance(down, RowParallelLinear):  # the norm keeps the sum with the product
             second += Cost(making=second.making + down.adding(tokens))
-        return first + second + cost_of(self.mlp_norm, tokens.after(self.mlp))
+        return first + second + cost_of(self.mlp_norm, tokens)
 
 
 class RecurrentBlock(nn.Module):
@@ -135,8 +138,7 @@ class RecurrentBlock(nn.Module):
     def cost(self, tokens: Tokens) -> Cost:
         scaled = self.scale != 1
         found = branch(self, [self.mixer_norm, self.mixer], tokens, scaled=scaled)
-        tokens = tokens.after(self.mixer_norm, self.mixer)
-        return found + branch(self, [self.mlp_norm, self.mlp], tokens, scaled=scaled)
+        return (found + branch(self, [self.mlp_norm, self.mlp], tokens, scaled=scaled)).without_last_sum()
 
 
 class PostNormBlock(nn.Module):
@@ -153,7 +155,6 @@ class PostNormBlock(nn.Module):
 
     def cost(self, tokens: Tokens) -> Cost:
         first = branch(self, [self.attention, self.after_attention], tokens)
-        tokens = tokens.after(self.attention, self.after_attention)
         return first + branch(self, [self.mlp, self.after_mlp], tokens)
 
 
@@ -189,7 +190,7 @@ class ParallelBlock(nn.Module):
 
     def cost(self, tokens: Tokens) -> Cost:
         size = tokens.between_blocks(self.attention.state).bytes(tokens.hidden)
-        norms, normed = [cost_of(self.attention_norm, tokens)], tokens.after(self.attention_norm)
+        norms = [cost_of(self.attention_norm, tokens)]
         if self.two_norms:  # both of which keep the same input
             norms += [Cost(kept=-size), cost_of(self.mlp_norm, tokens)]
         first = next((one for _, one in linears(self.mlp)), None)
@@ -197,13 +198,15 @@ class ParallelBlock(nn.Module):
         same = self.attention.qkv.keeps_input and first is not None and first.keeps_input
         shared = same and not self.two_norms and not self.attention.state.sequence
         # The gradient of what the feed-forward was given waits, too.
-        found = (sum(norms, Cost()) + branch(self, [self.attention, self.dropout], normed)).beside(size)
-        normed = tokens.after(self.mlp_norm) if self.two_norms else normed
-        last = branch(self, [self.mlp, self.dropout], normed)
+        found = (sum(norms, Cost()) + branch(self, [self.attention, self.dropout], tokens)).beside(size)
+        last = branch(self, [self.mlp, self.dropout], tokens)
         # While the feed-forward runs, the sum so far is there, and what attention was given.
         given = self.two_norms and not self.attention.qkv.keeps_input
+        if shared and isinstance(first, ColumnParallelLinear):  # attention still needs the same input then
+            found += Cost(working=first.last_sum(tokens) + size)
         found += Cost(kept=-tokens.bytes(tokens.hidden) * shared) + last
-        return found + Cost(making=last.making + size * (1 + given))
+        found += Cost(making=last.making + size * (1 + given))
+        return found if isinstance(self.dropout, Dropout) else found.without_last_sum()  # see PreNormBlock
 
 
 class SandwichBlock(nn.Module):
@@ -220,9 +223,8 @@ class SandwichBlock(nn.Module):
         return x_BSD
 
     def cost(self, tokens: Tokens) -> Cost:
-        before = [self.attention_norm, self.attention, self.after_attention]
-        after = [self.mlp_norm, self.mlp, self.after_mlp]
-        return branch(self, before, tokens) + branch(self, after, tokens.after(*before))
+        first = branch(self, [self.attention_norm, self.attention, self.after_attention], tokens)
+        return first + branch(self, [self.mlp_norm, self.mlp, self.after_mlp], tokens)
 
 
 Block = PreNormBlock | RecurrentBlock | PostNormBlock | SandwichBlock | ParallelBlock

@@ -138,6 +138,11 @@ def test_a_product_before_a_factor_has_a_gradient_of_its_own() -> None:
         ("starcoder2", {"intermediate_size": 16, "head_dim": 4}),  # the product before the activation
         # Both products before it, whose gradients of the same input are added.
         ("cohere2", {"intermediate_size": 16, "head_dim": 4, "layer_types": ["sliding_attention"] * 5}),
+        # The last sum of the input's gradients, when no product needs the input any more.
+        ("stablelm", {"intermediate_size": 16}),
+        ("cohere", {"intermediate_size": 4, "head_dim": 4}),  # attention still needs it
+        # A norm, whose gradient is added in parts to that of the residual stream.
+        *((name, {"intermediate_size": 16}) for name in ("llama", "qwen3", "phi3")),
         ("gpt2", {"n_inner": 400, "resid_pdrop": 0.1}),  # the product before dropout
     ],
 )
