@@ -45,7 +45,7 @@ def exchange_figures(world: int, figures: Figures) -> Figures:
     return found
 
 
-def _exchanges(world: int, width: int) -> tuple[dict[str, float], int]:
+def _exchanges(world: int, width: int, rounds: int = _ROUNDS) -> tuple[dict[str, float], int]:
     """Return the seconds that each kind of collective takes for a block of this width, and the bytes of the
     block.
     """
@@ -53,19 +53,19 @@ def _exchanges(world: int, width: int) -> tuple[dict[str, float], int]:
     alone = _forward_and_backward(_initialized(_model(width, ParallelState.alone())))
     blocks = [*sharded.layers.values()]
     sharded_work, whole_work = _forward_and_backward(sharded), _forward_and_backward(whole)
-    rounds: list[dict[str, float]] = []
-    for _ in range(_ROUNDS + 2):
+    every: list[dict[str, float]] = []
+    for _ in range(rounds + 2):
         dist.barrier()
         with engine.clocked(engine.fsdp_modules(sharded.layers)) as spent:
             sharded_work()
         dist.barrier()
         more = seconds_of(whole_work, torch.device("cpu")) - seconds_of(alone, torch.device("cpu"))
-        rounds.append({
+        every.append({
             "all_gather": spent["all_gather"] / 2 / len(blocks),  # in forward and in backward
             "reduce_scatter": spent["reduce_scatter"] / len(blocks),
             "all_reduce": more / len(blocks),
         })  # fmt: skip
-    found = {kind: median(one[kind] for one in rounds[2:]) for kind in rounds[0]}
+    found = {kind: median(one[kind] for one in every[2:]) for kind in every[0]}
     block = _model(width, ParallelState.alone()).layers["0"]
     return found, sum(one.numel() * one.element_size() for one in block.parameters())
 

@@ -162,29 +162,29 @@ def leave_tensor(x: Tensor, state: ParallelState) -> Tensor:
 
 
 def enter_sends(tokens: Tokens, width: int, state: ParallelState) -> tuple[Send, ...]:
-    """Return the collectives of ``enter_tensor``, forward and backward, for ``width`` numbers a token."""
+    """Return the collectives of ``enter_tensor``, forward and, if a backward comes to these tokens, backward,
+    for ``width`` numbers a token.
+    """
     size = tokens.bytes(width)
     if state.tensor_size == 1:
         return ()
     if not state.sequence:
-        return (Send("tensor", "all_reduce", size, forward=False),)
-    return (
-        Send("tensor", "all_gather", size / state.tensor_size, again="always"),
-        Send("tensor", "reduce_scatter", size, forward=False),
-    )
+        return (Send("tensor", "all_reduce", size, forward=False),) * tokens.reached
+    whole = Send("tensor", "all_gather", size / state.tensor_size, again="always")
+    return whole, *(Send("tensor", "reduce_scatter", size, forward=False),) * tokens.reached
 
 
 def leave_sends(tokens: Tokens, width: int, state: ParallelState) -> tuple[Send, ...]:
-    """Return the collectives of ``leave_tensor``, forward and backward, for ``width`` numbers a token."""
+    """Return the collectives of ``leave_tensor``, forward and, if a backward comes to these tokens, backward,
+    for ``width`` numbers a token.
+    """
     size = tokens.bytes(width)
     if state.tensor_size == 1:
         return ()
     if not state.sequence:
         return (Send("tensor", "all_reduce", size, again="full"),)
-    return (
-        Send("tensor", "reduce_scatter", size, again="full"),
-        Send("tensor", "all_gather", size / state.tensor_size, forward=False),
-    )
+    gradient = Send("tensor", "all_gather", size / state.tensor_size, forward=False)
+    return Send("tensor", "reduce_scatter", size, again="full"), *(gradient,) * tokens.reached
 
 
 def own_piece(x: Tensor, dim: int, state: ParallelState) -> Tensor:

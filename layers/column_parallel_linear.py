@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import sqrt
 from typing import cast
 
@@ -113,19 +114,23 @@ class ColumnParallelLinear(DeclaredModule):
     def cost(self, tokens: Tokens) -> Cost:
         here = sum(part.here for part in self.parts)
         kept = tokens.bytes(self.in_features) if self.keeps_input else 0.0
+        sends = () if self.entered else enter_sends(tokens, self.in_features, self.state)
         found = Cost(working=self.last_sum(tokens)) + Cost(
             kept=kept,
             working=self._working(tokens),
             with_gradient=self._with_gradient(tokens),
             kept_input=kept * (self.entered or not self.state.sequence),  # the gathered one is another tensor
             outputs=tokens.bytes(here),
-            sends=() if self.entered else enter_sends(tokens, self.in_features, self.state),
+            sends=sends,
+            repeated=len(sends),  # if nothing else, the weight is needed after them
         )
         for part in self.parts:
             trained = cast(Tensor, part.holder.weight).requires_grad
             found += matrix(tokens, self.in_features * part.features, trained=trained)
         if self.float8 is not None:
-            casts = self.float8.cost(tokens, self.in_features, [part.here for part in self.parts])
+            rows, held = [part.here for part in self.parts], (part.holder.weight for part in self.parts)
+            reached = tokens.reached or any(cast(Tensor, one).requires_grad for one in held)
+            casts = self.float8.cost(replace(tokens, reached=reached), self.in_features, rows)
             found = found.beside(casts.working) + casts
         for adapter in self.adapters:
             found += adapter.cost(tokens)

@@ -14,51 +14,8 @@ from typing import Literal
 
 from torch import nn
 
-from ..parallel_state import BadInput, ParallelState
-
-
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """Describe the tokens of one micro-batch on one rank, and how their numbers are held.
-
-    ``rows`` of ``length`` tokens: this rank's piece over the context axis, whole over the tensor axis.
-    ``hidden``: numbers of a token between the blocks. ``compute``: bytes of a number. ``fused``: whether
-    norms, dropout and attention with dropout are one kernel each (CUDA) or several (a CPU). ``width``: how
-    many numbers of a token a module is given, if it does not know; 0: ``hidden``.
-    """
-
-    rows: float
-    length: float
-    hidden: int
-    compute: int = 4
-    fused: bool = True
-    width: int = 0
-
-    @property
-    def count(self) -> float:
-        return self.rows * self.length
-
-    @property
-    def inner(self) -> int:
-        """Return the bytes of a number where layers compute in at least fp32."""
-        return max(self.compute, 4)
-
-    @property
-    def mask(self) -> int:
-        """Return the bytes of a number's mask in dropout."""
-        return 1 if self.fused else self.compute
-
-    def bytes(self, width: float) -> float:
-        """Return the bytes of ``width`` numbers for each token."""
-        return self.count * width * self.compute
-
-    def times(self, number: float) -> Tokens:
-        """Return ``number`` times as many rows, such as one row for each head or each expert of a token."""
-        return replace(self, rows=self.rows * number)
-
-    def between_blocks(self, state: ParallelState) -> Tokens:
-        """Return the tokens between the blocks, which sequence parallelism splits over the tensor ranks."""
-        return replace(self, length=self.length / state.tensor_size) if state.sequence else self
+from ..parallel_state import BadInput
+from .tokens import Tokens as Tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +24,8 @@ class Send:
     them.
 
     ``again``: when activation checkpointing repeats the collectives: ``never``; ``full``: only if it is full,
-    because selective checkpointing keeps the results of sums; or ``always``. ``needed``: the backward needs
-    the result of this sum, even if the sum ends a block. ``what``: what is sent; empty for hidden states.
+    because selective checkpointing keeps the results of sums; or ``always``. ``what``: what is sent; empty
+    for hidden states.
     """
 
     axis: Literal["tensor", "context"]
@@ -78,7 +35,6 @@ class Send:
     again: Literal["never", "full", "always"] = "never"
     count: int = 1
     what: str = ""
-    needed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +50,9 @@ class Cost:
     holds at once beside ``kept``, as far as a recomputation may need more than the backward after it.
     ``outputs``: bytes of the outputs of norms and products; their gradients are kept for a while if a
     schedule splits the backward in two. ``moved``: bytes that are written and read and not kept; only time
-    depends on them.
+    depends on them. ``sends`` are in the order of the forward. ``repeated``: how many of them come before the
+    last tensor that the backward needs, where a recomputation ends; -1: it needs none; ``None``: all of them
+    if something is kept.
 
     Two parts of ``kept`` tell what a block that is computed again does not hold at its worst moment.
     ``kept_input``: the bytes of the module's own input, which the block has kept by itself; 0 if the module
@@ -121,6 +79,7 @@ class Cost:
     outputs: float = 0.0
     moved: float = 0.0
     sends: tuple[Send, ...] = ()
+    repeated: int | None = None
     matrices: float = 0.0
     trained: float = 0.0
     attention: float = 0.0
@@ -139,6 +98,7 @@ class Cost:
             self.outputs + more.outputs,
             self.moved + more.moved,
             self.sends + more.sends,
+            self._repeated if more._repeated < 0 else len(self.sends) + more._repeated,
             self.matrices + more.matrices,
             self.trained + more.trained,
             self.attention + more.attention,
@@ -151,19 +111,19 @@ class Cost:
         """
         return replace(self, working=self.working + held, with_gradient=self.with_gradient + held)
 
-    def without_last_sum(self) -> Cost:
-        """Return the cost of a block whose last sum joins the residual stream: no backward needs it again."""
-        sums = (n for n, send in enumerate(self.sends) if (send.axis, send.again) == ("tensor", "full"))
-        last = max(sums, default=None)
-        if last is None or self.sends[last].needed:
-            return self
-        sends = [replace(send, again="never") if n == last else send for n, send in enumerate(self.sends)]
-        return replace(self, sends=tuple(sends))
+    def sent_again(self, mode: str) -> tuple[Send, ...]:
+        """Return what is sent again when activation checkpointing of this mode computes the forward again."""
+        whens = ("always",) if mode == "selective" else ("always", "full")
+        return tuple(one for one in self.sends[: max(self._repeated, 0)] if one.again in whens)
 
-    def with_sums_needed(self) -> Cost:
-        """Return the cost of a branch whose output another factor multiplies."""
-        sends = [replace(send, needed=send.again == "full") for send in self.sends]
-        return replace(self, sends=tuple(sends))
+    def under(self, tokens: Tokens) -> Cost:
+        """Return the cost without what a backward sends and needs, if none comes to these tokens."""
+        forward = tuple(one for one in self.sends if one.forward)
+        return self if tokens.reached else replace(self, sends=forward, repeated=-1)
+
+    @property
+    def _repeated(self) -> int:
+        return (len(self.sends) if self.kept > 0 else -1) if self.repeated is None else self.repeated
 
 
 class UnknownCost(BadInput):
@@ -185,10 +145,13 @@ class UnknownCost(BadInput):
 
 
 def cost_of(module: nn.Module, tokens: Tokens) -> Cost:
-    """Return the cost of a module for these tokens, by its own ``cost`` or by the table of torch's modules.
-
-    Raises ``BadInput`` for a module that has neither.
+    """Return the cost of a module for these tokens, by its own ``cost`` or by the table of torch's modules;
+    raise ``BadInput`` for a module that has neither.
     """
+    return _cost_of(module, tokens).under(tokens.after(module))
+
+
+def _cost_of(module: nn.Module, tokens: Tokens) -> Cost:
     own: Callable[[nn.Module, Tokens], Cost] | None = getattr(type(module), "cost", None)
     if own is not None:
         return own(module, tokens)
@@ -203,8 +166,12 @@ def cost_of(module: nn.Module, tokens: Tokens) -> Cost:
 
 
 def sum_costs(modules: Iterable[nn.Module], tokens: Tokens) -> Cost:
-    """Return the cost of several modules that are given these tokens, in the order in which they run."""
-    return sum((cost_of(module, tokens) for module in modules), Cost())
+    """Return the cost of several modules in the order in which they run; the first is given these tokens."""
+    found = Cost()
+    for module in modules:
+        found += cost_of(module, tokens)
+        tokens = tokens.after(module)
+    return found
 
 
 def name_module(error: UnknownCost, model: nn.Module) -> UnknownCost:
@@ -250,7 +217,7 @@ def _in_sequence(modules: nn.Sequential, tokens: Tokens) -> Cost:
     """Add up modules of which each is given what the one before makes."""
     found = Cost()
     for module in modules:
-        found += cost_of(module, tokens)
+        found, tokens = found + cost_of(module, tokens), tokens.after(module)
         made = module.out_features if isinstance(module, nn.Linear) else 0
         tokens = replace(tokens, width=made) if made else tokens
     return found

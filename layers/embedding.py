@@ -84,8 +84,11 @@ class VocabParallelEmbedding(DeclaredModule):
         return column_products(x, [(local(self.weight), None)], self.state)[0]
 
     def cost(self, tokens: Tokens) -> Cost:
-        """Return the cost of looking tokens up; numbers are read and, backwards, added."""
-        sends = leave_sends(tokens, self.embedding_dim, self.state)
+        """Return the cost of looking tokens up; numbers are read and, backwards, added. Ids have no
+        gradient.
+        """
+        looked_up = replace(tokens, reached=self.weight.requires_grad)
+        sends = leave_sends(looked_up, self.embedding_dim, self.state)
         named = tuple(replace(send, what="embedding") for send in sends)
         return Cost(sends=named, other=2.0 * tokens.count * self.embedding_dim)
 

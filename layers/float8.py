@@ -91,7 +91,8 @@ class Float8:
     def cost(self, tokens: Tokens, in_features: int, rows: Sequence[int]) -> Cost:
         """Return the cost in addition to the products: casts, and the all-reduces of the scales.
 
-        ``in_features`` and ``rows``: the sizes of this rank's weights.
+        ``in_features`` and ``rows``: the sizes of this rank's weights. ``tokens.reached``: whether a backward
+        comes to the products.
         """
         fitting = [one for one in rows if fits(one, in_features)]
         if not fitting:
@@ -109,9 +110,9 @@ class Float8:
         sends = []
         if self.scaling == "tensorwise" or self.cut == "columns":
             sends.append(Send("tensor", "all_reduce", 4 * forward, again="full", what=SCALES))
-        if self.cut == "rows":
+        if self.cut == "rows" and tokens.reached:
             sends.append(Send("tensor", "all_reduce", 4 * backward, forward=False, what=SCALES))
-        return Cost(working=cast, sends=tuple(sends))
+        return Cost(working=cast, sends=tuple(sends), repeated=len(sends) if tokens.reached else -1)
 
     def tops(self, *matrices: tuple[Tensor, int], cut: bool) -> list[Tensor]:
         """Return the largest magnitudes of each matrix: (1, 1) of the whole, or rowwise along a dim of size

@@ -120,10 +120,11 @@ def _in_turn(
 
     ``keeps_output``: what is between them keeps the input of the second product.
     """
-    last = cost_of(out, tokens)
+    last = cost_of(out, tokens.after(into))
     if keeps_output and not out.keeps_input:
         last = replace(last, making=last.making - tokens.bytes(into.parts[0].here))
     given = 0.0 if into.keeps_input else tokens.bytes(into.in_features)
+    between = between.under(tokens.after(into))
     return cost_of(into, tokens) + between + last + Cost(making=last.making + given)
 
 

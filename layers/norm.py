@@ -197,15 +197,14 @@ class HeadsRMSNorm(_HeadsNorm):
         sums, heads = self.groups.groups * one, len(self.copies.values) if here > 1 else 0
         # As in ``norm_cost``.
         working = (3 if self.weight.requires_grad else 4) * tokens.count * self.head_dim * tokens.inner
-        sends = (
-            Send("tensor", "all_reduce", sums, again="full", what="sums"),
-            Send("tensor", "all_reduce", sums, forward=False, what="sums"),
-        )
+        sends = [Send("tensor", "all_reduce", sums, again="full", what="sums")]
+        if tokens.reached:
+            sends.append(Send("tensor", "all_reduce", sums, forward=False, what="sums"))
         return Cost(
             kept=tokens.count * width * tokens.inner + (here + heads) * one,
             working=working,
             outputs=tokens.bytes(self.head_dim),
-            sends=sends if self.groups.shared else (),
+            sends=tuple(sends) if self.groups.shared else (),
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import sqrt
 
 from torch import Tensor, nn
@@ -112,7 +113,11 @@ class RowParallelLinear(DeclaredModule):
             again += tokens.between_blocks(state).bytes(self.out_features)
         working = made * state.sequence + tokens.bytes(width) * (2 if self.adapters else 1)
         gradient = self._width * self.out_features * tokens.compute * self.weight.requires_grad
-        casts = Cost() if self.float8 is None else self.float8.cost(tokens, width, [self.out_features])
+        product = replace(tokens, reached=tokens.reached or self.weight.requires_grad)
+        casts = Cost() if self.float8 is None else self.float8.cost(product, width, [self.out_features])
+        # The bias is added after the sum over the ranks, which alone needs no gradient for it.
+        trained = any(one.requires_grad for name, one in self.named_parameters() if name != "bias")
+        summed = replace(tokens, reached=tokens.reached or trained)
         found = casts + Cost(
             kept=tokens.bytes(width) if self.keeps_input else 0.0,
             selective=again,
@@ -120,14 +125,15 @@ class RowParallelLinear(DeclaredModule):
             working=working + casts.working,
             with_gradient=working + gradient,
             outputs=made,
-            sends=leave_sends(tokens, self.out_features, state),
+            repeated=0 if summed.reached else -1,
         )
         found += matrix(tokens, self.in_features * self.out_features, trained=self.weight.requires_grad)
         for adapter in self.adapters:
             found += adapter.cost(tokens)
         # A product whose weight is frozen does not keep its input, which is there until the adapters end.
         found += Cost(making=made + (0.0 if self.keeps_input else tokens.bytes(width)))
-        if self.scatter_input and state.tensor_size > 1:
+        found += Cost(sends=leave_sends(summed, self.out_features, state))
+        if self.scatter_input and state.tensor_size > 1 and tokens.reached:
             found += Cost(sends=(Send("tensor", "all_gather", tokens.bytes(width), forward=False),))
         return found
 

@@ -16,7 +16,7 @@ from ..layers import Stage
 from ..models import CausalLM
 from ..parallel_state import ParallelState, engine
 from .driver import DrivenStage, StageModule, after_schedule, before_schedule
-from .schedule_kinds import check_schedule, schedule_kind
+from .schedule_kinds import check_predictions, check_schedule, schedule_kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +132,13 @@ def schedule_of_model(
     shape: tuple[int, int],
     dtype: torch.dtype,
 ) -> Pipeline:
-    """Make the schedule of a zoo model. ``shape``: (B, S) of a micro-batch; ``dtype``: of the activations."""
-    state, (batch, length) = model.state, shape
+    """Make the schedule of a zoo model. ``shape``: (B, S) of a micro-batch; ``dtype``: of the activations.
+
+    Raises ``BadInput`` as ``make_schedule`` does, and for several blocks of multi-token prediction, or one
+    with a tied embedding, if a backward has two parts.
+    """
+    config, state, (batch, length) = model.config, model.state, shape
+    check_predictions(name, state.layout, config.mtp_blocks, tied=config.tie_word_embeddings)
     here = length // state.tensor_size if state.sequence else length
     return make_schedule(
         [stage_view(model, stage) for stage in model.stage.parts],
@@ -141,7 +146,7 @@ def schedule_of_model(
         name=name,
         microbatches=microbatches,
         entry=Travels(shape, torch.int64),
-        travels=Travels((batch, here, model.config.hidden_size), dtype),
+        travels=Travels((batch, here, config.hidden_size), dtype),
         state=state,
         trains_all=True,
     )

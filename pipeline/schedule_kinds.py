@@ -79,6 +79,22 @@ def schedule_kind(name: str, where: str = "layout") -> ScheduleKind:
     return _KINDS[name]
 
 
+def check_predictions(name: str, layout: Layout, blocks: int, *, tied: bool) -> None:
+    """Refuse ``blocks`` of multi-token prediction with which the last stage would use the embedding more than
+    once, if a backward has two parts: the second part cannot go through a weight's uses one by one.
+    """
+    if layout.pipeline == 1 or not schedule_kind(name).two_backwards or blocks < 1 + (not tied):
+        return
+    what = "with a tied embedding" if tied else f"in {blocks} blocks"
+    raise BadInput(
+        "layout",
+        "schedule",
+        expected=f"gpipe, 1f1b or interleaved with multi-token prediction {what}",
+        found=name,
+        todo="Its backward comes in two parts, and the last stage would use the embedding more than once",
+    )
+
+
 def check_schedule(name: str, layout: Layout, micro_batches: int, where: str = "layout") -> None:
     """Refuse stages or micro-batches that the schedule cannot run; without a pipeline all goes."""
     if layout.pipeline == 1:

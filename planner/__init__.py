@@ -8,7 +8,7 @@ from .activations import Saved, saved_under
 from .communication import Traffic, block_traffic, step_traffic, traffic_of
 from .kinds_of_blocks import SampledModel, sampled
 from .memory import MemoryPlan, memory_of, plan_memory
-from .rank_parameters import RankParameters, rank_parameters
+from .rank_parameters import Group, RankParameters, rank_parameters
 from .stage_costs import StageCost, model_cost, stage_costs
 from .step_shape import Work
 from .suggestions import Change, Remedy, changes_that_fit
@@ -17,6 +17,7 @@ __all__ = [
     "Change",
     "Remedy",
     "MemoryPlan",
+    "Group",
     "RankParameters",
     "SampledModel",
     "Saved",

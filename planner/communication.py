@@ -24,7 +24,8 @@ dropout send nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -32,7 +33,14 @@ from torch import nn
 from ..layers import Cost, checkpointed
 from ..models import CausalLM
 from .formulas.ring_and_tree import ring_wire_bytes
-from .gathers_and_sums import gathers_of_block, gathers_of_root, sums, sums_of_replicas
+from .gathers_and_sums import (
+    gathered_in_vain,
+    gathers_ahead,
+    gathers_of_block,
+    gathers_of_root,
+    sums,
+    sums_of_replicas,
+)
 from .rank_parameters import Group, RankParameters, rank_parameters
 from .stage_costs import StageCost, stage_costs
 from .step_shape import Work
@@ -64,12 +72,10 @@ def block_traffic(work: Work, cost: Cost, *, again: bool = False) -> list[Traffi
     """Return what a block sends for one micro-batch; ``again``: what it sends when it is recomputed.
 
     Selective checkpointing keeps the results of sums and repeats only the gathers. Full checkpointing repeats
-    all collectives of the forward, except a last sum whose result the block does not need.
+    all collectives of the forward up to the last tensor that the backward needs.
     """
     found = []
-    for send in cost.sends:
-        if again and (send.again == "never" or (send.again == "full" and work.checkpointing == "selective")):
-            continue
+    for send in cost.sent_again(work.checkpointing) if again else cost.sends:
         direction = "computed again" if again else "forward" if send.forward else "backward"
         ranks: int = getattr(work.layout, send.axis)
         found.append(
@@ -82,16 +88,21 @@ def step_traffic(work: Work, model: nn.Module, *, loss: Cost | None = None) -> l
     """Return the collectives in a step of the rank of ``work``, whose stage is ``model``, up to clipped
     gradients.
 
-    Gradients of frozen parameters are not summed; activations are counted as if all parameters were trained.
-    The traffic of routers and experts depends on the tokens and is not counted. ``loss``: as for
-    ``plan_memory``. Raises ``BadInput`` for a module that does not say what it sends.
+    What a backward sends depends on the parameters that are trained: it ends at the first of them. The
+    traffic of routers and experts depends on the tokens and is not counted. ``loss``: as for ``plan_memory``.
+    Raises ``BadInput`` for a module that does not say what it sends.
     """
     work = replace(work, trains_all=isinstance(model, CausalLM))
-    return traffic_of(work, rank_parameters(model, work.state), stage_costs(work, model, loss))
+    held = rank_parameters(model, work.state)
+    return traffic_of(work, held, stage_costs(work, model, loss), held.numbered.__getitem__)
 
 
-def traffic_of(work: Work, held: RankParameters, stages: Iterable[StageCost]) -> list[Traffic]:
-    """Return ``step_traffic`` of a rank, from its parameters and the costs of its stages."""
+def traffic_of(
+    work: Work, held: RankParameters, stages: Sequence[StageCost], group: Callable[[int], Group]
+) -> list[Traffic]:
+    """Return ``step_traffic`` of a rank, from its parameters and the costs of its stages; ``group``: counts
+    the parameters of the block of a number.
+    """
     found: list[Traffic] = []
     for stage in stages:
         for cost in stage.blocks.values():
@@ -103,14 +114,18 @@ def traffic_of(work: Work, held: RankParameters, stages: Iterable[StageCost]) ->
         found += block_traffic(work, stage.loss or Cost())
     found = [_times(one, work.micro_batches) for one in found]
     found += _between_stages(work)
-    found += _gathers(work, held.root, gathers_of_root(work))
+    of_root = gathers_of_root(work, reached=all(stage.has_backward for stage in stages))
+    found += _gathers(work, held.root, of_root, of_root)
     # Each end's backward sums what it uses from ZeRO 2 on; otherwise the step's end sums the root as a whole.
     for one in (work.layout.zero >= 2 and held.ends) or (held.root,):
         found += _sums(work, one, root=True)
-    for place, blocks in zip(work.layout.stages_of(work.at.pipeline), held.stages, strict=True):
-        for group, number in blocks:
-            every = _gathers(work, group, gathers_of_block(work, place)) + _sums(work, group, root=False)
-            found += [_times(one, number) for one in every]
+    numbers = work.layout.stages_of(work.at.pipeline)
+    vain = set() if all(stage.has_backward for stage in stages) else gathered_in_vain(work)
+    for place, stage, blocks in zip(numbers, stages, held.stages, strict=True):
+        found += _gathers(work, group(max(stage.blocks)), 1, 0) if place in vain else []
+        found += _gathers_of_blocks(work, place, stage, blocks, group)
+        for one, number in blocks:
+            found += [_times(sent, number) for sent in _sums(work, one, root=False)]
     found += _once(work, held.every)
     return _added(one for one in found if one.count and one.ranks > 1)
 
@@ -129,18 +144,42 @@ def _between_stages(work: Work) -> list[Traffic]:
     return [Traffic("pipeline", "send", "hidden states", count, count * work.between_stages, layout.pipeline)]
 
 
-def _gathers(work: Work, group: Group, count: int) -> list[Traffic]:
-    """Count FSDP's gathers of a group of parameters, a block or the rest, and of the experts in it that are
-    gathered by themselves.
+def _gathers(work: Work, group: Group, count: int, apart: int) -> list[Traffic]:
+    """Count FSDP's gathers of a group of parameters, a block or the rest, and those of the experts in it that
+    are gathered ``apart``.
     """
     return [
-        Traffic(axis, "all_gather", "weights", count, count * padded * work.compute, ranks)
-        for axis, ranks, padded in (
-            ("data", work.layout.data_sizes()[1], group.padded),
-            ("expert data", work.layout.data_sizes(experts=True)[1], group.apart),
+        Traffic(axis, "all_gather", "weights", number, number * padded * work.compute, ranks)
+        for axis, ranks, padded, number in (
+            ("data", work.layout.data_sizes()[1], group.padded, count),
+            ("expert data", work.layout.data_sizes(experts=True)[1], group.apart, apart),
         )
         if padded
     ]
+
+
+def _gathers_of_blocks(
+    work: Work,
+    place: int,
+    stage: StageCost,
+    blocks: Iterable[tuple[Group, int]],
+    group: Callable[[int], Group],
+) -> list[Traffic]:
+    """Count FSDP's gathers of all blocks of a stage, whose number is ``place``."""
+    counts, found = Counter[Group](), list[Traffic]()
+    for one, number in blocks:
+        counts[one] += number
+    for number in stage.before_trained:
+        counts[group(number)] -= 1
+        forward = gathers_of_block(work, place, reached=False)
+        # Where experts are gathered by themselves the block that holds them is gathered after them, too.
+        # FSDP gathers the block before the one whose backward runs.
+        ahead = gathers_ahead(work) * (number == stage.before_trained[-1] and stage.has_backward)
+        found += _gathers(work, group(number), forward + ahead, forward)
+    for one, number in counts.items():
+        every = gathers_of_block(work, place)
+        found += [_times(sent, number) for sent in _gathers(work, one, every, every)]
+    return found
 
 
 def _sums(work: Work, group: Group, *, root: bool) -> list[Traffic]:

@@ -5,7 +5,9 @@ A group is what FSDP gathers at once: a block, or the ``root``, all parameters t
 
 from __future__ import annotations
 
-from ..pipeline.schedule_actions import actions
+from collections.abc import Sequence
+
+from ..pipeline.schedule_actions import Action, actions
 from ..pipeline.schedule_kinds import schedule_kind
 from .step_shape import Work
 
@@ -17,20 +19,59 @@ def root_stays(work: Work) -> bool:
     return work.layout.pipeline == 1 or bool(work.loss_chunk)
 
 
-def gathers_of_block(work: Work, stage: int) -> int:
+def gathers_of_block(work: Work, stage: int, *, reached: bool = True) -> int:
     """Return how often a step gathers the weights of a block in a stage of the pipeline.
 
-    With ZeRO 3 once for each part of the computation: the forward and the backward, or its two parts. The
-    model's first stage has no gradient of an input to compute, so its backward is one part anyway.
+    With ZeRO 3 once for each part of the computation: the forward and, if it is ``reached``, the backward, or
+    its two parts. The model's first stage has no gradient of an input to compute, so its backward is one part
+    anyway: the second one, for which all of the stage is gathered, reached or not.
     """
     if work.layout.zero < 3:
         return int(work.layout.zero > 0)
+    if not reached:
+        return work.micro_batches + _backwards_in_two(work, stage)
     return 2 * work.micro_batches + (0 if stage == 0 else _backwards_in_two(work, stage))
 
 
-def gathers_of_root(work: Work) -> int:
+def gathers_ahead(work: Work) -> int:
+    """Return how often a step gathers the last block that no backward reaches, beside its forwards, if one
+    comes to what follows.
+
+    The backward of each block gathers the one before with ZeRO 3. Here no backward takes what it gathered,
+    but the next forward does, or the second part of a backward: only the step's last one may be in vain.
+    """
+    if work.layout.zero < 3 or not _backwards_in_two(work, 0):
+        return int(work.layout.zero == 3)
+    order, _ = _shortest(work)
+    return int([one.kind for one in order if one.stage == 0][-1] == "B")
+
+
+def gathered_in_vain(work: Work) -> set[int]:
+    """Return the rank's stages whose last block is gathered once more than it is used, if no backward comes
+    to the model's first stage.
+
+    The root runs after each stage. Its backward gathers what came before the latest forward of the root for
+    which no backward of it has run, as if this were its own: of any stage. Forwards and backwards of that
+    stage take what they find gathered.
+    """
+    layout, left, waiting = work.layout, list[int](), set[int]()
+    if layout.zero < 3 or layout.virtual_stages == 1 or schedule_kind(work.schedule).two_backwards:
+        return set()
+    order = actions(work.schedule, layout.pipeline, layout.virtual_stages, layout.v_shape, work.micro_batches)
+    for one in order[work.at.pipeline]:
+        if one.kind == "F":
+            left.append(one.stage)
+        elif one.stage > 0:
+            waiting.add(left.pop())
+        else:
+            continue
+        waiting.discard(one.stage)
+    return waiting
+
+
+def gathers_of_root(work: Work, *, reached: bool = True) -> int:
     """Return how often a step gathers the root's weights; with ZeRO 3 the model's first stage does, and the
-    last one, if the rank holds them.
+    last one, if the rank holds them. ``reached``: whether a backward comes to the model's first stage.
     """
     if work.layout.zero < 3:
         return int(work.layout.zero > 0)
@@ -38,8 +79,8 @@ def gathers_of_root(work: Work) -> int:
     # A rank with neither holds no such weights, or a module of one's own, which is one stage.
     stages = tuple(stage for stage in stages if stage in (0, work.layout.stages - 1)) or stages
     if root_stays(work):  # until a backward drops them: each drops what some forward gathered
-        return work.micro_batches * len(stages)
-    return sum(gathers_of_block(work, stage) for stage in stages)
+        return sum(work.micro_batches if reached or stage else 1 for stage in stages)
+    return sum(gathers_of_block(work, stage, reached=reached or stage > 0) for stage in stages)
 
 
 def sums(work: Work) -> int:
@@ -62,10 +103,16 @@ def _backwards_in_two(work: Work, stage: int) -> int:
     """Return the number of micro-batches whose backward has two parts on a stage: all of them, or in
     DualPipeV as many as in its shortest step.
     """
-    layout, kind = work.layout, schedule_kind(work.schedule)
-    if layout.pipeline == 1 or not kind.two_backwards:
+    if work.layout.pipeline == 1 or not schedule_kind(work.schedule).two_backwards:
         return 0
-    few = kind.least_micro_batches(layout.pipeline)
-    order = actions(work.schedule, layout.pipeline, layout.virtual_stages, layout.v_shape, few)
-    found = sum(one.kind == "I" and one.stage == stage for one in order[work.at.pipeline])
+    order, few = _shortest(work)
+    found = sum(one.kind == "I" and one.stage == stage for one in order)
     return work.micro_batches if found == few else found
+
+
+def _shortest(work: Work) -> tuple[Sequence[Action], int]:
+    """Return what the rank does in the shortest step of its schedule, and the micro-batches of this step."""
+    layout = work.layout
+    few = schedule_kind(work.schedule).least_micro_batches(layout.pipeline)
+    every = actions(work.schedule, layout.pipeline, layout.virtual_stages, layout.v_shape, few)
+    return every[work.at.pipeline], few

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from math import ceil
@@ -116,6 +116,8 @@ class RankParameters:
     ends: tuple[Group, ...] = ()
     exit: int = 0
     tied: int = 0
+    #: The groups of blocks by their numbers, where every block was counted.
+    numbered: Mapping[int, Group] = field(default_factory=dict, compare=False, repr=False)
     #: Answers of ``shared_bytes``, which a search asks for often.
     known_shared: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
@@ -176,18 +178,20 @@ def rank_parameters(model: nn.Module, state: ParallelState) -> RankParameters:
     if not isinstance(model, CausalLM):
         return RankParameters(root, (tuple(Counter(groups.values()).items()),), exit=root.trained)
     first, last = _ends(model, members.get("", []), state)
+    # A block's name ends with its number in the whole model.
+    numbered = {int(name.rpartition(".")[2]): group for name, group in groups.items()}
     if len(model.stage.parts) == 1:
         blocks_of = tuple(Counter(groups.values()).items())
         tied = first.trained + last.trained - root.trained
-        return RankParameters(root, (blocks_of,), exit=last.trained, tied=tied)
-    # A block's name ends with its number in the whole model; multi-token prediction is the last stage's.
+        return RankParameters(root, (blocks_of,), exit=last.trained, tied=tied, numbered=numbered)
+    # Multi-token prediction is the last stage's.
     found: list[list[Group]] = [[] for _ in model.stage.parts]
     places = {number: place for place, part in enumerate(model.stage.parts) for number in part.blocks}
-    for name, group in groups.items():
-        found[places.get(int(name.rpartition(".")[2]), -1)].append(group)
+    for number, group in numbered.items():
+        found[places.get(number, -1)].append(group)
     stages = tuple(tuple(Counter(one).items()) for one in found)
     ends = (first, last) if model.stage.first and model.stage.last else ()
-    return RankParameters(root, stages, ends, last.trained)
+    return RankParameters(root, stages, ends, last.trained, numbered=numbered)
 
 
 def _ends(

@@ -72,6 +72,16 @@ class StageCost:
         default_factory=dict, init=False, compare=False, repr=False
     )
 
+    @property
+    def before_trained(self) -> tuple[int, ...]:
+        """Return the numbers of the blocks that no backward comes to, in order."""
+        return tuple(number for number in self.blocks if number not in self.reached)
+
+    @property
+    def has_backward(self) -> bool:
+        """Tell whether a backward comes to the stage: to a block, or to the end of the model."""
+        return bool(self.reached) or self.loss is not None or not self.blocks
+
     def alike(self, mode: Checkpointing, every: int) -> list[Alike]:
         """Return one block of each kind; blocks that share a cost are alike, if checkpointing treats them
         alike.
@@ -141,17 +151,18 @@ def stage_cost(
             known[key] = cost()
         return known[key]
 
-    tokens, kinds = work.tokens, dict[int, Cost]()
+    tokens, kinds = work.tokens, dict[tuple[int, bool], Cost]()
     blocks, reached = dict[int, Cost](), set[int]()
-    # Every later stage sends gradients back, trained or not: torch's stages do.
-    trained = not stage.first or any(map(_is_trained, model().entry))
+    if stage.first:  # every later stage sends gradients back, trained or not: torch's stages do
+        tokens = replace(tokens, reached=False).after(*model().entry)
     for number in stage.blocks:
         block = layers[number]
-        if id(block) not in kinds:  # blocks may be one object, and hashes take time
-            kinds[id(block)] = ask((id(block), tokens), partial(cost_of, block, tokens))
-        blocks[number] = kinds[id(block)]
-        trained = trained or _is_trained(block)
-        if trained:
+        key = id(block), tokens.reached
+        if key not in kinds:  # blocks may be one object, and hashes take time
+            kinds[key] = ask((id(block), tokens), partial(cost_of, block, tokens))
+        blocks[number] = kinds[key]
+        tokens = tokens.after(block)
+        if tokens.reached:
             reached.add(number)
     here = frozenset(map(id, layers.values()))
     ends = (stage.first, stage.last)
@@ -167,9 +178,9 @@ def stage_cost(
             behind = partial(_beside, model, tokens, part, bool(chunk))
             exit += sign * ask((here, (False, last), tokens, bool(chunk)), behind).kept
         loss = ask(("loss", tokens, chunk, sums), lambda: _loss(work, model()))
-        for name, prediction in model().mtp.items():
-            block = prediction.get_submodule("block")
-            further[int(name)] = ask((id(block), tokens), partial(cost_of, block, tokens))
+        for name, (prediction, given) in zip(model().mtp, model().predictions(tokens), strict=True):
+            block, joined = prediction.block, prediction.joined(given)
+            further[int(name)] = ask((id(block), joined), partial(cost_of, block, joined))
     return StageCost(stage.first, blocks, beside, frozenset(reached), loss, exit, stage.last, further)
 
 
@@ -206,8 +217,5 @@ def _of_module(work: Work, model: nn.Module, loss: Cost | None) -> StageCost:
             "plan", "loss", expected="a Cost: the bytes that your loss keeps and sends", found="none",
             todo="Our loss's Cost is cross_entropy_cost(work.tokens, vocabulary, state=work.state)",
         )  # fmt: skip
-    return StageCost(number == 0, {}, cost_of(model, work.tokens), frozenset(), loss if last else None)
-
-
-def _is_trained(module: nn.Module) -> bool:
-    return any(parameter.requires_grad for parameter in module.parameters())
+    given = replace(work.tokens, reached=number > 0)
+    return StageCost(number == 0, {}, cost_of(model, given), frozenset(), loss if last else None)

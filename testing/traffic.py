@@ -2,16 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch.distributed as dist
 
-from ..parallel_state import ParallelState
-from ..planner import Traffic
+from ..parallel_state import ParallelState, clip_gradients, initialize
+from ..planner import Traffic, Work, step_traffic
 from .operators import Operators
+from .short_training import Case, build_rank, model_of, rank_batch
 
 #: Number and bytes of the collectives of an axis and a kind.
 Totals = dict[tuple[str, str], tuple[int, int]]
+
+
+def sent_and_planned(cases: Sequence[Case]) -> list[tuple[Totals, Totals]]:
+    """Return, for each case, what this rank sends in the second step and what is planned."""
+    return [_sent_and_planned(case) for case in cases]
+
+
+def _sent_and_planned(case: Case) -> tuple[Totals, Totals]:
+    state = ParallelState.start(case.layout)
+    model, _, config = model_of(case, ParallelState.stand_in(case.layout, state.rank))
+    size = case.dtype.itemsize
+    work = Work(
+        model.state,
+        config.hidden_size,
+        case.length,
+        case.micro_batch,
+        case.samples // (case.layout.data * case.micro_batch),
+        schedule=case.schedule,
+        master=size,
+        compute=(case.compute or case.dtype).itemsize,
+        reduce=size,
+        checkpointing=case.memory.checkpointing,
+        checkpoint_every=case.memory.every,
+        loss_chunk=case.memory.stated_chunk,
+        offload=case.memory.offload,
+    )
+    planned = added(step_traffic(work, model))
+    parts = build_rank(case, state)
+    initialize(parts.model, case.seed, state=state)
+    batch = rank_batch(case, 0, state)
+
+    def step() -> None:
+        parts.step.launch(batch)
+        clip_gradients(parts.model, case.clip, state=state)
+
+    step()  # FSDP and pipelines make themselves ready
+    parts.optimizer.zero_grad()
+    return sent_by(step, state), planned
 
 
 def sent_by(function: Callable[[], object], state: ParallelState) -> Totals:

@@ -5,8 +5,9 @@ Any number of ranks takes seconds: a rank's model is built on the meta device, w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from ..parallel_state import BadInput, ParallelState, declarations, dtype_named
 from ..pipeline import bubble
 from ..planner import (
     Change,
+    Group,
     MemoryPlan,
     RankParameters,
     Remedy,
@@ -154,9 +156,9 @@ def heaviest(recipe: Recipe, planned: Plan) -> RankPlan:
 def rank_plan(recipe: Recipe, planned: Plan, rank: int) -> RankPlan:
     """Plan the memory of one rank of the recipe's layout."""
     work = work_of(recipe, planned, rank)
-    held, costs = _asked(recipe, planned, work)
+    held, costs, group = _asked(recipe, planned, work)
     runtime = RUNTIME if recipe.device == "cuda" else 0
-    every, memory, traffic = held.every, memory_of(work, held, costs), traffic_of(work, held, costs)
+    every, memory, traffic = held.every, memory_of(work, held, costs), traffic_of(work, held, costs, group)
     return RankPlan(rank, memory, runtime, every.here, every.stored, every.trained_stored, traffic)
 
 
@@ -196,18 +198,22 @@ def _peak(recipe: Recipe) -> str:
     return "float8" if recipe.compute == "float8" else recipe.compute_dtype
 
 
-def _asked(recipe: Recipe, planned: Plan, work: Work) -> tuple[RankParameters, list[StageCost]]:
-    """Return a rank's parameters and its stages' costs: of one block of each kind, or of every block where
-    the recipe treats some of them differently.
+def _asked(
+    recipe: Recipe, planned: Plan, work: Work
+) -> tuple[RankParameters, list[StageCost], Callable[[int], Group]]:
+    """Return a rank's parameters, its stages' costs and the parameters of a block by its number: from one
+    block of each kind, or from every block where the recipe treats some of them differently.
     """
     if recipe.compute == "float8" or planned.groups or recipe.attention_backend != "auto":
         model = model_on_meta(recipe, planned, work.state)
         if recipe.compute == "float8":
             multiply_in_float8(model, recipe)
-        return rank_parameters(model, work.state), stage_costs(work, model)
+        held = rank_parameters(model, work.state)
+        return held, stage_costs(work, model), held.numbered.__getitem__
     frozen = dtype_named(recipe.compute_dtype)
     sample = sampled(planned.family, planned.config, recipe.layout, frozen=frozen)
-    return sample.parameters(work.state, planned.split), sample.costs(work, planned.split)
+    group = partial(sample.group, state=work.state)
+    return sample.parameters(work.state, planned.split), sample.costs(work, planned.split), group
 
 
 def plan_without_weights(recipe: Recipe) -> tuple[Plan, list[str]]:

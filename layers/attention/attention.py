@@ -148,12 +148,14 @@ class Attention(nn.Module):
         """Add up projections, norms, and attention's own: what it keeps and sends over context ranks."""
         query, key_value = (part.here for part in self.qkv.parts[:2])
         heads, key_heads = query // self.head_dim, key_value // self.head_dim
-        norms = cost_of(self.q_norm, tokens.times(heads)) + cost_of(self.k_norm, tokens.times(key_heads))
+        made = tokens.after(self.qkv)
+        norms = cost_of(self.q_norm, made.times(heads)) + cost_of(self.k_norm, made.times(key_heads))
         gate = tokens.bytes(query * self.gated)  # whose gradient waits for that of the other products
-        inside = norms.beside(tokens.bytes(query + 2 * key_value)) + self._cost_of_scores(
-            tokens, query, key_value
-        )
-        return cost_of(self.qkv, tokens) + inside.beside(gate) + cost_of(self.out, tokens)
+        made = made.after(self.q_norm, self.k_norm)
+        scores = self._cost_of_scores(made, query, key_value)
+        made = made if self.sinks is None else made.after(self.sinks)
+        inside = norms.beside(tokens.bytes(query + 2 * key_value)) + scores.under(made)
+        return cost_of(self.qkv, tokens) + inside.beside(gate) + cost_of(self.out, made)
 
     def cache_bytes(self, tokens: Tokens) -> float:
         """Return the bytes that a ``KeyValueCache`` of these tokens keeps: keys and values."""

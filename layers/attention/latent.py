@@ -158,12 +158,13 @@ class MultiHeadLatentAttention(nn.Module):
         # The norms keep what these products make, the whole of it, unless they bring it to fp32 first.
         latents = sum(one.out_features for one in (first, self.kv_down) if isinstance(one, ReplicatedLinear))
         as_made = tokens.fused or tokens.compute == tokens.inner
-        found += Cost(
+        made, turned = tokens.after(*queries, *key_values), tokens.after(self.kv_down)
+        scores = Cost(
             kept=between.bytes(self.latent_parts[1] * as_made),
             selective=between.bytes(latents),
-            sends=enter_sends(tokens, self.latent_parts[1], state),
-        )
-        return found + self._cost_of_scores(tokens) + cost_of(self.out, tokens)
+            sends=enter_sends(turned, self.latent_parts[1], state),
+        ) + self._cost_of_scores(made)
+        return found + scores.under(made) + cost_of(self.out, made)
 
     def cache_bytes(self, tokens: Tokens) -> float:
         """Return the bytes that a ``KeyValueCache`` of these tokens keeps: latents and rotated keys."""

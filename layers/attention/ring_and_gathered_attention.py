@@ -146,7 +146,8 @@ def context_working(
 def context_sends(tokens: Tokens, key_value: float, state: ParallelState) -> tuple[Send, ...]:
     """Return the sends of keys and values, in forward and again in backward, and of their gradients.
 
-    ``key_value``: numbers a token of keys and values together. See docs/context.md.
+    ``key_value``: numbers a token of keys and values together. A backward sends nothing unless it comes to
+    queries, keys or values (``tokens.reached``). See docs/context.md.
     """
     ranks = state.context_size
     if ranks == 1:
@@ -156,16 +157,18 @@ def context_sends(tokens: Tokens, key_value: float, state: ParallelState) -> tup
     what, back = "keys, values", "their gradients"
     if state.layout.ring:
         rounds = ranks - 1
-        return (
+        found = (
             Send("context", "exchange", rounds * here, again="always", count=rounds, what=what),
             Send("context", "exchange", rounds * here, forward=False, count=rounds, what=what),
             Send("context", "exchange", rounds * gradients, forward=False, count=rounds, what=back),
         )
-    return (
-        Send("context", "all_gather", here, again="always", what=what),
-        Send("context", "all_gather", here, forward=False, what=what),
-        Send("context", "reduce_scatter", ranks * gradients, forward=False, what=back),
-    )
+    else:
+        found = (
+            Send("context", "all_gather", here, again="always", what=what),
+            Send("context", "all_gather", here, forward=False, what=what),
+            Send("context", "reduce_scatter", ranks * gradients, forward=False, what=back),
+        )
+    return found if tokens.reached else found[:1]
 
 
 def _arriving(k: Tensor, v: Tensor, state: ParallelState) -> Iterator[tuple[int, Tensor, Tensor]]:

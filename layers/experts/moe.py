@@ -66,7 +66,9 @@ class MoE(nn.Module):
         hidden, top_k = tokens.hidden, self.router.top_k
         places = 4 * 8 * top_k  # int64: the experts, their order, and back
         cast = tokens.compute < tokens.inner
-        found = cost_of(self.router, tokens).beside(tokens.bytes(hidden))  # the rows' gradient, summed
+        found = Cost(sends=enter_sends(tokens, hidden, self.state))
+        found += cost_of(self.router, tokens).beside(tokens.bytes(hidden))  # the rows' gradient, summed
+        made = tokens.after(self.router, self.experts)
         experts = cost_of(self.experts, tokens.times(top_k))
         # While the experts run, their rows are there, and the tokens that these are made of.
         rows = tokens.bytes(top_k * hidden * (not self.experts.keeps_input))
@@ -82,7 +84,8 @@ class MoE(nn.Module):
             + tokens.bytes(hidden * (top_k * cast + (self.state.sequence))),
             given_back=tokens.bytes(top_k * hidden * cast),  # the rows, when their gradient is cast
             selective=tokens.between_blocks(self.state).bytes(hidden) * (self.state.tensor_size > 1),
-            sends=enter_sends(tokens, hidden, self.state) + leave_sends(tokens, hidden, self.state),
+            sends=leave_sends(made, hidden, self.state),
+            repeated=0 if made.reached else -1,  # what is weighted and summed over the ranks here
         )
         if self.shared is None:  # computing again begins with this gradient, and ends with what is weighted
             return found + Cost(making=found.making + total)
@@ -135,7 +138,7 @@ class GatedShared(DeclaredModule):
         if self.gate.requires_grad and self.state.sequence:  # otherwise the net keeps the same input
             kept += here.bytes(width)
         return (
-            net.with_sums_needed().beside(here.bytes(width))
+            net.beside(here.bytes(width))
             + matrix(tokens, width, trained=self.gate.requires_grad)
             + Cost(kept=kept, working=here.bytes(3 * width))
         )

@@ -173,7 +173,7 @@ class TopKRouter(DeclaredModule):
         return matrix(tokens, self.num_experts * width, trained=trained) + Cost(
             kept=numbers * tokens.count * tokens.inner,
             selective=product,
-            sends=sends if self.state.context_size > 1 else (),
+            sends=sends if self.state.context_size > 1 and tokens.after(self).reached else (),
         )
 
     def extra_repr(self) -> str:

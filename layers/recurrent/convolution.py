@@ -103,14 +103,14 @@ class CausalConvolution(DeclaredModule):
         more = (self.kernel_size - 1) * width * tokens.compute  # of the tokens before a run
         kept = 2 * tokens.bytes(width) + tokens.rows * more + self.kernel_size * width * tokens.compute
         ends = 2 * tokens.rows * more
-        sends = (
-            Send("context", "all_gather", ends, again="always", what="tokens before a run"),
-            Send("context", "reduce_scatter", ranks * ends, forward=False, what="their gradients"),
-        )
+        sends = [Send("context", "all_gather", ends, again="always", what="tokens before a run")]
+        if tokens.reached:
+            back = Send("context", "reduce_scatter", ranks * ends, forward=False, what="their gradients")
+            sends.append(back)
         return Cost(
             kept=kept,
             working=2 * tokens.bytes(width),  # the gradients of the activation's output and input
-            sends=sends if ranks > 1 else (),
+            sends=tuple(sends) if ranks > 1 else (),
             other=2.0 * tokens.count * self.kernel_size * sum(self.channels.values()),
         )
 

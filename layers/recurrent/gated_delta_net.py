@@ -33,7 +33,7 @@ from .convolution import CausalConvolution
 from .decay import CHUNK
 from .delta_rule import gated_delta_rule
 from .recompute import recomputed
-from .runs import Runs
+from .runs import Runs, states_sends
 
 
 class GatedDeltaNet(DeclaredModule):
@@ -123,25 +123,28 @@ class GatedDeltaNet(DeclaredModule):
         (query, _, value, _), heads = (part.here for part in self.qkvz.parts), self.ba.parts[0].here
         hidden = self.qkvz.in_features
         twice = self.qkvz.keeps_input and self.ba.keeps_input  # the same input
-        found = cost_of(self.qkvz, tokens).beside(tokens.bytes(hidden))  # its gradient by ``ba``
+        found = Cost(sends=enter_sends(tokens, hidden, self.state))
+        found += cost_of(self.qkvz, tokens).beside(tokens.bytes(hidden))  # its gradient by ``ba``
         found += Cost(kept=-tokens.bytes(hidden) * twice)
         found += cost_of(self.ba, tokens).beside(tokens.bytes(2 * query + 2 * value))
         # Queries, keys and values as the rule takes them.
         kept = tokens.bytes(2 * query + value + heads)
         kept += 3 * heads * tokens.count * tokens.inner  # the decay, and both sides of its softplus
         products = tokens.bytes(2 * query + 2 * value + 2 * heads) if hidden == tokens.hidden else 0.0
-        inside = cost_of(self.conv, tokens) + Cost(
+        mixed = tokens.after(self.qkvz)
+        states = mixed.after(self.conv, self.ba).after(self.A_log, self.dt_bias)
+        inside = cost_of(self.conv, mixed) + Cost(
             kept=kept + 2 * heads * tokens.inner,
             selective=products,
-            sends=enter_sends(tokens, hidden, self.state) + self._sends(tokens, heads),
+            sends=self._sends(states, heads),
             working=self._working(tokens, query, heads) + value * tokens.count * tokens.inner,
             other=self._flops(tokens),
         )
-        inside += cost_of(self.norm, tokens.times(heads))
+        inside += cost_of(self.norm, states.times(heads))
         # The gate's gradient waits for that of the other products.
         found += inside.beside(tokens.bytes(value))
         gate = tokens.bytes(3 * value)  # the norm's output, and both sides of its gate
-        return found + Cost(kept=gate, working=gate) + cost_of(self.out, tokens)
+        return found + Cost(kept=gate, working=gate) + cost_of(self.out, states.after(self.norm))
 
     def cache_bytes(self, tokens: Tokens) -> float:
         """Return the bytes that a ``KeyValueCache`` keeps: each row's state, however many tokens it has."""
@@ -173,15 +176,8 @@ class GatedDeltaNet(DeclaredModule):
 
     def _sends(self, tokens: Tokens, heads: int) -> tuple[Send, ...]:
         """Return what context ranks tell each other of what their runs make of a state, see ``Runs``."""
-        ranks = self.state.context_size
-        if ranks == 1:
-            return ()
         maps = tokens.rows * 2 * heads * self.key_dim * (self.key_dim + self.value_dim) * tokens.inner
-        return (
-            Send("context", "all_gather", maps, again="always", what="states"),
-            Send("context", "all_gather", maps, forward=False, what="states"),
-            Send("context", "reduce_scatter", ranks * maps, forward=False, what="their gradients"),
-        )
+        return states_sends(maps, tokens, self.state)
 
     def _rule(self, runs: Runs, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
         """Return the outputs of the rule, (B, S, H, V)."""

@@ -32,7 +32,7 @@ from ..row_parallel_linear import RowParallelLinear
 from .convolution import CausalConvolution
 from .decay import CHUNK
 from .recompute import recomputed
-from .runs import Runs
+from .runs import Runs, states_sends
 from .state_space import state_space
 
 
@@ -140,18 +140,24 @@ class Mamba2(DeclaredModule):
         kept += tokens.count * tokens.inner * (value + 3 * heads) + 3 * heads * tokens.inner
         products = tokens.bytes(sum(part.here for part in made.parts))
         products = products if made.in_features == tokens.hidden else 0.0
-        inside = cost_of(self.conv, tokens) + Cost(
+        mixed = tokens.after(self.inner)
+        states = mixed.after(self.conv).after(self.A_log, self.dt_bias)
+        inside = cost_of(self.conv, mixed) + Cost(
             kept=kept,
             selective=products,
-            sends=self._sends(tokens, heads),
+            sends=self._sends(states, heads),
             # Beside it the gradients of the states' output, and of x that passes them by.
             working=self._working(tokens, heads) + value * tokens.count * tokens.inner + tokens.bytes(value),
             other=self._flops(tokens),
         )
-        found = cost_of(made, tokens) + inside.beside(tokens.bytes(value))  # the gate's gradient
-        # The gate, both sides of its silu and what it multiplies.
-        found += Cost(kept=tokens.bytes(3 * value), working=tokens.bytes(3 * value))
-        return found + cost_of(self.norm, tokens.times(heads)) + cost_of(self.out, tokens)
+        summed = states.after(self.D)
+        # The gate's gradient; the gate, both sides of its silu and what it multiplies.
+        inside = inside.beside(tokens.bytes(value)) + Cost(
+            kept=tokens.bytes(3 * value), working=tokens.bytes(3 * value)
+        )
+        found = cost_of(made, tokens) + inside.under(summed)
+        found += cost_of(self.norm, summed.times(heads))
+        return found + cost_of(self.out, summed.after(self.norm))
 
     def cache_bytes(self, tokens: Tokens) -> float:
         """Return the bytes that a ``KeyValueCache`` keeps: each row's state, however many tokens it has."""
@@ -179,15 +185,8 @@ class Mamba2(DeclaredModule):
 
     def _sends(self, tokens: Tokens, heads: int) -> tuple[Send, ...]:
         """Return what context ranks tell each other of what their runs make of a state, see ``Runs``."""
-        ranks = self.state.context_size
-        if ranks == 1:
-            return ()
         maps = tokens.rows * 2 * heads * (self.state_dim + 1) * self.head_dim * tokens.inner
-        return (
-            Send("context", "all_gather", maps, again="always", what="states"),
-            Send("context", "all_gather", maps, forward=False, what="states"),
-            Send("context", "reduce_scatter", ranks * maps, forward=False, what="their gradients"),
-        )
+        return states_sends(maps, tokens, self.state)
 
     def _states(self, runs: Runs, x: Tensor, decay: Tensor, b: Tensor, c: Tensor) -> Tensor:
         """Return the outputs of the state space, (B, S, H, P)."""

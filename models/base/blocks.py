@@ -39,7 +39,8 @@ def branch(block: nn.Module, modules: Sequence[nn.Module], tokens: Tokens, *, sc
     if isinstance(inner[0], RMSNorm) and found.kept_input and not tokens.fused:
         # The parts of its input's gradient are added to the residual stream's one by one.
         found = found.beside(-waits)
-    found += sum_costs(inner[1:], tokens)
+    found += sum_costs(inner[1:], tokens.after(inner[0]))
+    made = tokens.after(*inner)
     if isinstance(inner[0], RMSNorm | LayerNorm) and found.kept_input == 0:
         # While the branch runs the residual stream is there, of which the norm has kept a copy.
         found += Cost(making=found.making + waits)
@@ -51,7 +52,7 @@ def branch(block: nn.Module, modules: Sequence[nn.Module], tokens: Tokens, *, sc
             last = cost_of(product, tokens).beside(waits)
             found += Cost(working=last.working, with_gradient=last.with_gradient)
         found += Cost(making=found.making + waits)
-    return (found + sum_costs(after, tokens)).beside(waits)
+    return (found + sum_costs(after, made)).beside(waits)
 
 
 class PreNormBlock(nn.Module):
@@ -83,9 +84,8 @@ class PreNormBlock(nn.Module):
     def cost(self, tokens: Tokens) -> Cost:
         scaled = self.scale != 1
         first = branch(self, [self.attention_norm, self.attention, self.dropout], tokens, scaled=scaled)
-        found = first + branch(self, [self.mlp_norm, self.mlp, self.dropout], tokens, scaled=scaled)
-        # Dropout's backward needs no more than its mask, but to draw that again takes its input.
-        return found if isinstance(self.dropout, Dropout) else found.without_last_sum()
+        tokens = tokens.after(self.attention_norm, self.attention)
+        return first + branch(self, [self.mlp_norm, self.mlp, self.dropout], tokens, scaled=scaled)
 
     def _scaled(self, x_BSD: Tensor) -> Tensor:
         return x_BSD if self.scale == 1 else x_BSD * self.scale
@@ -100,12 +100,15 @@ class AddNormBlock(PreNormBlock):
         return x_BSD
 
     def cost(self, tokens: Tokens) -> Cost:
-        first = branch(self, [self.attention, self.dropout], tokens) + cost_of(self.attention_norm, tokens)
+        first = branch(self, [self.attention, self.dropout], tokens)
+        tokens = tokens.after(self.attention)
+        first += cost_of(self.attention_norm, tokens)
+        tokens = tokens.after(self.attention_norm)
         second = branch(self, [self.mlp, self.dropout], tokens)
         down = getattr(self.mlp, "down", None)
         if isinstance(down, RowParallelLinear):  # the norm keeps the sum with the product
             second += Cost(making=second.making + down.adding(tokens))
-        return first + second + cost_of(self.mlp_norm, tokens)
+        return first + second + cost_of(self.mlp_norm, tokens.after(self.mlp))
 
 
 class RecurrentBlock(nn.Module):
@@ -138,7 +141,8 @@ class RecurrentBlock(nn.Module):
     def cost(self, tokens: Tokens) -> Cost:
         scaled = self.scale != 1
         found = branch(self, [self.mixer_norm, self.mixer], tokens, scaled=scaled)
-        return (found + branch(self, [self.mlp_norm, self.mlp], tokens, scaled=scaled)).without_last_sum()
+        tokens = tokens.after(self.mixer_norm, self.mixer)
+        return found + branch(self, [self.mlp_norm, self.mlp], tokens, scaled=scaled)
 
 
 class PostNormBlock(nn.Module):
@@ -155,6 +159,7 @@ class PostNormBlock(nn.Module):
 
     def cost(self, tokens: Tokens) -> Cost:
         first = branch(self, [self.attention, self.after_attention], tokens)
+        tokens = tokens.after(self.attention, self.after_attention)
         return first + branch(self, [self.mlp, self.after_mlp], tokens)
 
 
@@ -190,7 +195,7 @@ class ParallelBlock(nn.Module):
 
     def cost(self, tokens: Tokens) -> Cost:
         size = tokens.between_blocks(self.attention.state).bytes(tokens.hidden)
-        norms = [cost_of(self.attention_norm, tokens)]
+        norms, normed = [cost_of(self.attention_norm, tokens)], tokens.after(self.attention_norm)
         if self.two_norms:  # both of which keep the same input
             norms += [Cost(kept=-size), cost_of(self.mlp_norm, tokens)]
         first = next((one for _, one in linears(self.mlp)), None)
@@ -198,15 +203,15 @@ class ParallelBlock(nn.Module):
         same = self.attention.qkv.keeps_input and first is not None and first.keeps_input
         shared = same and not self.two_norms and not self.attention.state.sequence
         # The gradient of what the feed-forward was given waits, too.
-        found = (sum(norms, Cost()) + branch(self, [self.attention, self.dropout], tokens)).beside(size)
-        last = branch(self, [self.mlp, self.dropout], tokens)
+        found = (sum(norms, Cost()) + branch(self, [self.attention, self.dropout], normed)).beside(size)
+        normed = tokens.after(self.mlp_norm) if self.two_norms else normed
+        last = branch(self, [self.mlp, self.dropout], normed)
         # While the feed-forward runs, the sum so far is there, and what attention was given.
         given = self.two_norms and not self.attention.qkv.keeps_input
         if shared and isinstance(first, ColumnParallelLinear):  # attention still needs the same input then
             found += Cost(working=first.last_sum(tokens) + size)
         found += Cost(kept=-tokens.bytes(tokens.hidden) * shared) + last
-        found += Cost(making=last.making + size * (1 + given))
-        return found if isinstance(self.dropout, Dropout) else found.without_last_sum()  # see PreNormBlock
+        return found + Cost(making=last.making + size * (1 + given))
 
 
 class SandwichBlock(nn.Module):
@@ -223,8 +228,9 @@ class SandwichBlock(nn.Module):
         return x_BSD
 
     def cost(self, tokens: Tokens) -> Cost:
-        first = branch(self, [self.attention_norm, self.attention, self.after_attention], tokens)
-        return first + branch(self, [self.mlp_norm, self.mlp, self.after_mlp], tokens)
+        before = [self.attention_norm, self.attention, self.after_attention]
+        after = [self.mlp_norm, self.mlp, self.after_mlp]
+        return branch(self, before, tokens) + branch(self, after, tokens.after(*before))
 
 
 Block = PreNormBlock | RecurrentBlock | PostNormBlock | SandwichBlock | ParallelBlock

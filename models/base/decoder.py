@@ -6,6 +6,7 @@ B batch  S sequence  D hidden
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -122,15 +123,19 @@ class Decoder(CausalLM):
     def cost_beside_blocks(self, tokens: Tokens, stage: Stage, *, head_in_loss: bool = False) -> Cost:
         found = sum_costs(self.rotary.values(), tokens) + masks_cost(self.layers, tokens)
         if stage.first:
-            found += sum_costs(self.entry, tokens)
+            found += sum_costs(self.entry, replace(tokens, reached=False))
         if stage.last:
             tied = self.config.tie_word_embeddings
+            further = [*self.predictions(tokens)]
             found += cost_of(self.norm, tokens)
-            count = 1 + len(self.mtp)  # each block's hidden states come after the others, or by themselves
-            for every in [tokens] * count if head_in_loss else [tokens.times(count)]:
+            normed, count = tokens.after(self.norm, *(one for one, _ in further)), 1 + len(further)
+            # Each block's hidden states come after the others, or by themselves; then ``logits`` asks for a
+            # gradient of them.
+            each = [replace(tokens, reached=True)] * count if head_in_loss else [normed.times(count)]
+            for every in each:
                 found += self.embed.project_cost(every) if tied else cost_of(self.head, every)
-            for one in self.mtp.values():
-                found += cost_of(self.embed, tokens) + cost_of(one, tokens)
+            for one, given in further:
+                found += cost_of(self.embed, tokens) + cost_of(one, given)
         return found
 
     def forward(

@@ -46,8 +46,12 @@ class MultiTokenPrediction(nn.Module):
 
     def cost(self, tokens: Tokens) -> Cost:
         return sum_costs((self.enorm, self.hnorm, self.eh_proj, self.norm), tokens) + cost_of(
-            self.block, tokens
+            self.block, self.joined(tokens)
         )
+
+    def joined(self, tokens: Tokens) -> Tokens:
+        """Return the tokens that the block in it is given."""
+        return tokens.after(self.enorm, self.hnorm, self.eh_proj)
 
 
 def multi_token_rules(rules: Iterable[Rule], *, tied: bool) -> list[Rule]:

@@ -215,7 +215,8 @@ def explain_experts(
     found.put_in("E", experts, "experts of a block", "--experts")
     found.put_in("L", layers, "blocks with experts", "--layers")
     found.put_in_link(number_bytes, bandwidth)
-    found.step("held", "E / e", experts / expert, "experts", "of each block are on a rank")
+    unit = "expert" if experts == expert else "experts"
+    found.step("held", "E / e", experts / expert, unit, "of each block on a rank")
     copies = tokens * experts_of_token * hidden * number_bytes
     found.step(
         "copies", "N * k * D * w", copies, "bytes", "are a rank's tokens, once for each of their experts"

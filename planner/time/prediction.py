@@ -45,7 +45,8 @@ class StepTime:
     peak: float
     #: Seconds that each pipeline rank is busy with micro-batches, in order.
     busy: Sequence[float]
-    #: Seconds of each stage's actions of one micro-batch, exposed sends included; ``sending`` between stages.
+    #: Seconds of each stage's actions of one micro-batch, exposed sends included; ``sending``: those in which
+    #: a message to the next stage travels beside them.
     stages: Sequence[Mapping[Kind, float]]
     sending: float
     source: str

@@ -30,13 +30,14 @@ class _Block:
 
 class Computed(NamedTuple):
     """State a block's number, how many are like it, and the seconds in which its forward and its backward
-    compute.
+    compute; ``reached``: whether a backward comes to it.
     """
 
     number: int
     alike: int
     forward: float
     back: float
+    reached: bool
 
 
 class Exchange(NamedTuple):
@@ -121,8 +122,13 @@ class StageTimer:
         micro-batch, from ZeRO 2 on.
         """
         found, state = alone.copy(), self.work.state
-        every = [(self.around(self.model.group(one.number, state), one.forward, one.back), one.alike)
-                 for one in self.blocks(stage)]  # fmt: skip
+        every = [
+            (
+                self.around(self.model.group(one.number, state), one.forward, one.back, reached=one.reached),
+                one.alike,
+            )
+            for one in self.blocks(stage)
+        ]
         if self._has_root(stage):
             every.append((self.around(held().root, 0.0, 0.0, root=True), 1))
         for (forward, inputs, weights), count in every:
@@ -136,7 +142,7 @@ class StageTimer:
         found = []
         for one in stage.alike(self.work.checkpointing, self.work.checkpoint_every):
             block = self._block(one)
-            found.append(Computed(one.number, one.count, block.forward, block.back))
+            found.append(Computed(one.number, one.count, block.forward, block.back, one.reached))
         return found
 
     def _has_root(self, stage: StageCost) -> bool:
@@ -164,9 +170,8 @@ class StageTimer:
                 again += self.kernels.scores(cost)
             found.add("inputs", "recompute", again)
             back += again
-            for send in cost.sends:
-                if send.again == "always" or (send.again == "full" and mode != "selective"):
-                    found.add("inputs", send.axis, self._send(send, mode))
+            for send in cost.sent_again(mode):
+                found.add("inputs", send.axis, self._send(send, mode))
         if layout.expert > 1:
             size = exchanged(block, work.tokens.bytes(work.hidden))
             seconds = 2 * self.links.seconds("expert", "all_to_all", size, 1)
@@ -194,8 +199,6 @@ class StageTimer:
             found.add("weights", "compute", computed.weights)
         beside = {"tensor": computed.weights / 2, "context": self.kernels.scores(cost)}
         for send in cost.sends:
-            if not send.forward and not reached:
-                continue
             seconds = self._send(send, mode)
             hides = send.kind == "exchange" or (
                 send.axis == "tensor" and not send.forward and send.kind != "all_gather"
@@ -236,13 +239,13 @@ class StageTimer:
             found.add("weights", "compute", self.kernels.moved(group.trained * reads), times)
 
     def around(
-        self, group: Group, forward: float, backward: float, root: bool = False
+        self, group: Group, forward: float, backward: float, *, root: bool = False, reached: bool = True
     ) -> tuple[float, float, float]:
         """Return the exposed seconds of what FSDP exchanges for a group at every micro-batch."""
         gathers, replicas = self._rounds[root]
         return self.exchange(group).around(
             forward, backward, self.links,
-            zero=self.layout.zero, apart=self.in_two, replicas=replicas, gathers=gathers,
+            zero=self.layout.zero, apart=self.in_two, replicas=replicas, gathers=gathers * reached,
         )  # fmt: skip
 
     @cached_property

@@ -13,7 +13,8 @@ Exposed is what nothing else is computed beside:
 - data: gathers of weights and sums of gradients run beside the blocks before and after, as far as these take
   long enough; with a pipeline the sums of ZeRO 0 and 1 come after the last micro-batch, where nothing hides
   them.
-- pipeline: what stages send to each other is in the timetable.
+- pipeline: what stages send to each other is in the timetable. A CPU's rank computes nothing while it waits
+  for a message or takes it.
 """
 
 from __future__ import annotations
@@ -156,6 +157,23 @@ class StepTimer:
             return 0.0
         return self.links.seconds("pipeline", "send", self.work.between_stages, 1)
 
+    @cached_property
+    def _with_messages(self) -> tuple[list[Mapping[Kind, float]], float]:
+        """Return the seconds of each stage's actions, and those of a message that travels beside them.
+
+        On a CPU no message does: an action takes longer by the one that another rank sends to it.
+        """
+        costs: list[Mapping[Kind, float]] = [one.costs for one in self._stages]
+        home = self.layout.rank_of_stage
+        if self.machine.asynchronous:
+            return costs, self._sending
+        found: list[Mapping[Kind, float]] = []
+        for stage, one in enumerate(costs):
+            forward = self._sending * (stage > 0 and home(stage - 1) != home(stage))
+            back = self._sending * (stage + 1 < len(costs) and home(stage + 1) != home(stage))
+            found.append({"F": one["F"] + forward, "I": one["I"] + back, "W": one["W"], "B": one["B"] + back})
+        return found, 0.0
+
     def time(self, *, checkpoint: float = 0.0) -> StepTime:
         """Predict a step. ``checkpoint``: seconds that saving adds to a step, on average."""
         layout, rounds, busy = self.layout, self.work.micro_batches, self._busy
@@ -168,7 +186,7 @@ class StepTimer:
         if layout.pipeline > 1:
             alone = self._length(costs_of, 0.0)
             parts["bubble"] = max(0.0, alone - busy[slowest])
-            parts["pipeline"] = self._length(costs_of, self._sending) - alone
+            parts["pipeline"] = self._length(*self._with_messages) - alone
         parts["data"] += self._exchange
         parts["optimizer"] = self._updates
         parts["checkpoint"] = checkpoint
@@ -176,7 +194,7 @@ class StepTimer:
         tokens = self.work.micro_batch * rounds * layout.data * self.work.sequence_length
         return StepTime(
             parts, tokens, layout.world, flops, self.machine.stated or self.machine.peak(self.dtype), busy,
-            costs_of, self._sending, self.machine.efficiency.source,
+            *self._with_messages, self.machine.efficiency.source,
         )  # fmt: skip
 
     def least(self) -> float:
@@ -214,6 +232,7 @@ class StepTimer:
                 zero=layout.zero,
                 apart=self.timer.in_two,
                 replicas=1 / rounds,
+                gathers=int(one.reached),
             )
             more += one.alike * sum(around)
         return (self._longest[0] + rounds * more) * _ROUNDED

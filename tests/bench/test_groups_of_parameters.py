@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 
-import pytest
 import torch
 from trilith.bench import groups_of_parameters
 from trilith.models import family_of
@@ -20,7 +19,7 @@ def _slow_gathers_and_sums() -> tuple[dict[str, float], dict[str, float], bool]:
     """
     state = ParallelState.start(Layout.of(data=2, zero=3))
     family = family_of(TINIEST_LLAMA)
-    model = family.build(family.from_hf(TINIEST_LLAMA), state=state)
+    model = family.build(family.from_hf(TINIEST_LLAMA), state=state, device="cpu")
     shard_over_data(model, state, Precision())
     initialize(model, 0, state=state)
     modules = engine.fsdp_modules(model.layers)
@@ -60,10 +59,10 @@ def test_a_clock_holds_what_blocks_gather_and_sum_meanwhile_and_nothing_else() -
 
 
 def _tiny_exchanges() -> tuple[dict[str, float], int]:
-    return groups_of_parameters._exchanges(2, 16)
+    return groups_of_parameters._exchanges(2, 16, rounds=1)
 
 
-def test_each_kind_of_collective_is_timed_for_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_kind_of_collective_is_timed_for_a_block() -> None:
     for found, size in run_parallel(_tiny_exchanges, 2, timeout=200):
         assert set(found) == {"all_gather", "reduce_scatter", "all_reduce"}
         assert found["all_gather"] > 0 and found["reduce_scatter"] > 0

@@ -129,10 +129,10 @@ def test_a_module_of_ones_own_sends_what_its_layers_say() -> None:
 
 def test_a_backward_gives_back_what_a_module_kept_before_it_comes_to_those_before() -> None:
     one, other = Cost(kept=1, working=5, making=2), Cost(kept=3, working=1, making=4)
-    assert one + other == Cost(kept=4, working=2, making=4)
-    assert other + one == Cost(kept=4, working=5, making=3)
-    assert one.beside(2) + other == Cost(kept=4, working=4, making=4)
-    assert sum_costs([nn.Identity(), nn.ReLU()], Tokens(1, 2, 3)) == Cost(kept=24, working=48)
+    assert one + other == Cost(kept=4, working=2, making=4, repeated=0)
+    assert other + one == Cost(kept=4, working=5, making=3, repeated=0)
+    assert one.beside(2) + other == Cost(kept=4, working=4, making=4, repeated=0)
+    assert sum_costs([nn.Identity(), nn.ReLU()], Tokens(1, 2, 3)) == Cost(kept=24, working=48, repeated=0)
 
 
 def sums_of_a_step(layout: Layout) -> list[tuple[int, int]]:

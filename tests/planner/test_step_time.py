@@ -223,6 +223,30 @@ def test_a_collective_in_a_block_of_a_cpu_takes_longer_and_nothing_hides_it() ->
     assert slow["data"] > fast["data"]
 
 
+def test_a_rank_of_a_cpu_computes_nothing_while_it_takes_a_message() -> None:
+    """Under GPipe the last stage has more to do, so its rank takes one message after the other, and the first
+    stage takes the last gradient.
+    """
+    gpu = replace(H100, efficiency=replace(H100.efficiency, launch=0.0))
+    cpu, sizes = replace(gpu, asynchronous=False), {"schedule": "gpipe", "compiled": False}
+    beside, taken = (
+        predicted("llama-3.2-1b", Layout.of(pipeline=2), one, micro_batches=6, **sizes) for one in (gpu, cpu)
+    )
+    assert taken.sending == 0 < beside.sending
+    assert beside.parts["pipeline"] == pytest.approx(2 * beside.sending)
+    assert taken.parts["pipeline"] == pytest.approx((6 + 1) * beside.sending)
+    layout = Layout.of(pipeline=2, virtual_stages=2, v_shape=True)  # stages 1 and 2 are on one rank
+    zbv = predicted("llama-3.2-1b", layout, cpu, schedule="zbv", compiled=False)
+    whole = predicted("llama-3.2-1b", layout, gpu, schedule="zbv", compiled=False)
+    more = [
+        {kind: one[kind] - other[kind] for kind in ("F", "I", "W", "B")}
+        for one, other in zip(zbv.stages, whole.stages, strict=True)
+    ]
+    sent = whole.sending
+    for found, forward, back in zip(more, (0, sent, 0, sent), (sent, 0, sent, 0), strict=True):
+        assert found == pytest.approx({"F": forward, "I": back, "W": 0, "B": back}, abs=1e-12)
+
+
 def test_context_ranks_compute_attention_again_under_selective_checkpointing() -> None:
     """One context rank keeps attention's result, several do not (``spare_memory``)."""
     alone, two = (

@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from trilith.cli.app import run as command
-from trilith.parallel_state import BadInput
+from trilith.models import family_of
+from trilith.parallel_state import BadInput, Layout, ParallelState
+from trilith.pipeline.runner import schedule_of_model
 from trilith.recipes.recipe import parse_recipe
 from trilith.testing.short_runs import losses, tiny_recipe, train, whole_tensors, write_tokens
 from trilith.testing.tiny_models import TINY_GLM, TINY_LLAMA
@@ -51,3 +54,29 @@ def test_a_factor_and_blocks_come_together(
     raw = tiny_recipe(tmp_path / "run", tmp_path / "none") | {"model": model} | more
     with pytest.raises(BadInput, match=words):
         plan(parse_recipe(raw))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"num_nextn_predict_layers": 2}, "with multi-token prediction in 2 blocks"),
+        ({"tie_word_embeddings": True}, "with multi-token prediction with a tied embedding"),
+    ],
+)
+@pytest.mark.parametrize("schedule", ["zbv", "dualpipev", "interleaved-zero-bubble"])
+def test_what_a_backward_in_two_parts_would_go_through_twice_is_refused(
+    fields: dict[str, Any], words: str, schedule: str
+) -> None:
+    layout = Layout.of(pipeline=2, virtual_stages=2, v_shape=schedule != "interleaved-zero-bubble")
+    family = family_of(TINY_GLM)
+    config = family.from_hf(TINY_GLM | {"num_hidden_layers": 4, "mtp": True} | fields)
+    model = family.build(config, state=ParallelState.stand_in(layout))
+    with pytest.raises(BadInput) as error:
+        schedule_of_model(
+            model, lambda a, b: a, name=schedule, microbatches=4, shape=(1, 8), dtype=torch.float32
+        )
+    said = str(error.value)
+    assert said.startswith(
+        f"layout: schedule: expected gpipe, 1f1b or interleaved {words}, found {schedule}. "
+    )
+    assert "\n" not in said
