@@ -87,6 +87,8 @@ def memory_of(
     most, worst, elsewhere = -inf, None, {True: -inf, False: -inf}
     zero, alone, several = work.layout.zero, holds_alone(work), work.micro_batches > 1
     added = adds_at_once(zero, alone, several, work.compute, work.reduce)
+    # Elsewhere the largest gradient of a block counts among those that its backward leaves.
+    counted = 0 if added else inf if alone else held.largest_of_blocks * work.compute
     for one in needs or needs_of_rank(work, stages):
         in_loss = one.place == "loss"
         if one.absent:
@@ -96,7 +98,7 @@ def memory_of(
             if total > elsewhere[in_loss]:  # otherwise it is less anyway
                 total -= sum(early.missing(one.absent, one.first))
         else:
-            total = (one.adding if added else one.bytes) + shared[one.place, one.stage]
+            total = max(one.bytes, one.adding - counted) + shared[one.place, one.stage]
         if total > elsewhere[in_loss]:
             elsewhere[in_loss] = total
             if total > most:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from ..parallel_state import BUFFER_DTYPE
 from ..pipeline.schedule_kinds import schedule_kind
 from .rank_parameters import RankParameters
 from .step_shape import Work
@@ -33,10 +34,14 @@ def holds_alone(work: Work) -> bool:
 
 def gathered_bytes(work: Work, held: RankParameters) -> int:
     """Return the bytes of the weights that a rank computes with, where they are not the stored ones. With
-    offload they are others even without ZeRO.
+    offload they are others even without ZeRO; otherwise only those that are stored in another dtype, as the
+    frozen weights beside adapters are not.
     """
     if not work.layout.zero and not work.offload:
-        return held.every.here * work.compute if work.compute != work.master else 0
+        every = held.every
+        frozen, stored = every.here - every.trained, every.fixed_bytes - every.buffers * BUFFER_DTYPE.itemsize
+        cast = every.trained * (work.compute != work.master)
+        return (cast + frozen * (stored != frozen * work.compute)) * work.compute
     return (held.every if work.layout.zero < 3 else held.root).here * work.compute
 
 

@@ -219,6 +219,8 @@ CASES = [
         torch.bfloat16,
         lora=LORA,
     ),
+    # The frozen weights are computed with as they are stored.
+    Case("wide", Layout(), MemorySection(checkpointing="full"), torch.bfloat16, lora=LORA),
     Case("llama", Layout.of(context=2, zero=1, ring=True), MemorySection(checkpointing="selective")),
     Case("llama", Layout.of(pipeline=2, **LOOP), micro_batches=4, schedule="interleaved"),
     Case("llama", Layout.of(pipeline=2, **LOOP), micro_batches=4, schedule="interleaved-zero-bubble"),
