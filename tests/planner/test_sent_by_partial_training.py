@@ -110,6 +110,10 @@ QUICK = [
     partial("lora of attention", data=2),
     partial("the output layer", pipeline=2, data=2, zero=3, rounds=5),
     partial("one block", pipeline=2, data=2, zero=3, chunk=5, rounds=3),
+    partial("one block", schedule="zbv", rounds=4, pipeline=2, data=2, zero=3, **V),
+    partial(
+        "one block", schedule="interleaved", rounds=4, blocks=8, pipeline=2, data=2, zero=3, virtual_stages=4
+    ),
     # Its last stage also looks tokens up.
     *(partial("all but the embedding", "mtp", mode, tensor=2, sequence=True) for mode in MODES),
     partial("the output layer", "mtp", "full", tensor=2, sequence=True),
