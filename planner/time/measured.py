@@ -60,10 +60,13 @@ def machine_from_bench(path: str | Path, *, gpus_per_node: int | None = None) ->
             whole = _figure(speed, f"module, checkpointing {measured}: us", path) / 1e6
             again[mode] = max(0.0, whole - module)
         if links:
-            kinds = {"collective in a block": collectives, "exchange around a ring": exchanges}
-            for name, waits in kinds.items():
+            # Alone an all-reduce of next to nothing is two messages, and an exchange is one.
+            for name, waits, alone in (
+                ("collective in a block", collectives, small),
+                ("exchange around a ring", exchanges, small / 2),
+            ):
                 whole = _figure(links, f"{name}, checkpointing {measured}: us", path, zero=True) / 1e6
-                waits[mode] = max(0.0, whole - small)
+                waits[mode] = max(0.0, whole - alone)
     groups = {
         kind: Link("measured", rate=_figure(links, f"{word} of a block: GB/s", path) * 1e9,
                    latency=_figure(links, f"{word} of a tiny block: us", path, zero=True) / 1e6)
