@@ -70,7 +70,7 @@ def _first_backward(work: Work, held: RankParameters, key: SharedKey) -> FirstBa
     for place, stage in shared:  # those that exist by then, besides those of blocks behind
         if place == "entry":
             shared[place, stage] += root
-        elif place not in ("gather", "loss"):
+        elif place not in ("forward", "first forward", "loss"):
             shared[place, stage] += size * held.exit * (stage == len(held.stages) - 1)
         if place in ("last block", "block"):
             shared[place, stage] += size * held.largest_of_blocks

@@ -172,6 +172,10 @@ def needs_of_rank(
         first = len(early) == len(parts)
         for name, beside, adding, left in parts[at].needs(kind, at in early):
             absent: tuple[int, ...] = ()
+            if name == "first forward":  # only a part of one micro-batch is there
+                absent, size = tuple(part.blocks for part in parts), kept[at]
+                found[name, at, absent] = Need(name, at, size, 0, size + beside, size + adding, absent, True)
+                continue
             if early:
                 absent = tuple(
                     left if place == at else part.blocks * (place in early)

@@ -15,13 +15,14 @@ from ..pipeline.schedule_kinds import schedule_kind
 from .rank_parameters import RankParameters
 from .step_shape import Work
 
-#: Instants of a micro-batch on a stage: when a forward has gathered the last block; in the loss; in the
-#: backward of the output layer, of the stage's last block, of another block; after that of a block; in that
-#: of the embedding. Then those of a backward in two parts: in the first part, and at the start and the end of
-#: the second one. The model's first stage computes all of a backward in the second part, and sums no gradient
-#: before its end: its last block, others, its end.
+#: Instants of a micro-batch on a stage: in the last block's forward, in that of a step's first micro-batch
+#: with ZeRO 1 and 2, which gather only then; in the loss; in the backward of the output layer, of the
+#: stage's last block, of another block; after that of a block; in that of the embedding. Then those of a
+#: backward in two parts: in the first part, and at the start and the end of the second one. The model's first
+#: stage computes all of a backward in the second part, and sums no gradient before its end: its last block,
+#: others, its end.
 Place = Literal[
-    "gather", "loss", "head", "last block", "block", "sum", "entry",
+    "forward", "first forward", "loss", "head", "last block", "block", "sum", "entry",
     "inputs", "weights", "weights made",
     "unsummed last block", "unsummed block", "unsummed end",
 ]  # fmt: skip
@@ -140,8 +141,9 @@ def places_shared(
     found: dict[tuple[Place, int], float] = {}
     for place, (here, trained) in enumerate(held.sums_of_stages):
         exit = held.exit * (place == len(held.stages) - 1)  # the model's last stage is its rank's last one
-        # FSDP keeps what it received for this block and for the one before.
-        found["gather", place] = held.largest_block * compute * (2 + (zero == 3)) * (zero > 0)
+        # FSDP keeps what it received for a block until it has gathered the next one.
+        found["forward", place] = 2 * gathered
+        found["first forward", place] = held.largest_block * compute * (zero in (1, 2))
         found["loss", place] = 0
         found["head", place] = (0 if first else exit * compute) + gathered
         found["last block", place] = before = 2 * gathered + one + exit * made + tied

@@ -44,9 +44,9 @@ class StageInstants:
         dropped = sum(cost.kept - saved.kept for cost, saved in self.further)
         self.exit = stage.exit - dropped
         self.kept = stage.beside.kept - dropped + sum(one.count * saved.kept for one, saved in self.every)
-        if self.cut:
-            # Torch keeps a stage's output until the end of its backward: on a pipeline's last one the logits.
-            self.kept += self.logits or work.between_stages
+        # Torch keeps a stage's output until the end of its backward: on a pipeline's last one the logits.
+        self.given = self.cut * (self.logits or work.between_stages)
+        self.kept += self.given
         if given:
             self.kept -= work.between_stages  # its input is the output of the stage before
         self.halfway = 0.0
@@ -112,8 +112,11 @@ class StageInstants:
                 given = self.work.between_stages if self.cut and self.stage.loss is None else 0.0
                 yield "last block", sizes[0] - given, sizes[1] - given, left
                 yield "sum", done, done, left
-                if first and not self.cut:
-                    yield "gather", done, done, left
+                # In the last block's forward what the stage gives is not there yet; then it is.
+                made = max(one.cost.making, self.work.between_blocks) - freed - self.given
+                made = max(made, 0.0 if self.cut else self.logits)
+                yield "forward", made, made, left
+                yield "first forward", made, made, self.blocks
                 if one.count > 1:
                     yield "block", sizes[0] - saved.kept, sizes[1] - saved.kept, left - first
             if first:  # gradients may be more than activations: then the worst instant is late

@@ -47,6 +47,8 @@ GLM = LLAMA | {
     "num_experts_per_tok": 2,
     "num_key_value_heads": 8,
 }
+#: Its experts are most of its memory.
+WIDE_EXPERTS = GLM | {"moe_intermediate_size": 512, "num_hidden_layers": 3}
 #: Its vocabulary takes 768 rows on 3 ranks.
 THREE = LLAMA | {"vocab_size": 503, "num_attention_heads": 6, "intermediate_size": 225, "head_dim": 10}
 #: Its weights are more than its activations, so that its worst instant is a sum over the data ranks.
@@ -88,6 +90,7 @@ CONFIGS = {
     "wide": WIDE,
     "gpt2": GPT2,
     "glm4_moe": GLM,
+    "wide_experts": WIDE_EXPERTS,
     "gemma2": GEMMA2,
 }
 LENGTH = 128
@@ -221,6 +224,8 @@ CASES = [
     ),
     # The frozen weights are computed with as they are stored.
     Case("wide", Layout(), MemorySection(checkpointing="full"), torch.bfloat16, lora=LORA),
+    # The worst instant is the first forward, with what FSDP has received for the last block.
+    Case("wide", Layout.of(data=2, zero=2), compute=torch.bfloat16, micro_batch=1, lora=LORA),
     Case("llama", Layout.of(context=2, zero=1, ring=True), MemorySection(checkpointing="selective")),
     Case("llama", Layout.of(pipeline=2, **LOOP), micro_batches=4, schedule="interleaved"),
     Case("llama", Layout.of(pipeline=2, **LOOP), micro_batches=4, schedule="interleaved-zero-bubble"),
@@ -284,6 +289,11 @@ SLOW = [
         if (zero, compute, number) != (2, torch.bfloat16, 1)
     ),
     *(Case(model, Layout(), micro_batches=1) for model in ("deepseek_v3", "gpt_oss")),
+    Case("wide", Layout.of(data=2, zero=1), micro_batch=1, lora=LORA),
+    *(
+        Case("wide_experts", Layout.of(data=2, zero=zero), micro_batch=1, micro_batches=number)
+        for zero, number in ((2, 1), (2, 3), (3, 3))
+    ),
     Case("wide", Layout(), MemorySection(checkpointing="full"), micro_batches=1),
     Case("wide", Layout(), MemorySection(loss_chunk=64), torch.bfloat16, micro_batches=1),
     Case("llama", Layout.of(pipeline=2, **LOOP), micro_batches=2, schedule="interleaved"),
