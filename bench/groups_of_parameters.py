@@ -63,7 +63,7 @@ def _exchanges(world: int, width: int, rounds: int = _ROUNDS) -> tuple[dict[str,
         every.append({
             "all_gather": spent["all_gather"] / 2 / len(blocks),  # in forward and in backward
             "reduce_scatter": spent["reduce_scatter"] / len(blocks),
-            "all_reduce": more / len(blocks),
+            "all_reduce": more / len(engine.fsdp_modules(whole)),  # the root's too
         })  # fmt: skip
     found = {kind: median(one[kind] for one in every[2:]) for kind in every[0]}
     block = _model(width, ParallelState.alone()).layers["0"]

@@ -1,4 +1,4 @@
-"""Describe the tokens that a module is given, of which its cost follows."""
+"""Describe the tokens that a module is given, from which its cost follows."""
 
 from __future__ import annotations
 
@@ -51,7 +51,9 @@ class Tokens:
         return replace(self, rows=self.rows * number)
 
     def after(self, *parts: nn.Module | nn.Parameter) -> Tokens:
-        """Return the tokens as these modules, or parameters, give them: a backward comes to trained ones."""
+        """Return the tokens that these modules, or products with these parameters, make: a backward comes to
+        them if one of the parameters is trained.
+        """
         if self.reached:
             return self
         every = ([one] if isinstance(one, nn.Parameter) else one.parameters() for one in parts)

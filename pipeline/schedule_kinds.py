@@ -85,13 +85,13 @@ def check_predictions(name: str, layout: Layout, blocks: int, *, tied: bool) -> 
     """
     if layout.pipeline == 1 or not schedule_kind(name).two_backwards or blocks < 1 + (not tied):
         return
-    what = "with a tied embedding" if tied else f"in {blocks} blocks"
+    what = "a tied embedding" if tied else f"{blocks} blocks"
     raise BadInput(
         "layout",
         "schedule",
-        expected=f"gpipe, 1f1b or interleaved with multi-token prediction {what}",
+        expected=f"a whole backward, because multi-token prediction with {what} uses the embedding twice",
         found=name,
-        todo="Its backward comes in two parts, and the last stage would use the embedding more than once",
+        todo="Choose gpipe, 1f1b or interleaved, or one block of prediction without a tied embedding",
     )
 
 

@@ -181,10 +181,10 @@ def needs_of_rank(
                     left if place == at else part.blocks * (place in early)
                     for place, part in enumerate(parts)
                 )
+            need = Need(name, at, held, messages, held + beside, held + adding, absent, first)
             before = found.get((name, at, absent))
-            if before is not None:  # of another kind of blocks
-                beside, adding = max(beside, before.bytes - held), max(adding, before.adding - held)
-            found[name, at, absent] = Need(
-                name, at, held, messages, held + beside, held + adding, absent, first
-            )
+            if before is not None:  # of another kind of blocks, or of another micro-batch
+                most = max(before, need, key=lambda one: one.bytes)
+                need = most._replace(adding=max(before.adding, need.adding))
+            found[name, at, absent] = need
     return [*found.values()]

@@ -217,5 +217,6 @@ def _of_module(work: Work, model: nn.Module, loss: Cost | None) -> StageCost:
             "plan", "loss", expected="a Cost: the bytes that your loss keeps and sends", found="none",
             todo="Our loss's Cost is cross_entropy_cost(work.tokens, vocabulary, state=work.state)",
         )  # fmt: skip
-    given = replace(work.tokens, reached=number > 0)
+    # In which order a module uses its parameters is not known: the backward may come to all.
+    given = replace(work.tokens, reached=number > 0 or any(one.requires_grad for one in model.parameters()))
     return StageCost(number == 0, {}, cost_of(model, given), frozenset(), loss if last else None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from ..layers import checkpointed
 from ..pipeline.schedule_actions import Kind
@@ -12,8 +13,16 @@ from .shared_in_step import Place
 from .stage_costs import StageCost
 from .step_shape import Work
 
-#: An instant of an action, with the bytes that it needs, and these with a gradient that is added.
-Instant = tuple[Place, float, float, int]
+
+class Instant(NamedTuple):
+    """State an instant of an action: the bytes that it needs beside the kept activations, the same with a
+    gradient that is added, and how many blocks have no gradients yet.
+    """
+
+    place: Place
+    bytes: float
+    adding: float
+    absent: int
 
 
 class StageInstants:
@@ -58,10 +67,7 @@ class StageInstants:
         self._needs: dict[tuple[Kind, bool], list[Instant]] = {}
 
     def needs(self, kind: Kind, first: bool) -> list[Instant]:
-        """Return the instants of an action, each with the bytes that it needs beside the kept activations,
-        the same with a gradient that is added, and how many blocks have no gradients: none, but in the
-        ``first`` backward.
-        """
+        """Return the instants of an action. Blocks have no gradients yet only in the ``first`` backward."""
         if (kind, first) not in self._needs:
             self._needs[kind, first] = [*self._instants(kind, first)]
         return self._needs[kind, first]
@@ -70,21 +76,21 @@ class StageInstants:
         stage, loss = self.stage, self.stage.loss
         if kind == "F" and loss is not None:
             working = loss.working + (0.0 if self.cut and self.logits else loss.kept)
-            yield "loss", working, working, self.blocks * first
+            yield Instant("loss", working, working, self.blocks * first)
         elif kind == "I":
             most = self._in_first_part()
-            yield "inputs", most, most, 0
+            yield Instant("inputs", most, most, 0)
         elif kind == "W" and not stage.first:
-            yield "weights", 0.0, 0.0, 0
-            yield "weights made", -self.halfway, -self.halfway, 0
+            yield Instant("weights", 0.0, 0.0, 0)
+            yield Instant("weights made", -self.halfway, -self.halfway, 0)
         elif kind == "W":  # the model's first stage computes all of its backward now
             names: dict[Place, Place] = {
                 "last block": "unsummed last block", "block": "unsummed block", "entry": "unsummed end"
             }  # fmt: skip
-            yield "weights", 0.0, 0.0, 0
+            yield Instant("weights", 0.0, 0.0, 0)
             for place, size, adding, _ in self._in_backward(first=False):
                 if place in names:
-                    yield names[place], size, adding, 0
+                    yield Instant(names[place], size, adding, 0)
         else:
             yield from self._in_backward(first)
 
@@ -93,38 +99,40 @@ class StageInstants:
         every = self.blocks * first
         if self.logits:
             head = self.work.tokens.bytes(self.work.hidden) + (0.0 if self.cut else self.logits)
-            yield "head", head, head, every
+            yield Instant("head", head, head, every)
         beside = self.stage.beside
         ends = [Saved(0.0, beside.working, max(beside.working, beside.with_gradient))]
         ends += [saved for _, saved in self.further]
         working = max(saved.recomputed for saved in ends)
         if working:
-            yield "last block", working, max(saved.with_gradient for saved in ends), every
+            yield Instant("last block", working, max(saved.with_gradient for saved in ends), every)
         last = max((one.numbers[-1] for one, _ in self.every), default=-1)
         for one, saved in self.every:
             freed, behind = self._freed(one.numbers[-1])
             left, done = every - behind * first, -freed - saved.kept
             sizes = saved.recomputed - freed, saved.with_gradient - freed
             if one.numbers[-1] != last:
-                yield "block", *sizes, left
+                yield Instant("block", *sizes, left)
             else:
                 # In a pipeline the gradient of a stage's output is a message.
                 given = self.work.between_stages if self.cut and self.stage.loss is None else 0.0
-                yield "last block", sizes[0] - given, sizes[1] - given, left
-                yield "sum", done, done, left
+                yield Instant("last block", sizes[0] - given, sizes[1] - given, left)
+                yield Instant("sum", done, done, left)
                 # In the last block's forward what the stage gives is not there yet; then it is.
                 made = max(one.cost.making, self.work.between_blocks) - freed - self.given
                 made = max(made, 0.0 if self.cut else self.logits)
-                yield "forward", made, made, left
-                yield "first forward", made, made, self.blocks
+                yield Instant("forward", made, made, left)
+                yield Instant("first forward", made, made, self.blocks)
                 if one.count > 1:
-                    yield "block", sizes[0] - saved.kept, sizes[1] - saved.kept, left - first
+                    yield Instant("block", sizes[0] - saved.kept, sizes[1] - saved.kept, left - first)
             if first:  # gradients may be more than activations: then the worst instant is late
                 freed, behind = self._freed(one.numbers[0])
-                yield "sum", -freed - saved.kept, -freed - saved.kept, every - behind
+                yield Instant("sum", -freed - saved.kept, -freed - saved.kept, every - behind)
                 if one.count > 1:
-                    yield "block", saved.recomputed - freed, saved.with_gradient - freed, every - behind
-        yield "entry", -self.kept, -self.kept, 0
+                    yield Instant(
+                        "block", saved.recomputed - freed, saved.with_gradient - freed, every - behind
+                    )
+        yield Instant("entry", -self.kept, -self.kept, 0)
 
     def _in_first_part(self) -> float:
         """Return the most bytes beside the kept activations in a backward's first part, which frees none.

@@ -184,7 +184,7 @@ def _check_mtp(recipe: Recipe, config: ModelConfig, where: str) -> None:
     factor, blocks = recipe.model.mtp, config.mtp_blocks
     name = recipe.pipeline_schedule
     if blocks and recipe.layout.pipeline > 1 and schedule_kind(name).two_backwards:
-        expected = "gpipe, 1f1b or interleaved with model.mtp: others go back through its loss twice"
+        expected = "gpipe, 1f1b or interleaved with model.mtp: no recipe with it is tested under others"
         raise BadInput("recipe", "layout.schedule", expected=expected, found=name)
     if (factor is None) == (blocks == 0) and (recipe.lora is None or not blocks):
         return

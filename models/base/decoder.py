@@ -129,8 +129,8 @@ class Decoder(CausalLM):
             further = [*self.predictions(tokens)]
             found += cost_of(self.norm, tokens)
             normed, count = tokens.after(self.norm, *(one for one, _ in further)), 1 + len(further)
-            # Each block's hidden states come after the others, or by themselves; then ``logits`` asks for a
-            # gradient of them.
+            # Each block's hidden states come after the others, or by themselves to a loss in chunks, which
+            # always computes their gradient.
             each = [replace(tokens, reached=True)] * count if head_in_loss else [normed.times(count)]
             for every in each:
                 found += self.embed.project_cost(every) if tied else cost_of(self.head, every)

@@ -73,7 +73,8 @@ def _do_nothing(async_op: bool = False) -> None:
 @contextmanager
 def clocked(modules: Iterable[FSDPModule]) -> Iterator[dict[str, float]]:
     """Add up the seconds in which these modules gather weights, ``all_gather``, and sum gradients,
-    ``reduce_scatter``, meanwhile: FSDP's copies before and after, and the wait for late ranks, included.
+    ``reduce_scatter``, while the ``with`` block runs: FSDP's copies before and after, and the wait for late
+    ranks, included.
     """
     spent = {"all_gather": 0.0, "reduce_scatter": 0.0}
     kinds = {"unshard": "all_gather", "wait_for_unshard": "all_gather", "post_backward": "reduce_scatter"}

@@ -88,9 +88,15 @@ def enter(call: Call) -> None:
     host = dist.TCPStore("127.0.0.1", call.port, is_master=False, wait_for_workers=False, timeout=timeout)
     store = dist.PrefixStore(call.prefix, host)
     dist.init_process_group("gloo", store=store, rank=call.rank, world_size=call.world, timeout=timeout)
-    # A rank that ended now would close connections on which others still wait, and their start would fail.
-    store.set(f"joined/{call.rank}", "")
-    store.wait([f"joined/{rank}" for rank in range(call.world)], timeout)
+    wait_for_all(store, call.rank, call.world, timeout)
+
+
+def wait_for_all(store: dist.Store, rank: int, world: int, timeout: timedelta) -> None:
+    """Return when all ranks have called this. A rank that ended before would close connections on which
+    others still wait, and their start would fail.
+    """
+    store.set(f"joined/{rank}", "")
+    store.wait([f"joined/{other}" for other in range(world)], timeout)
 
 
 def _leave() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from itertools import cycle
 
+import pytest
 import torch
 from trilith.bench import groups_of_parameters
 from trilith.models import family_of
@@ -59,11 +61,16 @@ def test_a_clock_holds_what_blocks_gather_and_sum_meanwhile_and_nothing_else() -
 
 
 def _tiny_exchanges() -> tuple[dict[str, float], int]:
-    return groups_of_parameters._exchanges(2, 16, rounds=1)
+    """Time one round in which the sums of a model's groups add 7 s."""
+    seconds = cycle((7.0, 0.0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(groups_of_parameters, "seconds_of", lambda work, device: (work(), next(seconds))[1])
+        return groups_of_parameters._exchanges(2, 16, rounds=1)
 
 
 def test_each_kind_of_collective_is_timed_for_a_block() -> None:
     for found, size in run_parallel(_tiny_exchanges, 2, timeout=200):
         assert set(found) == {"all_gather", "reduce_scatter", "all_reduce"}
         assert found["all_gather"] > 0 and found["reduce_scatter"] > 0
+        assert found["all_reduce"] == 1  # six blocks, and the root
         assert size == 4 * (4 * 16 * 16 + 3 * 16 * 44 + 2 * 16)

@@ -45,6 +45,7 @@ V: dict[str, Any] = {"virtual_stages": 2, "v_shape": True}
 class Partial:
     name: str
     case: Case
+    blocks: int
 
     def __str__(self) -> str:
         one = self.case
@@ -52,6 +53,8 @@ class Partial:
             self.name,
             one.schedule,
             f"{one.layout}",
+            f"{self.blocks}_blocks",
+            f"{one.samples}_samples",
             one.memory.checkpointing,
             f"{one.memory.loss_chunk}",
         )
@@ -83,7 +86,7 @@ def partial(
         memory=MemorySection.model_validate({"checkpointing": mode, "loss_chunk": chunk}),
         **TRAINS[trains],
     )
-    return Partial(f"{model}-{trains}", case)
+    return Partial(f"{model}-{trains}", case, blocks)
 
 
 #: Each kind of training with tensor ranks and with ZeRO 3, each mode of checkpointing with both.
@@ -217,3 +220,8 @@ def test_a_step_sends_what_is_planned(
 ) -> None:
     for sent, planned in found(one):
         assert sent == planned
+
+
+def test_each_case_has_a_name_of_its_own() -> None:
+    every = [str(one) for one in (*QUICK, *SLOW)]
+    assert len({*every}) == len(every)

@@ -5,6 +5,7 @@ import signal
 import sys
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from trilith.parallel_state import BadCheckpoint
 from trilith.testing import RankError, run_fresh
 from trilith.testing.ranks.fresh_worker import leave
 from trilith.testing.ranks.processes import templates
+from trilith.testing.ranks.worker import wait_for_all
 
 MARK = {"set": False}
 
@@ -66,11 +68,6 @@ def start_own_group():
     dist.destroy_process_group()
 
 
-def report_who_joined():
-    store = dist.distributed_c10d._get_default_store().underlying_store
-    print(store.check([f"joined/{rank}" for rank in range(dist.get_world_size())]))
-
-
 def report_process():
     assert not MARK["set"]
     MARK["set"] = True
@@ -118,8 +115,16 @@ def test_ranks_work_together_and_end_with_0():
     assert [code.output for code in codes] == [f"rank {rank} sees 3\n" for rank in range(3)]
 
 
-def test_a_function_starts_when_all_ranks_have_joined_so_that_none_ends_while_another_still_connects():
-    assert [code.output for code in run_fresh(report_who_joined, 3)] == ["True\n"] * 3
+def test_no_rank_goes_on_before_all_have_joined() -> None:
+    store, gone = dist.HashStore(), []
+    limit = timedelta(seconds=20)
+    first = threading.Thread(target=lambda: (wait_for_all(store, 0, 2, limit), gone.append(0)))
+    first.start()
+    first.join(0.3)
+    assert not gone
+    wait_for_all(store, 1, 2, limit)
+    first.join(20)
+    assert gone == [0]
 
 
 def test_every_way_to_end_has_its_exit_code():

@@ -59,8 +59,8 @@ def test_a_factor_and_blocks_come_together(
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"num_nextn_predict_layers": 2}, "with multi-token prediction in 2 blocks"),
-        ({"tie_word_embeddings": True}, "with multi-token prediction with a tied embedding"),
+        ({"num_nextn_predict_layers": 2}, "with 2 blocks"),
+        ({"tie_word_embeddings": True}, "with a tied embedding"),
     ],
 )
 @pytest.mark.parametrize("schedule", ["zbv", "dualpipev", "interleaved-zero-bubble"])
@@ -77,6 +77,7 @@ def test_what_a_backward_in_two_parts_would_go_through_twice_is_refused(
         )
     said = str(error.value)
     assert said.startswith(
-        f"layout: schedule: expected gpipe, 1f1b or interleaved {words}, found {schedule}. "
+        f"layout: schedule: expected a whole backward, because multi-token prediction {words} uses the "
+        f"embedding twice, found {schedule}. "
     )
     assert "\n" not in said
