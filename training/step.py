@@ -159,7 +159,7 @@ class TrainStep(Step):
                     state=state,
                 )
                 for hidden, wanted, scale in zip(
-                    output.chunk(parts), labels.chunk(parts), scales, strict=True
+                    _parts(output, parts), _parts(labels, parts), scales, strict=True
                 )
             ]
         # All parts at once: autograd would take each part of the logits as overwritten by the others.
@@ -175,7 +175,7 @@ class TrainStep(Step):
         )
         return [
             one.sum() if scale is None else one.sum() * scale.to(one.dtype)
-            for one, scale in zip(losses.chunk(parts), scales, strict=True)
+            for one, scale in zip(_parts(losses, parts), scales, strict=True)
         ]
 
     def _loss_of(self, part: tuple[Batch, Tensor | None]) -> Tensor:
@@ -244,3 +244,8 @@ class TrainStep(Step):
             ahead = tokens_ahead(batch, blocks).to(state.device, non_blocking=True)
             self._ahead = cut_sequence(ahead, state, dim=3)
         return batch.to(state.device).of_context(state)
+
+
+def _parts(x: Tensor, count: int) -> Sequence[Tensor]:
+    """Return equal parts of the rows; of one part no piece is cut, whose backward would copy its gradient."""
+    return x.chunk(count) if count > 1 else (x,)
