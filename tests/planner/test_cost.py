@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from trilith.layers import Cost, Tokens, cost_of, cross_entropy_cost, sum_costs
+from trilith.layers import ColumnParallelLinear, Cost, Tokens, cost_of, cross_entropy_cost, sum_costs
 from trilith.models import family_of
 from trilith.parallel_state import BadInput, Layout, ParallelState, initialize
 from trilith.planner import Work, model_cost, plan_memory, rank_parameters, step_traffic
@@ -125,6 +125,28 @@ def test_a_module_of_ones_own_sends_what_its_layers_say() -> None:
     assert forward == 4 * 2 + 2  # sums of row-parallel products
     assert sum(one.count for one in sent if one.what == "backward") == 4 * 2 + 2 * 2  # q and k, v apart
     assert {one.what for one in sent} >= {"embedding", "output layer", "loss"}
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_backward_is_counted_to_all_layers_of_a_module_whose_order_is_not_known(trained: bool) -> None:
+    """The embedding, used first, is stated last."""
+
+    class Late(nn.Module):
+        def __init__(self, state: ParallelState) -> None:
+            super().__init__()
+            self.head = ColumnParallelLinear(16, 8, state=state)
+            self.embed = nn.Embedding(8, 16)
+
+        def cost(self, tokens: Tokens) -> Cost:
+            return sum_costs(self.children(), tokens)
+
+    state = ParallelState.stand_in(Layout(tensor=2))
+    with torch.device("meta"):
+        model = Late(state)
+    model.head.requires_grad_(False)
+    model.embed.requires_grad_(trained)
+    sent = step_traffic(Work(state, 16, 8, 1, 1), model, loss=Cost())
+    assert sum(one.count for one in sent if one.what == "backward") == trained
 
 
 def test_a_backward_gives_back_what_a_module_kept_before_it_comes_to_those_before() -> None:
