@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from itertools import cycle
 
 import pytest
@@ -42,7 +43,9 @@ def _difference(a: dict[str, float], b: dict[str, float]) -> dict[str, float]:
 
 
 class _Late:
-    def __init__(self, collective: object, seconds: float) -> None:
+    """Be a collective of FSDP that begins some seconds later."""
+
+    def __init__(self, collective: Callable[..., object], seconds: float) -> None:
         self.collective, self.seconds = collective, seconds
 
     def __getattr__(self, name: str) -> object:
@@ -50,7 +53,7 @@ class _Late:
 
     def __call__(self, **arguments: object) -> object:
         time.sleep(self.seconds)
-        return self.collective(**arguments)  # type: ignore[operator]  # FSDP's own
+        return self.collective(**arguments)
 
 
 def test_a_clock_holds_what_blocks_gather_and_sum_meanwhile_and_nothing_else() -> None:
