@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from trilith.parallel_state import Layout, ParallelState, clip_gradients, initia
 from trilith.parallel_state.engine import fsdp_modules
 from trilith.planner import Traffic, Work, block_traffic, step_traffic
 from trilith.recipes.sections import MemorySection
-from trilith.testing import run_parallel
+from trilith.testing.ranks.cases import CasesOnRanks
 from trilith.testing.traffic import Totals, added, sent_by
 from trilith.training import Precision, TrainStep, shard_over_data
 from trilith.training.build import spare_memory
@@ -265,28 +264,12 @@ def name_of(case: Case) -> str:
     return name if case.float8 is None else f"{name}-{case.float8}"
 
 
-@pytest.fixture(scope="module")
-def found() -> Callable[[str], list[tuple[Totals, Totals]]]:
-    """Return measured and planned of each rank for a case's name; ten cases of so many ranks in one call."""
-    known: dict[str, list[tuple[Totals, Totals]]] = {}
-
-    def of(name: str) -> list[tuple[Totals, Totals]]:
-        if name not in known:
-            names = [name_of(case) for case in CASES]
-            world = CASES[names.index(name)].layout.world
-            cases = [case for case in CASES[names.index(name) :] if case.layout.world == world][:10]
-            ranks = run_parallel(all_measured, world, cases, timeout=120)
-            known.update({name_of(case): [rank[i] for rank in ranks] for i, case in enumerate(cases)})
-        return known[name]
-
-    return of
+RUNS = CasesOnRanks(all_measured, CASES, at_once=10, timeout=120)
 
 
-@pytest.mark.parametrize("name", [name_of(case) for case in CASES])
-def test_a_step_sends_exactly_what_is_planned(
-    name: str, found: Callable[[str], list[tuple[Totals, Totals]]]
-) -> None:
-    for measured, planned in found(name):
+@pytest.mark.parametrize("number", range(len(CASES)), ids=map(name_of, CASES))
+def test_a_step_sends_exactly_what_is_planned(number: int) -> None:
+    for measured, planned in RUNS[number]:
         assert measured == planned
 
 

@@ -6,17 +6,16 @@ gathered for it and is not computed again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from trilith.parallel_state import Layout
 from trilith.recipes.sections import MemorySection
-from trilith.testing import run_parallel
+from trilith.testing.ranks.cases import CasesOnRanks
 from trilith.testing.short_training import Case
 from trilith.testing.tiny_models import MODELS
-from trilith.testing.traffic import Totals, sent_and_planned
+from trilith.testing.traffic import sent_and_planned
 
 #: What is trained: LoRA, or all but what a pattern finds. Most models have four blocks, from 0.
 TRAINS: dict[str, dict[str, Any]] = {
@@ -192,33 +191,24 @@ SLOW = [
     )
     if one not in QUICK
 ]
-CASES = [*QUICK, *SLOW]
 
 
-@pytest.fixture(scope="module")
-def found() -> Callable[[Partial], list[tuple[Totals, Totals]]]:
-    """Return what each rank sent and planned in a case; some cases of so many ranks in one call."""
-    known: dict[str, list[tuple[Totals, Totals]]] = {}
-
-    def of(one: Partial) -> list[tuple[Totals, Totals]]:
-        if str(one) not in known:
-            lane = QUICK if one in QUICK else SLOW
-            world = one.case.layout.world
-            some = [other for other in lane[lane.index(one) :] if other.case.layout.world == world][:20]
-            ranks = run_parallel(sent_and_planned, world, [other.case for other in some], timeout=200)
-            known.update({str(other): [rank[i] for rank in ranks] for i, other in enumerate(some)})
-        return known[str(one)]
-
-    return of
-
-
-@pytest.mark.parametrize(
-    "one", [*QUICK, *(pytest.param(one, marks=pytest.mark.slow) for one in SLOW)], ids=str
+QUICK_RUNS, SLOW_RUNS = (
+    CasesOnRanks(sent_and_planned, [one.case for one in lane], at_once=20, timeout=200)
+    for lane in (QUICK, SLOW)
 )
-def test_a_step_sends_what_is_planned(
-    one: Partial, found: Callable[[Partial], list[tuple[Totals, Totals]]]
-) -> None:
-    for sent, planned in found(one):
+
+
+@pytest.mark.parametrize("number", range(len(QUICK)), ids=map(str, QUICK))
+def test_a_step_sends_what_is_planned(number: int) -> None:
+    for sent, planned in QUICK_RUNS[number]:
+        assert sent == planned
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(SLOW)), ids=map(str, SLOW))
+def test_a_step_of_further_cases_sends_what_is_planned(number: int) -> None:
+    for sent, planned in SLOW_RUNS[number]:
         assert sent == planned
 
 

@@ -6,7 +6,6 @@ and multi-token prediction with a backward in two parts, which recipes refuse an
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -15,11 +14,11 @@ import pytest
 from trilith.parallel_state import Layout
 from trilith.pipeline import SCHEDULE_NAMES, schedule_kind
 from trilith.recipes.sections import MemorySection
-from trilith.testing import run_parallel
 from trilith.testing.combinations import LONG, covering_array
+from trilith.testing.ranks.cases import CasesOnRanks
 from trilith.testing.short_training import Case
 from trilith.testing.tiny_models import MODELS
-from trilith.testing.traffic import Totals, sent_and_planned
+from trilith.testing.traffic import sent_and_planned
 
 #: Blocks that predict further tokens, experts, recurrences, tied embeddings.
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -103,33 +102,23 @@ COVERING = [Drawn(str(choice), choice.case) for choice in [*covering_array(), *L
 DRAWN = [*(drawn(4, number) for number in range(150)), *(drawn(8, number) for number in range(40))]
 #: The others take minutes.
 QUICK = [*COVERING[::6], *DRAWN[:8]]
-CASES = [*QUICK, *(one for one in COVERING if one not in QUICK), *DRAWN[8:]]
+SLOW = [*(one for one in COVERING if one not in QUICK), *DRAWN[8:]]
 
 
-@pytest.fixture(scope="module")
-def found() -> Callable[[Drawn], list[tuple[Totals, Totals]]]:
-    """Return what each rank sent and planned in a case; some cases of so many ranks in one call."""
-    known: dict[str, list[tuple[Totals, Totals]]] = {}
-
-    def of(one: Drawn) -> list[tuple[Totals, Totals]]:
-        if str(one) not in known:
-            lane = QUICK if one in QUICK else CASES
-            world = one.case.layout.world
-            some = [other for other in lane[lane.index(one) :] if other.case.layout.world == world][:8]
-            ranks = run_parallel(sent_and_planned, world, [other.case for other in some], timeout=200)
-            known.update({str(other): [rank[i] for rank in ranks] for i, other in enumerate(some)})
-        return known[str(one)]
-
-    return of
-
-
-@pytest.mark.parametrize(
-    "one",
-    [*QUICK, *(pytest.param(one, marks=pytest.mark.slow) for one in CASES[len(QUICK) :])],
-    ids=str,
+QUICK_RUNS, SLOW_RUNS = (
+    CasesOnRanks(sent_and_planned, [one.case for one in lane], at_once=8, timeout=200)
+    for lane in (QUICK, SLOW)
 )
-def test_a_step_sends_what_is_planned(
-    one: Drawn, found: Callable[[Drawn], list[tuple[Totals, Totals]]]
-) -> None:
-    for sent, planned in found(one):
+
+
+@pytest.mark.parametrize("number", range(len(QUICK)), ids=map(str, QUICK))
+def test_a_step_sends_what_is_planned(number: int) -> None:
+    for sent, planned in QUICK_RUNS[number]:
+        assert sent == planned
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(SLOW)), ids=map(str, SLOW))
+def test_a_step_of_further_layouts_sends_what_is_planned(number: int) -> None:
+    for sent, planned in SLOW_RUNS[number]:
         assert sent == planned
