@@ -93,7 +93,7 @@ class ColumnParallelLinear(DeclaredModule):
         if self._plain and not self.adapters and self.float8 is None:  # nn.Linear's own line
             return F.linear(x, cast(Tensor, self.weight), cast(Tensor | None, self.bias))
         held = [part.used() for part in self.parts]
-        if self.float8 is None and not self.adapters and not self.entered:
+        if self.float8 is None and self._by_one_function:
             outputs = column_products(x, held, self.state)
         else:
             x = x if self.entered else enter_tensor(x, self.state)
@@ -115,10 +115,13 @@ class ColumnParallelLinear(DeclaredModule):
         here = sum(part.here for part in self.parts)
         kept = tokens.bytes(self.in_features) if self.keeps_input else 0.0
         sends = () if self.entered else enter_sends(tokens, self.in_features, self.state)
+        with_gradient, with_all, gradients = self._with_gradients(tokens)
         found = Cost(working=self.last_sum(tokens)) + Cost(
             kept=kept,
             working=self._working(tokens),
-            with_gradient=self._with_gradient(tokens),
+            with_gradient=with_gradient,
+            with_all_gradients=with_all,
+            gradients=gradients,
             kept_input=kept * (self.entered or not self.state.sequence),  # the gathered one is another tensor
             outputs=tokens.bytes(here),
             sends=sends,
@@ -138,6 +141,13 @@ class ColumnParallelLinear(DeclaredModule):
             found += Cost(sends=(Send("tensor", "all_gather", tokens.bytes(here), again="always"),))
         return found
 
+    @property
+    def _by_one_function(self) -> bool:
+        """Return whether ``column_products`` computes all outputs, with one sum of the input's gradients over
+        the tensor ranks.
+        """
+        return self.state.tensor_size > 1 and not self.adapters and not self.entered
+
     def _working(self, tokens: Tokens) -> float:
         """Return the bytes of the outputs' gradients, and of those of the input: each output makes one, which
         is added to the one so far. The outputs' gradients are given back one by one, the last output's first,
@@ -145,7 +155,7 @@ class ColumnParallelLinear(DeclaredModule):
         """
         given, here = tokens.bytes(self.in_features), [tokens.bytes(part.here) for part in self.parts]
         more = given * bool(self.adapters)  # what the adapters make of it
-        if self.state.tensor_size > 1 and not self.adapters and not self.entered:
+        if self._by_one_function:
             return sum(here) + given * min(len(here), 2)
         found = sum(here) + given + more
         for number in range(1, len(here)):
@@ -159,26 +169,34 @@ class ColumnParallelLinear(DeclaredModule):
         """Return the bytes of the input's gradients in their last sum, if there are several outputs. By then
         no product needs the input any more.
         """
-        if len(self.parts) == 1 or (self.state.tensor_size > 1 and not self.adapters and not self.entered):
+        if len(self.parts) == 1 or self._by_one_function:
             return 0.0
         return (3 + bool(self.adapters)) * tokens.bytes(self.in_features)
 
-    def _with_gradient(self, tokens: Tokens) -> float:
+    def _with_gradients(self, tokens: Tokens) -> tuple[float, float, float]:
         """Return the bytes at the worst moment in which a weight has a gradient: those of the outputs that
-        are not done, of the input and of the weight.
+        are not done, of the input and of the weight. Then the same if the gradients of weights stay, and the
+        bytes of all these gradients.
         """
         given, here = tokens.bytes(self.in_features), [tokens.bytes(part.here) for part in self.parts]
         weights = [
             part.here * self.in_features * tokens.compute * cast(Tensor, part.holder.weight).requires_grad
             for part in self.parts
         ]
-        if self.state.tensor_size > 1 and not self.adapters and not self.entered:  # all at once
-            return sum(here) + given + sum(weights)
+        every = sum(weights)
+        if self._by_one_function:  # all at once
+            most = sum(here) + given + every
+            return most, most, every
         more = given * bool(self.adapters)
         last = len(here) - 1
-        return max(
-            sum(here[: number + 1]) + given * (1 if number == last else 2) + more + weight
-            for number, weight in enumerate(weights)
+        rows = [
+            sum(here[: number + 1]) + given * (1 if number == last else 2) + more
+            for number in range(len(here))
+        ]
+        return (
+            max(row + weight for row, weight in zip(rows, weights, strict=True)),
+            max(row + sum(weights[number:]) for number, row in enumerate(rows)),
+            every,
         )
 
     def _finish(self, y: Tensor) -> Tensor:

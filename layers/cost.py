@@ -14,7 +14,7 @@ from typing import Literal
 
 from torch import nn
 
-from ..parallel_state import BadInput
+from ..parallel_state import BadInput, local
 from .tokens import Tokens as Tokens
 
 
@@ -46,8 +46,11 @@ class Cost:
     checkpointing keeps instead (products, attention, sums over the ranks). ``working``: the most bytes that
     the backward holds at once beside ``kept``: intermediate results, and the gradients of what the module is
     given and makes. ``with_gradient``: the same when a weight's gradient has been made, with it; it exists
-    for a moment if it is added to that of earlier micro-batches. ``making``: the most bytes that a forward
-    holds at once beside ``kept``, as far as a recomputation may need more than the backward after it.
+    for a moment if it is added to that of earlier micro-batches. ``with_all_gradients``: the same if the
+    gradients of all weights stay until the backward's end, as far as some have been made; ``gradients``:
+    their bytes then, and ``weights``: those of all weights, as they are computed with; ``cost_of`` counts
+    both. ``making``: the most bytes that a forward holds at once beside
+    ``kept``, as far as a recomputation may need more than the backward after it.
     ``outputs``: bytes of the outputs of norms and products; their gradients are kept for a while if a
     schedule splits the backward in two. ``moved``: bytes that are written and read and not kept; only time
     depends on them. ``sends`` are in the order of the forward. ``repeated``: how many of them come before the
@@ -73,6 +76,9 @@ class Cost:
     selective: float = 0.0
     working: float = 0.0
     with_gradient: float = 0.0
+    with_all_gradients: float = 0.0
+    gradients: float = 0.0
+    weights: float = 0.0
     making: float = 0.0
     kept_input: float | None = None
     given_back: float = 0.0
@@ -87,11 +93,15 @@ class Cost:
 
     def __add__(self, more: Cost) -> Cost:
         later = self.working - more.kept
+        staying = max(self._with_all, self.working) + more.gradients - more.kept if more.gradients else 0.0
         return Cost(
             self.kept + more.kept,
             self.selective + more.selective,
             max(more.working, later),
             max(more.with_gradient, self.with_gradient - more.kept),
+            max(more._with_all, self._with_all - more.kept, staying),
+            self.gradients + more.gradients,
+            self.weights + more.weights,
             max(more.making, self.making - more.kept),
             more.kept_input if self.kept_input is None else self.kept_input,
             more.given_back if more.working >= later else self.given_back,
@@ -109,7 +119,12 @@ class Cost:
         """Return the cost of a module during whose backward ``held`` bytes of other modules' gradients
         wait.
         """
-        return replace(self, working=self.working + held, with_gradient=self.with_gradient + held)
+        return replace(
+            self,
+            working=self.working + held,
+            with_gradient=self.with_gradient + held,
+            with_all_gradients=self._with_all + held,
+        )
 
     def sent_again(self, mode: str) -> tuple[Send, ...]:
         """Return what is sent again when activation checkpointing of this mode computes the forward again."""
@@ -120,6 +135,10 @@ class Cost:
         """Return the cost without what a backward sends and needs, if none comes to these tokens."""
         forward = tuple(one for one in self.sends if one.forward)
         return self if tokens.reached else replace(self, sends=forward, repeated=-1)
+
+    @property
+    def _with_all(self) -> float:
+        return max(self.with_all_gradients, self.with_gradient)
 
     @property
     def _repeated(self) -> int:
@@ -148,7 +167,12 @@ def cost_of(module: nn.Module, tokens: Tokens) -> Cost:
     """Return the cost of a module for these tokens, by its own ``cost`` or by the table of torch's modules;
     raise ``BadInput`` for a module that has neither.
     """
-    return _cost_of(module, tokens).under(tokens.after(module))
+    weights, gradients = 0.0, 0.0
+    for one in module.parameters():
+        size = float(local(one).numel() * tokens.compute)
+        weights, gradients = weights + size, gradients + size * one.requires_grad
+    found = replace(_cost_of(module, tokens), weights=weights, gradients=gradients)
+    return found.under(tokens.after(module))
 
 
 def _cost_of(module: nn.Module, tokens: Tokens) -> Cost:

@@ -43,23 +43,26 @@ from .step_shape import Work
 class Saved:
     """Hold the bytes of a block: ``kept`` until its backward, and ``recomputed`` (or made besides) during
     it. ``with_gradient``: the same as ``recomputed`` when the gradient of a weight is there, which is added
-    to that of earlier micro-batches.
+    to that of earlier micro-batches. ``with_all_gradients``: the same if the gradients of the block's weights
+    stay until its backward ends.
     """
 
     kept: float
     recomputed: float
     with_gradient: float = 0.0
+    with_all_gradients: float = 0.0
 
 
 def saved_under(mode: Checkpointing, cost: Cost, work: Work) -> Saved:
     """Return what a block keeps and recomputes in this mode; a recomputed block keeps its input."""
     if mode == "none":
-        return Saved(cost.kept, cost.working, max(cost.working, cost.with_gradient))
+        with_gradient = max(cost.working, cost.with_gradient)
+        return Saved(cost.kept, cost.working, with_gradient, max(with_gradient, cost.with_all_gradients))
     given = work.between_blocks  # and as many bytes are the gradient that a recomputation begins with
     own = given if cost.kept_input is None else cost.kept_input
     again = cost.kept + max(cost.working - cost.given_back, cost.making + given) - own
     with_gradient = max(again, cost.kept + cost.with_gradient - own)
+    sizes = again, with_gradient, max(with_gradient, cost.kept + cost.with_all_gradients - own)
     if mode == "selective":  # what it kept is given back when the block has computed again what it is for
-        again, with_gradient = (max(one - cost.selective, 0.0) for one in (again, with_gradient))
-        return Saved(given + cost.selective, again, with_gradient)
-    return Saved(given, again, with_gradient)
+        return Saved(given + cost.selective, *(max(one - cost.selective, 0.0) for one in sizes))
+    return Saved(given, *sizes)

@@ -20,24 +20,25 @@ class FirstBackward(NamedTuple):
     """State the bytes of the first backward of a step.
 
     ``shared``: what ``shared_bytes`` returns for later ones. ``root``: the bytes of the root's lasting
-    gradients. ``gradients``: for each stage, those of one of its blocks. ``weights``: the bytes of a block's
-    gathered weights, if its backward drops them, and ``blocks``: how many blocks there are.
+    gradients. ``made``: for each stage, the bytes of its blocks' gradients, as they are made. ``lasting``:
+    how many bytes last for each byte that is made. ``dropped``: how many bytes of gathered weights a block's
+    backward drops for each byte of gradients that it makes.
     """
 
     shared: dict[tuple[Place, int], float]
     root: float
-    gradients: tuple[float, ...]
-    weights: float
-    blocks: int
+    made: tuple[float, ...]
+    lasting: tuple[float, ...]
+    dropped: float
 
-    def missing(self, absent: Sequence[int], first: bool) -> tuple[float, float]:
+    def missing(self, absent: Sequence[float], first: bool) -> tuple[float, float]:
         """Return the bytes of lasting gradients that do not exist yet, and of weights that are dropped.
 
-        ``absent``: for each stage, how many blocks have no gradients. ``first``: whether no stage of the rank
-        has had a backward before.
+        ``absent``: for each stage, the bytes of its blocks' gradients that are not made yet. ``first``:
+        whether no stage of the rank has had a backward before.
         """
-        gradients = sum(map(mul, absent, self.gradients)) + self.root * first
-        return gradients, self.weights * (self.blocks - absent[0])
+        gradients = sum(map(mul, absent, self.lasting)) + self.root * first
+        return gradients, self.dropped * (self.made[0] - absent[0])
 
 
 def first_backward(work: Work, held: RankParameters, shared: SharedKey) -> FirstBackward:
@@ -55,23 +56,23 @@ def _first_backward(work: Work, held: RankParameters, key: SharedKey) -> FirstBa
     stay = alone or (several and zero < 2)
     shared = places_shared(held, zero, shards, stay, False, cut, in_two, compute, reduce, master)
     size = reduce if stay and several else 0 if work.offload else master
-    counts = [max(sum(number for _, number in kinds), 1) for kinds in held.stages]
-    sums = [
-        sum(number * (one.trained if stay else one.trained_stored) for one, number in kinds)
-        for kinds in held.stages
-    ]
-    gradients = tuple(size * every / count for every, count in zip(sums, counts, strict=True))
+    made, lasting = list[float](), list[float]()
+    for kinds in held.stages:
+        made.append(compute * sum(number * one.trained for one, number in kinds))
+        stored = sum(number * (one.trained if stay else one.trained_stored) for one, number in kinds)
+        lasting.append(size * stored / made[-1] if made[-1] else 0.0)
     last = 0 if several else dropped_in_last(zero, alone, cut, compute, master)
-    weights = last * held.sums_of_stages[0][0] / counts[0]
+    weights = last * sum(number * one.here for one, number in held.stages[0] if one.trained)
+    of_blocks = tuple(made), tuple(lasting), weights / made[0] if made[0] else 0.0
     if not stay:  # the root's buffer is left by a backward
         root = size * held.root.trained_stored + gradient_bytes(work, held)[1]
-        return FirstBackward(shared, root, gradients, weights, counts[0])
+        return FirstBackward(shared, root, *of_blocks)
     root = size * held.root.trained
     for place, stage in shared:  # those that exist by then, besides those of blocks behind
         if place == "entry":
             shared[place, stage] += root
         elif place not in ("forward", "first forward", "loss"):
-            shared[place, stage] += size * held.exit * (stage == len(held.stages) - 1)
-        if place in ("last block", "block"):
-            shared[place, stage] += size * held.largest_of_blocks
-    return FirstBackward(shared, root, gradients, weights, counts[0])
+            # Of a tied weight the first part waits for the second one, as it is made.
+            waits = size * (held.exit - held.tied) + compute * held.tied
+            shared[place, stage] += waits * (stage == len(held.stages) - 1)
+    return FirstBackward(shared, root, *of_blocks)

@@ -112,8 +112,8 @@ class SampledModel:
         embed, tied, further = self._model.embed, self.config.tie_word_embeddings, self.config.mtp_blocks > 0
         ends = (tied or further) and not (stage.first and stage.last)
         first = list(self._model.entry) if stage.first else []
-        last = [self._model.norm] + ([] if tied else [self._model.head]) if stage.last else []
-        last += [embed] if stage.last and (tied or further) else []
+        last: list[nn.Module] = [embed] if stage.last and (tied or further) else []
+        last += [self._model.norm] + ([] if tied else [self._model.head]) if stage.last else []
 
         def count(modules: Iterable[nn.Module]) -> Group:
             every = (self._count(one, state, ends and one is embed) for one in dict.fromkeys(modules))

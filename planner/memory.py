@@ -29,7 +29,7 @@ from .shared_in_step import (
     shared_key,
 )
 from .stage_costs import StageCost, stage_costs
-from .stage_instants import StageInstants
+from .stage_instants import Instant, StageInstants
 from .step_shape import Work
 
 
@@ -87,18 +87,20 @@ def memory_of(
     most, worst, elsewhere = -inf, None, {True: -inf, False: -inf}
     zero, alone, several = work.layout.zero, holds_alone(work), work.micro_batches > 1
     added = adds_at_once(zero, alone, several, work.compute, work.reduce)
-    # Elsewhere the largest gradient of a block counts among those that its backward leaves.
-    counted = 0 if added else inf if alone else held.largest_of_blocks * work.compute
     for one in needs or needs_of_rank(work, stages):
         in_loss = one.place == "loss"
         if one.absent:
             early = early or first_backward(work, held, key)
-            beside = (early.shared if one.first else shared)[one.place, one.stage]
-            total = beside + (one.adding if added and not one.first else one.bytes)
+            total = one.adding if added and not one.first else one.staying
+            total += (early.shared if one.first else shared)[one.place, one.stage] + one.gathered * (
+                zero == 3
+            )
             if total > elsewhere[in_loss]:  # otherwise it is less anyway
                 total -= sum(early.missing(one.absent, one.first))
         else:
-            total = max(one.bytes, one.adding - counted) + shared[one.place, one.stage]
+            # Alone they are among the gradients that last.
+            total = one.adding if added else one.bytes if alone else one.staying
+            total += shared[one.place, one.stage] + one.gathered * (zero == 3)
         if total > elsewhere[in_loss]:
             elsewhere[in_loss] = total
             if total > most:
@@ -128,9 +130,11 @@ class Need(NamedTuple):
 
     ``held``: the activations kept for backward, and the ``messages`` that its stages have sent or received.
     ``bytes``: these with what is needed beside; less, if kept activations are already given back. What data
-    ranks share is not included (``shared_bytes``). ``adding``: the same, with the gradient of a weight that
-    is added to that of earlier micro-batches. ``absent``: for each of the rank's stages, how many of its
-    blocks have no gradients yet; empty if all have. ``first``: whether no stage has had a backward before.
+    ranks share is not included: ``gathered``, the blocks that ZeRO 3 gathers, and ``shared_bytes``.
+    ``adding``: ``bytes`` with the gradient of a weight that is added to that of earlier micro-batches.
+    ``staying``: ``bytes`` with the gradients of the block's weights that are made by then, if these stay.
+    ``absent``: for each of the rank's stages, the bytes of its blocks' gradients that are not made yet; empty
+    if all are. ``first``: whether no stage has had a backward before.
     """
 
     place: Place
@@ -139,8 +143,27 @@ class Need(NamedTuple):
     messages: float
     bytes: float
     adding: float
-    absent: tuple[int, ...] = ()
+    staying: float
+    gathered: float
+    absent: tuple[float, ...] = ()
     first: bool = False
+
+    @classmethod
+    def at(
+        cls, one: Instant, stage: int, held: float, messages: float, absent: tuple[float, ...], first: bool
+    ) -> Need:
+        """Return the need at an instant of a stage, beside what the rank holds."""
+        sizes = held + one.bytes, held + one.adding, held + one.staying
+        return cls(one.place, stage, held, messages, *sizes, one.gathered, absent, first)
+
+    def covers(self, other: Need) -> bool:
+        """Tell whether the other one needs more in nothing."""
+        return (
+            self.bytes >= other.bytes
+            and self.adding >= other.adding
+            and self.staying >= other.staying
+            and self.gathered >= other.gathered
+        )
 
 
 def needs_of_rank(
@@ -162,29 +185,28 @@ def needs_of_rank(
         parts.append(known[key])
     places = {stage: place for place, stage in enumerate(here)}
     kept, halfway = [part.kept for part in parts], [part.halfway for part in parts]
-    found: dict[tuple[Place, int, tuple[int, ...]], Need] = {}
+    found: dict[tuple[Place, int, tuple[float, ...]], list[Need]] = {}
     for kind, stage, held, count, early in heaviest(
         work.schedule, layout, work.micro_batches, number, kept, halfway, message
     ):
         at, messages = places[stage], count * message
         # Of a module that is not the zoo's it is not known when its gradients appear.
-        early = early if parts[at].blocks else ()
+        early = early if stages[at].blocks else ()
         first = len(early) == len(parts)
-        for name, beside, adding, left in parts[at].needs(kind, at in early):
-            absent: tuple[int, ...] = ()
-            if name == "first forward":  # only a part of one micro-batch is there
-                absent, size = tuple(part.blocks for part in parts), kept[at]
-                found[name, at, absent] = Need(name, at, size, 0, size + beside, size + adding, absent, True)
+        for instant in parts[at].needs(kind, at in early):
+            absent: tuple[float, ...] = ()
+            if instant.place == "first forward":  # only a part of one micro-batch is there
+                absent = tuple(part.gradients for part in parts)
+                found[instant.place, at, absent] = [Need.at(instant, at, kept[at], 0, absent, True)]
                 continue
             if early:
                 absent = tuple(
-                    left if place == at else part.blocks * (place in early)
+                    instant.absent if place == at else part.gradients * (place in early)
                     for place, part in enumerate(parts)
                 )
-            need = Need(name, at, held, messages, held + beside, held + adding, absent, first)
-            before = found.get((name, at, absent))
-            if before is not None:  # of another kind of blocks, or of another micro-batch
-                most = max(before, need, key=lambda one: one.bytes)
-                need = most._replace(adding=max(before.adding, need.adding))
-            found[name, at, absent] = need
-    return [*found.values()]
+            need = Need.at(instant, at, held, messages, absent, first)
+            # Of other kinds of blocks, or of other micro-batches; one that needs less of all is left out.
+            others = found.setdefault((instant.place, at, absent), [])
+            if not any(one.covers(need) for one in others):
+                others[:] = [need, *(one for one in others if not need.covers(one))]
+    return [need for every in found.values() for need in every]

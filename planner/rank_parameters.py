@@ -46,22 +46,24 @@ class Group:
     buffers: int = 0
     #: Bytes of the buffers and of the stored parameters that are not trained.
     fixed_bytes: int = 0
-    #: The most elements of a trained parameter, as ``here``; a sum of groups has the largest.
+    #: The elements, as ``here``, of the largest trained parameter, and of the last one; a sum of groups has
+    #: those of the largest and of the last of all.
     largest: int = 0
+    last: int = 0
 
     def times(self, number: int) -> Group:
         """Return the counts of so many groups like this one."""
         found = [number * one for one in _counts(self)]
-        found.append(self.largest)
+        found += self.largest, self.last
         return Group(*found)
 
     def __add__(self, more: Group) -> Group:
         found = [one + other for one, other in zip(_counts(self), _counts(more), strict=True)]
-        found.append(max(self.largest, more.largest))
+        found += max(self.largest, more.largest), more.last or self.last
         return Group(*found)
 
 
-_counts = attrgetter(*(one.name for one in fields(Group)[:-1]))
+_counts = attrgetter(*(one.name for one in fields(Group)[:-2]))
 
 
 def count_parameters(
@@ -88,7 +90,7 @@ def count_parameters(
             found["fixed_bytes"] += stored * parameter.dtype.itemsize
             continue
         found["trained"] += box.size
-        found["largest"] = max(found["largest"], box.size)
+        found["largest"], found["last"] = max(found["largest"], box.size), box.size
         found["trained_stored"] += stored
         found[f"trained_{sent}"] += piece
         at_ends = declaration.ends if ends is None else ends

@@ -12,7 +12,7 @@ from typing import Literal
 
 from ..parallel_state import BUFFER_DTYPE
 from ..pipeline.schedule_kinds import schedule_kind
-from .rank_parameters import RankParameters
+from .rank_parameters import Group, RankParameters
 from .step_shape import Work
 
 #: Instants of a micro-batch on a stage: in the last block's forward, in that of a step's first micro-batch
@@ -69,7 +69,9 @@ def _last_summed(held: RankParameters) -> int:
 
 
 def shared_bytes(held: RankParameters, key: SharedKey) -> dict[tuple[Place, int], float]:
-    """Return the bytes of each instant on each of the rank's stages, beside those that last."""
+    """Return the bytes of each instant on each of the rank's stages, beside those that last. The blocks that
+    ZeRO 3 gathers are not included (``Instant.gathered``), except in a backward in two parts.
+    """
     found: dict[tuple[Place, int], float] | None = held.known_shared.get(key)
     if found is None:
         found = held.known_shared[key] = places_shared(held, *key)
@@ -114,8 +116,6 @@ def places_shared(
     added, sums_each = several and zero < 2, zero >= (2 if several else 1)
     first = alone and not added  # the gradients that last
     largest = 0 if first else held.largest_of_blocks * compute
-    # Those that are added at once exist for a moment, which the cost of a block's backward counts.
-    one = 0 if adds_at_once(zero, alone, several, compute, reduce) else largest
     made = 0 if alone or added else compute
     # What is summed, and the shard of the sum; without ZeRO one buffer.
     buffer = 0.0 if alone else reduce * (1 + (1 / shards if zero else 0))
@@ -124,41 +124,45 @@ def places_shared(
     # FSDP copies gradients into the buffer and frees them, but for the last one, before it makes the shard.
     freed = reduce if added else 0
 
-    def summed(numbers: int, largest: int) -> float:
+    def summed(group: Group) -> float:
         if not zero or alone:
-            return numbers * (made + buffer)
-        return max(numbers * (made + reduce), numbers * (buffer - freed) + largest * (freed or compute))
+            return group.trained * (made + buffer)
+        shard = group.trained * (buffer - freed) + group.last * (freed or compute)
+        return max(group.trained * (made + reduce), shard)
 
     # The buffer of the last sum counts as gradients that last; the next group's gradients replace it.
     last = _last_summed(held) * reduce if sums_each and several else 0
     gathered = held.largest_block * compute if zero == 3 else 0
-    block, entry = held.largest_trained_block, max(end.trained for end in held.ends or (held.root,))
-    of_block, of_entry = summed(block, held.largest_of_blocks), summed(entry, held.root.largest)
+    ends, block = held.ends or (held.root,), held.largest_trained_block
+    entry, of_entry = max(end.trained for end in ends), max(map(summed, ends))
+    of_block = max((summed(one) for one, _ in held.blocks), default=0)
     # In the last backward, which alone sums with less than ZeRO 2, a block's weights are dropped before.
     dropped = held.largest_block * dropped_in_last(zero, alone, cut, compute, master) * (added or not several)
     # A tied weight's gradient waits for its second part also where others are added at once.
     tied = held.tied * compute if added else 0
+    # Autograd adds its two parts into a third tensor, while the buffer of the last block is still there. On a
+    # rank alone the gradients that last count it already.
+    joined = held.tied * (3 * compute - master * first) + block * reduce * sums_each * (held.tied > 0)
     found: dict[tuple[Place, int], float] = {}
     for place, (here, trained) in enumerate(held.sums_of_stages):
         exit = held.exit * (place == len(held.stages) - 1)  # the model's last stage is its rank's last one
-        # FSDP keeps what it received for a block until it has gathered the next one.
-        found["forward", place] = 2 * gathered
+        found["forward", place] = 0
         found["first forward", place] = held.largest_block * compute * (zero in (1, 2))
         found["loss", place] = 0
-        found["head", place] = (0 if first else exit * compute) + gathered
-        found["last block", place] = before = 2 * gathered + one + exit * made + tied
+        found["head", place] = 0 if first else exit * compute
+        found["last block", place] = before = exit * made + tied
         found["block", place] = before + (block * reduce - last if sums_each else 0)
-        found["sum", place] = gathered + of_block + exit * made + tied - last - dropped
-        found["entry", place] = of_entry + entry * compute * (alone and added) - last
+        found["sum", place] = of_block + exit * made + tied - last - dropped
+        found["entry", place] = max(of_entry + entry * compute * (alone and added), joined) - last
         if not in_two:
             continue
         whole, grads = here * compute * (zero == 3), trained * made
-        found["inputs", place] = 2 * gathered
+        found["inputs", place] = 0
         found["weights", place] = whole + max(held.root.here * compute * (zero == 3), gathered)
         found["weights made", place] = whole + max(
             largest, grads + exit * made + of_block - block * made - last
         )
-        found["unsummed last block", place] = whole + one
-        found["unsummed block", place] = whole + one + grads
+        found["unsummed last block", place] = whole
+        found["unsummed block", place] = whole + grads
         found["unsummed end", place] = grads + of_entry - last
     return found

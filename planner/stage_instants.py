@@ -10,19 +10,38 @@ from ..layers import checkpointed
 from ..pipeline.schedule_actions import Kind
 from .activations import Saved, saved_under
 from .shared_in_step import Place
-from .stage_costs import StageCost
+from .stage_costs import Alike, StageCost
 from .step_shape import Work
 
 
 class Instant(NamedTuple):
     """State an instant of an action: the bytes that it needs beside the kept activations, the same with a
-    gradient that is added, and how many blocks have no gradients yet.
+    gradient that is ``adding`` to another, the same if the gradients of the block are ``staying`` until its
+    backward ends; those of the blocks that are ``gathered`` with ZeRO 3; and those of the blocks' gradients
+    that are ``absent``: not made yet.
     """
 
     place: Place
     bytes: float
     adding: float
-    absent: int
+    staying: float
+    gathered: float
+    absent: float
+
+
+def without_weights(place: Place, size: float, absent: float = 0.0, *, gathered: float = 0.0) -> Instant:
+    """Return an instant in which no weight's gradient is made."""
+    return Instant(place, size, size, size, gathered, absent)
+
+
+def in_block(
+    place: Place, saved: Saved, freed: float, absent: float, *, gathered: float, counted: float = 0.0
+) -> Instant:
+    """Return an instant in a block, when ``freed`` bytes have been given back. ``counted``: the bytes of its
+    gradients that ``shared_bytes`` counts at this place already.
+    """
+    staying = saved.with_all_gradients - counted - freed
+    return Instant(place, saved.recomputed - freed, saved.with_gradient - freed, staying, gathered, absent)
 
 
 class StageInstants:
@@ -30,7 +49,8 @@ class StageInstants:
 
     ``in_two``: whether a backward has two parts; ``given``: whether the stage before is on the same rank.
     ``kept``: the bytes from the forward to the backward. ``halfway``: those that the first part of a backward
-    in two leaves to the second one, the gradients of what norms and products make.
+    in two leaves to the second one, the gradients of what norms and products make. ``gradients``: the bytes
+    of the gradients of the blocks' weights, as they are made.
     """
 
     def __init__(self, stage: StageCost, work: Work, *, in_two: bool, given: bool) -> None:
@@ -44,12 +64,13 @@ class StageInstants:
             for one in stage.alike(mode, every)
             if one.reached
         ]
-        self.blocks = len(stage.blocks)
         #: The same of blocks of multi-token prediction; in ``stage.beside`` nothing of them is dropped.
         self.further = [
             (cost, saved_under(mode if checkpointed(number, mode, every) else "none", cost, work))
             for number, cost in stage.further.items()
         ]
+        self._further = sum(cost.gradients for cost, _ in self.further)
+        self.gradients = self._further + sum(one.count * one.cost.gradients for one, _ in self.every)
         dropped = sum(cost.kept - saved.kept for cost, saved in self.further)
         self.exit = stage.exit - dropped
         self.kept = stage.beside.kept - dropped + sum(one.count * saved.kept for one, saved in self.every)
@@ -76,63 +97,83 @@ class StageInstants:
         stage, loss = self.stage, self.stage.loss
         if kind == "F" and loss is not None:
             working = loss.working + (0.0 if self.cut and self.logits else loss.kept)
-            yield Instant("loss", working, working, self.blocks * first)
+            yield without_weights("loss", working, self.gradients * first)
         elif kind == "I":
-            most = self._in_first_part()
-            yield Instant("inputs", most, most, 0)
+            largest = max((one.cost.weights for one, _ in self.every), default=0.0)
+            yield without_weights("inputs", self._in_first_part(), gathered=2 * largest)
         elif kind == "W" and not stage.first:
-            yield Instant("weights", 0.0, 0.0, 0)
-            yield Instant("weights made", -self.halfway, -self.halfway, 0)
+            yield without_weights("weights", 0.0)
+            yield without_weights("weights made", -self.halfway)
         elif kind == "W":  # the model's first stage computes all of its backward now
             names: dict[Place, Place] = {
                 "last block": "unsummed last block", "block": "unsummed block", "entry": "unsummed end"
             }  # fmt: skip
-            yield Instant("weights", 0.0, 0.0, 0)
-            for place, size, adding, _ in self._in_backward(first=False):
-                if place in names:
-                    yield Instant(names[place], size, adding, 0)
+            yield without_weights("weights", 0.0)
+            for one in self._in_backward(first=False, unsummed=True):
+                if one.place in names:
+                    yield one._replace(place=names[one.place], gathered=0.0)
         else:
             yield from self._in_backward(first)
 
-    def _in_backward(self, first: bool) -> Iterator[Instant]:
-        """Yield the instants of a whole backward: what it has given back counts as negative."""
-        every = self.blocks * first
+    def _in_backward(self, first: bool, *, unsummed: bool = False) -> Iterator[Instant]:
+        """Yield the instants of a whole backward: what it has given back counts as negative. ``unsummed``:
+        whether the gradients of all blocks wait for its end.
+        """
+        absent = self.gradients * first
+        last = max((one.numbers[-1] for one, _ in self.every), default=-1)
+        # FSDP gathers the block before the one whose backward runs.
+        ahead = self._weights(last)
         if self.logits:
             head = self.work.tokens.bytes(self.work.hidden) + (0.0 if self.cut else self.logits)
-            yield Instant("head", head, head, every)
+            yield without_weights("head", head, absent, gathered=ahead)
         beside = self.stage.beside
-        ends = [Saved(0.0, beside.working, max(beside.working, beside.with_gradient))]
-        ends += [saved for _, saved in self.further]
-        working = max(saved.recomputed for saved in ends)
-        if working:
-            yield Instant("last block", working, max(saved.with_gradient for saved in ends), every)
-        last = max((one.numbers[-1] for one, _ in self.every), default=-1)
+        if beside.working:
+            with_gradient = max(beside.working, beside.with_gradient)
+            ends = Saved(0.0, beside.working, with_gradient, with_gradient)
+            yield in_block("last block", ends, 0.0, absent, gathered=ahead)
+        freed = 0.0
+        for cost, saved in reversed(self.further):
+            yield in_block("last block", saved, freed, absent, gathered=cost.weights + ahead)
+            freed, absent = freed + saved.kept, absent - cost.gradients * first
         for one, saved in self.every:
-            freed, behind = self._freed(one.numbers[-1])
-            left, done = every - behind * first, -freed - saved.kept
-            sizes = saved.recomputed - freed, saved.with_gradient - freed
-            if one.numbers[-1] != last:
-                yield Instant("block", *sizes, left)
-            else:
-                # In a pipeline the gradient of a stage's output is a message.
-                given = self.work.between_stages if self.cut and self.stage.loss is None else 0.0
-                yield Instant("last block", sizes[0] - given, sizes[1] - given, left)
-                yield Instant("sum", done, done, left)
-                # In the last block's forward what the stage gives is not there yet; then it is.
-                made = max(one.cost.making, self.work.between_blocks) - freed - self.given
-                made = max(made, 0.0 if self.cut else self.logits)
-                yield Instant("forward", made, made, left)
-                yield Instant("first forward", made, made, self.blocks)
-                if one.count > 1:
-                    yield Instant("block", sizes[0] - saved.kept, sizes[1] - saved.kept, left - first)
-            if first:  # gradients may be more than activations: then the worst instant is late
-                freed, behind = self._freed(one.numbers[0])
-                yield Instant("sum", -freed - saved.kept, -freed - saved.kept, every - behind)
-                if one.count > 1:
-                    yield Instant(
-                        "block", saved.recomputed - freed, saved.with_gradient - freed, every - behind
-                    )
-        yield Instant("entry", -self.kept, -self.kept, 0)
+            if one.numbers[-1] == last:
+                yield from self._around_last_block(one, saved, first=first)
+            # Those in which most is kept. In the first backward gradients may be more than activations: then
+            # the worst instant is late.
+            later = [number for number in one.numbers[-2:] if number != last][-1:]
+            for number in {*later, *(one.numbers[:2] if first else ())}:
+                freed, absent = self._behind(number, first=first)
+                ahead, counted = self._weights(number - 1), one.cost.gradients * unsummed
+                if first:
+                    yield without_weights("sum", -freed - saved.kept, absent, gathered=ahead)
+                if number != last:
+                    weights = one.cost.weights
+                    # FSDP copies what it received for the block before it gathers the one before.
+                    begin = self.work.between_blocks - freed
+                    yield without_weights("block", begin, absent, gathered=2 * weights)
+                    gathered = weights + ahead
+                    yield in_block("block", saved, freed, absent, gathered=gathered, counted=counted)
+        yield without_weights("entry", -self.kept)
+
+    def _around_last_block(self, one: Alike, saved: Saved, *, first: bool) -> Iterator[Instant]:
+        """Yield the instants in the stage's last block that a backward reaches, and after it."""
+        number, weights = one.numbers[-1], one.cost.weights
+        freed, absent = self._behind(number, first=first)
+        ahead = self._weights(number - 1)
+        # In a pipeline the gradient of a stage's output is a message.
+        given = self.work.between_stages if self.cut and self.stage.loss is None else 0.0
+        yield in_block("last block", saved, freed + given, absent, gathered=weights + ahead)
+        yield without_weights("sum", -freed - saved.kept, absent, gathered=ahead)
+        # In the last block's forward what the stage gives is not there yet; then it is.
+        made = max(one.cost.making, self.work.between_blocks) - freed - self.given
+        made = max(made, 0.0 if self.cut else self.logits)
+        # FSDP keeps what it received for a block until it has gathered the next one.
+        yield without_weights("forward", made, self.gradients * first, gathered=2 * weights)
+        yield without_weights("first forward", made, self.gradients)
+
+    def _weights(self, number: int) -> float:
+        """Return the bytes of the weights of a block, 0 for one that is not in the stage."""
+        return self.stage.blocks[number].weights if number in self.stage.blocks else 0.0
 
     def _in_first_part(self) -> float:
         """Return the most bytes beside the kept activations in a backward's first part, which frees none.
@@ -150,13 +191,14 @@ class StageInstants:
         norm = 0.0 if self.work.tokens.fused else 4 * self.work.between_blocks
         return max(most, self.halfway + norm)
 
-    def _freed(self, number: int) -> tuple[float, int]:
+    def _behind(self, number: int, *, first: bool) -> tuple[float, float]:
         """Return the bytes that a micro-batch has given back when its backward comes to the block ``number``:
-        what the output layer had kept, and the blocks behind it; and how many these are.
+        those that the output layer and the blocks behind had kept. Then the bytes of the blocks' gradients
+        that are not made yet, if this is the ``first`` backward.
         """
-        freed, behind = self.exit, 0
+        freed, made = self.exit, self._further
         for one, saved in self.every:
             count = one.count - bisect(one.numbers, number)
             freed += count * saved.kept
-            behind += count
-        return freed, behind
+            made += count * one.cost.gradients
+        return freed, (self.gradients - made) * first

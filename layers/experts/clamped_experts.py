@@ -95,7 +95,9 @@ class ClampedExperts(Experts):
         down = width * (trained or "down" in adapted)
         found += Cost(
             kept=tokens.bytes(inputs - down),
-            with_gradient=grouped_gradient(tokens, local(self.gate_up), hidden, both, trained=trained),
+            with_gradient=grouped_gradient(
+                tokens, local(self.gate_up), hidden, both, trained=trained, given_back=inputs - down
+            ),
             selective=tokens.bytes(made * (not by_kernel)),
             outputs=tokens.bytes(both),
         )
@@ -103,7 +105,10 @@ class ClampedExperts(Experts):
         found += Cost(kept=tokens.bytes(both + 4 * width), working=tokens.bytes(3 * width))
         return found + Cost(
             kept=tokens.bytes(down),
-            with_gradient=grouped_gradient(tokens, local(self.down), width, hidden, trained=trained),
+            with_gradient=grouped_gradient(
+                tokens, local(self.down), width, hidden, trained=trained, given_back=down
+            ),
+            gradients=local(self.down).numel() * tokens.compute * trained,
             # The upper product; the product, the biases of its rows, and those of one rank.
             making=tokens.bytes(width * (1 if down else 2) + 3 * hidden),
             outputs=tokens.bytes(hidden),

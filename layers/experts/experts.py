@@ -125,13 +125,13 @@ class Experts(DeclaredModule):
         down = width * (trained or "down" in adapted)
         found = sum((one.cost(tokens) for one in self.adapters), matrix(tokens, whole, trained=trained))
         # The gate's backward comes first, beside the gradient of the upper product.
-        up, own = local(self.up), {"trained": trained}
-        gradients = [grouped_gradient(tokens, up, hidden, width, beside=hidden * self.gated, **own)]
-        if self.gated:
-            gradients.append(grouped_gradient(tokens, up, hidden, width, beside=width, **own))
+        up, last = local(self.up), {"beside": hidden * self.gated, "given_back": inputs - down}
+        orders = [last, {"beside": width}] if self.gated else [last]
+        gradients = [grouped_gradient(tokens, up, hidden, width, trained=trained, **one) for one in orders]
         found += Cost(
             kept=tokens.bytes(inputs - down),
             with_gradient=max(gradients),
+            with_all_gradients=gradients[0] + up.numel() * tokens.compute * trained * self.gated,
             selective=tokens.bytes(made * (not by_kernel)),
             outputs=tokens.bytes(products * width),
         )
@@ -141,7 +141,10 @@ class Experts(DeclaredModule):
         )
         return found + Cost(
             kept=tokens.bytes(down),
-            with_gradient=grouped_gradient(tokens, local(self.down), width, hidden, **own),
+            with_gradient=grouped_gradient(
+                tokens, local(self.down), width, hidden, trained=trained, given_back=down
+            ),
+            gradients=local(self.down).numel() * tokens.compute * trained,
             making=grouped_making(tokens, width, hidden, keeps=down > 0),
             outputs=tokens.bytes(hidden),
         )

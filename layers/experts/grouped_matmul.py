@@ -67,16 +67,24 @@ def grouped_making(tokens: Tokens, width: int, made: int, *, keeps: bool) -> flo
 
 
 def grouped_gradient(
-    tokens: Tokens, stack: Tensor, width: int, made: int, *, trained: bool, beside: float = 0.0
+    tokens: Tokens,
+    stack: Tensor,
+    width: int,
+    made: int,
+    *,
+    trained: bool,
+    beside: float = 0.0,
+    given_back: float = 0.0,
 ) -> float:
     """Return the bytes at the worst moment of ``grouped_mm``'s backward: the gradients of what it made and of
     its rows, of the ``stack`` of matrices, and those ``beside`` them, in numbers of a row. Without the kernel
-    the gradients of the matrices are put together when all are there.
+    the gradients of the matrices are joined when all are there, and the rows that were kept for them, of
+    ``given_back`` numbers, no more.
     """
     rows, gradient = tokens.bytes(width + beside), stack.numel() * tokens.compute * trained
     if tokens.fused and kernel_takes(tokens.compute, width, made):
         return rows + tokens.bytes(made) + gradient
-    return rows + max(tokens.bytes(made) + gradient, 2 * gradient)
+    return rows + max(tokens.bytes(made) + gradient, 2 * gradient - tokens.bytes(given_back))
 
 
 def has_kernel(x: Tensor, w: Tensor) -> bool:

@@ -13,8 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from trilith.layers import Checkpointing, Cost, checkpoint_blocks
 from trilith.models import family_of, published_size
 from trilith.parallel_state import Layout, ParallelState, initialize
-from trilith.planner import Work, plan_memory, stage_costs
+from trilith.planner import Work, stage_costs
 from trilith.planner.activations import saved_under
+from trilith.planner.memory import needs_of_rank
 from trilith.testing import LiveBytes, run_parallel
 from trilith.testing.tiny_models import MODELS
 
@@ -33,7 +34,7 @@ def alive_by_plan(raw: dict[str, Any], mode: Checkpointing, *, rows: int, length
     work = Work(ParallelState.alone(), config.hidden_size, length, rows, 1, checkpointing=mode, fused=False)
     (cost,) = stage_costs(work, model)
     assert cost.loss is not None
-    planned = plan_memory(work, model).activations + cost.loss.kept
+    planned = max(need.held for need in needs_of_rank(work, [cost])) + cost.loss.kept
     with FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext():
         if fake:
             model.to_empty(device="cpu")

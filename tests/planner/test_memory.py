@@ -53,6 +53,11 @@ WIDE_EXPERTS = GLM | {"moe_intermediate_size": 512, "num_hidden_layers": 3}
 THREE = LLAMA | {"vocab_size": 503, "num_attention_heads": 6, "intermediate_size": 225, "head_dim": 10}
 #: Its weights are more than its activations, so that its worst instant is a sum over the data ranks.
 WIDE = LLAMA | {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 3}
+#: Its vocabulary's weights are more than its activations.
+TIED = LLAMA | {
+    **{"hidden_size": 256, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 4096},
+    "tie_word_embeddings": True,
+}
 #: Its scores, which are written out, are most of its memory.
 GEMMA2 = LLAMA | {"model_type": "gemma2", "head_dim": 8, "tie_word_embeddings": True, "sliding_window": 64}
 #: Its first and its last block, whose backward meets the activations of all, write out scores of a window.
@@ -88,6 +93,7 @@ CONFIGS = {
     "llama": LLAMA,
     "three": THREE,
     "wide": WIDE,
+    "tied": TIED,
     "gpt2": GPT2,
     "glm4_moe": GLM,
     "wide_experts": WIDE_EXPERTS,
@@ -238,6 +244,13 @@ CASES = [
     # The worst instant is a product, with the gradient of its weight.
     Case("wide", Layout.of(pipeline=2), micro_batch=1),
     Case("wide", Layout.of(data=2, zero=2), compute=torch.bfloat16, micro_batch=1, micro_batches=1),
+    # The worst instant is that in which a block's weights are copied from what FSDP has received.
+    Case("wide_experts", Layout.of(data=2, zero=3), micro_batch=1, micro_batches=1),
+    # It is the mixer's backward, beside the gradients of the experts behind it.
+    Case("qwen3_next", Layout.of(data=2, zero=3), MemorySection(checkpointing="full")),
+    # The worst instant is the embedding's backward, which adds up the two gradients of its weight.
+    Case("tied", Layout(), micro_batch=1),
+    Case("tied", Layout.of(data=2, zero=1), micro_batch=1, micro_batches=1),
 ]
 #: Further cases, of which each differs from one above in one choice.
 SLOW = [
@@ -289,10 +302,51 @@ SLOW = [
         if (zero, compute, number) != (2, torch.bfloat16, 1)
     ),
     *(Case(model, Layout(), micro_batches=1) for model in ("deepseek_v3", "gpt_oss")),
+    *(
+        Case("tied", Layout.of(data=2, zero=zero), micro_batch=1, micro_batches=number)
+        for zero, number in ((0, 3), (2, 1), (3, 3))
+    ),
+    *(
+        Case("tied", layout, compute=torch.bfloat16, micro_batch=1, micro_batches=number)
+        for layout in (
+            Layout(),
+            Layout.of(tensor=2),
+            *(Layout.of(data=2, zero=zero) for zero in range(4)),
+        )
+        for number in (1, 3)
+    ),
     Case("wide", Layout.of(data=2, zero=1), micro_batch=1, lora=LORA),
     *(
         Case("wide_experts", Layout.of(data=2, zero=zero), micro_batch=1, micro_batches=number)
         for zero, number in ((2, 1), (2, 3), (3, 3))
+    ),
+    *(
+        Case(
+            "wide_experts",
+            Layout.of(data=2, zero=zero),
+            MemorySection(checkpointing=mode),
+            compute,
+            1,
+            number,
+        )
+        for zero, mode, compute, number in (
+            *((3, mode, torch.float32, 1) for mode in ("selective", "full")),
+            *((3, mode, torch.bfloat16, 1) for mode in ("none", "full")),
+            *((2, mode, torch.bfloat16, number) for mode in ("none", "full") for number in (1, 3)),
+        )
+    ),
+    *(
+        Case("qwen3_next", Layout.of(data=2, zero=3), MemorySection(checkpointing=mode), micro_batches=number)
+        for mode, number in (("none", 1), ("selective", 2), ("full", 1))
+    ),
+    *(
+        Case(
+            "granitemoehybrid",
+            Layout.of(data=2, zero=zero),
+            MemorySection(checkpointing="full"),
+            micro_batch=1,
+        )
+        for zero in (2, 3)
     ),
     Case("wide", Layout(), MemorySection(checkpointing="full"), micro_batches=1),
     Case("wide", Layout(), MemorySection(loss_chunk=64), torch.bfloat16, micro_batches=1),
@@ -379,8 +433,9 @@ def test_context_ranks_share_activations_and_a_ring_holds_few_keys_at_once() -> 
     more = []
     for ranks in (16, 32):
         gathered, ring = (
-            planned(layout=Layout.of(context=ranks, ring=ring), length=2**16).block for ring in (False, True)
+            planned(layout=Layout.of(context=ranks, ring=ring), length=2**16, compute=4).block
+            for ring in (False, True)
         )
         more.append((gathered - ring) / (2 * 2**16 // ranks))
-    # A token's keys and values of two heads in bf16, and their gradients in fp32, for each rank more.
-    assert more[1] - more[0] == 16 * 2 * 2 * (512 // 8) * (2 + 4)
+    # A token's keys and values of two heads, and their gradients, for each rank more.
+    assert more[1] - more[0] == 16 * 2 * 2 * (512 // 8) * (4 + 4)
