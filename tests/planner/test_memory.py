@@ -345,6 +345,7 @@ SLOW = [
             Layout.of(data=2, zero=zero),
             MemorySection(checkpointing="full"),
             micro_batch=1,
+            micro_batches=3,
         )
         for zero in (2, 3)
     ),
