@@ -115,13 +115,12 @@ class ColumnParallelLinear(DeclaredModule):
         here = sum(part.here for part in self.parts)
         kept = tokens.bytes(self.in_features) if self.keeps_input else 0.0
         sends = () if self.entered else enter_sends(tokens, self.in_features, self.state)
-        with_gradient, with_all, gradients = self._with_gradients(tokens)
+        with_gradient, with_all = self._with_gradients(tokens)
         found = Cost(working=self.last_sum(tokens)) + Cost(
             kept=kept,
             working=self._working(tokens),
             with_gradient=with_gradient,
             with_all_gradients=with_all,
-            gradients=gradients,
             kept_input=kept * (self.entered or not self.state.sequence),  # the gathered one is another tensor
             outputs=tokens.bytes(here),
             sends=sends,
@@ -173,20 +172,18 @@ class ColumnParallelLinear(DeclaredModule):
             return 0.0
         return (3 + bool(self.adapters)) * tokens.bytes(self.in_features)
 
-    def _with_gradients(self, tokens: Tokens) -> tuple[float, float, float]:
+    def _with_gradients(self, tokens: Tokens) -> tuple[float, float]:
         """Return the bytes at the worst moment in which a weight has a gradient: those of the outputs that
-        are not done, of the input and of the weight. Then the same if the gradients of weights stay, and the
-        bytes of all these gradients.
+        are not done, of the input and of the weight. Then the same if the gradients of weights stay.
         """
         given, here = tokens.bytes(self.in_features), [tokens.bytes(part.here) for part in self.parts]
         weights = [
             part.here * self.in_features * tokens.compute * cast(Tensor, part.holder.weight).requires_grad
             for part in self.parts
         ]
-        every = sum(weights)
         if self._by_one_function:  # all at once
-            most = sum(here) + given + every
-            return most, most, every
+            most = sum(here) + given + sum(weights)
+            return most, most
         more = given * bool(self.adapters)
         last = len(here) - 1
         rows = [
@@ -196,7 +193,6 @@ class ColumnParallelLinear(DeclaredModule):
         return (
             max(row + weight for row, weight in zip(rows, weights, strict=True)),
             max(row + sum(weights[number:]) for number, row in enumerate(rows)),
-            every,
         )
 
     def _finish(self, y: Tensor) -> Tensor:

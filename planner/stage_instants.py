@@ -172,8 +172,12 @@ class StageInstants:
         yield without_weights("first forward", made, self.gradients)
 
     def _weights(self, number: int) -> float:
-        """Return the bytes of the weights of a block, 0 for one that is not in the stage."""
-        return self.stage.blocks[number].weights if number in self.stage.blocks else 0.0
+        """Return the bytes of the weights of a block. Before a stage's first one nothing is gathered ahead,
+        but in a pipeline FSDP may gather a block of another stage of the rank.
+        """
+        if number in self.stage.blocks:
+            return self.stage.blocks[number].weights
+        return self.cut * max((one.cost.weights for one, _ in self.every), default=0.0)
 
     def _in_first_part(self) -> float:
         """Return the most bytes beside the kept activations in a backward's first part, which frees none.

@@ -123,6 +123,10 @@ def test_a_block_holds_the_gradients_of_its_weights_until_its_end(name: str, mod
         # The gradients of a stack of experts, before they are joined and after that.
         *((name, {"intermediate_size": 256}, 64) for name in ("mixtral", "gpt_oss")),
         *((name, {"moe_intermediate_size": 256}, 64) for name in ("qwen2_moe", "glm4_moe", "deepseek_v3")),
+        ("mixtral", {"hidden_size": 128, "intermediate_size": 32}, 64),
+        ("mixtral", {"hidden_size": 128, "intermediate_size": 256}, 128),
+        ("gpt_oss", {"hidden_size": 128, "intermediate_size": 64}, 64),
+        ("gemma", {"head_dim": 64, "intermediate_size": 16}, 16),  # those of key and value beside the query's
         # That of the first or of the second product of a low rank.
         (
             "deepseek_v3",

@@ -53,6 +53,8 @@ WIDE_EXPERTS = GLM | {"moe_intermediate_size": 512, "num_hidden_layers": 3}
 THREE = LLAMA | {"vocab_size": 503, "num_attention_heads": 6, "intermediate_size": 225, "head_dim": 10}
 #: Its weights are more than its activations, so that its worst instant is a sum over the data ranks.
 WIDE = LLAMA | {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 3}
+#: Every token goes through all experts, so that ranks which share them out have as much to do.
+EVEN_EXPERTS = WIDE_EXPERTS | {"num_experts_per_tok": 8, "moe_intermediate_size": 256}
 #: Its vocabulary's weights are more than its activations.
 TIED = LLAMA | {
     **{"hidden_size": 256, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 4096},
@@ -87,16 +89,19 @@ GRANITE_4 = LLAMA | {
 CONFIGS = {
     "deepseek_v3": DEEPSEEK,
     "mtp": DEEPSEEK | {"mtp": True, "num_nextn_predict_layers": 1},
+    "mtp_2": DEEPSEEK | {"mtp": True, "num_nextn_predict_layers": 2},
     "qwen3_next": QWEN3_NEXT,
     "granitemoehybrid": GRANITE_4,
     "gpt_oss": GPT_OSS,
     "llama": LLAMA,
     "three": THREE,
     "wide": WIDE,
+    "deep": WIDE | {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 8},
     "tied": TIED,
     "gpt2": GPT2,
     "glm4_moe": GLM,
     "wide_experts": WIDE_EXPERTS,
+    "even_experts": EVEN_EXPERTS,
     "gemma2": GEMMA2,
 }
 LENGTH = 128
@@ -258,6 +263,14 @@ SLOW = [
     Case("mtp", Layout(), MemorySection(checkpointing="selective")),
     Case("mtp", Layout(), compute=torch.bfloat16),
     Case("mtp", Layout(), MemorySection(loss_chunk=64)),
+    *(
+        Case("mtp_2", Layout(), MemorySection(checkpointing=mode), micro_batches=1)
+        for mode in ("none", "full")
+    ),
+    *(
+        Case("mtp_2", Layout.of(data=2, zero=zero), MemorySection(checkpointing=mode), micro_batch=1)
+        for zero, mode in ((2, "none"), (3, "full"))
+    ),
     Case("mtp", Layout.of(pipeline=2), MemorySection(checkpointing="full"), micro_batch=4, micro_batches=4),
     Case(
         "llama",
@@ -336,6 +349,11 @@ SLOW = [
         )
     ),
     *(
+        Case("even_experts", Layout.of(data=2, expert=2, zero=zero), micro_batch=1, micro_batches=number)
+        for zero in range(3)
+        for number in (1, 3)
+    ),
+    *(
         Case("qwen3_next", Layout.of(data=2, zero=3), MemorySection(checkpointing=mode), micro_batches=number)
         for mode, number in (("none", 1), ("selective", 2), ("full", 1))
     ),
@@ -352,6 +370,14 @@ SLOW = [
     Case("wide", Layout(), MemorySection(checkpointing="full"), micro_batches=1),
     Case("wide", Layout(), MemorySection(loss_chunk=64), torch.bfloat16, micro_batches=1),
     Case("llama", Layout.of(pipeline=2, **LOOP), micro_batches=2, schedule="interleaved"),
+    # In the second part of the first stage's backward the gradients of its blocks wait for the end.
+    Case(
+        "deep",
+        Layout.of(pipeline=2, data=2, zero=2, **SHAPED),
+        micro_batch=1,
+        micro_batches=4,
+        schedule="zbv",
+    ),
     *(
         Case("llama", Layout.of(pipeline=2, data=2, zero=zero), micro_batches=4, schedule="gpipe")
         for zero in (1, 2, 3)
