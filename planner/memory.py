@@ -193,6 +193,9 @@ def needs_of_rank(
         # Of a module that is not the zoo's it is not known when its gradients appear.
         early = early if stages[at].blocks else ()
         first = len(early) == len(parts)
+        whole = (
+            [part.gradients if place in early else 0.0 for place, part in enumerate(parts)] if early else []
+        )
         for instant in parts[at].needs(kind, at in early):
             absent: tuple[float, ...] = ()
             if instant.place == "first forward":  # only a part of one micro-batch is there
@@ -200,13 +203,13 @@ def needs_of_rank(
                 found[instant.place, at, absent] = [Need.at(instant, at, kept[at], 0, absent, True)]
                 continue
             if early:
-                absent = tuple(
-                    instant.absent if place == at else part.gradients * (place in early)
-                    for place, part in enumerate(parts)
-                )
+                absent = (*whole[:at], instant.absent, *whole[at + 1 :])
             need = Need.at(instant, at, held, messages, absent, first)
             # Of other kinds of blocks, or of other micro-batches; one that needs less of all is left out.
             others = found.setdefault((instant.place, at, absent), [])
-            if not any(one.covers(need) for one in others):
+            for one in others:
+                if one.covers(need):
+                    break
+            else:
                 others[:] = [need, *(one for one in others if not need.covers(one))]
     return [need for every in found.values() for need in every]

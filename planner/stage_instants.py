@@ -148,9 +148,9 @@ class StageInstants:
                     yield without_weights("sum", -freed - saved.kept, absent, gathered=ahead)
                 if number != last:
                     weights = one.cost.weights
-                    # FSDP copies what it received for the block before it gathers the one before.
-                    begin = self.work.between_blocks - freed
-                    yield without_weights("block", begin, absent, gathered=2 * weights)
+                    if weights > ahead:  # FSDP copies what it received before it gathers the block before
+                        begin = self.work.between_blocks - freed
+                        yield without_weights("block", begin, absent, gathered=2 * weights)
                     gathered = weights + ahead
                     yield in_block("block", saved, freed, absent, gathered=gathered, counted=counted)
         yield without_weights("entry", -self.kept)
