@@ -30,7 +30,7 @@ from .collectives import (
 from .column_parallel_linear import ColumnParallelLinear
 from .compile import compile_blocks
 from .context_chunks import cut_sequence, default_positions, token_places
-from .cost import Cost, Send, Tokens, UnknownCost, cost_of, name_module, sum_costs
+from .cost import Cost, Send, Tokens, UnknownCost, cost_of, name_module, sum_costs, with_weights
 from .dropout import Dropout, own_random
 from .embedding import (
     VOCABULARY_MULTIPLE,
@@ -158,5 +158,6 @@ __all__ = [
     "use_float8",
     "valid_tokens",
     "vocab_parallel_cross_entropy",
+    "with_weights",
     "yarn_scale",
 ]

@@ -47,10 +47,11 @@ class Cost:
     the backward holds at once beside ``kept``: intermediate results, and the gradients of what the module is
     given and makes. ``with_gradient``: the same when a weight's gradient has been made, with it; it exists
     for a moment if it is added to that of earlier micro-batches. ``with_all_gradients``: the same if the
-    gradients of all weights stay until the backward's end, as far as some have been made; ``gradients``:
-    their bytes then, and ``weights``: those of all weights, as they are computed with; ``cost_of`` counts
-    both. ``making``: the most bytes that a forward holds at once beside
-    ``kept``, as far as a recomputation may need more than the backward after it.
+    gradients of weights stay until the end of the backward. ``gradients``, ``weights``: the bytes of the
+    gradients of all trained weights, and of all weights, in the dtype of the products. ``cost_of`` fills in
+    both; a module that adds up several products of its own weights states the ``gradients`` of all but the
+    first, which ``+`` needs. ``making``: the most bytes that a forward holds at once beside ``kept``, as far
+    as a recomputation may need more than the backward after it.
     ``outputs``: bytes of the outputs of norms and products; their gradients are kept for a while if a
     schedule splits the backward in two. ``moved``: bytes that are written and read and not kept; only time
     depends on them. ``sends`` are in the order of the forward. ``repeated``: how many of them come before the
@@ -93,6 +94,7 @@ class Cost:
 
     def __add__(self, more: Cost) -> Cost:
         later = self.working - more.kept
+        # The modules before run beside the gradients of the later ones, if these stay.
         staying = max(self._with_all, self.working) + more.gradients - more.kept if more.gradients else 0.0
         return Cost(
             self.kept + more.kept,
@@ -167,12 +169,16 @@ def cost_of(module: nn.Module, tokens: Tokens) -> Cost:
     """Return the cost of a module for these tokens, by its own ``cost`` or by the table of torch's modules;
     raise ``BadInput`` for a module that has neither.
     """
+    return with_weights(_cost_of(module, tokens), module, tokens).under(tokens.after(module))
+
+
+def with_weights(cost: Cost, module: nn.Module, tokens: Tokens) -> Cost:
+    """Return the cost with the bytes of the module's weights, and of their gradients."""
     weights, gradients = 0.0, 0.0
     for one in module.parameters():
         size = float(local(one).numel() * tokens.compute)
         weights, gradients = weights + size, gradients + size * one.requires_grad
-    found = replace(_cost_of(module, tokens), weights=weights, gradients=gradients)
-    return found.under(tokens.after(module))
+    return replace(cost, weights=weights, gradients=gradients)
 
 
 def _cost_of(module: nn.Module, tokens: Tokens) -> Cost:

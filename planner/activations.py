@@ -49,8 +49,8 @@ class Saved:
 
     kept: float
     recomputed: float
-    with_gradient: float = 0.0
-    with_all_gradients: float = 0.0
+    with_gradient: float
+    with_all_gradients: float
 
 
 def saved_under(mode: Checkpointing, cost: Cost, work: Work) -> Saved:

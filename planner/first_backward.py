@@ -20,16 +20,16 @@ class FirstBackward(NamedTuple):
     """State the bytes of the first backward of a step.
 
     ``shared``: what ``shared_bytes`` returns for later ones. ``root``: the bytes of the root's lasting
-    gradients. ``made``: for each stage, the bytes of its blocks' gradients, as they are made. ``lasting``:
-    how many bytes last for each byte that is made. ``dropped``: how many bytes of gathered weights a block's
-    backward drops for each byte of gradients that it makes.
+    gradients. ``made``: for each stage, the bytes of its blocks' gradients, in the dtype of compute.
+    ``lasting_per_byte``: how many bytes last for each of these bytes. ``dropped_per_byte``: how many bytes of
+    gathered weights a block's backward drops for each of them.
     """
 
     shared: dict[tuple[Place, int], float]
     root: float
     made: tuple[float, ...]
-    lasting: tuple[float, ...]
-    dropped: float
+    lasting_per_byte: tuple[float, ...]
+    dropped_per_byte: float
 
     def missing(self, absent: Sequence[float], first: bool) -> tuple[float, float]:
         """Return the bytes of lasting gradients that do not exist yet, and of weights that are dropped.
@@ -37,8 +37,8 @@ class FirstBackward(NamedTuple):
         ``absent``: for each stage, the bytes of its blocks' gradients that are not made yet. ``first``:
         whether no stage of the rank has had a backward before.
         """
-        gradients = sum(map(mul, absent, self.lasting)) + self.root * first
-        return gradients, self.dropped * (self.made[0] - absent[0])
+        gradients = sum(map(mul, absent, self.lasting_per_byte)) + self.root * first
+        return gradients, self.dropped_per_byte * (self.made[0] - absent[0])
 
 
 def first_backward(work: Work, held: RankParameters, shared: SharedKey) -> FirstBackward:

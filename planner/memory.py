@@ -87,34 +87,39 @@ def memory_of(
     most, worst, elsewhere = -inf, None, {True: -inf, False: -inf}
     zero, alone, several = work.layout.zero, holds_alone(work), work.micro_batches > 1
     added = adds_at_once(zero, alone, several, work.compute, work.reduce)
+    # Of a module that is not the zoo's it is not known in which of its blocks an instant is.
+    unknown = not any(stage.blocks for stage in stages)
+    largest, ahead = held.largest_of_blocks * work.compute, 2 * held.largest_block * work.compute
     for one in needs or needs_of_rank(work, stages):
-        in_loss = one.place == "loss"
+        in_loss, gathered = one.place == "loss", 0.0
+        if zero == 3:
+            gathered = ahead if unknown else one.gathered
+        staying = max(one.staying, one.bytes + largest) if unknown else one.staying
         if one.absent:
             early = early or first_backward(work, held, key)
-            total = one.adding if added and not one.first else one.staying
-            total += (early.shared if one.first else shared)[one.place, one.stage] + one.gathered * (
-                zero == 3
-            )
+            total = gathered + (one.adding if added and not one.first else staying)
+            total += (early.shared if one.first else shared)[one.place, one.stage]
             if total > elsewhere[in_loss]:  # otherwise it is less anyway
                 total -= sum(early.missing(one.absent, one.first))
         else:
-            # Alone they are among the gradients that last.
-            total = one.adding if added else one.bytes if alone else one.staying
-            total += shared[one.place, one.stage] + one.gathered * (zero == 3)
+            # On a rank alone the gradients that last contain those of the block.
+            total = gathered + (one.adding if added else one.bytes if alone else staying)
+            total += shared[one.place, one.stage]
         if total > elsewhere[in_loss]:
             elsewhere[in_loss] = total
             if total > most:
                 most, worst = total, one
     assert worst is not None
-    kept, gathered = worst.held, gathered_bytes(work, held)
+    kept, whole_weights = worst.held, gathered_bytes(work, held)
     gradients = whole + (0 if work.offload else sharded)
     if worst.absent:
         missing, dropped = first_backward(work, held, key).missing(worst.absent, worst.first)
-        kept, gradients, gathered = min(kept, worst.bytes), gradients - int(missing), gathered - int(dropped)
+        kept, gradients = min(kept, worst.bytes), gradients - int(missing)
+        whole_weights -= int(dropped)
         elsewhere = {loss: total + missing + dropped for loss, total in elsewhere.items()}
     return MemoryPlan(
         weights=0 if work.offload else resting,
-        gathered=gathered,
+        gathered=whole_weights,
         gradients=gradients,
         moments=0 if work.offload else moments,
         activations=int(kept - worst.messages),
@@ -157,7 +162,7 @@ class Need(NamedTuple):
         return cls(one.place, stage, held, messages, *sizes, one.gathered, absent, first)
 
     def covers(self, other: Need) -> bool:
-        """Tell whether the other one needs more in nothing."""
+        """Tell whether the other one needs no more, whatever of it counts."""
         return (
             self.bytes >= other.bytes
             and self.adding >= other.adding
@@ -177,11 +182,12 @@ def needs_of_rank(
     message = work.between_stages if layout.pipeline > 1 else 0
     here, known, parts = layout.stages_of(number), {} if known is None else known, list[StageInstants]()
     in_two = layout.pipeline > 1 and schedule_kind(work.schedule).two_backwards
+    largest = max((cost.weights for one in stages for cost in one.blocks.values()), default=0.0)
     for stage, one in zip(here, stages, strict=True):
         given = stage - 1 in here
-        key = id(one), work.checkpointing, work.checkpoint_every, layout.pipeline > 1, in_two, given
+        key = id(one), work.checkpointing, work.checkpoint_every, layout.pipeline > 1, in_two, given, largest
         if key not in known:
-            known[key] = StageInstants(one, work, in_two=in_two, given=given)
+            known[key] = StageInstants(one, work, in_two=in_two, given=given, largest=largest)
         parts.append(known[key])
     places = {stage: place for place, stage in enumerate(here)}
     kept, halfway = [part.kept for part in parts], [part.halfway for part in parts]
@@ -207,9 +213,9 @@ def needs_of_rank(
             need = Need.at(instant, at, held, messages, absent, first)
             # Of other kinds of blocks, or of other micro-batches; one that needs less of all is left out.
             others = found.setdefault((instant.place, at, absent), [])
-            for one in others:
-                if one.covers(need):
+            for other in others:
+                if other.covers(need):
                     break
             else:
-                others[:] = [need, *(one for one in others if not need.covers(one))]
+                others[:] = [need, *(other for other in others if not need.covers(other))]
     return [need for every in found.values() for need in every]

@@ -17,10 +17,10 @@ from .step_shape import Work
 
 #: Instants of a micro-batch on a stage: in the last block's forward, in that of a step's first micro-batch
 #: with ZeRO 1 and 2, which gather only then; in the loss; in the backward of the output layer, of the
-#: stage's last block, of another block; after that of a block; in that of the embedding. Then those of a
-#: backward in two parts: in the first part, and at the start and the end of the second one. The model's first
-#: stage computes all of a backward in the second part, and sums no gradient before its end: its last block,
-#: others, its end.
+#: stage's last block, of another block (or before that, when its weights are copied); after that of a block;
+#: in that of the embedding. Then those of a backward in two parts: in the first part, and at the start and
+#: the end of the second one. The model's first stage computes all of a backward in the second part, and sums
+#: no gradient before its end: its last block, others, its end.
 Place = Literal[
     "forward", "first forward", "loss", "head", "last block", "block", "sum", "entry",
     "inputs", "weights", "weights made",
@@ -140,8 +140,8 @@ def places_shared(
     dropped = held.largest_block * dropped_in_last(zero, alone, cut, compute, master) * (added or not several)
     # A tied weight's gradient waits for its second part also where others are added at once.
     tied = held.tied * compute if added else 0
-    # Autograd adds its two parts into a third tensor, while the buffer of the last block is still there. On a
-    # rank alone the gradients that last count it already.
+    # Autograd adds the two parts of a tied weight's gradient into a third tensor, while the buffer of a block
+    # is still there. On a rank alone the gradients that last contain one of the three.
     joined = held.tied * (3 * compute - master * first) + block * reduce * sums_each * (held.tied > 0)
     found: dict[tuple[Place, int], float] = {}
     for place, (here, trained) in enumerate(held.sums_of_stages):

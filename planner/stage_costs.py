@@ -19,6 +19,7 @@ from ..layers import (
     cost_of,
     cross_entropy_cost,
     name_module,
+    with_weights,
 )
 from ..models import CausalLM
 from ..parallel_state import BadInput
@@ -180,7 +181,8 @@ def stage_cost(
         loss = ask(("loss", tokens, chunk, sums), lambda: _loss(work, model()))
         for name, (prediction, given) in zip(model().mtp, model().predictions(tokens), strict=True):
             block, joined = prediction.block, prediction.joined(given)
-            further[int(name)] = ask((id(block), joined), partial(cost_of, block, joined))
+            cost = ask((id(block), joined), partial(cost_of, block, joined))
+            further[int(name)] = with_weights(cost, prediction, joined)  # FSDP gathers all of it at once
     return StageCost(stage.first, blocks, beside, frozenset(reached), loss, exit, stage.last, further)
 
 

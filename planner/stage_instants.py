@@ -15,10 +15,13 @@ from .step_shape import Work
 
 
 class Instant(NamedTuple):
-    """State an instant of an action: the bytes that it needs beside the kept activations, the same with a
-    gradient that is ``adding`` to another, the same if the gradients of the block are ``staying`` until its
-    backward ends; those of the blocks that are ``gathered`` with ZeRO 3; and those of the blocks' gradients
-    that are ``absent``: not made yet.
+    """State an instant of an action.
+
+    ``bytes``: what it needs beside the kept activations, without gradients of weights. ``adding``: ``bytes``
+    with one gradient of a weight that is then added to another. ``staying``: ``bytes`` with the gradients of
+    the block's weights that are made by then, if these stay until the end of its backward. ``gathered``: the
+    bytes of the blocks that are whole with ZeRO 3. ``absent``: the bytes of the blocks' gradients that are
+    not made yet.
     """
 
     place: Place
@@ -29,7 +32,7 @@ class Instant(NamedTuple):
     absent: float
 
 
-def without_weights(place: Place, size: float, absent: float = 0.0, *, gathered: float = 0.0) -> Instant:
+def without_gradients(place: Place, size: float, absent: float = 0.0, *, gathered: float = 0.0) -> Instant:
     """Return an instant in which no weight's gradient is made."""
     return Instant(place, size, size, size, gathered, absent)
 
@@ -48,20 +51,23 @@ class StageInstants:
     """Compute what one stage of a rank keeps of a micro-batch, and needs at each instant beside it.
 
     ``in_two``: whether a backward has two parts; ``given``: whether the stage before is on the same rank.
+    ``largest``: the bytes of the largest block of any stage of the rank.
     ``kept``: the bytes from the forward to the backward. ``halfway``: those that the first part of a backward
     in two leaves to the second one, the gradients of what norms and products make. ``gradients``: the bytes
-    of the gradients of the blocks' weights, as they are made.
+    of the gradients of the blocks' weights, in the dtype of compute.
     """
 
-    def __init__(self, stage: StageCost, work: Work, *, in_two: bool, given: bool) -> None:
-        self.stage, self.work = stage, work
+    def __init__(self, stage: StageCost, work: Work, *, in_two: bool, given: bool, largest: float) -> None:
+        self.stage, self.work, self.largest = stage, work, largest
         self.cut = work.layout.pipeline > 1
         self.logits = stage.loss.kept if stage.loss is not None and not work.loss_chunk else 0.0
         #: What each block that a backward reaches keeps and computes again.
         mode, every = work.checkpointing, work.checkpoint_every
+        kinds = stage.alike(mode, every)
+        self.unreached = [one for one in kinds if not one.reached]
         self.every = [
             (one, saved_under(mode if one.forgets else "none", one.cost, work))
-            for one in stage.alike(mode, every)
+            for one in kinds
             if one.reached
         ]
         #: The same of blocks of multi-token prediction; in ``stage.beside`` nothing of them is dropped.
@@ -97,18 +103,17 @@ class StageInstants:
         stage, loss = self.stage, self.stage.loss
         if kind == "F" and loss is not None:
             working = loss.working + (0.0 if self.cut and self.logits else loss.kept)
-            yield without_weights("loss", working, self.gradients * first)
+            yield without_gradients("loss", working, self.gradients * first)
         elif kind == "I":
-            largest = max((one.cost.weights for one, _ in self.every), default=0.0)
-            yield without_weights("inputs", self._in_first_part(), gathered=2 * largest)
+            yield without_gradients("inputs", self._in_first_part(), gathered=2 * self.largest)
         elif kind == "W" and not stage.first:
-            yield without_weights("weights", 0.0)
-            yield without_weights("weights made", -self.halfway)
+            yield without_gradients("weights", 0.0)
+            yield without_gradients("weights made", -self.halfway)
         elif kind == "W":  # the model's first stage computes all of its backward now
             names: dict[Place, Place] = {
                 "last block": "unsummed last block", "block": "unsummed block", "entry": "unsummed end"
             }  # fmt: skip
-            yield without_weights("weights", 0.0)
+            yield without_gradients("weights", 0.0)
             for one in self._in_backward(first=False, unsummed=True):
                 if one.place in names:
                     yield one._replace(place=names[one.place], gathered=0.0)
@@ -121,39 +126,63 @@ class StageInstants:
         """
         absent = self.gradients * first
         last = max((one.numbers[-1] for one, _ in self.every), default=-1)
-        # FSDP gathers the block before the one whose backward runs.
-        ahead = self._weights(last)
+        # FSDP gathers ahead the block that ran before the one whose backward runs.
+        ahead = self._weights(max(self.stage.blocks, default=-1))
+        behind = ahead
+        if self.further:
+            ahead = self.further[-1][0].weights
         if self.logits:
             head = self.work.tokens.bytes(self.work.hidden) + (0.0 if self.cut else self.logits)
-            yield without_weights("head", head, absent, gathered=ahead)
+            yield without_gradients("head", head, absent, gathered=ahead)
         beside = self.stage.beside
         if beside.working:
             with_gradient = max(beside.working, beside.with_gradient)
             ends = Saved(0.0, beside.working, with_gradient, with_gradient)
             yield in_block("last block", ends, 0.0, absent, gathered=ahead)
         freed = 0.0
-        for cost, saved in reversed(self.further):
+        for number, (cost, saved) in reversed([*enumerate(self.further)]):
+            ahead = self.further[number - 1][0].weights if number else behind
             yield in_block("last block", saved, freed, absent, gathered=cost.weights + ahead)
-            freed, absent = freed + saved.kept, absent - cost.gradients * first
+            freed += saved.kept
+            yield without_gradients("sum", -freed, absent, gathered=ahead)
+            absent -= cost.gradients * first
+        yield from self._in_unreached(first=first)
         for one, saved in self.every:
             if one.numbers[-1] == last:
                 yield from self._around_last_block(one, saved, first=first)
             # Those in which most is kept. In the first backward gradients may be more than activations: then
             # the worst instant is late.
             later = [number for number in one.numbers[-2:] if number != last][-1:]
+            # A block of another kind before it may be larger.
+            later += [number for number in one.numbers if number - 1 not in one.numbers][-1:]
             for number in {*later, *(one.numbers[:2] if first else ())}:
                 freed, absent = self._behind(number, first=first)
                 ahead, counted = self._weights(number - 1), one.cost.gradients * unsummed
                 if first:
-                    yield without_weights("sum", -freed - saved.kept, absent, gathered=ahead)
+                    yield without_gradients("sum", -freed - saved.kept, absent, gathered=ahead)
                 if number != last:
                     weights = one.cost.weights
                     if weights > ahead:  # FSDP copies what it received before it gathers the block before
                         begin = self.work.between_blocks - freed
-                        yield without_weights("block", begin, absent, gathered=2 * weights)
+                        yield without_gradients("block", begin, absent, gathered=2 * weights)
                     gathered = weights + ahead
                     yield in_block("block", saved, freed, absent, gathered=gathered, counted=counted)
-        yield without_weights("entry", -self.kept)
+        yield without_gradients("entry", -self.kept)
+
+    def _in_unreached(self, *, first: bool) -> Iterator[Instant]:
+        """Yield the instants in the blocks that no backward reaches. They keep nothing of this micro-batch."""
+        absent, given = self.gradients * first, self.work.between_blocks - self.kept
+        last = max((one.numbers[-1] for one in self.unreached), default=-1)
+        for one in self.unreached:
+            # FSDP still has the last of them, which it has gathered for a backward that does not come.
+            waits = max(self._weights(last) * (number != last) for number in one.numbers)
+            gathered = 2 * one.cost.weights + waits
+            # What its modules would keep is there while they run.
+            made = one.cost.kept + one.cost.making
+            yield without_gradients("forward", given + made, absent, gathered=gathered)
+            # And what it had received for the block before, until the weights are copied.
+            before = max(self._weights(number - 1) for number in one.numbers)
+            yield without_gradients("forward", given, absent, gathered=gathered + before)
 
     def _around_last_block(self, one: Alike, saved: Saved, *, first: bool) -> Iterator[Instant]:
         """Yield the instants in the stage's last block that a backward reaches, and after it."""
@@ -162,14 +191,16 @@ class StageInstants:
         ahead = self._weights(number - 1)
         # In a pipeline the gradient of a stage's output is a message.
         given = self.work.between_stages if self.cut and self.stage.loss is None else 0.0
-        yield in_block("last block", saved, freed + given, absent, gathered=weights + ahead)
-        yield without_weights("sum", -freed - saved.kept, absent, gathered=ahead)
+        # Behind it may be a block of multi-token prediction, whose gradients have been summed.
+        place: Place = "block" if self.further else "last block"
+        yield in_block(place, saved, freed + given, absent, gathered=weights + ahead)
+        yield without_gradients("sum", -freed - saved.kept, absent, gathered=ahead)
         # In the last block's forward what the stage gives is not there yet; then it is.
         made = max(one.cost.making, self.work.between_blocks) - freed - self.given
         made = max(made, 0.0 if self.cut else self.logits)
         # FSDP keeps what it received for a block until it has gathered the next one.
-        yield without_weights("forward", made, self.gradients * first, gathered=2 * weights)
-        yield without_weights("first forward", made, self.gradients)
+        yield without_gradients("forward", made, self.gradients * first, gathered=2 * weights)
+        yield without_gradients("first forward", made, self.gradients)
 
     def _weights(self, number: int) -> float:
         """Return the bytes of the weights of a block. Before a stage's first one nothing is gathered ahead,
@@ -177,7 +208,7 @@ class StageInstants:
         """
         if number in self.stage.blocks:
             return self.stage.blocks[number].weights
-        return self.cut * max((one.cost.weights for one, _ in self.every), default=0.0)
+        return self.largest * self.cut
 
     def _in_first_part(self) -> float:
         """Return the most bytes beside the kept activations in a backward's first part, which frees none.

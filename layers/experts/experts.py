@@ -125,13 +125,21 @@ class Experts(DeclaredModule):
         down = width * (trained or "down" in adapted)
         found = sum((one.cost(tokens) for one in self.adapters), matrix(tokens, whole, trained=trained))
         # The gate's backward comes first, beside the gradient of the upper product.
-        up, last = local(self.up), {"beside": hidden * self.gated, "given_back": inputs - down}
-        orders = [last, {"beside": width}] if self.gated else [last]
-        gradients = [grouped_gradient(tokens, up, hidden, width, trained=trained, **one) for one in orders]
+        up = local(self.up)
+        of_up = grouped_gradient(
+            tokens,
+            up,
+            hidden,
+            width,
+            trained=trained,
+            beside=hidden * self.gated,
+            given_back=inputs - down,
+        )
+        of_gate = grouped_gradient(tokens, up, hidden, width, trained=trained, beside=width) * self.gated
         found += Cost(
             kept=tokens.bytes(inputs - down),
-            with_gradient=max(gradients),
-            with_all_gradients=gradients[0] + up.numel() * tokens.compute * trained * self.gated,
+            with_gradient=max(of_up, of_gate),
+            with_all_gradients=of_up + up.numel() * tokens.compute * trained * self.gated,
             selective=tokens.bytes(made * (not by_kernel)),
             outputs=tokens.bytes(products * width),
         )

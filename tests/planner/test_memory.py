@@ -53,6 +53,11 @@ WIDE_EXPERTS = GLM | {"moe_intermediate_size": 512, "num_hidden_layers": 3}
 THREE = LLAMA | {"vocab_size": 503, "num_attention_heads": 6, "intermediate_size": 225, "head_dim": 10}
 #: Its weights are more than its activations, so that its worst instant is a sum over the data ranks.
 WIDE = LLAMA | {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 3}
+#: Its first two blocks have wide experts; the others are narrow.
+MOE_FIRST = LLAMA | {
+    **{"model_type": "qwen3_moe", "num_hidden_layers": 5, "num_experts": 8, "num_experts_per_tok": 2},
+    **{"moe_intermediate_size": 512, "mlp_only_layers": [2, 3, 4], "head_dim": 8},
+}
 #: Every token goes through all experts, so that ranks which share them out have as much to do.
 EVEN_EXPERTS = WIDE_EXPERTS | {"num_experts_per_tok": 8, "moe_intermediate_size": 256}
 #: Its vocabulary's weights are more than its activations.
@@ -103,6 +108,9 @@ CONFIGS = {
     "wide_experts": WIDE_EXPERTS,
     "even_experts": EVEN_EXPERTS,
     "gemma2": GEMMA2,
+    "moe_first": MOE_FIRST,
+    "mtp_wide": DEEPSEEK
+    | {"mtp": True, "num_nextn_predict_layers": 2, "hidden_size": 256, "num_hidden_layers": 2},
 }
 LENGTH = 128
 
@@ -302,6 +310,20 @@ SLOW = [
     Case("gpt2", Layout.of(context=2)),
     Case("llama", Layout.of(context=2, zero=3), micro_batch=4),
     Case("llama", Layout.of(data=2, zero=2), frozen=("embed", "layers.0", "layers.1", "layers.2")),
+    # The forward of frozen blocks, which are larger than those that are trained.
+    Case("moe_first", Layout.of(data=2, zero=3), micro_batch=1, frozen=("embed", "layers.0", "layers.1")),
+    Case("wide", Layout.of(data=2, zero=3), micro_batch=1, frozen=("embed", "layers", "norm")),
+    *(
+        Case(
+            "mtp_wide",
+            Layout.of(data=2, zero=zero),
+            MemorySection(checkpointing=mode),
+            torch.float32,
+            1,
+            number,
+        )
+        for zero, mode, number in ((3, "full", 2), (2, "none", 1))
+    ),
     Case("llama", Layout.of(pipeline=2, **SHAPED), micro_batches=4, schedule="zbv"),
     Case("gpt2", Layout.of(pipeline=2), micro_batches=4),
     Case("gemma2", Layout(), micro_batch=4),
