@@ -170,7 +170,7 @@ class StageInstants:
         yield without_gradients("entry", -self.kept)
 
     def _in_unreached(self, *, first: bool) -> Iterator[Instant]:
-        """Yield the instants in the blocks that no backward reaches. They keep nothing of this micro-batch."""
+        """Yield the instants in blocks that no backward reaches, and that keep nothing of a micro-batch."""
         absent, given = self.gradients * first, self.work.between_blocks - self.kept
         last = max((one.numbers[-1] for one in self.unreached), default=-1)
         for one in self.unreached:
