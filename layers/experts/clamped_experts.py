@@ -22,7 +22,7 @@ from ...parallel_state import (
 )
 from ..cost import Cost, Tokens, matrix
 from .experts import ExpertAdapter, Experts
-from .grouped_matmul import GroupSizes, grouped_gradient, has_kernel, kernel_takes
+from .grouped_matmul import GroupSizes, grouped_gradient, has_kernel, kernel_takes, stack_gradient
 
 
 class ClampedExperts(Experts):
@@ -108,7 +108,7 @@ class ClampedExperts(Experts):
             with_gradient=grouped_gradient(
                 tokens, local(self.down), width, hidden, trained=trained, given_back=down
             ),
-            gradients=local(self.down).numel() * tokens.compute * trained,
+            gradients=stack_gradient(tokens, local(self.down), trained=trained),
             # The upper product; the product, the biases of its rows, and those of one rank.
             making=tokens.bytes(width * (1 if down else 2) + 3 * hidden),
             outputs=tokens.bytes(hidden),

@@ -22,7 +22,7 @@ from ...parallel_state import (
 )
 from ..cost import Cost, Tokens, matrix
 from ..mlp import activation
-from .grouped_matmul import grouped_gradient, grouped_making, grouped_mm, kernel_takes
+from .grouped_matmul import grouped_gradient, grouped_making, grouped_mm, kernel_takes, stack_gradient
 
 
 class ExpertAdapter(Protocol):
@@ -139,7 +139,7 @@ class Experts(DeclaredModule):
         found += Cost(
             kept=tokens.bytes(inputs - down),
             with_gradient=max(of_up, of_gate),
-            with_all_gradients=of_up + up.numel() * tokens.compute * trained * self.gated,
+            with_all_gradients=of_up + stack_gradient(tokens, up, trained=trained) * self.gated,
             selective=tokens.bytes(made * (not by_kernel)),
             outputs=tokens.bytes(products * width),
         )
@@ -152,7 +152,7 @@ class Experts(DeclaredModule):
             with_gradient=grouped_gradient(
                 tokens, local(self.down), width, hidden, trained=trained, given_back=down
             ),
-            gradients=local(self.down).numel() * tokens.compute * trained,
+            gradients=stack_gradient(tokens, local(self.down), trained=trained),
             making=grouped_making(tokens, width, hidden, keeps=down > 0),
             outputs=tokens.bytes(hidden),
         )

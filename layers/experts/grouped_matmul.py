@@ -66,6 +66,11 @@ def grouped_making(tokens: Tokens, width: int, made: int, *, keeps: bool) -> flo
     return tokens.bytes(times * made + width * (not keeps))
 
 
+def stack_gradient(tokens: Tokens, stack: Tensor, *, trained: bool) -> float:
+    """Return the bytes of the gradient of a ``stack`` of matrices, 0 if it is frozen."""
+    return float(stack.numel() * tokens.compute * trained)
+
+
 def grouped_gradient(
     tokens: Tokens,
     stack: Tensor,
@@ -81,7 +86,7 @@ def grouped_gradient(
     the gradients of the matrices are joined when all are there, and the rows that were kept for them, of
     ``given_back`` numbers, no more.
     """
-    rows, gradient = tokens.bytes(width + beside), stack.numel() * tokens.compute * trained
+    rows, gradient = tokens.bytes(width + beside), stack_gradient(tokens, stack, trained=trained)
     if tokens.fused and kernel_takes(tokens.compute, width, made):
         return rows + tokens.bytes(made) + gradient
     return rows + max(tokens.bytes(made) + gradient, 2 * gradient - tokens.bytes(given_back))
